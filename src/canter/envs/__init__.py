@@ -1,0 +1,1 @@
+"""Environments: the contract, the adapters that bring others to it, and torch-native ones."""

@@ -1,0 +1,131 @@
+"""The one environment contract inside canter: N environments stepped together, one record per step.
+
+Everything a learner must know about an episode's end is in the record, so that no algorithm has to guess.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from canter.utils.tree import Obs
+
+
+class StepRecord(NamedTuple):
+    """What one step of N environments gave. Tensors are the receiver's to keep: no environment writes to them again."""
+
+    obs: Obs
+    """Observation to act on next; after an episode's end the first of the new episode (see `valid`)."""
+    critic_obs: Obs
+    """The critic's observation; the same object as `obs` where there is no privileged one."""
+    reward: Tensor
+    """(N,) float32, as the environment gave it."""
+    terminated: Tensor
+    """(N,) bool: the episode ended in a true terminal state, whose future is worth nothing."""
+    truncated: Tensor
+    """(N,) bool: the episode was cut off, by a time limit for example. Never true where `terminated` is."""
+    final_obs: Obs | None
+    """(N, ...) observation before the reset, meaningful in rows that ended; None if no row ended or none is known."""
+    final_critic_obs: Obs | None
+    """The critic's side of `final_obs`; the same object where there is no privileged observation."""
+    valid: Tensor
+    """(N,) bool: false where this step only reset an environment and the action was ignored."""
+    extras: dict[str, Any]
+    """Whatever else the environment said."""
+
+    @property
+    def done(self) -> Tensor:
+        """(N,) bool: an episode ended here, either way."""
+        return self.terminated | self.truncated
+
+
+class VecEnv(ABC):
+    """N environments that step together and reset themselves.
+
+    A subclass sets the attributes below in its constructor and implements `reset`, `get_observations` and `step`.
+    """
+
+    num_envs: int
+    device: torch.device
+    obs_space: spaces.Space
+    """Space of one environment's observation."""
+    critic_obs_space: spaces.Space
+    """Space of the critic's observation; the same object as `obs_space` where there is no privileged one."""
+    action_space: spaces.Space
+    """Space of one environment's action: Box, Discrete or MultiDiscrete."""
+    max_episode_length: int | None = None
+    obs_segments: Mapping[str, tuple[int, ...]] | None = None
+    """Names and shapes of the parts of a flat observation, in order."""
+    critic_obs_segments: Mapping[str, tuple[int, ...]] | None = None
+    has_invalid_steps: bool = False
+    """Whether `StepRecord.valid` is ever false."""
+    gives_final_obs: bool = True
+    """Whether `StepRecord.final_obs` is there whenever a row was truncated."""
+    capturable: bool = False
+    """Whether `step` is pure tensor code on a fixed shape that may be captured in a CUDA graph."""
+
+    @abstractmethod
+    def reset(self) -> tuple[Obs, Obs]:
+        """Start every episode anew; return the observation and the critic's."""
+
+    @abstractmethod
+    def get_observations(self) -> tuple[Obs, Obs]:
+        """The current observation and the critic's, without stepping; resets once if never reset."""
+
+    @abstractmethod
+    def step(self, actions: Tensor) -> StepRecord:
+        """Apply one action per environment."""
+
+    def seed(self, seed: int) -> None:
+        """Make the episodes from the next `reset` on repeatable."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be seeded")
+
+    def get_state(self) -> dict[str, Any] | None:
+        """Everything `set_state` needs to continue exactly here, as plain containers and tensors; None if unsupported."""
+        return None
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue from what `get_state` returned."""
+        raise NotImplementedError(f"{type(self).__name__} cannot restore its state")
+
+    def render(self) -> Any:
+        """A picture of the first environment as an (H, W, 3) uint8 array, or None."""
+        return None
+
+    def close(self) -> None:
+        """Free what the environment holds."""
+
+    @property
+    def num_obs(self) -> int:
+        """Width of a flat observation."""
+        return flat_size(self.obs_space)
+
+    @property
+    def num_privileged_obs(self) -> int | None:
+        """Width of the critic's flat observation, None if it is the actor's."""
+        return None if self.critic_obs_space is self.obs_space else flat_size(self.critic_obs_space)
+
+    @property
+    def num_actions(self) -> int:
+        """Width of a continuous action, or the number of logits of a discrete one."""
+        space = self.action_space
+        if isinstance(space, spaces.Discrete):
+            return int(space.n)
+        if isinstance(space, spaces.MultiDiscrete):
+            return int(space.nvec.sum())
+        return flat_size(space)
+
+
+def flat_size(space: spaces.Space) -> int:
+    """Number of values in one sample of a Box or of a Dict of Boxes."""
+    if isinstance(space, spaces.Dict):
+        return sum(flat_size(part) for part in space.spaces.values())
+    if isinstance(space, spaces.Box):
+        return math.prod(space.shape)
+    raise TypeError(f"a {type(space).__name__} space has no flat size; use a Box or a Dict of Boxes")

@@ -1,0 +1,36 @@
+"""Observations are a tensor or a nested dict of tensors; these few functions treat both alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Obs = Tensor | dict[str, Any]
+
+
+def tree_map(fn: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """Apply `fn` to every leaf of `tree` and the matching leaves of `others`, keeping the structure."""
+    if isinstance(tree, Mapping):
+        return {name: tree_map(fn, leaf, *(other[name] for other in others)) for name, leaf in tree.items()}
+    return fn(tree, *others)
+
+
+def tree_leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf with its dotted name; a bare leaf is named by the prefix alone."""
+    if isinstance(tree, Mapping):
+        for name, leaf in tree.items():
+            yield from tree_leaves(leaf, f"{prefix}.{name}" if prefix else str(name))
+    else:
+        yield prefix, tree
+
+
+def tree_where(mask: Tensor, yes: Obs, no: Obs) -> Obs:
+    """Rows of `yes` where `mask` (N,) is true, rows of `no` elsewhere."""
+
+    def pick(a: Tensor, b: Tensor) -> Tensor:
+        return torch.where(mask.view(-1, *[1] * (a.dim() - 1)), a, b)
+
+    return tree_map(pick, yes, no)
