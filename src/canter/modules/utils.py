@@ -1,0 +1,70 @@
+"""Activations by name and the size of a convolution's output."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+
+from torch import nn
+
+ALIASES: dict[str, type[nn.Module]] = {
+    "elu": nn.ELU,
+    "selu": nn.SELU,
+    "relu": nn.ReLU,
+    "crelu": nn.ReLU,
+    "lrelu": nn.LeakyReLU,
+    "leaky_relu": nn.LeakyReLU,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+    "mish": nn.Mish,
+    "softplus": nn.Softplus,
+    "tanh": nn.Tanh,
+    "sigmoid": nn.Sigmoid,
+    "identity": nn.Identity,
+}
+
+
+def _lookup(name: str) -> type[nn.Module] | None:
+    """The `torch.nn` class of exactly this name, else the alias of it."""
+    found = getattr(nn, name, None)
+    if isinstance(found, type) and issubclass(found, nn.Module):
+        return found
+    return ALIASES.get(name.lower())
+
+
+def get_activation_Cls(name: str) -> type[nn.Module] | None:  # noqa: N802, the documented name
+    """The activation class of that name: a `torch.nn` class or an alias; a warning and None for any other."""
+    found = _lookup(name)
+    if found is None:
+        warnings.warn(f"invalid activation function {name!r}; known are {sorted(ALIASES)}", stacklevel=2)
+    return found
+
+
+def activation(name: str | type[nn.Module]) -> type[nn.Module]:
+    """The `torch.nn` class meant by a name or by itself."""
+    if isinstance(name, type):
+        return name
+    found = _lookup(name)
+    if found is None:
+        near = difflib.get_close_matches(name.lower(), ALIASES, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"no activation {name!r}; {hint}known are {sorted(ALIASES)} and every torch.nn class")
+    return found
+
+
+def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else value
+
+
+def conv2d_output_shape(
+    h: int,
+    w: int,
+    kernel_size: int | tuple[int, int] = 1,
+    stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] = 0,
+    dilation: int | tuple[int, int] = 1,
+) -> tuple[int, int]:
+    """Height and width after a convolution or pooling."""
+    k, s, p, d = _pair(kernel_size), _pair(stride), _pair(padding), _pair(dilation)
+    out_h, out_w = ((n + 2 * p[i] - d[i] * (k[i] - 1) - 1) // s[i] + 1 for i, n in enumerate((h, w)))
+    return out_h, out_w
