@@ -114,9 +114,9 @@ class Gaussian(ActionDistribution):
 class SquashedGaussian(Gaussian):
     """A normal `u` pressed into bounds: the environment gets `tanh(u) * scale + bias`.
 
-    Actions here are always the pre-squash `u`, which cannot be recovered from a saturated tanh. The entropy has no closed
-    form: its correction `E[log |da/du|]` is integrated by Gauss-Hermite quadrature over 16 points, which has no sampling
-    noise and is right to 0.004 nats per dimension up to `sigma` 2 (0.06 at 4).
+    Actions here are always the pre-squash `u`, which cannot be recovered from a saturated tanh. The entropy has no
+    closed form: its correction `E[log |da/du|]` is integrated by Gauss-Hermite quadrature over 16 points, which has no
+    sampling noise and is right to 0.004 nats per dimension up to `sigma` 2 (0.06 at 4).
     """
 
     def __init__(self, low: np.ndarray | Sequence[float], high: np.ndarray | Sequence[float]) -> None:

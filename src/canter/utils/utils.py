@@ -1,0 +1,107 @@
+"""The documented helpers for observation segments, named tuples of arrays, and stored images."""
+
+from __future__ import annotations
+
+import sys
+from collections import namedtuple
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from canter.utils.obs_layout import ObsLayout, Segments
+
+
+def get_obs_slice(segments: Segments, name: str) -> tuple[slice, tuple[int, ...]]:
+    """The columns of one segment in the flat observation, and its shape."""
+    layout = ObsLayout(segments)
+    return layout.slice(name), layout.shapes[name]
+
+
+def get_subobs_size(segments: Segments, names: Sequence[str]) -> int:
+    """Total width of the named segments."""
+    return ObsLayout(segments).size(names)
+
+
+def get_subobs_by_components(observations: Tensor, component_names: Sequence[str], obs_segments: Segments) -> Tensor:
+    """The columns of the named segments, in segment order whatever the order of the names."""
+    return ObsLayout(obs_segments).take(observations, component_names)
+
+
+def substitute_estimated_state(
+    observations: Tensor, target_components: Sequence[str], estimated_state: Tensor, obs_segments: Segments
+) -> Tensor:
+    """A copy of the observations whose target segments are consecutive pieces of the estimate, in segment order."""
+    return ObsLayout(obs_segments).put(observations, target_components, estimated_state)
+
+
+class _ArrayFields(tuple):
+    """What `namedarraytuple` adds to a named tuple: indexing reaches into every field that is not None."""
+
+    __slots__ = ()
+    _fields: tuple[str, ...]
+
+    def __getitem__(self, loc: Any) -> Any:
+        make: Any = type(self)
+        return make(*(None if value is None else value[loc] for value in self))
+
+    def __setitem__(self, loc: Any, value: Any) -> None:
+        # A tuple is spread over the fields; anything else goes to every one.
+        spread = isinstance(value, tuple)
+        if spread and len(value) != len(self):
+            raise ValueError(f"{type(self).__name__} has fields {self._fields}, but got {len(value)} values")
+        for index, (name, own) in enumerate(self.items()):
+            new = tuple.__getitem__(value, index) if spread else value
+            if own is None and spread and new is not None:
+                raise TypeError(f"{type(self).__name__}.{name} is None and cannot be assigned to")
+            if own is not None and new is not None:
+                own[loc] = new
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._fields
+
+    def get(self, index: int) -> Any:
+        """The field at a position, which plain indexing of a tuple would give."""
+        return tuple.__getitem__(self, index)
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Field names and values."""
+        return zip(self._fields, self, strict=True)
+
+
+def namedarraytuple(name: str, fields: Sequence[str] | str) -> Any:
+    """A named tuple class of arrays: `x[i]` and `x[i] = y` apply to every field, `"field" in x` tests names.
+
+    Fields may be arrays, other such tuples, or None, which indexing skips. Bind the result to a module-level variable
+    of the same name, so that instances can be pickled.
+    """
+    plain = namedtuple(name, fields)
+    taken = [field for field in plain._fields if field in ("get", "items", "index", "count")]
+    if taken:
+        raise ValueError(f"{name} cannot have a field called {taken[0]!r}, which is a method of it")
+    module = sys._getframe(1).f_globals.get("__name__", "__main__")
+    return type(name, (_ArrayFields, plain), {"__slots__": (), "__module__": module, "__doc__": plain.__doc__})
+
+
+@overload
+def compress_normalized_image(image: np.ndarray) -> np.ndarray: ...
+@overload
+def compress_normalized_image(image: Tensor) -> Tensor: ...
+def compress_normalized_image(image: Any) -> Any:
+    """An image with values in [0, 1] as uint8, rounded to the nearest of 255 steps."""
+    if isinstance(image, Tensor):
+        return (image.clamp(0.0, 1.0) * 255.0).round().to(torch.uint8)
+    return np.rint(np.clip(image, 0.0, 1.0) * 255.0).astype(np.uint8)
+
+
+@overload
+def decompress_normalized_image(image: np.ndarray) -> np.ndarray: ...
+@overload
+def decompress_normalized_image(image: Tensor) -> Tensor: ...
+def decompress_normalized_image(image: Any) -> Any:
+    """The float32 image in [0, 1] that `compress_normalized_image` stored."""
+    if isinstance(image, Tensor):
+        return image.float() / 255.0
+    return image.astype(np.float32) / np.float32(255.0)
