@@ -7,7 +7,6 @@ out because `torch.distributions` costs many small kernels. Half-precision param
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,47 +16,23 @@ from gymnasium import spaces
 from torch import Generator, Tensor
 from torch import distributions as td
 
-Params = dict[str, Tensor]
+from canter.modules.action_distribution import ActionDistribution, Params, at_least_float32
+from canter.modules.categorical import Categorical, MultiCategorical
+
+__all__ = [
+    "ActionDistribution",
+    "Categorical",
+    "Gaussian",
+    "MultiCategorical",
+    "Params",
+    "SquashedGaussian",
+    "bounded_std",
+    "distribution_for",
+    "init_std",
+]
 
 HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 SMALLEST_STD = 1e-15  # a std that reached 0 gives NaN log-probabilities from then on
-
-
-class ActionDistribution(ABC):
-    """A family of distributions over actions; every method takes the parameters it is about."""
-
-    action_shape: tuple[int, ...]
-    action_dtype: torch.dtype
-    param_shapes: dict[str, tuple[int, ...]]
-    """Parameter name -> shape of one action's parameter."""
-
-    @abstractmethod
-    def sample(self, params: Params, generator: Generator | None = None) -> Tensor:
-        """Draw one action per row of the parameters, without gradient."""
-
-    @abstractmethod
-    def mode(self, params: Params) -> Tensor:
-        """The action of a policy that does not explore."""
-
-    @abstractmethod
-    def log_prob(self, params: Params, actions: Tensor) -> Tensor:
-        """Log-probability of whole actions, (...,)."""
-
-    @abstractmethod
-    def entropy(self, params: Params) -> Tensor:
-        """Entropy in nats, (...,)."""
-
-    @abstractmethod
-    def kl(self, old: Params, new: Params) -> Tensor:
-        """Exact KL(old || new), (...,)."""
-
-    @abstractmethod
-    def to_env(self, actions: Tensor) -> Tensor:
-        """The element of the action space that the environment gets for an action."""
-
-    @abstractmethod
-    def torch_distribution(self, params: Params) -> td.Distribution:
-        """The equivalent `torch.distributions` object, without argument validation."""
 
 
 class Gaussian(ActionDistribution):
@@ -167,87 +142,6 @@ class SquashedGaussian(Gaussian):
         return td.TransformedDistribution(td.Normal(mu, sigma, validate_args=False), squash, validate_args=False)
 
 
-class Categorical(ActionDistribution):
-    """One choice out of `n`, with parameter `logits`; a logit of -inf forbids a choice."""
-
-    action_dtype = torch.int64
-
-    def __init__(self, n: int, start: int = 0) -> None:
-        self.start = start
-        self.action_shape: tuple[int, ...] = ()
-        self.param_shapes = {"logits": (n,)}
-
-    def _logits(self, params: Params) -> Tensor:
-        return _at_least_float32(params["logits"])
-
-    def _log_probs(self, params: Params) -> Tensor:
-        # A finite floor instead of -inf: 0 * floor is 0, where 0 * -inf would be NaN.
-        return F.log_softmax(self._logits(params), dim=-1).clamp_min(torch.finfo(torch.float32).min)
-
-    def _over_choices(self, values: Tensor) -> Tensor:
-        """Sum of one value per choice over the last dimension."""
-        return values.sum(-1)
-
-    @torch.no_grad()
-    def sample(self, params: Params, generator: Generator | None = None) -> Tensor:
-        """Draw one choice per row (Gumbel-max)."""
-        logits = self._logits(params)
-        clock = torch.empty_like(logits).exponential_(generator=generator).clamp_min_(1e-30)
-        return (logits - clock.log()).argmax(-1)
-
-    def mode(self, params: Params) -> Tensor:
-        """The likeliest choice."""
-        return self._logits(params).argmax(-1)
-
-    def log_prob(self, params: Params, actions: Tensor) -> Tensor:
-        """Log-probability of the choices, (...,)."""
-        return self._log_probs(params).gather(-1, actions.long().unsqueeze(-1)).squeeze(-1)
-
-    def entropy(self, params: Params) -> Tensor:
-        """Entropy in nats, (...,)."""
-        log_probs = self._log_probs(params)
-        return -self._over_choices(log_probs.exp() * log_probs)
-
-    def kl(self, old: Params, new: Params) -> Tensor:
-        """Exact KL(old || new), (...,)."""
-        log_old, log_new = self._log_probs(old), self._log_probs(new)
-        return self._over_choices(log_old.exp() * (log_old - log_new))
-
-    def to_env(self, actions: Tensor) -> Tensor:
-        """The choice, counted from the space's first value."""
-        return actions + self.start if self.start else actions
-
-    def torch_distribution(self, params: Params) -> td.Distribution:
-        """`torch.distributions.Categorical`."""
-        return td.Categorical(logits=self._logits(params), validate_args=False)
-
-
-class MultiCategorical(Categorical):
-    """Several independent choices at once; `logits` holds those of every choice one after the other."""
-
-    def __init__(self, nvec: Sequence[int]) -> None:
-        self.nvec = [int(n) for n in nvec]
-        super().__init__(sum(self.nvec))
-        self.action_shape = (len(self.nvec),)
-
-    def _logits(self, params: Params) -> Tensor:
-        """(..., sum nvec) -> (..., choices, widest), where -inf fills the narrower choices."""
-        widest = max(self.nvec)
-        parts = _at_least_float32(params["logits"]).split(self.nvec, dim=-1)
-        return torch.stack([F.pad(part, (0, widest - part.shape[-1]), value=-math.inf) for part in parts], dim=-2)
-
-    def _over_choices(self, values: Tensor) -> Tensor:
-        return values.sum((-2, -1))
-
-    def log_prob(self, params: Params, actions: Tensor) -> Tensor:
-        """Log-probability of all choices together, (...,)."""
-        return super().log_prob(params, actions).sum(-1)
-
-    def torch_distribution(self, params: Params) -> td.Distribution:
-        """An `Independent` over `Categorical`, so that its log-probability is the action's."""
-        return td.Independent(td.Categorical(logits=self._logits(params), validate_args=False), 1, validate_args=False)
-
-
 def distribution_for(action_space: spaces.Space, squash: bool = False) -> ActionDistribution:
     """The distribution for a Box, Discrete or MultiDiscrete action space; `squash` bounds the actions of a Box."""
     if isinstance(action_space, spaces.Box):
@@ -292,12 +186,8 @@ def bounded_std(
     return held + (free - free.detach())
 
 
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
 def _mu_sigma(params: Params) -> tuple[Tensor, Tensor]:
-    return _at_least_float32(params["mu"]), _at_least_float32(params["sigma"])
+    return at_least_float32(params["mu"]), at_least_float32(params["sigma"])
 
 
 def _log_tanh_slope(u: Tensor) -> Tensor:

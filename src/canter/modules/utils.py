@@ -1,8 +1,9 @@
-"""Activations by name and the size of a convolution's output."""
+"""Activations by name, initial weights, and the size of a convolution's output."""
 
 from __future__ import annotations
 
 import difflib
+import math
 import warnings
 
 from torch import nn
@@ -40,16 +41,25 @@ def get_activation_Cls(name: str) -> type[nn.Module] | None:  # noqa: N802, the 
     return found
 
 
-def activation(name: str | type[nn.Module]) -> type[nn.Module]:
-    """The `torch.nn` class meant by a name or by itself."""
+def activation(name: str | type[nn.Module], what: str = "activation") -> type[nn.Module]:
+    """The `torch.nn` class meant by a name or by itself; `what` is the word for it in an error."""
     if isinstance(name, type):
         return name
     found = _lookup(name)
     if found is None:
         near = difflib.get_close_matches(name.lower(), ALIASES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"no activation {name!r}; {hint}known are {sorted(ALIASES)} and every torch.nn class")
+        raise ValueError(f"no {what} {name!r}; {hint}known are {sorted(ALIASES)} and every torch.nn class")
     return found
+
+
+def orthogonal_init(module: nn.Module, last_gain: float) -> None:
+    """Orthogonal weights with gain sqrt(2), `last_gain` in the last layer, and zero biases."""
+    layers = [layer for layer in module.modules() if isinstance(layer, (nn.Linear, nn.Conv2d))]
+    for layer in layers:
+        nn.init.orthogonal_(layer.weight, last_gain if layer is layers[-1] else math.sqrt(2.0))
+        if layer.bias is not None:
+            nn.init.zeros_(layer.bias)
 
 
 def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
