@@ -1,0 +1,207 @@
+"""The collecting half of every on-policy algorithm: act, keep the transition, bootstrap, compute returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canter.algorithms.algorithm import Algorithm
+from canter.algorithms.rnd import RND, RNDConfig
+from canter.algorithms.settings import PPOSettings
+from canter.envs.records import step_record
+from canter.envs.vec_env import StepRecord
+from canter.modules.build import env_shapes
+from canter.modules.normalizer import NoNormalization, ReturnScaler
+from canter.modules.policy import Policy, build_normalizer
+from canter.storage.rollout_storage import RolloutStorage, Transition
+from canter.utils.config import settings
+from canter.utils.metrics import MeanMeter
+from canter.utils.returns import timeout_bootstrap
+from canter.utils.tree import Obs, tree_map, tree_where
+
+
+@settings
+class OnPolicyAlgorithm(PPOSettings, Algorithm):
+    """Collects a rollout with a policy; a subclass learns from it."""
+
+    def init_collection(self, policy: Policy, seed: int | None) -> None:
+        """Everything collecting needs besides the storage."""
+        self.policy = policy
+        seed = int(torch.randint(2**62, ()).item()) if seed is None else seed
+        self.generators = {
+            purpose: torch.Generator(self.device).manual_seed((seed + 7919 * i) % 2**63)
+            for i, purpose in enumerate(("action", "shuffle"))
+        }
+        self.storage: RolloutStorage | None = None
+        self.transition = Transition()
+        self.return_scaler: ReturnScaler | None = None
+        self.rnd: RND | None = None
+        self.rnd_rewards = MeanMeter()
+        self.current_learning_iteration = 0
+        self.fell_back = torch.zeros((), dtype=torch.bool, device=self.device)
+
+    @property
+    def rollout(self) -> RolloutStorage:
+        """The storage, once there is one."""
+        if self.storage is None:
+            raise RuntimeError(f"{type(self).__name__} has no storage yet; call init_storage(...) or give it an env")
+        return self.storage
+
+    def prepare(self, env: Any, num_steps_per_env: int, **storage_cfg: Any) -> None:
+        """Normalisers and storage for an environment."""
+        obs_shape, critic_shape = env_shapes(env)
+        self.init_obs_norm(obs_shape, obs_shape if critic_shape is None else critic_shape)
+        self.init_storage(
+            env.num_envs,
+            num_steps_per_env,
+            obs_shape,
+            critic_shape,
+            self.policy.distribution.action_shape,
+            has_invalid_steps=env.has_invalid_steps,
+            **storage_cfg,
+        )
+
+    def init_obs_norm(self, num_obs: Any, num_critic_obs: Any) -> None:
+        """Install the policy's normalisers; widths or shapes. Does nothing but say so where normalisation is off."""
+        for name, shape in (("obs_normalizer", num_obs), ("critic_obs_normalizer", num_critic_obs)):
+            if not self.empirical_normalization:
+                normalizer: Any = NoNormalization()
+            else:
+                normalizer = build_normalizer(shape)
+            setattr(self.policy, name, normalizer.to(self.device))
+
+    def init_storage(
+        self,
+        num_envs: int,
+        num_transitions_per_env: int,
+        actor_obs_shape: Any,
+        critic_obs_shape: Any,
+        action_shape: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Allocate the rollout."""
+        self.storage = self.new_storage(
+            num_envs,
+            num_transitions_per_env,
+            actor_obs_shape,
+            critic_obs_shape,
+            action_shape,
+            self.device,
+            param_shapes=self.policy.distribution.param_shapes,
+            action_dtype=self.policy.distribution.action_dtype,
+            hidden_shapes={name: memory.state_shape for name, memory in self.policy.memories.items()},
+            **kwargs,
+        )
+        if self.normalize_rewards:
+            self.return_scaler = ReturnScaler(num_envs, self.gamma).to(self.device)
+        if self.rnd_cfg is not None and self.rnd is None:
+            width = self.storage.privileged_obs_shape or self.storage.obs_shape
+            cfg = RNDConfig(**{"num_states": int(width[0]), "num_envs": num_envs, **self.rnd_cfg})
+            self.rnd = RND(cfg, self.device)
+
+    new_storage = RolloutStorage
+
+    @property
+    def obs_normalizer(self) -> Any:
+        """The policy's observation normaliser."""
+        return self.policy.obs_normalizer
+
+    @property
+    def critic_obs_normalizer(self) -> Any:
+        """The policy's critic observation normaliser."""
+        return self.policy.critic_obs_normalizer
+
+    # ------------------------------------------------------------------ collecting
+    def act(self, obs: Obs, critic_obs: Obs | None = None) -> Tensor:
+        """Sample actions for N environments and begin their transition."""
+        critic_obs = obs if critic_obs is None else critic_obs
+        t, policy = self.transition, self.policy
+        t.hidden = policy.hidden(self.rollout.num_envs) if policy.is_recurrent else {}
+        out = policy(obs, critic_obs, t.hidden)
+        actions = policy.sample_action(out.params, self.generators["action"])
+        t.observations, t.critic_observations = obs, critic_obs
+        t.params, t.values, t.actions = out.params, out.value.detach(), actions.detach()
+        t.actions_log_prob = policy.distribution.log_prob(out.params, actions).detach()
+        policy.set_hidden(out.hidden)
+        return policy.distribution.to_env(t.actions)
+
+    def process_env_step(
+        self, rewards: Tensor, dones: Tensor, infos: dict[str, Any], next_obs: Any = None, next_critic_obs: Any = None
+    ) -> None:
+        """Finish the transition from what an environment's step returned, as documented."""
+        self.process_step(step_record(next_obs, next_critic_obs, rewards, dones, infos))
+
+    def process_step(self, record: StepRecord) -> None:
+        """Finish the transition with the record of the step it led to."""
+        t = self.transition
+        rewards = record.reward if self.return_scaler is None else self.return_scaler(record.reward, record.done)
+        if self.rnd is not None:
+            rewards = rewards + self._intrinsic(record)
+        t.rewards = self._bootstrapped(rewards, record)
+        t.dones, t.valid = record.done, record.valid
+        if self.rollout.has_invalid_steps:  # a step that only resets begins and ends a trajectory of its own
+            t.dones = t.dones | ~record.valid
+        dones = t.dones
+        self.rollout.add_transitions(t)
+        t.clear()
+        self.policy.reset(dones)
+
+    def _bootstrapped(self, rewards: Tensor, record: StepRecord) -> Tensor:
+        """Rewards with the value of what a time limit cut off (behaviour 1.5)."""
+        if self.timeout_bootstrap == "none":
+            return rewards
+        final = record.final_critic_obs
+        if final is None or self.timeout_bootstrap == "current_value":
+            if self.timeout_bootstrap == "auto":
+                self.fell_back |= record.truncated.any()
+            assert self.transition.values is not None
+            values = self.transition.values
+        else:
+            values = self.policy.value(final, self.policy.hidden(self.rollout.num_envs))[0].detach()
+        return timeout_bootstrap(rewards, values.squeeze(-1), record.truncated, self.gamma)
+
+    def _intrinsic(self, record: StepRecord) -> Tensor:
+        assert self.rnd is not None
+        reached: Any = record.critic_obs
+        if record.final_critic_obs is not None:
+            reached = tree_where(record.done, record.final_critic_obs, reached)
+        bonus = self.rnd.intrinsic_reward(reached, record.done)
+        self.rnd_rewards.add(
+            {
+                "rnd/mean_intrinsic_reward": bonus.mean(),
+                "rnd/mean_extrinsic_reward": record.reward.mean(),
+                "rnd/weight": self.rnd.weight(),
+            }
+        )
+        return bonus
+
+    def compute_returns(self, last_critic_obs: Obs) -> None:
+        """Returns and advantages of the rollout; no memory is advanced."""
+        last_values = self.policy.value(last_critic_obs, self.policy.hidden(self.rollout.num_envs))[0].detach()
+        per_rollout = not self.normalize_advantage_per_mini_batch
+        self.rollout.compute_returns(last_values, self.gamma, self.lam, normalize=per_rollout)
+
+    def _update_normalizers(self) -> None:
+        if self.empirical_normalization:
+            used = slice(0, self.rollout.step)
+            obs = _rows(self.rollout.observations, used)
+            critic = self.rollout.privileged_observations
+            valid = self.rollout.valid[used].squeeze(-1) if self.rollout.has_invalid_steps else None
+            self.policy.update_normalizers(obs, obs if critic is None else _rows(critic, used), valid)
+
+    def resume_state(self) -> dict[str, Any]:
+        """Generators and the state of the memories."""
+        hidden = {name: memory.state for name, memory in self.policy.memories.items() if memory.state is not None}
+        return super().resume_state() | {"hidden": hidden}
+
+    def load_resume_state(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where `resume_state` was taken."""
+        super().load_resume_state(state)
+        self.policy.set_hidden({name: value.to(self.device) for name, value in state["hidden"].items()})
+
+
+def _rows(tree: Any, rows: slice) -> Any:
+    return tree_map(lambda leaf: leaf[rows], tree)

@@ -1,0 +1,134 @@
+"""Optimizers whose learning rate is a device scalar, so that the device can change it by itself."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    name.lower(): cls
+    for name, cls in vars(torch.optim).items()
+    if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+}
+FUSED = (torch.optim.Adam, torch.optim.AdamW)
+TENSOR_RATE = (*FUSED, torch.optim.SGD)
+OWN_FLAGS = ("lr", "fused", "foreach", "capturable")
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """The class in torch.optim of this name, in any case."""
+    if name.lower() not in OPTIMIZERS:
+        near = difflib.get_close_matches(name.lower(), OPTIMIZERS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"torch.optim has no optimizer {name!r}{hint}")
+    return OPTIMIZERS[name.lower()]
+
+
+class GuardedOptimizer:
+    """Clip, guard and step in tensor code: a gradient that is not finite changes nothing and is counted.
+
+    Args:
+        module: Its parameters are optimised.
+        class_name: Which optimizer.
+        learning_rate: Where the shared rate starts.
+        groups: Options by parameter name prefix; a group with its own `lr` keeps it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        class_name: str,
+        learning_rate: float,
+        groups: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.parameters = list(named.values())
+        device = self.parameters[0].device
+        cls = optimizer_class(class_name)
+        self.has_tensor_rate, self.is_fused = issubclass(cls, TENSOR_RATE), issubclass(cls, FUSED)
+        self.lr = torch.tensor(float(learning_rate), device=device)
+        options: dict[str, Any] = {"fused": True} if self.is_fused else {}
+        if self.is_fused and device.type == "cuda":
+            options["capturable"] = True
+        rate = self.lr if self.has_tensor_rate else float(learning_rate)
+        self.optimizer = cls(split_groups(named, groups, device, self.has_tensor_rate), lr=rate, **options)
+        self.shared = [group for group in self.optimizer.param_groups if not group.get("own_rate")]
+        self.flags = [{k: g[k] for k in OWN_FLAGS if k in g} for g in self.optimizer.param_groups]
+
+    def step(self, loss: Tensor, max_grad_norm: float) -> tuple[Tensor, Tensor]:
+        """Descend the loss; returns the gradient norm before clipping and whether (0 or 1) the step was skipped."""
+        self.optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.parameters, max_grad_norm, foreach=True)
+        skipped = torch.logical_not(torch.isfinite(norm)).to(norm.dtype)
+        return norm, skipped
+
+    def apply(self, skipped: Tensor) -> None:
+        """Take the step that `step` prepared, unless it is to be skipped."""
+        if not self.has_tensor_rate:
+            for group in self.shared:
+                group["lr"] = float(self.lr)
+        if self.is_fused:
+            # A fused optimizer looks at found_inf on the device, as torch.amp.GradScaler does.
+            self.optimizer.found_inf = skipped  # pyright: ignore[reportAttributeAccessIssue]
+        elif bool(skipped):
+            return
+        self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state."""
+        return self.optimizer.state_dict()
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise if `state` is of other parameters, before anything is changed."""
+        want = [len(group["params"]) for group in self.optimizer.param_groups]
+        got = [len(group["params"]) for group in state["param_groups"]]
+        if want != got:
+            raise RuntimeError(f"the optimizer state is of parameter groups of sizes {got}, this one has {want}")
+        order = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for index, moments in state["state"].items():
+            for name, value in moments.items():
+                if torch.is_tensor(value) and value.dim() and value.shape != order[index].shape:
+                    shapes = f"{tuple(value.shape)}, this one needs {tuple(order[index].shape)}"
+                    raise RuntimeError(f"the optimizer state {name!r} of parameter {index} has shape {shapes}")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over moments and rates; the rate tensors and device flags stay this optimizer's own."""
+        rates = [torch.as_tensor(group["lr"]) for group in state["param_groups"]]
+        self.optimizer.load_state_dict(dict(state))
+        for group, flags, rate in zip(self.optimizer.param_groups, self.flags, rates, strict=True):
+            group.update(flags)
+            if torch.is_tensor(group["lr"]):
+                group["lr"].copy_(rate)
+            else:
+                group["lr"] = float(rate)
+        self.shared = [group for group in self.optimizer.param_groups if not group.get("own_rate")]
+        if self.shared:
+            self.lr.copy_(torch.as_tensor(self.shared[0]["lr"]))
+
+
+def split_groups(
+    named: Mapping[str, nn.Parameter],
+    groups: Mapping[str, Mapping[str, Any]] | None,
+    device: torch.device,
+    has_tensor_rate: bool,
+) -> list[dict[str, Any]]:
+    """One parameter group per prefix and one for the rest, empty ones left out."""
+    rest = dict(named)
+    result: list[dict[str, Any]] = []
+    for prefix, options in (groups or {}).items():
+        members = [rest.pop(name) for name in list(rest) if name == prefix or name.startswith(prefix + ".")]
+        if not members:
+            tops = sorted({name.split(".")[0] for name in named})
+            raise ValueError(f"no parameter name starts with {prefix!r}; the policy has {', '.join(tops)}")
+        group: dict[str, Any] = {"params": members, **options, "own_rate": "lr" in options}
+        if group["own_rate"] and has_tensor_rate:
+            group["lr"] = torch.tensor(float(options["lr"]), device=device)
+        result.append(group)
+    if rest:
+        result.append({"params": list(rest.values()), "own_rate": False})
+    return result

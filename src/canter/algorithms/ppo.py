@@ -1,0 +1,270 @@
+"""Proximal policy optimisation (Schulman 2017) as named, weighted loss terms."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from canter.algorithms.on_policy import OnPolicyAlgorithm
+from canter.algorithms.optim import GuardedOptimizer
+from canter.algorithms.settings import PPOConfig, PPOSettings
+from canter.envs.wrap import wrap_env
+from canter.modules.actor_critic_pair import ActorCriticPair
+from canter.modules.build import build_pair
+from canter.modules.policy import Policy, PolicyOutput
+from canter.storage.rollout_storage import MiniBatch
+from canter.utils.config import settings
+from canter.utils.devices import resolve_device
+from canter.utils.metrics import MeanMeter
+from canter.utils.returns import normalize_advantages
+
+__all__ = ["PPO", "PPOConfig", "PPOSettings", "Terms"]
+
+BOOTSTRAPS = ("auto", "final_obs", "current_value", "none")
+SCHEDULES = ("fixed", "constant", "linear", "adaptive")
+
+
+class Terms(NamedTuple):
+    """What a minibatch's loss is made of: named losses to weigh, intermediates, and statistics to report."""
+
+    losses: dict[str, Tensor]
+    inter_vars: dict[str, Tensor]
+    stats: dict[str, Tensor]
+
+
+@settings
+class PPO(OnPolicyAlgorithm):
+    """PPO on a policy, `PPO(actor_critic, clip_param=0.1)`, or on an environment, `PPO(env=env, actor_class=...)`."""
+
+    actor_critic: Policy | None = dataclasses.field(default=None, kw_only=False)  # pyright: ignore[reportIncompatibleVariableOverride]
+    device: Any = "cpu"
+    """Where to learn."""
+    seed: int | None = None
+    """Seed of exploration noise and minibatch order; drawn from torch's generator if None."""
+    env: Any = None
+    cfg: Any = None
+    actor_class: Any = None
+    critic_class: Any = None
+    actor_cfg: dict[str, Any] | None = None
+    critic_cfg: dict[str, Any] | None = None
+    obs_space: Any = None
+    action_space: Any = None
+    actor: Any = None
+    critic: Any = None
+    log_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.cfg is not None:
+            self._take_settings(self.cfg)
+        self.device = resolve_device(self.device)
+        self._check()
+        if self.actor_critic is None:
+            self.actor_critic = self._build_pair()
+        self.init_collection(self.actor_critic.to(self.device), self.seed)
+        self.optimizer = GuardedOptimizer(
+            self.policy, self.optimizer_class_name, self.learning_rate, self.parameter_groups
+        )
+        self.lr, self.initial_learning_rate = self.optimizer.lr, self.learning_rate
+        self.clip = torch.tensor(self.clip_param, device=self.device)
+        self.min_std, self.max_std = self._bound(self.clip_min_std), self._bound(self.clip_max_std)
+        self.loss_weights = {
+            "surrogate_loss": 1.0,
+            "value_loss": self.value_loss_coef,
+            "entropy": self.entropy_coef,
+        }
+        self.has_warned = False
+        if self.env is not None:
+            self.prepare(self.env, getattr(self.cfg, "num_steps_per_env", 24))
+
+    # ------------------------------------------------------------------ set-up
+    def _check(self) -> None:
+        for name, value, known in (
+            ("schedule", self.schedule, SCHEDULES),
+            ("clip_schedule", self.clip_schedule, ("fixed", "linear")),
+            ("timeout_bootstrap", self.timeout_bootstrap, BOOTSTRAPS),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+
+    def _take_settings(self, cfg: PPOSettings) -> None:
+        """The settings in `cfg`; one given to the constructor as well is an error."""
+        for f in dataclasses.fields(PPOSettings):
+            if getattr(self, f.name) != f.default:
+                raise ValueError(f"give {f.name} in cfg, not beside it")
+            setattr(self, f.name, getattr(cfg, f.name))
+        if self.seed is None:
+            self.seed = getattr(cfg, "seed", None)
+        if getattr(cfg, "device", None) is not None:
+            self.device = cfg.device  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _build_pair(self) -> Policy:
+        if self.env is not None:
+            self.env = wrap_env(self.env, self.device)
+        if self.actor is not None and self.critic is not None:
+            return ActorCriticPair(self.actor, self.critic)
+        missing = [name for name in ("actor_class", "critic_class") if getattr(self, name) is None]
+        if self.env is None and (self.obs_space is None or self.action_space is None):
+            missing.append("env (or obs_space and action_space)")
+        if missing:
+            raise ValueError(f"PPO needs a policy: PPO(actor_critic, ...), or {' and '.join(missing)}")
+        obs_space = self.obs_space or self.env.obs_space
+        critic_space = obs_space if self.env is None else self.env.critic_obs_space
+        action_space = self.action_space or self.env.action_space
+        return build_pair(
+            obs_space, critic_space, action_space, self.actor_class, self.critic_class, self.actor_cfg, self.critic_cfg
+        )
+
+    def _bound(self, bound: Any) -> Any:
+        return None if bound is None else torch.as_tensor(bound, dtype=torch.float32, device=self.device)
+
+    # ------------------------------------------------------------------ learning
+    def update(self, current_learning_iteration: int | None = None) -> tuple[dict[str, float], dict[str, float]]:
+        """Learn from the rollout; mean losses and mean statistics."""
+        if current_learning_iteration is not None:
+            self.current_learning_iteration = current_learning_iteration
+        meter = MeanMeter()
+        for _ in range(self.num_learning_epochs):
+            epoch = MeanMeter()
+            for batch in self.mini_batches():
+                values = self.minibatch_step(batch)
+                meter.add(values)
+                if self.target_kl is not None:
+                    epoch.add({"kl": values["stats/approx_kl"]})
+            if self.target_kl is not None and epoch.means()["kl"] > self.target_kl:
+                break
+        self._update_normalizers()
+        self.rollout.clear()
+        return self._report(meter)
+
+    def mini_batches(self) -> Iterator[MiniBatch]:
+        """One pass over the rollout."""
+        storage = self.rollout
+        make = storage.recurrent_mini_batch_generator if self.policy.is_recurrent else storage.mini_batch_generator
+        return make(self.num_mini_batches, 1, self.generators["shuffle"])
+
+    def minibatch_step(self, batch: MiniBatch) -> dict[str, Tensor]:
+        """One gradient step: tensor code with nothing kept on self but parameters and the learning rate."""
+        out = self.policy(batch.obs, batch.critic_obs, batch.hidden, batch.trajectories)
+        terms = self.loss_terms(batch, out)
+        total = torch.stack([self.loss_weights[name] * loss for name, loss in terms.losses.items()]).sum()
+        norm, skipped = self.optimizer.step(total, self.max_grad_norm)
+        if self.schedule == "adaptive":
+            self.adapt_learning_rate(terms.stats["kl"])
+        self.optimizer.apply(skipped)
+        self.policy.clip_std(min=self.min_std, max=self.max_std)
+        losses = {f"losses/{name}": loss.detach() for name, loss in {**terms.losses, "total_loss": total}.items()}
+        stats = {**terms.stats, "grad_norm": norm, "nonfinite_updates": skipped}
+        if self.rnd is not None:
+            stats["rnd_loss"] = self.rnd.update(batch.critic_obs, batch.valid)  # pyright: ignore[reportArgumentType]
+        return losses | {f"stats/{name}": value.detach() for name, value in stats.items()}
+
+    def compute_losses(self, minibatch: MiniBatch) -> Terms:
+        """Losses, intermediates and statistics of a minibatch."""
+        out = self.policy(minibatch.obs, minibatch.critic_obs, minibatch.hidden, minibatch.trajectories)
+        return self.loss_terms(minibatch, out)
+
+    def loss_terms(self, batch: MiniBatch, out: PolicyOutput) -> Terms:
+        """Every term named in `loss_weights`. Subclasses extend it through super()."""
+        distribution, clip = self.policy.distribution, self.clip
+        advantages = batch.advantages.squeeze(-1)
+        if self.normalize_advantage_per_mini_batch:
+            advantages = normalize_advantages(advantages, batch.valid)
+        log_ratio = distribution.log_prob(out.params, batch.actions) - batch.old_actions_log_prob.squeeze(-1)
+        ratio = log_ratio.exp()
+        surrogate = -advantages * ratio
+        surrogate_clipped = -advantages * torch.clamp(ratio, 1 - clip, 1 + clip)
+        value, old_value, returns = out.value.squeeze(-1), batch.values.squeeze(-1), batch.returns.squeeze(-1)
+        value_error = (value - returns).square()
+        inter_vars = {"ratio": ratio, "surrogate": surrogate, "surrogate_clipped": surrogate_clipped}
+        if self.use_clipped_value_loss:
+            value_clipped = old_value + torch.clamp(value - old_value, -clip, clip)
+            value_error = torch.maximum(value_error, (value_clipped - returns).square())
+            inter_vars["value_clipped"] = value_clipped
+        losses = {
+            "surrogate_loss": batch.mean(torch.maximum(surrogate, surrogate_clipped)),
+            "value_loss": batch.mean(value_error),
+        }
+        if self.policy.has_entropy:
+            losses["entropy"] = -batch.mean(distribution.entropy(out.params))
+        with torch.no_grad():
+            stats = {
+                "approx_kl": batch.mean(ratio - 1 - log_ratio),
+                "clip_fraction": batch.mean(((ratio - 1).abs() > clip).float()),
+            }
+            if self.schedule == "adaptive":
+                kl = distribution.kl(batch.old_params, out.params)
+                inter_vars["kl"], stats["kl"] = kl, batch.mean(kl)
+        return Terms(losses, inter_vars, stats)
+
+    @torch.no_grad()
+    def adapt_learning_rate(self, kl: Tensor) -> None:
+        """Keep the policy's KL step near desired_kl; decided on the device."""
+        slower, faster = kl > 2 * self.desired_kl, (kl < self.desired_kl / 2) & (kl > 0)
+        factor = torch.where(slower, 1 / 1.5, torch.where(faster, 1.5, 1.0))
+        bounded = (self.lr * factor).clamp(1e-5, 1e-2)
+        self.lr.copy_(torch.where(slower | faster, bounded, self.lr))
+
+    def adjust_learning_rate(self, progress: float) -> None:
+        """Move what is scheduled by the fraction of the run that is done."""
+        left = max(0.0, 1.0 - progress)
+        if self.schedule == "linear":
+            self.lr.fill_(self.initial_learning_rate * left)
+            self.learning_rate = self.initial_learning_rate * left
+        if self.clip_schedule == "linear":
+            self.clip.fill_(self.clip_param * left)
+
+    def _report(self, meter: MeanMeter) -> tuple[dict[str, float], dict[str, float]]:
+        meter_values = {**{k: v / meter.count for k, v in meter.sums.items()}, **self._extra_scalars()}
+        names = list(meter_values)
+        read = dict(zip(names, torch.stack([v.float() for v in meter_values.values()]).tolist(), strict=True))
+        losses: dict[str, float] = defaultdict(float)
+        stats: dict[str, float] = defaultdict(float)
+        for name, value in read.items():
+            kind, _, rest = name.partition("/")
+            (losses if kind == "losses" else stats)[rest] = value
+        stats["nonfinite_updates"] *= meter.count
+        self.learning_rate = stats["learning_rate"]
+        if stats.pop("fell_back", 0.0) and not self.has_warned:
+            self.has_warned = True
+            warnings.warn(
+                "episodes were cut off but the environment gave no final observation: their value is taken from the "
+                "state before the last step. Let the environment put the observation before the reset in extras['final_obs']",
+                stacklevel=2,
+            )
+        return losses, stats
+
+    def _extra_scalars(self) -> dict[str, Tensor]:
+        extra = {"stats/learning_rate": self.lr, "stats/fell_back": self.fell_back}
+        extra |= {f"stats/{name}": total / self.rnd_rewards.count for name, total in self.rnd_rewards.sums.items()}
+        self.rnd_rewards = MeanMeter()
+        return extra
+
+    # ------------------------------------------------------------------ saving
+    def checkpoint_parts(self) -> dict[str, Any]:
+        """Policy with its normalisers, optimizer, and what is switched on."""
+        parts: dict[str, Any] = {"model_state_dict": self.policy, "optimizer_state_dict": self.optimizer}
+        if self.rnd is not None:
+            parts |= {"rnd_state_dict": self.rnd, "rnd_optimizer_state_dict": self.rnd.optimizer}
+        if self.return_scaler is not None:
+            parts["return_scaler_state_dict"] = self.return_scaler
+        return parts
+
+    def _after_load(self, state: Mapping[str, Any], load_optimizer: bool) -> None:
+        if load_optimizer:
+            self.learning_rate = float(self.lr)
+
+    def runner(self) -> Any:
+        """The on-policy runner of this algorithm and its environment."""
+        from canter.runners.on_policy_runner import OnPolicyRunner  # the runner imports the algorithms
+
+        if self.env is None:
+            raise ValueError("PPO.learn and PPO.eval need an environment: PPO(env=..., ...), or use OnPolicyRunner")
+        if self._runner is None:
+            self._runner = OnPolicyRunner(self.env, agent=self, cfg=self.cfg, log_dir=self.log_dir)
+        return self._runner

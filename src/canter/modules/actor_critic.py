@@ -1,0 +1,176 @@
+"""The actor-critic for flat observations: two hooks around two MLPs. A mixin extends a hook, never a public method."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Normal
+
+from canter.modules.distributions import Gaussian, Params, SquashedGaussian, bounded_std, distribution_for, init_std
+from canter.modules.mlp import mlp
+from canter.modules.policy import Context, Policy, refuse_unknown
+from canter.utils.obs_layout import ObsLayout
+
+Segments = Mapping[str, Any]
+
+
+class ActorCritic(Policy):
+    """MLP actor and critic on flat observations.
+
+    `ActorCritic(num_obs, num_actions)` gives both the same observation.
+
+    Args:
+        num_actor_obs: Width of the actor's observation.
+        num_critic_obs: Width of the critic's observation.
+        num_actions: Width of the action, or number of logits.
+        actor_hidden_dims: Hidden layers of the actor.
+        critic_hidden_dims: Hidden layers of the critic.
+        activation: Name of the activation between layers.
+        init_noise_std: Initial standard deviation, one number or one per action.
+        noise_std_type: "scalar" learns the standard deviation itself, "log" its logarithm.
+        mu_activation: Activation after the actor's last layer.
+        orthogonal_init: Orthogonal weights, small in the actor's last layer, as is usual for control tasks.
+        squash_actions: Squash actions into the bounds of `action_space` with tanh.
+        action_space: Discrete and MultiDiscrete spaces give categorical actions; None or a Box a Gaussian.
+        obs_segments: Names and shapes of the observation's parts, in order.
+        critic_obs_segments: The same for the critic; the actor's if None.
+    """
+
+    def __init__(
+        self,
+        num_actor_obs: int,
+        num_critic_obs: int,
+        num_actions: int | None = None,
+        *,
+        actor_hidden_dims: Sequence[int] = (256, 256, 256),
+        critic_hidden_dims: Sequence[int] = (256, 256, 256),
+        activation: str = "elu",
+        init_noise_std: float | Sequence[float] = 1.0,
+        noise_std_type: str = "scalar",
+        mu_activation: str | None = None,
+        orthogonal_init: bool = False,
+        squash_actions: bool = False,
+        action_space: Any = None,
+        obs_segments: Segments | None = None,
+        critic_obs_segments: Segments | None = None,
+        **unknown: Any,
+    ) -> None:
+        refuse_unknown(type(self), (name for name, value in unknown.items() if value is not None))
+        super().__init__()
+        if num_actions is None:
+            num_critic_obs, num_actions = num_actor_obs, num_critic_obs
+        self.obs_layout = ObsLayout(obs_segments or {"obs": (num_actor_obs,)})
+        self.critic_obs_layout = ObsLayout(critic_obs_segments or obs_segments or {"obs": (num_critic_obs,)})
+        self.distribution = (
+            distribution_for(action_space, squash_actions) if action_space is not None else Gaussian(num_actions)
+        )
+        self.num_actions, self.noise_std_type = num_actions, noise_std_type
+        actor_width, critic_width = self.feature_widths(num_actor_obs, num_critic_obs)
+        self.actor = mlp([actor_width, *actor_hidden_dims, num_actions], activation, mu_activation)
+        self.critic = mlp([critic_width, *critic_hidden_dims, 1], activation)
+        if orthogonal_init:
+            orthogonal(self.actor, last_gain=0.01)
+            orthogonal(self.critic, last_gain=1.0)
+        if isinstance(self.distribution, Gaussian | SquashedGaussian):
+            std = init_std(num_actions, init_noise_std)
+            if noise_std_type == "log":
+                self.log_std = nn.Parameter(std.log())
+            elif noise_std_type == "scalar":
+                self.std = nn.Parameter(std)
+            else:
+                raise ValueError(f"noise_std_type must be 'scalar' or 'log', got {noise_std_type!r}")
+
+    # ------------------------------------------------------------------ hooks: what a mixin extends
+    def feature_widths(self, num_actor_obs: int, num_critic_obs: int) -> tuple[int, int]:
+        """Widths of what `actor_features` and `critic_features` return."""
+        return num_actor_obs, num_critic_obs
+
+    def actor_features(self, obs: Tensor, ctx: Context) -> Tensor:
+        """What the actor's MLP sees."""
+        return obs
+
+    def critic_features(self, obs: Tensor, ctx: Context) -> Tensor:
+        """What the critic's MLP sees."""
+        return obs
+
+    # ------------------------------------------------------------------ core
+    def actor_params(self, obs: Tensor, ctx: Context) -> Params:
+        """Mean and standard deviation, or logits."""
+        head = self.actor(self.actor_features(obs, ctx))
+        if "logits" in self.distribution.param_shapes:
+            return {"logits": head}
+        return {"mu": head, "sigma": self.noise_std().expand_as(head)}
+
+    def critic_value(self, critic_obs: Tensor, ctx: Context) -> Tensor:
+        """(..., 1)."""
+        return self.critic(self.critic_features(critic_obs, ctx))
+
+    def noise_std(self) -> Tensor:
+        """(A,) standard deviation of the exploration noise."""
+        raw = self.log_std if self.noise_std_type == "log" else self.std
+        return bounded_std(raw, self.noise_std_type, None, None)
+
+    @torch.no_grad()
+    def clip_std(self, min: Any = None, max: Any = None) -> None:  # noqa: A002 (documented names)
+        """Clamp the noise parameter in place; bounds are numbers or (A,) tensors."""
+        if "sigma" not in self.distribution.param_shapes:
+            return
+        log = self.noise_std_type == "log"
+        raw = self.log_std if log else self.std
+        for bound, clip in ((min, torch.maximum), (max, torch.minimum)):
+            if bound is not None:
+                limit = torch.as_tensor(bound, dtype=raw.dtype, device=raw.device)
+                raw.copy_(clip(raw, limit.log() if log else limit))
+
+    # ------------------------------------------------------------------ documented names
+    @property
+    def obs_segments(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the actor observation's parts."""
+        return self.obs_layout.shapes
+
+    @property
+    def critic_obs_segments(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the critic observation's parts."""
+        return self.critic_obs_layout.shapes
+
+    @property
+    def privileged_obs_segments(self) -> dict[str, tuple[int, ...]]:
+        """The same as `critic_obs_segments`."""
+        return self.critic_obs_segments
+
+
+def orthogonal(network: nn.Sequential, last_gain: float) -> None:
+    """Orthogonal weights of gain sqrt(2), `last_gain` in the last layer; zero biases."""
+    layers = [layer for layer in network if isinstance(layer, nn.Linear)]
+    for layer in layers:
+        nn.init.orthogonal_(layer.weight, last_gain if layer is layers[-1] else 2**0.5)
+        nn.init.zeros_(layer.bias)
+
+
+class Actor(nn.Module):
+    """The documented minimal actor: observation -> Normal."""
+
+    def __init__(self, obs_dim: int, act_dim: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(obs_dim, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+        self.mean = nn.Linear(64, act_dim)
+        self.log_std = nn.Parameter(torch.zeros(act_dim))
+
+    def forward(self, obs: Tensor) -> Normal:
+        """The action distribution."""
+        return Normal(self.mean(self.body(obs)), self.log_std.exp())
+
+
+class Critic(nn.Module):
+    """The documented minimal critic: observation -> (B, 1) value."""
+
+    def __init__(self, obs_dim: int) -> None:
+        super().__init__()
+        self.net = mlp([obs_dim, 64, 64, 1], "tanh")
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """(B, 1)."""
+        return self.net(obs)

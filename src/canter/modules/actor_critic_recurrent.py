@@ -1,0 +1,68 @@
+"""The actor-critic with a memory before each MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from canter.modules.actor_critic import ActorCritic
+from canter.modules.memory import ActorCriticHiddenState, Memory
+from canter.modules.policy import Context, Hidden
+
+
+class ActorCriticRecurrent(ActorCritic):
+    """LSTM or GRU, then MLP, for actor and critic apart.
+
+    Args:
+        rnn_type: "lstm" or "gru".
+        rnn_hidden_size: Width of the memories.
+        rnn_num_layers: Layers of the memories.
+    """
+
+    is_recurrent = True
+
+    def __init__(
+        self,
+        num_actor_obs: int,
+        num_critic_obs: int,
+        num_actions: int | None = None,
+        *,
+        rnn_type: str = "lstm",
+        rnn_hidden_size: int = 256,
+        rnn_num_layers: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        self.rnn_type, self.rnn_hidden_size, self.rnn_num_layers = rnn_type, rnn_hidden_size, rnn_num_layers
+        super().__init__(num_actor_obs, num_critic_obs, num_actions, **kwargs)
+        if num_actions is None:
+            num_critic_obs = num_actor_obs
+        inputs = super().feature_widths(num_actor_obs, num_critic_obs)
+        self.memory_a, self.memory_c = self.new_memory(inputs[0]), self.new_memory(inputs[1])
+
+    def new_memory(self, input_size: int) -> Memory:
+        """A memory of the policy's kind and size."""
+        return Memory(input_size, self.rnn_type, self.rnn_num_layers, self.rnn_hidden_size)
+
+    def feature_widths(self, num_actor_obs: int, num_critic_obs: int) -> tuple[int, int]:
+        """Both MLPs see a memory's output."""
+        return self.rnn_hidden_size, self.rnn_hidden_size
+
+    def actor_features(self, obs: Tensor, ctx: Context) -> Tensor:
+        """The actor's memory of the observations."""
+        return ctx.remember("memory_a", self.memory_a, super().actor_features(obs, ctx))
+
+    def critic_features(self, obs: Tensor, ctx: Context) -> Tensor:
+        """The critic's memory of the observations."""
+        return ctx.remember("memory_c", self.memory_c, super().critic_features(obs, ctx))
+
+    def get_hidden_states(self) -> Any:
+        """ActorCriticHiddenState(actor, critic)."""
+        return ActorCriticHiddenState(self.memory_a.hidden_states, self.memory_c.hidden_states)
+
+    def unpack_hidden(self, hidden_states: Any, branch: str) -> Hidden:
+        """The state of the branch's memory, given alone or inside ActorCriticHiddenState."""
+        if isinstance(hidden_states, ActorCriticHiddenState):
+            hidden_states = getattr(hidden_states, branch)
+        name, memory = ("memory_a", self.memory_a) if branch == "actor" else ("memory_c", self.memory_c)
+        return {name: memory.pack(hidden_states)}

@@ -1,0 +1,78 @@
+"""Policies from names, settings and an environment's shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+
+from canter.envs.vec_env import VecEnv
+from canter.modules.actor_critic import ActorCritic
+from canter.modules.actor_critic_pair import ActorCriticPair
+from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
+from canter.modules.policy import Policy
+from canter.storage.rollout_storage import Field
+from canter.utils.config import build
+
+POLICIES: dict[str, type[Policy]] = {cls.__name__: cls for cls in (ActorCritic, ActorCriticRecurrent)}
+
+
+def register_policy(cls: type[Policy]) -> type[Policy]:
+    """Make a policy class known by its name; usable as a decorator."""
+    POLICIES[cls.__name__] = cls
+    return cls
+
+
+def build_actor_critic(env: Any, policy_class_name: str, policy_cfg: Mapping[str, Any] | None = None) -> Any:
+    """A policy by name; what the settings leave open comes from the environment."""
+    given = {name: value for name, value in (policy_cfg or {}).items() if name != "class_name"}
+    defaults = {
+        "num_actor_obs": lambda: env.num_obs,
+        "num_critic_obs": lambda: env.num_privileged_obs or env.num_obs,
+        "num_actions": lambda: env.num_actions,
+        "obs_segments": lambda: getattr(env, "obs_segments", None),
+        "critic_obs_segments": lambda: getattr(env, "critic_obs_segments", None),
+        "action_space": lambda: getattr(env, "action_space", None),
+    }
+    for name, default in defaults.items():
+        if given.get(name) is None:
+            given[name] = default()
+    return build(POLICIES, policy_class_name, given)
+
+
+def build_pair(
+    obs_space: spaces.Space,
+    critic_obs_space: spaces.Space,
+    action_space: spaces.Space,
+    actor_class: type,
+    critic_class: type,
+    actor_cfg: Mapping[str, Any] | None = None,
+    critic_cfg: Mapping[str, Any] | None = None,
+) -> ActorCriticPair:
+    """An ApexRL-style actor and critic as one policy."""
+    actor = actor_class(obs_space=obs_space, action_space=action_space, cfg=dict(actor_cfg or {}))
+    critic = critic_class(obs_space=critic_obs_space, cfg=dict(critic_cfg or {}))
+    return ActorCriticPair(actor, critic)
+
+
+def space_shapes(space: spaces.Space) -> Any:
+    """Shape and dtype of every leaf of an observation space, as the storage declares them."""
+    if isinstance(space, spaces.Dict):
+        return {name: space_shapes(part) for name, part in space.spaces.items()}
+    return Field(tuple(space.shape or ()), dtype=leaf_dtype(space))
+
+
+def leaf_dtype(space: spaces.Space) -> torch.dtype:
+    """How one leaf is kept: images and integers as they are, every float as float32."""
+    if space.dtype is None or np.issubdtype(space.dtype, np.floating):
+        return torch.float32
+    return torch.from_numpy(np.zeros(1, dtype=space.dtype)).dtype
+
+
+def env_shapes(env: VecEnv) -> tuple[Any, Any]:
+    """Shapes of the observation and of the critic's; None where the critic sees the actor's."""
+    critic = None if env.critic_obs_space is env.obs_space else space_shapes(env.critic_obs_space)
+    return space_shapes(env.obs_space), critic

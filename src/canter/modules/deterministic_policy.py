@@ -1,0 +1,28 @@
+"""A policy that acts without noise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canter.modules.distributions import Params
+
+
+class DeterministicPolicyMixin:
+    """Acts by the mean of the distribution it precedes: `class Quiet(DeterministicPolicyMixin, ActorCritic)`."""
+
+    distribution: Any
+    has_entropy = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not hasattr(cls, "action_mean"):
+            raise AttributeError(
+                f"{cls.__name__}: DeterministicPolicyMixin must precede a class that defines action_mean"
+            )
+
+    def sample_action(self, params: Params, generator: torch.Generator | None) -> Tensor:
+        """The mean."""
+        return self.distribution.mode(params)

@@ -1,0 +1,290 @@
+"""Rollout storage: tensors of shape (T, N, ...) by name, declared once and batched by loops over the names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from canter.storage.trajectories import Trajectories, episode_starts, start_positions, trajectory_index
+from canter.utils.returns import gae, masked_mean, normalize_advantages
+from canter.utils.tree import Obs, tree_leaves
+
+
+class Field(NamedTuple):
+    """One stored quantity: its shape per step, its name in a minibatch (if it appears there) and in a transition."""
+
+    shape: tuple[int, ...]
+    batch: str | None = None
+    source: str | None = None
+    dtype: torch.dtype = torch.float32
+
+
+class MiniBatch(SimpleNamespace):
+    """One minibatch: flat fields (B, ...), or (T, n, ...) together with `trajectories` and `hidden` if recurrent."""
+
+    obs: Obs
+    critic_obs: Obs
+    actions: Tensor
+    values: Tensor
+    advantages: Tensor
+    returns: Tensor
+    old_actions_log_prob: Tensor
+    old_params: dict[str, Tensor]
+    valid: Tensor | None
+    hidden: dict[str, Tensor]
+    trajectories: Trajectories | None
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Mean of a per-step quantity over the steps that count."""
+        return masked_mean(x, self.valid)
+
+    @property
+    def masks(self) -> Tensor | None:
+        """(T, M) mask of real steps in the padded layout, None for flat batches."""
+        if self.trajectories is None:
+            return None
+        row, column, total = self.trajectories
+        masks = torch.zeros(len(row), total, dtype=torch.bool, device=row.device)
+        masks[row, column] = True
+        return masks
+
+
+class Transition:
+    """What one step of N environments leaves for the storage; names are those of the declared fields' sources."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the step."""
+        self.observations: Obs | None = None
+        self.critic_observations: Obs | None = None
+        self.actions: Tensor | None = None
+        self.rewards: Tensor | None = None
+        self.dones: Tensor | None = None
+        self.values: Tensor | None = None
+        self.actions_log_prob: Tensor | None = None
+        self.params: dict[str, Tensor] = {}
+        self.hidden: dict[str, Tensor] = {}
+        self.valid: Tensor | None = None
+
+    @property
+    def action_mean(self) -> Tensor | None:
+        """Mean of the Gaussian the action came from."""
+        return self.params.get("mu")
+
+    @property
+    def action_sigma(self) -> Tensor | None:
+        """Standard deviation of the Gaussian the action came from."""
+        return self.params.get("sigma")
+
+
+class RolloutStorage:
+    """The last rollout, by name.
+
+    Args:
+        num_envs: N.
+        num_transitions_per_env: T.
+        obs_shape: Shape of one observation, or a nested dict of shapes or `Field`s.
+        privileged_obs_shape: The same for the critic; None or [None] where it sees the actor's observation.
+        actions_shape: Shape of one action.
+        device: Where the tensors live.
+        param_shapes: Parameters of the action distribution to keep; a Gaussian's by default.
+        action_dtype: Kind of the actions.
+        hidden_shapes: Shape (S, L, H) of one environment's state by memory name.
+        has_invalid_steps: Whether some steps must not count.
+    """
+
+    Transition = Transition
+
+    def __init__(
+        self,
+        num_envs: int,
+        num_transitions_per_env: int,
+        obs_shape: Any,
+        privileged_obs_shape: Any,
+        actions_shape: Any,
+        device: torch.device | str = "cpu",
+        *,
+        param_shapes: Mapping[str, tuple[int, ...]] | None = None,
+        action_dtype: torch.dtype = torch.float32,
+        hidden_shapes: Mapping[str, tuple[int, ...]] | None = None,
+        has_invalid_steps: bool = False,
+    ) -> None:
+        self.num_envs, self.num_transitions_per_env = num_envs, num_transitions_per_env
+        self.device = torch.device(device)
+        self.obs_shape, self.actions_shape, self.action_dtype = obs_shape, tuple(actions_shape), action_dtype
+        self.privileged_obs_shape = None if is_absent(privileged_obs_shape) else privileged_obs_shape
+        self.param_shapes = dict(param_shapes or {"mu": self.actions_shape, "sigma": self.actions_shape})
+        self.hidden_shapes = dict(hidden_shapes or {})
+        self.has_invalid_steps = has_invalid_steps
+        self.fields = self.declare_fields()
+        self.data = {name: self._zeros(field) for name, field in self.fields.items()}
+        self.step = 0
+
+    def declare_fields(self) -> dict[str, Field]:
+        """Name, shape and kind of everything that is kept for a step. Extended by subclasses."""
+        fields = observation_fields("observations", self.obs_shape, "obs", "observations")
+        if self.privileged_obs_shape is not None:
+            fields |= observation_fields(
+                "privileged_observations", self.privileged_obs_shape, "critic_obs", "critic_observations"
+            )
+        fields |= {
+            "actions": Field(self.actions_shape, "actions", "actions", self.action_dtype),
+            "rewards": Field((1,), None, "rewards"),
+            "dones": Field((1,), None, "dones", torch.bool),
+            "values": Field((1,), "values", "values"),
+            "returns": Field((1,), "returns"),
+            "advantages": Field((1,), "advantages"),
+            "actions_log_prob": Field((1,), "old_actions_log_prob", "actions_log_prob"),
+        }
+        fields |= {
+            name: Field(shape, f"old_params.{name}", f"params.{name}") for name, shape in self.param_shapes.items()
+        }
+        fields |= {f"hidden.{name}": Field(shape, None, f"hidden.{name}") for name, shape in self.hidden_shapes.items()}
+        if self.has_invalid_steps:
+            fields["valid"] = Field((1,), "valid", "valid", torch.bool)
+        return fields
+
+    def add(self, row: Mapping[str, Tensor]) -> None:
+        """Write one (N, ...) row of every named field."""
+        if self.step >= self.num_transitions_per_env:
+            raise AssertionError(
+                f"Rollout buffer overflow: it holds {self.num_transitions_per_env} steps; call clear() first"
+            )
+        for name, value in row.items():
+            if name not in self.data:
+                raise KeyError(f"the storage has no field {name!r}; it has {', '.join(self.data)}")
+            target = self.data[name][self.step]
+            target.copy_(value if value.shape == target.shape else value.reshape(target.shape))
+        self.step += 1
+
+    def add_transitions(self, transition: Transition) -> None:
+        """Write one transition."""
+        given = dict(tree_leaves(vars(transition)))
+        row = {name: given.get(f.source) for name, f in self.fields.items() if f.source}
+        missing = [name for name, value in row.items() if value is None]
+        if missing:
+            raise ValueError(f"the transition lacks {', '.join(missing)}")
+        self.add(row)  # pyright: ignore[reportArgumentType]
+
+    def clear(self) -> None:
+        """Start the next rollout."""
+        self.step = 0
+
+    def __getattr__(self, name: str) -> Any:
+        data = self.__dict__.get("data", {})
+        if name in data:
+            return data[name]
+        tree = nested(data, name)
+        if not tree:
+            raise AttributeError(f"{type(self).__name__} has no field {name!r}")
+        return tree
+
+    @property
+    def privileged_observations(self) -> Any:
+        """(T, N, ...) of the critic, None where it sees the actor's observation."""
+        if self.privileged_obs_shape is None:
+            return None
+        name = "privileged_observations"
+        return self.data[name] if name in self.data else nested(self.data, name)
+
+    def compute_returns(self, last_values: Tensor, gamma: float, lam: float, normalize: bool = True) -> None:
+        """Fill `returns` and `advantages` of the steps written so far; the latter with mean 0, std 1 if `normalize`."""
+        used = {name: self.data[name][: self.step] for name in ("rewards", "values", "dones", "returns", "advantages")}
+        advantages = gae(used["rewards"], used["values"], used["dones"], last_values, gamma, lam)
+        used["returns"].copy_(advantages + used["values"])
+        valid = self.data["valid"][: self.step] if self.has_invalid_steps else None
+        used["advantages"].copy_(normalize_advantages(advantages, valid) if normalize else advantages)
+
+    def get_statistics(self) -> tuple[Tensor, Tensor]:
+        """Mean length of the trajectories in the rollout, and mean reward."""
+        dones = self.data["dones"][: self.step].squeeze(-1)
+        return dones.numel() / episode_starts(dones).sum(), self.data["rewards"][: self.step].mean()
+
+    def mini_batch_generator(
+        self, num_mini_batches: int, num_epochs: int = 8, generator: torch.Generator | None = None
+    ) -> Iterator[MiniBatch]:
+        """Flat minibatches; every epoch is a new permutation of all steps."""
+        total = self.step * self.num_envs
+        if not 1 <= num_mini_batches <= total:
+            raise ValueError(f"num_mini_batches={num_mini_batches} does not fit {total} steps")
+        flat = {f.batch: self.data[name][: self.step].flatten(0, 1) for name, f in self.fields.items() if f.batch}
+        for _ in range(num_epochs):
+            order = torch.randperm(total, generator=generator, device=self.device)
+            for index in order.tensor_split(num_mini_batches):
+                yield self._batch({name: data[index] for name, data in flat.items()}, {}, None)
+
+    def recurrent_mini_batch_generator(
+        self, num_mini_batches: int, num_epochs: int = 8, generator: torch.Generator | None = None
+    ) -> Iterator[MiniBatch]:
+        """Minibatches of whole environments (T, n, ...), cut into trajectories; every epoch deals them anew."""
+        if not 1 <= num_mini_batches <= self.num_envs:
+            raise ValueError(f"num_mini_batches={num_mini_batches} does not fit {self.num_envs} environments")
+        starts = episode_starts(self.data["dones"][: self.step].squeeze(-1))  # (T, N)
+        per_env = starts.sum(0)
+        for _ in range(num_epochs):
+            order = torch.randperm(self.num_envs, generator=generator, device=self.device)
+            groups = order.tensor_split(num_mini_batches)
+            totals = torch.stack([per_env[envs].sum() for envs in groups]).tolist()  # the epoch's one host read
+            for envs, total in zip(groups, totals, strict=True):
+                yield self._recurrent_batch(envs, starts[:, envs], int(total))
+
+    def _recurrent_batch(self, envs: Tensor, starts: Tensor, total: int) -> MiniBatch:
+        row, column = trajectory_index(starts)
+        first = start_positions(starts, column, total)
+        hidden = {
+            name: self.data[f"hidden.{name}"][: self.step, envs].flatten(0, 1)[first] for name in self.hidden_shapes
+        }  # (M, S, L, H)
+        fields = {f.batch: self.data[name][: self.step, envs] for name, f in self.fields.items() if f.batch}
+        return self._batch(fields, hidden, Trajectories(row, column, total))
+
+    def _batch(
+        self, fields: Mapping[str, Tensor], hidden: dict[str, Tensor], trajectories: Trajectories | None
+    ) -> MiniBatch:
+        batch: dict[str, Any] = {name: value for name, value in fields.items() if "." not in name}
+        for name in ("obs", "critic_obs", "old_params"):
+            if name not in batch:
+                batch[name] = nested(fields, name)
+        if self.privileged_obs_shape is None:
+            batch["critic_obs"] = batch["obs"]
+        batch["valid"] = batch["valid"].squeeze(-1) if "valid" in batch else None
+        return MiniBatch(**batch, hidden=hidden, trajectories=trajectories)
+
+    def _zeros(self, field: Field) -> Tensor:
+        shape = (self.num_transitions_per_env, self.num_envs, *field.shape)
+        return torch.zeros(shape, dtype=field.dtype, device=self.device)
+
+
+def is_absent(shape: Any) -> bool:
+    """Whether a documented shape argument means "there is none": None or [None]."""
+    return shape is None or (not isinstance(shape, Mapping) and len(shape) > 0 and shape[0] is None)
+
+
+def observation_fields(name: str, shape: Any, batch: str, source: str) -> dict[str, Field]:
+    """One field, or one per leaf of a nested dict of shapes."""
+    if isinstance(shape, Mapping):
+        fields: dict[str, Field] = {}
+        for key, part in shape.items():
+            fields |= observation_fields(f"{name}.{key}", part, f"{batch}.{key}", f"{source}.{key}")
+        return fields
+    if isinstance(shape, Field):
+        return {name: Field(shape.shape, batch, source, shape.dtype)}
+    return {name: Field(tuple(shape), batch, source)}
+
+
+def nested(flat: Mapping[str, Tensor], prefix: str) -> dict[str, Any]:
+    """The leaves named `prefix.a.b` as a nested dict."""
+    tree: dict[str, Any] = {}
+    for name, value in flat.items():
+        if name.startswith(prefix + "."):
+            *path, last = name[len(prefix) + 1 :].split(".")
+            node = tree
+            for key in path:
+                node = node.setdefault(key, {})
+            node[last] = value
+    return tree

@@ -1,0 +1,74 @@
+"""Cutting a (T, N) rollout at episode ends into M trajectories, each in a column of its own.
+
+dones    a: . . . x . .        columns   a a b b b      row and column of each step
+b: . x . . x .                  0 4 0 2 5
+1 5 1 3
+2     4
+3
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Trajectories(NamedTuple):
+    """Where each step of a (T, N) rollout sits when every trajectory gets its own column of a (T, M) block."""
+
+    row: Tensor  # (T, N)
+    column: Tensor  # (T, N)
+    total: int  # M
+
+
+def episode_starts(dones: Tensor) -> Tensor:
+    """(T, N) -> (T, N): true where a trajectory begins; row 0 always does."""
+    starts = torch.ones_like(dones, dtype=torch.bool)
+    starts[1:] = dones[:-1].bool()
+    return starts
+
+
+def trajectory_index(starts: Tensor) -> tuple[Tensor, Tensor]:
+    """(T, N) starts -> (T, N) row and column of every step, columns in env-major order."""
+    num_steps, num_envs = starts.shape
+    column = starts.T.reshape(-1).cumsum(0).view(num_envs, num_steps).T - 1
+    steps = torch.arange(num_steps, device=starts.device).unsqueeze(1)
+    row = steps - torch.where(starts, steps, 0).cummax(0).values  # steps since the trajectory began
+    return row, column
+
+
+def split_and_pad_trajectories(x: Tensor, dones: Tensor) -> tuple[Tensor, Tensor]:
+    """(T, N, ...) cut after every done -> zero-padded (T, M, ...) and the (T, M) mask of real steps."""
+    starts = episode_starts(dones.reshape(dones.shape[:2]))
+    row, column = trajectory_index(starts)
+    total = int(starts.sum())
+    padded = x.new_zeros(len(x), total, *x.shape[2:])
+    padded[row, column] = x
+    masks = torch.zeros(len(x), total, dtype=torch.bool, device=x.device)
+    masks[row, column] = True
+    return padded, masks
+
+
+def unpad_trajectories(padded: Tensor, masks: Tensor) -> Tensor:
+    """(T, M, ...) and its (T, M) mask -> (T, N, ...): the inverse of `split_and_pad_trajectories`."""
+    flat = padded.transpose(0, 1)[masks.transpose(0, 1)]  # every real step, env-major
+    return flat.view(-1, len(padded), *padded.shape[2:]).transpose(0, 1)
+
+
+def trajectories_from_masks(masks: Tensor) -> Trajectories:
+    """The index that a (T, M) padding mask implies."""
+    lengths = masks.sum(0)
+    starts = torch.zeros(int(lengths.sum()), dtype=torch.bool, device=masks.device)
+    starts[lengths.cumsum(0) - lengths] = True
+    row, column = trajectory_index(starts.view(-1, len(masks)).T)
+    return Trajectories(row, column, masks.shape[1])
+
+
+def start_positions(starts: Tensor, column: Tensor, total: int) -> Tensor:
+    """(M,) flat (T * N) position of each trajectory's first step, without asking the device for it."""
+    slot = torch.where(starts, column, total).reshape(-1)  # steps inside a trajectory share one spare slot
+    first = torch.zeros(total + 1, dtype=torch.long, device=starts.device)
+    first.scatter_(0, slot, torch.arange(slot.numel(), device=starts.device))
+    return first[:total]

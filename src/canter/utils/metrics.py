@@ -1,0 +1,173 @@
+"""Numbers gathered on the device and read by the host once: means of losses, episode statistics, the finite guard."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from canter.utils.tree import Obs, tree_leaves
+
+
+class MeanMeter:
+    """Averages named device scalars; the only host read is in `means`."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.count = 0
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Take one set of scalars; every set has the same names."""
+        for name, value in values.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value.detach().clone()
+        self.count += 1
+
+    def means(self) -> dict[str, float]:
+        """Mean of every scalar."""
+        if not self.sums:
+            return {}
+        stacked = torch.stack([value.float() for value in self.sums.values()]) / self.count
+        return dict(zip(self.sums, stacked.tolist(), strict=True))
+
+
+class EpisodeTracker:
+    """Returns and lengths of episodes, from (T, N) rows kept on the device and copied once per rollout.
+
+    An episode may span rollouts; steps that only reset an environment do not count.
+    """
+
+    def __init__(self, num_envs: int, num_steps: int, device: torch.device | str) -> None:
+        self.rewards = torch.zeros(num_steps, num_envs, device=device)
+        self.flags = torch.zeros(num_steps, num_envs, 2, dtype=torch.bool, device=device)  # done, valid
+        self.step = 0
+        self.cur_reward_sum = np.zeros(num_envs)
+        self.cur_episode_length = np.zeros(num_envs, dtype=np.int64)
+        self.rewbuffer: deque[float] = deque(maxlen=100)
+        self.lenbuffer: deque[float] = deque(maxlen=100)
+        self.rframebuffer: deque[float] = deque(maxlen=2000)
+        self.num_episodes = 0
+
+    def add(self, reward: Tensor, done: Tensor, valid: Tensor) -> None:
+        """Keep one step of N environments."""
+        self.rewards[self.step] = reward
+        self.flags[self.step, :, 0] = done
+        self.flags[self.step, :, 1] = valid
+        self.step += 1
+
+    def read(self) -> float:
+        """Take the rollout into the statistics; return its mean reward per step."""
+        rewards = self.rewards[: self.step].cpu().numpy().astype(np.float64)
+        done, valid = self.flags[: self.step].cpu().numpy().transpose(2, 0, 1)
+        self.step = 0
+        for reward, ended, counts in zip(rewards, done, valid, strict=True):
+            self.cur_reward_sum += np.where(counts, reward, 0.0)
+            self.cur_episode_length += counts
+            if ended.any():
+                self.rewbuffer.extend(self.cur_reward_sum[ended].tolist())
+                self.lenbuffer.extend(self.cur_episode_length[ended].tolist())
+                self.num_episodes += int(ended.sum())
+                self.cur_reward_sum[ended] = 0.0
+                self.cur_episode_length[ended] = 0
+        self.rframebuffer.extend(rewards[valid & ~done][-2000:].tolist())
+        return float(rewards[valid].mean()) if valid.any() else float("nan")
+
+    def clear_running(self) -> None:
+        """Forget the episodes under way, because the environments were reset."""
+        self.cur_reward_sum[:] = 0.0
+        self.cur_episode_length[:] = 0
+        self.step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that outlives a rollout, in plain containers."""
+        return {
+            "cur_reward_sum": self.cur_reward_sum.tolist(),
+            "cur_episode_length": self.cur_episode_length.tolist(),
+            "rewbuffer": list(self.rewbuffer),
+            "lenbuffer": list(self.lenbuffer),
+            "rframebuffer": list(self.rframebuffer),
+            "num_episodes": self.num_episodes,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], running: bool = True) -> None:
+        """Continue from `state_dict`; without the episodes under way unless `running`."""
+        if running:
+            self.cur_reward_sum[:] = state["cur_reward_sum"]
+            self.cur_episode_length[:] = state["cur_episode_length"]
+        for name in ("rewbuffer", "lenbuffer", "rframebuffer"):
+            getattr(self, name).clear()
+            getattr(self, name).extend(state[name])
+        self.num_episodes = state["num_episodes"]
+
+
+class NonFiniteError(RuntimeError):
+    """An environment gave NaN or infinity."""
+
+
+class FiniteGuard:
+    """Finds NaN and infinity in what an environment gives, before it can reach the statistics or the weights.
+
+    On a CPU every step is checked at once, by one sum per tensor: it is finite only if every term is. Elsewhere the
+    rows found bad are kept on the device and read once per rollout, before anything learns from them.
+    """
+
+    def __init__(self, num_steps: int, device: torch.device) -> None:
+        self.is_immediate = device.type == "cpu"
+        self.num_steps = num_steps
+        self.rows: dict[str, Tensor] = {}
+        self.device = device
+
+    def check(self, step: int, total_steps: int, **groups: Obs | None) -> None:
+        """Look at the step's named groups; on a CPU raise at once."""
+        for group, tree in groups.items():
+            for name, leaf in tree_leaves(tree, group):
+                if leaf is None or not leaf.is_floating_point():
+                    continue
+                if self.is_immediate:
+                    if not np.isfinite(float(leaf.sum())):
+                        raise_if_bad(name, leaf, total_steps)
+                else:
+                    self._note(step, name, leaf)
+
+    def _note(self, step: int, name: str, leaf: Tensor) -> None:
+        if name not in self.rows:
+            self.rows[name] = torch.zeros(self.num_steps, len(leaf), dtype=torch.bool, device=self.device)
+        self.rows[name][step] = ~torch.isfinite(leaf.reshape(len(leaf), -1)).all(-1)
+
+    def read(self, first_step: int) -> None:
+        """Raise for anything noted since the last read; one host read."""
+        if not self.rows:
+            return
+        names = list(self.rows)
+        bad = torch.stack([self.rows[name].any() for name in names]).tolist()
+        for name, is_bad in zip(names, bad, strict=True):
+            if is_bad:
+                step = int(self.rows[name].any(-1).nonzero()[0])
+                envs = self.rows[name][step].nonzero().flatten().tolist()
+                raise NonFiniteError(message(name, envs, None, first_step + step))
+
+
+def raise_if_bad(name: str, leaf: Tensor, step: int) -> None:
+    """Raise NonFiniteError naming environments and features, unless every value is finite (a sum may overflow)."""
+    bad = ~torch.isfinite(leaf.reshape(len(leaf), -1))
+    if bad.any():
+        envs = bad.any(-1).nonzero().flatten().tolist()
+        features = bad.any(0).nonzero().flatten().tolist() if leaf.dim() > 1 else None
+        raise NonFiniteError(message(name, envs, features, step))
+
+
+def message(name: str, envs: list[int], features: list[int] | None, step: int) -> str:
+    """What went wrong, where, and the way out."""
+    where = f"environments {short(envs)}" + (f", features {short(features)}" if features else "")
+    return (
+        f"the environment gave NaN or infinity in {name!r} ({where}) at step {step}; the policy was not updated with "
+        "it. Fix the environment, or clip the value before it is returned"
+    )
+
+
+def short(numbers: list[int]) -> str:
+    """At most eight numbers, then how many more."""
+    return ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
