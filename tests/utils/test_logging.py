@@ -1,0 +1,637 @@
+import json
+import math
+import os
+import subprocess
+import sys
+import types
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from canter.utils.logging import Backend, Logger, ScalarAverager, flatten_extras, redact, sanitize_tag
+from canter.utils.logging.jsonl import read_rows
+
+
+class Recorder(Backend):
+    """Keeps what it is given."""
+
+    def __init__(self, log_dir, **kwargs):
+        super().__init__(log_dir)
+        self.kwargs, self.rows, self.config, self.files, self.models, self.closed = kwargs, [], None, [], [], 0
+        self.media = []
+
+    def log_scalars(self, scalars, step):
+        self.rows.append((step, dict(scalars)))
+
+    def log_config(self, config):
+        self.config = config
+
+    def log_histogram(self, tag, values, step):
+        self.media.append((tag, values.tolist(), step))
+
+    def log_image(self, tag, image, step):
+        self.media.append((tag, image.shape, step))
+
+    def log_video(self, tag, frames, step, fps):
+        self.media.append((tag, frames.shape, step, fps))
+
+    def save_file(self, path):
+        self.files.append(path)
+
+    def save_model(self, path, it):
+        self.models.append((path, it))
+
+    def close(self):
+        self.closed += 1
+
+
+class Other(Recorder):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    monkeypatch.setattr(Logger, "registry", dict(Logger.registry))
+    Logger.register_backend("recorder", Recorder)
+    Logger.register_backend("other", Other)
+
+
+def rows_of(directory):
+    return [{k: v for k, v in row.items() if k != "time"} for row in read_rows(directory / "metrics.jsonl")]
+
+
+# Selection
+
+
+def fake_module(name, **attributes):
+    module = types.ModuleType(name)
+    for key, value in attributes.items():
+        setattr(module, key, value)
+    return module
+
+
+class FakeRun:
+    def __init__(self, **kwargs):
+        self.kwargs, self.logged, self.saved, self.finished = kwargs, [], [], False
+        self.config = {}
+
+    def log(self, data, step):
+        self.logged.append((step, data))
+
+    def save(self, path, base_path, policy):
+        self.saved.append(path)
+
+    def finish(self):
+        self.finished = True
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab"])
+def test_backend_is_chosen_by_name_and_gets_its_settings(tmp_path, monkeypatch, name):  # rows L01, L10, L27
+    runs = []
+
+    def init(**kwargs):
+        runs.append(FakeRun(**kwargs))
+        return runs[-1]
+
+    monkeypatch.setitem(sys.modules, name, fake_module(name, init=init))
+    with Logger(name, tmp_path, {"project": "dogs", "tags": ["a"]}) as logger:
+        logger.log_scalars({"train/x": 1.0}, 10)
+        logger.log_scalars({"train/x": 2.0}, 5)  # an older step would be dropped by the service
+        logger.add_scalar("train/x", 3.0, 20)
+        logger.save_file(tmp_path / "git.diff")
+    run = runs[0]
+    assert run.kwargs["project"] == "dogs"
+    assert run.kwargs["tags"] == ["a"]
+    assert run.logged == [(10, {"train/x": 1.0}), (10, {"train/x": 2.0}), (20, {"train/x": 3.0})]
+    assert run.saved == [str(tmp_path / "git.diff")]
+    assert run.finished
+
+
+class FakeNeptuneField:
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def append(self, value, step):
+        self.log.append((self.name, value, step))
+
+    def upload(self, path):
+        self.log.append((self.name, path))
+
+
+class FakeNeptuneRun:
+    def __init__(self, **kwargs):
+        self.kwargs, self.events, self.values, self.stopped = kwargs, [], {}, False
+
+    def __getitem__(self, name):
+        return FakeNeptuneField(self.events, name)
+
+    def __setitem__(self, name, value):
+        self.values[name] = value
+
+    def stop(self):
+        self.stopped = True
+
+
+def test_neptune_appends_series_uploads_files_and_needs_its_token(tmp_path, monkeypatch):  # rows L01, L27
+    runs = []
+
+    def init_run(**kwargs):
+        runs.append(FakeNeptuneRun(**kwargs))
+        return runs[-1]
+
+    monkeypatch.setitem(sys.modules, "neptune", fake_module("neptune", init_run=init_run))
+    monkeypatch.delenv("NEPTUNE_API_TOKEN", raising=False)
+    with pytest.raises(KeyError, match="NEPTUNE_API_TOKEN"):
+        Logger("neptune", tmp_path, {"project": "me/dogs"})
+    monkeypatch.setenv("NEPTUNE_API_TOKEN", "x")
+    with Logger("neptune", tmp_path, {"project": "me/dogs"}, config={"a": [1], "b": {"c": None}}) as logger:
+        logger.log_scalars({"train/x": 1.5}, 10)
+        logger.save_file(tmp_path / "canter.diff")
+        logger.save_model(tmp_path / "model_3.pt", 3)
+    run = runs[0]
+    assert run.kwargs["project"] == "me/dogs"
+    assert run.values == {"config": {"a": "[1]", "b": {"c": "None"}}}
+    assert run.events == [
+        ("train/x", 1.5, 10),
+        ("files/canter.diff", str(tmp_path / "canter.diff")),
+        ("models/model_3", str(tmp_path / "model_3.pt")),
+    ]
+    assert run.stopped
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab", "neptune"])
+def test_missing_package_names_the_extra(tmp_path, monkeypatch, name):  # row L02
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=rf'pip install "canter\[{name}\]"'):
+        Logger(name, tmp_path)
+
+
+def test_missing_package_in_a_list_is_skipped_with_a_warning_unless_none_is_left(tmp_path, monkeypatch):  # row L02
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "swanlab", None)
+    with pytest.warns(UserWarning, match=r"canter\[wandb\]"):
+        logger = Logger(["wandb", "recorder"], tmp_path)
+    assert list(logger.backends) == ["jsonl", "recorder"]
+    with pytest.warns(UserWarning, match="skipping"), pytest.raises(ImportError, match="is left: .*wandb.*swanlab"):
+        Logger(["wandb", "swanlab"], tmp_path)
+
+
+def test_unknown_name_lists_the_known_and_foreign_class_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="'tensorbord'.*neptune.*swanlab, tensorboard, wandb"):
+        Logger("tensorbord", tmp_path)
+    with pytest.raises(TypeError, match="must be a subclass"):
+        Logger.register_backend("mine", dict)  # pyright: ignore[reportArgumentType]
+
+
+def test_backends_of_a_list_get_the_same_scalars(tmp_path):  # row L03
+    logger = Logger(["recorder", "other"], tmp_path)
+    logger.log_scalars({"a": 1, "b": torch.tensor(2.5), "c": np.float32(3.0)}, 7)
+    want = [(7, {"a": 1.0, "b": 2.5, "c": 3.0})]
+    assert logger.backends["recorder"].rows == want
+    assert logger.backends["other"].rows == want
+    assert rows_of(tmp_path) == [{"a": 1.0, "b": 2.5, "c": 3.0, "step": 7}]
+
+
+def test_nested_settings_reach_only_their_backend():
+    logger = Logger(["recorder", "other"], logger_kwargs={"other": {"project": "p"}, "wandb": {"entity": "e"}})
+    assert logger.backends["recorder"].kwargs == {}
+    assert logger.backends["other"].kwargs == {"project": "p"}
+
+
+def test_flat_settings_go_to_a_single_backend_and_are_ambiguous_for_two():
+    assert Logger("recorder", logger_kwargs={"project": "p"}).backends["recorder"].kwargs == {"project": "p"}
+    assert Logger(["recorder"], logger_kwargs={"other": {}}).backends["recorder"].kwargs == {}
+    with pytest.raises(ValueError, match="must say whose they are, for example {'other': {'project': 'p'}}"):
+        Logger(["recorder", "other"], logger_kwargs={"project": "p"})
+    with pytest.raises(ValueError, match="mixes 'project'"):
+        Logger(["recorder", "other"], logger_kwargs={"project": "p", "other": {}})
+
+
+def test_no_backend_and_no_directory_is_a_quiet_logger():
+    with Logger(None) as logger:
+        logger.log_scalars({"a": 1.0}, 1)
+    assert logger.metrics is None
+
+
+def test_import_brings_in_no_backend_package():
+    code = (
+        "import sys, canter.utils.logging, canter.utils.console, canter.utils.plots, canter.utils.git_state\n"
+        "print([m for m in ('wandb', 'swanlab', 'neptune', 'tensorboard', 'matplotlib') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# What is logged
+
+
+def test_nonfinite_scalars_are_dropped_and_counted():
+    logger = Logger("recorder")
+    logger.log_scalars({"a": 1.0, "b": math.nan, "c": math.inf}, 1)
+    logger.log_scalars({"a": 2.0, "c": -math.inf}, 2)
+    assert logger.backends["recorder"].rows == [
+        (1, {"a": 1.0, "logging/nonfinite_dropped": 2.0}),
+        (2, {"a": 2.0, "logging/nonfinite_dropped": 3.0}),
+    ]
+
+
+def test_what_is_not_a_number_is_an_error_with_its_tag():
+    logger = Logger("recorder")
+    with pytest.raises(TypeError, match="'a'.*'high'"):
+        logger.log_scalars({"a": "high"}, 1)
+    with pytest.raises(TypeError, match=r"'a' is a tensor of shape \(3,\)"):
+        logger.log_scalars({"a": torch.zeros(3)}, 1)
+
+
+@pytest.mark.parametrize(
+    ("tag", "want"),
+    [
+        ("train/policy_loss", "train/policy_loss"),
+        ("Perf/collection time", "Perf/collection_time"),
+        ("/robot//height", "robot/height"),
+        ("a\nb\x00c", "a_b_c"),
+        ("x" * 200, "x" * 128),
+        ("", "unnamed"),
+        ("step", "step_"),
+        ("скорость", "_"),
+    ],
+)
+def test_tags_are_made_safe(tag, want):
+    assert sanitize_tag(tag) == want
+
+
+def test_number_of_different_tags_is_bounded(monkeypatch):
+    monkeypatch.setattr("canter.utils.logging.logger._MAX_TAGS", 3)
+    logger = Logger("recorder")
+    with pytest.warns(UserWarning, match="3 different metric names"):
+        logger.log_scalars({f"t{i}": float(i) for i in range(5)}, 1)
+    logger.log_scalars({"t1": 9.0, "t7": 9.0}, 2)
+    assert logger.backends["recorder"].rows[0][1] == {"t0": 0.0, "t1": 1.0, "t2": 2.0}
+    assert logger.backends["recorder"].rows[1][1] == {"t1": 9.0}
+
+
+def test_secrets_are_redacted_before_any_backend_sees_them(tmp_path):
+    config = {
+        "lr": 1e-3,
+        "wandb": {"api_key": "k1", "project": "p"},
+        "list": [{"Password": "k2"}],
+        "HF_TOKEN": "k3",
+        "client_secret": "k4",
+        "token": None,
+        "path": tmp_path,
+        "activation": torch.nn.ELU,
+    }
+    logger = Logger("recorder", tmp_path, config=config)
+    plain = {
+        "lr": 1e-3,
+        "wandb": {"api_key": "<redacted>", "project": "p"},
+        "list": [{"Password": "<redacted>"}],
+        "HF_TOKEN": "<redacted>",
+        "client_secret": "<redacted>",
+        "token": None,
+        "path": str(tmp_path),
+        "activation": "torch.nn.modules.activation.ELU",
+    }
+    assert logger.backends["recorder"].config == plain
+    assert json.loads((tmp_path / "config.json").read_text()) == plain
+    assert config["HF_TOKEN"] == "k3"
+
+
+def test_dataclass_config_becomes_a_dict():
+    import dataclasses
+
+    @dataclasses.dataclass
+    class Settings:
+        lr: float = 0.1
+        auth_token: str = "x"
+
+    assert redact(Settings()) == {"lr": 0.1, "auth_token": "<redacted>"}
+
+
+def test_media_files_and_models_reach_the_backends(tmp_path):
+    logger = Logger("recorder", tmp_path)
+    logger.log_histogram("h", torch.tensor([[1.0, math.nan], [2.0, math.inf]], dtype=torch.bfloat16), 5)
+    logger.log_image("i", np.zeros((4, 5, 3), np.uint8), 5)
+    logger.log_video("v", torch.zeros(2, 4, 5, 3, dtype=torch.uint8), 6, fps=12)
+    logger.save_file(tmp_path / "x")
+    logger.save_model(tmp_path / "model_2.pt", 2)
+    recorder = logger.backends["recorder"]
+    assert recorder.media == [("h", [1.0, 2.0], 5), ("i", (4, 5, 3), 5), ("v", (2, 4, 5, 3), 6, 12)]
+    assert recorder.files == [tmp_path / "x"]
+    assert recorder.models == [(tmp_path / "model_2.pt", 2)]
+    with pytest.raises(ValueError, match=r"\(H, W, 3\) uint8, got \(3, 4, 5\) float64"):
+        logger.log_image("i", np.zeros((3, 4, 5)), 5)
+
+
+# Failures
+
+
+class Broken(Recorder):
+    failing = True
+
+    def log_scalars(self, scalars, step):
+        if self.failing:
+            raise OSError("No space left on device")
+        super().log_scalars(scalars, step)
+
+
+def test_failing_backend_is_reported_once_counted_and_switched_off(tmp_path):
+    Logger.register_backend("broken", Broken)
+    logger = Logger(["broken", "recorder"], tmp_path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(8):
+            logger.log_scalars({"a": 1.0}, step)
+    texts = [str(warning.message) for warning in caught]
+    assert len(texts) == 2
+    assert "'broken' failed; training goes on: OSError: No space left" in texts[0]
+    assert "5 times in a row; it is off" in texts[1]
+    assert logger.failures["broken"] == 5
+    assert "broken" not in logger.backends
+    assert len(logger.backends["recorder"].rows) == len(rows_of(tmp_path)) == 8
+
+
+def test_backend_that_recovers_stays_on():
+    Logger.register_backend("broken", Broken)
+    logger = Logger("broken")
+    broken = logger.backends["broken"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(20):
+            broken.failing = step % 4 != 3
+            logger.log_scalars({"a": 1.0}, step)
+    assert logger.failures["broken"] == 15
+    assert [step for step, _ in broken.rows] == [3, 7, 11, 15, 19]
+
+
+def test_failure_to_close_does_not_keep_others_open():
+    class Stuck(Recorder):
+        def close(self):
+            raise RuntimeError("network")
+
+    Logger.register_backend("stuck", Stuck)
+    logger = Logger(["stuck", "recorder"])
+    recorder = logger.backends["recorder"]
+    with pytest.warns(UserWarning, match="network"):
+        logger.stop()
+    logger.close()
+    assert recorder.closed == 1
+
+
+# metrics.jsonl
+
+
+def test_steps_in_the_file_never_decrease_and_lines_carry_the_time(tmp_path):  # row L10
+    logger = Logger(None, tmp_path)
+    for step in (10, 30, 20):
+        logger.add_scalar("a", step, step)
+    assert [(row["step"], row["a"]) for row in rows_of(tmp_path)] == [(10, 10.0), (30, 30.0), (30, 20.0)]
+    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["time"] > 1.7e9
+
+
+def test_resume_appends_after_dropping_the_torn_line_and_later_steps(tmp_path):
+    with Logger(None, tmp_path) as logger:
+        for step in (10, 20, 30):
+            logger.add_scalar("a", step, step)
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(b'{"a": 40.0, "st')
+    with Logger(None, tmp_path) as logger:
+        assert [row["step"] for row in rows_of(tmp_path)] == [10, 20, 30]
+        assert logger.metrics is not None
+        logger.metrics.truncate_after(20)
+        logger.add_scalar("a", 25, 25)
+    assert [row["a"] for row in rows_of(tmp_path)] == [10.0, 20.0, 25.0]
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
+
+
+def test_same_logger_can_go_back_to_an_earlier_step(tmp_path):
+    logger = Logger("recorder", tmp_path)
+    logger.add_scalar("a", 1, 50)
+    logger.truncate_after(20)
+    logger.add_scalar("a", 2, 30)
+    assert [row["step"] for row in rows_of(tmp_path)] == [30]
+    assert [step for step, _ in logger.backends["recorder"].rows] == [50, 50]  # cannot forget, so must not go back
+
+
+def test_line_cut_by_a_full_disk_is_taken_back(tmp_path):
+    logger = Logger(None, tmp_path)
+    logger.add_scalar("a", 1, 1)
+    metrics = logger.metrics
+    assert metrics is not None
+    whole = metrics._file
+
+    class Cut:
+        def __getattr__(self, name):
+            return getattr(whole, name)
+
+        def write(self, line):
+            return whole.write(line[:10])
+
+    metrics._file = Cut()
+    with pytest.warns(UserWarning, match="only part of a line"):
+        logger.add_scalar("a", 2, 2)
+    metrics._file = whole
+    logger.add_scalar("a", 3, 3)
+    assert [json.loads(line)["a"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1.0, 3.0]
+
+
+def test_deleted_run_directory_is_made_again(tmp_path):
+    run = tmp_path / "run"
+    logger = Logger(None, run)
+    logger.add_scalar("a", 1, 1)
+    os.remove(run / "metrics.jsonl")
+    run.rmdir()
+    logger.add_scalar("a", 2, 2)
+    assert rows_of(run) == [{"a": 2.0, "step": 2}]
+
+
+# Real services
+
+
+def events(directory):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(directory))
+    accumulator.Reload()
+    return accumulator
+
+
+def test_tensorboard_files_read_back(tmp_path):  # row L01
+    with Logger("tensorboard", tmp_path, {"filename_suffix": ".x"}, config={"lr": 0.5, "api_key": "k"}) as logger:
+        logger.log_scalars({"train/a": 1.5, "train/b": 2.5}, 24)
+        logger.add_scalar("train/a", 3.5, 48)
+        logger.log_histogram("weights", torch.arange(10.0), 48)
+        logger.log_image("picture", np.full((6, 7, 3), 9, np.uint8), 48)
+        logger.log_video("film", np.zeros((3, 6, 7, 3), np.uint8), 48)
+    assert next(tmp_path.glob("events.*")).name.endswith(".x")
+    read = events(tmp_path)
+    assert [(event.step, event.value) for event in read.Scalars("train/a")] == [(24, 1.5), (48, 3.5)]
+    assert [event.value for event in read.Scalars("train/b")] == [2.5]
+    assert read.Histograms("weights")[0].histogram_value.num == 10
+    assert (read.Images("picture")[0].height, read.Images("picture")[0].width) == (6, 7)
+    assert read.Images("film")[0].encoded_image_string.startswith(b"GIF89a")
+    text = read.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert '"lr": 0.5' in text
+    assert '"api_key": "<redacted>"' in text
+
+
+def test_tensorboard_hides_what_a_resumed_run_does_again(tmp_path):
+    with Logger("tensorboard", tmp_path) as logger:
+        for step in (10, 20, 30):
+            logger.add_scalar("a", step, step)
+        logger.truncate_after(20)
+        logger.add_scalar("a", 26, 26)
+    assert [event.value for event in events(tmp_path).Scalars("a")] == [10.0, 20.0, 26.0]
+
+
+def test_tensorboard_needs_a_directory():
+    with pytest.raises(ValueError, match="needs a log_dir"):
+        Logger("tensorboard")
+
+
+def test_wandb_offline_writes_a_run(tmp_path, monkeypatch):  # rows L01, L10, L27
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    (tmp_path / "canter.diff").write_text("diff")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Logger("wandb", tmp_path, {"project": "dogs"}, config={"lr": 0.5}) as logger:
+            run = logger.backends["wandb"]._run
+            logger.log_scalars({"train/a": 1.5}, 24)
+            logger.log_histogram("h", torch.arange(10.0), 24)
+            logger.log_image("i", np.zeros((8, 8, 3), np.uint8), 24)
+            logger.log_video("v", np.zeros((3, 8, 8, 3), np.uint8), 24)
+            logger.log_scalars({"train/a": 2.5}, 12)
+            logger.save_file(tmp_path / "canter.diff")
+            assert run.config["lr"] == 0.5
+            assert run.step == 24
+    assert not [w for w in caught if "logging backend" in str(w.message)]
+    files = next((tmp_path / "wandb").glob("offline-run-*"))
+    assert (files / "files" / "canter.diff").read_text() == "diff"
+    assert list(files.glob("files/media/images/*.png"))
+    assert list(files.glob("files/media/videos/*.gif"))
+    assert not list(files.glob("**/diff.patch"))
+    data = next(files.glob("run-*.wandb")).read_bytes()
+    assert b"train/a" in data
+
+
+def test_swanlab_offline_writes_a_run(tmp_path, monkeypatch):  # row L01
+    pytest.importorskip("swanlab")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Logger("swanlab", tmp_path, {"project": "dogs", "mode": "offline"}, config={"lr": 0.5}) as logger:
+            logger.log_scalars({"train/a": 1.5}, 24)
+            logger.log_image("i", np.zeros((8, 8, 3), np.uint8), 24)
+            logger.log_video("v", np.zeros((3, 8, 8, 3), np.uint8), 24)
+    assert not [w for w in caught if "logging backend" in str(w.message)]
+    run = next((tmp_path / "swanlab").glob("run-*"))
+    assert b"train/a" in next(run.glob("*.swanlab")).read_bytes()
+    assert list(run.glob("media/image/*.png"))
+
+
+# Extras
+
+
+EXTRAS = {
+    "episode": {"rew": torch.tensor([1.0, 3.0]), "count": 4},
+    "log": {"/robot/height_mean": torch.tensor(0.5), "deep": {"x": True}},
+    "reward_components": {"velocity": torch.tensor([2.0, 4.0]), "bad_max": torch.tensor([2.0, 9.0])},
+    "time_outs": torch.tensor([True, False, False, False]),
+    "final_observation": torch.ones(2, 3),
+}
+
+
+def test_only_the_listed_keys_are_taken():  # row L14
+    assert flatten_extras(EXTRAS, ("episode", "log")) == {
+        "extra/episode/rew": 2.0,
+        "extra/episode/count": 4.0,
+        "extra/log/robot/height_mean": 0.5,
+        "extra/log/deep/x": 1.0,
+    }
+    assert flatten_extras(EXTRAS, ()) == {}
+    assert flatten_extras({}, ("episode",)) == {}
+
+
+def test_listed_keys_are_flattened_with_means_fractions_and_extremes():  # row L15
+    assert flatten_extras(EXTRAS, ("reward_components", "time_outs")) == {
+        "extra/reward_components/velocity": 3.0,
+        "extra/reward_components/bad_max": 9.0,
+        "extra/time_outs": 0.25,
+    }
+
+
+def test_payloads_and_what_is_no_number_are_skipped():  # row L16
+    extras = {
+        "final_observation": torch.ones(2),
+        "log": {
+            "final_obs": torch.ones(2),
+            "observations": {"policy": torch.ones(4)},
+            "matrix": torch.ones(2, 2),
+            "name": "x",
+            "none": None,
+            "object": object(),
+            "empty": torch.ones(0),
+            "list": [1.0, 2.0],
+            "words": np.array(["a"]),
+            "kept": np.array([1, 2, 6]),
+            "scalar": np.float32(2.5),
+            "one": torch.tensor([7]),
+        },
+    }
+    want = {"extra/log/kept": 3.0, "extra/log/scalar": 2.5, "extra/log/one": 7.0}
+    assert flatten_extras(extras, ("final_observation", "log")) == want
+
+
+def test_mask_beside_an_entry_picks_the_environments_that_count():
+    extras = {
+        "episode": {"r": np.array([0.0, 8.0, 4.0]), "_r": np.array([False, True, True])},
+        "log": {"x": torch.tensor([1.0, 2.0]), "low_min": torch.tensor([1.0, 2.0])},
+        "_log": torch.tensor([False, True]),
+    }
+    want = {"extra/episode/r": 6.0, "extra/log/x": 2.0, "extra/log/low_min": 2.0}
+    assert flatten_extras(extras, ("episode", "log")) == want
+
+
+def test_flattening_and_gathering_read_nothing_from_the_device():
+    class NoRead(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert func is not torch.ops.aten._local_scalar_dense.default, "a value was read"
+            return func(*args, **(kwargs or {}))
+
+    averager = ScalarAverager()
+    with NoRead():
+        for _ in range(70):
+            averager.add(flatten_extras(EXTRAS, ("episode", "log", "reward_components")))
+    assert averager.take()["extra/reward_components/velocity"] == 3.0
+
+
+def test_average_leaves_out_nan_and_takes_extremes_by_suffix():
+    averager = ScalarAverager()
+    averager.add({"a": torch.tensor(1.0), "n": torch.tensor(math.nan), "v_max": torch.tensor(5.0), "h": 2.0})
+    averager.add({"a": torch.tensor(4.0), "n": torch.tensor(math.nan), "v_max": torch.tensor(3.0), "h": 4.0})
+    averager.add({"a": torch.tensor(math.nan), "v_min": torch.tensor(3.0), "h": torch.tensor(9.0)})
+    averager.add({"v_min": 2.0})
+    assert averager.take() == {"a": 2.5, "v_max": 5.0, "h": 5.0, "v_min": 2.0}
+    assert averager.take() == {}
+
+
+def test_average_survives_many_steps_and_overwritten_tensors():
+    averager = ScalarAverager()
+    buffer = torch.tensor(0.0)
+    for step in range(200):
+        buffer.fill_(step)
+        averager.add({"a": buffer, "a_max": buffer, "a_min": buffer})
+    assert averager.take() == {"a": 99.5, "a_max": 199.0, "a_min": 0.0}
+
+
+def test_extreme_over_no_environment_is_no_observation():
+    extras = {"log": {"x_max": torch.tensor([3.0, 4.0]), "y": torch.tensor([1.0, 2.0])}, "_log": torch.zeros(2).bool()}
+    averager = ScalarAverager()
+    averager.add(flatten_extras(extras, ("log",)))
+    assert averager.take() == {}
