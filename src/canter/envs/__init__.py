@@ -1,1 +1,37 @@
 """Environments: the contract, the adapters that bring others to it, and torch-native ones."""
+
+from __future__ import annotations
+
+from canter.envs.dummy import DummyVecEnv
+from canter.envs.envpool import EnvPoolAdapter
+from canter.envs.gymnasium import GymVecEnv, GymVecEnvContinuous
+from canter.envs.records import step_record
+from canter.envs.rsl_rl import RslRlAdapter
+from canter.envs.torch_envs import TORCH_ENVS, CartPole, ImageReach, MaskedCartPole, Pendulum, PointRobot, TorchEnv
+from canter.envs.vec_env import StepRecord, VecEnv
+from canter.envs.vector import GymVectorEnvAdapter
+from canter.envs.wrap import make_env, wrap_env
+from canter.envs.wrappers import FlattenObs, VecEnvWrapper
+
+__all__ = [
+    "TORCH_ENVS",
+    "CartPole",
+    "DummyVecEnv",
+    "EnvPoolAdapter",
+    "FlattenObs",
+    "GymVecEnv",
+    "GymVecEnvContinuous",
+    "GymVectorEnvAdapter",
+    "ImageReach",
+    "MaskedCartPole",
+    "Pendulum",
+    "PointRobot",
+    "RslRlAdapter",
+    "StepRecord",
+    "TorchEnv",
+    "VecEnv",
+    "VecEnvWrapper",
+    "make_env",
+    "step_record",
+    "wrap_env",
+]

@@ -87,7 +87,7 @@ class VecEnv(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot be seeded")
 
     def get_state(self) -> dict[str, Any] | None:
-        """Everything `set_state` needs to continue exactly here, as plain containers and tensors; None if unsupported."""
+        """All that `set_state` needs to continue exactly here, as plain containers and tensors; None if unsupported."""
         return None
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -98,7 +98,7 @@ class VecEnv(ABC):
         """A picture of the first environment as an (H, W, 3) uint8 array, or None."""
         return None
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most environments hold nothing
         """Free what the environment holds."""
 
     @property

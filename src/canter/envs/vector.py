@@ -1,0 +1,137 @@
+"""Gymnasium's `VectorEnv` in all three autoreset modes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from gymnasium.vector import AutoresetMode, VectorEnv
+from torch import Tensor
+
+from canter.envs.groups import split_groups
+from canter.envs.host import ActionCast, batch_to_rows, rows_to_obs, stored_space
+from canter.envs.records import EndWatch, find_final, full_final, per_env, take_obs, told
+from canter.envs.vec_env import StepRecord, VecEnv
+from canter.utils.tree import Obs
+
+
+def autoreset_mode(env: Any) -> AutoresetMode:
+    """How a vector environment restarts an episode that ended."""
+    mode = (env.metadata or {}).get("autoreset_mode")
+    if mode is not None:
+        return AutoresetMode(mode)
+    # ManiSkill's vector environment states no mode and resets within the step; Gymnasium 1.0's resets in the next.
+    return AutoresetMode.SAME_STEP if hasattr(env, "base_env") else AutoresetMode.NEXT_STEP
+
+
+class GymVectorEnvAdapter(VecEnv):
+    """A Gymnasium `VectorEnv` of arrays or of tensors.
+
+    In NEXT_STEP mode the step after an episode's end only resets: its record has `valid` false and reward 0.
+    In DISABLED mode this adapter resets, within the step.
+    """
+
+    def __init__(
+        self,
+        env: VectorEnv,
+        device: torch.device | str | None = None,
+        seed: int | None = None,
+        clip_actions: bool = True,
+    ) -> None:
+        self.env: Any = env
+        self.num_envs = int(env.num_envs)
+        self.device = torch.device(device or getattr(env, "device", None) or "cpu")
+        self.mode = autoreset_mode(env)
+        self.has_invalid_steps = self.mode is AutoresetMode.NEXT_STEP
+        self._space = env.single_observation_space
+        self.obs_space, self.critic_obs_space = split_groups(stored_space(self._space))
+        self.action_space = env.single_action_space
+        self._cast = ActionCast(self.action_space, self.num_envs, clip_actions)
+        self.max_episode_length = getattr(env.spec, "max_episode_steps", None) or 1000
+        self._no_resets = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
+        self._all_valid = ~self._no_resets
+        self._was_done: Tensor | None = None
+        self._current: tuple[Obs, Obs] | None = None
+        self._tensors = False
+        self._watch = EndWatch(self.device)
+        self._seed = seed
+
+    def seed(self, seed: int) -> None:
+        """Seed the environments in the next `reset`."""
+        self._seed = seed
+
+    def reset(self) -> tuple[Obs, Obs]:
+        """Start every episode anew."""
+        seed, self._seed = self._seed, None
+        obs, _ = self.env.reset(seed=seed)
+        self._tensors = any(isinstance(leaf, Tensor) for leaf in (obs.values() if isinstance(obs, dict) else [obs]))
+        self._was_done = None
+        self._current = split_groups(self._take(obs))
+        return self._current
+
+    def get_observations(self) -> tuple[Obs, Obs]:
+        """The current observation and the critic's."""
+        return self.reset() if self._current is None else self._current
+
+    def step(self, actions: Tensor) -> StepRecord:
+        """Step every environment once."""
+        if self._current is None:
+            self.reset()
+        given, rewards, terminated, truncated, infos = self.env.step(self._to_env(actions))
+        reward = per_env(rewards, torch.float32, "rewards", self.num_envs, self.device, copy=True)
+        terminated = per_env(terminated, torch.bool, "terminated", self.num_envs, self.device, copy=True)
+        truncated = per_env(truncated, torch.bool, "truncated", self.num_envs, self.device) & ~terminated
+        valid = self._all_valid
+        if self._was_done is not None:
+            valid = ~self._was_done
+            reward, terminated, truncated = reward * valid, terminated & valid, truncated & valid
+        done = terminated | truncated
+        # Asking whether any ended would make the host wait for a device.
+        some_ended = done.device.type != "cpu" or bool(done.numpy().any())
+        obs, final = self._take(given), None
+        if some_ended:
+            final, obs = self._finish(obs, done, infos)
+        self._was_done = done if self.has_invalid_steps and some_ended else None
+        self._current = split_groups(obs)
+        final_obs, final_critic_obs = (None, None) if final is None else split_groups(final)
+        record = StepRecord(
+            *self._current, reward, terminated, truncated, final_obs, final_critic_obs, valid, {"infos": infos}
+        )
+        return told(record)
+
+    def _finish(self, obs: Obs, done: Tensor, infos: dict[str, Any]) -> tuple[Any, Obs]:
+        """The final observation and the one to act on next, by the autoreset mode."""
+        if self.mode is AutoresetMode.NEXT_STEP:
+            return obs, obs
+        if self.mode is AutoresetMode.DISABLED:
+            mask = done if self._tensors else done.cpu().numpy()
+            return obs, self._take(self.env.reset(options={"reset_mask": mask})[0])
+        found = find_final(infos)
+        if found is None:
+            self.gives_final_obs = not self._watch(done)
+            return None, obs
+        self.gives_final_obs = True
+        return full_final(found, done, copy=True), obs
+
+    def _take(self, obs: Any) -> Obs:
+        if self._tensors:
+            return take_obs(obs, self.device, copy=True)
+        return rows_to_obs(batch_to_rows(obs, self._space, self.num_envs), self.device)
+
+    def _to_env(self, actions: Tensor) -> Any:
+        if not self._tensors:
+            return self._cast(actions)
+        actions = actions.to(getattr(self.env, "device", None) or actions.device)
+        if self._cast.bounds is None:
+            return actions
+        low, high = (torch.as_tensor(bound, device=actions.device) for bound in self._cast.bounds)
+        return actions.clamp(low, high)
+
+    def render(self) -> Any:
+        """A picture of the first environment, if the environment renders arrays."""
+        frames = self.env.render() if getattr(self.env, "render_mode", None) == "rgb_array" else None
+        return None if frames is None else frames[0]
+
+    def close(self) -> None:
+        """Close the environment."""
+        self.env.close()
