@@ -103,10 +103,19 @@ class Actor(nn.Module):
         """Clamp a parameter called `log_std` or `std` in place to bounds of the standard deviation."""
         for name, raw in self.named_parameters(recurse=False):
             if name in ("log_std", "std"):
-                bounds = [None if b is None else torch.as_tensor(b, dtype=raw.dtype).to(raw.device) for b in (min, max)]
-                low, high = (b if b is None or name == "std" else b.log() for b in bounds)
-                if low is not None or high is not None:
-                    raw.clamp_(low, high)
+                low, high = (_noise_bound(bound, raw, is_log=name == "log_std") for bound in (min, max))
+                if low is not None:
+                    raw.clamp_(min=low)
+                if high is not None:
+                    raw.clamp_(max=high)
+
+
+def _noise_bound(bound: Any, raw: Tensor, is_log: bool) -> Any:
+    """A bound of the standard deviation as one of the parameter; numbers stay numbers, which cost no copy."""
+    if bound is None or isinstance(bound, (int, float)):
+        return math.log(max(bound, 1e-38)) if is_log and bound is not None else bound
+    tensor = torch.as_tensor(bound, dtype=raw.dtype, device=raw.device)
+    return tensor.log() if is_log else tensor
 
 
 class ContinuousActor(Actor):
@@ -119,7 +128,7 @@ class ContinuousActor(Actor):
 
 
 class DiscreteActor(Actor):
-    """An actor for Discrete actions, whose `get_action_dist` gives a `Categorical`; MultiDiscrete needs `get_params`."""
+    """For Discrete actions, whose `get_action_dist` gives a `Categorical`; MultiDiscrete writes `get_params`."""
 
     def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None = None) -> None:
         if not isinstance(action_space, (spaces.Discrete, spaces.MultiDiscrete)):

@@ -41,7 +41,7 @@ class RunningMeanStd:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
-        mean, var = (np.array(torch.as_tensor(state[name]).cpu(), dtype=np.float64) for name in ("mean", "var"))
+        mean, var = (torch.as_tensor(state[name]).cpu().double().numpy().copy() for name in ("mean", "var"))
         if mean.shape != self.mean.shape or var.shape != self.var.shape:
             raise ValueError(f"statistics of shape {mean.shape} do not fit a normaliser of shape {self.mean.shape}")
         self.mean, self.var, self.count = mean, var, float(state["count"])

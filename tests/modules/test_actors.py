@@ -1,0 +1,232 @@
+"""ApexRL-style actors and critics: settings, observations of any structure, custom classes."""
+
+import math
+
+import pytest
+import torch
+from gymnasium import spaces
+from torch import distributions as td
+from torch import nn
+
+from canter.modules.actors import (
+    Actor,
+    CNNActor,
+    CNNCritic,
+    ContinuousActor,
+    Critic,
+    DiscreteActor,
+    MLPActor,
+    MLPCritic,
+    MLPDiscreteActor,
+    build_mlp,
+)
+from canter.modules.distributions import SquashedGaussian
+from canter.modules.space_networks import flatten_obs
+from canter.utils.debug import NoHostSync
+
+VECTOR = spaces.Box(-math.inf, math.inf, (5,))
+ARM = spaces.Box(-2.0, 2.0, (3,))
+PIXELS = spaces.Box(0, 255, (3, 40, 48), dtype="uint8")
+PIXELS_LAST = spaces.Box(0, 255, (40, 48, 3), dtype="uint8")
+SMALL_CNN = {"conv_channels": [4, 4], "conv_kernels": [4, 3], "conv_strides": [4, 2], "hidden_dims": [16]}
+
+
+def linears(module):
+    return [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
+
+
+def sizes(module):
+    return [(layer.in_features, layer.out_features) for layer in linears(module)]
+
+
+def test_defaults_are_the_documented_ones():  # row M64
+    actor, critic = MLPActor(obs_space=VECTOR, action_space=ARM, cfg=None), MLPCritic(obs_space=VECTOR, cfg=None)
+    assert sizes(actor) == [(5, 256), (256, 256), (256, 3)]
+    assert sizes(critic) == [(5, 256), (256, 256), (256, 1)]
+    assert any(isinstance(layer, nn.ELU) for layer in actor.modules())
+    assert actor.action_dim == 3
+    params = actor.get_params(torch.zeros(7, 5))
+    assert torch.equal(params["sigma"], torch.ones(7, 3))
+    assert critic.get_value(torch.zeros(7, 5)).shape == (7,)
+
+
+def test_cfg_overrides_hidden_dims():  # row M67
+    assert sizes(MLPActor(VECTOR, ARM, {"hidden_dims": [256]})) == [(5, 256), (256, 3)]
+    assert sizes(MLPCritic(VECTOR, {"hidden_dims": []})) == [(5, 1)]
+
+
+@pytest.mark.parametrize("make", [lambda cfg: MLPActor(VECTOR, ARM, cfg), lambda cfg: MLPCritic(VECTOR, cfg)])
+def test_a_misspelt_setting_is_an_error_with_a_suggestion(make):
+    with pytest.raises(TypeError, match="did you mean 'hidden_dims'"):
+        make({"hiden_dims": [8]})
+    make({"nonsense": None})
+
+
+def test_wrong_action_spaces_are_refused():
+    with pytest.raises(TypeError, match="MLPActor needs a Box"):
+        MLPActor(VECTOR, spaces.Discrete(3))
+    with pytest.raises(TypeError, match="MLPDiscreteActor needs discrete"):
+        MLPDiscreteActor(VECTOR, ARM)
+
+
+def test_build_mlp_puts_layer_norm_before_the_activation():
+    kinds = [type(layer).__name__ for layer in build_mlp(4, [8, 8], 2, "tanh", layer_norm=True)]
+    assert kinds == ["Linear", "LayerNorm", "Tanh"] * 2 + ["Linear"]
+    with pytest.raises(ValueError, match="no activation 'swoosh'"):
+        build_mlp(4, [8], 2, "swoosh")
+
+
+def test_weights_are_orthogonal_with_the_documented_gains():
+    actor, critic = MLPActor(VECTOR, ARM, {"hidden_dims": [8]}), MLPCritic(VECTOR, {"hidden_dims": [8]})
+    first, last = linears(actor)
+    torch.testing.assert_close(first.weight.T @ first.weight, 2 * torch.eye(5))
+    torch.testing.assert_close(last.weight @ last.weight.T, 1e-4 * torch.eye(3))
+    torch.testing.assert_close(linears(critic)[-1].weight.norm(), torch.tensor(1.0))
+    assert all((layer.bias == 0).all() for layer in linears(actor) + linears(critic))
+
+
+def test_act_and_evaluate_agree():
+    for actor in (
+        MLPActor(VECTOR, ARM, {"hidden_dims": [8]}),
+        MLPActor(VECTOR, ARM, {"hidden_dims": [8], "use_tanh_squash": True}),
+        MLPDiscreteActor(VECTOR, spaces.Discrete(4), {"hidden_dims": [8]}),
+        MLPDiscreteActor(VECTOR, spaces.MultiDiscrete([2, 3]), {"hidden_dims": [8]}),
+    ):
+        obs = torch.randn(6, 5)
+        actions, log_probs = actor.act(obs)
+        again, entropy = actor.evaluate(obs, actions)
+        assert actions.shape == (6, *actor.distribution.action_shape)
+        assert log_probs.shape == entropy.shape == (6,)
+        torch.testing.assert_close(log_probs, again)
+        best, _ = actor.act(obs, deterministic=True)
+        assert torch.equal(best, actor.distribution.mode(actor.get_params(obs)))
+
+
+def test_squashing_is_a_setting():
+    actor = MLPActor(VECTOR, ARM, {"use_tanh_squash": True, "init_std": 5.0})
+    assert isinstance(actor.distribution, SquashedGaussian)
+    sent = actor.distribution.to_env(actor.act(torch.randn(100, 5))[0])
+    assert sent.abs().max() <= 2.0
+    assert isinstance(actor.get_action_dist(torch.zeros(1, 5)), td.Normal)
+
+
+def test_noise_is_a_parameter_or_a_buffer_within_bounds():
+    learned = MLPActor(VECTOR, ARM, {"init_std": [0.1, 1.0, 2.0], "min_log_std": -1.0})
+    assert "log_std" in dict(learned.named_parameters())
+    torch.testing.assert_close(learned.get_params(torch.zeros(1, 5))["sigma"], torch.tensor([[math.exp(-1), 1.0, 2.0]]))
+    fixed = MLPActor(VECTOR, ARM, {"learn_std": False, "init_std": 0.5})
+    assert "log_std" not in dict(fixed.named_parameters())
+    assert "log_std" in fixed.state_dict()
+    torch.testing.assert_close(fixed.get_params(torch.zeros(1, 5))["sigma"], torch.full((1, 3), 0.5))
+
+
+def test_clip_std_bounds_the_parameter_by_numbers_or_per_action():
+    actor = MLPActor(VECTOR, ARM, {"init_std": [0.1, 1.0, 5.0]})
+    actor.clip_std(min=0.5, max=2.0)
+    torch.testing.assert_close(actor.log_std.exp().detach(), torch.tensor([0.5, 1.0, 2.0]))
+    actor.clip_std(min=[0.6, 0.7, 3.0])
+    torch.testing.assert_close(actor.log_std.exp().detach(), torch.tensor([0.6, 1.0, 3.0]))
+    MLPDiscreteActor(VECTOR, spaces.Discrete(2)).clip_std(min=0.5)  # nothing to clip, nothing to fail
+
+
+def test_dict_observations_are_flattened_in_the_order_of_the_space():
+    space = spaces.Dict(b=spaces.Dict(y=VECTOR, x=spaces.Box(-1, 1, (2, 2))), a=spaces.Box(-1, 1, (1,)))
+    obs = {
+        "b": {"x": torch.full((2, 3, 2, 2), 20.0), "y": torch.full((2, 3, 5), 30.0)},
+        "a": torch.full((2, 3, 1), 10.0),
+    }
+    assert flatten_obs(obs, space)[1, 2].tolist() == [30.0] * 5 + [20.0] * 4 + [10.0]
+    assert MLPActor(space, ARM, {"hidden_dims": [4]}).get_params(obs)["mu"].shape == (2, 3, 3)
+    assert MLPCritic(space, {"hidden_dims": [4]}).get_value(obs).shape == (2, 3)
+
+
+@pytest.mark.parametrize(("space", "name"), [(ARM, "mu"), (spaces.Discrete(4), "logits")])
+def test_cnn_actor_serves_both_kinds_of_action(space, name):
+    actor = CNNActor(obs_space=PIXELS, action_space=space, cfg=SMALL_CNN)
+    params = actor.get_params(torch.randint(0, 256, (2, 3, 40, 48), dtype=torch.uint8))
+    assert params[name].shape == (2, actor.action_dim)
+    assert hasattr(actor, "log_std") == (name == "mu")
+
+
+def test_cnn_scales_bytes_and_leaves_floats():
+    critic = CNNCritic(PIXELS, SMALL_CNN)
+    image = torch.randint(0, 256, (2, 3, 40, 48), dtype=torch.uint8)
+    torch.testing.assert_close(critic.get_value(image), critic.get_value(image.float() / 255))
+
+
+def test_cnn_takes_channels_last_where_the_space_says_so():
+    first, last = CNNCritic(PIXELS, SMALL_CNN), CNNCritic(PIXELS_LAST, SMALL_CNN)
+    last.load_state_dict(first.state_dict())
+    image = torch.randint(0, 256, (5, 2, 3, 40, 48), dtype=torch.uint8)
+    torch.testing.assert_close(first.get_value(image), last.get_value(image.movedim(-3, -1)))
+    with pytest.raises(TypeError, match="3-D image"):
+        CNNActor(VECTOR, ARM)
+
+
+class CustomActor(ContinuousActor):
+    def __init__(self, obs_space, action_space, cfg):
+        super().__init__(obs_space, action_space, cfg)
+        self.body = nn.Linear(obs_space.shape[0], self.action_dim)
+        self.log_std = nn.Parameter(torch.full((self.action_dim,), math.log(self.cfg["noise"])))
+
+    def get_action_dist(self, obs):
+        return td.Normal(self.body(obs), self.log_std.exp())
+
+
+class CustomDiscrete(DiscreteActor):
+    def __init__(self, obs_space, action_space, cfg):
+        super().__init__(obs_space, action_space, cfg)
+        self.body = nn.Linear(5, self.action_dim)
+
+    def get_action_dist(self, obs):
+        return td.Categorical(logits=self.body(obs))
+
+
+class CustomCritic(Critic):
+    def __init__(self, obs_space, cfg):
+        super().__init__(obs_space, cfg)
+        self.body = nn.Linear(5, 1)
+
+    def forward(self, obs):
+        return self.body(obs)
+
+
+def test_a_custom_actor_only_writes_its_distribution():
+    actor = CustomActor(obs_space=VECTOR, action_space=ARM, cfg={"noise": 0.3})
+    obs = torch.randn(4, 5)
+    with NoHostSync():  # although Normal validates its arguments by default
+        params = actor.get_params(obs)
+    torch.testing.assert_close(params["mu"], actor.body(obs))
+    torch.testing.assert_close(params["sigma"], torch.full((4, 3), 0.3))
+    assert td.Distribution._validate_args == __debug__  # the default is put back
+    actor.clip_std(min=0.5)
+    torch.testing.assert_close(actor.log_std.exp().detach(), torch.full((3,), 0.5))
+
+    discrete = CustomDiscrete(obs_space=VECTOR, action_space=spaces.Discrete(4), cfg=None)
+    actions, log_probs = discrete.act(obs)
+    torch.testing.assert_close(log_probs, td.Categorical(logits=discrete.body(obs)).log_prob(actions))
+
+
+def test_gradients_reach_a_custom_actor():
+    actor = CustomActor(VECTOR, ARM, {"noise": 0.3})
+    log_probs, entropy = actor.evaluate(torch.randn(4, 5), torch.randn(4, 3))
+    (log_probs + entropy).sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in actor.parameters())
+
+
+def test_an_actor_without_a_distribution_says_what_to_write():
+    with pytest.raises(NotImplementedError, match="Actor must implement get_action_dist"):
+        Actor(VECTOR, ARM).get_params(torch.zeros(1, 5))
+    with pytest.raises(NotImplementedError, match="Critic must implement forward"):
+        Critic(VECTOR).get_value(torch.zeros(1, 5))
+
+
+def test_a_custom_critic_may_keep_its_last_dimension():
+    critic = CustomCritic(VECTOR, None)
+    for shape in ((1, 5), (4, 5), (6, 1, 5)):
+        assert critic.get_value(torch.zeros(shape)).shape == shape[:-1]
+    assert MLPCritic(VECTOR).get_value(torch.zeros(1, 5)).shape == (1,)
+
+
+def test_an_empty_batch_is_no_error():
+    assert MLPActor(VECTOR, ARM).get_params(torch.zeros(0, 5))["mu"].shape == (0, 3)
