@@ -1,9 +1,34 @@
 """Algorithms: settings plus named, weighted loss terms."""
 
+from typing import Any, NamedTuple
+
 from canter.algorithms.ppo import PPO, PPOConfig
 from canter.algorithms.rnd import RND, RNDConfig
 from canter.algorithms.schedules import GET_PROB_FUNC
 
-ALGORITHMS = {"PPO": PPO}
 
-__all__ = ["ALGORITHMS", "GET_PROB_FUNC", "PPO", "RND", "PPOConfig", "RNDConfig"]
+class Entry(NamedTuple):
+    """An algorithm and the config that describes a run of it."""
+
+    agent_class: Any
+    config_class: Any
+
+
+REGISTRY: dict[str, Entry] = {"ppo": Entry(PPO, PPOConfig)}
+
+
+def register_algorithm(name: str, agent_class: type, config_class: type) -> None:
+    """Make an algorithm known to runners and configurations by name."""
+    REGISTRY[name.lower()] = Entry(agent_class, config_class)
+
+
+__all__ = [
+    "GET_PROB_FUNC",
+    "PPO",
+    "REGISTRY",
+    "RND",
+    "Entry",
+    "PPOConfig",
+    "RNDConfig",
+    "register_algorithm",
+]

@@ -138,9 +138,10 @@ class PPO(OnPolicyAlgorithm):
                     epoch.add({"kl": values["stats/approx_kl"]})
             if self.target_kl is not None and epoch.means()["kl"] > self.target_kl:
                 break
+        report = self._report(meter)
         self._update_normalizers()
         self.rollout.clear()
-        return self._report(meter)
+        return report
 
     def mini_batches(self) -> Iterator[MiniBatch]:
         """One pass over the rollout."""
@@ -240,7 +241,14 @@ class PPO(OnPolicyAlgorithm):
         return losses, stats
 
     def _extra_scalars(self) -> dict[str, Tensor]:
-        extra = {"stats/learning_rate": self.lr, "stats/fell_back": self.fell_back}
+        used = slice(0, self.rollout.step)
+        extra = {
+            "stats/learning_rate": self.lr,
+            "stats/fell_back": self.fell_back,
+            "stats/rollout/mean_value": self.rollout.values[used].mean(),
+        }
+        if "sigma" in self.rollout.param_shapes:
+            extra["stats/policy/mean_noise_std"] = self.rollout.sigma[used].mean()
         extra |= {f"stats/{name}": total / self.rnd_rewards.count for name, total in self.rnd_rewards.sums.items()}
         self.rnd_rewards = MeanMeter()
         return extra

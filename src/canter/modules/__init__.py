@@ -1,0 +1,68 @@
+"""Networks and policies."""
+
+from canter.modules.actor_critic import Actor, ActorCritic, Critic
+from canter.modules.actor_critic_pair import ActorCriticPair
+from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
+from canter.modules.actors import (
+    CNNActor,
+    CNNCritic,
+    ContinuousActor,
+    DiscreteActor,
+    MLPActor,
+    MLPCritic,
+    MLPDiscreteActor,
+)
+from canter.modules.build import NETWORKS, POLICIES, build_actor_critic, register_policy
+from canter.modules.conv2d import Conv2dHeadModel, Conv2dModel
+from canter.modules.deterministic_policy import DeterministicPolicyMixin
+from canter.modules.distributions import (
+    ActionDistribution,
+    Categorical,
+    Gaussian,
+    MultiCategorical,
+    SquashedGaussian,
+)
+from canter.modules.memory import ActorCriticHiddenState, LstmHiddenState, Memory
+from canter.modules.mlp import MlpModel
+from canter.modules.normalizer import EmpiricalNormalization, Normalize, Normalizer, RunningMeanStd
+from canter.modules.policy import Policy, PolicyOutput
+from canter.modules.utils import conv2d_output_shape, get_activation_Cls
+
+__all__ = [
+    "NETWORKS",
+    "POLICIES",
+    "ActionDistribution",
+    "Actor",
+    "ActorCritic",
+    "ActorCriticHiddenState",
+    "ActorCriticPair",
+    "ActorCriticRecurrent",
+    "CNNActor",
+    "CNNCritic",
+    "Categorical",
+    "ContinuousActor",
+    "Conv2dHeadModel",
+    "Conv2dModel",
+    "Critic",
+    "DeterministicPolicyMixin",
+    "DiscreteActor",
+    "EmpiricalNormalization",
+    "Gaussian",
+    "LstmHiddenState",
+    "MLPActor",
+    "MLPCritic",
+    "MLPDiscreteActor",
+    "Memory",
+    "MlpModel",
+    "MultiCategorical",
+    "Normalize",
+    "Normalizer",
+    "Policy",
+    "PolicyOutput",
+    "RunningMeanStd",
+    "SquashedGaussian",
+    "build_actor_critic",
+    "conv2d_output_shape",
+    "get_activation_Cls",
+    "register_policy",
+]

@@ -13,11 +13,13 @@ from canter.envs.vec_env import VecEnv
 from canter.modules.actor_critic import ActorCritic
 from canter.modules.actor_critic_pair import ActorCriticPair
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
+from canter.modules.actors import CNNActor, CNNCritic, MLPActor, MLPCritic, MLPDiscreteActor
 from canter.modules.policy import Policy
 from canter.storage.rollout_storage import Field
 from canter.utils.config import build
 
 POLICIES: dict[str, type[Policy]] = {cls.__name__: cls for cls in (ActorCritic, ActorCriticRecurrent)}
+NETWORKS: dict[str, type] = {cls.__name__: cls for cls in (MLPActor, MLPDiscreteActor, CNNActor, MLPCritic, CNNCritic)}
 
 
 def register_policy(cls: type[Policy]) -> type[Policy]:

@@ -1,0 +1,97 @@
+"""Running a policy without noise: the callable for users, and episodes counted fairly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from canter.envs.vec_env import VecEnv
+from canter.modules.policy import Hidden, Policy, batch_size
+from canter.utils.tree import Obs
+
+
+class InferencePolicy:
+    """`actions = policy(obs)` on raw observations, deterministic, without gradients; keeps its own recurrent state."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.hidden: Hidden | None = None
+
+    @torch.no_grad()
+    def __call__(self, obs: Obs) -> Tensor:
+        """The actions for one step."""
+        if self.hidden is None or any(len(state) != batch_size(obs) for state in self.hidden.values()):
+            self.hidden = self.policy.initial_hidden(batch_size(obs))
+        actions, self.hidden = self.policy.infer(obs, self.hidden)
+        return actions
+
+    def reset(self, dones: Tensor | None = None) -> None:
+        """Forget the past of environments whose episode ended; of all if None."""
+        if dones is None or self.hidden is None:
+            self.hidden = None
+        else:
+            ended = dones.bool().view(-1, 1, 1, 1)
+            self.hidden = {name: state.masked_fill(ended, 0.0) for name, state in self.hidden.items()}
+
+
+def episode_quotas(num_episodes: int, num_envs: int) -> np.ndarray:
+    """Episodes each environment contributes: a fixed number, so that short episodes do not count more often."""
+    quotas = np.full(num_envs, num_episodes // num_envs)
+    quotas[: num_episodes % num_envs] += 1
+    return quotas
+
+
+@torch.inference_mode()
+def run_episodes(
+    act: Any, env: VecEnv, num_episodes: int, max_steps: int | None = None, on_step: Any = None
+) -> tuple[list[float], list[int]]:
+    """Returns and lengths of `num_episodes` episodes from fresh resets; `on_step(env)` sees every step."""
+    if num_episodes < 1:
+        raise ValueError(f"num_episodes must be at least 1, got {num_episodes}")
+    left = episode_quotas(num_episodes, env.num_envs)
+    limit = max_steps or int(left.max()) * ((env.max_episode_length or 10_000) + 2)
+    total, length = np.zeros(env.num_envs), np.zeros(env.num_envs, dtype=np.int64)
+    returns: list[float] = []
+    lengths: list[int] = []
+    act.reset()
+    obs, _ = env.reset()
+    for _ in range(limit):
+        record = env.step(act(obs))
+        obs, done, valid = record.obs, record.done.cpu().numpy(), record.valid.cpu().numpy()
+        act.reset(record.done | ~record.valid)
+        total += np.where(valid, record.reward.cpu().numpy(), 0.0)
+        length += valid
+        if on_step is not None:
+            on_step(env)
+        for i in np.nonzero(done)[0]:
+            if left[i] > 0:
+                returns.append(float(total[i]))
+                lengths.append(int(length[i]))
+                left[i] -= 1
+        total[done], length[done] = 0.0, 0
+        if not left.any():
+            return returns, lengths
+    raise RuntimeError(
+        f"only {len(returns)} of {num_episodes} evaluation episodes ended within {limit} steps; "
+        "give max_steps, or a time limit to the environment"
+    )
+
+
+def summarize(returns: list[float], lengths: list[int]) -> dict[str, float]:
+    """The documented statistics."""
+    return {
+        "eval/mean_reward": float(np.mean(returns)),
+        "eval/std_reward": float(np.std(returns)),
+        "eval/min_reward": float(np.min(returns)),
+        "eval/max_reward": float(np.max(returns)),
+        "eval/mean_length": float(np.mean(lengths)),
+    }
+
+
+def state_of(env: VecEnv) -> Mapping[str, Any] | None:
+    """The environment's state where it can be put back, else None."""
+    return env.get_state()

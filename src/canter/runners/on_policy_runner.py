@@ -1,0 +1,293 @@
+"""The on-policy loop: collect a rollout, learn from it, report."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from canter.algorithms import REGISTRY
+from canter.algorithms.algorithm import Algorithm
+from canter.algorithms.settings import PPOConfig, PPOSettings
+from canter.envs.vec_env import StepRecord, VecEnv
+from canter.envs.wrap import wrap_env
+from canter.envs.wrappers import FlattenObs
+from canter.modules.build import build_actor_critic
+from canter.runners.run_config import RunPlan, find_algorithm, parse_train_cfg
+from canter.runners.runner import Runner
+from canter.utils.devices import resolve_device
+from canter.utils.logging.extras import ScalarAverager, flatten_extras
+from canter.utils.metrics import EpisodeTracker, FiniteGuard
+from canter.utils.tree import Obs, tree_map
+
+LOSS_NAMES = {"surrogate_loss": "policy_loss", "entropy": "entropy_loss"}
+
+
+class OnPolicyRunner(Runner):
+    """Trains PPO and its family.
+
+    Two ways in: `OnPolicyRunner(env, train_cfg, log_dir, device)` with a dict, and
+    `OnPolicyRunner(env=, algorithm="ppo", actor_class=, critic_class=, cfg=PPOConfig(...))`, or with a ready `agent=`.
+
+    Args:
+        env: Anything `wrap_env` knows.
+        train_cfg: Training dict, flat or with a `runner` section; or an algorithm.
+        log_dir: The run directory; None writes nothing.
+        device: Where to learn; None takes a GPU if there is one.
+        cfg: Config object instead of a dict.
+        algorithm: Registered name.
+        actor_class: Class of the actor; see `canter.modules.actors`.
+        critic_class: Class of the critic.
+        actor_cfg: Settings of the actor.
+        critic_cfg: Settings of the critic.
+        obs_space: Observation space, if not the environment's.
+        action_space: Action space, if not the environment's.
+        agent: A ready algorithm.
+        save_dir: Where checkpoints go, if not to `log_dir`.
+        log_interval: Overrides the config's.
+        save_interval: Overrides the config's.
+        eval_env: A separate environment for evaluation.
+        eval_interval: Overrides the config's.
+        eval_episodes: Overrides the config's.
+        run_info: Kept in config.yaml under `run`.
+        show_progress: Show progress on the console.
+    """
+
+    alg: Any
+
+    def __init__(
+        self,
+        env: Any,
+        train_cfg: Any = None,
+        log_dir: str | Path | None = None,
+        device: torch.device | str | None = None,
+        *,
+        cfg: Any = None,
+        algorithm: str | None = None,
+        actor_class: Any = None,
+        critic_class: Any = None,
+        actor_cfg: Mapping[str, Any] | None = None,
+        critic_cfg: Mapping[str, Any] | None = None,
+        obs_space: spaces.Space | None = None,
+        action_space: spaces.Space | None = None,
+        agent: Any = None,
+        save_dir: str | Path | None = None,
+        log_interval: int | None = None,
+        save_interval: int | None = None,
+        eval_env: Any = None,
+        eval_interval: int | None = None,
+        eval_episodes: int | None = None,
+        run_info: Mapping[str, Any] | None = None,
+        show_progress: bool = True,
+    ) -> None:
+        if isinstance(train_cfg, Algorithm):
+            train_cfg, agent = None, train_cfg
+        plan = make_plan(train_cfg, cfg, algorithm, agent, (actor_class, critic_class, actor_cfg, critic_cfg))
+        overrides = {"log_interval": log_interval, "save_interval": save_interval}
+        overrides |= {"eval_interval": eval_interval, "eval_episodes": eval_episodes}
+        for name, value in overrides.items():
+            if value is not None:
+                setattr(plan.cfg, name, value)
+        self.device = (
+            agent.device if agent is not None else resolve_device(plan.cfg.device if device is None else device)
+        )
+        self.env = self._open_env(env, plan)
+        eval_env = None if eval_env is None else self._open_env(eval_env, plan)
+        super().__init__(plan, log_dir, save_dir, eval_env, run_info, show_progress)
+        if agent is not None:
+            self.alg = agent
+        else:
+            self.alg = self._build_algorithm(obs_space, action_space)
+        if self.alg.storage is None or self.alg.env is None:
+            self.alg.prepare(self.env, self.cfg.num_steps_per_env, **plan.storage)
+        self.num_steps_per_env = self.alg.rollout.num_transitions_per_env
+        self.tracker = EpisodeTracker(self.env.num_envs, self.num_steps_per_env, self.device)
+        self.guard = FiniteGuard(self.num_steps_per_env, self.device)
+        self.extras = ScalarAverager()
+        self.obs: Obs | None = None
+        self.critic_obs: Obs | None = None
+
+    # ------------------------------------------------------------------ set-up
+    def _open_env(self, env: Any, plan: RunPlan) -> VecEnv:
+        wrapped = wrap_env(env, self.device, obs_groups=plan.obs_groups)
+        has_dict = isinstance(wrapped.obs_space, spaces.Dict) or isinstance(wrapped.critic_obs_space, spaces.Dict)
+        if has_dict and "actor_class" not in plan.policy and plan.policy:
+            wrapped = FlattenObs(wrapped)  # policies of the ActorCritic family see one vector with named segments
+        return wrapped
+
+    def _build_algorithm(self, obs_space: spaces.Space | None, action_space: spaces.Space | None) -> Any:
+        seed, policy = self.cfg.seed, self.plan.policy
+        agent_class = REGISTRY[find_algorithm(self.plan.algorithm)].agent_class
+        with torch.random.fork_rng(devices=[]):
+            if seed is not None:
+                torch.manual_seed(seed)
+                self.env.seed(seed)
+            if "actor_class" not in policy:
+                actor_critic = build_actor_critic(self.env, policy["class_name"], policy)
+                return agent_class(actor_critic, cfg=self.cfg, device=self.device)
+            spaces_given = {"obs_space": obs_space, "action_space": action_space}
+            return agent_class(env=self.env, cfg=self.cfg, device=self.device, **policy, **spaces_given)
+
+    def steps_per_iteration(self) -> int:
+        """T times N."""
+        return self.num_steps_per_env * self.env.num_envs
+
+    def start(self, init_at_random_ep_len: bool) -> None:
+        """The observation to begin with."""
+        if init_at_random_ep_len:
+            self._randomize_episode_lengths()
+        if self.obs is None:
+            with torch.inference_mode(self.cfg.inference_mode_rollout):
+                self.obs, self.critic_obs = self.env.get_observations()
+
+    def _randomize_episode_lengths(self) -> None:
+        lengths, limit = getattr(self.env, "episode_length_buf", None), self.env.max_episode_length
+        if lengths is None or limit is None:
+            warnings.warn("the environment has no episode_length_buf: episodes start at age 0", stacklevel=4)
+            return
+        self.env.episode_length_buf = torch.randint_like(lengths, high=int(limit))  # pyright: ignore[reportAttributeAccessIssue]
+
+    # ------------------------------------------------------------------ one iteration
+    def run_iteration(self) -> dict[str, float]:
+        """Collect, learn, and return the iteration's metrics."""
+        self.fire("pre_rollout")
+        begin = time.perf_counter()
+        with torch.inference_mode(self.cfg.inference_mode_rollout):
+            for _ in range(self.num_steps_per_env):
+                self.obs, self.critic_obs, *_ = self.rollout_step(self.obs, self.critic_obs)
+            self.alg.compute_returns(self.critic_obs)
+        rollout = self._rollout_metrics()
+        collected = time.perf_counter()
+        self.fire("post_rollout", rollout)
+        self.fire("pre_update")
+        losses, stats = self.alg.update(self.iteration)
+        update = {f"train/{LOSS_NAMES.get(name, name)}": value for name, value in losses.items()}
+        update |= {name if "/" in name else f"train/{name}": value for name, value in stats.items()}
+        self.fire("post_update", update)
+        learned = time.perf_counter()
+        times = {
+            "time/collection": collected - begin,
+            "time/learning": learned - collected,
+            "time/fps": self.steps_per_iteration() / max(learned - begin, 1e-9),
+        }
+        return rollout | update | times | gpu_memory(self.device)
+
+    def rollout_step(self, obs: Any, critic_obs: Any, **kwargs: Any) -> tuple[Obs, Obs, Tensor, Tensor, dict[str, Any]]:
+        """Act, step, and hand the step to the algorithm; the observations returned are raw."""
+        record = self.env.step(self.alg.act(obs, critic_obs))
+        self.take_record(record)
+        self.alg.process_step(record)
+        return record.obs, record.critic_obs, record.reward, record.done, record.extras
+
+    def take_record(self, record: StepRecord) -> None:
+        """Guard and count one step."""
+        step, total = self.tracker.step, self.tot_timesteps // self.env.num_envs + self.tracker.step
+        critic_obs = None if record.critic_obs is record.obs else record.critic_obs
+        self.guard.check(step, total, obs=record.obs, critic_obs=critic_obs, reward=record.reward)
+        if record.final_obs is not None:
+            self.guard.check(step, total, final_obs=self._ended(record))
+        self.tracker.add(record.reward, record.done, record.valid)
+        if self.cfg.extra_log_keys:
+            scalars = flatten_extras(record.extras, self.cfg.extra_log_keys)
+            if scalars:
+                self.extras.add(scalars)
+
+    def _ended(self, record: StepRecord) -> Obs:
+        """Final observations with rows that did not end blanked, since those may hold anything."""
+
+        def blank(leaf: Tensor) -> Tensor:
+            return torch.where(record.done.view(-1, *[1] * (leaf.dim() - 1)), leaf, torch.zeros_like(leaf))
+
+        return tree_map(blank, record.final_critic_obs)
+
+    def _rollout_metrics(self) -> dict[str, float]:
+        self.guard.read(self.tot_timesteps // self.env.num_envs)
+        metrics = {"rollout/mean_reward": self.tracker.read()}
+        if self.tracker.rewbuffer:
+            metrics["episode/mean_reward"] = sum(self.tracker.rewbuffer) / len(self.tracker.rewbuffer)
+            metrics["episode/mean_length"] = sum(self.tracker.lenbuffer) / len(self.tracker.lenbuffer)
+        return metrics
+
+    def take_extras(self) -> dict[str, float]:
+        """Means of the environment's extras since the last log."""
+        return self.extras.take()
+
+    # ------------------------------------------------------------------ continuing
+    def after_eval(self, was_reset: bool) -> None:
+        """After a reset the next rollout starts from fresh observations, memories and episode counts."""
+        if was_reset:
+            with torch.inference_mode(self.cfg.inference_mode_rollout):
+                self.obs, self.critic_obs = self.env.reset()
+            self.policy.reset()
+            self.tracker.clear_running()
+
+    def extra_state(self) -> dict[str, Any]:
+        """Episode counts and the observation to act on next."""
+        state = {"tracker": self.tracker.state_dict(), "obs": self.obs, "critic_obs": None}
+        if self.critic_obs is not self.obs:
+            state["critic_obs"] = self.critic_obs
+        return super().extra_state() | state
+
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly, or with fresh episodes where the environment cannot be put back."""
+        super().load_extra_state(state)
+        self.tracker.load_state_dict(state["tracker"], running=state["is_exact"])
+        if state["is_exact"]:
+            self.obs = state["obs"]
+            self.critic_obs = state["obs"] if state["critic_obs"] is None else state["critic_obs"]
+        else:
+            self.after_eval(was_reset=True)
+
+    @property
+    def rewbuffer(self) -> Any:
+        """Returns of the last 100 episodes."""
+        return self.tracker.rewbuffer
+
+    @property
+    def lenbuffer(self) -> Any:
+        """Lengths of the last 100 episodes."""
+        return self.tracker.lenbuffer
+
+    @property
+    def rframebuffer(self) -> Any:
+        """Rewards of the last 2000 steps that did not end an episode."""
+        return self.tracker.rframebuffer
+
+
+def make_plan(train_cfg: Any, cfg: Any, algorithm: str | None, agent: Any, classes: tuple[Any, ...]) -> RunPlan:
+    """The plan of a run from whichever of the documented ways in was taken."""
+    if isinstance(train_cfg, PPOSettings):
+        train_cfg, cfg = None, train_cfg
+    if train_cfg is not None:
+        return parse_train_cfg(train_cfg)
+    name = find_algorithm(algorithm or "ppo")
+    if agent is not None:
+        cfg = cfg or agent.cfg or PPOConfig()
+        return RunPlan(type(agent).__name__, cfg, {})
+    actor_class, critic_class, actor_cfg, critic_cfg = classes
+    for argument, value in (("actor_class", actor_class), ("critic_class", critic_class)):
+        if value is None:
+            raise ValueError(f"OnPolicyRunner needs {argument} (or train_cfg, or agent)")
+    policy = {
+        "actor_class": actor_class,
+        "critic_class": critic_class,
+        "actor_cfg": actor_cfg,
+        "critic_cfg": critic_cfg,
+    }
+    entry = REGISTRY[name]
+    return RunPlan(entry.agent_class.__name__, cfg or entry.config_class(), policy)
+
+
+def gpu_memory(device: torch.device) -> dict[str, float]:
+    """GPU memory in GiB; nothing on a CPU."""
+    if device.type != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    sizes = {"allocated": torch.cuda.memory_allocated(device), "global_free_mem": free, "total": total}
+    return {f"perf/gpu_{name}": size / 2**30 for name, size in sizes.items()}

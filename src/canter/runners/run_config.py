@@ -1,0 +1,128 @@
+"""From what a user writes (a dict of either documented layout, or a config object) to one plan of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from canter.algorithms import REGISTRY
+from canter.algorithms.settings import PPOSettings, RunSettings
+from canter.modules.build import NETWORKS
+from canter.utils.config import check_settings, unknown_setting
+
+# Keys that launchers put into a training dict for themselves.
+LAUNCHER_KEYS = {
+    "class_name", "runner_class_name", "experiment_name", "run_name", "resume", "load_run", "load_checkpoint",
+    "checkpoint", "clip_actions", "upload_model", "run",
+}  # fmt: skip
+PROJECT_KEYS = {"wandb_project": "wandb", "neptune_project": "neptune"}
+
+
+@dataclasses.dataclass
+class RunPlan:
+    """Everything a runner needs to know, and what `config.yaml` holds."""
+
+    algorithm: str
+    cfg: Any
+    policy: dict[str, Any] = dataclasses.field(default_factory=lambda: {"class_name": "ActorCritic"})
+    storage: dict[str, Any] = dataclasses.field(default_factory=dict)
+    obs_groups: dict[str, Any] | None = None
+    ckpt_manipulator: Any = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The flat documented layout, complete, in plain containers; `parse_train_cfg` reads it back."""
+        algorithm_names = {f.name for f in dataclasses.fields(PPOSettings)}
+        values = {f.name: plain(getattr(self.cfg, f.name)) for f in dataclasses.fields(self.cfg)}
+        return {
+            "algorithm": {"class_name": self.algorithm} | {k: v for k, v in values.items() if k in algorithm_names},
+            "policy": plain(self.policy),
+            "storage": plain(self.storage),
+            **({"obs_groups": plain(self.obs_groups)} if self.obs_groups else {}),
+            **{k: v for k, v in values.items() if k not in algorithm_names},
+        }
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON and YAML know it; anything else by its name."""
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return getattr(value, "__name__", str(value))
+
+
+def find_algorithm(name: str) -> str:
+    """The registered name meant; unknown ones are an error that lists them."""
+    if name.lower() not in REGISTRY:
+        near = difflib.get_close_matches(name.lower(), REGISTRY, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"unknown algorithm {name!r}; {hint}registered are {', '.join(sorted(REGISTRY))}")
+    return name.lower()
+
+
+def parse_train_cfg(train_cfg: Mapping[str, Any]) -> RunPlan:
+    """A plan from a training dict, flat or with a `runner` section; an unknown key is an error at every level."""
+    top = {**train_cfg, **dict(train_cfg.get("runner") or {})}
+    top.pop("runner", None)
+    algorithm, policy = dict(top.pop("algorithm", None) or {}), dict(top.pop("policy", None) or {})
+    name = algorithm.pop("class_name", None) or top.pop("algorithm_class_name", None) or "PPO"
+    top.pop("algorithm_class_name", None)
+    policy_name = policy.pop("class_name", None) or top.pop("policy_class_name", None) or "ActorCritic"
+    top.pop("policy_class_name", None)
+    if "actor_class" in policy:
+        policy = {key: named_network(value) if key.endswith("_class") else value for key, value in policy.items()}
+    else:
+        policy = {"class_name": policy_name, **policy}
+    plan = RunPlan(
+        REGISTRY[find_algorithm(name)].agent_class.__name__,
+        None,
+        policy,
+        dict(top.pop("storage", None) or {}),
+        top.pop("obs_groups", None),
+        top.pop("ckpt_manipulator", None),
+    )
+    plan.cfg = config_from(find_algorithm(name), algorithm, top)
+    return plan
+
+
+def named_network(value: Any) -> Any:
+    """An actor or critic class, given itself or by the name of one of ours."""
+    if not isinstance(value, str):
+        return value
+    if value not in NETWORKS:
+        raise ValueError(f"unknown network class {value!r}; by name there are {', '.join(sorted(NETWORKS))}")
+    return NETWORKS[value]
+
+
+def config_from(name: str, algorithm: Mapping[str, Any], top: dict[str, Any]) -> Any:
+    """The config object; what the dict leaves open keeps the documented defaults of the algorithm itself."""
+    config_class = REGISTRY[name].config_class
+    kwargs = dict(top.pop("logger_kwargs", None) or {})
+    for key, backend in PROJECT_KEYS.items():
+        project = top.pop(key, None)
+        if project is not None:
+            kwargs.setdefault(backend, {}).setdefault("project", project)
+    if "logger" in top:
+        top["logger_backend"] = top.pop("logger")
+    run_names = {f.name for f in dataclasses.fields(RunSettings)}
+    own = {f.name: f for f in dataclasses.fields(REGISTRY[name].agent_class) if f.name not in run_names}
+    defaults = {f.name: own[f.name].default for f in dataclasses.fields(config_class) if f.name in own}
+    given = {key: value for key, value in top.items() if key not in LAUNCHER_KEYS}
+    shared = {key: given.pop(key) for key in list(given) if key in defaults}  # e.g. empirical_normalization at the top
+    for key, value in given.items():
+        if key not in run_names and value is not None:
+            raise unknown_setting("the training configuration", key, run_names | set(defaults) | LAUNCHER_KEYS)
+    settings = {**defaults, **shared, **check_settings(REGISTRY[name].agent_class.__name__, algorithm, defaults)}
+    run = {"log_interval": 1, **{k: v for k, v in given.items() if k in run_names}}
+    if kwargs:
+        run["logger_kwargs"] = kwargs
+    return config_class(**settings, **tuples(run))
+
+
+def tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Lists, which YAML and JSON have, as the tuples that settings hold."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
