@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from canter.envs.check import EnvReport, check_env
 from canter.envs.dummy import DummyVecEnv
 from canter.envs.envpool import EnvPoolAdapter
 from canter.envs.gymnasium import GymVecEnv, GymVecEnvContinuous
@@ -11,13 +12,15 @@ from canter.envs.torch_envs import TORCH_ENVS, CartPole, ImageReach, MaskedCartP
 from canter.envs.vec_env import StepRecord, VecEnv
 from canter.envs.vector import GymVectorEnvAdapter
 from canter.envs.wrap import make_env, wrap_env
-from canter.envs.wrappers import FlattenObs, VecEnvWrapper
+from canter.envs.wrappers import ChannelsFirst, FlattenObs, TransformObs, VecEnvWrapper
 
 __all__ = [
     "TORCH_ENVS",
     "CartPole",
+    "ChannelsFirst",
     "DummyVecEnv",
     "EnvPoolAdapter",
+    "EnvReport",
     "FlattenObs",
     "GymVecEnv",
     "GymVecEnvContinuous",
@@ -29,8 +32,10 @@ __all__ = [
     "RslRlAdapter",
     "StepRecord",
     "TorchEnv",
+    "TransformObs",
     "VecEnv",
     "VecEnvWrapper",
+    "check_env",
     "make_env",
     "step_record",
     "wrap_env",

@@ -44,8 +44,8 @@ class GymVecEnv(VecEnv):
         for index, env in enumerate(self.envs):
             if (env.observation_space, env.action_space) != (first.observation_space, first.action_space):
                 raise ValueError(f"environment {index} has other spaces than environment 0")
-        self._space = first.observation_space
-        self._stored = stored_space(self._space)
+        self.raw_obs_space = first.observation_space
+        self._stored = stored_space(self.raw_obs_space)
         self.obs_space, self.critic_obs_space = split_groups(self._stored)
         self.action_space = first.action_space
         self._cast = ActionCast(self.action_space, self.num_envs, clip_actions)
@@ -67,7 +67,7 @@ class GymVecEnv(VecEnv):
         self._seeds = None
         rows = empty_rows(self._stored, self.num_envs)
         for index, env in enumerate(self.envs):
-            put_row(rows, index, env.reset(seed=seeds[index])[0], self._space)
+            put_row(rows, index, env.reset(seed=seeds[index])[0], self.raw_obs_space)
         self._current = rows
         return self._to_obs(rows)
 
@@ -89,9 +89,9 @@ class GymVecEnv(VecEnv):
             if terminated or truncated:
                 flags[0 if terminated else 1, index] = True
                 final = empty_rows(self._stored, self.num_envs) if final is None else final
-                put_row(final, index, obs, self._space)
+                put_row(final, index, obs, self.raw_obs_space)
                 obs, _ = env.reset()
-            put_row(rows, index, obs, self._space)
+            put_row(rows, index, obs, self.raw_obs_space)
             infos.append(info)
         self._current = rows
         return self._record(rows, final, rewards, flags, infos)

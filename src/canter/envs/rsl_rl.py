@@ -1,14 +1,4 @@
-"""Environments of the rsl_rl family and their relatives, told apart by the shape of their answers.
-
-| kind               | get_observations()     | step(actions)                                             |
-|--------------------|------------------------|-----------------------------------------------------------|
-| rsl_rl 1.x         | tensor                 | obs, privileged or None, rewards, dones, infos            |
-| AMP_for_hardware   | tensor                 | the same, ended env ids, terminal AMP states              |
-| rsl_rl 2.x, st_rl  | (tensor, extras)       | obs, rewards, dones, extras with "observations"           |
-| rsl_rl 3.x to 5.x  | TensorDict or dict     | groups, rewards, dones, extras                            |
-| ApexRL             | tensor or mapping      | obs, rewards, dones, extras                               |
-| batched Gymnasium  | (reset) obs, info      | obs, rewards, terminated, truncated, info                 |
-"""
+"""Environments of the rsl_rl family and their relatives (the kinds are listed in rsl_answers.py)."""
 
 from __future__ import annotations
 
@@ -22,12 +12,12 @@ from torch import Tensor
 
 from canter.envs.groups import Segments, checked_segments, group_names, join_groups, resolve_sets
 from canter.envs.host import check_action_space
-from canter.envs.records import EndWatch, step_record, take_obs, warn_once
+from canter.envs.records import EndWatch, step_record, warn_once
+from canter.envs.rsl_answers import Groups, gather_groups, read_start, read_step
+from canter.envs.tensors import take_obs
 from canter.envs.vec_env import StepRecord, VecEnv, flat_size
 from canter.envs.wrappers import Forwarding
 from canter.utils.tree import Obs, tree_leaves, tree_map
-
-Groups = dict[str, Any]
 
 
 def attribute(env: Any, name: str, default: Any = None) -> Any:
@@ -41,53 +31,6 @@ def is_batched(env: Any) -> bool:
     if isinstance(env, type) or not callable(getattr(env, "step", None)):
         return False
     return hasattr(env, "get_observations") or (attribute(env, "num_envs") is not None and hasattr(env, "reset"))
-
-
-def read_start(answer: Any) -> tuple[Any, Any, Mapping[str, Any]]:
-    """Observation, privileged observation or None, and extras, from what `reset` or `get_observations` returned."""
-    if not isinstance(answer, tuple):
-        return answer, None, {}
-    obs, second = answer[0], answer[1] if len(answer) > 1 else None
-    if isinstance(second, Mapping):
-        return obs, None, second
-    return obs, second, {}
-
-
-def read_step(answer: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-    """Observation, privileged observation or None, rewards, dones and extras, from what `step` returned."""
-    answer = tuple(answer)
-    if len(answer) == 4:
-        obs, rewards, dones, extras = answer
-        return obs, None, rewards, dones, dict(extras or {})
-    if len(answer) == 5 and answer[1] is not None and torch.as_tensor(answer[1]).dim() < 2:
-        obs, rewards, terminated, truncated, extras = answer
-        flags = {"terminated": torch.as_tensor(terminated).bool(), "truncated": torch.as_tensor(truncated).bool()}
-        return obs, None, rewards, flags["terminated"] | flags["truncated"], {**(extras or {}), **flags}
-    if len(answer) in (5, 7):
-        obs, privileged, rewards, dones, extras, *amp = answer
-        more = dict(zip(("reset_env_ids", "terminal_amp_states"), amp, strict=False))
-        return obs, privileged, rewards, dones, {**(extras or {}), **more}
-    raise TypeError(
-        f"step() returned {len(answer)} things; it must return (obs, rewards, dones, extras), "
-        "(obs, privileged_obs, rewards, dones, infos) or (obs, rewards, terminated, truncated, info)"
-    )
-
-
-def gather_groups(obs: Any, privileged: Any, extras: Mapping[str, Any]) -> Groups:
-    """Every observation of one answer by its group's name; a bare tensor is the group "policy"."""
-    if isinstance(obs, Mapping):
-        groups = dict(obs.items())
-    else:
-        groups = {**(extras.get("observations") or {}), "policy": obs}
-        groups.pop("obs", None)
-    if privileged is not None:
-        groups["critic"] = privileged
-    return {name: group for name, group in groups.items() if group is not None and not is_empty(group)}
-
-
-def is_empty(group: Any) -> bool:
-    """Whether a group is a tensor without features: a way to say that there is none."""
-    return not isinstance(group, Mapping) and len(group.shape) > 1 and group.shape[1] == 0
 
 
 class RslRlAdapter(Forwarding, VecEnv):
@@ -115,6 +58,8 @@ class RslRlAdapter(Forwarding, VecEnv):
         self.max_episode_length = None if limit is None else int(torch.as_tensor(limit).max())
         self._asks_privileged = hasattr(env, "get_privileged_observations")
         self._num_steps = 0
+        self.kind = "tensor observations"
+        """What the answers of the environment look like."""
         if seed is not None:
             self.seed(seed)
         self._target = None if device is None else torch.device(device)
@@ -150,6 +95,10 @@ class RslRlAdapter(Forwarding, VecEnv):
                     f"{type(self.env).__name__} has neither a reset() nor a get_observations() that answers"
                 )
             answer = get()
+        if isinstance(answer, tuple) and isinstance(answer[-1], Mapping):
+            self.kind = "2.x (observation and extras)"
+        if isinstance(read_start(answer)[0], Mapping):
+            self.kind = "3.x and later (observation groups)"
         return read_start(answer)
 
     def _take(self, obs: Any, privileged: Any, extras: Mapping[str, Any]) -> Groups:
@@ -263,6 +212,8 @@ class RslRlAdapter(Forwarding, VecEnv):
         """Apply one action per environment."""
         answer = self.env.step(actions if self._env_device is None else actions.to(self._env_device))
         obs, privileged, rewards, dones, extras = read_step(answer)
+        if self._num_steps == 0 and len(answer) != 4:
+            self.kind = "batched Gymnasium" if "terminated" in extras else f"1.x ({len(answer)}-tuple)"
         self._num_steps += 1
         groups = self._take(obs, privileged, extras)
         self._check_layout(groups)

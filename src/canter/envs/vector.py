@@ -8,9 +8,11 @@ import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 from torch import Tensor
 
+from canter.envs.final_obs import find_final, full_final
 from canter.envs.groups import split_groups
 from canter.envs.host import ActionCast, batch_to_rows, rows_to_obs, stored_space
-from canter.envs.records import EndWatch, find_final, full_final, per_env, take_obs, told
+from canter.envs.records import EndWatch, per_env, told
+from canter.envs.tensors import take_obs
 from canter.envs.vec_env import StepRecord, VecEnv
 from canter.utils.tree import Obs
 

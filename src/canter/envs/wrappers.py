@@ -1,7 +1,9 @@
-"""Wrappers around a `VecEnv`: the base that forwards everything, and the one that flattens dict observations."""
+"""Wrappers around a `VecEnv`: one that forwards everything, and those that change observations."""
 
 from __future__ import annotations
 
+import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +13,9 @@ from gymnasium import spaces
 from torch import Tensor
 
 from canter.envs.groups import Segments
+from canter.envs.records import told
 from canter.envs.vec_env import StepRecord, VecEnv
-from canter.utils.tree import Obs, tree_leaves
+from canter.utils.tree import Obs, tree_leaves, tree_map
 
 
 class Forwarding:
@@ -88,43 +91,26 @@ class VecEnvWrapper(Forwarding, VecEnv):
         self.env.close()
 
 
-def flat_space(space: spaces.Space, owner: str) -> tuple[spaces.Space, Segments | None]:
-    """The Box of a flattened Dict space and the segments in it; a Box with features in one row stays as it is."""
-    if not isinstance(space, Mapping):
-        return space, None
-    segments: Segments = {}
-    for name, leaf in tree_leaves(space):
-        if leaf.dtype == np.uint8:
-            raise TypeError(
-                f"{owner} has the uint8 image {name!r}, which FlattenObs would turn into {int(np.prod(leaf.shape))} "
-                "numbers; keep the dict and use a visual policy"
-            )
-        segments[name] = tuple(leaf.shape)
-    low, high = (
-        np.concatenate([getattr(leaf, end).ravel() for _, leaf in tree_leaves(space)]) for end in ("low", "high")
-    )
-    return spaces.Box(low, high, dtype=np.float32), segments
-
-
-def flatten_obs(obs: Any) -> Any:
-    """Every leaf of a dict observation side by side in one (N, D) tensor."""
-    if isinstance(obs, Mapping):
-        return torch.cat([leaf.flatten(1) for _, leaf in tree_leaves(obs)], dim=1)
-    return obs
-
-
-class FlattenObs(VecEnvWrapper):
-    """Turns dict observations of float leaves into one vector and says in `obs_segments` where each leaf went."""
+class TransformObs(VecEnvWrapper):
+    """Changes every observation, final ones included, by the two functions that a subclass states."""
 
     def __init__(self, env: VecEnv) -> None:
         super().__init__(env)
-        self.obs_space, segments = flat_space(env.obs_space, "the observation")
-        self.obs_segments = segments or env.obs_segments
-        if env.critic_obs_space is env.obs_space:
-            self.critic_obs_space, self.critic_obs_segments = self.obs_space, self.obs_segments
-        else:
-            self.critic_obs_space, segments = flat_space(env.critic_obs_space, "the critic's observation")
-            self.critic_obs_segments = segments or env.critic_obs_segments
+        self.obs_space = self.transform_space(env.obs_space)
+        shared = env.critic_obs_space is env.obs_space
+        self.critic_obs_space = self.obs_space if shared else self.transform_space(env.critic_obs_space)
+
+    @abstractmethod
+    def transform_space(self, space: spaces.Space) -> spaces.Space:
+        """The space of a changed observation."""
+
+    @abstractmethod
+    def transform(self, obs: Any) -> Any:
+        """A changed batch of observations; None stays None."""
+
+    def _pair(self, obs: Any, critic_obs: Any) -> tuple[Any, Any]:
+        changed = self.transform(obs)
+        return changed, changed if critic_obs is obs else self.transform(critic_obs)
 
     def reset(self) -> tuple[Obs, Obs]:
         """Start every episode anew."""
@@ -139,15 +125,72 @@ class FlattenObs(VecEnvWrapper):
         record = super().step(actions)
         obs, critic_obs = self._pair(record.obs, record.critic_obs)
         final_obs, final_critic_obs = self._pair(record.final_obs, record.final_critic_obs)
-        extras = dict(record.extras)
-        if final_obs is not None:
-            shared = final_critic_obs is final_obs
-            extras["final_observation"] = final_obs if shared else {"obs": final_obs, "critic_obs": final_critic_obs}
-        return record._replace(
-            obs=obs, critic_obs=critic_obs, final_obs=final_obs, final_critic_obs=final_critic_obs, extras=extras
-        )
+        record = record._replace(obs=obs, critic_obs=critic_obs, final_obs=final_obs, final_critic_obs=final_critic_obs)
+        final = record.extras.get("final_observation")
+        groups = final if isinstance(final, Mapping) and "obs" in final else {}
+        return told(record, {name: group for name, group in groups.items() if name not in ("obs", "critic_obs")})
+
+
+class FlattenObs(TransformObs):
+    """Turns dict observations of float leaves into one vector and says in `obs_segments` where each leaf went."""
+
+    def __init__(self, env: VecEnv) -> None:
+        super().__init__(env)
+        self.obs_segments = self._segments(env.obs_space) or env.obs_segments
+        self.critic_obs_segments = self._segments(env.critic_obs_space) or env.critic_obs_segments
 
     @staticmethod
-    def _pair(obs: Any, critic_obs: Any) -> tuple[Any, Any]:
-        flat = flatten_obs(obs)
-        return flat, flat if critic_obs is obs else flatten_obs(critic_obs)
+    def _segments(space: spaces.Space) -> Segments | None:
+        return {name: tuple(leaf.shape) for name, leaf in tree_leaves(space)} if isinstance(space, Mapping) else None
+
+    def transform_space(self, space: spaces.Space) -> spaces.Space:
+        """One Box with the bounds of every leaf."""
+        if not isinstance(space, Mapping):
+            return space
+        for name, leaf in tree_leaves(space):
+            if leaf.dtype == np.uint8:
+                raise TypeError(
+                    f"the observation has the uint8 image {name!r} {leaf.shape}, which FlattenObs would turn into "
+                    f"{math.prod(leaf.shape)} numbers; keep the dict and use a visual policy"
+                )
+        low, high = (
+            np.concatenate([getattr(x, end).ravel() for _, x in tree_leaves(space)]) for end in ("low", "high")
+        )
+        return spaces.Box(low, high, dtype=np.float32)
+
+    def transform(self, obs: Any) -> Any:
+        """Every leaf side by side in one (N, D) tensor."""
+        return torch.cat([leaf.flatten(1) for _, leaf in tree_leaves(obs)], 1) if isinstance(obs, Mapping) else obs
+
+
+def is_channels_last(leaf: Any) -> bool:
+    """Whether a Box holds a uint8 picture (H, W, C)."""
+    shape = leaf.shape
+    return leaf.dtype == np.uint8 and len(shape) == 3 and shape[-1] in (1, 3, 4) and shape[0] not in (1, 3, 4)
+
+
+class ChannelsFirst(TransformObs):
+    """Turns uint8 pictures (H, W, C), as Gymnasium has them, into the (C, H, W) that convolutions want."""
+
+    def transform_space(self, space: spaces.Space) -> spaces.Space:
+        """The space with its pictures turned."""
+        if isinstance(space, Mapping):
+            return spaces.Dict({name: self.transform_space(part) for name, part in space.items()})
+        if not isinstance(space, spaces.Box) or not is_channels_last(space):
+            return space
+        return spaces.Box(space.low.transpose(2, 0, 1), space.high.transpose(2, 0, 1), dtype=np.uint8)
+
+    def transform(self, obs: Any) -> Any:
+        """The observation with its pictures turned."""
+        return None if obs is None else tree_map(self._turn, obs)
+
+    @staticmethod
+    def _turn(leaf: Tensor) -> Tensor:
+        if (
+            leaf.dtype != torch.uint8
+            or leaf.dim() != 4
+            or leaf.shape[-1] not in (1, 3, 4)
+            or leaf.shape[1] in (1, 3, 4)
+        ):
+            return leaf
+        return leaf.permute(0, 3, 1, 2).contiguous()
