@@ -1,0 +1,249 @@
+"""What a person watching a training sees: a calm live display on a terminal, one line per log elsewhere."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+_REDRAW_S = 0.25
+_BROKEN_STREAM = (OSError, ValueError, AttributeError)  # closed, torn off, replaced, unable to encode
+_MAX_CELLS = 18
+# Shown first, in this order, under these names; then everything else of the groups below.
+_NAMES = {
+    "episode/mean_reward": "return",
+    "episode/mean_length": "episode length",
+    "eval/mean_reward": "eval return",
+    "rollout/mean_reward": "step reward",
+    "train/learning_rate": "learning rate",
+    "policy/mean_noise_std": "action std",
+    "train/approx_kl": "kl",
+}
+_GROUPS = ("train/", "policy/", "exploration/", "eval/", "Episode_Reward/")
+
+
+class Console:
+    """Shows the progress of a training on `stream` (standard output); nothing that happens to it stops the training.
+
+    Args:
+        total_iterations: The iteration at which the training will be complete.
+        title: A few words above the bar.
+        enabled: False shows nothing.
+        start_iteration: Iterations that were complete when this training began.
+        stream: Where to write, if not standard output.
+    """
+
+    def __init__(
+        self,
+        total_iterations: int,
+        title: str = "canter",
+        enabled: bool = True,
+        start_iteration: int = 0,
+        stream: TextIO | None = None,
+    ) -> None:
+        self.total_iterations = total_iterations
+        self.title = title
+        self.iteration = start_iteration
+        self.timesteps = 0
+        self.metrics: dict[str, float] = {}
+        self._stream = sys.stdout if stream is None else stream
+        self._enabled = enabled and self._stream is not None
+        self._marks: deque[tuple[float, int, int | None]] = deque(
+            [(time.monotonic(), start_iteration, None)], maxlen=50
+        )
+        self._drawn_at = -math.inf
+        self._live: Any = None
+        if self._enabled:
+            self._guard(self._start)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the display is redrawn in place."""
+        return self._live is not None
+
+    def update(self, iteration: int, timesteps: int, metrics: Mapping[str, float] | None = None) -> None:
+        """Show that `iteration` iterations and `timesteps` environment steps are done.
+
+        Values that are not in `metrics` keep what was last shown. Without a terminal, only a call with metrics prints.
+        """
+        self.iteration, self.timesteps = iteration, timesteps
+        self._marks.append((time.monotonic(), iteration, timesteps))
+        fresh = {name: float(value) for name, value in (metrics or {}).items()}
+        self.metrics.update(fresh)
+        if self._live is None:
+            if self._enabled and fresh:
+                self._guard(lambda: self._print(self._line(fresh)))
+        elif time.monotonic() - self._drawn_at >= _REDRAW_S:
+            self._guard(self._redraw)
+
+    def message(self, text: str) -> None:
+        """Show a line of text above the display."""
+        if self._enabled and self._live is None:
+            self._guard(lambda: self._print(text))
+        elif self._enabled:
+            self._guard(lambda: self._live.console.print(self._writable(text), markup=False, highlight=False))
+
+    def close(self) -> None:
+        """Draw the last state and give the terminal back; harmless when repeated."""
+        atexit.unregister(self.close)
+        if self._live is not None:
+            self._guard(self._redraw)
+            live, self._live = self._live, None
+            self._guard(live.stop)
+        self._enabled = False
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def rate(self) -> float:
+        """Environment steps per second over the last updates; NaN before there are two."""
+        (start, _, before), (end, _, after) = self._marks[0], self._marks[-1]
+        if before is None and len(self._marks) > 2:
+            start, _, before = self._marks[1]
+        if before is None or after is None or end <= start:
+            return self.metrics.get("time/fps", math.nan)
+        return (after - before) / (end - start)
+
+    def seconds_left(self) -> float:
+        """Estimated seconds until the last iteration; NaN before it can be told."""
+        (start, before, _), (end, after, _) = self._marks[0], self._marks[-1]
+        if after <= before or end <= start:
+            return math.nan
+        return max(0, self.total_iterations - after) * (end - start) / (after - before)
+
+    def _guard(self, draw: Any) -> None:
+        try:
+            draw()
+        except _BROKEN_STREAM:
+            live, self._live, self._enabled = self._live, None, False
+            if live is not None:
+                _abandon(live)
+
+    def _start(self) -> None:
+        if not self._stream.isatty():
+            return
+        from rich.console import Console as RichConsole
+        from rich.live import Live
+
+        console = RichConsole(file=self._stream)
+        if console.is_dumb_terminal or not console.is_terminal:
+            return
+        self._live = Live(self._picture(), console=console, auto_refresh=False, vertical_overflow="crop")
+        atexit.register(self.close)  # an uncaught error must not leave the cursor hidden
+        self._live.start()
+
+    def _redraw(self) -> None:
+        self._drawn_at = time.monotonic()
+        self._live.update(self._picture(), refresh=True)
+
+    def _picture(self) -> RenderableType:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.text import Text
+
+        done = min(self.iteration, self.total_iterations)
+        bar = ProgressBar(total=max(1, self.total_iterations), completed=done, complete_style="cyan")
+        facts = f"{_short(self.timesteps)} steps   {_short(self.rate())} steps/s   {_clock(self.seconds_left())} left"
+        head, middle, cells = _grid(1, None), _grid(1, None), _grid(1, None, 1, None, 1, None)
+        count = f"iteration {self.iteration}/{self.total_iterations}"
+        head.add_row(Text(self._writable(self.title), style="bold"), count)
+        middle.add_row(bar, facts)
+        row: list[Text] = []
+        for name, value in shown_metrics(self.metrics):
+            row += [Text(self._writable(name), style="dim"), Text(format_number(value))]
+        for start in range(0, len(row), 6):
+            cells.add_row(*row[start : start + 6])
+        return Group(head, middle, cells)
+
+    def _line(self, fresh: Mapping[str, float]) -> str:
+        width = len(str(self.total_iterations))
+        parts = [f"[{self.iteration:>{width}}/{self.total_iterations}]", f"{_short(self.timesteps)} steps"]
+        parts += [f"{_short(self.rate())} steps/s", f"{_clock(self.seconds_left())} left"]
+        parts += [f"{name} {format_number(value)}" for name, value in shown_metrics(fresh)]
+        return "  ".join(parts)
+
+    def _print(self, text: str) -> None:
+        self._stream.write(self._writable(text) + "\n")
+        self._stream.flush()
+
+    def _writable(self, text: str) -> str:
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        return text.encode(encoding, errors="replace").decode(encoding)
+
+
+def _grid(*ratios: int | None) -> Table:
+    from rich.table import Table
+
+    grid = Table.grid(expand=True, padding=(0, 2))
+    for index, ratio in enumerate(ratios):
+        # Names are cropped, because an ellipsis is not ASCII; numbers, which have no ratio, keep their width.
+        grid.add_column(no_wrap=True, overflow="crop", justify="right" if index % 2 else "left", ratio=ratio)
+    return grid
+
+
+def _abandon(live: Any) -> None:
+    # Live took over sys.stdout; it must be given back even though the last frame cannot be drawn any more.
+    try:
+        live.stop()
+    except _BROKEN_STREAM:
+        live._disable_redirect_io()
+
+
+def shown_metrics(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
+    """The few metrics worth a person's attention, with short names, in a fixed order."""
+    first = [(_NAMES[tag], metrics[tag]) for tag in _NAMES if tag in metrics]
+    rest = [
+        (tag.split("/", 1)[1].replace("_", " "), value)
+        for group in _GROUPS
+        for tag, value in metrics.items()
+        if tag.startswith(group) and tag not in _NAMES
+    ]
+    return (first + rest)[:_MAX_CELLS]
+
+
+def table(metrics: Mapping[str, float], width: int = 80, pad: int = 35) -> str:
+    """All metrics as text, a name right-aligned in `pad` columns and its value, between two rules of `width`."""
+    title = f"Iteration {format_number(metrics['iteration'])}" if "iteration" in metrics else "Training"
+    rows = [f"{name + ':':>{pad}} {format_number(value)}" for name, value in metrics.items() if name != "iteration"]
+    return "\n".join(line[:width] for line in ["#" * width, title.center(width).rstrip(), "", *rows, "-" * width])
+
+
+def format_number(value: float) -> str:
+    """Four significant digits, thousands separated, tiny and huge numbers with an exponent."""
+    value = float(value)
+    size = abs(value)
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) and size < 1e7:
+        return f"{int(value):,}"
+    if size >= 1e7 or size < 1e-3:
+        return f"{value:.2e}"
+    return f"{value:,.1f}" if size >= 1000 else f"{value:.4g}"
+
+
+def _short(count: float) -> str:
+    if not math.isfinite(count):
+        return "-"
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(count) >= unit:
+            return f"{count / unit:.3g}{name}" if abs(count) < 999.5 * unit else f"{count / unit:.0f}{name}"
+    return f"{count:.0f}"
+
+
+def _clock(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "-:--:--"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

@@ -1,0 +1,253 @@
+import io
+import math
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+
+import pytest
+
+from canter.utils.console import Console, format_number, shown_metrics, table
+
+METRICS = {
+    "time/fps": 5000.0,
+    "train/value_loss": 0.25,
+    "train/policy_loss": -0.5,
+    "episode/mean_length": 80.0,
+    "episode/mean_reward": 12.5,
+    "train/learning_rate": 3e-4,
+    "policy/mean_noise_std": 0.7,
+    "extra/log/robot/height": 1.0,
+}
+
+
+class Clock:
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("LINES", "30")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return Terminal()
+
+
+def plain(text):
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def test_without_a_terminal_each_log_is_one_line(monkeypatch):
+    clock, stream = Clock(monkeypatch), io.StringIO()
+    with Console(200, stream=stream) as console:
+        clock.now += 2.0
+        console.update(1, 1000, METRICS)
+        console.update(2, 2000)  # no metrics: nothing to print
+        clock.now += 2.0
+        console.update(3, 5000, {"episode/mean_reward": 20.0})
+        console.message("saved model_3.pt")
+    assert stream.getvalue().splitlines() == [
+        "[  1/200]  1k steps  5k steps/s  0:06:38 left  return 12.5  episode length 80  learning rate 3.00e-04  "
+        "action std 0.7  value loss 0.25  policy loss -0.5",
+        "[  3/200]  5k steps  2k steps/s  0:04:23 left  return 20",
+        "saved model_3.pt",
+    ]
+
+
+def test_resumed_training_estimates_from_its_own_iterations(monkeypatch):
+    clock = Clock(monkeypatch)
+    console = Console(1000, start_iteration=900, enabled=False)
+    assert math.isnan(console.seconds_left())
+    clock.now += 10.0
+    console.update(905, 50_000)
+    assert console.seconds_left() == pytest.approx(95 * 2.0)
+    clock.now += 10.0
+    console.update(1000, 100_000)
+    assert console.seconds_left() == 0.0
+    assert console.rate() == pytest.approx(5000.0)
+
+
+def test_clock_that_stands_still_gives_no_number_and_no_error(monkeypatch):
+    Clock(monkeypatch)
+    console = Console(10, enabled=False)
+    console.update(1, 100)
+    console.update(2, 200)
+    assert math.isnan(console.rate())
+    assert math.isnan(console.seconds_left())
+
+
+def test_live_display_shows_progress_and_keeps_the_last_return(monkeypatch, terminal):
+    clock = Clock(monkeypatch)
+    console = Console(40, title="Ant [v5]", stream=terminal)
+    assert console.is_live
+    clock.now += 1.0
+    console.update(1, 1000, METRICS)
+    clock.now += 1.0
+    console.update(10, 10_000, {"train/value_loss": 0.125})
+    console.close()
+    last = plain(terminal.getvalue()).rsplit("Ant [v5]", 1)[1].splitlines()
+    assert last[0].endswith("iteration 10/40")
+    assert "10k steps" in last[1]
+    assert "9k steps/s" in last[1]
+    assert last[1].endswith("0:00:06 left")
+    assert re.search(r"return +12\.5 +episode length +80 +learning rate +3\.00e-04", last[2])
+    assert re.search(r"value loss +0\.125 ", last[3])
+    assert all(len(line) <= 100 for line in last)
+    assert "height" not in plain(terminal.getvalue())
+    assert terminal.getvalue().endswith("\x1b[?25h")  # the cursor is back
+
+
+def test_live_display_is_redrawn_at_most_four_times_a_second(monkeypatch, terminal):
+    clock = Clock(monkeypatch)
+    console = Console(100, stream=terminal)
+    frames = []
+    monkeypatch.setattr(console._live, "update", lambda picture, refresh: frames.append(clock.now))
+    for i in range(100):
+        clock.now += 0.01
+        console.update(i + 1, i, METRICS)
+    assert len(frames) == 4
+    console.close()
+    assert len(frames) == 5  # the last state is always drawn
+
+
+def test_message_appears_above_the_live_display_as_it_is(terminal):
+    with Console(10, stream=terminal) as console:
+        console.message("saved [bold]runs/x[/bold]")
+    assert "saved [bold]runs/x[/bold]" in plain(terminal.getvalue())
+
+
+def test_narrow_terminal_never_cuts_a_number(monkeypatch, terminal):
+    monkeypatch.setenv("COLUMNS", "50")
+    with Console(10, stream=terminal) as console:
+        console.update(1, 10, METRICS)
+    text = plain(terminal.getvalue())
+    assert "3.00e-04" in text
+    assert all(len(line) <= 50 for line in text.rsplit("canter", 1)[1].splitlines()[1:])
+
+
+def test_no_color_and_dumb_terminals_are_respected(monkeypatch, terminal):
+    monkeypatch.setenv("NO_COLOR", "1")
+    with Console(10, stream=terminal) as console:
+        console.update(1, 10, METRICS)
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]", terminal.getvalue())
+    monkeypatch.setenv("TERM", "dumb")
+    assert not Console(10, stream=Terminal()).is_live
+
+
+def test_disabled_console_writes_nothing():
+    stream = io.StringIO()
+    with Console(10, enabled=False, stream=stream) as console:
+        console.update(1, 10, METRICS)
+        console.message("x")
+    assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_stream_closed_in_between_does_not_stop_the_training(live, terminal):
+    stream = terminal if live else io.StringIO()
+    before = sys.stdout
+    console = Console(10, stream=stream)
+    assert console.is_live == live
+    stream.close()
+    for i in range(3):
+        console.update(i, 10, METRICS)
+        console.message("x")
+    console.close()
+    assert sys.stdout is before
+
+
+def test_missing_or_broken_standard_output_does_not_matter(monkeypatch):
+    class Broken(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    for stream in (None, Broken()):
+        monkeypatch.setattr(sys, "stdout", stream)
+        console = Console(10)
+        console.update(1, 10, METRICS)
+        console.close()
+
+
+def test_ascii_stream_gets_replaced_characters():
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    Console(10, stream=stream).message("zażółć")
+    assert raw.getvalue() == b"za????\n"
+
+
+def test_real_terminal_with_the_c_locale_works():
+    code = (
+        "from canter.utils.console import Console\n"
+        "with Console(4, title='za\\u017c') as c:\n"
+        "    for i in range(4): c.update(i + 1, i * 10, {'train/' + 90 * 'x': 2.0})\n"
+        "    c.message('\\u017c')\n"
+        "    assert c.is_live, 'not live'\n"
+    )
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "TERM": "xterm"}
+    main, side = pty.openpty()
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=side, stderr=subprocess.PIPE, env=environment)
+    os.close(side)
+    seen = b""
+    while select.select([main], [], [], 20)[0]:
+        try:
+            chunk = os.read(main, 65536)
+        except OSError:  # the child closed its side
+            break
+        if not chunk:
+            break
+        seen += chunk
+    _, errors = child.communicate()
+    os.close(main)
+    assert child.returncode == 0, errors.decode()
+    assert b"iteration 4/4" in seen
+    assert seen.rstrip().endswith(b"\x1b[?25h")
+
+
+def test_shown_metrics_are_few_and_ordered():
+    assert [name for name, _ in shown_metrics(METRICS)] == [
+        "return",
+        "episode length",
+        "learning rate",
+        "action std",
+        "value loss",
+        "policy loss",
+    ]
+    assert len(shown_metrics({f"train/loss_{i}": 0.0 for i in range(50)})) == 18
+
+
+def test_table_aligns_names_at_pad_and_keeps_the_width():
+    text = table({"iteration": 7, "train/value_loss": 0.25, "x" * 100: 1.0}, width=60, pad=20).splitlines()
+    assert text[0] == "#" * 60
+    assert text[1] == "Iteration 7".center(60).rstrip()
+    assert text[3] == "   train/value_loss: 0.25"
+    assert text[4] == "x" * 60
+    assert text[-1] == "-" * 60
+    assert table({}).splitlines()[0] == "#" * 80
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (45678.0, "45,678"),
+        (1234.56, "1,234.6"),
+        (0.71249, "0.7125"),
+        (3e-4, "3.00e-04"),
+        (-2.5e8, "-2.50e+08"),
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+    ],
+)
+def test_numbers_are_short(value, text):
+    assert format_number(value) == text
