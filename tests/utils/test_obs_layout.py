@@ -26,7 +26,7 @@ def test_segments_follow_one_another():  # row O01
 
 
 def test_ints_lists_and_numpy_integers_become_tuples_of_ints():  # row O06
-    layout = ObsLayout({"x": 3, "y": [2, 2], "z": np.int64(4), "s": ()})
+    layout = ObsLayout({"x": 3, "y": list(np.array([2, 2])), "z": np.int64(4), "s": ()})
     assert layout.shapes == {"x": (3,), "y": (2, 2), "z": (4,), "s": ()}
     assert all(type(n) is int for shape in layout.shapes.values() for n in shape)
     assert (type(layout.width), layout.width) == (int, 12)
