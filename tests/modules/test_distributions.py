@@ -226,6 +226,16 @@ def test_half_precision_parameters_are_raised_to_float32():
     assert Categorical(2).log_prob({"logits": torch.zeros(1, 2).half()}, torch.zeros(1)).dtype == torch.float32
 
 
+@every_case
+def test_autocast_does_not_round_the_formulas(name):
+    dist, old, new = CASES[name]
+    actions = dist.sample(old)
+    exact = torch.stack([dist.log_prob(new, actions), dist.entropy(new), dist.kl(old, new)])
+    with torch.autocast("cpu", torch.bfloat16):
+        got = torch.stack([dist.log_prob(new, actions), dist.entropy(new), dist.kl(old, new)])
+    assert torch.equal(got, exact)
+
+
 def test_distribution_follows_the_action_space():
     box = spaces.Box(-2, 2, (3,))
     assert type(distribution_for(box)) is Gaussian
