@@ -248,15 +248,15 @@ def test_distribution_follows_the_action_space():
         distribution_for(spaces.Text(3))
 
 
-def test_the_environment_gets_an_element_of_its_space():
+def test_the_environment_gets_flat_actions_counted_from_zero():
     grid = spaces.Box(-1, 1, (2, 3))
     for squash in (False, True):
         dist = distribution_for(grid, squash)
         assert dist.action_shape == (6,)
-        assert dist.to_env(torch.arange(12.0).view(2, 6)).shape == (2, 2, 3)
-    assert distribution_for(spaces.Box(-1, 1, ())).to_env(torch.zeros(5, 1)).shape == (5,)
-    from_ten = distribution_for(spaces.Discrete(3, start=10))
-    assert from_ten.to_env(torch.tensor([0, 2])).tolist() == [10, 12]
+        assert dist.to_env(torch.zeros(4, 6)).shape == (4, 6)
+    for space in (spaces.Discrete(3, start=10), spaces.MultiDiscrete([3, 2], start=[5, 5])):
+        actions = torch.tensor([[0, 1]])
+        assert torch.equal(distribution_for(space).to_env(actions), actions)
 
 
 def test_initial_std_is_one_number_or_one_each():

@@ -41,7 +41,7 @@ class ActionDistribution(ABC):
 
     @abstractmethod
     def to_env(self, actions: Tensor) -> Tensor:
-        """The element of the action space that the environment gets for an action."""
+        """What `VecEnv.step` gets for an action: flat, and counted from 0 where it is discrete."""
 
     @abstractmethod
     def torch_distribution(self, params: Params) -> td.Distribution:

@@ -18,8 +18,7 @@ class Categorical(ActionDistribution):
 
     action_dtype = torch.int64
 
-    def __init__(self, n: int, start: int = 0) -> None:
-        self.start = start
+    def __init__(self, n: int) -> None:
         self.action_shape: tuple[int, ...] = ()
         self.param_shapes = {"logits": (n,)}
 
@@ -60,8 +59,8 @@ class Categorical(ActionDistribution):
         return self._over_choices(log_old.exp() * (log_old - log_new))
 
     def to_env(self, actions: Tensor) -> Tensor:
-        """The choice, counted from the space's first value."""
-        return actions + self.start if self.start else actions
+        """The choice itself, counted from 0."""
+        return actions
 
     def torch_distribution(self, params: Params) -> td.Distribution:
         """`torch.distributions.Categorical`."""

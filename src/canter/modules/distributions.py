@@ -40,9 +40,8 @@ class Gaussian(ActionDistribution):
 
     action_dtype = torch.float32
 
-    def __init__(self, num_actions: int, env_shape: tuple[int, ...] | None = None) -> None:
+    def __init__(self, num_actions: int) -> None:
         self.num_actions = num_actions
-        self.env_shape = (num_actions,) if env_shape is None else env_shape
         self.action_shape = (num_actions,)
         self.param_shapes = {"mu": (num_actions,), "sigma": (num_actions,)}
 
@@ -78,8 +77,8 @@ class Gaussian(ActionDistribution):
         return (0.5 * (ratio.square() + step.square() - 1.0) - ratio.log()).sum(-1)
 
     def to_env(self, actions: Tensor) -> Tensor:
-        """The action, in the shape of the action space; bounds are the environment's business."""
-        return actions if len(self.env_shape) == 1 else actions.reshape(*actions.shape[:-1], *self.env_shape)
+        """The action itself; bounds are the environment's business."""
+        return actions
 
     def torch_distribution(self, params: Params) -> td.Distribution:
         """`Normal`, whose log-probabilities are per dimension."""
@@ -100,7 +99,7 @@ class SquashedGaussian(Gaussian):
             raise ValueError(
                 f"squashing needs finite bounds with low < high, got low={low}, high={high}; bound the action space"
             )
-        super().__init__(bounds[0].size, env_shape=bounds.shape[1:])
+        super().__init__(bounds[0].size)
         low, high = bounds.reshape(2, -1)
         nodes, weights = np.polynomial.hermite_e.hermegauss(16)
         scale = (high - low) / 2
@@ -133,7 +132,7 @@ class SquashedGaussian(Gaussian):
         """The bounded action."""
         fixed = self._constants(actions.device)
         bounded = torch.addcmul(fixed["bias"], torch.tanh(actions), fixed["scale"])
-        return super().to_env(torch.clamp(bounded, fixed["low"], fixed["high"]))  # rounding may step over a bound
+        return torch.clamp(bounded, fixed["low"], fixed["high"])  # rounding may step over a bound
 
     def torch_distribution(self, params: Params) -> td.Distribution:
         """The distribution of the environment's (bounded) action, not of `u`."""
@@ -148,14 +147,12 @@ def distribution_for(action_space: spaces.Space, squash: bool = False) -> Action
     if isinstance(action_space, spaces.Box):
         if squash:
             return SquashedGaussian(action_space.low, action_space.high)
-        return Gaussian(math.prod(action_space.shape), env_shape=action_space.shape)
+        return Gaussian(math.prod(action_space.shape))
     if isinstance(action_space, spaces.Discrete):
-        return Categorical(int(action_space.n), start=int(action_space.start))
-    if isinstance(action_space, spaces.MultiDiscrete) and action_space.nvec.ndim == 1 and not action_space.start.any():
+        return Categorical(int(action_space.n))
+    if isinstance(action_space, spaces.MultiDiscrete) and action_space.nvec.ndim == 1:
         return MultiCategorical(action_space.nvec.tolist())
-    raise TypeError(
-        f"no distribution for action space {action_space}; use a Box, a Discrete or a flat MultiDiscrete from 0"
-    )
+    raise TypeError(f"no distribution for action space {action_space}; use a Box, a Discrete or a flat MultiDiscrete")
 
 
 def init_std(num_actions: int, init_noise_std: float | Sequence[float] = 1.0) -> Tensor:
