@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from gymnasium import spaces
 from torch import Tensor
 
 from canter.utils.tree import Obs, tree_leaves
@@ -37,6 +38,15 @@ def split_groups(obs: Any) -> tuple[Any, Any]:
         return obs, obs
     actor, critic = names
     return obs[actor], obs[actor if critic is None else critic]
+
+
+def split_space(space: spaces.Space) -> tuple[spaces.Space, spaces.Space]:
+    """The spaces of the two parts that `split_groups` makes of an observation."""
+    # The Dict space itself would answer `name in space` with whether the name is a sample of it.
+    names = group_names(space.spaces) if isinstance(space, spaces.Dict) else None
+    if names is None:
+        return space, space
+    return space[names[0]], space[names[1] or names[0]]  # type: ignore[index]
 
 
 def resolve_sets(groups: Mapping[str, Any], obs_groups: Mapping[str, Sequence[str]]) -> tuple[list[str], list[str]]:

@@ -9,7 +9,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from torch import Tensor
 
 from canter.envs.final_obs import find_final, full_final
-from canter.envs.groups import split_groups
+from canter.envs.groups import split_groups, split_space
 from canter.envs.host import ActionCast, batch_to_rows, rows_to_obs, stored_space
 from canter.envs.records import EndWatch, per_env, told
 from canter.envs.tensors import take_obs
@@ -46,7 +46,7 @@ class GymVectorEnvAdapter(VecEnv):
         self.mode = autoreset_mode(env)
         self.has_invalid_steps = self.mode is AutoresetMode.NEXT_STEP
         self._space = env.single_observation_space
-        self.obs_space, self.critic_obs_space = split_groups(stored_space(self._space))
+        self.obs_space, self.critic_obs_space = split_space(stored_space(self._space))
         self.action_space = env.single_action_space
         self._cast = ActionCast(self.action_space, self.num_envs, clip_actions)
         self.max_episode_length = getattr(env.spec, "max_episode_steps", None) or 1000

@@ -1,0 +1,94 @@
+import numpy as np
+import pytest
+import torch
+
+from canter.envs.envpool import EnvPoolAdapter, is_envpool
+from canter.envs.wrap import wrap_env
+
+envpool = pytest.importorskip("envpool")
+
+
+def make(name, num_envs=4, **options):
+    return EnvPoolAdapter(envpool.make(name, env_type="gymnasium", num_envs=num_envs, num_threads=1, **options))
+
+
+def test_envpool_is_recognised_without_importing_it():
+    env = envpool.make("CartPole-v1", env_type="gymnasium", num_envs=2, num_threads=1)
+    assert is_envpool(env)
+    assert not is_envpool(object())
+    assert type(wrap_env(env)) is EnvPoolAdapter
+
+
+def test_cartpole_masks_the_step_after_an_end():
+    env = make("CartPole-v1", seed=3)
+    env.reset()
+    generator = torch.Generator().manual_seed(0)
+    was_done = torch.zeros(4, dtype=torch.bool)
+    num_ends = 0
+    for _ in range(200):
+        record = env.step(torch.randint(2, (4,), generator=generator))
+        assert record.valid.tolist() == (~was_done).tolist()
+        assert (env.elapsed_steps > 0).tolist() == record.valid.tolist()
+        if was_done.any():
+            assert record.obs[was_done].abs().max() <= 0.05
+            assert record.reward[was_done].tolist() == [0.0] * int(was_done.sum())
+            assert not record.done[was_done].any()
+        if record.done.any():
+            assert record.final_obs[record.done].abs().amax(1).min() > 0.05
+        was_done = record.done
+        num_ends += int(was_done.sum())
+    assert num_ends > 10
+    assert env.max_episode_length == 500
+    assert env.has_invalid_steps
+
+
+def test_pendulum_is_cut_off_not_terminated():
+    env = make("Pendulum-v1", 2)
+    env.reset()
+    records = [env.step(torch.full((2, 1), 9.0)) for _ in range(202)]
+    assert [r.truncated.any().item() for r in records[198:]] == [False, True, False, False]
+    assert not any(r.terminated.any() for r in records)
+    assert [r.valid.all().item() for r in records[198:]] == [True, True, False, True]
+    assert records[0].obs.shape == (2, 3)
+
+
+def test_half_cheetah_takes_and_gives_the_right_dtypes():
+    env = make("HalfCheetah-v5", 2)
+    obs, critic_obs = env.reset()
+    assert obs.dtype == torch.float32
+    assert critic_obs is obs
+    assert env.action_space.dtype == np.float64
+    record = env.step(torch.full((2, 6), 50.0))
+    assert record.reward.dtype == torch.float32
+    assert record.obs.shape == (2, 17)
+    # Six actions clipped to 1 cost 0.1 each; unclipped they would cost 1500.
+    assert record.reward.min() > -5
+    before = record.obs.clone()
+    env.step(torch.zeros(2, 6))
+    assert torch.equal(record.obs, before)
+
+
+def test_partial_batches_and_other_apis_are_refused():
+    with pytest.raises(ValueError, match="returns 2 of 4 environments per step"):
+        make("CartPole-v1", batch_size=2)
+    with pytest.raises(TypeError, match='make it with env_type="gymnasium"'):
+        EnvPoolAdapter(envpool.make("CartPole-v1", env_type="dm", num_envs=2))
+    with pytest.raises(NotImplementedError, match=r"envpool.make\(..., seed=5\)"):
+        make("CartPole-v1").seed(5)
+
+
+def test_names_reach_envpool():
+    env = wrap_env("envpool/CartPole-v1", num_envs=3, seed=1)
+    again = wrap_env("envpool/CartPole-v1", num_envs=3, seed=1)
+    assert torch.equal(env.reset()[0], again.reset()[0])
+    assert env.num_envs == 3
+
+
+@pytest.mark.slow
+def test_a_playground_robot_has_privileged_observations():
+    env = make("Go1JoystickFlatTerrain-v1", 2)
+    obs, critic_obs = env.reset()
+    assert obs.shape == (2, 48)
+    assert critic_obs.shape == (2, 123)
+    record = env.step(torch.zeros(2, 12))
+    assert record.critic_obs.dtype == torch.float32
