@@ -115,6 +115,7 @@ class OnPolicyAlgorithm(PPOSettings, Algorithm):
         return self.policy.critic_obs_normalizer
 
     # ------------------------------------------------------------------ collecting
+    @torch.no_grad()  # a stored tensor with a graph would keep every rollout alive, and be walked back through
     def act(self, obs: Obs, critic_obs: Obs | None = None) -> Tensor:
         """Sample actions for N environments and begin their transition."""
         critic_obs = obs if critic_obs is None else critic_obs
@@ -123,10 +124,10 @@ class OnPolicyAlgorithm(PPOSettings, Algorithm):
         out = policy(obs, critic_obs, t.hidden)
         actions = policy.sample_action(out.params, self.generators["action"])
         t.observations, t.critic_observations = obs, critic_obs
-        t.params, t.values, t.actions = out.params, out.value.detach(), actions.detach()
-        t.actions_log_prob = policy.distribution.log_prob(out.params, actions).detach()
+        t.params, t.values, t.actions = out.params, out.value, actions
+        t.actions_log_prob = policy.distribution.log_prob(out.params, actions)
         policy.set_hidden(out.hidden)
-        return policy.distribution.to_env(t.actions)
+        return policy.distribution.to_env(actions.clone())  # the environment may write to what it gets
 
     def process_env_step(
         self, rewards: Tensor, dones: Tensor, infos: dict[str, Any], next_obs: Any = None, next_critic_obs: Any = None
@@ -134,6 +135,7 @@ class OnPolicyAlgorithm(PPOSettings, Algorithm):
         """Finish the transition from what an environment's step returned, as documented."""
         self.process_step(step_record(next_obs, next_critic_obs, rewards, dones, infos))
 
+    @torch.no_grad()
     def process_step(self, record: StepRecord) -> None:
         """Finish the transition with the record of the step it led to."""
         t = self.transition
@@ -160,7 +162,7 @@ class OnPolicyAlgorithm(PPOSettings, Algorithm):
             assert self.transition.values is not None
             values = self.transition.values
         else:
-            values = self.policy.value(final, self.policy.hidden(self.rollout.num_envs))[0].detach()
+            values = self.policy.value(final, self.policy.hidden(self.rollout.num_envs))[0]
         return timeout_bootstrap(rewards, values.squeeze(-1), record.truncated, self.gamma)
 
     def _intrinsic(self, record: StepRecord) -> Tensor:
@@ -178,9 +180,10 @@ class OnPolicyAlgorithm(PPOSettings, Algorithm):
         )
         return bonus
 
+    @torch.no_grad()
     def compute_returns(self, last_critic_obs: Obs) -> None:
         """Returns and advantages of the rollout; no memory is advanced."""
-        last_values = self.policy.value(last_critic_obs, self.policy.hidden(self.rollout.num_envs))[0].detach()
+        last_values = self.policy.value(last_critic_obs, self.policy.hidden(self.rollout.num_envs))[0]
         per_rollout = not self.normalize_advantage_per_mini_batch
         self.rollout.compute_returns(last_values, self.gamma, self.lam, normalize=per_rollout)
 
