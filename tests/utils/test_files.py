@@ -89,7 +89,7 @@ def test_mode_is_0666_without_the_umask(tmp_path, umask, mode):
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_full_disk_is_named_with_path_and_bytes_even_if_the_writer_hides_it(tmp_path, monkeypatch, code):
+def test_full_disk_is_named_with_path_and_bytes(tmp_path, monkeypatch, code):
     path = tmp_path / "model_2.pt"
     path.write_bytes(b"old")
 
@@ -106,6 +106,28 @@ def test_full_disk_is_named_with_path_and_bytes_even_if_the_writer_hides_it(tmp_
     assert "previous file is intact" in text
     assert path.read_bytes() == b"old"
     assert names(tmp_path) == ["model_2.pt"]
+
+
+def test_full_disk_is_named_even_if_the_writer_hides_it(tmp_path, monkeypatch):
+    import resource
+
+    def write(file):
+        try:
+            file.write(b"x" * 300_000)
+            file.flush()
+        except OSError:
+            raise RuntimeError("unexpected pos 704 vs 598") from None
+
+    # A limit on the size of files gives a real failure of a real write, under another number.
+    monkeypatch.setattr("canter.utils.files._is_disk_full", lambda e: isinstance(e, OSError) and e.errno == errno.EFBIG)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(DiskFullError, match="300000 or more needed; there was no previous file"):
+            atomic_write(tmp_path / "a", write)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert names(tmp_path) == []
 
 
 def test_other_errors_are_not_called_a_full_disk(tmp_path, monkeypatch):

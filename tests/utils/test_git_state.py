@@ -154,7 +154,7 @@ def test_repository_settings_cannot_run_programs(tmp_path, repository):
 
 def test_git_leaves_no_lock_and_does_not_touch_the_index(tmp_path, repository):
     index = repository / ".git" / "index"
-    os.utime(repository / "pkg" / "a.py")  # stale stat data, which a plain `git status` would refresh in the index
+    os.utime(repository / "pkg" / "a.py", (1e9, 1e9))  # stale, so that a plain `git status` would rewrite the index
     before = index.read_bytes()
     store_code_state(tmp_path / "run", [Path(repository)])
     assert index.read_bytes() == before

@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -407,6 +408,13 @@ def test_resume_appends_after_dropping_the_torn_line_and_later_steps(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
 
 
+def test_line_after_a_torn_one_is_whole(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"a": 1.0, "step": 1}\n{"a": 2.0, "st')
+    Logger(None, tmp_path).add_scalar("a", 3, 3)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["a"] for line in lines] == [1.0, 3.0]
+
+
 def test_same_logger_can_go_back_to_an_earlier_step(tmp_path):
     logger = Logger("recorder", tmp_path)
     logger.add_scalar("a", 1, 50)
@@ -492,15 +500,24 @@ def test_tensorboard_needs_a_directory():
         Logger("tensorboard")
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_wandb_offline_writes_a_run(tmp_path, monkeypatch):  # rows L01, L10, L27
     pytest.importorskip("wandb")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     (tmp_path / "canter.diff").write_text("diff")
+    for command in (
+        ["init", "-q"],
+        ["add", "canter.diff"],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm1"],
+    ):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    (tmp_path / "canter.diff").write_text("diff and a secret")
+    monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with Logger("wandb", tmp_path, {"project": "dogs"}, config={"lr": 0.5}) as logger:
+        with Logger("wandb", tmp_path, {"project": "dogs", "save_code": True}, config={"lr": 0.5}) as logger:
             run = logger.backends["wandb"]._run
             logger.log_scalars({"train/a": 1.5}, 24)
             logger.log_histogram("h", torch.arange(10.0), 24)
@@ -512,10 +529,10 @@ def test_wandb_offline_writes_a_run(tmp_path, monkeypatch):  # rows L01, L10, L2
             assert run.step == 24
     assert not [w for w in caught if "logging backend" in str(w.message)]
     files = next((tmp_path / "wandb").glob("offline-run-*"))
-    assert (files / "files" / "canter.diff").read_text() == "diff"
+    assert (files / "files" / "canter.diff").read_text() == "diff and a secret"
     assert list(files.glob("files/media/images/*.png"))
     assert list(files.glob("files/media/videos/*.gif"))
-    assert not list(files.glob("**/diff.patch"))
+    assert not list(files.glob("**/*.patch"))
     data = next(files.glob("run-*.wandb")).read_bytes()
     assert b"train/a" in data
 
@@ -609,6 +626,19 @@ def test_flattening_and_gathering_read_nothing_from_the_device():
         for _ in range(70):
             averager.add(flatten_extras(EXTRAS, ("episode", "log", "reward_components")))
     assert averager.take()["extra/reward_components/velocity"] == 3.0
+
+
+@pytest.mark.gpu
+def test_cuda_extras_are_gathered_without_waiting():
+    extras = {"log": {"x": torch.arange(8.0, device="cuda"), "y_max": torch.arange(8.0, device="cuda")}}
+    averager = ScalarAverager()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(70):
+            averager.add(flatten_extras(extras, ("log",)))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert averager.take() == {"extra/log/x": 3.5, "extra/log/y_max": 7.0}
 
 
 def test_average_leaves_out_nan_and_takes_extremes_by_suffix():

@@ -66,3 +66,15 @@ def test_state_of_the_wrong_kind_is_refused():
         set_generator_state(torch.Generator(), {})
     with pytest.raises(TypeError, match="is a dict, got a tensor"):
         set_generator_state(np.random.default_rng(0), torch.zeros(1))
+
+
+@pytest.mark.gpu
+def test_cuda_generators_continue_exactly(tmp_path):
+    seed_everything(5)
+    torch.rand(3, device="cuda")
+    save_checkpoint(tmp_path / "model_1.pt", {"rng": rng_state()})
+    want = torch.rand(5, device="cuda")
+    seed_everything(6)
+    # Loading onto the GPU moves the states too, which generators take on the CPU only.
+    set_rng_state(load_checkpoint(tmp_path / "model_1.pt", map_location="cuda")["rng"])
+    assert torch.equal(torch.rand(5, device="cuda"), want)

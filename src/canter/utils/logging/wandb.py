@@ -21,8 +21,9 @@ class WandbBackend(Backend):
         if log_dir is not None:
             kwargs.setdefault("dir", str(log_dir))
             kwargs.setdefault("name", log_dir.name)
-        # wandb would upload a diff of whatever repository the process was started in, secrets included.
-        kwargs.setdefault("settings", {"disable_code": True})
+        # wandb would upload a diff of whatever repository the run lies in, secrets included; `disable_code` alone does
+        # not stop it where code saving is on.
+        kwargs.setdefault("settings", {"disable_code": True, "disable_git": True})
         self._run = self._wandb.init(**kwargs)
 
     def log_scalars(self, scalars: dict[str, float], step: int) -> None:
