@@ -19,7 +19,7 @@ from canter.modules.policy import Policy, build_normalizer
 from canter.storage.rollout_storage import RolloutStorage, Transition
 from canter.utils.config import settings
 from canter.utils.metrics import MeanMeter
-from canter.utils.returns import timeout_bootstrap
+from canter.utils.returns import masked_mean, timeout_bootstrap
 from canter.utils.tree import Obs, tree_map, tree_where
 
 
@@ -31,6 +31,7 @@ class OnPolicyAlgorithm(PPOSettings, Algorithm):
         """Everything collecting needs besides the storage."""
         self.policy = policy
         seed = int(torch.randint(2**62, ()).item()) if seed is None else seed
+        self.weight_seed = seed
         self.generators = {
             purpose: torch.Generator(self.device).manual_seed((seed + 7919 * i) % 2**63)
             for i, purpose in enumerate(("action", "shuffle"))
@@ -98,9 +99,19 @@ class OnPolicyAlgorithm(PPOSettings, Algorithm):
         if self.normalize_rewards:
             self.return_scaler = ReturnScaler(num_envs, self.gamma).to(self.device)
         if self.rnd_cfg is not None and self.rnd is None:
-            width = self.storage.privileged_obs_shape or self.storage.obs_shape
-            cfg = RNDConfig(**{"num_states": int(width[0]), "num_envs": num_envs, **self.rnd_cfg})
-            self.rnd = RND(cfg, self.device)
+            self.rnd = self._build_rnd(self.rnd_cfg)
+
+    def _build_rnd(self, rnd_cfg: Mapping[str, Any]) -> RND:
+        shapes = [f.shape for f in self.rollout.fields.values() if f.batch == "critic_obs"]
+        shapes = shapes or [f.shape for f in self.rollout.fields.values() if f.batch == "obs"]
+        if len(shapes) != 1 or len(shapes[0]) != 1:
+            raise ValueError(
+                "rnd_cfg needs a critic observation that is one flat vector; flatten it, or leave rnd_cfg out"
+            )
+        cfg = RNDConfig(**{"num_states": shapes[0][0], "num_envs": self.rollout.num_envs, **rnd_cfg})
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.weight_seed)
+            return RND(cfg, self.device)
 
     new_storage = RolloutStorage
 
@@ -168,13 +179,15 @@ class OnPolicyAlgorithm(PPOSettings, Algorithm):
     def _intrinsic(self, record: StepRecord) -> Tensor:
         assert self.rnd is not None
         reached: Any = record.critic_obs
+        if reached is None:
+            raise ValueError("rnd_cfg rewards the states reached: give process_env_step next_obs and next_critic_obs")
         if record.final_critic_obs is not None:
             reached = tree_where(record.done, record.final_critic_obs, reached)
-        bonus = self.rnd.intrinsic_reward(reached, record.done)
+        bonus = self.rnd.intrinsic_reward(reached, record.done, record.valid)
         self.rnd_rewards.add(
             {
-                "rnd/mean_intrinsic_reward": bonus.mean(),
-                "rnd/mean_extrinsic_reward": record.reward.mean(),
+                "rnd/mean_intrinsic_reward": masked_mean(bonus, record.valid),
+                "rnd/mean_extrinsic_reward": masked_mean(record.reward, record.valid),
                 "rnd/weight": self.rnd.weight(),
             }
         )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from canter.algorithms.optim import GuardedOptimizer
 from canter.modules.mlp import mlp
 from canter.modules.normalizer import EmpiricalNormalization, NoNormalization, ReturnScaler
-from canter.utils.config import settings
+from canter.utils.config import check_settings, settings
+from canter.utils.returns import masked_mean
 
 WEIGHT_SCHEDULES = ("constant", "step", "linear")
 
@@ -48,10 +52,7 @@ class RND(nn.Module):
     def __init__(self, cfg: RNDConfig, device: torch.device | str = "cpu") -> None:
         super().__init__()
         self.cfg = cfg
-        schedule = dict(cfg.weight_schedule or {"mode": "constant"})
-        if schedule.get("mode", "constant") not in WEIGHT_SCHEDULES:
-            raise ValueError(f"weight_schedule mode must be one of {WEIGHT_SCHEDULES}, got {schedule['mode']!r}")
-        self.schedule = schedule
+        self.schedule = checked_schedule(cfg.weight_schedule or {})
         self.predictor = mlp([cfg.num_states, *cfg.predictor_hidden_dims, cfg.num_outputs], cfg.activation)
         self.target = mlp([cfg.num_states, *cfg.target_hidden_dims, cfg.num_outputs], cfg.activation).requires_grad_(
             False
@@ -63,25 +64,24 @@ class RND(nn.Module):
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.steps: Tensor
         self.to(device)
-        self.optimizer = torch.optim.Adam(self.predictor.parameters(), lr=cfg.learning_rate)
+        self.optimizer = GuardedOptimizer(self.predictor, "Adam", cfg.learning_rate)
 
     def weight(self) -> Tensor:
         """Weight of the intrinsic reward at this step, as a device scalar."""
         start = torch.full((), self.cfg.weight, device=self.steps.device)
-        mode = self.schedule.get("mode", "constant")
-        if mode == "constant":
+        if self.schedule["mode"] == "constant":
             return start
         final = float(self.schedule["final_value"])
-        if mode == "step":
-            return torch.where(self.steps < int(self.schedule["final_step"]), start, final)
-        first, last = int(self.schedule.get("initial_step", 0)), int(self.schedule["final_step"])
+        first, last = int(self.schedule["initial_step"]), int(self.schedule["final_step"])
+        if self.schedule["mode"] == "step":
+            return torch.where(self.steps < last, start, final)
         progress = ((self.steps - first) / max(1, last - first)).clamp(0.0, 1.0)
         return start + progress * (final - start)
 
     @torch.no_grad()
-    def intrinsic_reward(self, states: Tensor, done: Tensor) -> Tensor:
-        """(N,) weighted novelty of the states just reached."""
-        self.state_normalizer.update(states)
+    def intrinsic_reward(self, states: Tensor, done: Tensor, valid: Tensor | None = None) -> Tensor:
+        """(N,) weighted novelty of the states just reached; rows that are not valid teach the statistics nothing."""
+        self.state_normalizer.update(states, valid)
         seen = self.state_normalizer.normalize(states)
         reward = torch.linalg.vector_norm(self.target(seen) - self.predictor(seen), dim=-1)
         if self.reward_scaler is not None:
@@ -93,9 +93,19 @@ class RND(nn.Module):
     def update(self, states: Tensor, valid: Tensor | None = None) -> Tensor:
         """One step of the predictor towards the target; returns its loss."""
         seen = self.state_normalizer.normalize(states.detach())
-        error = (self.predictor(seen) - self.target(seen)).square().mean(-1)
-        loss = error.mean() if valid is None else (error * valid).sum() / valid.sum().clamp(min=1)
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
+        loss = masked_mean((self.predictor(seen) - self.target(seen)).square().mean(-1), valid)
+        _, skipped = self.optimizer.step(loss, max_grad_norm=math.inf)
+        self.optimizer.apply(skipped)
         return loss.detach()
+
+
+def checked_schedule(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A weight schedule with every entry it needs, or an error that names what is wrong."""
+    known = ("mode", "initial_step", "final_step", "final_value")
+    schedule = {"mode": "constant", "initial_step": 0, **check_settings("weight_schedule", given, known)}
+    if schedule["mode"] not in WEIGHT_SCHEDULES:
+        raise ValueError(f"weight_schedule mode must be one of {WEIGHT_SCHEDULES}, got {schedule['mode']!r}")
+    missing = [name for name in known if name not in schedule]
+    if missing and schedule["mode"] != "constant":
+        raise ValueError(f"a {schedule['mode']} weight_schedule needs {' and '.join(missing)}")
+    return schedule
