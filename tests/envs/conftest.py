@@ -1,4 +1,4 @@
-"""Environments with answers that can be recognised: every observation says which environment, episode and step it is."""
+"""Environments whose every observation says which environment, episode and step it is from."""
 
 import gymnasium
 import numpy as np
@@ -12,6 +12,7 @@ from canter.envs import records
 @pytest.fixture(autouse=True)
 def forget_warnings():
     records._warned.clear()
+    records._disagreements.clear()
 
 
 class Scripted(gymnasium.Env):
@@ -58,7 +59,7 @@ def staggered():
 
 
 class Batched:
-    """The core of a batched tensor environment: obs 100 * env + step, critic obs its negative; env i lives i + 2 steps."""
+    """A batched tensor environment: obs 100 * env + step, critic obs its negative; env i lives i + 2 steps."""
 
     num_envs, num_actions, device, max_episode_length = 3, 2, "cpu", 10
 

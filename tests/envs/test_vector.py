@@ -144,7 +144,7 @@ class TensorVector(VectorEnv):
 
     def step(self, actions):
         self.actions = actions
-        self.obs += torch.tensor([[1.0], [2.0]])
+        self.obs += torch.arange(1.0, 3.0).unsqueeze(1)
         final = self.obs.clone()
         done = self.obs[:, 0] >= 4
         self.obs *= ~done.unsqueeze(1)
@@ -202,3 +202,35 @@ def test_an_observation_of_another_shape_is_an_error(staggered):
     inner.step = lambda actions: (np.zeros((3, 5)), *step(actions)[1:])
     with pytest.raises(ValueError, match=r"observation 'obs' has shape \(3, 5\), expected \(3, 3\)"):
         env.step(torch.zeros(3, dtype=torch.long))
+
+
+def test_discrete_final_observations_are_one_hot_too():
+    class Cell(gymnasium.Env):
+        observation_space = spaces.Discrete(4)
+        action_space = spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            self.t = 0
+            return 0, {}
+
+        def step(self, action):
+            self.t += 1
+            return self.t, 1.0, self.t == 3, False, {}
+
+    for mode in AutoresetMode:
+        env = adapter([Cell, Cell], mode)
+        env.reset()
+        records = [env.step(torch.zeros(2, dtype=torch.long)) for _ in range(3)]
+        assert records[1].obs.tolist() == [[0, 0, 1, 0]] * 2, mode
+        assert records[2].final_obs.tolist() == [[0, 0, 0, 1]] * 2, mode
+
+
+def test_a_bad_reward_of_a_resetting_step_is_dropped(staggered):
+    inner = SyncVectorEnv(staggered)
+    env = GymVectorEnvAdapter(inner)
+    env.reset()
+    for _ in range(2):
+        env.step(torch.zeros(3, dtype=torch.long))
+    step = inner.step
+    inner.step = lambda actions: (lambda a: (a[0], np.array([np.nan, 1, 1]), *a[2:]))(step(actions))
+    assert env.step(torch.zeros(3, dtype=torch.long)).reward.tolist() == [0, 1, 1]

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,11 @@ from canter.envs.groups import split_groups
 from canter.envs.vec_env import StepRecord
 
 Extras = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+DISAGREEMENT = (
+    "dones differ from terminated | truncated; an episode ends where either says so, "
+    "and without bootstrap where only dones says so"
+)
 
 _warned: set[str] = set()
 
@@ -35,9 +41,29 @@ def per_env(
     return tensor.reshape(num_envs).to(device, dtype, copy=copy)
 
 
-def differ_on_host(a: Tensor, b: Tensor) -> bool:
-    """Whether two masks differ, if that can be known without waiting for a device."""
-    return a.device.type == "cpu" and bool((a.numpy() != b.numpy()).any())
+class EndWatch:
+    """Learns, without waiting for the device, whether any row it was shown is true; it may learn a few steps late."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._any = torch.zeros((), dtype=torch.bool, device=device)
+        self._copy = torch.zeros((), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._seen = np.from_dlpack(self._copy)  # a view: copies from the device arrive in it by themselves
+
+    def __call__(self, mask: Tensor) -> bool:
+        """Look at one more mask."""
+        self._any.logical_or_(mask.any())
+        self._copy.copy_(self._any, non_blocking=True)
+        return bool(self._seen)
+
+
+_disagreements: dict[torch.device, EndWatch] = {}
+
+
+def flags_disagree(mask: Tensor) -> bool:
+    """Whether any mask shown so far was true anywhere, as far as the host knows."""
+    if mask.device not in _disagreements:
+        _disagreements[mask.device] = EndWatch(mask.device)
+    return _disagreements[mask.device](mask)
 
 
 def end_flags(dones: Any, extras: Mapping[str, Any], num_envs: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -61,28 +87,11 @@ def end_flags(dones: Any, extras: Mapping[str, Any], num_envs: int, device: torc
         terminated = flag("terminated", terminated)
         truncated = done & ~terminated if truncated is None else truncated
     ended = terminated | truncated
-    if differ_on_host(ended, done):
-        warn_once(
-            "dones differ from terminated | truncated; an episode ends where either says so, "
-            "and without bootstrap where only dones says so"
-        )
+    # Without "truncated" they agree by construction.
+    if extras.get("truncated") is not None and DISAGREEMENT not in _warned and flags_disagree(ended != done):
+        warn_once(DISAGREEMENT)
     terminated = terminated | (done & ~ended)
     return terminated, truncated & ~terminated
-
-
-class EndWatch:
-    """Learns, without waiting for the device, whether any row it was shown is true; it may learn a few steps late."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._any = torch.zeros((), dtype=torch.bool, device=device)
-        self._copy = torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda")
-        self._seen = self._copy.numpy()
-
-    def __call__(self, mask: Tensor) -> bool:
-        """Look at one more mask."""
-        self._any.logical_or_(mask.any())
-        self._copy.copy_(self._any, non_blocking=True)
-        return bool(self._seen)
 
 
 def step_record(

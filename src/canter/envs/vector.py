@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 from torch import Tensor
 
 from canter.envs.final_obs import find_final, full_final
 from canter.envs.groups import split_groups, split_space
-from canter.envs.host import ActionCast, batch_to_rows, rows_to_obs, stored_space
+from canter.envs.host import ActionCast, batch_to_rows, empty_rows, put_row, rows_to_obs, stored_space
 from canter.envs.records import EndWatch, per_env, told
 from canter.envs.tensors import take_obs
 from canter.envs.vec_env import StepRecord, VecEnv
-from canter.utils.tree import Obs
+from canter.utils.tree import Obs, tree_leaves
 
 
 def autoreset_mode(env: Any) -> AutoresetMode:
@@ -46,7 +47,8 @@ class GymVectorEnvAdapter(VecEnv):
         self.mode = autoreset_mode(env)
         self.has_invalid_steps = self.mode is AutoresetMode.NEXT_STEP
         self._space = env.single_observation_space
-        self.obs_space, self.critic_obs_space = split_space(stored_space(self._space))
+        self._stored = stored_space(self._space)
+        self.obs_space, self.critic_obs_space = split_space(self._stored)
         self.action_space = env.single_action_space
         self._cast = ActionCast(self.action_space, self.num_envs, clip_actions)
         self.max_episode_length = getattr(env.spec, "max_episode_steps", None) or 1000
@@ -55,6 +57,7 @@ class GymVectorEnvAdapter(VecEnv):
         self._was_done: Tensor | None = None
         self._current: tuple[Obs, Obs] | None = None
         self._tensors = False
+        self._bounds: list[Tensor] | None = None
         self._watch = EndWatch(self.device)
         self._seed = seed
 
@@ -66,7 +69,10 @@ class GymVectorEnvAdapter(VecEnv):
         """Start every episode anew."""
         seed, self._seed = self._seed, None
         obs, _ = self.env.reset(seed=seed)
-        self._tensors = any(isinstance(leaf, Tensor) for leaf in (obs.values() if isinstance(obs, dict) else [obs]))
+        self._tensors = any(isinstance(leaf, Tensor) for _, leaf in tree_leaves(obs))
+        if self._tensors and self._cast.bounds is not None:
+            place = getattr(self.env, "device", None) or self.device
+            self._bounds = [torch.as_tensor(bound, device=place) for bound in self._cast.bounds]
         self._was_done = None
         self._current = split_groups(self._take(obs))
         return self._current
@@ -80,16 +86,17 @@ class GymVectorEnvAdapter(VecEnv):
         if self._current is None:
             self.reset()
         given, rewards, terminated, truncated, infos = self.env.step(self._to_env(actions))
+        # Asking tensors whether any ended would make the host wait for the device.
+        some_ended = self._tensors or bool(np.any(terminated) or np.any(truncated))
         reward = per_env(rewards, torch.float32, "rewards", self.num_envs, self.device, copy=True)
         terminated = per_env(terminated, torch.bool, "terminated", self.num_envs, self.device, copy=True)
         truncated = per_env(truncated, torch.bool, "truncated", self.num_envs, self.device) & ~terminated
         valid = self._all_valid
         if self._was_done is not None:
             valid = ~self._was_done
-            reward, terminated, truncated = reward * valid, terminated & valid, truncated & valid
+            reward = reward.masked_fill(self._was_done, 0.0)
+            terminated, truncated = terminated & valid, truncated & valid
         done = terminated | truncated
-        # Asking whether any ended would make the host wait for a device.
-        some_ended = done.device.type != "cpu" or bool(done.numpy().any())
         obs, final = self._take(given), None
         if some_ended:
             final, obs = self._finish(obs, done, infos)
@@ -113,6 +120,11 @@ class GymVectorEnvAdapter(VecEnv):
             self.gives_final_obs = not self._watch(done)
             return None, obs
         self.gives_final_obs = True
+        if not self._tensors and isinstance(found, np.ndarray) and found.dtype == object:
+            rows = empty_rows(self._stored, self.num_envs)
+            for index in np.flatnonzero(done.cpu().numpy()):
+                put_row(rows, index, found[index], self._space)
+            return rows_to_obs(rows, self.device), obs
         return full_final(found, done, copy=True), obs
 
     def _take(self, obs: Any) -> Obs:
@@ -124,10 +136,7 @@ class GymVectorEnvAdapter(VecEnv):
         if not self._tensors:
             return self._cast(actions)
         actions = actions.to(getattr(self.env, "device", None) or actions.device)
-        if self._cast.bounds is None:
-            return actions
-        low, high = (torch.as_tensor(bound, device=actions.device) for bound in self._cast.bounds)
-        return actions.clamp(low, high)
+        return actions if self._bounds is None else actions.clamp(*self._bounds)
 
     def render(self) -> Any:
         """A picture of the first environment, if the environment renders arrays."""

@@ -95,7 +95,7 @@ class Pendulum(TorchEnv):
 
     def initial_state(self, n: int) -> State:
         """Any angle, slow: (angle, angular velocity), the angle 0 being upright."""
-        return {"rod": self.uniform(n, 2, -1.0, 1.0) * torch.tensor([math.pi, 1.0], device=self.device)}
+        return {"rod": torch.cat([self.uniform(n, 1, -math.pi, math.pi), self.uniform(n, 1, -1.0, 1.0)], 1)}
 
     def dynamics(self, state: State, action: Tensor) -> tuple[State, Tensor, Tensor]:
         """One semi-implicit Euler step; the cost is that of the state before it. No state is terminal."""
