@@ -17,6 +17,11 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 FUSED = (torch.optim.Adam, torch.optim.AdamW)
 TENSOR_RATE = (*FUSED, torch.optim.SGD)
 OWN_FLAGS = ("lr", "fused", "foreach", "capturable")
+UNFIT = {
+    "muon": "it updates only matrices, and a policy has biases and noise parameters too",
+    "lbfgs": "it evaluates the loss several times per step",
+    "sparseadam": "it takes only sparse gradients",
+}
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
@@ -25,6 +30,8 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         near = difflib.get_close_matches(name.lower(), OPTIMIZERS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"torch.optim has no optimizer {name!r}{hint}")
+    if name.lower() in UNFIT:
+        raise ValueError(f"optimizer {name!r} cannot train a policy: {UNFIT[name.lower()]}; use Adam or AdamW")
     return OPTIMIZERS[name.lower()]
 
 
@@ -106,6 +113,9 @@ class GuardedOptimizer:
                 group["lr"].copy_(rate)
             else:
                 group["lr"] = float(rate)
+        if self.is_fused:  # whose step counts lie beside the parameters; files of other optimizers have them elsewhere
+            for parameter, moments in self.optimizer.state.items():
+                moments["step"] = torch.as_tensor(moments["step"], dtype=torch.float32, device=parameter.device)
         self.shared = [group for group in self.optimizer.param_groups if not group.get("own_rate")]
         if self.shared:
             self.lr.copy_(torch.as_tensor(self.shared[0]["lr"]))
