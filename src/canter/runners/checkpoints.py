@@ -16,7 +16,7 @@ from canter.utils.rng import rng_state, set_rng_state
 from canter.utils.tree import tree_map
 
 if TYPE_CHECKING:
-    from canter.runners.runner import Runner
+    from canter.runners.runner_tools import RunnerTools
 
 Manipulator = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
 
@@ -24,7 +24,7 @@ Manipulator = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
 class Checkpoints:
     """The checkpoints of one runner."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: RunnerTools) -> None:
         self.runner = runner
         self.directory = runner.save_dir
         if self.directory is not None:
@@ -83,7 +83,7 @@ class Checkpoints:
         is_exact = state["env"] is not None and runner.env.get_state() is not None
         if is_exact:
             try:
-                runner.env.set_state(tree_map(_to(runner.env.device), dict(state["env"])))
+                runner.env.set_state(tree_map(_to(runner.env.device), state["env"]))
             except (ValueError, RuntimeError) as error:
                 warnings.warn(f"the environment could not be put back ({error}); it starts new episodes", stacklevel=3)
                 is_exact = False

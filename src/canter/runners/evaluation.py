@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from canter.algorithms.algorithm import Algorithm
 from canter.envs.vec_env import VecEnv
 from canter.modules.policy import Hidden, Policy, batch_size
 from canter.utils.tree import Obs
@@ -36,6 +39,25 @@ class InferencePolicy:
         else:
             ended = dones.bool().view(-1, 1, 1, 1)
             self.hidden = {name: state.masked_fill(ended, 0.0) for name, state in self.hidden.items()}
+
+
+def inference_policy(policy: Policy, home: torch.device, device: torch.device | str | None) -> InferencePolicy:
+    """The policy that is trained as a callable; a copy of it where another device is asked for."""
+    if device is None or torch.device(device) == home:
+        return InferencePolicy(policy)
+    return InferencePolicy(copy.deepcopy(policy).to(device))
+
+
+@contextlib.contextmanager
+def frozen(alg: Algorithm) -> Iterator[None]:
+    """Networks and normalisers stand still inside, and are as before afterwards."""
+    was_training = [module.training for module in alg.modules()]
+    alg.eval_mode()
+    try:
+        yield
+    finally:
+        for module, training in zip(alg.modules(), was_training, strict=True):
+            module.train(training)
 
 
 def episode_quotas(num_episodes: int, num_envs: int) -> np.ndarray:
@@ -90,8 +112,3 @@ def summarize(returns: list[float], lengths: list[int]) -> dict[str, float]:
         "eval/max_reward": float(np.max(returns)),
         "eval/mean_length": float(np.mean(lengths)),
     }
-
-
-def state_of(env: VecEnv) -> Mapping[str, Any] | None:
-    """The environment's state where it can be put back, else None."""
-    return env.get_state()

@@ -59,8 +59,6 @@ class OnPolicyRunner(Runner):
         show_progress: Show progress on the console.
     """
 
-    alg: Any
-
     def __init__(
         self,
         env: Any,
@@ -232,11 +230,10 @@ class OnPolicyRunner(Runner):
         state = {"tracker": self.tracker.state_dict(), "obs": self.obs, "critic_obs": None}
         if self.critic_obs is not self.obs:
             state["critic_obs"] = self.critic_obs
-        return super().extra_state() | state
+        return state
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
         """Continue exactly, or with fresh episodes where the environment cannot be put back."""
-        super().load_extra_state(state)
         self.tracker.load_state_dict(state["tracker"], running=state["is_exact"])
         if state["is_exact"]:
             self.obs = state["obs"]

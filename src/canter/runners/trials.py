@@ -31,7 +31,7 @@ def report_trial(
 
     `values` has velrmsd, CoT and mean_reward.
     """
-    if callable(trial) and not hasattr(trial, "report"):
+    if not hasattr(trial, "report"):
         trial({**values, "iteration": iteration})
         return False
     if not hasattr(trial, "should_prune"):
