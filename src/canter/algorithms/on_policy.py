@@ -168,7 +168,7 @@ class OnPolicyAlgorithm(PPOSettings, Algorithm):
             return rewards
         final = record.final_critic_obs
         if final is None or self.timeout_bootstrap == "current_value":
-            if self.timeout_bootstrap == "auto":
+            if self.timeout_bootstrap != "current_value":
                 self.fell_back |= record.truncated.any()
             assert self.transition.values is not None
             values = self.transition.values

@@ -55,7 +55,7 @@ class GuardedOptimizer:
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.parameters = list(named.values())
         device = self.parameters[0].device
-        cls = optimizer_class(class_name)
+        cls: Any = optimizer_class(class_name)
         self.has_tensor_rate, self.is_fused = issubclass(cls, TENSOR_RATE), issubclass(cls, FUSED)
         self.lr = torch.tensor(float(learning_rate), device=device)
         options: dict[str, Any] = {"fused": True} if self.is_fused else {}

@@ -22,7 +22,7 @@ from canter.storage.rollout_storage import MiniBatch
 from canter.utils.config import settings
 from canter.utils.devices import resolve_device
 from canter.utils.metrics import MeanMeter
-from canter.utils.returns import normalize_advantages
+from canter.utils.returns import masked_mean, normalize_advantages
 
 __all__ = ["PPO", "PPOConfig", "PPOSettings", "Terms"]
 
@@ -64,6 +64,8 @@ class PPO(OnPolicyAlgorithm):
             self._take_settings(self.cfg)
         self.device = resolve_device(self.device)
         self._check()
+        if self.env is not None:
+            self.env = wrap_env(self.env, self.device)
         if self.actor_critic is None:
             self.actor_critic = self._build_pair()
         self.init_collection(self.actor_critic.to(self.device), self.seed)
@@ -100,21 +102,20 @@ class PPO(OnPolicyAlgorithm):
             setattr(self, f.name, getattr(cfg, f.name))
         if self.seed is None:
             self.seed = getattr(cfg, "seed", None)
-        if getattr(cfg, "device", None) is not None:
-            self.device = cfg.device  # pyright: ignore[reportAttributeAccessIssue]
+        if self.device == "cpu":  # the default; a runner that was told another device than cfg's gives a torch.device
+            self.device = getattr(cfg, "device", None) or self.device
 
     def _build_pair(self) -> Policy:
-        if self.env is not None:
-            self.env = wrap_env(self.env, self.device)
         if self.actor is not None and self.critic is not None:
             return ActorCriticPair(self.actor, self.critic)
         missing = [name for name in ("actor_class", "critic_class") if getattr(self, name) is None]
-        if self.env is None and (self.obs_space is None or self.action_space is None):
+        has_env = self.env is not None
+        if not has_env and (self.obs_space is None or self.action_space is None):
             missing.append("env (or obs_space and action_space)")
         if missing:
             raise ValueError(f"PPO needs a policy: PPO(actor_critic, ...), or {' and '.join(missing)}")
         obs_space = self.obs_space or self.env.obs_space
-        critic_space = obs_space if self.env is None else self.env.critic_obs_space
+        critic_space = self.env.critic_obs_space if has_env else obs_space
         action_space = self.action_space or self.env.action_space
         return build_pair(
             obs_space, critic_space, action_space, self.actor_class, self.critic_class, self.actor_cfg, self.critic_cfg
@@ -235,20 +236,22 @@ class PPO(OnPolicyAlgorithm):
             self.has_warned = True
             warnings.warn(
                 "episodes were cut off but the environment gave no final observation: their value is taken from the "
-                "state before the last step. Let the environment put the observation before the reset in extras['final_obs']",
+                "state before the last step. Let the environment put the observation before the reset in "
+                "extras['final_obs']",
                 stacklevel=2,
             )
         return losses, stats
 
     def _extra_scalars(self) -> dict[str, Tensor]:
         used = slice(0, self.rollout.step)
+        valid = self.rollout.valid[used].squeeze(-1) if self.rollout.has_invalid_steps else None
         extra = {
             "stats/learning_rate": self.lr,
             "stats/fell_back": self.fell_back,
-            "stats/rollout/mean_value": self.rollout.values[used].mean(),
+            "stats/rollout/mean_value": masked_mean(self.rollout.values[used], valid),
         }
         if "sigma" in self.rollout.param_shapes:
-            extra["stats/policy/mean_noise_std"] = self.rollout.sigma[used].mean()
+            extra["stats/policy/mean_noise_std"] = masked_mean(self.rollout.sigma[used], valid)
         extra |= {f"stats/{name}": total / self.rnd_rewards.count for name, total in self.rnd_rewards.sums.items()}
         self.rnd_rewards = MeanMeter()
         return extra
