@@ -1,0 +1,180 @@
+"""Run directories, and the environments and runners behind them."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import time
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gymnasium
+import torch
+import yaml
+
+from canter.cli.errors import UserError, user_errors
+from canter.envs.torch_envs import TORCH_ENVS
+from canter.envs.vec_env import VecEnv
+from canter.envs.wrap import make_env
+from canter.runners import Runner, build_runner
+from canter.utils.checkpoint import newest_valid_checkpoint
+from canter.utils.devices import resolve_device
+
+EVAL_ENVS = 10
+EVAL_SEED_OFFSET = 1_000_003
+BEST_NAME = "checkpoint_best.pt"
+SMALL_NETWORK = 500_000
+
+
+class SavedRun(NamedTuple):
+    """A run directory and what its config.yaml says."""
+
+    path: Path
+    config: dict[str, Any]
+
+    @property
+    def task(self) -> str:
+        """What it was trained on."""
+        return self.config["run"]["task"]
+
+
+def new_run_directory(runs_dir: Path, task: str, name: str | None, seed: int | None) -> Path:
+    """A directory that does not exist yet: <runs_dir>/<task>/<name or time>-seed<k>."""
+    folder = runs_dir.joinpath(*(safe_name(part) for part in task.split("/")))
+    stem = safe_name(name) if name else time.strftime("%Y%m%d-%H%M%S")
+    path = folder / f"{stem}-seed{seed}"
+    if not path.exists():
+        return path
+    if name:
+        raise UserError(f"{path} exists; choose another --name, or continue it with: canter resume {path}")
+    return next(p for n in range(2, 1000) if not (p := folder / f"{stem}-{n}-seed{seed}").exists())
+
+
+def safe_name(text: str) -> str:
+    """A name that is one directory on every system."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", text).lstrip(".") or "_"
+
+
+def read_run(path: Path) -> SavedRun:
+    """The run in a directory."""
+    path = path.parent if path.is_file() else path
+    config_path = path / "config.yaml"
+    if not path.is_dir():
+        raise UserError(f"there is no run directory {path}{nearest_run(path)}")
+    if not config_path.is_file():
+        raise UserError(f"{path} is no run directory: it has no config.yaml{nearest_run(path)}")
+    try:
+        config = yaml.safe_load(config_path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{config_path} cannot be read: {error}") from error
+    if not isinstance(config, dict) or "task" not in (config.get("run") or {}):
+        raise UserError(f"{config_path} does not say what the run was trained on; only runs of `canter train` do")
+    return SavedRun(path, config)
+
+
+def nearest_run(path: Path) -> str:
+    """A suggestion for a run directory that is not one."""
+    folder = path if path.is_dir() else path.parent
+    runs = sorted((p.parent for p in folder.glob("**/config.yaml")), key=lambda p: p.stat().st_mtime)
+    if not runs:
+        return ""
+    near = difflib.get_close_matches(path.name, [run.name for run in runs], n=1)
+    chosen = next((run for run in runs if near and run.name == near[0]), runs[-1])
+    return f"; did you mean {chosen}?"
+
+
+def find_checkpoint(run: Path, wanted: str | None) -> Path:
+    """A checkpoint of a run: "best", a file, or by default the newest that is whole."""
+    if wanted is None:
+        with user_errors():
+            return newest_valid_checkpoint(run)
+    named = [run / BEST_NAME] if wanted == "best" else [Path(wanted), run / wanted]
+    for path in named:
+        if path.is_file():
+            return path
+    raise UserError(
+        f"there is no checkpoint {named[0]}; {run} has {', '.join(p.name for p in sorted(run.glob('*.pt')))}"
+    )
+
+
+def open_env(
+    task: str, num_envs: int, device: str | None = None, seed: int | None = None, render_mode: str | None = None
+) -> VecEnv:
+    """Environments by name; what cannot be made is explained."""
+    try:
+        with user_errors():
+            return make_env(task, resolve_device(device), num_envs, seed, render_mode)
+    except UserError as error:
+        cause = error.__cause__
+        if isinstance(cause, gymnasium.error.DependencyNotInstalled):
+            raise UserError(
+                f"{task} needs a package that is not installed: {install_hint(task, str(cause))}"
+            ) from cause
+        if isinstance(cause, (gymnasium.error.NameNotFound, gymnasium.error.NamespaceNotFound)) or "/" in task:
+            raise UserError(f"{error}{nearest_task(task)}") from cause
+        raise
+
+
+def install_hint(task: str, message: str) -> str:
+    """The command that installs what a Gymnasium task needs."""
+    entry = str(gymnasium.spec(task).entry_point)
+    for extra in ("box2d", "mujoco"):
+        if extra in entry:
+            return f'pip install "canter[{extra}]"'
+    return message
+
+
+def nearest_task(task: str) -> str:
+    """A suggestion for a name that is no task."""
+    near = difflib.get_close_matches(task, known_tasks(), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else "; `canter tasks` lists what there is"
+
+
+def known_tasks() -> list[str]:
+    """Every environment that can be named."""
+    return sorted(gymnasium.registry) + sorted(f"canter/{name}" for name in TORCH_ENVS)
+
+
+def open_runner(
+    config: dict[str, Any], log_dir: Path | None = None, eval_episodes: int = 0, show_progress: bool = True
+) -> Runner:
+    """The runner that a config.yaml describes, with its environments."""
+    run, seed = config["run"], config.get("seed")
+    env = open_env(run["task"], run["num_envs"], config.get("device"), seed)
+    eval_env = None
+    if eval_episodes:
+        eval_seed = None if seed is None else seed + EVAL_SEED_OFFSET
+        eval_env = open_env(run["task"], min(EVAL_ENVS, eval_episodes), config.get("device"), eval_seed)
+    settings = {key: value for key, value in config.items() if key != "run"}
+    with user_errors(), warnings.catch_warnings():
+        # EnvPool takes its seed when it is made, as it was above.
+        warnings.filterwarnings("ignore", message=".*seeded when it is made")
+        return build_runner(
+            run.get("runner", "OnPolicyRunner"),
+            env,
+            settings,
+            log_dir,
+            eval_env=eval_env,
+            run_info=run,
+            show_progress=show_progress,
+        )
+
+
+def load_policy(saved: SavedRun, checkpoint: Path, num_envs: int, seed: int | None, device: str | None) -> Runner:
+    """A runner with the trained policy and fresh environments, that writes nothing."""
+    config = {**saved.config, "run": {**saved.config["run"], "num_envs": num_envs}, "seed": seed}
+    config["device"] = device or "cpu"
+    runner = open_runner(config, show_progress=False)
+    limit_threads(runner, None)
+    with user_errors():
+        runner.load(checkpoint, load_optimizer=False)
+    return runner
+
+
+def limit_threads(runner: Runner, threads: int | None) -> None:
+    """Small networks on a CPU learn fastest on one thread: handing work out costs more than the work."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    elif runner.device.type == "cpu" and sum(p.numel() for p in runner.policy.parameters()) < SMALL_NETWORK:
+        torch.set_num_threads(1)
