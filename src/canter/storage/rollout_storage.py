@@ -203,8 +203,9 @@ class RolloutStorage:
 
     def get_statistics(self) -> tuple[Tensor, Tensor]:
         """Mean length of the trajectories in the rollout, and mean reward."""
-        dones = self.data["dones"][: self.step].squeeze(-1)
-        return dones.numel() / episode_starts(dones).sum(), self.data["rewards"][: self.step].mean()
+        starts, rewards = episode_starts(self.data["dones"][: self.step].squeeze(-1)), self.data["rewards"][: self.step]
+        valid = self.data["valid"][: self.step].squeeze(-1) if self.has_invalid_steps else torch.ones_like(starts)
+        return valid.sum() / (starts & valid).sum(), masked_mean(rewards, valid)
 
     def mini_batch_generator(
         self, num_mini_batches: int, num_epochs: int = 8, generator: torch.Generator | None = None

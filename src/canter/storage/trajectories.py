@@ -1,10 +1,7 @@
 """Cutting a (T, N) rollout at episode ends into M trajectories, each in a column of its own.
 
-dones    a: . . . x . .        columns   a a b b b      row and column of each step
-b: . x . . x .                  0 4 0 2 5
-1 5 1 3
-2     4
-3
+env a, dones . . . x . .   its steps go to columns 0 0 0 0 1 1, rows 0 1 2 3 0 1
+env b, dones . x . . x .   its steps go to columns 2 2 3 3 3 4, rows 0 1 0 1 2 0
 """
 
 from __future__ import annotations
