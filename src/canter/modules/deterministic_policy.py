@@ -18,7 +18,8 @@ class DeterministicPolicyMixin:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if not hasattr(cls, "action_mean"):
+        after = cls.__mro__[cls.__mro__.index(DeterministicPolicyMixin) + 1 :]
+        if not any("action_mean" in vars(base) for base in after):
             raise AttributeError(
                 f"{cls.__name__}: DeterministicPolicyMixin must precede a class that defines action_mean"
             )
