@@ -17,7 +17,7 @@ def import_state(state: Mapping[str, Any]) -> dict[str, Any]:
         ("obs_norm_state_dict", "obs_normalizer"),
         ("critic_obs_norm_state_dict", "critic_obs_normalizer"),
     ):
-        if foreign in state:
+        if foreign in state and "model_state_dict" in state:
             state["model_state_dict"] = {**state["model_state_dict"], **prefixed(state.pop(foreign), ours)}
     if "iteration" in state and "iter" not in state:
         state["iter"] = state.pop("iteration")
