@@ -14,17 +14,15 @@ from torch import Tensor
 
 from canter.algorithms import REGISTRY
 from canter.algorithms.algorithm import Algorithm
-from canter.algorithms.settings import PPOConfig, PPOSettings
 from canter.envs.vec_env import StepRecord, VecEnv
 from canter.envs.wrap import wrap_env
 from canter.envs.wrappers import FlattenObs
 from canter.modules.build import build_actor_critic
-from canter.runners.run_config import RunPlan, find_algorithm, parse_train_cfg
+from canter.runners.run_config import RunPlan, find_algorithm, make_plan
 from canter.runners.runner import Runner
+from canter.runners.step_stats import StepStats
 from canter.utils.devices import resolve_device
-from canter.utils.logging.extras import ScalarAverager, flatten_extras
-from canter.utils.metrics import EpisodeTracker, FiniteGuard
-from canter.utils.tree import Obs, tree_map
+from canter.utils.tree import Obs
 
 LOSS_NAMES = {"surrogate_loss": "policy_loss", "entropy": "entropy_loss"}
 
@@ -105,9 +103,7 @@ class OnPolicyRunner(Runner):
         if self.alg.storage is None or self.alg.env is None:
             self.alg.prepare(self.env, self.cfg.num_steps_per_env, **plan.storage)
         self.num_steps_per_env = self.alg.rollout.num_transitions_per_env
-        self.tracker = EpisodeTracker(self.env.num_envs, self.num_steps_per_env, self.device)
-        self.guard = FiniteGuard(self.num_steps_per_env, self.device)
-        self.extras = ScalarAverager()
+        self.stats = StepStats(self.env.num_envs, self.num_steps_per_env, self.device, self.cfg.extra_log_keys)
         self.obs: Obs | None = None
         self.critic_obs: Obs | None = None
 
@@ -160,7 +156,7 @@ class OnPolicyRunner(Runner):
             for _ in range(self.num_steps_per_env):
                 self.obs, self.critic_obs, *_ = self.rollout_step(self.obs, self.critic_obs)
             self.alg.compute_returns(self.critic_obs)
-        rollout = self._rollout_metrics()
+        rollout = self.stats.rollout_metrics(self._steps_so_far())
         collected = time.perf_counter()
         self.fire("post_rollout", rollout)
         self.fire("pre_update")
@@ -185,36 +181,14 @@ class OnPolicyRunner(Runner):
 
     def take_record(self, record: StepRecord) -> None:
         """Guard and count one step."""
-        step, total = self.tracker.step, self.tot_timesteps // self.env.num_envs + self.tracker.step
-        critic_obs = None if record.critic_obs is record.obs else record.critic_obs
-        self.guard.check(step, total, obs=record.obs, critic_obs=critic_obs, reward=record.reward)
-        if record.final_obs is not None:
-            self.guard.check(step, total, final_obs=self._ended(record))
-        self.tracker.add(record.reward, record.done, record.valid)
-        if self.cfg.extra_log_keys:
-            scalars = flatten_extras(record.extras, self.cfg.extra_log_keys)
-            if scalars:
-                self.extras.add(scalars)
+        self.stats.take(record, self._steps_so_far())
 
-    def _ended(self, record: StepRecord) -> Obs:
-        """Final observations with rows that did not end blanked, since those may hold anything."""
-
-        def blank(leaf: Tensor) -> Tensor:
-            return torch.where(record.done.view(-1, *[1] * (leaf.dim() - 1)), leaf, torch.zeros_like(leaf))
-
-        return tree_map(blank, record.final_critic_obs)
-
-    def _rollout_metrics(self) -> dict[str, float]:
-        self.guard.read(self.tot_timesteps // self.env.num_envs)
-        metrics = {"rollout/mean_reward": self.tracker.read()}
-        if self.tracker.rewbuffer:
-            metrics["episode/mean_reward"] = sum(self.tracker.rewbuffer) / len(self.tracker.rewbuffer)
-            metrics["episode/mean_length"] = sum(self.tracker.lenbuffer) / len(self.tracker.lenbuffer)
-        return metrics
+    def _steps_so_far(self) -> int:
+        return self.tot_timesteps // self.env.num_envs
 
     def take_extras(self) -> dict[str, float]:
         """Means of the environment's extras since the last log."""
-        return self.extras.take()
+        return self.stats.take_extras()
 
     # ------------------------------------------------------------------ continuing
     def after_eval(self, was_reset: bool) -> None:
@@ -223,18 +197,18 @@ class OnPolicyRunner(Runner):
             with torch.inference_mode(self.cfg.inference_mode_rollout):
                 self.obs, self.critic_obs = self.env.reset()
             self.policy.reset()
-            self.tracker.clear_running()
+            self.stats.clear_running()
 
     def extra_state(self) -> dict[str, Any]:
         """Episode counts and the observation to act on next."""
-        state = {"tracker": self.tracker.state_dict(), "obs": self.obs, "critic_obs": None}
+        state = {**self.stats.state_dict(), "obs": self.obs, "critic_obs": None}
         if self.critic_obs is not self.obs:
             state["critic_obs"] = self.critic_obs
         return state
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
         """Continue exactly, or with fresh episodes where the environment cannot be put back."""
-        self.tracker.load_state_dict(state["tracker"], running=state["is_exact"])
+        self.stats.load_state_dict(state, running=state["is_exact"])
         if state["is_exact"]:
             self.obs = state["obs"]
             self.critic_obs = state["obs"] if state["critic_obs"] is None else state["critic_obs"]
@@ -244,41 +218,17 @@ class OnPolicyRunner(Runner):
     @property
     def rewbuffer(self) -> Any:
         """Returns of the last 100 episodes."""
-        return self.tracker.rewbuffer
+        return self.stats.tracker.rewbuffer
 
     @property
     def lenbuffer(self) -> Any:
         """Lengths of the last 100 episodes."""
-        return self.tracker.lenbuffer
+        return self.stats.tracker.lenbuffer
 
     @property
     def rframebuffer(self) -> Any:
         """Rewards of the last 2000 steps that did not end an episode."""
-        return self.tracker.rframebuffer
-
-
-def make_plan(train_cfg: Any, cfg: Any, algorithm: str | None, agent: Any, classes: tuple[Any, ...]) -> RunPlan:
-    """The plan of a run from whichever of the documented ways in was taken."""
-    if isinstance(train_cfg, PPOSettings):
-        train_cfg, cfg = None, train_cfg
-    if train_cfg is not None:
-        return parse_train_cfg(train_cfg)
-    name = find_algorithm(algorithm or "ppo")
-    if agent is not None:
-        cfg = cfg or agent.cfg or PPOConfig()
-        return RunPlan(type(agent).__name__, cfg, {})
-    actor_class, critic_class, actor_cfg, critic_cfg = classes
-    for argument, value in (("actor_class", actor_class), ("critic_class", critic_class)):
-        if value is None:
-            raise ValueError(f"OnPolicyRunner needs {argument} (or train_cfg, or agent)")
-    policy = {
-        "actor_class": actor_class,
-        "critic_class": critic_class,
-        "actor_cfg": actor_cfg,
-        "critic_cfg": critic_cfg,
-    }
-    entry = REGISTRY[name]
-    return RunPlan(entry.agent_class.__name__, cfg or entry.config_class(), policy)
+        return self.stats.tracker.rframebuffer
 
 
 def gpu_memory(device: torch.device) -> dict[str, float]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from canter.algorithms import REGISTRY
-from canter.algorithms.settings import PPOSettings, RunSettings
+from canter.algorithms.settings import PPOConfig, PPOSettings, RunSettings
 from canter.modules.build import NETWORKS
 from canter.utils.config import check_settings, unknown_setting
 
@@ -87,6 +87,38 @@ def parse_train_cfg(train_cfg: Mapping[str, Any]) -> RunPlan:
     )
     plan.cfg = config_from(find_algorithm(name), algorithm, top)
     return plan
+
+
+def make_plan(train_cfg: Any, cfg: Any, algorithm: str | None, agent: Any, classes: tuple[Any, ...]) -> RunPlan:
+    """The plan of a run from whichever of the documented ways in was taken."""
+    if isinstance(train_cfg, PPOSettings):
+        train_cfg, cfg = None, train_cfg
+    if train_cfg is not None:
+        return parse_train_cfg(train_cfg)
+    name = find_algorithm(algorithm or "ppo")
+    if agent is not None:
+        return RunPlan(type(agent).__name__, cfg or agent.cfg or config_of(agent), {})
+    actor_class, critic_class, actor_cfg, critic_cfg = classes
+    for argument, value in (("actor_class", actor_class), ("critic_class", critic_class)):
+        if value is None:
+            raise ValueError(f"OnPolicyRunner needs {argument} (or train_cfg, or agent)")
+    policy = {
+        "actor_class": actor_class,
+        "critic_class": critic_class,
+        "actor_cfg": actor_cfg,
+        "critic_cfg": critic_cfg,
+    }
+    entry = REGISTRY[name]
+    return RunPlan(entry.agent_class.__name__, cfg or entry.config_class(), policy)
+
+
+def config_of(agent: Any) -> Any:
+    """The settings of an algorithm that was built without a config object, as one."""
+    classes = {entry.agent_class: entry.config_class for entry in REGISTRY.values()}
+    config_class = classes.get(type(agent), PPOConfig)
+    names = [f.name for f in dataclasses.fields(config_class) if f.name != "device" and hasattr(agent, f.name)]
+    values = {name: getattr(agent, name) for name in names}
+    return config_class(**values | {"learning_rate": agent.initial_learning_rate})
 
 
 def named_network(value: Any) -> Any:

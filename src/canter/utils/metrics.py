@@ -103,6 +103,31 @@ class EpisodeTracker:
         self.num_episodes = state["num_episodes"]
 
 
+class ComponentSums:
+    """Named parts of the reward, summed over each episode on the device; `take` reads their means per episode."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, Tensor] = {}
+        """(N,) sums over the episodes under way."""
+        self._ended: dict[str, Tensor] = {}  # (2,) sum over the episodes that ended, and their number
+
+    def add(self, parts: Mapping[str, Any], done: Tensor, valid: Tensor) -> None:
+        """Take one step; a part that is not one number per environment is passed over."""
+        for name, part in parts.items():
+            value = torch.as_tensor(part, dtype=torch.float32, device=done.device)
+            if value.shape == done.shape:
+                total = torch.where(valid, value, 0.0) + self.running.get(name, 0.0)
+                ended = torch.stack([torch.where(done, total, 0.0).sum(), done.sum()])
+                self._ended[name] = ended + self._ended.get(name, 0.0)
+                self.running[name] = total.masked_fill(done, 0.0)
+
+    def take(self) -> dict[str, float]:
+        """Means over the episodes that ended since the last call; nothing where none did."""
+        ended, self._ended = self._ended, {}
+        table = torch.stack(list(ended.values())).tolist() if ended else []
+        return {name: total / count for name, (total, count) in zip(ended, table, strict=True) if count}
+
+
 class NonFiniteError(RuntimeError):
     """An environment gave NaN or infinity."""
 
@@ -145,9 +170,10 @@ class FiniteGuard:
         bad = torch.stack([self.rows[name].any() for name in names]).tolist()
         for name, is_bad in zip(names, bad, strict=True):
             if is_bad:
-                step = int(self.rows[name].any(-1).nonzero()[0])
-                envs = self.rows[name][step].nonzero().flatten().tolist()
-                raise NonFiniteError(message(name, envs, None, first_step + step))
+                rows = self.rows[name]
+                step = int(rows.any(-1).nonzero()[0])
+                self.rows = {}  # not to be found again by whoever goes on after the error
+                raise NonFiniteError(message(name, rows[step].nonzero().flatten().tolist(), None, first_step + step))
 
 
 def raise_if_bad(name: str, leaf: Tensor, step: int) -> None:

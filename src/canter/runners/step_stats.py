@@ -1,0 +1,92 @@
+"""What a runner notes about every step: whether it is finite, whose episode ended, what the environment said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canter.envs.vec_env import StepRecord
+from canter.utils.logging.extras import ScalarAverager, flatten_extras
+from canter.utils.metrics import ComponentSums, EpisodeTracker, FiniteGuard
+from canter.utils.tree import Obs, tree_map
+
+COMPONENTS = "reward_components"
+
+
+class StepStats:
+    """Guards and counts the steps of a rollout.
+
+    Args:
+        num_envs: N.
+        num_steps: T.
+        device: Where the records are.
+        extra_log_keys: Keys of the extras that are logged.
+    """
+
+    def __init__(self, num_envs: int, num_steps: int, device: torch.device, extra_log_keys: Iterable[str]) -> None:
+        self.tracker = EpisodeTracker(num_envs, num_steps, device)
+        self.guard = FiniteGuard(num_steps, device)
+        self.extras = ScalarAverager()
+        self.components = ComponentSums()
+        self.keys = tuple(extra_log_keys)
+
+    def take_first(self, obs: Obs, critic_obs: Obs, total_steps: int) -> None:
+        """Guard an observation that no step gave."""
+        self.guard.check(0, total_steps, first_obs=obs, first_critic_obs=None if critic_obs is obs else critic_obs)
+
+    def take(self, record: StepRecord, first_step: int) -> None:
+        """Guard and count one step of a rollout that began after `first_step` steps."""
+        step = self.tracker.step
+        groups: dict[str, Any] = {"obs": record.obs, "reward": record.reward}
+        if record.critic_obs is not record.obs:
+            groups["critic_obs"] = record.critic_obs
+        if record.final_obs is not None:
+            groups["final_obs"] = ended_rows(record.final_obs, record.done)
+            if record.final_critic_obs is not None and record.final_critic_obs is not record.final_obs:
+                groups["final_critic_obs"] = ended_rows(record.final_critic_obs, record.done)
+        self.guard.check(step, first_step + step, **groups)
+        self.tracker.add(record.reward, record.done, record.valid)
+        scalars = flatten_extras(record.extras, self.keys)
+        if scalars:
+            self.extras.add(scalars)
+        if COMPONENTS in self.keys and isinstance(record.extras.get(COMPONENTS), Mapping):
+            self.components.add(record.extras[COMPONENTS], record.done, record.valid)
+
+    def rollout_metrics(self, first_step: int) -> dict[str, float]:
+        """What the rollout gave; NonFiniteError if that was not finite."""
+        self.guard.read(first_step)
+        metrics = {"rollout/mean_reward": self.tracker.read()}
+        if self.tracker.rewbuffer:
+            metrics["episode/mean_reward"] = sum(self.tracker.rewbuffer) / len(self.tracker.rewbuffer)
+            metrics["episode/mean_length"] = sum(self.tracker.lenbuffer) / len(self.tracker.lenbuffer)
+        return metrics
+
+    def take_extras(self) -> dict[str, float]:
+        """Means of the extras, and of the episodes' reward components, since the last call."""
+        return self.extras.take() | {f"{COMPONENTS}/{name}": value for name, value in self.components.take().items()}
+
+    def clear_running(self) -> None:
+        """Forget the episodes under way, because the environments were reset."""
+        self.tracker.clear_running()
+        self.components.running.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that outlives a rollout."""
+        return {"tracker": self.tracker.state_dict(), "components": dict(self.components.running)}
+
+    def load_state_dict(self, state: Mapping[str, Any], running: bool) -> None:
+        """Continue from `state_dict`; without the episodes under way unless `running`."""
+        self.tracker.load_state_dict(state["tracker"], running)
+        self.components.running = dict(state["components"]) if running else {}
+
+
+def ended_rows(obs: Obs, done: Tensor) -> Obs:
+    """Final observations with rows that did not end blanked, since those may hold anything."""
+
+    def blank(leaf: Tensor) -> Tensor:
+        return torch.where(done.view(-1, *[1] * (leaf.dim() - 1)), leaf, torch.zeros_like(leaf))
+
+    return tree_map(blank, obs)
