@@ -121,12 +121,20 @@ class OnPolicyRunner(Runner):
         with torch.random.fork_rng(devices=[]):
             if seed is not None:
                 torch.manual_seed(seed)
-                self.env.seed(seed)
+                self._seed_env(seed)
             if "actor_class" not in policy:
                 actor_critic = build_actor_critic(self.env, policy["class_name"], policy)
                 return agent_class(actor_critic, cfg=self.cfg, device=self.device)
             spaces_given = {"obs_space": obs_space, "action_space": action_space}
             return agent_class(env=self.env, cfg=self.cfg, device=self.device, **policy, **spaces_given)
+
+    def _seed_env(self, seed: int) -> None:
+        try:
+            self.env.seed(seed)
+        except NotImplementedError as error:
+            warnings.warn(f"{error}: its episodes will differ from run to run", stacklevel=5)
+        else:
+            self.env.reset()  # the episodes under way were begun without the seed
 
     def steps_per_iteration(self) -> int:
         """T times N."""
