@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import warnings
 from collections.abc import Mapping
@@ -85,14 +86,11 @@ class OnPolicyRunner(Runner):
         if isinstance(train_cfg, Algorithm):
             train_cfg, agent = None, train_cfg
         plan = make_plan(train_cfg, cfg, algorithm, agent, (actor_class, critic_class, actor_cfg, critic_cfg))
-        overrides = {"log_interval": log_interval, "save_interval": save_interval}
-        overrides |= {"eval_interval": eval_interval, "eval_episodes": eval_episodes}
-        for name, value in overrides.items():
-            if value is not None:
-                setattr(plan.cfg, name, value)
-        self.device = (
-            agent.device if agent is not None else resolve_device(plan.cfg.device if device is None else device)
-        )
+        overrides = {"log_interval": log_interval, "save_interval": save_interval, "eval_interval": eval_interval}
+        overrides |= {"eval_episodes": eval_episodes, "device": None if device is None else str(device)}
+        given = {name: value for name, value in overrides.items() if value is not None}
+        plan.cfg = dataclasses.replace(plan.cfg, **given)  # the user's own stays as it is
+        self.device = resolve_device(plan.cfg.device) if agent is None else agent.device
         self.env = self._open_env(env, plan)
         eval_env = None if eval_env is None else self._open_env(eval_env, plan)
         super().__init__(plan, log_dir, save_dir, eval_env, run_info, show_progress)
