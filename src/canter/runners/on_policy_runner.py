@@ -139,12 +139,14 @@ class OnPolicyRunner(Runner):
         return self.num_steps_per_env * self.env.num_envs
 
     def start(self, init_at_random_ep_len: bool) -> None:
-        """The observation to begin with."""
+        """The observation to begin with, and nothing left of a rollout that was interrupted."""
         if init_at_random_ep_len:
             self._randomize_episode_lengths()
         if self.obs is None:
             with torch.inference_mode(self.cfg.inference_mode_rollout):
                 self.obs, self.critic_obs = self.env.get_observations()
+        self.alg.rollout.clear()
+        self.stats.begin(self.obs, self.critic_obs, self._steps_so_far())
 
     def _randomize_episode_lengths(self) -> None:
         lengths, limit = getattr(self.env, "episode_length_buf", None), self.env.max_episode_length

@@ -33,9 +33,10 @@ class StepStats:
         self.components = ComponentSums()
         self.keys = tuple(extra_log_keys)
 
-    def take_first(self, obs: Obs, critic_obs: Obs, total_steps: int) -> None:
-        """Guard an observation that no step gave."""
+    def begin(self, obs: Any, critic_obs: Any, total_steps: int) -> None:
+        """Guard the observation that the next rollout starts from, and count what an interrupted one left."""
         self.guard.check(0, total_steps, first_obs=obs, first_critic_obs=None if critic_obs is obs else critic_obs)
+        self.tracker.read()
 
     def take(self, record: StepRecord, first_step: int) -> None:
         """Guard and count one step of a rollout that began after `first_step` steps."""

@@ -94,6 +94,7 @@ class EpisodeTracker:
 
     def load_state_dict(self, state: Mapping[str, Any], running: bool = True) -> None:
         """Continue from `state_dict`; without the episodes under way unless `running`."""
+        self.step = 0
         if running:
             self.cur_reward_sum[:] = state["cur_reward_sum"]
             self.cur_episode_length[:] = state["cur_episode_length"]
