@@ -19,6 +19,7 @@ from canter.envs.vec_env import StepRecord, VecEnv
 from canter.envs.wrap import wrap_env
 from canter.envs.wrappers import FlattenObs
 from canter.modules.build import build_actor_critic
+from canter.modules.normalizer import ReturnScaler
 from canter.runners.run_config import RunPlan, find_algorithm, make_plan
 from canter.runners.runner import Runner
 from canter.runners.step_stats import StepStats
@@ -94,11 +95,8 @@ class OnPolicyRunner(Runner):
         self.env = self._open_env(env, plan)
         eval_env = None if eval_env is None else self._open_env(eval_env, plan)
         super().__init__(plan, log_dir, save_dir, eval_env, run_info, show_progress)
-        if agent is not None:
-            self.alg = agent
-        else:
-            self.alg = self._build_algorithm(obs_space, action_space)
-        if self.alg.storage is None or self.alg.env is None:
+        self.alg = self._build_algorithm(obs_space, action_space) if agent is None else agent
+        if not self._fits(self.alg.storage):
             self.alg.prepare(self.env, self.cfg.num_steps_per_env, **plan.storage)
         self.num_steps_per_env = self.alg.rollout.num_transitions_per_env
         self.stats = StepStats(self.env.num_envs, self.num_steps_per_env, self.device, self.cfg.extra_log_keys)
@@ -126,6 +124,15 @@ class OnPolicyRunner(Runner):
             spaces_given = {"obs_space": obs_space, "action_space": action_space}
             return agent_class(env=self.env, cfg=self.cfg, device=self.device, **policy, **spaces_given)
 
+    def _fits(self, storage: Any) -> bool:
+        """Whether what a ready-made algorithm brings along is for these environments."""
+        return (
+            storage is not None
+            and storage.num_envs == self.env.num_envs
+            and storage.num_transitions_per_env == self.cfg.num_steps_per_env
+            and storage.has_invalid_steps == self.env.has_invalid_steps
+        )
+
     def _seed_env(self, seed: int) -> None:
         try:
             self.env.seed(seed)
@@ -150,10 +157,14 @@ class OnPolicyRunner(Runner):
 
     def _randomize_episode_lengths(self) -> None:
         lengths, limit = getattr(self.env, "episode_length_buf", None), self.env.max_episode_length
-        if lengths is None or limit is None:
-            warnings.warn("the environment has no episode_length_buf: episodes start at age 0", stacklevel=4)
-            return
-        self.env.episode_length_buf = torch.randint_like(lengths, high=int(limit))  # pyright: ignore[reportAttributeAccessIssue]
+        generator = self.alg.generators["action"]
+        try:
+            if lengths is None or limit is None:
+                raise AttributeError("it is not there, or there is no limit")
+            ages = torch.randint(int(limit), lengths.shape, generator=generator, device=generator.device)
+            self.env.episode_length_buf = ages.to(lengths)  # pyright: ignore[reportAttributeAccessIssue]
+        except AttributeError as error:
+            warnings.warn(f"episodes start at age 0: episode_length_buf cannot be set ({error})", stacklevel=5)
 
     # ------------------------------------------------------------------ one iteration
     def run_iteration(self) -> dict[str, float]:
@@ -206,6 +217,9 @@ class OnPolicyRunner(Runner):
                 self.obs, self.critic_obs = self.env.reset()
             self.policy.reset()
             self.stats.clear_running()
+            for part in (part for module in self.alg.modules() for part in module.modules()):
+                if isinstance(part, ReturnScaler):
+                    part.returns.zero_()  # of episodes that were broken off
 
     def extra_state(self) -> dict[str, Any]:
         """Episode counts and the observation to act on next."""
