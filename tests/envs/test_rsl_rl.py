@@ -336,6 +336,16 @@ def test_a_group_that_disappears_or_changes_its_kind_is_named(third):
         RslRlAdapter(Turning()).step(ACTION)
 
 
+def test_an_order_that_changes_is_an_error(third):
+    class Shuffling(third):
+        def groups(self, obs, critic):
+            parts = {"a": obs, "b": obs + 0.5}
+            return {"policy": dict(reversed(parts.items())) if self.t[2] == 1 else parts}
+
+    with pytest.raises(ValueError, match=r"another order at step 1: expected \['policy.a', 'policy.b'\]"):
+        RslRlAdapter(Shuffling()).step(ACTION)
+
+
 def test_missing_final_observations_are_noticed_at_the_first_end(second):
     adapter = RslRlAdapter(second())
     adapter.step(ACTION)

@@ -18,7 +18,8 @@ Rows = np.ndarray | dict[str, Any]
 def stored_space(space: spaces.Space) -> spaces.Space:
     """The space of an observation as canter keeps it: Boxes of uint8 or float32, in a Dict where they are named."""
     if isinstance(space, spaces.Dict):
-        return spaces.Dict({name: stored_space(part) for name, part in space.spaces.items()})
+        # A list keeps the order of the names, a dict would be sorted.
+        return spaces.Dict([(name, stored_space(part)) for name, part in space.spaces.items()])
     if not isinstance(space, spaces.Box):
         # Discrete parts become one-hot, Tuple parts follow each other.
         space = spaces.flatten_space(space)

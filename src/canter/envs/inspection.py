@@ -117,7 +117,7 @@ class Inspection:
     def see(self, record: StepRecord) -> None:
         """Look at one record."""
         for name, kept, copy in self.held:
-            if not torch.equal(kept, copy):
+            if not torch.equal(kept.nan_to_num(), copy.nan_to_num()):
                 self.say(f"{name} of an earlier step was overwritten; return new tensors from step")
         parts = {"obs": record.obs, "critic_obs": record.critic_obs, "reward": record.reward}
         self.held = [(name, leaf, leaf.clone()) for name, leaf in tree_leaves(parts)]

@@ -17,7 +17,7 @@ from canter.envs.rsl_answers import Groups, gather_groups, read_start, read_step
 from canter.envs.tensors import take_obs
 from canter.envs.vec_env import StepRecord, VecEnv, flat_size
 from canter.envs.wrappers import Forwarding
-from canter.utils.tree import Obs, tree_leaves, tree_map
+from canter.utils.tree import Obs, tree_leaves
 
 
 def attribute(env: Any, name: str, default: Any = None) -> Any:
@@ -126,6 +126,11 @@ class RslRlAdapter(Forwarding, VecEnv):
             wrong = [n for n, leaf in seen.items() if self._layout.get(n) != (tuple(leaf.shape), leaf.dtype)]
         else:
             wrong = sorted(set(seen) ^ set(self._layout))
+        if not wrong and list(seen) != list(self._layout):
+            raise ValueError(
+                f"observations came in another order at step {self._num_steps}: "
+                f"expected {list(self._layout)}, got {list(seen)}"
+            )
         if wrong:
             name = wrong[0]
             got = (tuple(seen[name].shape), seen[name].dtype) if name in seen else "nothing"
@@ -159,10 +164,6 @@ class RslRlAdapter(Forwarding, VecEnv):
         return (final, final) if found is None else (final[found[0]], final[found[1] or found[0]])
 
     def _declare_spaces(self, groups: Groups) -> None:
-        def space_of(obs: Obs) -> spaces.Space:
-            boxes = tree_map(leaf_space, obs)
-            return spaces.Dict(boxes) if isinstance(boxes, dict) else boxes
-
         obs, critic_obs = self._current
         self.obs_space = space_of(obs)
         self.critic_obs_space = self.obs_space if critic_obs is obs else space_of(critic_obs)
@@ -238,6 +239,13 @@ class RslRlAdapter(Forwarding, VecEnv):
         """Close the environment, if it can be."""
         if callable(getattr(self.env, "close", None)):
             self.env.close()
+
+
+def space_of(obs: Obs) -> spaces.Space:
+    """The space of one row of a batch of observations, with names in the same order."""
+    if isinstance(obs, dict):
+        return spaces.Dict([(name, space_of(part)) for name, part in obs.items()])
+    return leaf_space(obs)
 
 
 def leaf_space(leaf: Tensor) -> spaces.Box:

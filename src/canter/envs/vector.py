@@ -122,7 +122,7 @@ class GymVectorEnvAdapter(VecEnv):
         self.gives_final_obs = True
         if not self._tensors and isinstance(found, np.ndarray) and found.dtype == object:
             rows = empty_rows(self._stored, self.num_envs)
-            for index in np.flatnonzero(done.cpu().numpy()):
+            for index in np.flatnonzero(done.cpu().numpy()).tolist():
                 put_row(rows, index, found[index], self._space)
             return rows_to_obs(rows, self.device), obs
         return full_final(found, done, copy=True), obs

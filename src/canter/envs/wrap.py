@@ -58,6 +58,8 @@ def _adapt(env: Any, device: Any, num_envs: int | None, seed: int | None, obs_gr
         return wrapped
     if isinstance(env, gymnasium.vector.VectorEnv):
         return GymVectorEnvAdapter(env, device, seed)
+    if type(getattr(env, "unwrapped", env)).__module__.startswith("mani_skill."):
+        raise TypeError("a bare ManiSkill environment does not reset itself; wrap it in ManiSkillVectorEnv first")
     if is_batched(env):
         return RslRlAdapter(env, obs_groups, device, seed)
     if isinstance(env, gymnasium.Env):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -105,12 +105,14 @@ class TransformObs(VecEnvWrapper):
         """The space of a changed observation."""
 
     @abstractmethod
-    def transform(self, obs: Any) -> Any:
-        """A changed batch of observations; None stays None."""
+    def transform(self, obs: Any, space: spaces.Space) -> Any:
+        """A changed batch of observations, which come from `space`."""
 
     def _pair(self, obs: Any, critic_obs: Any) -> tuple[Any, Any]:
-        changed = self.transform(obs)
-        return changed, changed if critic_obs is obs else self.transform(critic_obs)
+        changed = None if obs is None else self.transform(obs, self.env.obs_space)
+        if critic_obs is obs or critic_obs is None:
+            return changed, changed if critic_obs is obs else None
+        return changed, self.transform(critic_obs, self.env.critic_obs_space)
 
     def reset(self) -> tuple[Obs, Obs]:
         """Start every episode anew."""
@@ -158,9 +160,20 @@ class FlattenObs(TransformObs):
         )
         return spaces.Box(low, high, dtype=np.float32)
 
-    def transform(self, obs: Any) -> Any:
-        """Every leaf side by side in one (N, D) tensor."""
-        return torch.cat([leaf.flatten(1) for _, leaf in tree_leaves(obs)], 1) if isinstance(obs, Mapping) else obs
+    def transform(self, obs: Any, space: spaces.Space) -> Any:
+        """Every leaf side by side in one (N, D) tensor, in the order of the space: that of a dict may change."""
+        if not isinstance(obs, Mapping):
+            return obs
+        return torch.cat([leaf.flatten(1) for leaf in in_order(obs, space)], 1)
+
+
+def in_order(obs: Any, space: spaces.Space) -> Iterator[Tensor]:
+    """The leaves of an observation in the order of its space."""
+    if isinstance(space, spaces.Dict):
+        for name, part in space.spaces.items():
+            yield from in_order(obs[name], part)
+    else:
+        yield obs
 
 
 def is_channels_last(leaf: Any) -> bool:
@@ -175,14 +188,14 @@ class ChannelsFirst(TransformObs):
     def transform_space(self, space: spaces.Space) -> spaces.Space:
         """The space with its pictures turned."""
         if isinstance(space, Mapping):
-            return spaces.Dict({name: self.transform_space(part) for name, part in space.items()})
+            return spaces.Dict([(name, self.transform_space(part)) for name, part in space.items()])
         if not isinstance(space, spaces.Box) or not is_channels_last(space):
             return space
         return spaces.Box(space.low.transpose(2, 0, 1), space.high.transpose(2, 0, 1), dtype=np.uint8)
 
-    def transform(self, obs: Any) -> Any:
+    def transform(self, obs: Any, space: spaces.Space) -> Any:
         """The observation with its pictures turned."""
-        return None if obs is None else tree_map(self._turn, obs)
+        return tree_map(self._turn, obs)
 
     @staticmethod
     def _turn(leaf: Tensor) -> Tensor:
