@@ -24,6 +24,7 @@ from canter.runners.run_config import RunPlan, find_algorithm, make_plan
 from canter.runners.runner import Runner
 from canter.runners.step_stats import StepStats
 from canter.utils.devices import resolve_device
+from canter.utils.metrics import gpu_memory
 from canter.utils.tree import Obs
 
 LOSS_NAMES = {"surrogate_loss": "policy_loss", "entropy": "entropy_loss"}
@@ -251,12 +252,3 @@ class OnPolicyRunner(Runner):
     def rframebuffer(self) -> Any:
         """Rewards of the last 2000 steps that did not end an episode."""
         return self.stats.tracker.rframebuffer
-
-
-def gpu_memory(device: torch.device) -> dict[str, float]:
-    """GPU memory in GiB; nothing on a CPU."""
-    if device.type != "cuda":
-        return {}
-    free, total = torch.cuda.mem_get_info(device)
-    sizes = {"allocated": torch.cuda.memory_allocated(device), "global_free_mem": free, "total": total}
-    return {f"perf/gpu_{name}": size / 2**30 for name, size in sizes.items()}

@@ -57,9 +57,13 @@ class Runner(RunnerTools):
             total_timesteps: Environment steps to add, if `num_learning_iterations` is not given.
         """
         last = self.iteration + self.count_iterations(num_learning_iterations, total_timesteps)
-        self.horizon = max(last, self.cfg.max_iterations or 0)
+        self.horizon = max(last, self.cfg.max_iterations or 1)
         history: list[dict[str, float]] = []
-        with self._lock(), StopSignal() as stop, Console(last, self._title(), self.show_progress) as console:
+        with (
+            self._lock(),
+            StopSignal() as stop,
+            Console(last, self._title(), self.show_progress, self.iteration) as console,
+        ):
             self.init_writer(init_at_random_ep_len)
             self.alg.adjust_learning_rate(self.iteration / self.horizon)
             self.alg.train_mode()
@@ -70,7 +74,8 @@ class Runner(RunnerTools):
             except StopTraining:
                 pass
             except BaseException as error:
-                self.checkpoints.save_after(error)
+                if not stop.is_urgent:
+                    self.checkpoints.save_after(error)
                 raise
             finally:
                 self.flush()
@@ -104,6 +109,7 @@ class Runner(RunnerTools):
         self.fire("post_iteration", metrics)
         if should_stop:
             self.checkpoints.save_periodic()
+            self.run_log.close()
             raise pruned_exception(f"pruned at iteration {self.iteration}")
 
     def count_iterations(self, iterations: int | None, timesteps: int | None) -> int:

@@ -1,4 +1,4 @@
-"""Changing a checkpoint while it is loaded: functions (loaded, fresh state of the algorithm) -> what is loaded instead."""
+"""Changing a checkpoint while it is loaded: functions (loaded, the algorithm's fresh state) -> what to load instead."""
 
 from __future__ import annotations
 

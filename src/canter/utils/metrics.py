@@ -198,3 +198,12 @@ def message(name: str, envs: list[int], features: list[int] | None, step: int) -
 def short(numbers: list[int]) -> str:
     """At most eight numbers, then how many more."""
     return ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+
+
+def gpu_memory(device: torch.device) -> dict[str, float]:
+    """GPU memory in GiB; nothing on a CPU."""
+    if device.type != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    sizes = {"allocated": torch.cuda.memory_allocated(device), "global_free_mem": free, "total": total}
+    return {f"perf/gpu_{name}": size / 2**30 for name, size in sizes.items()}

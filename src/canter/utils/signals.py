@@ -9,10 +9,13 @@ from typing import Any
 
 
 class StopSignal:
-    """While entered, SIGTERM and SIGINT only set `requested`; handlers are restored afterwards, the user's called too."""
+    """While entered, SIGTERM and SIGINT only set `requested`; the user's own handlers are called too, and restored."""
 
     def __init__(self) -> None:
         self.requested: int | None = None
+        """The first signal that came."""
+        self.is_urgent = False
+        """Whether a second one came."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
@@ -23,6 +26,7 @@ class StopSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested is not None:
+            self.is_urgent = True
             self._restore()
             signal.raise_signal(number)
             return
