@@ -178,6 +178,8 @@ class PPO(OnPolicyAlgorithm):
         if self.normalize_advantage_per_mini_batch:
             advantages = normalize_advantages(advantages, batch.valid)
         log_ratio = distribution.log_prob(out.params, batch.actions) - batch.old_actions_log_prob.squeeze(-1)
+        if batch.valid is not None:  # the mean leaves these out, but not the NaN gradient of a ratio that overflows
+            log_ratio = log_ratio.masked_fill(~batch.valid, 0.0)
         ratio = log_ratio.exp()
         surrogate = -advantages * ratio
         surrogate_clipped = -advantages * torch.clamp(ratio, 1 - clip, 1 + clip)
