@@ -48,6 +48,7 @@ class Checkpoints:
             "infos": infos,
             "config": runner.config(),
             "resume": {
+                "num_envs": runner.env.num_envs,
                 "rng": rng_state(),
                 "env": runner.env.get_state(),
                 "algorithm": runner.alg.resume_state(),
@@ -66,28 +67,28 @@ class Checkpoints:
         if manipulator is not None:
             state = manipulator(state, runner.alg.state_dict())
             self._save_manipulated(path, state)
-        runner.alg.load_state_dict(state, load_optimizer)
+        runner.alg.load_state_dict(with_fitting_sums(state, runner.alg.state_dict()), load_optimizer)
         runner.iteration = int(state.get("iter", 0))
         runner.tot_timesteps = int(state.get("total_timesteps", runner.iteration * runner.steps_per_iteration()))
         if load_optimizer and state.get("resume"):
             self._resume(state["resume"])
-        if runner.writer is not None:
-            runner.writer.truncate_after(runner.tot_timesteps)
+        runner.run_log.continue_from(runner.tot_timesteps)
         return state.get("infos")
 
     def _resume(self, state: Mapping[str, Any]) -> None:
         """Put generators, environment and runner back; a run on other environments continues from fresh episodes."""
-        runner = self.runner
-        runner.alg.load_resume_state(state["algorithm"])
+        runner, env = self.runner, self.runner.env
         set_rng_state(state["rng"])
-        is_exact = state["env"] is not None and runner.env.get_state() is not None
-        if is_exact:
-            try:
-                runner.env.set_state(tree_map(_to(runner.env.device), state["env"]))
-            except (ValueError, RuntimeError) as error:
-                warnings.warn(f"the environment could not be put back ({error}); it starts new episodes", stacklevel=3)
-                is_exact = False
-        runner.load_extra_state({**state["runner"], "is_exact": is_exact})
+        is_exact = state["env"] is not None and state["num_envs"] == env.num_envs and env.get_state() is not None
+        try:
+            runner.alg.load_resume_state(state["algorithm"])
+            if is_exact:
+                env.set_state(tree_map(_to(env.device), state["env"]))
+        except (KeyError, ValueError, RuntimeError) as error:  # of another device or another environment
+            warnings.warn(f"not all could be put back ({error}); the run goes on from new episodes", stacklevel=4)
+            is_exact = False
+        own = tree_map(_to(runner.device), state["runner"])
+        runner.load_extra_state({**own, "is_exact": is_exact})
 
     def _save_manipulated(self, path: Path, state: Mapping[str, Any]) -> None:
         try:
@@ -129,6 +130,18 @@ def find_manipulator(given: str | Manipulator | None) -> Manipulator | None:
     if given not in MANIPULATORS:
         raise ValueError(f"unknown ckpt_manipulator {given!r}; known are {', '.join(MANIPULATORS)}, or give a function")
     return MANIPULATORS[given]
+
+
+def with_fitting_sums(state: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
+    """`state` with fresh sums over the episodes under way where it has them for another number of environments."""
+    fitted = dict(state)
+    for part in fresh.keys() & state.keys() & {"return_scaler_state_dict", "rnd_state_dict"}:
+        sums = {name: value for name, value in fresh[part].items() if name.rpartition(".")[2] == "returns"}
+        other = {
+            name: value for name, value in sums.items() if name in state[part] and len(state[part][name]) != len(value)
+        }
+        fitted[part] = {**state[part], **other}
+    return fitted
 
 
 def _to(device: torch.device) -> Callable[[Any], Any]:

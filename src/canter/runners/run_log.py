@@ -26,12 +26,22 @@ class RunLog:
         self.writer: Logger | None = None
         self.git_repos: list[str] = [__file__]
         self.has_stored_code = False
+        self._first_step: int | None = None
 
     def open(self, config: Mapping[str, Any]) -> None:
         """Write the configuration and open the backends, once."""
         if self.writer is None and self.directory is not None:
             self.write_config(config)
             self.writer = Logger(self.cfg.logger_backend, self.directory, self.cfg.logger_kwargs, config)
+            if self._first_step is not None:
+                self.writer.truncate_after(self._first_step)
+
+    def continue_from(self, timesteps: int) -> None:
+        """Drop, now or when the backends open, what an interrupted run logged after the checkpoint it goes on from."""
+        if self.writer is None:
+            self._first_step = timesteps
+        else:
+            self.writer.truncate_after(timesteps)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write config.yaml, from which the run can be built again."""
