@@ -17,6 +17,11 @@ LAUNCHER_KEYS = {
     "class_name", "runner_class_name", "experiment_name", "run_name", "resume", "load_run", "load_checkpoint",
     "checkpoint", "clip_actions", "upload_model", "run",
 }  # fmt: skip
+# Two checkpoints, so that one is left if the newest is damaged.
+LOWEST = {
+    "num_steps_per_env": 1, "log_interval": 0, "save_interval": 0, "keep_checkpoints": 2, "eval_interval": 1,
+    "eval_episodes": 1, "max_iterations": 0,
+}  # fmt: skip
 PROJECT_KEYS = {"wandb_project": "wandb", "neptune_project": "neptune"}
 
 
@@ -119,6 +124,14 @@ def config_of(agent: Any) -> Any:
     names = [f.name for f in dataclasses.fields(config_class) if f.name != "device" and hasattr(agent, f.name)]
     values = {name: getattr(agent, name) for name in names}
     return config_class(**values | {"learning_rate": agent.initial_learning_rate})
+
+
+def check_run(cfg: Any) -> None:
+    """Refuse numbers that would stop a run later on."""
+    for name, low in LOWEST.items():
+        value = getattr(cfg, name, None)
+        if value is not None and (not isinstance(value, int) or value < low):
+            raise ValueError(f"{name} must be a whole number of at least {low}, got {value!r}")
 
 
 def named_network(value: Any) -> Any:

@@ -14,7 +14,7 @@ from canter.envs.vec_env import VecEnv
 from canter.runners.callbacks import Callbacks
 from canter.runners.checkpoints import Checkpoints
 from canter.runners.evaluation import InferencePolicy, frozen, inference_policy, run_episodes, summarize
-from canter.runners.run_config import RunPlan
+from canter.runners.run_config import RunPlan, check_run
 from canter.runners.run_log import RunLog
 from canter.utils.console import table
 from canter.utils.logging import Logger
@@ -36,6 +36,7 @@ class RunnerTools(ABC):
         run_info: Mapping[str, Any] | None,
         show_progress: bool,
     ) -> None:
+        check_run(plan.cfg)
         self.plan, self.cfg = plan, plan.cfg
         self.log_dir = None if log_dir is None else Path(log_dir)
         self.save_dir = self.log_dir if save_dir is None else Path(save_dir)

@@ -37,6 +37,8 @@ def report_trial(
     if not hasattr(trial, "should_prune"):
         trial.report({**values, "iteration": iteration})
         return False
+    if metric == "mean_reward" and math.isnan(values["mean_reward"]):
+        return False  # no episode has ended yet
     value = float(metric(values) if callable(metric) else chosen(metric, values))
     trial.report(value, iteration)
     if hasattr(trial, "set_user_attr") and not math.isnan(values["CoT"]):
