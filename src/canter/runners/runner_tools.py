@@ -18,6 +18,7 @@ from canter.runners.run_config import RunPlan, check_run
 from canter.runners.run_log import RunLog
 from canter.utils.console import table
 from canter.utils.logging import Logger
+from canter.utils.rng import preserved_rng
 
 
 class RunnerTools(ABC):
@@ -97,7 +98,7 @@ class RunnerTools(ABC):
         env = self.eval_env or self.env
         state = env.get_state() if env is self.env else None
         try:
-            with frozen(self.alg):
+            with frozen(self.alg), preserved_rng():
                 return summarize(*run_episodes(InferencePolicy(self.policy), env, num_episodes, max_steps))
         finally:
             if env is self.env:
