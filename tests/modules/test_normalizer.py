@@ -114,8 +114,9 @@ def test_before_any_data_nothing_changes_but_eps():
 def test_updates_and_scaling_never_wait_for_the_host():
     norm, scaler = EmpiricalNormalization(3, until=100), ReturnScaler(4, 0.9)
     nested = DictNormalization({"a": (3,), "b": {"c": (2,)}})
+    valid = torch.tensor([True, False, True, True])
     with NoHostSync():
-        norm.update(torch.randn(4, 3), valid=torch.tensor([True, False, True, True]))
+        norm.update(torch.randn(4, 3), valid=valid)
         norm(torch.randn(4, 3))
         scaler(torch.randn(4), torch.zeros(4, dtype=torch.bool))
         nested({"a": torch.randn(4, 3), "b": {"c": torch.randn(4, 2)}})

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from canter.algorithms.flat import FlatParameters, join_state, split_state
+
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     name.lower(): cls
     for name, cls in vars(torch.optim).items()
@@ -62,17 +64,22 @@ class GuardedOptimizer:
         if self.is_fused and device.type == "cuda":
             options["capturable"] = True
         rate = self.lr if self.has_tensor_rate else float(learning_rate)
-        self.optimizer = cls(split_groups(named, groups, device, self.has_tensor_rate), lr=rate, **options)
+        members = split_groups(named, groups, device, self.has_tensor_rate)
+        self.sizes = [[p.shape for p in group["params"]] for group in members]
+        # On a CPU the cost of an optimizer is the number of tensors; on a GPU one kernel takes them all.
+        self.flats = [FlatParameters(g["params"]) for g in members] if self.is_fused and device.type == "cpu" else []
+        for group, flat in zip(members, self.flats, strict=False):
+            group["params"] = [flat.vector]
+        self.optimizer = cls(members, lr=rate, **options)
         self.shared = [group for group in self.optimizer.param_groups if not group.get("own_rate")]
         self.flags = [{k: g[k] for k in OWN_FLAGS if k in g} for g in self.optimizer.param_groups]
 
     def step(self, loss: Tensor, max_grad_norm: float) -> tuple[Tensor, Tensor]:
         """Descend the loss; returns the gradient norm before clipping and whether (0 or 1) the step was skipped."""
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=not self.flats)
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.parameters, max_grad_norm, foreach=True)
-        skipped = torch.logical_not(torch.isfinite(norm)).to(norm.dtype)
-        return norm, skipped
+        norm = nn.utils.clip_grad_norm_([flat.vector for flat in self.flats] or self.parameters, max_grad_norm)
+        return norm, torch.logical_not(torch.isfinite(norm)).to(norm.dtype)
 
     def apply(self, skipped: Tensor) -> None:
         """Take the step that `step` prepared, unless it is to be skipped."""
@@ -87,26 +94,27 @@ class GuardedOptimizer:
         self.optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state."""
-        return self.optimizer.state_dict()
+        """The optimizer's state, by parameter."""
+        state = self.optimizer.state_dict()
+        return split_state(state, self.flats) if self.flats else state
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise if `state` is of other parameters, before anything is changed."""
-        want = [len(group["params"]) for group in self.optimizer.param_groups]
+        want = [len(shapes) for shapes in self.sizes]
         got = [len(group["params"]) for group in state["param_groups"]]
         if want != got:
             raise RuntimeError(f"the optimizer state is of parameter groups of sizes {got}, this one has {want}")
-        order = [p for group in self.optimizer.param_groups for p in group["params"]]
+        order = [shape for shapes in self.sizes for shape in shapes]
         for index, moments in state["state"].items():
             for name, value in moments.items():
-                if torch.is_tensor(value) and value.dim() and value.shape != order[index].shape:
-                    shapes = f"{tuple(value.shape)}, this one needs {tuple(order[index].shape)}"
+                if torch.is_tensor(value) and value.dim() and value.shape != order[index]:
+                    shapes = f"{tuple(value.shape)}, this one needs {tuple(order[index])}"
                     raise RuntimeError(f"the optimizer state {name!r} of parameter {index} has shape {shapes}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over moments and rates; the rate tensors and device flags stay this optimizer's own."""
         rates = [torch.as_tensor(group["lr"]) for group in state["param_groups"]]
-        self.optimizer.load_state_dict(dict(state))
+        self.optimizer.load_state_dict(join_state(state, self.flats) if self.flats else dict(state))
         for group, flags, rate in zip(self.optimizer.param_groups, self.flags, rates, strict=True):
             group.update(flags)
             if torch.is_tensor(group["lr"]):

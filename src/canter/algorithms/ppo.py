@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -154,17 +155,21 @@ class PPO(OnPolicyAlgorithm):
         """One gradient step: tensor code with nothing kept on self but parameters and the learning rate."""
         out = self.policy(batch.obs, batch.critic_obs, batch.hidden, batch.trajectories)
         terms = self.loss_terms(batch, out)
-        total = torch.stack([self.loss_weights[name] * loss for name, loss in terms.losses.items()]).sum()
+        total = self.weigh(terms.losses)
         norm, skipped = self.optimizer.step(total, self.max_grad_norm)
         if self.schedule == "adaptive":
             self.adapt_learning_rate(terms.stats["kl"])
         self.optimizer.apply(skipped)
         self.policy.clip_std(min=self.min_std, max=self.max_std)
-        losses = {f"losses/{name}": loss.detach() for name, loss in {**terms.losses, "total_loss": total}.items()}
         stats = {**terms.stats, "grad_norm": norm, "nonfinite_updates": skipped}
         if self.rnd is not None:
             stats["rnd_loss"] = self.rnd.update(batch.critic_obs, batch.valid)  # pyright: ignore[reportArgumentType]
-        return losses | {f"stats/{name}": value.detach() for name, value in stats.items()}
+        losses = {f"losses/{name}": loss for name, loss in {**terms.losses, "total_loss": total}.items()}
+        return losses | {f"stats/{name}": value for name, value in stats.items()}
+
+    def weigh(self, losses: Mapping[str, Tensor]) -> Tensor:
+        """The sum of the losses, each times its weight; a loss without a weight is an error."""
+        return functools.reduce(torch.add, [loss * self.loss_weights[name] for name, loss in losses.items()])
 
     def compute_losses(self, minibatch: MiniBatch) -> Terms:
         """Losses, intermediates and statistics of a minibatch."""
@@ -224,9 +229,8 @@ class PPO(OnPolicyAlgorithm):
             self.clip.fill_(self.clip_param * left)
 
     def _report(self, meter: MeanMeter) -> tuple[dict[str, float], dict[str, float]]:
-        meter_values = {**{k: v / meter.count for k, v in meter.sums.items()}, **self._extra_scalars()}
-        names = list(meter_values)
-        read = dict(zip(names, torch.stack([v.float() for v in meter_values.values()]).tolist(), strict=True))
+        scalars = meter.averages() | self._extra_scalars()
+        read = dict(zip(scalars, torch.stack([v.float() for v in scalars.values()]).tolist(), strict=True))
         losses: dict[str, float] = defaultdict(float)
         stats: dict[str, float] = defaultdict(float)
         for name, value in read.items():
@@ -254,7 +258,7 @@ class PPO(OnPolicyAlgorithm):
         }
         if "sigma" in self.rollout.param_shapes:
             extra["stats/policy/mean_noise_std"] = masked_mean(self.rollout.sigma[used], valid)
-        extra |= {f"stats/{name}": total / self.rnd_rewards.count for name, total in self.rnd_rewards.sums.items()}
+        extra |= {f"stats/{name}": value for name, value in self.rnd_rewards.averages().items()}
         self.rnd_rewards = MeanMeter()
         return extra
 

@@ -102,7 +102,7 @@ class ActorCritic(Policy):
         head = self.actor(self.actor_features(obs, ctx))
         if "logits" in self.distribution.param_shapes:
             return {"logits": head}
-        return {"mu": head, "sigma": self.noise_std().expand_as(head)}
+        return {"mu": head, "sigma": self.noise_std()}  # (A,): one noise serves every row
 
     def critic_value(self, critic_obs: Tensor, ctx: Context) -> Tensor:
         """(..., 1)."""
@@ -120,10 +120,14 @@ class ActorCritic(Policy):
             return
         log = self.noise_std_type == "log"
         raw = self.log_std if log else self.std
-        for bound, clip in ((min, torch.maximum), (max, torch.minimum)):
-            if bound is not None:
-                limit = torch.as_tensor(bound, dtype=raw.dtype, device=raw.device)
-                raw.copy_(clip(raw, limit.log() if log else limit))
+        low, high = (
+            bound if bound is None else torch.as_tensor(bound, dtype=raw.dtype, device=raw.device)
+            for bound in (min, max)
+        )
+        if log:
+            low, high = (bound if bound is None else bound.log() for bound in (low, high))
+        if low is not None or high is not None:
+            raw.clamp_(low, high)
 
     # ------------------------------------------------------------------ documented names
     @property

@@ -58,8 +58,8 @@ class PolicyOutput(NamedTuple):
 
     @property
     def std(self) -> Tensor:
-        """Standard deviation of a Gaussian policy."""
-        return self.params["sigma"]
+        """Standard deviation of a Gaussian policy, one row per mean."""
+        return self.params["sigma"].expand_as(self.params["mu"])
 
 
 class Policy(nn.Module):
@@ -220,7 +220,7 @@ class Policy(nn.Module):
     @property
     def action_std(self) -> Tensor:
         """Standard deviation of the last (Gaussian) distribution."""
-        return self._last()["sigma"]
+        return self._last()["sigma"].expand_as(self._last()["mu"])
 
     @property
     def entropy(self) -> Tensor:

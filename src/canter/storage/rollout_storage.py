@@ -160,7 +160,8 @@ class RolloutStorage:
             if name not in self.data:
                 raise KeyError(f"the storage has no field {name!r}; it has {', '.join(self.data)}")
             target = self.data[name][self.step]
-            target.copy_(value if value.shape == target.shape else value.reshape(target.shape))
+            # (N,) goes into (N, 1); a parameter that all environments share, (A,), into (N, A)
+            target.copy_(value.reshape(target.shape) if value.numel() == target.numel() else value)
         self.step += 1
 
     def add_transitions(self, transition: Transition) -> None:

@@ -14,24 +14,28 @@ from canter.utils.tree import Obs, tree_leaves
 
 
 class MeanMeter:
-    """Averages named device scalars; the only host read is in `means`."""
+    """Averages named float scalars on the device; the only host read is in `means`."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
+        self.names: list[str] = []
+        self.total: Tensor | None = None
         self.count = 0
 
+    @torch.no_grad()
     def add(self, values: Mapping[str, Tensor]) -> None:
         """Take one set of scalars; every set has the same names."""
-        for name, value in values.items():
-            self.sums[name] = self.sums[name] + value if name in self.sums else value.detach().clone()
+        row = torch.stack(list(values.values()))  # one tensor, since every small operation costs the same
+        self.names = list(values)
+        self.total = row if self.total is None else self.total + row
         self.count += 1
+
+    def averages(self) -> dict[str, Tensor]:
+        """Mean of every scalar, still on the device."""
+        return {} if self.total is None else dict(zip(self.names, (self.total / self.count).unbind(), strict=True))
 
     def means(self) -> dict[str, float]:
         """Mean of every scalar."""
-        if not self.sums:
-            return {}
-        stacked = torch.stack([value.float() for value in self.sums.values()]) / self.count
-        return dict(zip(self.sums, stacked.tolist(), strict=True))
+        return {} if self.total is None else dict(zip(self.names, (self.total / self.count).tolist(), strict=True))
 
 
 class EpisodeTracker:

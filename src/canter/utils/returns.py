@@ -38,8 +38,10 @@ def masked_mean(x: Tensor, valid: Tensor | None) -> Tensor:
 
 def normalize_advantages(advantages: Tensor, valid: Tensor | None = None) -> Tensor:
     """Advantages with mean 0 and (unbiased) standard deviation 1 over the valid entries."""
-    mean = masked_mean(advantages, valid)
-    centred = advantages - mean
-    count = torch.full_like(mean, advantages.numel()) if valid is None else valid.sum().to(mean.dtype)
+    if valid is None and advantages.numel() > 1:
+        std, mean = torch.std_mean(advantages)
+        return (advantages - mean) / (std + 1e-8)
+    count = advantages.new_ones(()) if valid is None else valid.sum().to(advantages.dtype)
+    centred = advantages - masked_mean(advantages, valid)
     variance = masked_mean(centred**2, valid) * count / (count - 1).clamp(min=1)
     return centred / (variance.sqrt() + 1e-8)
