@@ -58,17 +58,24 @@ class TrainOptions(Generic[Settings, Policy]):
     video: bool = True
     """Film an episode at the end."""
     threads: int | None = None
-    """Threads of torch on a CPU; None takes one for small networks, which more would only slow down."""
+    """Threads of torch on a CPU; None takes one where the work is small and more would only slow it down."""
+
+
+def preset_name(task: str) -> str:
+    """Whose settings a task is trained with: its own, those of Gymnasium's task of that name, or the general ones."""
+    if task in presets():
+        return task
+    family, _, rest = task.rpartition("/")
+    if family in ("canter", "envpool"):
+        for known in presets():
+            if known == rest or known.rsplit("-v", 1)[0] == rest:
+                return known
+    return FALLBACK
 
 
 def preset_for(task: str) -> dict[str, Any]:
-    """The task's preset; for canter/X and envpool/X also that of Gymnasium's task X, of any version."""
-    family, _, rest = task.rpartition("/")
-    if task not in presets() and family in ("canter", "envpool"):
-        for known in presets():
-            if known == rest or known.rsplit("-v", 1)[0] == rest:
-                return {**load_preset(known), "task": task}
-    return load_preset(task)
+    """The settings to train a task with."""
+    return {**load_preset(preset_name(task)), "task": task}
 
 
 def preset_plan(preset: Mapping[str, Any]) -> RunPlan:
@@ -101,7 +108,19 @@ def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, 
     )
     options = parse(options_type, args, "canter train TASK", default)
     plan.cfg, plan.policy = options.settings, dataclasses.asdict(options.policy)
+    fit_mini_batches(options, POLICIES[class_name].is_recurrent, given(args, "--num-mini-batches") is not None)
     return options, plan.to_dict()
+
+
+def fit_mini_batches(options: TrainOptions[Any, Any], is_recurrent: bool, is_given: bool) -> None:
+    """Check the number of minibatches; those of recurrent policies are made of whole environments."""
+    settings = options.settings
+    if is_recurrent and not is_given:
+        settings.num_mini_batches = min(settings.num_mini_batches, 4, options.num_envs)
+    limit = options.num_envs * (1 if is_recurrent else settings.num_steps_per_env)
+    if settings.num_mini_batches > limit:
+        what = f"{limit} environments of a recurrent policy" if is_recurrent else f"a rollout of {limit} steps"
+        raise ValueError(f"num_mini_batches={settings.num_mini_batches} does not fit {what}")
 
 
 def given(args: Sequence[str], flag: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import tyro
 from canter.cli.errors import UserError, user_errors
 from canter.cli.options import parse
 from canter.cli.runs import SavedRun, find_checkpoint, load_policy, open_env, read_run
-from canter.cli.video import film, frame_rate, headless, prepare_rendering, write_video
+from canter.cli.video import drawn_task, film, frame_rate, headless, prepare_rendering, write_video
 from canter.runners.evaluation import run_episodes
 
 
@@ -31,6 +32,8 @@ class PlayOptions:
     """Seed of the episodes; None draws one."""
     device: str | None = None
     """Where to compute; the CPU by default."""
+    seconds: float = math.inf
+    """End a video that takes longer than this to draw."""
 
 
 def main(args: Sequence[str]) -> int:
@@ -39,20 +42,21 @@ def main(args: Sequence[str]) -> int:
     if options.episodes < 1:
         raise UserError(f"--episodes must be at least 1, got {options.episodes}")
     saved = read_run(options.run)
-    can_show = not headless() and not saved.task.startswith(("canter/", "envpool/"))
+    can_show = not headless() and not saved.task.startswith("canter/")
     path = options.video or (None if can_show else saved.path / "play.mp4")
     prepare_rendering()
     returns = show(saved, options) if path is None else record(saved, options, path)
-    print("  return      " + ", ".join(f"{value:.1f}" for value in returns))
+    if returns:
+        print("  return      " + ", ".join(f"{value:.1f}" for value in returns))
     return 0
 
 
 def record(saved: SavedRun, options: PlayOptions, path: Path) -> list[float]:
     """Write a video."""
     runner = load_policy(saved, find_checkpoint(saved.path, options.checkpoint), 1, options.seed, options.device)
-    env = open_env(saved.task, 1, options.device or "cpu", options.seed, "rgb_array")
+    env = open_env(drawn_task(saved.task), 1, options.device or "cpu", options.seed, "rgb_array")
     try:
-        frames, returns = film(runner.get_inference_policy(), env, options.episodes)
+        frames, returns = film(runner.get_inference_policy(), env, options.episodes, options.seconds)
         with user_errors():
             write_video(path, frames, frame_rate(env))
     except (RuntimeError, OSError, AttributeError) as error:
@@ -67,7 +71,7 @@ def record(saved: SavedRun, options: PlayOptions, path: Path) -> list[float]:
 def show(saved: SavedRun, options: PlayOptions) -> list[float]:
     """Open a window, which the environment draws to as it is stepped."""
     runner = load_policy(saved, find_checkpoint(saved.path, options.checkpoint), 1, options.seed, options.device)
-    env = open_env(saved.task, 1, options.device or "cpu", options.seed, "human")
+    env = open_env(drawn_task(saved.task), 1, options.device or "cpu", options.seed, "human")
     try:
         return run_episodes(runner.get_inference_policy(), env, options.episodes)[0]
     finally:

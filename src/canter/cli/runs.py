@@ -6,6 +6,8 @@ import difflib
 import re
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ import torch
 import yaml
 
 from canter.cli.errors import UserError, user_errors
+from canter.cli.video import hush_mujoco
 from canter.envs.torch_envs import TORCH_ENVS
 from canter.envs.vec_env import VecEnv
 from canter.envs.wrap import make_env
@@ -24,7 +27,7 @@ from canter.utils.devices import resolve_device
 EVAL_ENVS = 10
 EVAL_SEED_OFFSET = 1_000_003
 BEST_NAME = "checkpoint_best.pt"
-SMALL_NETWORK = 500_000
+SMALL_WORK = 1e8  # multiplications per minibatch
 
 
 class SavedRun(NamedTuple):
@@ -74,9 +77,10 @@ def read_run(path: Path) -> SavedRun:
 
 
 def nearest_run(path: Path) -> str:
-    """A suggestion for a run directory that is not one."""
-    folder = path if path.is_dir() else path.parent
-    runs = sorted((p.parent for p in folder.glob("**/config.yaml")), key=lambda p: p.stat().st_mtime)
+    """A suggestion for a run directory that is not one, looked for below it, beside it, or in runs/."""
+    folder = next((p for p in (path, path.parent) if p.is_dir() and p.resolve() != Path.cwd()), Path("runs"))
+    patterns = ("*/config.yaml", "*/*/config.yaml", "*/*/*/config.yaml")
+    runs = sorted((p.parent for pattern in patterns for p in folder.glob(pattern)), key=lambda p: p.stat().st_mtime)
     if not runs:
         return ""
     near = difflib.get_close_matches(path.name, [run.name for run in runs], n=1)
@@ -102,8 +106,12 @@ def open_env(
     task: str, num_envs: int, device: str | None = None, seed: int | None = None, render_mode: str | None = None
 ) -> VecEnv:
     """Environments by name; what cannot be made is explained."""
+    if "mujoco" in entry_point(task):
+        hush_mujoco()
+    unknown = (gymnasium.error.NameNotFound, gymnasium.error.NamespaceNotFound)
     try:
-        with user_errors():
+        with user_errors(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Gymnasium warns, then refuses
             return make_env(task, resolve_device(device), num_envs, seed, render_mode)
     except UserError as error:
         cause = error.__cause__
@@ -111,16 +119,21 @@ def open_env(
             raise UserError(
                 f"{task} needs a package that is not installed: {install_hint(task, str(cause))}"
             ) from cause
-        if isinstance(cause, (gymnasium.error.NameNotFound, gymnasium.error.NamespaceNotFound)) or "/" in task:
-            raise UserError(f"{error}{nearest_task(task)}") from cause
+        if isinstance(cause, unknown):
+            raise UserError(f"no environment is named {task!r}{nearest_task(task)}") from cause
         raise
+
+
+def entry_point(task: str) -> str:
+    """Where Gymnasium has a task from; nothing if it does not know it."""
+    spec = gymnasium.registry.get(task)
+    return "" if spec is None else str(spec.entry_point)
 
 
 def install_hint(task: str, message: str) -> str:
     """The command that installs what a Gymnasium task needs."""
-    entry = str(gymnasium.spec(task).entry_point)
     for extra in ("box2d", "mujoco"):
-        if extra in entry:
+        if extra in entry_point(task):
             return f'pip install "canter[{extra}]"'
     return message
 
@@ -147,7 +160,8 @@ def open_runner(
         eval_seed = None if seed is None else seed + EVAL_SEED_OFFSET
         eval_env = open_env(run["task"], min(EVAL_ENVS, eval_episodes), config.get("device"), eval_seed)
     settings = {key: value for key, value in config.items() if key != "run"}
-    with user_errors(), warnings.catch_warnings():
+    is_new = log_dir is not None and not log_dir.exists()
+    with remove_if_empty(log_dir if is_new else None), user_errors(), warnings.catch_warnings():
         # EnvPool takes its seed when it is made, as it was above.
         warnings.filterwarnings("ignore", message=".*seeded when it is made")
         return build_runner(
@@ -159,6 +173,17 @@ def open_runner(
             run_info=run,
             show_progress=show_progress,
         )
+
+
+@contextmanager
+def remove_if_empty(path: Path | None) -> Iterator[None]:
+    """A run that could not be set up leaves no directory behind."""
+    try:
+        yield
+    except UserError:
+        if path is not None and path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
+        raise
 
 
 def load_policy(saved: SavedRun, checkpoint: Path, num_envs: int, seed: int | None, device: str | None) -> Runner:
@@ -173,8 +198,10 @@ def load_policy(saved: SavedRun, checkpoint: Path, num_envs: int, seed: int | No
 
 
 def limit_threads(runner: Runner, threads: int | None) -> None:
-    """Small networks on a CPU learn fastest on one thread: handing work out costs more than the work."""
+    """Small minibatches of small networks learn fastest on one CPU thread; handing the work out costs more than it."""
     if threads is not None:
         torch.set_num_threads(threads)
-    elif runner.device.type == "cpu" and sum(p.numel() for p in runner.policy.parameters()) < SMALL_NETWORK:
-        torch.set_num_threads(1)
+    elif runner.device.type == "cpu":
+        parameters = sum(p.numel() for p in runner.policy.parameters())
+        if parameters * runner.steps_per_iteration() / runner.cfg.num_mini_batches < SMALL_WORK:
+            torch.set_num_threads(1)

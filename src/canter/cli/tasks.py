@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import tyro
 
-from canter.cli.options import parse, preset_for
+from canter.cli.options import parse, preset_for, preset_name
 from canter.cli.runs import known_tasks
 from canter.presets import FALLBACK, presets
 
@@ -41,10 +41,5 @@ def main(args: Sequence[str]) -> int:
 
 def origin(task: str) -> str:
     """Where a task's settings come from."""
-    if task in presets():
-        return "tuned"
-    settings = {key: value for key, value in preset_for(task).items() if key != "task"}
-    for known, preset in presets().items():
-        if known != FALLBACK and {key: value for key, value in preset.items() if key != "task"} == settings:
-            return f"those of {known}"
-    return "general"
+    name = preset_name(task)
+    return "tuned" if name == task else "general" if name == FALLBACK else f"those of {name}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,13 +13,13 @@ from typing import Any, BinaryIO
 
 from canter.cli.errors import INTERRUPTED, UserError, user_errors
 from canter.cli.options import TrainOptions, parse_train
-from canter.cli.runs import BEST_NAME, EVAL_SEED_OFFSET, limit_threads, new_run_directory, open_env, open_runner
-from canter.cli.video import film, frame_rate, prepare_rendering, write_video
+from canter.cli.runs import BEST_NAME, limit_threads, new_run_directory, open_runner
 from canter.runners import Runner
 from canter.utils.files import atomic_write
 from canter.utils.plots import plot_runs
 
 EVALS_PER_RUN = 10
+FILM_SECONDS = 25.0  # a machine that draws in software does not get to the end of a long episode
 
 
 def main(args: Sequence[str]) -> int:
@@ -51,7 +52,9 @@ def train_one(options: TrainOptions[Any, Any], config: dict[str, Any]) -> tuple[
         "video": options.video,
         "threads": options.threads,
     }
-    if config["eval_interval"] is None:
+    if config["eval_interval"] == 0:
+        config["eval_interval"] = None
+    elif config["eval_interval"] is None:
         per_iteration = config["num_steps_per_env"] * options.num_envs
         iterations = config["max_iterations"] or -(-options.total_timesteps // per_iteration)
         config["eval_interval"] = max(1, iterations // EVALS_PER_RUN)
@@ -133,37 +136,44 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def show_results(runner: Runner, path: Path) -> None:
     """Evaluate, draw, film, and say where everything is."""
     info = runner.run_info
-    lines = {"run": str(path)}
+    print()
     if info.get("final_episodes"):
         result = runner.eval(info["final_episodes"])
-        write_json(
-            path / "evaluation.json", {**result, "episodes": info["final_episodes"], "step": runner.tot_timesteps}
-        )
+        facts = {**result, "episodes": info["final_episodes"], "step": runner.tot_timesteps}
+        write_json(path / "evaluation.json", facts)
         spread = f"{result['eval/mean_reward']:.1f} ± {result['eval/std_reward']:.1f}"
-        lines = {"return": f"{spread} over {info['final_episodes']} episodes without noise", **lines}
+        say("return", f"{spread} over {info['final_episodes']} episodes without noise")
+    say("run", path)
+    say("checkpoint", path / "checkpoint_final.pt")
     try:
-        lines["curve"] = str(plot_runs([path], path / "curve.png", labels=[info["task"]]))
+        say("curve", plot_runs([path], path / "curve.png", labels=[info["task"]]))
     except ValueError as error:
-        lines["curve"] = f"none: {error}"
+        say("curve", f"none: {error}")
     if info.get("video", True):
-        lines["video"] = film_run(runner, path)
-    lines["checkpoint"] = str(path / "checkpoint_final.pt")
-    lines["look"] = f"canter play {path}   canter eval {path}   tensorboard --logdir {path}"
-    print()
-    for name, text in lines.items():
-        print(f"  {name:<12}{text}")
+        say("video", film_run(path))
+    say("look", f"canter play {path}")
+    say("", f"canter eval {path}")
+    say("", f"tensorboard --logdir {path}")
 
 
-def film_run(runner: Runner, path: Path) -> str:
-    """The film's path, or why there is none: not every machine can draw."""
-    prepare_rendering()
+def say(name: str, text: object) -> None:
+    """One row of the results."""
+    print(f"  {name:<12}{text}", flush=True)
+
+
+def film_run(path: Path) -> str:
+    """The film's path, or why there is none.
+
+    A process of its own draws it: graphics libraries that find no device have been seen to end theirs.
+    """
+    video = path / "video.mp4"
+    command = [sys.executable, "-m", "canter.cli", "play", str(path), "--video", str(video)]
+    limit = f"{FILM_SECONDS:g}"
     try:
-        seed = None if runner.cfg.seed is None else runner.cfg.seed + EVAL_SEED_OFFSET
-        env = open_env(runner.run_info["task"], 1, str(runner.device), seed, "rgb_array")
-        try:
-            frames, _ = film(runner.get_inference_policy(), env)
-        finally:
-            env.close()
-        return str(write_video(path / "video.mp4", frames, frame_rate(env)))
-    except Exception as error:
-        return f"none, it could not be drawn: {' '.join(str(error).split())[:200]}"
+        done = subprocess.run([*command, "--seconds", limit], capture_output=True, text=True, timeout=10 * FILM_SECONDS)
+    except subprocess.TimeoutExpired:
+        return "none: drawing it took too long"
+    if done.returncode == 0 and video.is_file():
+        return str(video)
+    reason = (done.stderr.strip() or f"drawing ended with exit code {done.returncode}").splitlines()[-1]
+    return f"none: {reason.removeprefix('canter: ')[:200]}"

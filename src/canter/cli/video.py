@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,17 @@ from canter.envs.vec_env import VecEnv
 
 FPS = 30
 MAX_FRAMES = 3000
+_said: set[str] = set()
 
 
 def headless() -> bool:
     """Whether there is no screen to open a window on."""
     return sys.platform.startswith("linux") and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+
+
+def drawn_task(task: str) -> str:
+    """The task to draw: for EnvPool's, which can end the process where it cannot draw, Gymnasium's of the same name."""
+    return task.removeprefix("envpool/")
 
 
 def prepare_rendering() -> None:
@@ -28,20 +36,37 @@ def prepare_rendering() -> None:
         os.environ.setdefault("MUJOCO_GL", "egl")
 
 
+def hush_mujoco() -> None:
+    """Say each of MuJoCo's warnings once, where by itself it repeats them for every environment it loads."""
+    try:
+        import mujoco
+    except ImportError:
+        return
+
+    def say(text: str) -> None:
+        # Deprecations are about the models that Gymnasium brings, nothing a user could change.
+        if text not in _said and "deprecated" not in text:
+            print(f"MuJoCo: {text}", file=sys.stderr)
+        _said.add(text)
+
+    mujoco.set_mju_user_warning(say)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 @torch.inference_mode()
-def film(act: Any, env: VecEnv, num_episodes: int = 1) -> tuple[list[np.ndarray], list[float]]:
-    """Frames and returns of `num_episodes` episodes of the first environment."""
+def film(
+    act: Any, env: VecEnv, num_episodes: int = 1, seconds: float = math.inf
+) -> tuple[list[np.ndarray], list[float]]:
+    """Frames and returns of `num_episodes` episodes of the first environment; stops early if drawing takes too long."""
     frames: list[np.ndarray] = []
     returns: list[float] = []
-    total = 0.0
+    total, deadline = 0.0, time.monotonic() + seconds
     act.reset()
     obs, _ = env.reset()
-    while len(returns) < num_episodes:
-        if len(frames) < MAX_FRAMES:
-            picture = env.render()
-            if picture is None:
-                raise RuntimeError("the environment gives no pictures")
-            frames.append(np.asarray(picture, np.uint8))
+    while len(returns) < num_episodes and len(frames) < MAX_FRAMES and time.monotonic() < deadline:
+        picture = env.render()
+        if picture is None:
+            raise RuntimeError("the environment gives no pictures")
+        frames.append(np.asarray(picture, np.uint8))
         record = env.step(act(obs))
         obs = record.obs
         act.reset(record.done | ~record.valid)
