@@ -220,3 +220,16 @@ def test_get_observations_does_not_step(staggered):
     env.step(zeros(env))
     assert env.get_observations()[0].tolist() == [[0, 0, 1], [1, 0, 1], [2, 0, 1]]
     assert env.get_observations()[0].tolist() == [[0, 0, 1], [1, 0, 1], [2, 0, 1]]
+
+
+def test_an_end_that_is_both_is_terminal(scripted):
+    class Both(scripted):
+        def step(self, action):
+            obs, reward, *_ = super().step(action)
+            return obs, reward, True, True, {}
+
+    env = GymVecEnv([Both])
+    env.reset()
+    record = env.step(zeros(env))
+    assert record.terminated.tolist() == [True]
+    assert record.truncated.tolist() == [False]

@@ -24,6 +24,11 @@ def test_stored_spaces_hold_two_dtypes():
     }
 
 
+def test_names_keep_their_order():
+    box = spaces.Box(-1, 1, (2,))
+    assert list(stored_space(spaces.Dict([("z", box), ("a", box)]))) == ["z", "a"]
+
+
 def test_discrete_observations_become_one_hot():
     space = spaces.Discrete(3, start=5)
     rows = empty_rows(stored_space(space), 2)

@@ -234,3 +234,29 @@ def test_a_bad_reward_of_a_resetting_step_is_dropped(staggered):
     step = inner.step
     inner.step = lambda actions: (lambda a: (a[0], np.array([np.nan, 1, 1]), *a[2:]))(step(actions))
     assert env.step(torch.zeros(3, dtype=torch.long)).reward.tolist() == [0, 1, 1]
+
+
+def test_a_resetting_step_ends_nothing(staggered):
+    inner = SyncVectorEnv(staggered)
+    env = GymVectorEnvAdapter(inner)
+    env.reset()
+    for _ in range(2):
+        env.step(torch.zeros(3, dtype=torch.long))
+    step = inner.step
+    stale = np.array([True, False, False])
+    inner.step = lambda actions: (*step(actions)[:2], stale, stale, {})
+    record = env.step(torch.zeros(3, dtype=torch.long))
+    assert record.valid.tolist() == [False, True, True]
+    assert not record.done.any()
+    assert env.step(torch.zeros(3, dtype=torch.long)).valid.all()
+
+
+def test_an_end_that_is_both_is_terminal(staggered):
+    inner = SyncVectorEnv(staggered)
+    env = GymVectorEnvAdapter(inner)
+    env.reset()
+    step = inner.step
+    inner.step = lambda actions: (*step(actions)[:2], np.ones(3, bool), np.ones(3, bool), {})
+    record = env.step(torch.zeros(3, dtype=torch.long))
+    assert record.terminated.all()
+    assert not record.truncated.any()

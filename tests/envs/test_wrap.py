@@ -13,6 +13,8 @@ from canter.envs.wrap import wrap_env
 def test_a_vec_env_passes_through():
     env = torch_envs.CartPole(2)
     assert wrap_env(env) is env
+    assert wrap_env(env, device="cpu", num_envs=2) is env
+    assert wrap_env(env, device="meta").device == torch.device("meta")
 
 
 def test_a_seed_reaches_a_vec_env():

@@ -7,7 +7,7 @@ from canter.envs.gymnasium import GymVecEnv
 from canter.envs.records import step_record
 from canter.envs.rsl_rl import RslRlAdapter
 from canter.envs.torch_envs import PointRobot
-from canter.envs.wrappers import ChannelsFirst, FlattenObs, VecEnvWrapper
+from canter.envs.wrappers import ChannelsFirst, FlattenObs, ToDevice, VecEnvWrapper
 
 
 def test_a_wrapper_does_what_its_environment_does():
@@ -147,3 +147,17 @@ def test_pictures_are_turned(scripted):
     assert record.obs["image"][0, 2, 4, 1] == 10
     assert record.obs["image"].dtype == torch.uint8
     assert record.obs["state"].shape == (1, 2)
+
+
+def test_everything_is_brought_to_the_learners_device():
+    # "meta" stands for another device: a tensor left behind would show.
+    env = ToDevice(PointRobot(3, seed=0), "meta")
+    assert all(part.is_meta for part in env.reset())
+    record = env.step(torch.ones(3, 2))
+    for name in ("obs", "critic_obs", "reward", "terminated", "truncated", "final_obs", "final_critic_obs", "valid"):
+        assert getattr(record, name).is_meta, name
+    assert record.extras["final_observation"]["critic_obs"].is_meta
+    assert record.extras["time_outs"].is_meta
+    assert env.device == torch.device("meta")
+    assert not env.capturable
+    assert torch.equal(env.env.get_observations()[0][:, 4:], torch.ones(3, 2))

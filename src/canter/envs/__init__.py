@@ -12,7 +12,7 @@ from canter.envs.torch_envs import TORCH_ENVS, CartPole, ImageReach, MaskedCartP
 from canter.envs.vec_env import StepRecord, VecEnv
 from canter.envs.vector import GymVectorEnvAdapter
 from canter.envs.wrap import make_env, wrap_env
-from canter.envs.wrappers import ChannelsFirst, FlattenObs, TransformObs, VecEnvWrapper
+from canter.envs.wrappers import ChannelsFirst, FlattenObs, ToDevice, TransformObs, VecEnvWrapper
 
 __all__ = [
     "TORCH_ENVS",
@@ -31,6 +31,7 @@ __all__ = [
     "PointRobot",
     "RslRlAdapter",
     "StepRecord",
+    "ToDevice",
     "TorchEnv",
     "TransformObs",
     "VecEnv",

@@ -31,6 +31,20 @@ def stored_space(space: spaces.Space) -> spaces.Space:
     return spaces.Box(low, high, dtype=np.float32)
 
 
+def space_of(obs: Obs) -> spaces.Space:
+    """The space of one row of a batch of observations, with names in the same order."""
+    if isinstance(obs, dict):
+        return spaces.Dict([(name, space_of(part)) for name, part in obs.items()])
+    return leaf_space(obs)
+
+
+def leaf_space(leaf: Tensor) -> spaces.Box:
+    """The space of one row of an observation leaf."""
+    if leaf.dtype == torch.uint8:
+        return spaces.Box(0, 255, tuple(leaf.shape[1:]), np.uint8)
+    return spaces.Box(-np.inf, np.inf, tuple(leaf.shape[1:]))
+
+
 def check_action_space(space: spaces.Space) -> spaces.Space:
     """`space` itself if canter has actions for it."""
     if isinstance(space, spaces.Box) and not np.all(space.low <= space.high):

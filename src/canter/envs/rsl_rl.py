@@ -11,7 +11,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from canter.envs.groups import Segments, checked_segments, group_names, join_groups, resolve_sets
-from canter.envs.host import check_action_space
+from canter.envs.host import check_action_space, space_of
 from canter.envs.records import EndWatch, step_record, warn_once
 from canter.envs.rsl_answers import Groups, gather_groups, read_start, read_step
 from canter.envs.tensors import take_obs
@@ -239,17 +239,3 @@ class RslRlAdapter(Forwarding, VecEnv):
         """Close the environment, if it can be."""
         if callable(getattr(self.env, "close", None)):
             self.env.close()
-
-
-def space_of(obs: Obs) -> spaces.Space:
-    """The space of one row of a batch of observations, with names in the same order."""
-    if isinstance(obs, dict):
-        return spaces.Dict([(name, space_of(part)) for name, part in obs.items()])
-    return leaf_space(obs)
-
-
-def leaf_space(leaf: Tensor) -> spaces.Box:
-    """The space of one row of an observation leaf."""
-    if leaf.dtype == torch.uint8:
-        return spaces.Box(0, 255, tuple(leaf.shape[1:]), np.uint8)
-    return spaces.Box(-np.inf, np.inf, tuple(leaf.shape[1:]))

@@ -15,6 +15,7 @@ from canter.envs.rsl_rl import RslRlAdapter, is_batched
 from canter.envs.torch_envs import TORCH_ENVS
 from canter.envs.vec_env import VecEnv
 from canter.envs.vector import GymVectorEnvAdapter
+from canter.envs.wrappers import ToDevice
 
 LOOKED_FOR = """\
 - a canter.envs.VecEnv
@@ -51,11 +52,12 @@ def wrap_env(
 
 
 def _adapt(env: Any, device: Any, num_envs: int | None, seed: int | None, obs_groups: Any) -> VecEnv:
-    if isinstance(env, VecEnv) or is_envpool(env):
-        wrapped = env if isinstance(env, VecEnv) else EnvPoolAdapter(env, device)
-        if seed is not None and isinstance(env, VecEnv):
-            wrapped.seed(seed)
-        return wrapped
+    if isinstance(env, VecEnv):
+        if seed is not None:
+            env.seed(seed)
+        return env if device is None or same_device(env.device, torch.device(device)) else ToDevice(env, device)
+    if is_envpool(env):
+        return EnvPoolAdapter(env, device)
     if isinstance(env, gymnasium.vector.VectorEnv):
         return GymVectorEnvAdapter(env, device, seed)
     if type(getattr(env, "unwrapped", env)).__module__.startswith("mani_skill."):
@@ -79,6 +81,11 @@ def _from_function(make: Callable[[], Any], device: Any, num_envs: int | None, s
     if isinstance(first, str) or callable(first):
         raise TypeError(f"{make!r} returned {first!r}; it must return an environment")
     return _adapt(first, device, num_envs, seed, groups)
+
+
+def same_device(a: torch.device, b: torch.device) -> bool:
+    """Whether two devices are one, "cuda" being any CUDA device."""
+    return a.type == b.type and (a.index == b.index or a.index is None or b.index is None)
 
 
 def make_env(

@@ -207,3 +207,28 @@ class ChannelsFirst(TransformObs):
         ):
             return leaf
         return leaf.permute(0, 3, 1, 2).contiguous()
+
+
+class ToDevice(TransformObs):
+    """Brings everything to the learner's device, for environments that live on another."""
+
+    def __init__(self, env: VecEnv, device: torch.device | str) -> None:
+        super().__init__(env)
+        self.device, self.capturable = torch.device(device), False
+
+    def transform_space(self, space: spaces.Space) -> spaces.Space:
+        """The same space."""
+        return space
+
+    def transform(self, obs: Any, space: spaces.Space) -> Any:
+        """The observation on the learner's device."""
+        return tree_map(self._move, obs)
+
+    def _move(self, leaf: Any) -> Any:
+        return leaf.to(self.device) if isinstance(leaf, Tensor) else leaf
+
+    def step(self, actions: Tensor) -> StepRecord:
+        """Apply one action per environment."""
+        record = super().step(actions.to(self.env.device))
+        moved = {name: self._move(getattr(record, name)) for name in ("reward", "terminated", "truncated", "valid")}
+        return record._replace(**moved, extras=tree_map(self._move, record.extras))
