@@ -17,8 +17,17 @@ class FlatParameters:
         self.sizes = [p.numel() for p in parameters]
         self.vector = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in parameters]))
         self.vector.grad = torch.zeros_like(self.vector)
-        for p, value, grad in zip(parameters, self.views(self.vector.data), self.views(self.vector.grad), strict=True):
-            p.data, p.grad = value, grad
+        self.parameters, self.grads = list(parameters), self.views(self.vector.grad)
+        for p, value in zip(parameters, self.views(self.vector.data), strict=True):
+            p.data = value
+
+    def zero_grad(self) -> None:
+        """Zero the gradients, and take them back where `module.zero_grad()` has let go of them."""
+        assert self.vector.grad is not None
+        self.vector.grad.zero_()
+        for p, grad in zip(self.parameters, self.grads, strict=True):
+            if p.grad is not grad:
+                p.grad = grad
 
     def views(self, vector: Tensor) -> list[Tensor]:
         """The vector cut into the parameters' shapes."""

@@ -76,16 +76,17 @@ class GuardedOptimizer:
 
     def step(self, loss: Tensor, max_grad_norm: float) -> tuple[Tensor, Tensor]:
         """Descend the loss; returns the gradient norm before clipping and whether (0 or 1) the step was skipped."""
-        self.optimizer.zero_grad(set_to_none=not self.flats)
+        for flat in self.flats:
+            flat.zero_grad()
+        if not self.flats:
+            self.optimizer.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_([flat.vector for flat in self.flats] or self.parameters, max_grad_norm)
         return norm, torch.logical_not(torch.isfinite(norm)).to(norm.dtype)
 
     def apply(self, skipped: Tensor) -> None:
         """Take the step that `step` prepared, unless it is to be skipped."""
-        if not self.has_tensor_rate:
-            for group in self.shared:
-                group["lr"] = float(self.lr)
+        self._hand_over_rate()
         if self.is_fused:
             # A fused optimizer looks at found_inf on the device, as torch.amp.GradScaler does.
             self.optimizer.found_inf = skipped  # pyright: ignore[reportAttributeAccessIssue]
@@ -93,8 +94,15 @@ class GuardedOptimizer:
             return
         self.optimizer.step()
 
+    def _hand_over_rate(self) -> None:
+        """Give the rate to an optimizer that wants a number."""
+        if not self.has_tensor_rate:
+            for group in self.shared:
+                group["lr"] = float(self.lr)
+
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, by parameter."""
+        self._hand_over_rate()
         state = self.optimizer.state_dict()
         return split_state(state, self.flats) if self.flats else state
 

@@ -1,0 +1,219 @@
+"""The guarded optimizer: one learning-rate tensor, groups of their own, skipped steps, states of other files."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from canter.algorithms.optim import GuardedOptimizer, optimizer_class
+
+
+class Net(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.actor = nn.Linear(3, width)
+        self.critic = nn.Linear(3, 2)
+        self.std = nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return self.actor(x).sum() + self.critic(x).square().sum() + self.std.sum()
+
+
+def made(class_name="Adam", learning_rate=0.01, groups=None, width=4):
+    torch.manual_seed(0)
+    net = Net(width)
+    return net, GuardedOptimizer(net, class_name, learning_rate, groups)
+
+
+def take_step(net, optimizer, scale=1.0, max_grad_norm=math.inf):
+    norm, skipped = optimizer.step(scale * net(torch.ones(5, 3)), max_grad_norm)
+    optimizer.apply(skipped)
+    return norm, skipped
+
+
+def plain_twin(class_name, **options):
+    torch.manual_seed(0)
+    net = Net()
+    return net, getattr(torch.optim, class_name)(net.parameters(), **options)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "RMSprop", "NAdam"])
+def test_steps_are_those_of_the_plain_optimizer(name):  # row P24
+    net, optimizer = made(name)
+    twin, plain = plain_twin(name, lr=0.01)
+    assert type(optimizer.optimizer) is getattr(torch.optim, name)
+    for _ in range(5):
+        take_step(net, optimizer)
+        plain.zero_grad()
+        twin(torch.ones(5, 3)).backward()
+        plain.step()
+    for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+        assert not torch.equal(ours, torch.zeros_like(ours))
+
+
+def test_names_are_found_in_any_case_and_misspelt_ones_get_a_suggestion():  # row P24
+    assert optimizer_class("adamw") is optimizer_class("AdamW") is torch.optim.AdamW
+    with pytest.raises(ValueError, match=r"no optimizer 'Adm'; did you mean 'adam'\?"):
+        optimizer_class("Adm")
+    with pytest.raises(ValueError, match="no optimizer 'xyz'$"):
+        optimizer_class("xyz")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("muon", "only matrices"), ("LBFGS", "several times"), ("SparseAdam", "sparse")]
+)
+def test_optimizers_that_cannot_train_a_policy_say_why(name, why):
+    with pytest.raises(ValueError, match=f"optimizer '{name}' cannot train a policy: .*{why}.*; use Adam or AdamW"):
+        made(name)
+
+
+def test_gradients_are_scaled_down_to_the_norm_but_never_up():  # row P16
+    for limit, expected in ((0.5, 0.5), (1e6, None)):
+        net, optimizer = made()
+        norm, _ = optimizer.step(net(torch.ones(5, 3)), limit)
+        clipped = torch.stack([p.grad.norm() for p in net.parameters()]).norm()
+        assert norm > 5
+        assert clipped == pytest.approx(expected or float(norm), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["Adam", "SGD", "RMSprop"])
+def test_the_learning_rate_is_the_tensor(name):
+    net, optimizer = made(name)
+    take_step(net, optimizer)
+    optimizer.lr.fill_(0.0)
+    before = copy.deepcopy(net.state_dict())
+    take_step(net, optimizer)
+    assert all(torch.equal(net.state_dict()[key], value) for key, value in before.items())
+    optimizer.lr.fill_(0.5)
+    take_step(net, optimizer)
+    assert not torch.equal(net.std, before["std"])
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "RMSprop"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_step_that_is_not_finite_changes_no_bit(name, bad):
+    net, optimizer = made(name)
+    take_step(net, optimizer)
+    before, moments = copy.deepcopy(net.state_dict()), copy.deepcopy(optimizer.state_dict())
+    _, skipped = take_step(net, optimizer, scale=bad)
+    assert skipped == 1.0
+    assert all(torch.equal(net.state_dict()[key], value) for key, value in before.items())
+    torch.testing.assert_close(optimizer.state_dict(), moments, rtol=0, atol=0)
+    _, skipped = take_step(net, optimizer)  # and the next one is taken as usual
+    assert skipped == 0.0
+    assert not torch.equal(net.std, before["std"])
+
+
+def test_a_module_that_let_go_of_its_gradients_still_learns():
+    net, optimizer = made()
+    net.zero_grad()  # sets them to None
+    before = net.actor.weight.detach().clone()
+    norm, _ = take_step(net, optimizer)
+    assert norm > 0
+    assert not torch.equal(net.actor.weight, before)
+
+
+def test_gradients_do_not_add_up_over_steps():
+    net, optimizer = made(learning_rate=0.0)
+    assert take_step(net, optimizer)[0] == take_step(net, optimizer)[0]
+
+
+GROUPS = {"critic": {"lr": 0.5, "weight_decay": 0.1}, "std": {"weight_decay": 0.2}}
+
+
+@pytest.mark.parametrize("name", ["Adam", "SGD", "RMSprop"])
+def test_a_group_with_its_own_rate_keeps_it(name):
+    net, optimizer = made(name, groups=GROUPS)
+    critic, std, rest = optimizer.optimizer.param_groups
+    optimizer.lr.fill_(0.25)
+    take_step(net, optimizer)
+    assert [float(group["lr"]) for group in (critic, std, rest)] == [0.5, 0.25, 0.25]
+    assert [group["weight_decay"] for group in (critic, std, rest)] == [0.1, 0.2, 0.0]
+    assert optimizer.sizes == [[(2, 3), (2,)], [(2,)], [(4, 3), (4,)]]
+
+
+def test_a_group_moves_at_its_own_rate():
+    net, optimizer = made("SGD", learning_rate=0.0, groups={"critic": {"lr": 0.5}})
+    before = copy.deepcopy(net.state_dict())
+    take_step(net, optimizer)
+    changed = sorted(key for key, value in net.state_dict().items() if not torch.equal(value, before[key]))
+    assert changed == ["critic.bias", "critic.weight"]
+
+
+def test_weight_decay_shrinks_only_its_group():
+    net, optimizer = made(
+        "AdamW", learning_rate=0.1, groups={"std": {"weight_decay": 0.5}, "critic": {"weight_decay": 0.0}}
+    )
+    twin, plain = plain_twin("AdamW", lr=0.1, weight_decay=0.0)
+    take_step(net, optimizer)
+    twin(torch.ones(5, 3)).backward()
+    plain.step()
+    torch.testing.assert_close(net.critic.weight, twin.critic.weight)
+    torch.testing.assert_close(net.std, twin.std - 0.1 * 0.5 * 1.0)
+
+
+def test_a_prefix_that_names_nothing_is_an_error():
+    with pytest.raises(ValueError, match="no parameter name starts with 'crtic'; the policy has actor, critic, std"):
+        made(groups={"crtic": {"lr": 1.0}})
+    with pytest.raises(ValueError, match="starts with 'act'"):  # a prefix is a whole name, not the start of one
+        made(groups={"act": {"lr": 1.0}})
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "RMSprop"])
+def test_a_restored_optimizer_continues_bit_for_bit(name):  # row P26
+    net, optimizer = made(name, groups=GROUPS)
+    for _ in range(3):
+        take_step(net, optimizer)
+    optimizer.lr.fill_(3.3e-4)
+    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    other, restored = made(name, groups=GROUPS)
+    rate = restored.lr
+    other.load_state_dict(saved[0])
+    restored.load_state_dict(saved[1])
+    assert restored.lr is rate  # the tensor that a captured graph knows
+    assert float(rate) == pytest.approx(3.3e-4)
+    if name != "RMSprop":
+        assert restored.optimizer.param_groups[1]["lr"] is restored.optimizer.param_groups[2]["lr"] is rate
+    for _ in range(2):
+        take_step(net, optimizer)
+        take_step(other, restored)
+    for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    torch.testing.assert_close(optimizer.state_dict(), restored.state_dict(), rtol=0, atol=0)
+
+
+def test_the_state_of_a_plain_optimizer_is_taken_over():
+    """As other libraries write it: per parameter, a float rate, not fused, an integer step count."""
+    twin, plain = plain_twin("Adam", lr=0.02)
+    twin(torch.ones(5, 3)).backward()
+    plain.step()
+    state = plain.state_dict()
+    for moments in state["state"].values():
+        moments["step"] = 1
+    net, optimizer = made("Adam")
+    net.load_state_dict(twin.state_dict())
+    optimizer.load_state_dict(state)
+    assert float(optimizer.lr) == pytest.approx(0.02)
+    take_step(net, optimizer)
+    plain.zero_grad()
+    twin(torch.ones(5, 3)).backward()
+    for moments in plain.state.values():
+        moments["step"] = torch.tensor(1.0)
+    plain.step()
+    for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_state_of_other_parameters_is_refused_before_anything_changes():
+    (wide, other), (net, optimizer) = made(width=5), made()
+    take_step(wide, other)
+    take_step(net, optimizer)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(RuntimeError, match=r"'exp_avg' of parameter 1 has shape \(5, 3\), this one needs \(4, 3\)"):
+        optimizer.check_state(other.state_dict())
+    with pytest.raises(RuntimeError, match=r"groups of sizes \[2, 1, 2\], this one has \[5\]"):
+        optimizer.check_state(made(groups=GROUPS)[1].state_dict())
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
