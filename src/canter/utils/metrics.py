@@ -119,8 +119,8 @@ class ComponentSums:
     def add(self, parts: Mapping[str, Any], done: Tensor, valid: Tensor) -> None:
         """Take one step; a part that is not one number per environment is passed over."""
         for name, part in parts.items():
-            value = torch.as_tensor(part, dtype=torch.float32, device=done.device)
-            if value.shape == done.shape:
+            if isinstance(part, (Tensor, np.ndarray)) and part.shape == done.shape:
+                value = torch.as_tensor(part, dtype=torch.float32, device=done.device)
                 total = torch.where(valid, value, 0.0) + self.running.get(name, 0.0)
                 ended = torch.stack([torch.where(done, total, 0.0).sum(), done.sum()])
                 self._ended[name] = ended + self._ended.get(name, 0.0)
