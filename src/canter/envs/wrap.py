@@ -110,5 +110,6 @@ def make_env(
         if render_mode is not None:
             options["render_mode"] = render_mode
         return EnvPoolAdapter(envpool.make(rest, env_type="gymnasium", num_envs=num_envs, **options), device)
-    envs = [gymnasium.make(name, render_mode=render_mode, disable_env_checker=True) for _ in range(num_envs)]
+    options = {} if render_mode is None else {"render_mode": render_mode}  # not every environment takes one
+    envs = [gymnasium.make(name, disable_env_checker=True, **options) for _ in range(num_envs)]
     return GymVecEnv(envs, device or "cpu", seed)
