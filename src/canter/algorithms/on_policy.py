@@ -16,7 +16,8 @@ from canter.envs.vec_env import StepRecord
 from canter.modules.build import env_shapes
 from canter.modules.normalizer import NoNormalization, ReturnScaler
 from canter.modules.policy import Policy, build_normalizer
-from canter.storage.rollout_storage import RolloutStorage, Transition
+from canter.storage.fields import Transition
+from canter.storage.rollout_storage import RolloutStorage
 from canter.utils.config import settings
 from canter.utils.metrics import MeanMeter
 from canter.utils.returns import masked_mean, timeout_bootstrap

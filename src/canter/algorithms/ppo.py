@@ -19,7 +19,7 @@ from canter.envs.wrap import wrap_env
 from canter.modules.actor_critic_pair import ActorCriticPair
 from canter.modules.build import build_pair
 from canter.modules.policy import Policy, PolicyOutput
-from canter.storage.rollout_storage import MiniBatch
+from canter.storage.fields import MiniBatch
 from canter.utils.config import settings
 from canter.utils.devices import resolve_device
 from canter.utils.metrics import MeanMeter

@@ -15,7 +15,7 @@ from canter.modules.actor_critic_pair import ActorCriticPair
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.actors import CNNActor, CNNCritic, MLPActor, MLPCritic, MLPDiscreteActor
 from canter.modules.policy import Policy
-from canter.storage.rollout_storage import Field
+from canter.storage.fields import Field
 from canter.utils.config import build
 
 POLICIES: dict[str, type[Policy]] = {cls.__name__: cls for cls in (ActorCritic, ActorCriticRecurrent)}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from canter.modules.distributions import ActionDistribution, Params
 from canter.modules.memory import Memory
 from canter.modules.normalizer import DictNormalization, EmpiricalNormalization, NoNormalization
-from canter.storage.rollout_storage import Field
+from canter.storage.fields import Field
 from canter.storage.trajectories import Trajectories, trajectories_from_masks, unpad_trajectories
 from canter.utils.config import setting_names, unknown_setting
 from canter.utils.tree import Obs, tree_map

@@ -1,6 +1,7 @@
 """Storage: tables of named fields."""
 
-from canter.storage.rollout_storage import Field, MiniBatch, RolloutStorage, Transition
+from canter.storage.fields import Field, MiniBatch, Transition
+from canter.storage.rollout_storage import RolloutStorage
 from canter.storage.trajectories import Trajectories, split_and_pad_trajectories, unpad_trajectories
 
 __all__ = [

@@ -2,85 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from canter.storage.fields import Field, MiniBatch, Transition, is_absent, nested, observation_fields
 from canter.storage.trajectories import Trajectories, episode_starts, start_positions, trajectory_index
 from canter.utils.returns import gae, masked_mean, normalize_advantages
-from canter.utils.tree import Obs, tree_leaves
-
-
-class Field(NamedTuple):
-    """One stored quantity: its shape per step, its name in a minibatch (if it appears there) and in a transition."""
-
-    shape: tuple[int, ...]
-    batch: str | None = None
-    source: str | None = None
-    dtype: torch.dtype = torch.float32
-
-
-class MiniBatch(SimpleNamespace):
-    """One minibatch: flat fields (B, ...), or (T, n, ...) together with `trajectories` and `hidden` if recurrent."""
-
-    obs: Obs
-    critic_obs: Obs
-    actions: Tensor
-    values: Tensor
-    advantages: Tensor
-    returns: Tensor
-    old_actions_log_prob: Tensor
-    old_params: dict[str, Tensor]
-    valid: Tensor | None
-    hidden: dict[str, Tensor]
-    trajectories: Trajectories | None
-
-    def mean(self, x: Tensor) -> Tensor:
-        """Mean of a per-step quantity over the steps that count."""
-        return masked_mean(x, self.valid)
-
-    @property
-    def masks(self) -> Tensor | None:
-        """(T, M) mask of real steps in the padded layout, None for flat batches."""
-        if self.trajectories is None:
-            return None
-        row, column, total = self.trajectories
-        masks = torch.zeros(len(row), total, dtype=torch.bool, device=row.device)
-        masks[row, column] = True
-        return masks
-
-
-class Transition:
-    """What one step of N environments leaves for the storage; names are those of the declared fields' sources."""
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget the step."""
-        self.observations: Obs | None = None
-        self.critic_observations: Obs | None = None
-        self.actions: Tensor | None = None
-        self.rewards: Tensor | None = None
-        self.dones: Tensor | None = None
-        self.values: Tensor | None = None
-        self.actions_log_prob: Tensor | None = None
-        self.params: dict[str, Tensor] = {}
-        self.hidden: dict[str, Tensor] = {}
-        self.valid: Tensor | None = None
-
-    @property
-    def action_mean(self) -> Tensor | None:
-        """Mean of the Gaussian the action came from."""
-        return self.params.get("mu")
-
-    @property
-    def action_sigma(self) -> Tensor | None:
-        """Standard deviation of the Gaussian the action came from."""
-        return self.params.get("sigma")
+from canter.utils.tree import tree_leaves
 
 
 class RolloutStorage:
@@ -125,6 +56,9 @@ class RolloutStorage:
         self.fields = self.declare_fields()
         self.data = {name: self._zeros(field) for name, field in self.fields.items()}
         self.step = 0
+        self.cursor = torch.zeros(
+            1, dtype=torch.long, device=self.device
+        )  # the same on the device, for captured writes
 
     def declare_fields(self) -> dict[str, Field]:
         """Name, shape and kind of everything that is kept for a step. Extended by subclasses."""
@@ -152,30 +86,46 @@ class RolloutStorage:
 
     def add(self, row: Mapping[str, Tensor]) -> None:
         """Write one (N, ...) row of every named field."""
+        self.check_space()
+        self.write(row)
+        self.step += 1
+
+    def check_space(self) -> None:
+        """Raise if every row is written."""
         if self.step >= self.num_transitions_per_env:
             raise AssertionError(
                 f"Rollout buffer overflow: it holds {self.num_transitions_per_env} steps; call clear() first"
             )
+
+    def write(self, row: Mapping[str, Tensor]) -> None:
+        """Write the row under the cursor and move it on: tensor code alone, the caller counts `step`."""
         for name, value in row.items():
             if name not in self.data:
                 raise KeyError(f"the storage has no field {name!r}; it has {', '.join(self.data)}")
-            target = self.data[name][self.step]
+            target = self.data[name]
             # (N,) goes into (N, 1); a parameter that all environments share, (A,), into (N, A)
-            target.copy_(value.reshape(target.shape) if value.numel() == target.numel() else value)
-        self.step += 1
+            fits = value.numel() == target[0].numel()
+            shaped = value.reshape(1, *target.shape[1:]) if fits else value.expand(1, *target.shape[1:])
+            target.index_copy_(0, self.cursor, shaped.to(target.dtype))
+        self.cursor += 1
 
     def add_transitions(self, transition: Transition) -> None:
         """Write one transition."""
-        given = dict(tree_leaves(vars(transition)))
+        self.add(self.row(vars(transition)))
+
+    def row(self, transition: Mapping[str, Any]) -> dict[str, Tensor]:
+        """What a transition has for every field that comes from one."""
+        given = dict(tree_leaves(transition))
         row = {name: given.get(f.source) for name, f in self.fields.items() if f.source}
         missing = [name for name, value in row.items() if value is None]
         if missing:
             raise ValueError(f"the transition lacks {', '.join(missing)}")
-        self.add(row)  # pyright: ignore[reportArgumentType]
+        return row  # pyright: ignore[reportReturnType]
 
     def clear(self) -> None:
         """Start the next rollout."""
         self.step = 0
+        self.cursor.zero_()
 
     def __getattr__(self, name: str) -> Any:
         data = self.__dict__.get("data", {})
@@ -212,31 +162,49 @@ class RolloutStorage:
         self, num_mini_batches: int, num_epochs: int = 8, generator: torch.Generator | None = None
     ) -> Iterator[MiniBatch]:
         """Flat minibatches; every epoch is a new permutation of all steps."""
+        for _ in range(num_epochs):
+            for index in self.deal_steps(num_mini_batches, generator):
+                yield self.take(index)
+
+    def deal_steps(self, num_mini_batches: int, generator: torch.Generator | None = None) -> Sequence[Tensor]:
+        """All steps in a new order, split into minibatches: flat (T * N) indices."""
         total = self.step * self.num_envs
         if not 1 <= num_mini_batches <= total:
             raise ValueError(f"num_mini_batches={num_mini_batches} does not fit {total} steps")
-        flat = {f.batch: self.data[name][: self.step].flatten(0, 1) for name, f in self.fields.items() if f.batch}
-        for _ in range(num_epochs):
-            order = torch.randperm(total, generator=generator, device=self.device)
-            for index in order.tensor_split(num_mini_batches):
-                yield self._batch({name: data[index] for name, data in flat.items()}, {}, None)
+        return torch.randperm(total, generator=generator, device=self.device).tensor_split(num_mini_batches)
+
+    def take(self, index: Tensor) -> MiniBatch:
+        """The steps at flat indices (B,)."""
+        flat = {f.batch: self.data[name].flatten(0, 1)[index] for name, f in self.fields.items() if f.batch}
+        return self._batch(flat, {}, None)
 
     def recurrent_mini_batch_generator(
         self, num_mini_batches: int, num_epochs: int = 8, generator: torch.Generator | None = None
     ) -> Iterator[MiniBatch]:
         """Minibatches of whole environments (T, n, ...), cut into trajectories; every epoch deals them anew."""
+        for envs, total in self.deal_envs(num_mini_batches, num_epochs, generator):
+            yield self.take_envs(envs, total)
+
+    def deal_envs(
+        self, num_mini_batches: int, num_epochs: int = 1, generator: torch.Generator | None = None
+    ) -> list[tuple[Tensor, int]]:
+        """Environments of each minibatch of each epoch, and how many trajectories they have; one host read."""
         if not 1 <= num_mini_batches <= self.num_envs:
             raise ValueError(f"num_mini_batches={num_mini_batches} does not fit {self.num_envs} environments")
-        starts = episode_starts(self.data["dones"][: self.step].squeeze(-1))  # (T, N)
-        per_env = starts.sum(0)
-        for _ in range(num_epochs):
-            order = torch.randperm(self.num_envs, generator=generator, device=self.device)
-            groups = order.tensor_split(num_mini_batches)
-            totals = torch.stack([per_env[envs].sum() for envs in groups]).tolist()  # the epoch's one host read
-            for envs, total in zip(groups, totals, strict=True):
-                yield self._recurrent_batch(envs, starts[:, envs], int(total))
+        per_env = self._starts().sum(0)
+        groups = [
+            envs
+            for _ in range(num_epochs)
+            for envs in torch.randperm(self.num_envs, generator=generator, device=self.device).tensor_split(
+                num_mini_batches
+            )
+        ]
+        totals = torch.stack([per_env[envs].sum() for envs in groups]).tolist()
+        return list(zip(groups, map(int, totals), strict=True))
 
-    def _recurrent_batch(self, envs: Tensor, starts: Tensor, total: int) -> MiniBatch:
+    def take_envs(self, envs: Tensor, total: int) -> MiniBatch:
+        """The rollouts of some environments, cut into `total` trajectories (or fewer: no step points at spare ones)."""
+        starts = self._starts()[:, envs]
         row, column = trajectory_index(starts)
         first = start_positions(starts, column, total)
         hidden = {
@@ -244,6 +212,9 @@ class RolloutStorage:
         }  # (M, S, L, H)
         fields = {f.batch: self.data[name][: self.step, envs] for name, f in self.fields.items() if f.batch}
         return self._batch(fields, hidden, Trajectories(row, column, total))
+
+    def _starts(self) -> Tensor:
+        return episode_starts(self.data["dones"][: self.step].squeeze(-1))  # (T, N)
 
     def _batch(
         self, fields: Mapping[str, Tensor], hidden: dict[str, Tensor], trajectories: Trajectories | None
@@ -260,33 +231,3 @@ class RolloutStorage:
     def _zeros(self, field: Field) -> Tensor:
         shape = (self.num_transitions_per_env, self.num_envs, *field.shape)
         return torch.zeros(shape, dtype=field.dtype, device=self.device)
-
-
-def is_absent(shape: Any) -> bool:
-    """Whether a documented shape argument means "there is none": None or [None]."""
-    return shape is None or (not isinstance(shape, Mapping) and len(shape) > 0 and shape[0] is None)
-
-
-def observation_fields(name: str, shape: Any, batch: str, source: str) -> dict[str, Field]:
-    """One field, or one per leaf of a nested dict of shapes."""
-    if isinstance(shape, Mapping):
-        fields: dict[str, Field] = {}
-        for key, part in shape.items():
-            fields |= observation_fields(f"{name}.{key}", part, f"{batch}.{key}", f"{source}.{key}")
-        return fields
-    if isinstance(shape, Field):
-        return {name: Field(shape.shape, batch, source, shape.dtype)}
-    return {name: Field(tuple(shape), batch, source)}
-
-
-def nested(flat: Mapping[str, Tensor], prefix: str) -> dict[str, Any]:
-    """The leaves named `prefix.a.b` as a nested dict."""
-    tree: dict[str, Any] = {}
-    for name, value in flat.items():
-        if name.startswith(prefix + "."):
-            *path, last = name[len(prefix) + 1 :].split(".")
-            node = tree
-            for key in path:
-                node = node.setdefault(key, {})
-            node[last] = value
-    return tree

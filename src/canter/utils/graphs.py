@@ -1,0 +1,170 @@
+"""Making pure tensor functions fast, in one place.
+
+A function handed to an `Executor` takes and returns tensors (nested in dicts and tuples), may write to tensors in
+place, and does nothing else. On a GPU it is run eagerly at first, for real, and then replayed as a CUDA graph: capture
+executes nothing, so parameters, statistics and random streams are what they would have been without it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+EXECUTIONS = ("auto", "eager", "graph", "compile")
+PRECISIONS = ("tf32", "fp32", "bf16")
+EAGER_CALLS = 2  # libraries and compilers settle in these before a graph is captured
+MAX_GRAPHS = 32  # of one function; beyond it shapes change too often for capture to pay
+
+
+class Executor:
+    """Runs functions eagerly, or as CUDA graphs with compilation inside.
+
+    Args:
+        device: Where the tensors are.
+        execution: "eager", "graph" (capture), "compile" (compile, and capture on a GPU), or "auto": the fastest here.
+        precision: Of matrix products on a GPU: "tf32", "fp32" or "bf16"; weights and everything else stay float32.
+    """
+
+    def __init__(self, device: torch.device, execution: str = "auto", precision: str = "tf32") -> None:
+        for name, value, known in (("execution", execution, EXECUTIONS), ("precision", precision, PRECISIONS)):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        self.device, self.execution, self.precision = device, execution, precision
+        is_cuda = device.type == "cuda"
+        self.uses_graphs = is_cuda and execution != "eager"
+        self.compiles = execution == "compile" or (is_cuda and execution == "auto" and has_triton())
+        self.generators: list[torch.Generator] = []
+        """Streams that captured functions draw from."""
+        self.graphs: dict[Any, Graph] = {}
+        self.calls: dict[Any, int] = {}
+        self.captured: dict[str, int] = {}
+        self.eager_only: set[str] = set()
+        self.owned: set[int] = set()
+
+    def compile(self, fn: Callable[..., T]) -> Callable[..., T]:
+        """The function compiled, where that is on."""
+        return torch.compile(fn, dynamic=False) if self.compiles else fn
+
+    def run(self, name: str, fn: Callable[..., T], *args: Any) -> T:
+        """`fn(*args)`. What a graph returns is overwritten by the next run of the same function."""
+        if not self.uses_graphs or name in self.eager_only:
+            with self.precisely():
+                return fn(*args)
+        leaves: list[Tensor] = []
+        signature = (name, describe(args, leaves), torch.is_inference_mode_enabled())
+        if signature not in self.graphs:
+            self.calls[signature] = self.calls.get(signature, 0) + 1
+            if self.calls[signature] <= EAGER_CALLS or not self._capture(signature, fn, args, leaves):
+                with self.precisely():
+                    return fn(*args)
+        return self.graphs[signature].replay(leaves)
+
+    def _capture(self, signature: Any, fn: Callable[..., Any], args: Any, leaves: Sequence[Tensor]) -> bool:
+        name = signature[0]
+        self.captured[name] = self.captured.get(name, 0) + 1
+        if self.captured[name] > MAX_GRAPHS:
+            return self._give_up(name, f"its shapes changed more than {MAX_GRAPHS} times")
+        try:
+            with self.precisely():
+                graph = Graph(fn, args, leaves, self.generators, self.owned)
+        except Exception as error:
+            torch.cuda.synchronize(self.device)
+            return self._give_up(name, str(error).splitlines()[0] if str(error) else repr(error))
+        self.graphs[signature] = graph
+        self.owned |= {leaf.data_ptr() for leaf in (*graph.inputs, *graph.output_leaves)}
+        return True
+
+    def _give_up(self, name: str, reason: str) -> bool:
+        self.eager_only.add(name)
+        warnings.warn(f"{name!r} cannot be captured as a CUDA graph ({reason}); it runs eagerly, slower", stacklevel=5)
+        return False
+
+    @contextmanager
+    def precisely(self) -> Iterator[None]:
+        """Matrix products in the chosen precision here, and in the user's elsewhere."""
+        if self.device.type != "cuda":
+            yield
+            return
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest" if self.precision == "fp32" else "high")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    def autocast(self) -> Any:
+        """Half-precision matrix products, where asked for."""
+        if self.precision != "bf16" or self.device.type != "cuda":
+            return nullcontext()
+        return torch.autocast("cuda", torch.bfloat16, cache_enabled=False)  # a cached cast would be frozen in a graph
+
+
+class Graph:
+    """One function captured for one set of shapes; inputs are copied into buffers of its own."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: Any,
+        leaves: Sequence[Tensor],
+        generators: Sequence[torch.Generator],
+        owned: set[int],
+    ) -> None:
+        with torch.inference_mode(False):  # what another graph returns is fixed already and needs no copy
+            self.inputs = [leaf if leaf.data_ptr() in owned else leaf.detach().clone() for leaf in leaves]
+        self.graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            self.graph.register_generator_state(generator)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self.graph):
+            self.outputs = fn(*rebuild(args, iter(self.inputs)))
+        self.output_leaves: list[Tensor] = []
+        describe(self.outputs, self.output_leaves)
+
+    def replay(self, leaves: Sequence[Tensor]) -> Any:
+        """Run the graph on these inputs."""
+        for target, leaf in zip(self.inputs, leaves, strict=True):
+            if target.data_ptr() != leaf.data_ptr():
+                target.copy_(leaf)
+        self.graph.replay()
+        return self.outputs
+
+
+def describe(tree: Any, leaves: list[Tensor]) -> Any:
+    """A hashable description of nested containers; their tensors are appended to `leaves`."""
+    if isinstance(tree, Tensor):
+        leaves.append(tree)
+        return (tuple(tree.shape), tree.dtype)
+    if isinstance(tree, Mapping):
+        return tuple((name, describe(part, leaves)) for name, part in tree.items())
+    if isinstance(tree, tuple | list):
+        return (type(tree), *(describe(part, leaves) for part in tree))
+    return tree
+
+
+def rebuild(tree: Any, leaves: Iterator[Tensor]) -> Any:
+    """The same containers with the tensors replaced, in the order of `describe`."""
+    if isinstance(tree, Tensor):
+        return next(leaves)
+    if isinstance(tree, Mapping):
+        return {name: rebuild(part, leaves) for name, part in tree.items()}
+    if isinstance(tree, tuple | list):
+        parts = [rebuild(part, leaves) for part in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    return tree
+
+
+def has_triton() -> bool:
+    """Whether GPU kernels can be compiled here."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
