@@ -62,7 +62,7 @@ def film(
     total, deadline = 0.0, time.monotonic() + seconds
     act.reset()
     obs, _ = env.reset()
-    while len(returns) < num_episodes and len(frames) < MAX_FRAMES and time.monotonic() < deadline:
+    while not frames or (len(returns) < num_episodes and len(frames) < MAX_FRAMES and time.monotonic() < deadline):
         picture = env.render()
         if picture is None:
             raise RuntimeError("the environment gives no pictures")

@@ -1,0 +1,148 @@
+"""Flags are the settings: their names, sentences, defaults and mistakes."""
+
+import dataclasses
+import inspect
+
+import pytest
+
+from canter.algorithms.settings import PPOConfig, PPOSettings, RunSettings
+from canter.cli.options import argument_sentences, given, parse_train, policy_options, preset_name, read_yaml
+from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
+from canter.presets import load_preset
+
+
+def help_text(capsys, *args):
+    with pytest.raises(SystemExit) as stop:
+        parse_train([*args, "--help"])
+    assert stop.value.code == 0
+    return " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+def test_every_setting_is_a_flag_with_its_sentence(capsys):
+    text = help_text(capsys, "CartPole-v1")
+    for field in [*dataclasses.fields(RunSettings), *dataclasses.fields(PPOSettings)]:
+        assert f"--{field.name.replace('_', '-')}" in text
+    assert "Gradients are scaled down to this global norm." in text
+
+
+def test_every_setting_of_the_policy_is_a_flag_with_its_sentence(capsys):
+    text = help_text(capsys, "CartPole-v1", "--policy.class-name", "ActorCriticRecurrent")
+    names = {"actor_hidden_dims", "critic_hidden_dims", "activation", "init_noise_std", "noise_std_type"}
+    names |= {"mu_activation", "orthogonal_init", "squash_actions", "rnn_type", "rnn_hidden_size", "rnn_num_layers"}
+    for name in names:
+        assert f"--policy.{name.replace('_', '-')}" in text
+    assert "Width of the memories." in text
+    assert "--policy.num-actions" not in text
+
+
+def test_the_defaults_are_those_of_the_preset():
+    preset = load_preset("Pendulum-v1")
+    options, config = parse_train(["Pendulum-v1"])
+    assert options.num_envs == preset["num_envs"]
+    assert options.total_timesteps == preset["total_timesteps"]
+    assert config["num_steps_per_env"] == preset["num_steps_per_env"]
+    given_in_preset = {k: v for k, v in preset["algorithm"].items() if k != "class_name"}
+    assert {name: config["algorithm"][name] for name in given_in_preset} == given_in_preset
+    assert config["policy"]["actor_hidden_dims"] == list(preset["policy"]["actor_hidden_dims"])
+
+
+def test_flags_win_over_the_preset_at_every_level():
+    flags = [
+        "--learning-rate",
+        "0.5",
+        "--num-envs",
+        "3",
+        "--policy.actor-hidden-dims",
+        "7",
+        "9",
+        "--no-empirical-normalization",
+    ]
+    options, config = parse_train(["Pendulum-v1", *flags, "--rnd-cfg", "{weight: 1e-3}"])
+    assert options.num_envs == 3
+    assert config["algorithm"]["learning_rate"] == 0.5
+    assert config["algorithm"]["empirical_normalization"] is False
+    assert config["algorithm"]["rnd_cfg"] == {"weight": 0.001}
+    assert config["policy"]["actor_hidden_dims"] == [7, 9]
+
+
+def test_another_policy_class_keeps_what_the_preset_says_of_both(capsys):
+    _, config = parse_train(["CartPole-v1", "--policy.class-name=ActorCriticRecurrent", "--policy.rnn-type", "gru"])
+    assert config["policy"]["class_name"] == "ActorCriticRecurrent"
+    assert config["policy"]["rnn_type"] == "gru"
+    assert config["policy"]["activation"] == load_preset("CartPole-v1")["policy"]["activation"]
+
+
+def test_minibatches_of_a_recurrent_policy_are_at_most_one_per_environment():
+    recurrent = ["LunarLander-v3", "--policy.class-name", "ActorCriticRecurrent"]
+    _, config = parse_train([*recurrent, "--num-envs", "3"])
+    assert config["algorithm"]["num_mini_batches"] <= 3
+    with pytest.raises(ValueError, match="num_mini_batches=7 does not fit 3 environments"):
+        parse_train([*recurrent, "--num-envs", "3", "--num-mini-batches", "7"])
+
+
+def test_more_minibatches_than_steps_are_refused():
+    with pytest.raises(ValueError, match="num_mini_batches=9 does not fit a rollout of 8 steps"):
+        parse_train(["CartPole-v1", "--num-envs", "2", "--num-steps-per-env", "4", "--num-mini-batches", "9"])
+
+
+@pytest.mark.parametrize(
+    ("task", "whose"),
+    [
+        ("CartPole-v1", "CartPole-v1"),
+        ("canter/CartPole", "CartPole-v1"),
+        ("canter/Pendulum", "Pendulum-v1"),
+        ("envpool/HalfCheetah-v5", "HalfCheetah-v5"),
+        ("other/HalfCheetah-v5", "default"),
+        ("canter/PointRobot", "default"),
+        ("Taxi-v3", "default"),
+    ],
+)
+def test_a_task_is_trained_with_the_nearest_preset(task, whose):
+    assert preset_name(task) == whose
+
+
+def test_an_unknown_flag_suggests_the_nearest_and_ends_with_2(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_train(["CartPole-v1", "--learnin-rate", "3"])
+    assert stop.value.code == 2
+    assert "--learning-rate" in capsys.readouterr().err
+
+
+def test_an_unknown_policy_class_is_an_error_that_lists_them():
+    with pytest.raises(ValueError, match="ActorCriticRecurrent"):
+        policy_options("ActorCritc", {})
+
+
+def test_the_seed_is_fixed_unless_asked_otherwise():
+    assert parse_train(["CartPole-v1"])[1]["seed"] == 1
+    assert parse_train(["CartPole-v1", "--seed", "None"])[1]["seed"] is None
+
+
+def test_numbers_with_an_exponent_are_numbers_in_yaml_flags():
+    assert read_yaml("{critic: {lr: 1e-3, name: 1e, n: [2E+4]}}") == {
+        "critic": {"lr": 0.001, "name": "1e", "n": [20000.0]}
+    }
+    with pytest.raises(ValueError, match="is not YAML"):
+        read_yaml("{a: [}")
+
+
+def test_a_flag_is_found_in_all_its_spellings():
+    assert given(["--a-b", "1"], "--a-b") == "1"
+    assert given(["--a_b=x_y"], "--a-b") == "x_y"
+    assert given(["--a-b"], "--a-b") is None
+    assert given([], "--a-b") is None
+
+
+def test_sentences_that_span_lines_are_whole():
+    assert argument_sentences(ActorCriticRecurrent)["rnn_type"] == '"lstm" or "gru".'
+    made = type(
+        "Made", (), {"__doc__": "One.\n\n    Args:\n        a: First\n            and second.\n        b: Third.\n"}
+    )
+    assert argument_sentences(made) == {"a": "First and second.", "b": "Third."}
+
+
+def test_every_declared_setting_has_a_sentence():
+    source = inspect.getsource(inspect.getmodule(PPOConfig))
+    for field in [*dataclasses.fields(RunSettings), *dataclasses.fields(PPOSettings)]:
+        after = source.partition(f"    {field.name}: ")[2].split("\n", 2)[1]
+        assert after.strip().startswith('"""'), field.name

@@ -1,0 +1,89 @@
+"""The command as users run it: a process of its own."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import imageio.v2 as imageio
+import pytest
+
+from canter.utils.checkpoint import load_checkpoint, newest_valid_checkpoint
+
+CANTER = [sys.executable, "-m", "canter.cli"]
+SMALL = ["--num-envs", "4", "--num-steps-per-env", "32", "--num-mini-batches", "2", "--num-learning-epochs", "1"]
+
+
+def canter(*args, cwd):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    return subprocess.run([*CANTER, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_training_ends_with_paths_that_exist_and_a_film_of_the_policy(tmp_path):
+    done = canter("train", "CartPole-v1", *SMALL, "--total-timesteps", "2000", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    rows = dict(re.findall(r"^  (\w+) +(.+)$", done.stdout, re.MULTILINE))
+    assert re.fullmatch(r"\S+ ± \S+ over 20 episodes without noise", rows["return"])
+    for name in ("run", "curve", "video", "checkpoint"):
+        assert (tmp_path / rows[name]).exists(), name
+    assert re.fullmatch(r"runs/CartPole-v1/\d{8}-\d{6}-seed1", rows["run"])
+    assert load_checkpoint(tmp_path / rows["checkpoint"])["total_timesteps"] == 2048
+    assert len(imageio.mimread(tmp_path / rows["video"], memtest=False)) > 1
+
+
+def test_ctrl_c_saves_says_how_to_go_on_and_ends_with_130(tmp_path):
+    flags = ["--total-timesteps", "100000000", "--name", "long", "--no-video", "--eval-interval", "0"]
+    process = subprocess.Popen(
+        [*CANTER, "train", "canter/CartPole", *SMALL, *flags],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    run = tmp_path / "runs/canter/CartPole/long-seed1"
+    deadline = time.monotonic() + 60
+    while not ((run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "continue with: canter resume runs/canter/CartPole/long-seed1" in err
+    assert "Traceback" not in err
+    saved = load_checkpoint(newest_valid_checkpoint(run))
+    assert saved["total_timesteps"] == saved["iter"] * 128 > 0
+
+
+def test_help_comes_without_waiting_for_torch(tmp_path):
+    probe = "import sys; from canter.cli.__main__ import main; main(['--help']); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert "train TASK" in done.stdout
+
+
+def test_importing_canter_leaves_torch_threads_alone():
+    probe = "import torch; n = torch.get_num_threads(); import canter.cli.train, canter.cli.play, canter.runners; "
+    probe += "assert torch.get_num_threads() == n"
+    env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    assert subprocess.run([sys.executable, "-c", probe], env=env, timeout=60).returncode == 0
+
+
+@pytest.mark.slow
+def test_the_documented_way_through_every_command(tmp_path):
+    name = ["--name", "way", "--total-timesteps", "2000", "--no-video"]
+    run = "runs/canter/CartPole/way-seed1"
+    assert canter("train", "canter/CartPole", *SMALL, *name, cwd=tmp_path).returncode == 0
+    assert "mean reward" in canter("eval", run, "--episodes", "4", cwd=tmp_path).stdout
+    assert canter("resume", run, "--total-timesteps", "500", cwd=tmp_path).returncode == 0
+    assert Path(tmp_path, canter("plot", run, cwd=tmp_path).stdout.strip()).is_file()
+    assert canter("play", run, "--video", "film.mp4", cwd=tmp_path).returncode == 0
+    assert len(imageio.mimread(tmp_path / "film.mp4", memtest=False)) > 1
+    assert canter("tasks", cwd=tmp_path).returncode == 0
+    assert canter("check-env", "canter/CartPole", cwd=tmp_path).returncode == 0
+    assert canter("train", "CartPole-v1", "--gama", "1", cwd=tmp_path).returncode == 2

@@ -1,0 +1,367 @@
+"""From training to watching, in this process."""
+
+import json
+import os
+import shutil
+import signal
+
+import gymnasium
+import imageio.v2 as imageio
+import numpy as np
+import pytest
+import torch
+import yaml
+from gymnasium import spaces
+
+from canter.cli import train as train_module
+from canter.cli.__main__ import main
+from canter.cli.plot import label_of
+from canter.cli.runs import nearest_task, new_run_directory, safe_name
+from canter.utils.checkpoint import find_checkpoints, load_checkpoint
+from canter.utils.files import DiskFullError, RunLock
+from canter.utils.logging.jsonl import read_rows
+
+
+def steps_of(run):
+    return [row["step"] for row in read_rows(run / "metrics.jsonl")]
+
+
+def test_train_leaves_everything_in_the_run_directory(train_and_draw, capsys):
+    code, run = train_and_draw("CartPole-v1")
+    assert code == 0
+    assert steps_of(run) == [64, 128, 192, 256]
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["run"]["task"] == "CartPole-v1"
+    assert (config["run"]["num_envs"], config["run"]["total_timesteps"], config["seed"]) == (4, 256, 1)
+    assert load_checkpoint(run / "checkpoint_final.pt")["total_timesteps"] == 256
+    assert json.loads((run / "evaluation.json").read_text())["episodes"] == 2
+    assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    for name in ("", "curve.png", "checkpoint_final.pt"):
+        assert str(run / name) in out
+
+
+def test_evaluation_is_periodic_and_its_best_policy_is_kept(train):
+    _, run = train(steps=640)
+    rewards = [row["eval/mean_reward"] for row in read_rows(run / "metrics.jsonl") if "eval/mean_reward" in row]
+    assert len(rewards) == 10
+    best = json.loads((run / "best.json").read_text())
+    assert best["eval/mean_reward"] == max(rewards)
+    assert load_checkpoint(run / "checkpoint_best.pt")["total_timesteps"] == best["step"]
+
+
+def test_no_periodic_evaluation_with_interval_0(train):
+    _, run = train("canter/CartPole", "--eval-interval", "0")
+    assert not any("eval/mean_reward" in row for row in read_rows(run / "metrics.jsonl"))
+
+
+def test_max_iterations_overrides_the_steps(train):
+    _, run = train("canter/CartPole", "--max-iterations", "2")
+    assert steps_of(run) == [64, 128]
+
+
+def test_eval_prints_the_same_numbers_for_the_same_seed(trained, capsys):
+    run = trained
+    capsys.readouterr()
+    assert main(["eval", str(run), "--episodes", "3", "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert first["episodes"] == 3
+    assert first["eval/min_reward"] <= first["eval/mean_reward"] <= first["eval/max_reward"]
+    main(["eval", str(run), "--episodes", "3", "--json"])
+    assert json.loads(capsys.readouterr().out) == first
+    main(["eval", str(run), "--episodes", "3", "--checkpoint", "best"])
+    assert "checkpoint_best.pt" in capsys.readouterr().out
+
+
+def test_eval_leaves_the_run_directory_as_it_was(trained):
+    run = trained
+    before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
+    main(["eval", str(run), "--episodes", "1"])
+    assert {p: p.stat().st_mtime_ns for p in run.rglob("*")} == before
+
+
+@pytest.mark.parametrize("task", ["canter/CartPole", "CartPole-v1"])
+def test_play_writes_a_video_with_one_frame_per_step(train, task, capsys, tmp_path):
+    _, run = train(task)
+    capsys.readouterr()
+    video = tmp_path / "v.mp4"
+    assert main(["play", str(run), "--video", str(video), "--seed", "3"]) == 0
+    out = capsys.readouterr().out
+    steps = int(float(out.rpartition("return")[2]))
+    frames = imageio.mimread(video, memtest=False)
+    assert len(frames) == steps
+    assert frames[0].shape[2] == 3
+    assert np.abs(frames[0].astype(int) - frames[-1]).max() > 50
+
+
+def test_play_ends_a_film_that_takes_too_long(trained, tmp_path):
+    run = trained
+    main(["play", str(run), "--video", str(tmp_path / "v.gif"), "--seconds", "0.0001", "--episodes", "100"])
+    assert 1 <= len(imageio.mimread(tmp_path / "v.gif")) < 100
+
+
+def test_what_cannot_be_drawn_is_one_line(train, monkeypatch, capsys, tmp_path):
+    _, run = train("CartPole-v1")
+    monkeypatch.setattr("canter.envs.gymnasium.GymVecEnv.render", lambda self: None)
+    assert main(["play", str(run), "--video", str(tmp_path / "v.mp4")]) == 2
+    assert capsys.readouterr().err == "canter: CartPole-v1 could not be drawn: the environment gives no pictures\n"
+
+
+def test_resume_adds_steps_and_remembers_the_new_length(trained, capsys):
+    run = trained
+    assert main(["resume", str(run), "--total-timesteps", "128"]) == 0
+    assert steps_of(run) == [64, 128, 192, 256, 320, 384]
+    assert yaml.safe_load((run / "config.yaml").read_text())["run"]["total_timesteps"] == 384
+    assert "from model_4.pt at step 256" in capsys.readouterr().out
+
+
+def stop_at(monkeypatch, iteration, number):
+    """Send this process a signal when a run has completed `iteration` iterations."""
+    keep_best = train_module.keep_best
+
+    def patched(runner, path):
+        keep_best(runner, path)
+
+        def send(runner, stats):
+            if runner.iteration == iteration:
+                os.kill(os.getpid(), number)
+
+        runner.add_callback("post_iteration", send)
+
+    monkeypatch.setattr(train_module, "keep_best", patched)
+
+
+def test_an_interrupted_and_resumed_run_ends_like_an_uninterrupted_one(train, monkeypatch, capsys):  # row L20
+    _, whole = train(name="whole", steps=384)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 2, signal.SIGINT)
+        code, halves = train(name="halves", steps=384)
+    assert code == 130
+    assert f"canter resume {halves}" in capsys.readouterr().err
+    assert steps_of(halves) == [64, 128]
+    assert main(["resume", str(halves)]) == 0
+    assert steps_of(halves) == steps_of(whole)
+    one, two = (load_checkpoint(run / "checkpoint_final.pt") for run in (whole, halves))
+    assert one["total_timesteps"] == two["total_timesteps"] == 384
+    for name, weights in one["model_state_dict"].items():
+        assert torch.equal(weights, two["model_state_dict"][name]), name
+
+
+def test_sigterm_saves_and_ends_with_143(train, monkeypatch, capsys, tmp_path):
+    stop_at(monkeypatch, 2, signal.SIGTERM)
+    with pytest.raises(SystemExit) as stop:
+        train()
+    assert stop.value.code == 143
+    run = tmp_path / "runs/canter/CartPole/r-seed1"
+    assert load_checkpoint(run / "checkpoint_final.pt")["total_timesteps"] == 128
+    assert f"canter resume {run}" in capsys.readouterr().err
+
+
+def test_resume_drops_what_was_logged_beyond_the_checkpoint(train):
+    _, run = train("canter/CartPole", "--save-interval", "2")
+    newest = find_checkpoints(run)[-1][1]
+    newest.write_bytes(newest.read_bytes()[:1000])
+    with pytest.warns(UserWarning, match=r"SKIPPING the damaged checkpoint .*model_4.pt"):
+        assert main(["resume", str(run)]) == 0
+    assert steps_of(run) == [64, 128, 192, 256]
+
+
+def test_seeds_train_one_run_each_and_are_drawn_together(train_and_draw, tmp_path):
+    train_and_draw("canter/CartPole", "--seeds", "5", "6")
+    runs = tmp_path / "runs/canter/CartPole"
+    assert [yaml.safe_load((runs / f"r-seed{k}/config.yaml").read_text())["seed"] for k in (5, 6)] == [5, 6]
+    assert (runs / "r-seeds.png").is_file()
+    first, second = (load_checkpoint(runs / f"r-seed{k}/checkpoint_final.pt")["model_state_dict"] for k in (5, 6))
+    assert not torch.equal(first["actor.0.weight"], second["actor.0.weight"])
+
+
+def test_plot_draws_one_run_and_whole_folders(trained, tmp_path, capsys):
+    run = trained
+    shutil.copytree(run, run.with_name("r-seed2"))
+    (run / "curve.png").unlink()
+    assert main(["plot", str(run)]) == 0
+    assert (run / "curve.png").is_file()
+    out = tmp_path / "all.svg"
+    assert main(["plot", str(tmp_path / "runs"), "--out", str(out), "--metrics", "train/value_loss"]) == 0
+    assert "<svg" in out.read_text()
+    assert label_of(run) == label_of(run.with_name("r-seed2")) == "CartPole r"
+
+
+def test_plot_of_an_unknown_metric_lists_what_there_is(trained, capsys):
+    run = trained
+    assert main(["plot", str(run), "--metrics", "nope"]) == 2
+    err = capsys.readouterr().err
+    assert "'nope'" in err
+    assert "train/value_loss" in err
+
+
+# ---------------------------------------------------------------------- mistakes and their exit codes
+def mistake(capsys, *args):
+    capsys.readouterr()
+    code = main(list(args))
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1, err
+    return code, err
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["train"], "canter tasks"),
+        (["train", "CartPol-v1"], "did you mean 'CartPole-v1'"),
+        (["train", "canter/CartPoles"], "CartPole"),
+        (["train", "nowhere/CartPole-v1"], "'nowhere/CartPole-v1'"),
+        (["train", "LunarLander-v1"], "LunarLander"),
+        (["train", "CartPole-v1", "--device", "cuda:99"], "'cuda:99' is not available"),
+        (["train", "CartPole-v1", "--schedule", "linaer"], "schedule must be one of"),
+        (["train", "CartPole-v1", "--algorithm", "pppo"], "did you mean 'ppo'"),
+        (["train", "CartPole-v1", "--optimizer-class-name", "Adm"], "did you mean 'adam'"),
+        (["train", "CartPole-v1", "--rnd-cfg", "{wight: 1}"], "did you mean 'weight'"),
+        (["eval", "runs/nothing"], "there is no run directory runs/nothing"),
+        (["resume", "."], "no config.yaml"),
+        (["plot", "nothing"], "there is no run in nothing"),
+        (["check-env", "CartPole-v9"], "CartPole"),
+        (["trian"], "did you mean 'train'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(args, says, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, err = mistake(capsys, *args)
+    assert code == 2
+    assert says in err
+    assert err.startswith("canter: ")
+    assert list(tmp_path.rglob("*seed*")) == [], "a run that never began leaves no directory"
+
+
+def test_a_run_that_exists_is_not_written_over(trained, train, capsys):
+    run = trained
+    code, _ = train()
+    assert code == 2
+    assert f"canter resume {run}" in capsys.readouterr().err
+
+
+def test_a_missing_checkpoint_names_those_there_are(trained, capsys):
+    run = trained
+    code, err = mistake(capsys, "eval", str(run), "--checkpoint", "model_7.pt")
+    assert code == 2
+    assert "model_4.pt" in err
+
+
+@pytest.mark.parametrize(("task", "extra"), [("HalfCheetah-v5", "mujoco"), ("LunarLander-v3", "box2d")])
+def test_a_missing_extra_names_the_command_that_installs_it(task, extra, monkeypatch, capsys):
+    def missing(*args, **kwargs):
+        raise gymnasium.error.DependencyNotInstalled("not here")
+
+    monkeypatch.setattr("canter.cli.runs.make_env", missing)
+    code, err = mistake(capsys, "train", task)
+    assert code == 2
+    assert f'pip install "canter[{extra}]"' in err
+
+
+class Nan(gymnasium.Env):
+    observation_space = spaces.Box(-1, 1, (2,))
+    action_space = spaces.Discrete(2)
+    count = 0
+
+    def reset(self, seed=None, options=None):
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.count += 1
+        return np.full(2, np.nan if self.count == 20 else 0.0, np.float32), 0.0, False, False, {}
+
+
+def test_nan_in_an_observation_ends_with_5(train, capsys):
+    gymnasium.register("canter-test/Nan-v0", Nan)
+    try:
+        code, _ = train("canter-test/Nan-v0", "--eval-interval", "0")
+    finally:
+        del gymnasium.registry["canter-test/Nan-v0"]
+    assert code == 5
+    assert "NaN" in capsys.readouterr().err
+
+
+def test_a_run_in_use_ends_with_6_and_is_not_touched(trained, capsys):
+    run = trained
+    before = (run / "metrics.jsonl").read_bytes()
+    with RunLock(run):
+        code, err = mistake(capsys, "resume", str(run), "--total-timesteps", "64")
+    assert code == 6
+    assert f"pid {os.getpid()}" in err
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_full_disk_ends_with_6(train, monkeypatch, capsys):
+    def full(path, state):
+        raise DiskFullError(f"disk full: {path}")
+
+    monkeypatch.setattr("canter.runners.checkpoints.save_checkpoint", full)
+    with pytest.warns(UserWarning, match="no emergency checkpoint"):
+        code, _ = train()
+    assert code == 6
+    assert "disk full" in capsys.readouterr().err
+
+
+def test_checkpoints_that_are_all_damaged_end_with_6(trained, capsys):
+    run = trained
+    for path in run.glob("model_*.pt"):
+        path.write_bytes(b"garbage")
+    with pytest.warns(UserWarning, match="SKIPPING"):
+        code, err = mistake(capsys, "eval", str(run))
+    assert code == 6
+    assert "model_4.pt" in err
+
+
+def test_the_traceback_is_there_for_who_asks(monkeypatch):
+    monkeypatch.setenv("CANTER_TRACEBACK", "1")
+    with pytest.raises(Exception, match="CartPol-v1"):
+        main(["train", "CartPol-v1"])
+
+
+# ---------------------------------------------------------------------- small commands and names
+def test_tasks_lists_every_preset_and_finds_others(capsys):
+    assert main(["tasks"]) == 0
+    out = capsys.readouterr().out
+    for task in ("CartPole-v1", "LunarLanderContinuous-v3", "HalfCheetah-v5", "canter/CartPole"):
+        assert task in out
+    assert "Blackjack-v1" not in out
+    main(["tasks", "blackj"])
+    out = capsys.readouterr().out
+    assert "Blackjack-v1" in out
+    assert "CartPole-v1" not in out
+
+
+def test_check_env_reports_and_its_exit_code_is_the_verdict(capsys):
+    assert main(["check-env", "CartPole-v1", "--num-steps", "50"]) == 0
+    assert "time-outs continue with the value of the final observation" in capsys.readouterr().out
+    gymnasium.register("canter-test/Nan-v0", Nan)
+    try:
+        assert main(["check-env", "canter-test/Nan-v0", "--num-steps", "50"]) == 1
+    finally:
+        del gymnasium.registry["canter-test/Nan-v0"]
+
+
+def test_the_overview_names_every_command(capsys):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for command in ("train", "resume", "eval", "play", "plot", "tasks", "check-env"):
+        assert f"  {command} " in out or f"  {command}:" in out
+
+
+def test_run_directories_stay_below_the_runs_directory(tmp_path):
+    path = new_run_directory(tmp_path, "../../etc/passwd", "../x", 3)
+    assert path.resolve().is_relative_to(tmp_path)
+    assert path.name == ".._x-seed3".lstrip(".")
+    assert safe_name("a:b c/d") == "a_b_c_d"
+
+
+def test_two_unnamed_runs_in_one_second_get_two_directories(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.strftime", lambda form: "20260101-000000")
+    first = new_run_directory(tmp_path, "CartPole-v1", None, 1)
+    first.mkdir(parents=True)
+    assert first == tmp_path / "CartPole-v1/20260101-000000-seed1"
+    assert new_run_directory(tmp_path, "CartPole-v1", None, 1).name == "20260101-000000-2-seed1"
+
+
+def test_a_task_like_no_other_points_to_the_list():
+    assert "canter tasks" in nearest_task("qqqqqqqqqqqq")
