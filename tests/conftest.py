@@ -160,7 +160,7 @@ def snapshot():
 
 
 def _same(a, b):
-    return torch.equal(a, b) if torch.is_tensor(a) else a == b
+    return torch.is_tensor(b) and torch.equal(a, b) if torch.is_tensor(a) else a == b
 
 
 @pytest.fixture
