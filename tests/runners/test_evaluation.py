@@ -1,0 +1,227 @@
+"""Deterministic episodes with fair quotas that leave the training alone, and the policy that is handed out."""
+
+import gymnasium
+import pytest
+import torch
+
+from canter.envs.torch_envs import MaskedCartPole, PointRobot
+from canter.runners.evaluation import episode_quotas, run_episodes, summarize
+
+GRU = {"class_name": "ActorCriticRecurrent", "rnn_type": "gru", "rnn_hidden_size": 6}
+
+
+def test_quotas_give_every_environment_its_share():  # 7.5
+    assert episode_quotas(7, 3).tolist() == [3, 2, 2]
+    assert episode_quotas(2, 3).tolist() == [1, 1, 0]
+    assert episode_quotas(6, 3).tolist() == [2, 2, 2]
+
+
+def test_the_statistics_of_known_episodes(make_runner, counting):  # row L22
+    runner = make_runner(counting((2, 3, 5)))
+    result = runner.eval(4)  # quotas 2, 1, 1: returns 3, 3, 306, 1015
+    assert result["eval/mean_reward"] == 331.75
+    assert result["eval/std_reward"] == pytest.approx((683646.75 / 4) ** 0.5)  # of the population
+    assert (result["eval/min_reward"], result["eval/max_reward"]) == (3.0, 1015.0)
+    assert result["eval/mean_length"] == (2 + 2 + 3 + 5) / 4
+    assert set(result) == {
+        f"eval/{name}" for name in ("mean_reward", "std_reward", "min_reward", "max_reward", "mean_length")
+    }
+
+
+def test_short_episodes_do_not_count_more_often(make_runner, counting):  # BUG-60
+    assert make_runner(counting((1, 9))).eval(2)["eval/mean_length"] == 5.0
+
+
+def test_evaluation_starts_from_a_reset_and_is_deterministic(make_runner):  # row L23
+    runner = make_runner(PointRobot(4, max_episode_length=6), eval_env=PointRobot(4, seed=3, max_episode_length=6))
+    runner.learn(1)
+    state = runner.eval_env.get_state()
+    results = []
+    for _ in range(2):
+        runner.eval_env.set_state(state)
+        results.append(runner.eval(4))
+    assert results[0] == results[1]
+    seen = []
+    runner.policy.sample_action = lambda *args: seen.append(args)
+    runner.eval(4)
+    assert seen == []
+
+
+def test_recurrent_policies_forget_at_every_episode_end(make_runner):  # 7.5
+    runner = make_runner(policy=GRU)
+    memories = []
+
+    def act(obs):
+        memories.append(act.inner.hidden["memory_a"].clone() if act.inner.hidden else None)
+        return act.inner(obs)
+
+    act.inner = runner.get_inference_policy()
+    act.reset = act.inner.reset
+    run_episodes(act, PointRobot(2, max_episode_length=3), 4)
+    assert memories[0] is None
+    assert [bool(m.any()) for m in memories[1:]] == [True, True, False, True, True]
+
+
+def test_an_impossible_number_of_episodes_is_refused(make_runner):  # 7.5
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        make_runner().eval(0)
+
+
+def test_episodes_that_never_end_are_an_error_that_says_what_to_do(make_runner, counting):  # 7.5
+    runner = make_runner(counting((10**9, 2), max_episode_length=4))
+    with pytest.raises(RuntimeError, match=r"only 1 of 2 evaluation episodes ended within 6 steps.*max_steps"):
+        runner.eval(2)
+    with pytest.raises(RuntimeError, match="within 11 steps"):
+        runner.eval(2, max_steps=11)
+    assert runner.policy.training
+
+
+def test_evaluation_restores_modes_and_statistics(make_runner):  # row L24
+    runner = make_runner(algorithm={"empirical_normalization": True, "normalize_rewards": True})
+    runner.learn(2)
+    before = {name: value.clone() for name, value in runner.policy.obs_normalizer.state_dict().items()}
+    runner.eval(3)
+    assert all(torch.equal(before[name], value) for name, value in runner.policy.obs_normalizer.state_dict().items())
+    assert runner.policy.training
+    assert runner.policy.obs_normalizer.training
+    runner.eval_mode()
+    runner.eval(3)
+    assert not runner.policy.training
+    runner.learn(1)
+
+
+@pytest.mark.parametrize("policy", [{}, GRU])
+@pytest.mark.parametrize("where", ["eval_env", "training_env", "global_noise"])
+def test_periodic_evaluation_changes_nothing_in_the_training(
+    make_runner, resume_cases, differing, tmp_path, where, policy
+):
+    """Rows L24, L31; bit for bit, the whole checkpoint."""
+    cls = resume_cases.NoisyRobot if where == "global_noise" else PointRobot
+    everything = {"empirical_normalization": True, "normalize_rewards": True}
+    for name, interval in (("with", 2), ("without", None)):
+        torch.manual_seed(0)
+        resume_cases.random.seed(0)
+        resume_cases.np.random.seed(0)
+        eval_env = None if where == "training_env" else cls(2, seed=8, max_episode_length=5)
+        runner = make_runner(
+            cls(3, max_episode_length=7),
+            policy=policy,
+            algorithm=everything,
+            eval_env=eval_env,
+            eval_episodes=3,
+            **({} if interval is None else {"eval_interval": interval}),
+        )
+        history = runner.learn(4).history
+        assert [i for i, row in enumerate(history) if "eval/mean_reward" in row] == ([1, 3] if interval else [])
+        runner.save(tmp_path / f"{name}.pt")
+    assert differing(tmp_path / "with.pt", tmp_path / "without.pt") == ["config.eval_interval"]
+
+
+def test_the_evaluation_environment_is_the_one_that_is_stepped(make_runner, counting):  # row L31
+    env, eval_env = counting((2, 2)), counting((3, 4))
+    runner = make_runner(env, eval_env=eval_env)
+    assert runner.eval(2)["eval/mean_length"] == 3.5
+    assert (env.num_steps, eval_env.num_steps) == (0, 4)
+    assert eval_env.num_resets == 1
+
+
+def test_without_any_way_back_the_training_continues_from_fresh_episodes(make_runner, counting):  # 7.5
+    env = counting((3, 50), max_episode_length=60)
+    runner = make_runner(env, policy=GRU, num_steps_per_env=4, algorithm={"normalize_rewards": True})
+    runner.learn(1)
+    assert runner.stats.tracker.cur_episode_length.tolist() == [1, 4]
+    assert runner.alg.return_scaler.returns.any()
+    resets = env.num_resets
+    runner.eval(1)
+    assert env.num_resets == resets + 2  # one to begin with, one to go on
+    assert runner.stats.tracker.cur_episode_length.tolist() == [0, 0]
+    assert runner.obs[:, 1].tolist() == [0.0, 0.0]
+    assert not runner.alg.return_scaler.returns.any()
+    assert not runner.policy.memory_a.state.any()
+    runner.learn(1)
+    assert list(runner.lenbuffer) == [3, 3]
+
+
+def test_an_environment_that_can_be_put_back_is(make_runner, counting):  # 7.5
+    env = counting((50, 50), can_restore=True, max_episode_length=60)
+    runner = make_runner(env)
+    runner.learn(1)
+    env.lengths = torch.tensor([2, 2])
+    runner.eval(2)
+    env.lengths = torch.tensor([50, 50])
+    assert env.t.tolist() == [4.0, 4.0]
+    assert runner.stats.tracker.cur_episode_length.tolist() == [4, 4]
+
+
+def test_a_failing_evaluation_puts_the_environment_back(make_runner, counting):
+    env = counting((10**9,), can_restore=True, max_episode_length=3)
+    runner = make_runner(env, algorithm={"num_mini_batches": 1})
+    runner.learn(1)
+    with pytest.raises(RuntimeError, match="evaluation episodes"):
+        runner.eval(1)
+    assert env.t.tolist() == [4.0]
+
+
+# ------------------------------------------------------------------ the policy that is handed out
+@pytest.mark.parametrize("policy", [{}, GRU])
+def test_the_inference_policy_takes_raw_observations_and_freezes(make_runner, policy):  # row R17
+    runner = make_runner(policy=policy, algorithm={"empirical_normalization": True})
+    runner.learn(3)
+    normalizer = runner.policy.obs_normalizer
+    act, count = runner.get_inference_policy(), int(normalizer.count)
+    assert not runner.policy.training
+    obs = 5.0 * torch.randn(4, 6)
+    expected = runner.policy.actor_params(normalizer.normalize(obs), context(runner, 4))["mu"]
+    assert torch.equal(act(obs), expected)
+    assert not act(obs).requires_grad
+    assert int(normalizer.count) == count
+    runner.learn(1)
+    assert runner.policy.training
+
+
+def context(runner, num_envs):
+    from canter.modules.policy import Context
+
+    return Context(runner.policy.initial_hidden(num_envs))
+
+
+def test_the_inference_policy_keeps_and_resets_its_own_memory(make_runner):  # row R17
+    runner = make_runner(policy=GRU)
+    runner.learn(1)
+    act, obs = runner.get_inference_policy(), torch.ones(3, 6)
+    training_memory = runner.policy.memory_a.state.clone()
+    first = act(obs)
+    second = act(obs)
+    assert not torch.equal(first, second)
+    act.reset(torch.tensor([1, 0, 0]))  # numbers, as some environments give
+    third = act(obs)
+    assert torch.equal(third[0], first[0])
+    assert not torch.equal(third[1], first[1])
+    act.reset()
+    assert torch.equal(act(obs), first)
+    assert act(torch.ones(5, 6)).shape == (5, 2)  # another number of environments starts anew
+    assert torch.equal(runner.policy.memory_a.state, training_memory)
+
+
+def test_another_device_gets_a_copy(make_runner):  # row R17
+    runner = make_runner()
+    same, copied = runner.get_inference_policy("cpu"), runner.get_inference_policy("meta")
+    assert same.policy is runner.policy
+    assert copied.policy is not runner.policy
+    assert next(copied.policy.parameters()).device.type == "meta"
+    assert next(runner.policy.parameters()).device.type == "cpu"
+
+
+def test_discrete_actions_come_as_the_environment_wants_them(make_runner):
+    runner = make_runner(MaskedCartPole(3))
+    assert runner.get_inference_policy()(torch.zeros(3, 2)).shape == (3,)
+
+
+def test_on_step_sees_every_step_and_gymnasium_envs_evaluate(make_runner):
+    env = gymnasium.make("CartPole-v1")
+    runner = make_runner(env, policy={}, algorithm={"num_mini_batches": 1})
+    seen = []
+    returns, lengths = run_episodes(runner.get_inference_policy(), runner.env, 2, on_step=lambda e: seen.append(e))
+    assert len(seen) == sum(lengths)
+    assert returns == [float(length) for length in lengths]
+    assert summarize([1.0, 3.0], [1, 2])["eval/std_reward"] == 1.0

@@ -1,0 +1,376 @@
+"""Both documented ways in, how long `learn` runs, what it returns, and one rollout step."""
+
+import math
+import warnings
+
+import gymnasium
+import pytest
+import torch
+
+from canter.algorithms import PPO, PPOConfig
+from canter.envs import GymVecEnvContinuous
+from canter.envs.torch_envs import CartPole, PointRobot
+from canter.modules.actor_critic import ActorCritic
+from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
+from canter.modules.actors import MLPActor, MLPCritic
+from canter.modules.normalizer import EmpiricalNormalization, NoNormalization
+from canter.runners import LearnResult, OnPolicyRunner, Runner, build_runner
+
+SMALL = {"hidden_dims": [8]}
+
+
+def test_flat_and_nested_dicts_give_the_same_run(tiny, differing, weights):  # row R01
+    flat = tiny(algorithm={"entropy_coef": 0.01}, empirical_normalization=True)
+    nested = {
+        "runner": {"policy_class_name": "ActorCritic", "algorithm_class_name": "PPO", "seed": 1},
+        "algorithm": {name: value for name, value in flat["algorithm"].items() if name != "class_name"},
+        "policy": {name: value for name, value in flat["policy"].items() if name != "class_name"},
+    }
+    nested["runner"] |= {"num_steps_per_env": 4, "save_interval": 0, "empirical_normalization": True}
+    runners = [OnPolicyRunner(PointRobot(4), cfg, device="cpu", show_progress=False) for cfg in (flat, nested)]
+    for runner in runners:
+        runner.learn(2)
+        assert runner.alg.entropy_coef == 0.01
+    assert differing(*map(weights, runners)) == []
+    other = OnPolicyRunner(PointRobot(4), {**flat, "seed": 2}, show_progress=False)
+    other.learn(2)
+    assert differing(weights(runners[0]), weights(other))
+
+
+def test_the_runner_builds_policy_algorithm_storage_and_normalisers(make_runner):  # row R02
+    env = PointRobot(5)
+    runner = make_runner(
+        env,
+        policy={"class_name": "ActorCriticRecurrent", "rnn_type": "gru", "rnn_hidden_size": 6},
+        algorithm={"gamma": 0.9, "empirical_normalization": True},
+        num_steps_per_env=3,
+    )
+    assert type(runner.alg) is PPO
+    assert type(runner.policy) is ActorCriticRecurrent
+    assert runner.alg.gamma == 0.9
+    assert isinstance(runner.policy.obs_normalizer, EmpiricalNormalization)
+    assert runner.alg.obs_normalizer is runner.policy.obs_normalizer
+    storage = runner.alg.rollout
+    assert storage.observations.shape == (3, 5, 6)
+    assert storage.privileged_observations.shape == (3, 5, 9)
+    assert storage.data["hidden.memory_a"].shape == (3, 5, 1, 1, 6)
+    assert isinstance(make_runner(env).policy.obs_normalizer, NoNormalization)
+
+
+def test_storage_settings_are_forwarded_and_checked(make_runner):  # row R02
+    with pytest.raises(TypeError, match="no_such"):
+        make_runner(storage={"no_such": 1})
+
+
+def test_dict_observations_reach_the_policy_as_named_segments(make_runner):  # row R02
+    class Split(PointRobot):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            box = gymnasium.spaces.Box(-math.inf, math.inf, (2,))
+            self.obs_space = self.critic_obs_space = gymnasium.spaces.Dict({"velocity": box, "command": box})
+            self.obs_segments = self.critic_obs_segments = None
+
+        def observe(self, state):
+            return {"velocity": state["measured"].clone(), "command": state["command"].clone()}
+
+    runner = make_runner(Split(4))
+    runner.learn(1)
+    assert runner.policy.obs_segments == {"velocity": (2,), "command": (2,)}
+    assert runner.alg.rollout.observations.shape == (4, 4, 4)
+
+
+def test_the_documented_snippet_trains_pendulum():  # row R28
+    env = GymVecEnvContinuous([lambda: gymnasium.make("Pendulum-v1") for _ in range(2)])
+    runner = OnPolicyRunner(
+        env=env,
+        algorithm="ppo",
+        actor_class=MLPActor,
+        critic_class=MLPCritic,
+        actor_cfg=SMALL,
+        critic_cfg=SMALL,
+        cfg=PPOConfig(num_steps_per_env=8, seed=1),
+        device="cpu",
+        show_progress=False,
+    )
+    runner.learn(total_timesteps=32)
+    assert runner.iteration == 2
+    assert runner.policy.actor is not runner.policy.critic
+    runner.close()
+
+
+def test_a_ready_agent_is_used_as_it_is():  # row R29
+    env = PointRobot(4)
+    cfg = PPOConfig(num_steps_per_env=4, num_mini_batches=2)
+    agent = PPO(env=env, cfg=cfg, actor_class=MLPActor, critic_class=MLPCritic, actor_cfg=SMALL, critic_cfg=SMALL)
+    storage = agent.storage
+    runner = OnPolicyRunner(agent=agent, env=env, cfg=cfg, show_progress=False)
+    assert runner.agent is agent
+    assert runner.alg.storage is storage
+    runner.learn(1)
+    assert OnPolicyRunner(env, agent, show_progress=False).agent is agent  # the algorithm in place of the dict
+
+
+def test_an_agent_of_another_number_of_environments_gets_new_storage():
+    agent = PPO(ActorCritic(6, 9, 2, actor_hidden_dims=[8], critic_hidden_dims=[8]), num_mini_batches=2)
+    agent.init_obs_norm(6, 9)
+    agent.init_storage(2, 24, [6], [9], [2])
+    runner = OnPolicyRunner(PointRobot(3), agent, show_progress=False)
+    runner.learn(1)
+    assert agent.rollout.num_envs == 3
+
+
+def test_the_config_of_a_ready_agent_is_its_own():
+    agent = PPO(ActorCritic(6, 9, 2, actor_hidden_dims=[8], critic_hidden_dims=[8]), clip_param=0.1, learning_rate=0.5)
+    agent.lr.fill_(0.25)
+    config = OnPolicyRunner(PointRobot(3), agent, show_progress=False).config()["algorithm"]
+    assert (config["clip_param"], config["learning_rate"], config["num_learning_epochs"]) == (0.1, 0.5, 1)
+
+
+def test_ppo_learns_evaluates_and_saves_through_a_runner(monkeypatch, tmp_path):  # row P65
+    cfg = PPOConfig(num_steps_per_env=4, num_mini_batches=2)
+    classes = {"actor_class": MLPActor, "critic_class": MLPCritic, "actor_cfg": SMALL, "critic_cfg": SMALL}
+    agent = PPO(env=PointRobot(4, max_episode_length=5), cfg=cfg, **classes)
+    agent.learn(total_timesteps=32)
+    assert agent.runner().tot_timesteps == 32
+    assert agent.eval(2)["eval/mean_length"] == 5
+    agent.save(tmp_path / "agent.pt")
+    assert agent.load(tmp_path / "agent.pt") is None
+    calls = []
+    monkeypatch.setattr(Runner, "learn", lambda self, *args, **kwargs: calls.append((args, kwargs)))
+    agent.learn(3, total_timesteps=7)
+    assert calls == [((3,), {"total_timesteps": 7})]
+    with pytest.raises(ValueError, match=r"need an environment"):
+        PPO(ActorCritic(6, 9, 2)).learn(1)
+
+
+def test_learn_adds_iterations(make_runner):  # rows R04, L34
+    runner = make_runner()
+    runner.learn(2)
+    runner.learn(3)
+    assert runner.iteration == runner.current_learning_iteration == 5
+    assert runner.tot_timesteps == 5 * 16
+
+
+def test_total_timesteps_round_up_and_add(make_runner):  # rows R30, L34
+    runner = make_runner(PointRobot(24))  # T * N = 96
+    runner.learn(total_timesteps=100)
+    assert (runner.iteration, runner.tot_timesteps) == (2, 192)
+    runner.learn(total_timesteps=100)
+    assert (runner.iteration, runner.tot_timesteps) == (4, 384)
+    runner.learn(1, total_timesteps=10_000)  # iterations come first
+    assert runner.iteration == 5
+
+
+def test_without_a_length_max_iterations_is_the_goal(make_runner):
+    runner = make_runner(max_iterations=3)
+    runner.learn(1)
+    runner.learn()
+    assert runner.iteration == 3
+    runner.learn()
+    assert runner.iteration == 3
+    with pytest.raises(ValueError, match=r"learn\(iterations\)"):
+        make_runner().learn()
+
+
+def test_learning_for_no_time_is_allowed(make_runner):
+    runner = make_runner(algorithm={"schedule": "linear"})
+    assert runner.learn(0).history == []
+    assert runner.iteration == 0
+
+
+def test_learn_returns_robot_metrics_and_history(make_runner):  # rows R05, R22
+    runner = make_runner()
+    result = runner.learn(2)
+    velrmsd, cot = result
+    assert isinstance(result, LearnResult)
+    assert velrmsd == runner.metrics_velrmsd == pytest.approx(float(runner.env.tracking_error.mean()))
+    assert cot == runner.metrics_CoT == pytest.approx(float(runner.env.CoT.mean()))
+    assert len(result.history) == 2
+    assert result.history[1]["eval/velrmsd"] == velrmsd
+
+
+def test_robot_metrics_are_read_from_the_environment(make_runner, counting):  # rows E15, R10
+    env = counting()
+    env.tracking_error, env.CoT = torch.tensor([0.2, 0.4, 0.3]), 0.7
+    runner = make_runner(env)
+    runner.evaluation()
+    assert (runner.metrics_velrmsd, runner.metrics_CoT) == pytest.approx((0.3, 0.7))
+    assert env.num_steps == 0
+    plain = make_runner(counting())
+    result = plain.learn(1)
+    assert math.isnan(plain.metrics_velrmsd)
+    assert math.isnan(plain.metrics_CoT)
+    assert "eval/velrmsd" not in result.history[0]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("policy", [{}, {"class_name": "ActorCriticRecurrent", "rnn_hidden_size": 6}])
+def test_rollouts_run_in_inference_mode_unless_told_otherwise(make_runner, enabled, policy):  # row R06
+    seen = []
+
+    class Spy(PointRobot):
+        def step(self, actions):
+            seen.append((torch.is_inference_mode_enabled(), actions.requires_grad))
+            return super().step(actions)
+
+    runner = make_runner(Spy(4), inference_mode_rollout=enabled, policy=policy)
+    runner.learn(2)
+    assert set(seen) == {(enabled, False)}
+    assert not runner.alg.rollout.values.requires_grad
+
+
+def test_a_rollout_step_stores_raw_observations(make_runner):  # row R09
+    runner = make_runner(PointRobot(4), algorithm={"empirical_normalization": True})
+    runner.learn(2)  # statistics that would show
+    runner.start(False)
+    assert runner.alg.rollout.step == 0
+    before, critic_before = runner.obs, runner.critic_obs
+    obs, critic_obs, rewards, dones, infos = runner.rollout_step(before, critic_before)
+    storage = runner.alg.rollout
+    assert storage.step == 1
+    assert torch.equal(storage.observations[0], before)
+    assert torch.equal(storage.privileged_observations[0], critic_before)
+    assert torch.equal(storage.rewards[0, :, 0], rewards)
+    assert torch.equal(obs, runner.env.get_observations()[0])
+    assert critic_obs.shape == (4, 9)
+    assert dones.dtype == torch.bool
+    assert "time_outs" in infos
+
+
+def test_modes_reach_policy_and_normalisers(make_runner):  # row R18
+    runner = make_runner(algorithm={"empirical_normalization": True, "normalize_rewards": True})
+    runner.eval_mode()
+    assert not runner.policy.training
+    assert not runner.policy.obs_normalizer.training
+    assert not runner.alg.return_scaler.training
+    runner.train_mode()
+    assert runner.policy.training
+    assert runner.policy.obs_normalizer.training
+    runner.eval_mode()
+    runner.learn(1)  # switches back by itself
+    assert int(runner.policy.obs_normalizer.count) == 16
+
+
+def test_random_episode_ages_are_in_range_and_repeatable(make_runner):  # row E12
+    ages = []
+    for seed in (1, 1, 2):
+        env = PointRobot(64, max_episode_length=50)
+        runner = make_runner(env, seed=seed)
+        runner.init_writer(init_at_random_ep_len=True)
+        ages.append(env.episode_length_buf.clone())
+    assert ages[0].min() >= 0
+    assert ages[0].max() < 50
+    assert len(ages[0].unique()) > 20
+    assert torch.equal(ages[0], ages[1])
+    assert not torch.equal(ages[0], ages[2])
+    runner.learn(1, init_at_random_ep_len=True)
+
+
+def test_an_environment_without_episode_ages_is_a_warning(make_runner, counting):  # row E12
+    class ReadOnly(counting):
+        @property
+        def episode_length_buf(self):
+            return self.t.long()
+
+    for env in (counting(), ReadOnly()):
+        with pytest.warns(UserWarning, match="episode_length_buf"):
+            make_runner(env).learn(1, init_at_random_ep_len=True)
+
+
+def test_nothing_is_written_without_a_directory(make_runner, tmp_path, monkeypatch):  # rows R16, R03
+    monkeypatch.chdir(tmp_path)
+    runner = make_runner(save_interval=1)
+    runner.learn(2)
+    assert runner.writer is None
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="save_dir"):
+        runner.save_checkpoint("x.pt")
+
+
+@pytest.mark.parametrize("has_cuda", [True, False])
+def test_the_device_is_a_gpu_if_there_is_one(monkeypatch, has_cuda):  # row R32
+    from canter.utils.devices import resolve_device
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    assert resolve_device(None).type == ("cuda" if has_cuda else "cpu")
+
+
+def test_runner_arguments_override_a_copy_of_the_config():  # row L29
+    cfg = PPOConfig(num_steps_per_env=4, log_interval=7, save_interval=8, device="cuda:7")
+    runner = OnPolicyRunner(
+        PointRobot(2),
+        cfg=cfg,
+        actor_class=MLPActor,
+        critic_class=MLPCritic,
+        actor_cfg=SMALL,
+        critic_cfg=SMALL,
+        log_interval=3,
+        save_interval=5,
+        eval_interval=6,
+        eval_episodes=4,
+        device="cpu",
+        show_progress=False,
+    )
+    assert (runner.log_interval, runner.save_interval) == (3, 5)
+    assert (runner.cfg.eval_interval, runner.cfg.eval_episodes, runner.alg.device.type) == (6, 4, "cpu")
+    assert (cfg.log_interval, cfg.save_interval, cfg.eval_interval, cfg.device) == (7, 8, None, "cuda:7")
+
+
+def test_log_intervals_default_to_those_of_the_way_in(make_runner):  # 6.1.1
+    assert make_runner().log_interval == 1
+    assert PPOConfig().log_interval == 10
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"rnd_cfg": {"weight": 1.0, "predictor_hidden_dims": [4]}}])
+def test_one_seed_is_one_run(make_runner, differing, weights, algorithm):  # D0
+    states = []
+    for seed in (1, 1, 2):
+        runner = make_runner(PointRobot(4), seed=seed, algorithm=algorithm)
+        runner.learn(2)
+        states.append(weights(runner))
+    assert differing(states[0], states[1]) == []
+    assert differing(states[0], states[2])
+
+
+def test_seeding_a_run_leaves_the_global_generator_alone(make_runner):
+    torch.manual_seed(3)
+    expected = torch.rand(())
+    torch.manual_seed(3)
+    make_runner().learn(1)
+    assert torch.equal(torch.rand(()), expected)
+
+
+def test_an_environment_that_cannot_be_seeded_is_a_warning(make_runner, counting):
+    class NoSeed(counting):
+        def seed(self, seed):
+            raise NotImplementedError("NoSeed cannot be seeded")
+
+    with pytest.warns(UserWarning, match=r"NoSeed cannot be seeded.*differ"):
+        make_runner(NoSeed())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_runner(NoSeed(), seed=None)
+
+
+def test_runners_are_built_by_name(tiny):  # 6.1.9
+    runner = build_runner("OnPolicyRunner", PointRobot(2), tiny(), show_progress=False)
+    assert isinstance(runner, OnPolicyRunner)
+    with pytest.raises(KeyError, match="OnPolicyRunner"):
+        build_runner("OnPolicyRuner", PointRobot(2), tiny())
+
+
+def test_discrete_actions_train(make_runner):
+    runner = make_runner(CartPole(4), algorithm={"schedule": "adaptive"})
+    runner.learn(2)
+    assert runner.alg.rollout.actions.dtype == torch.int64
+
+
+def test_closing_closes_logger_and_environments(make_runner, counting, tmp_path):
+    closed = []
+    env, eval_env = counting(), counting()
+    env.close, eval_env.close = lambda: closed.append("env"), lambda: closed.append("eval")
+    runner = make_runner(env, eval_env=eval_env, log_dir=tmp_path)
+    runner.learn(1)
+    runner.close()
+    assert closed == ["env", "eval"]
+    assert runner.writer is None

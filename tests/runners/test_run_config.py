@@ -1,0 +1,222 @@
+"""From a training dict or a config object to a plan: nothing misspelt is accepted, nothing given is lost."""
+
+import dataclasses
+
+import pytest
+import torch
+import yaml
+
+from canter.algorithms import PPO, REGISTRY, PPOConfig, register_algorithm
+from canter.algorithms.settings import PPOSettings, RunSettings
+from canter.envs.torch_envs import PointRobot
+from canter.modules.actors import MLPActor, MLPCritic
+from canter.runners import OnPolicyRunner
+from canter.runners.run_config import LAUNCHER_KEYS, check_run, config_from, find_algorithm, make_plan, parse_train_cfg
+from canter.utils.config import OTHER_SPELLINGS
+
+SETTINGS = sorted(f.name for f in dataclasses.fields(PPOConfig))
+
+
+def typo(name):
+    return name[:-1] + "z" if len(name) > 4 else name + "zz"
+
+
+# ------------------------------------------------------------------ unknown names, F64
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_typo_of_any_setting_in_the_config_object_names_it(name):
+    with pytest.raises(TypeError, match=f"PPOConfig has no setting '{typo(name)}'; did you mean '"):
+        PPOConfig(**{typo(name): 1})
+
+
+@pytest.mark.parametrize("name", sorted(f.name for f in dataclasses.fields(RunSettings)))
+@pytest.mark.parametrize("section", ["top", "runner"])
+def test_a_typo_at_the_top_of_either_layout_names_the_setting(tiny, name, section):
+    cfg = tiny()
+    cfg |= {typo(name): 1} if section == "top" else {"runner": {typo(name): 1}}
+    with pytest.raises(TypeError, match=f"the training configuration has no setting '{typo(name)}'; did you mean"):
+        parse_train_cfg(cfg)
+
+
+@pytest.mark.parametrize("name", sorted(f.name for f in dataclasses.fields(PPOSettings)))
+def test_a_typo_in_the_algorithm_section_names_the_setting(tiny, name):
+    with pytest.raises(TypeError, match=f"PPO has no setting '{typo(name)}'; did you mean '"):
+        parse_train_cfg(tiny(algorithm={typo(name): 1}))
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"policy": {"actor_hiden_dims": [8]}}, r"ActorCritic has no setting 'actor_hiden_dims'; did you mean"),
+        ({"policy": {"class_name": "ActorCriticRecurrent", "rnn_typ": "gru"}}, r"did you mean 'rnn_type'\?"),
+        ({"algorithm": {"rnd_cfg": {"wieght": 1.0}}}, r"RNDConfig has no setting 'wieght'; did you mean 'weight'\?"),
+        ({"storage": {"num_env": 3}}, "num_env"),
+        ({"obs_groups": {"policy": ["nope"]}}, "nope"),
+    ],
+)
+def test_a_typo_deeper_down_is_an_error_too(make_runner, section, message):
+    class Groups:  # an rsl_rl 3.x environment
+        num_envs, num_actions, device = 2, 1, "cpu"
+
+        def get_observations(self):
+            return {"policy": torch.zeros(2, 3)}
+
+        def step(self, actions):
+            return self.get_observations(), torch.zeros(2), torch.zeros(2), {}
+
+    with pytest.raises((TypeError, KeyError), match=message):
+        make_runner(Groups() if "obs_groups" in section else None, **section)
+
+
+@pytest.mark.parametrize("layout", ["object", "top"])
+@pytest.mark.parametrize("theirs", ["num_steps"])
+def test_another_librarys_spelling_of_a_run_setting_is_answered_with_ours(tiny, layout, theirs):  # decision 2
+    with pytest.raises(TypeError, match="no setting 'num_steps'; did you mean 'num_steps_per_env'"):
+        PPOConfig(**{theirs: 1}) if layout == "object" else parse_train_cfg(tiny(**{theirs: 1}))
+
+
+@pytest.mark.parametrize("layout", ["object", "algorithm", "top", "keyword"])
+@pytest.mark.parametrize(("theirs", "ours"), sorted(OTHER_SPELLINGS.items() - {("num_steps", "num_steps_per_env")}))
+def test_the_spelling_of_another_library_is_answered_with_ours(tiny, layout, theirs, ours):  # decision 2
+    attempts = {
+        "object": lambda: PPOConfig(**{theirs: 1}),
+        "keyword": lambda: PPO(None, **{theirs: 1}),
+        "top": lambda: parse_train_cfg(tiny(**{theirs: 1})),
+        "algorithm": lambda: parse_train_cfg(tiny(algorithm={theirs: 1})),
+    }
+    with pytest.raises(TypeError, match=f"no setting '{theirs}'; did you mean '{ours}'"):
+        attempts[layout]()
+
+
+def test_an_unknown_key_that_is_none_is_ignored(tiny):  # decision 12
+    plan = parse_train_cfg(tiny(no_such_thing=None, algorithm={"neither": None}))
+    assert plan.cfg.num_steps_per_env == 4
+
+
+def test_keys_of_launchers_are_left_to_them(tiny):
+    assert parse_train_cfg({**tiny(), **dict.fromkeys(LAUNCHER_KEYS, "x")}).algorithm == "PPO"
+
+
+# ------------------------------------------------------------------ unknown classes, F65
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"algorithm": {"class_name": "PPPO"}}, r"unknown algorithm 'PPPO'; did you mean 'ppo'\? registered are .*ppo"),
+        ({"policy": {"class_name": "ActorCritc"}}, r"no class named 'ActorCritc'; did you mean 'ActorCritic'"),
+        ({"policy": {"class_name": "ActorCriticRecurrent", "rnn_type": "grru"}}, r"one of lstm, gru, got 'grru'"),
+        ({"policy": {"activation": "eluu"}}, r"'eluu'"),
+        ({"algorithm": {"optimizer_class_name": "Adamm"}}, r"no optimizer 'Adamm'; did you mean 'adam'"),
+        ({"algorithm": {"schedule": "cosine"}}, r"schedule must be one of .*adaptive.*, got 'cosine'"),
+        ({"callback_errors": "ignore"}, r"callback_errors must be 'raise' or 'warn', got 'ignore'"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_known_ones(make_runner, section, message):
+    with pytest.raises((ValueError, KeyError), match=message):
+        make_runner(**section)
+
+
+def test_unknown_algorithms_are_listed_and_new_ones_can_be_registered():  # row L32
+    with pytest.raises(ValueError, match=r"unknown algorithm 'zzz'; registered are .*ppo"):
+        OnPolicyRunner(PointRobot(2), algorithm="zzz", actor_class=MLPActor, critic_class=MLPCritic)
+
+    class Mine(PPO):
+        pass
+
+    try:
+        register_algorithm("Mine", Mine, PPOConfig)
+        runner = OnPolicyRunner(
+            PointRobot(2),
+            algorithm="mine",
+            actor_class=MLPActor,
+            critic_class=MLPCritic,
+            cfg=PPOConfig(num_steps_per_env=4),
+            show_progress=False,
+        )
+        runner.learn(1)
+        assert type(runner.alg) is Mine
+        assert find_algorithm("MINE") == "mine"
+    finally:
+        REGISTRY.pop("mine", None)
+
+
+@pytest.mark.parametrize("absent", ["actor_class", "critic_class"])
+def test_a_missing_network_class_is_named(absent):  # row L33
+    classes = {"actor_class": MLPActor, "critic_class": MLPCritic}
+    with pytest.raises(ValueError, match=f"needs {absent}"):
+        OnPolicyRunner(PointRobot(2), algorithm="ppo", **{k: v for k, v in classes.items() if k != absent})
+
+
+# ------------------------------------------------------------------ values
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_steps_per_env", 0),
+        ("num_steps_per_env", "24"),
+        ("log_interval", -1),
+        ("save_interval", 2.5),
+        ("keep_checkpoints", 1),
+        ("eval_interval", 0),
+        ("eval_episodes", 0),
+        ("max_iterations", -3),
+    ],
+)
+def test_an_impossible_number_is_refused_before_the_run(make_runner, name, value, tmp_path):  # F17, F64
+    with pytest.raises(ValueError, match=f"{name} must be a whole number of at least .*{value!r}"):
+        make_runner(**{name: value})
+
+
+def test_documented_numbers_pass(make_runner):
+    check_run(PPOConfig(log_interval=0, save_interval=0, keep_checkpoints=None, max_iterations=0))
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:7", "gpu"])
+def test_a_device_that_is_not_there_is_named(tiny, device):  # F67
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ValueError, match=rf"'{device}'.*cpu"):
+        OnPolicyRunner(PointRobot(2), tiny(), device=device)
+
+
+# ------------------------------------------------------------------ nothing is lost
+def test_what_a_dict_leaves_open_keeps_the_defaults_of_the_algorithm():  # table 0.1
+    cfg = parse_train_cfg({"algorithm": {"gamma": 0.9}}).cfg
+    assert (cfg.gamma, cfg.learning_rate, cfg.num_learning_epochs, cfg.schedule) == (0.9, 1e-3, 1, "fixed")
+    assert cfg.log_interval == 1
+    assert PPOConfig().learning_rate == 3e-4
+
+
+def test_the_plan_survives_yaml(make_runner):
+    runner = make_runner(
+        algorithm={"rnd_cfg": {"weight": 0.5}, "clip_min_std": (0.1, 0.2)},
+        extra_log_keys=["log"],
+        logger="tensorboard",
+        run_info={"task": "X"},
+    )
+    config = yaml.safe_load(yaml.safe_dump(runner.config()))
+    again = parse_train_cfg(config)
+    assert again.to_dict() == runner.plan.to_dict()
+    assert (again.cfg.extra_log_keys, again.cfg.rnd_cfg["weight"]) == (("log",), 0.5)
+    rebuilt = OnPolicyRunner(PointRobot(4), config, show_progress=False)
+    rebuilt.learn(1)
+    assert rebuilt.config()["algorithm"] == runner.config()["algorithm"]
+
+
+def test_networks_given_by_class_are_named_in_the_plan_and_found_again():
+    cfg = PPOConfig(num_steps_per_env=4)
+    plan = make_plan(None, cfg, "ppo", None, (MLPActor, MLPCritic, {"hidden_dims": [8]}, None))
+    config = yaml.safe_load(yaml.safe_dump(plan.to_dict()))
+    assert config["policy"]["actor_class"] == "MLPActor"
+    runner = OnPolicyRunner(PointRobot(2), config, show_progress=False)
+    assert isinstance(runner.policy.actor, MLPActor)
+    config["policy"]["actor_class"] = "MLPActr"
+    with pytest.raises(ValueError, match=r"unknown network class 'MLPActr'.*MLPActor"):
+        parse_train_cfg(config)
+
+
+def test_projects_of_loggers_become_their_settings():  # row L01
+    cfg = config_from("ppo", {}, {"logger": "wandb", "wandb_project": "legs", "neptune_project": None})
+    assert cfg.logger_backend == "wandb"
+    assert cfg.logger_kwargs == {"wandb": {"project": "legs"}}
+
+
+def test_settings_of_the_algorithm_may_stand_at_the_top(tiny):  # row R01
+    assert parse_train_cfg(tiny(empirical_normalization=True)).cfg.empirical_normalization is True
