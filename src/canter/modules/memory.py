@@ -36,7 +36,7 @@ class Memory(nn.Module):
 
     def zero_state(self, num_envs: int) -> Tensor:
         """(N, S, L, H) zeros."""
-        return self.rnn.weight_ih_l0.new_zeros(num_envs, *self.state_shape)
+        return next(self.rnn.parameters()).new_zeros(num_envs, *self.state_shape)
 
     def run(self, x: Tensor, state: Tensor, trajectories: Trajectories | None = None) -> tuple[Tensor, Tensor]:
         """One step (N, D), or a sequence (T, N, D) cut into trajectories; the output has the layout of x."""
@@ -52,7 +52,10 @@ class Memory(nn.Module):
         return out[row, column], new
 
     def _sequence(self, sequence: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        parts = state.movedim(0, 2).contiguous().unbind(0)  # S tensors (L, N or M, H)
+        state = state.movedim(0, 2).contiguous()
+        if state.is_inference() and torch.is_grad_enabled():  # kept by a rollout, now in a pass that autograd records
+            state = state.clone()
+        parts = state.unbind(0)  # S tensors (L, N or M, H)
         out, new = self.rnn(sequence, parts if len(parts) == 2 else parts[0])
         return out, torch.stack(new if isinstance(new, tuple) else (new,)).movedim(2, 0)
 
