@@ -1,0 +1,148 @@
+"""Recurrent memory: one step at a time or a padded batch at once, and resets that reach the right environments."""
+
+import pytest
+import torch
+from torch import nn
+
+from canter.modules.memory import LstmHiddenState, Memory
+from canter.storage.trajectories import Trajectories, episode_starts, split_and_pad_trajectories, trajectory_index
+
+KINDS = ["lstm", "gru"]
+DONES = torch.tensor([[0, 0], [0, 1], [0, 0], [1, 0], [0, 1], [0, 0]]).bool()  # (T, N) = (6, 2)
+
+
+def made(kind="lstm", layers=1, hidden=4):
+    torch.manual_seed(0)
+    return Memory(3, kind, layers, hidden)
+
+
+def stepwise(memory, x, dones=None):
+    """Outputs and states before each step, resetting after dones."""
+    outs, states = [], []
+    memory.state = memory.zero_state(x.shape[1])
+    for t, row in enumerate(x):
+        states.append(memory.state)
+        outs.append(memory(row))
+        if dones is not None:
+            memory.reset(dones[t])
+    return torch.stack(outs), torch.stack(states)
+
+
+@pytest.mark.parametrize("name", ["lstm", "LSTM", "gru", "GRU"])
+def test_kinds_go_by_name(name):  # row M06
+    memory = Memory(3, name)
+    assert isinstance(memory.rnn, nn.LSTM if name.lower() == "lstm" else nn.GRU)
+    assert (memory.rnn.hidden_size, memory.rnn.num_layers) == (256, 1)
+
+
+def test_another_kind_is_refused():
+    with pytest.raises(ValueError, match="rnn_type must be one of lstm, gru, got 'transformer'"):
+        Memory(3, "transformer")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_batch_gives_what_single_steps_gave(kind, layers):  # row M09
+    memory, x = made(kind, layers), torch.randn(6, 5, 3)
+    for row in torch.randn(2, 5, 3):
+        memory(row)  # a past, so that the initial state matters
+    initial, state = memory.hidden_states, memory.state
+    outs = torch.stack([memory(row) for row in x])
+    kept = memory.state
+    torch.testing.assert_close(memory(x, hidden_states=initial), outs)
+    assert memory.state is kept  # a batch leaves the kept state alone
+    batch, new = memory.run(x, state)
+    torch.testing.assert_close(batch, outs)
+    torch.testing.assert_close(new, kept)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cut_batch_gives_what_steps_with_resets_gave(kind):  # rows M09, S06, C14
+    memory, x = made(kind), torch.randn(6, 2, 3)
+    outs, states = stepwise(memory, x, DONES)
+    starts = episode_starts(DONES)
+    row, column = trajectory_index(starts)
+    first = torch.stack([states[t, n] for n in range(2) for t in range(6) if starts[t, n]])
+    batch, _ = memory.run(x, first, Trajectories(row, column, 5))
+    torch.testing.assert_close(batch, outs)
+    padded, masks = split_and_pad_trajectories(x, DONES)
+    torch.testing.assert_close(memory(padded, masks, memory.unpack(first)), outs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_follows_a_done_neither_sees_nor_blames_what_came_before(kind):  # C14
+    memory = made(kind)
+    before, after = torch.randn(2, 2, 3), torch.randn(2, 2, 3)
+    dones = torch.zeros(4, 2, dtype=torch.bool)
+    dones[1] = True
+    x = torch.cat([before, after]).requires_grad_()
+    starts = episode_starts(dones)
+    state = memory.zero_state(4)
+    out, _ = memory.run(x, state, Trajectories(*trajectory_index(starts), 4))
+    fresh, _ = memory.run(after, memory.zero_state(2))
+    torch.testing.assert_close(out[2:], fresh)
+    out[2:].sum().backward()
+    assert (x.grad[:2] == 0).all()
+    assert (x.grad[2:] != 0).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32])
+@pytest.mark.parametrize("shape", [(5,), (5, 1)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reset_reaches_exactly_the_environments_that_ended(kind, shape, dtype):  # rows M08, C14, BUG-11
+    memory = made(kind)
+    memory(torch.randn(5, 3))
+    before = memory.state.clone()
+    memory.reset(torch.tensor([0, 0, 0, 1, 0]).to(dtype).view(shape))
+    assert (memory.state[3] == 0).all()
+    assert torch.equal(memory.state[[0, 1, 2, 4]], before[[0, 1, 2, 4]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reset_without_a_mask_reaches_all_even_under_autograd(kind):  # row M12, BUG-12
+    memory = made(kind)
+    memory.reset()  # nothing to do yet
+    assert memory.hidden_states is None
+    memory(torch.randn(5, 3))
+    assert memory.state.requires_grad
+    memory.reset()
+    assert (memory.state == 0).all()
+    with torch.inference_mode():
+        memory(torch.randn(5, 3))
+        memory.reset(torch.tensor([True, False, False, False, False]))
+    assert (memory.state[0] == 0).all()
+    memory(torch.randn(5, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_number_of_environments_starts_from_zero(kind):
+    memory, x = made(kind), torch.randn(4, 3)
+    fresh = memory(x)
+    memory(x)
+    memory(torch.randn(7, 3))
+    assert torch.equal(memory(x), fresh)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_states_are_layer_major_outside_and_env_major_inside(layers):  # row M10
+    lstm, gru = made("lstm", layers), made("gru", layers)
+    for memory in (lstm, gru):
+        memory(torch.randn(5, 3))
+    assert lstm.state.shape == (5, 2, layers, 4)
+    assert gru.state.shape == (5, 1, layers, 4)
+    assert isinstance(lstm.hidden_states, LstmHiddenState)
+    assert lstm.hidden_states.hidden.shape == lstm.hidden_states.cell.shape == (layers, 5, 4)
+    assert gru.hidden_states.shape == (layers, 5, 4)
+    assert torch.equal(lstm.hidden_states.cell[layers - 1, 3], lstm.state[3, 1, layers - 1])
+    for memory in (lstm, gru):
+        assert torch.equal(memory.pack(memory.hidden_states), memory.state)
+
+
+def test_running_keeps_nothing():
+    memory, x = made(), torch.randn(5, 3)
+    state = memory.zero_state(5)
+    out, new = memory.run(x, state)
+    assert memory.state is None
+    assert (state == 0).all()
+    assert out.shape == (5, 4)
+    assert new.shape == (5, 2, 1, 4)

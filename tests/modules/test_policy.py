@@ -1,0 +1,167 @@
+"""The documented stateful calls, and the pure core they are a shell of."""
+
+import pytest
+import torch
+
+from canter.modules.normalizer import DictNormalization, EmpiricalNormalization, NoNormalization
+from canter.modules.policy import PolicyOutput, build_normalizer
+from canter.storage.rollout_storage import Field
+from canter.storage.trajectories import split_and_pad_trajectories
+
+KINDS = ["mlp", "lstm", "gru", "discrete", "multi_discrete", "squashed", "lstm_discrete", "dict"]
+ACTION_SHAPES = {"discrete": (), "lstm_discrete": (), "multi_discrete": (2,)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_calls_that_algorithms_and_runners_use(make_policy, noise_env, kind):  # rows M03, M04
+    policy = make_policy(kind)
+    obs, critic_obs = noise_env(kind).get_observations()
+    actions = policy.act(obs)
+    assert actions.shape == (4, *ACTION_SHAPES.get(kind, (2,)))
+    assert policy.evaluate(critic_obs).shape == (4, 1)
+    assert policy.get_actions_log_prob(actions).shape == (4,)
+    assert policy.entropy.shape == (4,)
+    assert policy.action_mean.shape == actions.shape
+    if "discrete" not in kind:
+        assert policy.action_std.shape == (4, 2)
+    policy.reset()
+    policy.act(obs)
+    mean = policy.action_mean
+    policy.reset()
+    assert torch.equal(policy.act_inference(obs), policy.distribution.to_env(mean))  # row M04
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_actions_are_scored_by_the_distribution_they_came_from(make_policy, noise_env, kind):  # rows M02, M03
+    policy = make_policy(kind)
+    obs, _ = noise_env(kind).get_observations()
+    torch.manual_seed(1)
+    actions, log_prob = policy.sample(obs)
+    assert torch.equal(log_prob, policy.get_actions_log_prob(actions))
+    if kind != "squashed":  # whose torch twin scores the bounded action
+        twin = policy.distribution.torch_distribution(policy._last())
+        expected = twin.log_prob(actions)
+        expected = expected if expected.dim() == 1 else expected.sum(-1)
+        torch.testing.assert_close(log_prob, expected)
+
+
+def test_given_actions_can_be_evaluated(make_policy):  # row M02
+    policy = make_policy("mlp", critic_obs_segments=None)
+    policy.critic = torch.nn.Linear(3, 1)
+    obs, actions = torch.randn(6, 3), torch.randn(6, 2)
+    log_prob, entropy, value = policy.evaluate_actions(obs, actions)
+    out = policy(obs)
+    dist = torch.distributions.Normal(out.mean, out.std)
+    torch.testing.assert_close(log_prob, dist.log_prob(actions).sum(-1))
+    torch.testing.assert_close(entropy, dist.entropy().sum(-1))
+    assert torch.equal(value, out.value)
+    assert (log_prob.shape, entropy.shape, value.shape) == ((6,), (6,), (6, 1))
+
+
+def test_one_pass_gives_everything(make_policy):
+    policy = make_policy("lstm")
+    out = policy(torch.randn(4, 3), torch.randn(4, 5))
+    assert isinstance(out, PolicyOutput)
+    assert set(out.params) == {"mu", "sigma"}
+    assert out.mean.shape == out.std.shape == (4, 2)
+    assert out.value.shape == (4, 1)
+    assert set(out.hidden) == {"memory_a", "memory_c"}
+    assert out.aux == {}
+
+
+@pytest.mark.parametrize("kind", ["mlp", "lstm", "gru"])
+def test_the_shell_is_the_core(make_policy, kind):
+    core, shell = make_policy(kind), make_policy(kind)
+    hidden = core.initial_hidden(4)
+    for _ in range(3):
+        obs, critic_obs = torch.randn(4, 3), torch.randn(4, 5)
+        out = core(obs, critic_obs, hidden)
+        hidden = out.hidden
+        shell.act(obs)
+        assert torch.equal(shell.action_mean, out.mean)
+        assert torch.equal(shell.evaluate(critic_obs), out.value)
+        for name, state in shell.hidden(4).items():
+            assert torch.equal(state, out.hidden[name])
+    assert all(memory.state is None for memory in core.memories.values())
+
+
+@pytest.mark.parametrize("kind", ["mlp", "lstm", "gru"])
+def test_a_padded_batch_is_scored_as_the_steps_were(make_policy, kind):
+    policy = make_policy(kind)
+    obs, critic_obs = torch.randn(6, 2, 3), torch.randn(6, 2, 5)
+    dones = torch.tensor([[0, 0], [0, 1], [0, 0], [1, 0], [0, 1], [0, 0]]).bool()
+    means, values = [], []
+    for t in range(6):
+        policy.act(obs[t])
+        means.append(policy.action_mean)
+        values.append(policy.evaluate(critic_obs[t]))
+        policy.reset(dones[t])
+    padded, masks = split_and_pad_trajectories(obs, dones)
+    padded_critic, _ = split_and_pad_trajectories(critic_obs, dones)
+    before = policy.hidden(2)
+    policy.reset()
+    if kind == "mlp":
+        states = torch.zeros(1)  # anything but None asks for a batch
+    else:
+        policy.act(torch.zeros(5, 3))
+        policy.evaluate(torch.zeros(5, 5))
+        policy.reset()
+        states = policy.get_hidden_states()  # zeros for 5 trajectories
+        policy.set_hidden(before)
+    policy.act(padded, masks, states)
+    torch.testing.assert_close(policy.action_mean, torch.stack(means))
+    torch.testing.assert_close(policy.evaluate(padded_critic, masks, states), torch.stack(values))
+
+
+def test_without_having_acted_there_is_no_distribution(make_policy):
+    with pytest.raises(RuntimeError, match=r"has not acted yet; call act\(\) first"):
+        _ = make_policy("mlp").action_mean
+
+
+def test_a_feed_forward_policy_has_no_hidden_states(make_policy):
+    policy = make_policy("mlp")
+    assert policy.get_hidden_states() is None
+    assert policy.memories == policy.hidden(4) == {}
+    policy.reset(torch.ones(4))
+
+
+@pytest.mark.parametrize("kind", ["mlp", "lstm"])
+def test_normalisers_stand_before_both_networks_in_every_call(make_policy, kind):  # decision 6
+    plain, normal = make_policy(kind), make_policy(kind)
+    normal.obs_normalizer, normal.critic_obs_normalizer = build_normalizer(3), build_normalizer((5,))
+    rows, critic_rows = 4 * torch.randn(50, 3) + 2, 4 * torch.randn(50, 5) + 2
+    normal.update_normalizers(rows, critic_rows)
+    obs, critic_obs = rows[:4], critic_rows[:4]
+    seen, critic_seen = normal.obs_normalizer.normalize(obs), normal.critic_obs_normalizer.normalize(critic_obs)
+    out, expected = normal(obs, critic_obs), plain(seen, critic_seen)
+    assert torch.equal(out.mean, expected.mean)
+    assert torch.equal(out.value, expected.value)
+    assert torch.equal(normal.value(critic_obs)[0], expected.value)
+    assert torch.equal(normal.infer(obs)[0], expected.mean)
+    assert torch.equal(normal.act_inference(obs), expected.mean)
+    assert torch.equal(normal.evaluate(critic_obs), expected.value)
+    count = normal.obs_normalizer.count.clone()
+    normal.act(obs)
+    assert normal.obs_normalizer.count == count == 50
+
+
+def test_the_shells_generator_makes_its_actions_repeatable(make_policy):
+    policy, obs = make_policy("mlp"), torch.randn(4, 3)
+
+    def draw(seed):
+        policy.generator = torch.Generator().manual_seed(seed)
+        return policy.act(obs)
+
+    assert torch.equal(draw(1), draw(1))
+    assert not torch.equal(draw(1), draw(2))
+
+
+def test_normalisers_fit_what_they_normalise():
+    assert isinstance(build_normalizer(3), EmpiricalNormalization)
+    assert build_normalizer([3]).shape == build_normalizer(Field((3,))).shape == (3,)
+    assert isinstance(build_normalizer(Field((3, 8, 8))), NoNormalization)
+    assert isinstance(build_normalizer(Field((3,), dtype=torch.uint8)), NoNormalization)
+    nested = build_normalizer({"joints": Field((3,)), "eye": {"left": Field((3, 8, 8), dtype=torch.uint8)}})
+    assert isinstance(nested, DictNormalization)
+    assert len(nested.leaves) == 1
+    assert build_normalizer(3).until == 1e8
