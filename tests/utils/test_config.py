@@ -1,0 +1,89 @@
+"""Strict settings: what nobody declared is an error that suggests the nearest."""
+
+import dataclasses
+
+import pytest
+from torch import nn
+
+from canter.utils.config import build, check_settings, setting_names, settings, unknown_setting
+
+
+@settings
+class Walk:
+    """Settings to test with."""
+
+    speed: float = 1.0
+    step_height: float = 0.1
+    num_steps_per_env: int = 24
+
+
+@settings
+class Run(Walk):
+    """More of them."""
+
+    speed: float = 3.0
+    _secret: int = dataclasses.field(default=1, init=False)
+
+
+def test_settings_have_defaults_and_take_keywords():
+    assert (Walk().speed, Walk(speed=2.0).speed) == (1.0, 2.0)
+    assert (Run().speed, Run(step_height=0.3).step_height) == (3.0, 0.3)
+    with pytest.raises(TypeError):
+        Walk(2.0)
+
+
+def test_an_unknown_setting_names_its_owner_and_the_nearest():  # decision 12
+    with pytest.raises(TypeError, match=r"^Run has no setting 'spede'; did you mean 'speed'\?$"):
+        Run(spede=1.0)
+    with pytest.raises(TypeError, match="Walk has no setting 'colour'; it has num_steps_per_env, speed, step_height"):
+        Walk(colour="red")
+
+
+def test_a_none_for_an_unknown_setting_is_ignored():  # decision 12
+    assert Walk(colour=None, speed=5.0).speed == 5.0
+    assert check_settings("Walk", {"colour": None, "speed": None}, ["speed"]) == {"speed": None}
+
+
+def test_a_setting_that_is_not_for_the_constructor_is_unknown():
+    with pytest.raises(TypeError, match="no setting '_secret'"):
+        Run(_secret=2)
+
+
+def test_the_spelling_of_another_library_is_understood():  # table 0.1
+    with pytest.raises(TypeError, match="did you mean 'num_steps_per_env'"):
+        Walk(num_steps=8)
+    # where the other library's word has no counterpart among the owner's settings, the nearest or all are named
+    assert "did you mean 'clip_param'" in str(unknown_setting("PPO", "clip_range", ["clip_param", "gamma"]))
+    assert "it has gamma" in str(unknown_setting("DQN", "clip_range", ["gamma"]))
+
+
+def test_two_equal_settings_are_two_objects():
+    assert Walk() != Walk()
+
+
+class Base(nn.Module):
+    def __init__(self, width, *, depth=2, **kwargs):
+        super().__init__()
+        self.width, self.depth = width, depth
+
+
+class Wide(Base):
+    def __init__(self, *args, gain=1.0, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.gain = gain
+
+
+def test_a_classs_settings_are_those_of_all_its_constructors():
+    assert setting_names(Wide) == {"width", "depth", "gain"}
+
+
+def test_building_by_name_is_strict():
+    registry = {"Base": Base, "Wide": Wide}
+    made = build(registry, "Wide", {"width": 3, "gain": 2.0, "other": None})
+    assert (type(made), made.width, made.gain, made.depth) == (Wide, 3, 2.0, 2)
+    with pytest.raises(TypeError, match="Wide has no setting 'gian'; did you mean 'gain'"):
+        build(registry, "Wide", {"width": 3, "gian": 2.0})
+    with pytest.raises(KeyError, match="no class named 'Wode'; did you mean 'Wide'"):
+        build(registry, "Wode", {})
+    with pytest.raises(KeyError, match="known are Base, Wide"):
+        build(registry, "Transformer", {})
