@@ -175,7 +175,7 @@ def find_checkpoints(directory: str | os.PathLike[str]) -> list[tuple[int, Path]
         if match := _NAME.fullmatch(path.name):
             if path.is_file():
                 found.append((int(match[1]), path))
-            else:
+            elif path.exists():  # or else it has just been pruned
                 warnings.warn(f"{path} is named like a checkpoint but is not a file; ignored", stacklevel=2)
     return sorted(found)
 
