@@ -274,7 +274,6 @@ def test_memories_and_generators_resume_exactly(make_ppo, collect):
     assert torch.equal(other.act(obs, critic_obs), expected)
 
 
-@pytest.mark.xfail(strict=True, reason="ReturnScaler cannot be told which rows are valid")
 def test_steps_that_only_reset_do_not_count_in_the_scale_of_rewards(make_ppo, collect):
     alg, env = make_ppo("mlp", num_steps=8, end_prob=0.4, has_invalid_steps=True, normalize_rewards=True)
     collect(alg, env)

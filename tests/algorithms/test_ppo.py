@@ -222,8 +222,8 @@ def test_the_learning_rate_follows_the_kl(kl, before, after):  # row P17
 
 def count_minibatches(alg):
     calls = []
-    step = alg.minibatch_step
-    alg.minibatch_step = lambda batch: calls.append(step(batch)) or calls[-1]
+    step = alg.descend
+    alg.descend = lambda *loss: calls.append(step(*loss)) or calls[-1]
     return calls
 
 
@@ -385,8 +385,8 @@ def test_epochs_and_minibatches_deal_every_step_the_right_number_of_times(make_p
     collect(alg, env)
     alg.rollout.actions[..., 0] = torch.arange(24.0).view(6, 4)
     seen = []
-    alg.minibatch_step = lambda batch: seen.append(batch.actions[:, 0].long()) or {"losses/x": torch.zeros(())}
-    alg._report = lambda meter: ({}, {})
+    alg.learn_step = lambda index: seen.append(alg.rollout.take(index).actions[:, 0].long())
+    alg._report = lambda: ({}, {})
     alg.update(0)
     assert torch.cat(seen).bincount(minlength=24).tolist() == [3] * 24
     assert len({tuple(torch.cat(seen[i : i + 5]).tolist()) for i in (0, 5, 10)}) == 3

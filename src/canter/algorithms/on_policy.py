@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from canter.envs.records import step_record
 from canter.envs.vec_env import StepRecord
 from canter.modules.build import env_shapes
 from canter.modules.normalizer import NoNormalization, ReturnScaler
-from canter.modules.policy import Policy, build_normalizer
+from canter.modules.policy import Hidden, Policy, build_normalizer
 from canter.storage.fields import Transition
 from canter.storage.rollout_storage import RolloutStorage
 from canter.utils.config import settings
+from canter.utils.graphs import Executor
 from canter.utils.metrics import MeanMeter
 from canter.utils.returns import masked_mean, timeout_bootstrap
 from canter.utils.tree import Obs, tree_map, tree_where
@@ -42,6 +43,10 @@ class OnPolicyAlgorithm(PPOSettings, Algorithm):
         self.return_scaler: ReturnScaler | None = None
         self.rnd: RND | None = None
         self.rnd_rewards = MeanMeter()
+        self.on_record: list[Callable[[StepRecord], None]] = []
+        """Tensor functions that see every record, in the captured step."""
+        self.executor = Executor(self.device, self.execution, self.precision)
+        self.executor.generators += [self.generators["action"]]
         self.current_learning_iteration = 0
         self.fell_back = torch.zeros((), dtype=torch.bool, device=self.device)
 
@@ -130,40 +135,69 @@ class OnPolicyAlgorithm(PPOSettings, Algorithm):
     @torch.no_grad()  # a stored tensor with a graph would keep every rollout alive, and be walked back through
     def act(self, obs: Obs, critic_obs: Obs | None = None) -> Tensor:
         """Sample actions for N environments and begin their transition."""
-        critic_obs = obs if critic_obs is None else critic_obs
-        t, policy = self.transition, self.policy
-        t.hidden = policy.hidden(self.rollout.num_envs) if policy.is_recurrent else {}
-        out = policy(obs, critic_obs, t.hidden)
+        hidden = self.policy.hidden(self.rollout.num_envs) if self.policy.is_recurrent else {}
+        step = self.executor.run("act", self.act_step, obs, None if critic_obs is obs else critic_obs, hidden)
+        vars(self.transition).update({name: value for name, value in step.items() if name != "for_env"})
+        self.policy.set_hidden(step["next_hidden"])
+        return step["for_env"].clone()  # the environment may keep it, or write to it
+
+    def act_step(self, obs: Obs, critic_obs: Obs | None, hidden: Hidden) -> dict[str, Any]:
+        """What acting adds to a transition, and the actions as the environment wants them."""
+        policy = self.policy
+        with self.executor.autocast():
+            out = policy(obs, critic_obs, hidden)
         actions = policy.sample_action(out.params, self.generators["action"])
-        t.observations, t.critic_observations = obs, critic_obs
-        t.params, t.values, t.actions = out.params, out.value, actions
-        t.actions_log_prob = policy.distribution.log_prob(out.params, actions)
-        policy.set_hidden(out.hidden)
-        return policy.distribution.to_env(actions.clone())  # the environment may write to what it gets
+        return {
+            "observations": obs,
+            "critic_observations": obs if critic_obs is None else critic_obs,
+            "params": out.params,
+            "values": out.value,
+            "actions": actions,
+            "actions_log_prob": policy.distribution.log_prob(out.params, actions),
+            "hidden": hidden,
+            "next_hidden": out.hidden,
+            "for_env": policy.distribution.to_env(actions),
+        }
 
     def process_env_step(
         self, rewards: Tensor, dones: Tensor, infos: dict[str, Any], next_obs: Any = None, next_critic_obs: Any = None
     ) -> None:
         """Finish the transition from what an environment's step returned, as documented."""
-        self.process_step(step_record(next_obs, next_critic_obs, rewards, dones, infos))
+        t = self.transition
+        obs = t.observations if next_obs is None else next_obs  # for their shapes, where the next ones are not given
+        critic_obs = t.critic_observations if next_critic_obs is None else next_critic_obs
+        record = step_record(obs, critic_obs, rewards, dones, infos)
+        self.process_step(record if next_obs is not None else record._replace(obs=None, critic_obs=None))  # pyright: ignore[reportArgumentType]
 
     @torch.no_grad()
     def process_step(self, record: StepRecord) -> None:
         """Finish the transition with the record of the step it led to."""
-        t = self.transition
-        rewards = record.reward if self.return_scaler is None else self.return_scaler(record.reward, record.done)
+        self.rollout.check_space()
+        needed = record._replace(obs=None, extras={}, critic_obs=None if self.rnd is None else record.critic_obs)  # pyright: ignore[reportArgumentType]
+        hidden = self.executor.run("process", self.finish_step, vars(self.transition), needed)
+        self.rollout.step += 1
+        self.transition.clear()
+        self.policy.set_hidden(hidden)
+
+    def finish_step(self, transition: Mapping[str, Any], record: StepRecord) -> Hidden:
+        """Write the transition's row; returns the state of the memories in the next step."""
+        rewards = record.reward
+        if self.return_scaler is not None:
+            rewards = self.return_scaler(rewards, record.done, record.valid)
         if self.rnd is not None:
             rewards = rewards + self._intrinsic(record)
-        t.rewards = self._bootstrapped(rewards, record)
-        t.dones, t.valid = record.done, record.valid
+        rewards = self._bootstrapped(rewards, transition, record)
+        dones = record.done
         if self.rollout.has_invalid_steps:  # a step that only resets begins and ends a trajectory of its own
-            t.dones = t.dones | ~record.valid
-        dones = t.dones
-        self.rollout.add_transitions(t)
-        t.clear()
-        self.policy.reset(dones)
+            dones = dones | ~record.valid
+        ends = {"rewards": rewards, "dones": dones, "valid": record.valid}
+        self.rollout.write(self.rollout.row({**transition, **ends}))
+        for note in self.on_record:
+            note(record)
+        ended = dones.view(-1, 1, 1, 1)
+        return {name: state.masked_fill(ended, 0.0) for name, state in transition["next_hidden"].items()}
 
-    def _bootstrapped(self, rewards: Tensor, record: StepRecord) -> Tensor:
+    def _bootstrapped(self, rewards: Tensor, transition: Mapping[str, Any], record: StepRecord) -> Tensor:
         """Rewards with the value of what a time limit cut off (behaviour 1.5)."""
         if self.timeout_bootstrap == "none":
             return rewards
@@ -171,10 +205,9 @@ class OnPolicyAlgorithm(PPOSettings, Algorithm):
         if final is None or self.timeout_bootstrap == "current_value":
             if self.timeout_bootstrap != "current_value":
                 self.fell_back |= record.truncated.any()
-            assert self.transition.values is not None
-            values = self.transition.values
+            values = transition["values"]
         else:
-            values = self.policy.value(final, self.policy.hidden(self.rollout.num_envs))[0]
+            values = self._value(final, transition["next_hidden"])
         return timeout_bootstrap(rewards, values.squeeze(-1), record.truncated, self.gamma)
 
     def _intrinsic(self, record: StepRecord) -> Tensor:
@@ -194,11 +227,20 @@ class OnPolicyAlgorithm(PPOSettings, Algorithm):
         )
         return bonus
 
+    def _value(self, critic_obs: Obs, hidden: Hidden) -> Tensor:
+        with self.executor.autocast():
+            return self.policy.value(critic_obs, hidden)[0]
+
     @torch.no_grad()
     def compute_returns(self, last_critic_obs: Obs) -> None:
         """Returns and advantages of the rollout; no memory is advanced."""
-        last_values = self.policy.value(last_critic_obs, self.policy.hidden(self.rollout.num_envs))[0]
+        hidden = self.policy.hidden(self.rollout.num_envs)
+        self.executor.run("returns", self.returns_step, last_critic_obs, hidden, self.rollout.step)
+
+    def returns_step(self, last_critic_obs: Obs, hidden: Hidden, num_steps: int) -> None:
+        """Fill returns and advantages of the `num_steps` steps that were written."""
         per_rollout = not self.normalize_advantage_per_mini_batch
+        last_values = self._value(last_critic_obs, hidden)
         self.rollout.compute_returns(last_values, self.gamma, self.lam, normalize=per_rollout)
 
     def _update_normalizers(self) -> None:

@@ -74,18 +74,20 @@ class GuardedOptimizer:
         self.shared = [group for group in self.optimizer.param_groups if not group.get("own_rate")]
         self.flags = [{k: g[k] for k in OWN_FLAGS if k in g} for g in self.optimizer.param_groups]
 
-    def step(self, loss: Tensor, max_grad_norm: float) -> tuple[Tensor, Tensor]:
-        """Descend the loss; returns the gradient norm before clipping and whether (0 or 1) the step was skipped."""
+    def zero_grad(self) -> None:
+        """Make ready for a backward pass."""
         for flat in self.flats:
             flat.zero_grad()
         if not self.flats:
             self.optimizer.zero_grad()
-        loss.backward()
+
+    def clip(self, max_grad_norm: float) -> tuple[Tensor, Tensor]:
+        """Scale the gradients down to a norm; the norm before, and whether (0 or 1) the step must be skipped."""
         norm = nn.utils.clip_grad_norm_([flat.vector for flat in self.flats] or self.parameters, max_grad_norm)
         return norm, torch.logical_not(torch.isfinite(norm)).to(norm.dtype)
 
     def apply(self, skipped: Tensor) -> None:
-        """Take the step that `step` prepared, unless it is to be skipped."""
+        """Take the step that the gradients say, unless it is to be skipped."""
         self._hand_over_rate()
         if self.is_fused:
             # A fused optimizer looks at found_inf on the device, as torch.amp.GradScaler does.

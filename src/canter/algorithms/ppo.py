@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -80,7 +81,10 @@ class PPO(OnPolicyAlgorithm):
             "surrogate_loss": 1.0,
             "value_loss": self.value_loss_coef,
             "entropy": self.entropy_coef,
+            "rnd_loss": 1.0,
         }
+        self.meter = MeanMeter()
+        self.flat_loss = self._flat_loss if self.policy.is_recurrent else self.executor.compile(self._flat_loss)
         self.has_warned = False
         if self.env is not None:
             self.prepare(self.env, getattr(self.cfg, "num_steps_per_env", 24))
@@ -130,42 +134,79 @@ class PPO(OnPolicyAlgorithm):
         """Learn from the rollout; mean losses and mean statistics."""
         if current_learning_iteration is not None:
             self.current_learning_iteration = current_learning_iteration
-        meter = MeanMeter()
+        self.meter.reset()
         for _ in range(self.num_learning_epochs):
-            epoch = MeanMeter()
-            for batch in self.mini_batches():
-                values = self.minibatch_step(batch)
-                meter.add(values)
-                if self.target_kl is not None:
-                    epoch.add({"kl": values["stats/approx_kl"]})
-            if self.target_kl is not None and epoch.means()["kl"] > self.target_kl:
+            before = self.meter.means() if self.target_kl is not None else {}
+            self.learn_epoch()
+            if self.target_kl is not None and self._epoch_kl(before) > self.target_kl:
                 break
-        report = self._report(meter)
+        report = self._report()
         self._update_normalizers()
         self.rollout.clear()
         return report
 
-    def mini_batches(self) -> Iterator[MiniBatch]:
+    def learn_epoch(self) -> None:
         """One pass over the rollout."""
-        storage = self.rollout
-        make = storage.recurrent_mini_batch_generator if self.policy.is_recurrent else storage.mini_batch_generator
-        return make(self.num_mini_batches, 1, self.generators["shuffle"])
+        for deal in self.deal():
+            self.executor.run("learn", self.learn_step, *deal)
+
+    def deal(self) -> list[tuple[Any, ...]]:
+        """What each minibatch of a pass is made of: steps; or environments, their trajectories and T."""
+        shuffle = self.generators["shuffle"]
+        if not self.policy.is_recurrent:
+            return [(index,) for index in self.rollout.deal_steps(self.num_mini_batches, shuffle)]
+        deals = self.rollout.deal_envs(self.num_mini_batches, 1, shuffle)
+        return [(envs, self.executor.bucket(total, len(envs)), self.rollout.step) for envs, total in deals]
+
+    def mini_batches(self) -> Iterator[MiniBatch]:
+        """The minibatches of one pass."""
+        for index, *trajectories in self.deal():
+            yield self.rollout.take_envs(index, trajectories[0]) if trajectories else self.rollout.take(index)
+
+    def learn_step(self, index: Tensor, total: int | None = None, num_steps: int | None = None) -> None:
+        """One gradient step on flat steps `index`, or on the `total` trajectories of environments `index`."""
+        if total is None:
+            terms, loss = self.flat_loss(index)
+        else:
+            terms, loss = self.batch_loss(self.rollout.take_envs(index, total))
+        self.meter.add(self.descend(terms, loss))
+
+    def _flat_loss(self, index: Tensor) -> tuple[Terms, Tensor]:
+        return self.batch_loss(self.rollout.take(index))
+
+    def batch_loss(self, batch: MiniBatch) -> tuple[Terms, Tensor]:
+        """Terms of a minibatch and their weighted sum."""
+        with self.executor.autocast():
+            out = self.policy(batch.obs, batch.critic_obs, batch.hidden, batch.trajectories)
+        terms = self.loss_terms(batch, out)
+        return terms, self.weigh(terms.losses)
 
     def minibatch_step(self, batch: MiniBatch) -> dict[str, Tensor]:
-        """One gradient step: tensor code with nothing kept on self but parameters and the learning rate."""
-        out = self.policy(batch.obs, batch.critic_obs, batch.hidden, batch.trajectories)
-        terms = self.loss_terms(batch, out)
-        total = self.weigh(terms.losses)
-        norm, skipped = self.optimizer.step(total, self.max_grad_norm)
+        """One gradient step on a minibatch; its losses and statistics."""
+        return self.descend(*self.batch_loss(batch))
+
+    def descend(self, terms: Terms, total: Tensor) -> dict[str, Tensor]:
+        """Step down the total loss: nothing is kept on self but parameters, moments and the learning rate."""
+        others = [] if self.rnd is None else [self.rnd.optimizer]
+        for optimizer in (self.optimizer, *others):
+            optimizer.zero_grad()
+        total.backward()
+        norm, skipped = self.optimizer.clip(self.max_grad_norm)
         if self.schedule == "adaptive":
             self.adapt_learning_rate(terms.stats["kl"])
         self.optimizer.apply(skipped)
+        for optimizer in others:
+            optimizer.apply(optimizer.clip(math.inf)[1])
         self.policy.clip_std(min=self.min_std, max=self.max_std)
         stats = {**terms.stats, "grad_norm": norm, "nonfinite_updates": skipped}
-        if self.rnd is not None:
-            stats["rnd_loss"] = self.rnd.update(batch.critic_obs, batch.valid)  # pyright: ignore[reportArgumentType]
         losses = {f"losses/{name}": loss for name, loss in {**terms.losses, "total_loss": total}.items()}
         return losses | {f"stats/{name}": value for name, value in stats.items()}
+
+    def _epoch_kl(self, before: Mapping[str, float]) -> float:
+        """Mean KL of the pass since `before`, from the running means."""
+        now, name = self.meter.means(), "stats/approx_kl"
+        added = now["count"] - before.get("count", 0.0)
+        return (now[name] * now["count"] - before.get(name, 0.0) * before.get("count", 0.0)) / added
 
     def weigh(self, losses: Mapping[str, Tensor]) -> Tensor:
         """The sum of the losses, each times its weight; a loss without a weight is an error."""
@@ -201,6 +242,8 @@ class PPO(OnPolicyAlgorithm):
         }
         if self.policy.has_entropy:
             losses["entropy"] = -batch.mean(distribution.entropy(out.params))
+        if self.rnd is not None:
+            losses["rnd_loss"] = self.rnd.loss(batch.critic_obs, batch.valid)  # pyright: ignore[reportArgumentType]
         with torch.no_grad():
             stats = {
                 "approx_kl": batch.mean(ratio - 1 - log_ratio),
@@ -228,15 +271,16 @@ class PPO(OnPolicyAlgorithm):
         if self.clip_schedule == "linear":
             self.clip.fill_(self.clip_param * left)
 
-    def _report(self, meter: MeanMeter) -> tuple[dict[str, float], dict[str, float]]:
-        scalars = meter.averages() | self._extra_scalars()
+    def _report(self) -> tuple[dict[str, float], dict[str, float]]:
+        scalars = self.meter.averages() | self._extra_scalars()
         read = dict(zip(scalars, torch.stack([v.float() for v in scalars.values()]).tolist(), strict=True))
         losses: dict[str, float] = defaultdict(float)
         stats: dict[str, float] = defaultdict(float)
+        count = read.pop("count")
         for name, value in read.items():
             kind, _, rest = name.partition("/")
             (losses if kind == "losses" else stats)[rest] = value
-        stats["nonfinite_updates"] *= meter.count
+        stats["nonfinite_updates"] *= count
         self.learning_rate = stats["learning_rate"]
         if stats.pop("fell_back", 0.0) and not self.has_warned:
             self.has_warned = True
@@ -258,8 +302,8 @@ class PPO(OnPolicyAlgorithm):
         }
         if "sigma" in self.rollout.param_shapes:
             extra["stats/policy/mean_noise_std"] = masked_mean(self.rollout.sigma[used], valid)
-        extra |= {f"stats/{name}": value for name, value in self.rnd_rewards.averages().items()}
-        self.rnd_rewards = MeanMeter()
+        extra |= {f"stats/{name}": value for name, value in self.rnd_rewards.averages().items() if name != "count"}
+        self.rnd_rewards.reset()
         return extra
 
     # ------------------------------------------------------------------ saving

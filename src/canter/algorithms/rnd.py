@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -90,13 +89,10 @@ class RND(nn.Module):
         self.steps += 1
         return weighted
 
-    def update(self, states: Tensor, valid: Tensor | None = None) -> Tensor:
-        """One step of the predictor towards the target; returns its loss."""
+    def loss(self, states: Tensor, valid: Tensor | None = None) -> Tensor:
+        """How far the predictor is from the target; only the predictor has a gradient."""
         seen = self.state_normalizer.normalize(states.detach())
-        loss = masked_mean((self.predictor(seen) - self.target(seen)).square().mean(-1), valid)
-        _, skipped = self.optimizer.step(loss, max_grad_norm=math.inf)
-        self.optimizer.apply(skipped)
-        return loss.detach()
+        return masked_mean((self.predictor(seen) - self.target(seen)).square().mean(-1), valid)
 
 
 def checked_schedule(given: Mapping[str, Any]) -> dict[str, Any]:

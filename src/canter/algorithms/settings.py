@@ -95,6 +95,10 @@ class PPOSettings:
     """Optimizer options by parameter name prefix, e.g. {"critic": {"lr": 1e-3, "weight_decay": 1e-4}}."""
     rnd_cfg: dict[str, Any] | None = None
     """Random network distillation; off if None."""
+    execution: str = "auto"
+    """How hot functions run: "eager", "graph" (CUDA graphs), "compile" (compiled inside them), "auto": the fastest."""
+    precision: str = "tf32"
+    """Of matrix products on a GPU: "tf32", "fp32" or "bf16"; weights, log-probabilities and losses stay float32."""
 
 
 @settings

@@ -194,11 +194,15 @@ class ReturnScaler(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
     @torch.no_grad()
-    def forward(self, reward: Tensor, done: Tensor) -> Tensor:
-        """Scale rewards (N,) after learning from them in training mode; `done` (N,) starts an accumulator anew."""
+    def forward(self, reward: Tensor, done: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Scale rewards (N,) after learning from them in training mode; `done` (N,) starts an accumulator anew.
+
+        Rows where `valid` (N,) is false are steps that only reset an environment, and teach nothing.
+        """
         if self.training:
+            keep = torch.ones_like(done, dtype=torch.bool) if valid is None else valid
             returns = self.returns * self.gamma + torch.where(reward.abs() < LARGEST, reward, 0.0)
-            mean, var, count = merge_moments(self.mean, self.var, self.count, returns, torch.ones_like(done.bool()))
+            mean, var, count = merge_moments(self.mean, self.var, self.count, returns, keep)
             self.mean.copy_(mean)
             self.var.copy_(var)
             self.count.copy_(count)

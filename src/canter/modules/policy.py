@@ -105,7 +105,8 @@ class Policy(nn.Module):
         params = self.actor_params(self.obs_normalizer.normalize(obs), ctx)  # pyright: ignore[reportCallIssue]
         seen = obs if critic_obs is None else critic_obs
         value = self.critic_value(self.critic_obs_normalizer.normalize(seen), ctx)  # pyright: ignore[reportCallIssue]
-        return PolicyOutput(params, value, ctx.hidden, ctx.aux)
+        # Half-precision products end here: what is compared and summed is float32.
+        return PolicyOutput({name: p.float() for name, p in params.items()}, value.float(), ctx.hidden, ctx.aux)
 
     @final
     def infer(self, obs: Obs, hidden: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Hidden]:
@@ -124,7 +125,7 @@ class Policy(nn.Module):
         """(..., 1) value and the state after it."""
         ctx = Context(dict(self.initial_hidden(batch_size(critic_obs)) if hidden is None else hidden), {}, trajectories)
         value = self.critic_value(self.critic_obs_normalizer.normalize(critic_obs), ctx)  # pyright: ignore[reportCallIssue]
-        return value, ctx.hidden
+        return value.float(), ctx.hidden
 
     # ------------------------------------------------------------------ memories
     @property

@@ -101,6 +101,7 @@ class OnPolicyRunner(Runner):
             self.alg.prepare(self.env, self.cfg.num_steps_per_env, **plan.storage)
         self.num_steps_per_env = self.alg.rollout.num_transitions_per_env
         self.stats = StepStats(self.env.num_envs, self.num_steps_per_env, self.device, self.cfg.extra_log_keys)
+        self.alg.on_record = [self.stats.note]
         self.obs: Obs | None = None
         self.critic_obs: Obs | None = None
 
@@ -176,7 +177,9 @@ class OnPolicyRunner(Runner):
             for _ in range(self.num_steps_per_env):
                 self.obs, self.critic_obs, *_ = self.rollout_step(self.obs, self.critic_obs)
             self.alg.compute_returns(self.critic_obs)
-        rollout = self.stats.rollout_metrics(self._steps_so_far())
+        seen = ("observations", "privileged_observations", "rewards")
+        data = {name: value for name, value in self.alg.rollout.data.items() if name.startswith(seen)}
+        rollout = self.stats.rollout_metrics(self._steps_so_far(), data)
         collected = time.perf_counter()
         self.fire("post_rollout", rollout)
         self.fire("pre_update")

@@ -15,7 +15,7 @@ from canter.utils.config import check_settings, unknown_setting
 # Keys that launchers put into a training dict for themselves.
 LAUNCHER_KEYS = {
     "class_name", "runner_class_name", "experiment_name", "run_name", "resume", "load_run", "load_checkpoint",
-    "checkpoint", "clip_actions", "upload_model", "run",
+    "checkpoint", "clip_actions", "upload_model", "run", "task", "num_envs", "total_timesteps",
 }  # fmt: skip
 # Two checkpoints, so that one is left if the newest is damaged.
 LOWEST = {

@@ -73,6 +73,9 @@ class Transition:
         self.actions_log_prob: Tensor | None = None
         self.params: dict[str, Tensor] = {}
         self.hidden: dict[str, Tensor] = {}
+        """State of the memories before the step."""
+        self.next_hidden: dict[str, Tensor] = {}
+        """State of the memories after it."""
         self.valid: Tensor | None = None
 
     @property

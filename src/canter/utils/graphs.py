@@ -66,6 +66,11 @@ class Executor:
                     return fn(*args)
         return self.graphs[signature].replay(leaves)
 
+    def bucket(self, count: int, unit: int) -> int:
+        """A count that varies, rounded up where every value would need a graph of its own."""
+        coarse = max(1, unit // 8)
+        return -(-count // coarse) * coarse if self.uses_graphs else count
+
     def _capture(self, signature: Any, fn: Callable[..., Any], args: Any, leaves: Sequence[Tensor]) -> bool:
         name = signature[0]
         self.captured[name] = self.captured.get(name, 0) + 1

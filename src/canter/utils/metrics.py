@@ -14,28 +14,39 @@ from canter.utils.tree import Obs, tree_leaves
 
 
 class MeanMeter:
-    """Averages named float scalars on the device; the only host read is in `means`."""
+    """Averages named float scalars on the device, in place, so that adding can be captured; `means` reads once."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        self.total: Tensor | None = None
-        self.count = 0
+        self.total: Tensor | None = None  # the sums, and last how many there were
 
     @torch.no_grad()
     def add(self, values: Mapping[str, Tensor]) -> None:
         """Take one set of scalars; every set has the same names."""
-        row = torch.stack(list(values.values()))  # one tensor, since every small operation costs the same
+        first = next(iter(values.values()))
+        row = torch.stack([*values.values(), torch.ones_like(first)])  # every small operation costs the same: one row
+        if self.total is None:
+            with torch.inference_mode(False):  # a rollout may start it, an update empties it
+                self.total = torch.zeros(row.shape, device=row.device)
         self.names = list(values)
-        self.total = row if self.total is None else self.total + row
-        self.count += 1
+        self.total += row
+
+    def reset(self) -> None:
+        """Start anew."""
+        if self.total is not None:
+            self.total.zero_()
 
     def averages(self) -> dict[str, Tensor]:
-        """Mean of every scalar, still on the device."""
-        return {} if self.total is None else dict(zip(self.names, (self.total / self.count).unbind(), strict=True))
+        """Mean of every scalar, still on the device; and `count`, how many there were."""
+        if self.total is None:
+            return {}
+        count = self.total[-1]
+        return dict(zip(self.names, (self.total[:-1] / count.clamp(min=1)).unbind(), strict=True)) | {"count": count}
 
     def means(self) -> dict[str, float]:
-        """Mean of every scalar."""
-        return {} if self.total is None else dict(zip(self.names, (self.total / self.count).tolist(), strict=True))
+        """Mean of every scalar, and `count`."""
+        averages = self.averages()
+        return dict(zip(averages, torch.stack(list(averages.values())).tolist(), strict=True)) if averages else {}
 
 
 class EpisodeTracker:
@@ -48,6 +59,7 @@ class EpisodeTracker:
         self.rewards = torch.zeros(num_steps, num_envs, device=device)
         self.flags = torch.zeros(num_steps, num_envs, 2, dtype=torch.bool, device=device)  # done, valid
         self.step = 0
+        self.cursor = torch.zeros(1, dtype=torch.long, device=device)
         self.cur_reward_sum = np.zeros(num_envs)
         self.cur_episode_length = np.zeros(num_envs, dtype=np.int64)
         self.rewbuffer: deque[float] = deque(maxlen=100)
@@ -57,16 +69,20 @@ class EpisodeTracker:
 
     def add(self, reward: Tensor, done: Tensor, valid: Tensor) -> None:
         """Keep one step of N environments."""
-        self.rewards[self.step] = reward
-        self.flags[self.step, :, 0] = done
-        self.flags[self.step, :, 1] = valid
+        self.write(reward, done, valid)
         self.step += 1
+
+    def write(self, reward: Tensor, done: Tensor, valid: Tensor) -> None:
+        """Write the row under the cursor and move it on: tensor code alone, the caller counts `step`."""
+        self.rewards.index_copy_(0, self.cursor, reward.unsqueeze(0))
+        self.flags.index_copy_(0, self.cursor, torch.stack([done, valid], -1).unsqueeze(0))
+        self.cursor += 1
 
     def read(self) -> float:
         """Take the rollout into the statistics; return its mean reward per step."""
         rewards = self.rewards[: self.step].cpu().numpy().astype(np.float64)
         done, valid = self.flags[: self.step].cpu().numpy().transpose(2, 0, 1)
-        self.step = 0
+        self.rewind()
         for reward, ended, counts in zip(rewards, done, valid, strict=True):
             self.cur_reward_sum += np.where(counts, reward, 0.0)
             self.cur_episode_length += counts
@@ -83,7 +99,12 @@ class EpisodeTracker:
         """Forget the episodes under way, because the environments were reset."""
         self.cur_reward_sum[:] = 0.0
         self.cur_episode_length[:] = 0
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Start the next rollout."""
         self.step = 0
+        self.cursor.zero_()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that outlives a rollout, in plain containers."""
@@ -98,7 +119,7 @@ class EpisodeTracker:
 
     def load_state_dict(self, state: Mapping[str, Any], running: bool = True) -> None:
         """Continue from `state_dict`; without the episodes under way unless `running`."""
-        self.step = 0
+        self.rewind()
         if running:
             self.cur_reward_sum[:] = state["cur_reward_sum"]
             self.cur_episode_length[:] = state["cur_episode_length"]
@@ -141,44 +162,32 @@ class FiniteGuard:
     """Finds NaN and infinity in what an environment gives, before it can reach the statistics or the weights.
 
     On a CPU every step is checked at once, by one sum per tensor: it is finite only if every term is. Elsewhere the
-    rows found bad are kept on the device and read once per rollout, before anything learns from them.
+    whole rollout is looked at once, before anything learns from it.
     """
 
-    def __init__(self, num_steps: int, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.is_immediate = device.type == "cpu"
-        self.num_steps = num_steps
-        self.rows: dict[str, Tensor] = {}
-        self.device = device
 
-    def check(self, step: int, total_steps: int, **groups: Obs | None) -> None:
-        """Look at the step's named groups; on a CPU raise at once."""
+    def check(self, total_steps: int, **groups: Obs | None) -> None:
+        """Look at one step's named groups, where that costs no waiting."""
+        if not self.is_immediate:
+            return
         for group, tree in groups.items():
             for name, leaf in tree_leaves(tree, group):
-                if leaf is None or not leaf.is_floating_point():
-                    continue
-                if self.is_immediate:
-                    if not np.isfinite(float(leaf.sum())):
-                        raise_if_bad(name, leaf, total_steps)
-                else:
-                    self._note(step, name, leaf)
+                is_float = leaf is not None and leaf.is_floating_point()
+                if is_float and not np.isfinite(float(leaf.sum())):
+                    raise_if_bad(name, leaf, total_steps)
 
-    def _note(self, step: int, name: str, leaf: Tensor) -> None:
-        if name not in self.rows:
-            self.rows[name] = torch.zeros(self.num_steps, len(leaf), dtype=torch.bool, device=self.device)
-        self.rows[name][step] = ~torch.isfinite(leaf.reshape(len(leaf), -1)).all(-1)
-
-    def read(self, first_step: int) -> None:
-        """Raise for anything noted since the last read; one host read."""
-        if not self.rows:
+    def read(self, first_step: int, rollout: Mapping[str, Tensor]) -> None:
+        """Look at (T, N, ...) tensors of a rollout, where its steps were not looked at; one host read."""
+        floats = {name: value for name, value in rollout.items() if value.is_floating_point()}
+        if self.is_immediate or not floats:
             return
-        names = list(self.rows)
-        bad = torch.stack([self.rows[name].any() for name in names]).tolist()
-        for name, is_bad in zip(names, bad, strict=True):
-            if is_bad:
-                rows = self.rows[name]
-                step = int(rows.any(-1).nonzero()[0])
-                self.rows = {}  # not to be found again by whoever goes on after the error
-                raise NonFiniteError(message(name, rows[step].nonzero().flatten().tolist(), None, first_step + step))
+        fine = torch.stack([torch.isfinite(value).all() for value in floats.values()]).tolist()
+        for (name, value), is_fine in zip(floats.items(), fine, strict=True):
+            if not is_fine:
+                step = int((~torch.isfinite(value.flatten(1))).any(-1).nonzero()[0])
+                raise_if_bad(name, value[step], first_step + step)
 
 
 def raise_if_bad(name: str, leaf: Tensor, step: int) -> None:
