@@ -28,14 +28,14 @@ class StepStats:
 
     def __init__(self, num_envs: int, num_steps: int, device: torch.device, extra_log_keys: Iterable[str]) -> None:
         self.tracker = EpisodeTracker(num_envs, num_steps, device)
-        self.guard = FiniteGuard(num_steps, device)
+        self.guard = FiniteGuard(device)
         self.extras = ScalarAverager()
         self.components = ComponentSums()
         self.keys = tuple(extra_log_keys)
 
     def begin(self, obs: Any, critic_obs: Any, total_steps: int) -> None:
         """Guard the observation that the next rollout starts from, and count what an interrupted one left."""
-        self.guard.check(0, total_steps, first_obs=obs, first_critic_obs=None if critic_obs is obs else critic_obs)
+        self.guard.check(total_steps, first_obs=obs, first_critic_obs=None if critic_obs is obs else critic_obs)
         self.tracker.read()
 
     def take(self, record: StepRecord, first_step: int) -> None:
@@ -48,17 +48,21 @@ class StepStats:
             groups["final_obs"] = ended_rows(record.final_obs, record.done)
             if record.final_critic_obs is not None and record.final_critic_obs is not record.final_obs:
                 groups["final_critic_obs"] = ended_rows(record.final_critic_obs, record.done)
-        self.guard.check(step, first_step + step, **groups)
-        self.tracker.add(record.reward, record.done, record.valid)
+        self.guard.check(first_step + step, **groups)
+        self.tracker.step += 1
         scalars = flatten_extras(record.extras, self.keys)
         if scalars:
             self.extras.add(scalars)
         if COMPONENTS in self.keys and isinstance(record.extras.get(COMPONENTS), Mapping):
             self.components.add(record.extras[COMPONENTS], record.done, record.valid)
 
-    def rollout_metrics(self, first_step: int) -> dict[str, float]:
+    def note(self, record: StepRecord) -> None:
+        """Keep one step's rewards and ends: tensor code alone, which may be captured."""
+        self.tracker.write(record.reward, record.done, record.valid)
+
+    def rollout_metrics(self, first_step: int, rollout: Mapping[str, Tensor]) -> dict[str, float]:
         """What the rollout gave; NonFiniteError if that was not finite."""
-        self.guard.read(first_step)
+        self.guard.read(first_step, {**rollout, "reward": self.tracker.rewards})
         metrics = {"rollout/mean_reward": self.tracker.read()}
         if self.tracker.rewbuffer:
             metrics["episode/mean_reward"] = sum(self.tracker.rewbuffer) / len(self.tracker.rewbuffer)
