@@ -10,7 +10,7 @@ from torch import Tensor
 
 from canter.envs.vec_env import StepRecord
 from canter.utils.logging.extras import ScalarAverager, flatten_extras
-from canter.utils.metrics import ComponentSums, EpisodeTracker, FiniteGuard
+from canter.utils.metrics import ComponentSums, EpisodeTracker, FiniteGuard, NonFiniteError
 from canter.utils.tree import Obs, tree_map
 
 COMPONENTS = "reward_components"
@@ -62,7 +62,11 @@ class StepStats:
 
     def rollout_metrics(self, first_step: int, rollout: Mapping[str, Tensor]) -> dict[str, float]:
         """What the rollout gave; NonFiniteError if that was not finite."""
-        self.guard.read(first_step, {**rollout, "reward": self.tracker.rewards})
+        try:
+            self.guard.read(first_step, {**rollout, "reward": self.tracker.rewards})
+        except NonFiniteError:
+            self.tracker.rewind()  # such a rollout does not count
+            raise
         metrics = {"rollout/mean_reward": self.tracker.read()}
         if self.tracker.rewbuffer:
             metrics["episode/mean_reward"] = sum(self.tracker.rewbuffer) / len(self.tracker.rewbuffer)
