@@ -232,6 +232,28 @@ class OnPolicyAlgorithm(PPOSettings, Algorithm):
             return self.policy.value(critic_obs, hidden)[0]
 
     @torch.no_grad()
+    def collect(self, env: Any, obs: Obs, critic_obs: Obs) -> tuple[Obs, Obs]:
+        """A whole rollout and its returns, for an environment whose step is tensor code."""
+        if env.generator not in self.executor.generators:
+            self.executor.generators.append(env.generator)
+        storage, given = self.rollout, None if critic_obs is obs else critic_obs
+        storage.step = storage.num_transitions_per_env
+        hidden = self.policy.hidden(storage.num_envs)
+        obs, given, hidden = self.executor.run("rollout", self.rollout_steps, env, obs, given, hidden)
+        self.policy.set_hidden(hidden)
+        return obs, obs if given is None else given
+
+    def rollout_steps(self, env: Any, obs: Obs, critic_obs: Obs | None, hidden: Hidden) -> tuple[Any, Any, Hidden]:
+        """Act, step and keep, T times; then the returns."""
+        for _ in range(self.rollout.num_transitions_per_env):
+            transition = self.act_step(obs, critic_obs, hidden)
+            record = env.step(transition["for_env"])
+            hidden = self.finish_step(transition, record)
+            obs, critic_obs = record.obs, None if record.critic_obs is record.obs else record.critic_obs
+        self.returns_step(obs if critic_obs is None else critic_obs, hidden, self.rollout.step)
+        return obs, critic_obs, hidden
+
+    @torch.no_grad()
     def compute_returns(self, last_critic_obs: Obs) -> None:
         """Returns and advantages of the rollout; no memory is advanced."""
         hidden = self.policy.hidden(self.rollout.num_envs)

@@ -21,8 +21,6 @@ class DummyVecEnv(VecEnv):
     Numbers are drawn once and shown in turn, so that a step is a handful of small operations.
     """
 
-    capturable = True
-
     def __init__(
         self,
         num_envs: int = 4096,

@@ -5,9 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from canter.modules.utils import activation as activation_class
+
+ALIGNMENT = 8
+
+
+class Linear(nn.Linear):
+    """A linear layer that widens odd inputs with zeros on a GPU, whose fast matrix kernels need rows of 8 numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        missing = -self.in_features % ALIGNMENT
+        if missing and x.is_cuda and self.in_features > ALIGNMENT:
+            return F.linear(F.pad(x, (0, missing)), F.pad(self.weight, (0, missing)), self.bias)
+        return F.linear(x, self.weight, self.bias)
 
 
 def mlp(
@@ -21,7 +35,7 @@ def mlp(
     between = activation_class(activation)
     layers: list[nn.Module] = []
     for size_in, size_out in pairwise(int(size) for size in sizes):
-        layers += [nn.Linear(size_in, size_out), between()]
+        layers += [Linear(size_in, size_out), between()]
     layers.pop()
     if output_activation is not None:
         layers.append(activation_class(output_activation)())

@@ -174,9 +174,7 @@ class OnPolicyRunner(Runner):
         self.fire("pre_rollout")
         begin = time.perf_counter()
         with torch.inference_mode(self.cfg.inference_mode_rollout):
-            for _ in range(self.num_steps_per_env):
-                self.obs, self.critic_obs, *_ = self.rollout_step(self.obs, self.critic_obs)
-            self.alg.compute_returns(self.critic_obs)
+            self.collect()
         seen = ("observations", "privileged_observations", "rewards")
         data = {name: value for name, value in self.alg.rollout.data.items() if name.startswith(seen)}
         rollout = self.stats.rollout_metrics(self._steps_so_far(), data)
@@ -194,6 +192,22 @@ class OnPolicyRunner(Runner):
             "time/fps": self.steps_per_iteration() / max(learned - begin, 1e-9),
         }
         return rollout | update | times | gpu_memory(self.device)
+
+    def collect(self) -> None:
+        """One rollout and its returns; as a single graph where environment and learner allow it."""
+        if self.captures_rollouts():
+            self.obs, self.critic_obs = self.alg.collect(self.env, self.obs, self.critic_obs)
+            self.stats.tracker.step = self.num_steps_per_env
+            return
+        for _ in range(self.num_steps_per_env):
+            self.obs, self.critic_obs, *_ = self.rollout_step(self.obs, self.critic_obs)
+        self.alg.compute_returns(self.critic_obs)
+
+    def captures_rollouts(self) -> bool:
+        """Whether stepping the environment can be part of a CUDA graph: nothing of a step is needed on the host."""
+        is_own = type(self).rollout_step is OnPolicyRunner.rollout_step
+        can = self.env.capturable and self.alg.executor.uses_graphs and is_own
+        return can and self.iteration > 0 and not self.stats.has_extras
 
     def rollout_step(self, obs: Any, critic_obs: Any, **kwargs: Any) -> tuple[Obs, Obs, Tensor, Tensor, dict[str, Any]]:
         """Act, step, and hand the step to the algorithm; the observations returned are raw."""

@@ -32,6 +32,8 @@ class StepStats:
         self.extras = ScalarAverager()
         self.components = ComponentSums()
         self.keys = tuple(extra_log_keys)
+        self.has_extras = False
+        """Whether the environment says anything that is logged."""
 
     def begin(self, obs: Any, critic_obs: Any, total_steps: int) -> None:
         """Guard the observation that the next rollout starts from, and count what an interrupted one left."""
@@ -52,6 +54,7 @@ class StepStats:
         self.tracker.step += 1
         scalars = flatten_extras(record.extras, self.keys)
         if scalars:
+            self.has_extras = True
             self.extras.add(scalars)
         if COMPONENTS in self.keys and isinstance(record.extras.get(COMPONENTS), Mapping):
             self.components.add(record.extras[COMPONENTS], record.done, record.valid)

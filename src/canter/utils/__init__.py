@@ -1,0 +1,1 @@
+"""What everything else stands on: trees, settings, files, logging, graphs."""
