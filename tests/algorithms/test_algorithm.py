@@ -156,6 +156,7 @@ def test_a_scheduler_in_the_file_is_ignored_with_a_warning(make_ppo, trained):  
     assert torch.equal(other.policy.std, alg.policy.std)
 
 
+@pytest.mark.filterwarnings("ignore:the checkpoint has no rnd_optimizer_state_dict")
 def test_a_part_missing_in_the_file_keeps_its_fresh_state_with_a_warning(make_ppo, trained):
     alg, _ = trained()
     other, _ = make_ppo(rnd_cfg={"weight": 1.0})

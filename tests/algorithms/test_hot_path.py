@@ -27,9 +27,8 @@ def one_iteration(alg, env, guard):
         guarded(alg.process_step, record)
         obs, critic_obs = record.obs, record.critic_obs
     guarded(alg.compute_returns, critic_obs)
-    for batch in alg.mini_batches():  # a recurrent epoch reads its trajectory counts once, here
-        guarded(alg.policy, batch.obs, batch.critic_obs, batch.hidden, batch.trajectories)
-        guarded(alg.minibatch_step, batch)
+    for deal in alg.deal():  # a recurrent pass reads its trajectory counts once, here
+        guarded(alg.learn_step, *deal)
     guarded(alg._update_normalizers)
     alg.rollout.clear()
     return calls
@@ -52,7 +51,19 @@ def test_acting_and_learning_never_wait_for_the_device(make_ppo, kind, has_inval
     alg, env = make_ppo(kind, has_invalid_steps=has_invalid_steps, **settings)
     # Constants go to the device and optimizer state is made in the first iteration, as in the warm-up of a capture.
     one_iteration(alg, env, torch.enable_grad)
-    assert one_iteration(alg, env, NoHostSync) == 2 * 6 + 1 + 2 * 2 + 1
+    assert one_iteration(alg, env, NoHostSync) == 2 * 6 + 1 + 2 + 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_minibatch_and_a_forward_pass_never_wait_for_the_device(make_ppo, collect, kind):
+    alg, env = make_ppo(kind, num_mini_batches=2, schedule="adaptive")
+    collect(alg, env)
+    alg.update(0)
+    collect(alg, env)
+    for batch in alg.mini_batches():
+        with NoHostSync():
+            alg.policy(batch.obs, batch.critic_obs, batch.hidden, batch.trajectories)
+            alg.minibatch_step(batch)
 
 
 def test_gae_never_waits_for_the_device():

@@ -28,7 +28,7 @@ def trained(rnd, states):
     loss = rnd.loss(states)
     loss.backward()
     rnd.optimizer.apply(rnd.optimizer.clip(float("inf"))[1])
-    return float(loss)
+    return float(loss.detach())
 
 
 def test_the_predictor_learns_the_target_and_the_target_stays():
