@@ -1,5 +1,8 @@
 """What must hold whatever the policy: one behaviour while collecting and learning, no leaks between episodes."""
 
+import subprocess
+import sys
+
 import gymnasium
 import numpy as np
 import pytest
@@ -256,3 +259,39 @@ def test_ppo_learns_to_reach_a_target():  # row P71
         for _ in range(15):
             position[:, 0] += 0.5 * policy.act_inference(position)[:, 0].clamp(-1, 1)
     assert (position[:, 0] - position[:, 1]).abs().max() < 0.15
+
+
+SIDE_EFFECTS = """
+import logging, random, signal, sys, warnings
+import numpy as np, torch, gymnasium
+
+def state():
+    return {
+        "dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "precision": torch.get_float32_matmul_precision(),
+        "cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32),
+        "tf32": torch.backends.cuda.matmul.allow_tf32,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "grad": torch.is_grad_enabled(),
+        "validate": torch.distributions.Distribution._validate_args,
+        "random": (torch.get_rng_state().sum().item(), np.random.get_state()[1].sum(), hash(random.getstate())),
+        "warnings": len(warnings.filters),
+        "handlers": (len(logging.root.handlers), logging.root.level, signal.getsignal(signal.SIGINT)),
+    }
+
+before = state()
+import canter.algorithms, canter.envs, canter.modules, canter.runners, canter.storage
+from canter.modules.actors import MLPActor, MLPCritic
+box = gymnasium.spaces.Box(-1, 1, (3,))
+changed = [name for name, value in state().items() if value != before[name]]
+MLPActor(box, box).get_params(torch.zeros(2, 3))
+changed += ["validate"] if torch.distributions.Distribution._validate_args != before["validate"] else []
+sys.exit(f"changed: {changed}" if changed else 0)
+"""
+
+
+@pytest.mark.slow
+def test_importing_the_library_changes_nothing_global():  # C21
+    done = subprocess.run([sys.executable, "-c", SIDE_EFFECTS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-500:]
