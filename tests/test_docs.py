@@ -1,0 +1,367 @@
+"""What the documentation says is run: its Python, its commands, its names, its links."""
+
+import dataclasses
+import importlib
+import importlib.util
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from canter.algorithms.settings import PPOConfig
+from canter.cli.__main__ import COMMANDS
+from canter.cli.options import parse_train
+from canter.modules.build import POLICIES
+from canter.runners.runner import Runner
+from canter.utils.config import OTHER_SPELLINGS, setting_names
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ROOT_PAGES = [ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BASH = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def short_runs(monkeypatch, tmp_path):
+    """Every `learn` does two iterations at most, and files go to a folder of the test's own."""
+    count = Runner.count_iterations
+    monkeypatch.setattr(Runner, "count_iterations", lambda self, *given: min(2, count(self, *given)))
+    monkeypatch.chdir(tmp_path)
+    policies = dict(POLICIES)
+    yield
+    POLICIES.clear()
+    POLICIES.update(policies)
+
+
+def pages_with(pattern):
+    return [pytest.param(page, id=page.stem) for page in PAGES if pattern.search(page.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize("page", pages_with(PYTHON))
+def test_the_python_of_a_page_runs_from_top_to_bottom(page, short_runs, tmp_path):
+    runpy.run_path(str(python_of(page, tmp_path)))
+
+
+def python_of(page, folder):
+    """The page's Python as a file of its own, on the same lines, so that a traceback shows where it is."""
+    text = page.read_text(encoding="utf-8")
+    lines = [""] * text.count("\n")
+    for match in PYTHON.finditer(text):
+        first = text[: match.start(1)].count("\n")
+        block = match[1].splitlines()
+        lines[first : first + len(block)] = block
+    script = folder / f"{page.stem}.py"
+    script.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return script
+
+
+@pytest.mark.slow
+def test_the_ten_lines_of_the_readme_solve_their_task(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    first = PYTHON.search((ROOT / "README.md").read_text(encoding="utf-8"))
+    Path("ten_lines.py").write_text(first[1].replace("load_preset(", "dict(seed=1) | load_preset("))
+    runpy.run_path("ten_lines.py")
+    assert float(capsys.readouterr().out.splitlines()[-1]) > 450
+
+
+@pytest.mark.parametrize("page", pages_with(BASH))
+def test_commands_shown_are_commands_there_are(page):
+    for block in BASH.findall(page.read_text(encoding="utf-8")):
+        for line in block.splitlines():
+            words = re.sub(r"\s+#.*", "", line).replace("'{weight: 0.1}'", "{weight:0.1}").split()
+            if words[:1] == ["canter"]:
+                assert words[1] in COMMANDS, line
+            if words[:2] == ["canter", "train"]:
+                parse_train(words[2:])
+            if words[:1] == ["make"]:
+                assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
+
+
+@pytest.mark.parametrize("page", [*PAGES, *ROOT_PAGES], ids=lambda page: page.stem)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+# ---------------------------------------------------------------------- migration, row L30
+def rows(heading):
+    text = (ROOT / "docs/migration.md").read_text(encoding="utf-8")
+    section = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    lines = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    return lines[1:]  # without the heading
+
+
+def resolve(path):
+    module, rest = path, []
+    while True:
+        try:
+            found = importlib.import_module(module)
+            break
+        except ModuleNotFoundError:
+            module, _, name = module.rpartition(".")
+            rest.insert(0, name)
+    for name in rest:
+        found = getattr(found, name)
+    return found
+
+
+@pytest.mark.parametrize("library", ["rsl_rl", "st_rl", "ApexRL"])
+def test_every_name_to_migrate_to_exists(library):  # row L30
+    table = rows(library)
+    assert len(table) >= 8
+    for row in table:
+        paths = re.findall(r"`(canter[\w.]+)`", row[1])
+        assert paths or "policy.obs_normalizer" in row[1], row
+        for path in paths:
+            assert resolve(path) is not None
+
+
+def test_every_setting_to_migrate_to_exists_and_every_old_spelling_is_listed():  # row L30
+    known = {f.name for f in dataclasses.fields(PPOConfig)} | setting_names(POLICIES["ActorCriticRecurrent"])
+    old = set()
+    for row in rows("Settings"):
+        new = re.findall(r"`(\w+)`", row[1])
+        assert new, row
+        assert set(new) <= known, row
+        old |= set(re.findall(r"`([\w.]+)`", row[0]))
+    assert set(OTHER_SPELLINGS) <= old
+    for row in rows("Settings"):
+        for name in re.findall(r"`(\w+)`", row[0]):
+            if name in OTHER_SPELLINGS:
+                assert OTHER_SPELLINGS[name] in row[1]
+
+
+def test_the_metrics_to_migrate_to_are_logged(short_runs):  # row L30
+    from canter.envs import PointRobot
+    from canter.runners import OnPolicyRunner
+
+    cfg = {"num_steps_per_env": 8, "algorithm": {"rnd_cfg": {"weight": 0.1}}, "eval_interval": 1}
+    runner = OnPolicyRunner(PointRobot(4, max_episode_length=5), cfg, show_progress=False)
+    logged = set(runner.learn(2).history[-1])
+    for row in rows("Metrics"):
+        for name in re.findall(r"`([\w/]+)`", row[1]):
+            assert name in logged or name.startswith("extra/"), name
+
+
+# ---------------------------------------------------------------------- tables made from the settings
+def settings_tables():
+    spec = importlib.util.spec_from_file_location("settings_tables", ROOT / "docs/settings_tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_of_settings_name_every_setting_with_its_default_and_sentence():
+    module = settings_tables()
+    text = module.on_page_markdown((ROOT / "docs/training.md").read_text(encoding="utf-8"))
+    for field in dataclasses.fields(PPOConfig):
+        assert f"| `{field.name}` |" in text
+    assert "| `clip_param` | `0.2` | Clip range of the probability ratio and of the value step. |" in text
+    assert "<!-- settings" not in text
+    policies = module.on_page_markdown((ROOT / "docs/policies.md").read_text(encoding="utf-8"))
+    assert "| `rnn_type` | `'lstm'` |" in policies
+    assert "num_actor_obs` |" not in policies
+
+
+# ---------------------------------------------------------------------- the Makefile
+needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+def plan(*args):
+    done = subprocess.run(["make", "-n", "-B", *args], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+@needs_make
+def test_make_train_installs_a_light_set_and_trains_the_task_asked_for():
+    text = plan("train", "TASK=CartPole-v1", "ARGS=--seed 2")
+    assert "--constraint constraints.txt --editable '.[box2d,mujoco,video]'" in text
+    assert "canter train CartPole-v1 --seed 2" in text
+    assert "canter train LunarLanderContinuous-v3" in plan("train")
+    assert "'.[box2d,mujoco,video,envpool]'" in plan("train", "TASK=envpool/HalfCheetah-v5")
+
+
+@needs_make
+def test_make_check_runs_what_it_promises_and_ci_runs_the_tests():
+    text = plan("check")
+    for command in ("ruff format --check", "ruff check", "basedpyright", "pytest -n 2"):
+        assert command in text
+    assert "OMP_NUM_THREADS=1" in plan("test")
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+    assert "make test" in (ROOT / ".ci/run").read_text()
+
+
+# ---------------------------------------------------------------------- the documented snippets of ApexRL's runner page
+@pytest.fixture
+def cartpole():
+    import gymnasium
+
+    from canter.envs import GymVecEnv
+
+    return GymVecEnv([lambda: gymnasium.make("CartPole-v1") for _ in range(4)], device="cpu")
+
+
+@pytest.fixture
+def apex(cartpole, short_runs):
+    from canter.modules import MLPCritic, MLPDiscreteActor
+    from canter.runners.on_policy_runner import OnPolicyRunner
+
+    runner = OnPolicyRunner(
+        env=cartpole,
+        algorithm="ppo",
+        actor_class=MLPDiscreteActor,
+        critic_class=MLPCritic,
+        log_dir="./logs",
+        save_dir="./checkpoints",
+        log_interval=1,
+        save_interval=100,
+    )
+    yield runner
+    runner.close()
+
+
+def test_apexrl_basic_usage(apex):
+    apex.learn(total_timesteps=10_000_000)
+    stats = apex.eval(num_episodes=4)
+    apex.save_checkpoint("final_model.pt")
+    assert Path("checkpoints/final_model.pt").is_file()
+    assert Path("logs/metrics.jsonl").is_file()
+    assert stats["eval/min_reward"] <= stats["eval/mean_reward"] <= stats["eval/max_reward"]
+    assert stats["eval/std_reward"] >= 0
+
+
+def test_apexrl_configuration(cartpole, short_runs):
+    from canter.modules import MLPCritic, MLPDiscreteActor
+    from canter.runners.on_policy_runner import OnPolicyRunner
+
+    runner = OnPolicyRunner(
+        env=cartpole,
+        algorithm="ppo",
+        actor_class=MLPDiscreteActor,
+        critic_class=MLPCritic,
+        actor_cfg={"hidden_dims": [256]},
+        critic_cfg={"hidden_dims": [256]},
+        log_dir="./logs",
+        save_dir="./checkpoints",
+        device=torch.device("cpu"),
+        log_interval=10,
+        save_interval=100,
+    )
+    assert (runner.log_interval, runner.save_interval) == (10, 100)
+    widths = [m.out_features for m in runner.policy.actor.modules() if isinstance(m, torch.nn.Linear)]
+    assert widths == [256, 2]
+
+
+def test_apexrl_callbacks(apex):
+    seen = []
+
+    def on_iteration_start(runner):
+        seen.append(f"Starting iteration {runner.iteration}")
+
+    def on_iteration_end(runner, stats):
+        if stats["rollout/mean_reward"] > 0.5:
+            seen.append("Reward threshold reached!")
+
+    apex.add_callback("pre_iteration", on_iteration_start)
+    apex.add_callback("post_iteration", on_iteration_end)
+    apex.learn(num_learning_iterations=2)
+    reached = "Reward threshold reached!"
+    assert seen == ["Starting iteration 0", reached, "Starting iteration 1", reached]
+
+
+def test_apexrl_environment_metrics(cartpole, short_runs):
+    from canter.algorithms.ppo import PPOConfig
+    from canter.modules import MLPCritic, MLPDiscreteActor
+    from canter.runners.on_policy_runner import OnPolicyRunner
+
+    cfg = PPOConfig(extra_log_keys=["log", "time_outs", "terminated", "truncated"], log_interval=1)
+    runner = OnPolicyRunner(
+        env=cartpole, algorithm="ppo", actor_class=MLPDiscreteActor, critic_class=MLPCritic, cfg=cfg
+    )
+    metrics = runner.learn(2).history[-1]
+    assert 0 < metrics["extra/terminated"] < 1
+    assert metrics["extra/truncated"] == metrics["extra/time_outs"] == 0
+
+
+def test_apexrl_backend_selection():
+    from canter.algorithms.ppo import PPOConfig
+
+    cfg = PPOConfig(logger_backend="wandb", logger_kwargs={"project": "apexrl", "tags": ["ppo"]})
+    assert cfg.logger_kwargs["tags"] == ["ppo"]
+
+
+def test_apexrl_checkpointing(apex):
+    apex.learn(num_learning_iterations=1)
+    apex.save_checkpoint("model.pt")
+    weights = {name: w.clone() for name, w in apex.policy.state_dict().items()}
+    apex.save_checkpoint(f"checkpoint_{apex.iteration}.pt")
+    apex.learn(num_learning_iterations=1)
+    assert any(not torch.equal(w, apex.policy.state_dict()[name]) for name, w in weights.items())
+    apex.load_checkpoint("model.pt")
+    assert apex.iteration == 1
+    assert all(torch.equal(w, apex.policy.state_dict()[name]) for name, w in weights.items())
+    assert Path("checkpoints/checkpoint_1.pt").is_file()
+
+
+def test_apexrl_pre_configured_agent(cartpole, short_runs):
+    from canter.algorithms.ppo import PPO, PPOConfig
+    from canter.modules import MLPCritic, MLPDiscreteActor
+    from canter.runners.on_policy_runner import OnPolicyRunner
+
+    cfg = PPOConfig(learning_rate=3e-4)
+    agent = PPO(env=cartpole, cfg=cfg, actor_class=MLPDiscreteActor, critic_class=MLPCritic)
+    runner = OnPolicyRunner(agent=agent, env=cartpole, cfg=cfg, log_dir="./logs")
+    assert runner.agent is agent
+    runner.learn(total_timesteps=1000)
+    assert runner.iteration == 2
+    runner.close()
+
+
+def test_apexrl_environment_extras(short_runs):
+    """The page's `step` with reward components and a robot's height, in an environment of that style."""
+    from gymnasium import spaces
+
+    from canter.algorithms.ppo import PPOConfig
+    from canter.modules import MLPActor, MLPCritic
+    from canter.runners.on_policy_runner import OnPolicyRunner
+
+    class Env:
+        num_envs, num_actions, device, max_episode_length = 3, 2, torch.device("cpu"), 100
+        observation_space_gym = spaces.Box(-1, 1, (4,))
+        action_space_gym = spaces.Box(-1, 1, (2,))
+
+        def reset(self):
+            return torch.zeros(3, 4)
+
+        def get_observations(self):
+            return torch.zeros(3, 4)
+
+        def step(self, actions):
+            truncated = terminated = torch.zeros(3, dtype=torch.bool)
+            extras = {
+                "time_outs": truncated,
+                "terminated": terminated,
+                "truncated": truncated,
+                "final_observation": torch.zeros(3, 4),
+                "reward_components": {"velocity": torch.tensor([1.0, 2.0, 3.0]), "energy": -torch.ones(3)},
+                "log": {"/robot/height_mean": 0.7},
+            }
+            return torch.zeros(3, 4), torch.ones(3), terminated | truncated, extras
+
+    cfg = PPOConfig(extra_log_keys=["log", "reward_components"], log_interval=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        runner = OnPolicyRunner(env=Env(), algorithm="ppo", actor_class=MLPActor, critic_class=MLPCritic, cfg=cfg)
+        metrics = runner.learn(1).history[-1]
+    assert metrics["extra/log/robot/height_mean"] == pytest.approx(0.7)
+    assert metrics["extra/reward_components/velocity"] == pytest.approx(2.0)
+    assert metrics["extra/reward_components/energy"] == pytest.approx(-1.0)
+    assert not any("final_observation" in name for name in metrics)
