@@ -33,7 +33,7 @@ format: $(VENV)/.installed-dev  ## Format the code and fix what can be fixed.
 	@$(BIN)/ruff check --fix
 
 docs: $(VENV)/.installed-docs  ## Build the documentation into site/.
-	@$(BIN)/mkdocs build --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo "open site/index.html"
 
 clean:  ## Remove what was built, but no runs.
