@@ -111,7 +111,7 @@ def time_canter(args, env, execution, precision):
 def count_waits(runner):
     """How often the host waits for the device in one iteration."""
     torch.cuda.set_sync_debug_mode("warn")
-    for fns in runner.callbacks.values():
+    for fns in runner.callbacks.by_event.values():
         fns.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

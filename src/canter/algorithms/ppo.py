@@ -135,9 +135,10 @@ class PPO(OnPolicyAlgorithm):
         if current_learning_iteration is not None:
             self.current_learning_iteration = current_learning_iteration
         self.meter.reset()
-        for _ in range(self.num_learning_epochs):
+        for deals in self.deal(self.num_learning_epochs):
             before = self.meter.means() if self.target_kl is not None else {}
-            self.learn_epoch()
+            for deal in deals:
+                self.executor.run("learn", self.learn_step, *deal)
             if self.target_kl is not None and self._epoch_kl(before) > self.target_kl:
                 break
         report = self._report()
@@ -145,22 +146,18 @@ class PPO(OnPolicyAlgorithm):
         self.rollout.clear()
         return report
 
-    def learn_epoch(self) -> None:
-        """One pass over the rollout."""
-        for deal in self.deal():
-            self.executor.run("learn", self.learn_step, *deal)
-
-    def deal(self) -> list[tuple[Any, ...]]:
-        """What each minibatch of a pass is made of: steps; or environments, their trajectories and T."""
-        shuffle = self.generators["shuffle"]
+    def deal(self, num_epochs: int = 1) -> list[list[tuple[Any, ...]]]:
+        """What each minibatch of each pass is made of: steps; or environments, their trajectories and T."""
+        shuffle, parts = self.generators["shuffle"], self.num_mini_batches
         if not self.policy.is_recurrent:
-            return [(index,) for index in self.rollout.deal_steps(self.num_mini_batches, shuffle)]
-        deals = self.rollout.deal_envs(self.num_mini_batches, 1, shuffle)
-        return [(envs, self.executor.bucket(total, len(envs)), self.rollout.step) for envs, total in deals]
+            return [[(index,) for index in self.rollout.deal_steps(parts, shuffle)] for _ in range(num_epochs)]
+        dealt = self.rollout.deal_envs(parts, num_epochs, shuffle)
+        deals = [(envs, self.executor.bucket(total, len(envs)), self.rollout.step) for envs, total in dealt]
+        return [deals[i : i + parts] for i in range(0, len(deals), parts)]
 
     def mini_batches(self) -> Iterator[MiniBatch]:
         """The minibatches of one pass."""
-        for index, *trajectories in self.deal():
+        for index, *trajectories in self.deal()[0]:
             yield self.rollout.take_envs(index, trajectories[0]) if trajectories else self.rollout.take(index)
 
     def learn_step(self, index: Tensor, total: int | None = None, num_steps: int | None = None) -> None:

@@ -24,7 +24,7 @@ class ActorCriticPair(Policy):
             if missing:
                 raise TypeError(
                     f"{type(owner).__name__} cannot be used as {part}: it lacks {', '.join(missing)}; "
-                    f"derive it from {'ContinuousActor or DiscreteActor' if part == 'actor' else 'canter.modules.actors.Critic'}"
+                    f"derive it from {'ContinuousActor or DiscreteActor' if part == 'actor' else 'actors.Critic'}"
                 )
         self.actor, self.critic = actor, critic
         self.distribution = actor.distribution  # pyright: ignore[reportAttributeAccessIssue]

@@ -67,9 +67,12 @@ class Executor:
         return self.graphs[signature].replay(leaves)
 
     def bucket(self, count: int, unit: int) -> int:
-        """A count that varies, rounded up where every value would need a graph of its own."""
+        """A count that varies, rounded up where every value would need a graph of its own.
+
+        Eager runs on a GPU round too: libraries choose other kernels for other sizes, which differ in the last bit.
+        """
         coarse = max(1, unit // 8)
-        return -(-count // coarse) * coarse if self.uses_graphs else count
+        return -(-count // coarse) * coarse if self.device.type == "cuda" else count
 
     def _capture(self, signature: Any, fn: Callable[..., Any], args: Any, leaves: Sequence[Tensor]) -> bool:
         name = signature[0]

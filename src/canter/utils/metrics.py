@@ -56,8 +56,7 @@ class EpisodeTracker:
     """
 
     def __init__(self, num_envs: int, num_steps: int, device: torch.device | str) -> None:
-        self.rewards = torch.zeros(num_steps, num_envs, device=device)
-        self.flags = torch.zeros(num_steps, num_envs, 2, dtype=torch.bool, device=device)  # done, valid
+        self.rows = torch.zeros(num_steps, 3, num_envs, device=device)  # reward, done, valid: copied together
         self.step = 0
         self.cursor = torch.zeros(1, dtype=torch.long, device=device)
         self.cur_reward_sum = np.zeros(num_envs)
@@ -74,14 +73,19 @@ class EpisodeTracker:
 
     def write(self, reward: Tensor, done: Tensor, valid: Tensor) -> None:
         """Write the row under the cursor and move it on: tensor code alone, the caller counts `step`."""
-        self.rewards.index_copy_(0, self.cursor, reward.unsqueeze(0))
-        self.flags.index_copy_(0, self.cursor, torch.stack([done, valid], -1).unsqueeze(0))
+        row = torch.stack([reward, done.to(reward.dtype), valid.to(reward.dtype)])
+        self.rows.index_copy_(0, self.cursor, row.unsqueeze(0))
         self.cursor += 1
+
+    @property
+    def rewards(self) -> Tensor:
+        """(T, N) of the rollout under way."""
+        return self.rows[:, 0]
 
     def read(self) -> float:
         """Take the rollout into the statistics; return its mean reward per step."""
-        rewards = self.rewards[: self.step].cpu().numpy().astype(np.float64)
-        done, valid = self.flags[: self.step].cpu().numpy().transpose(2, 0, 1)
+        rewards, *flags = self.rows[: self.step].cpu().numpy().astype(np.float64).transpose(1, 0, 2)
+        done, valid = (flag.astype(bool) for flag in flags)
         self.rewind()
         for reward, ended, counts in zip(rewards, done, valid, strict=True):
             self.cur_reward_sum += np.where(counts, reward, 0.0)
