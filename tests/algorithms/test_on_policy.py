@@ -279,3 +279,16 @@ def test_steps_that_only_reset_do_not_count_in_the_scale_of_rewards(make_ppo, co
     collect(alg, env)
     assert not alg.rollout.valid.all()
     assert alg.return_scaler.count == alg.rollout.valid.sum()
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_an_episode_after_a_step_that_only_reset_begins_without_a_past(make_ppo, kind):
+    """The reset step shows the memory the final observation again, which belongs to no episode."""
+    alg, env = make_ppo(kind, has_invalid_steps=True)
+    valid = torch.tensor([True, False, True, True])
+    alg.act(*env.get_observations())
+    record = env.step(None)
+    alg.process_step(record._replace(terminated=~valid & False, truncated=~valid & False, valid=valid))
+    for state in alg.policy.hidden(4).values():
+        assert [bool((row == 0).all()) for row in state] == [False, True, False, False]
+    assert alg.rollout.dones[0, :, 0].tolist() == [False, True, False, False]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from canter.algorithms.ppo import PPO
 from canter.algorithms.rnd import RND, RNDConfig
 
 LINEAR = {"mode": "linear", "initial_step": 2, "final_step": 6, "final_value": 0.0}
@@ -179,3 +180,16 @@ def test_without_the_state_reached_there_is_nothing_to_reward(make_ppo):
     alg.act(*env.get_observations())
     with pytest.raises(ValueError, match="next_obs"):
         alg.process_env_step(torch.zeros(4), torch.zeros(4), {})
+
+
+def test_its_weights_come_from_the_algorithms_seed_alone(make_policy, noise_env):
+    def weights(seed, global_seed):
+        alg = PPO(make_policy("mlp"), seed=seed, rnd_cfg={"weight": 1.0})
+        torch.manual_seed(global_seed)
+        before = torch.get_rng_state()
+        alg.prepare(noise_env("mlp"), 6)
+        assert torch.equal(torch.get_rng_state(), before)
+        return torch.cat([p.detach().flatten() for p in alg.rnd.parameters()])
+
+    assert torch.equal(weights(3, 1), weights(3, 2))
+    assert not torch.equal(weights(3, 1), weights(4, 1))
