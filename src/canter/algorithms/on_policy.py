@@ -58,9 +58,10 @@ class OnPolicyAlgorithm(PPOSettings, Algorithm):
         return self.storage
 
     def prepare(self, env: Any, num_steps_per_env: int, **storage_cfg: Any) -> None:
-        """Normalisers and storage for an environment."""
+        """Storage for an environment, and normalisers for a policy that has none."""
         obs_shape, critic_shape = env_shapes(env)
-        self.init_obs_norm(obs_shape, obs_shape if critic_shape is None else critic_shape)
+        if isinstance(self.policy.obs_normalizer, NoNormalization):  # others may have statistics already
+            self.init_obs_norm(obs_shape, obs_shape if critic_shape is None else critic_shape)
         self.init_storage(
             env.num_envs,
             num_steps_per_env,
