@@ -69,6 +69,7 @@ class RslRlAdapter(Forwarding, VecEnv):
         self._current = self._select(groups)
         self._declare_spaces(groups)
         self._watch = EndWatch(self.device)
+        self._is_new = True
 
     def _required(self, name: str) -> Any:
         value = attribute(self.env, name)
@@ -192,17 +193,18 @@ class RslRlAdapter(Forwarding, VecEnv):
         if not callable(getattr(self.env, "seed", None)):
             raise NotImplementedError(f"{type(self.env).__name__} has no seed()")
         self.env.seed(seed)
+        self._is_new = False
 
     def reset(self) -> tuple[Obs, Obs]:
-        """Start every episode anew; right after construction the episodes are new already."""
-        if self._num_steps:
+        """Start every episode anew; right after construction, unless seeded since, the episodes are new already."""
+        if not self._is_new:
             if not callable(getattr(self.env, "reset", None)):
                 warn_once(f"{type(self.env).__name__} has no reset(): its episodes go on")
                 return self._current
             groups = self._take(*self._start())
             self._check_layout(groups)
             self._current = self._select(groups)
-            self._num_steps = 0
+            self._num_steps, self._is_new = 0, True
         return self._current
 
     def get_observations(self) -> tuple[Obs, Obs]:
@@ -216,6 +218,7 @@ class RslRlAdapter(Forwarding, VecEnv):
         if self._num_steps == 0 and len(answer) != 4:
             self.kind = "batched Gymnasium" if "terminated" in extras else f"1.x ({len(answer)}-tuple)"
         self._num_steps += 1
+        self._is_new = False
         groups = self._take(obs, privileged, extras)
         self._check_layout(groups)
         self._current = self._select(groups)
