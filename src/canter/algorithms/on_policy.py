@@ -15,7 +15,7 @@ from canter.envs.records import step_record
 from canter.envs.vec_env import StepRecord
 from canter.modules.build import env_shapes
 from canter.modules.normalizer import NoNormalization, ReturnScaler
-from canter.modules.policy import Hidden, Policy, build_normalizer
+from canter.modules.policy import Hidden, Policy, PolicyOutput, build_normalizer
 from canter.storage.fields import Transition
 from canter.storage.rollout_storage import RolloutStorage
 from canter.utils.config import settings
@@ -47,6 +47,8 @@ class OnPolicyAlgorithm(PPOSettings, Algorithm):
         """Tensor functions that see every record, in the captured step."""
         self.executor = Executor(self.device, self.execution, self.precision)
         self.executor.generators += [self.generators["action"]]
+        self.forward = self._forward if policy.is_recurrent else self.executor.compile(self._forward)
+        self.acted: dict[str, Any] = {}
         self.current_learning_iteration = 0
         self.fell_back = torch.zeros((), dtype=torch.bool, device=self.device)
 
@@ -139,14 +141,14 @@ class OnPolicyAlgorithm(PPOSettings, Algorithm):
         hidden = self.policy.hidden(self.rollout.num_envs) if self.policy.is_recurrent else {}
         step = self.executor.run("act", self.act_step, obs, None if critic_obs is obs else critic_obs, hidden)
         vars(self.transition).update({name: value for name, value in step.items() if name != "for_env"})
+        self.acted = step
         self.policy.set_hidden(step["next_hidden"])
         return step["for_env"].clone()  # the environment may keep it, or write to it
 
     def act_step(self, obs: Obs, critic_obs: Obs | None, hidden: Hidden) -> dict[str, Any]:
         """What acting adds to a transition, and the actions as the environment wants them."""
         policy = self.policy
-        with self.executor.autocast():
-            out = policy(obs, critic_obs, hidden)
+        out = self.forward(obs, critic_obs, hidden)
         actions = policy.sample_action(out.params, self.generators["action"])
         return {
             "observations": obs,
@@ -159,6 +161,10 @@ class OnPolicyAlgorithm(PPOSettings, Algorithm):
             "next_hidden": out.hidden,
             "for_env": policy.distribution.to_env(actions),
         }
+
+    def _forward(self, obs: Obs, critic_obs: Obs | None, hidden: Hidden) -> PolicyOutput:
+        with self.executor.autocast():
+            return self.policy(obs, critic_obs, hidden)
 
     def process_env_step(
         self, rewards: Tensor, dones: Tensor, infos: dict[str, Any], next_obs: Any = None, next_critic_obs: Any = None
@@ -174,8 +180,9 @@ class OnPolicyAlgorithm(PPOSettings, Algorithm):
     def process_step(self, record: StepRecord) -> None:
         """Finish the transition with the record of the step it led to."""
         self.rollout.check_space()
-        needed = record._replace(obs=None, extras={}, critic_obs=None if self.rnd is None else record.critic_obs)  # pyright: ignore[reportArgumentType]
-        hidden = self.executor.run("process", self.finish_step, vars(self.transition), needed)
+        needed = record._replace(obs=None, extras=None, critic_obs=None if self.rnd is None else record.critic_obs)  # pyright: ignore[reportArgumentType]
+        transition = self.acted if self.executor.uses_graphs else vars(self.transition)
+        hidden = self.executor.run("process", self.finish_step, transition, needed)
         self.rollout.step += 1
         self.transition.clear()
         self.policy.set_hidden(hidden)

@@ -18,6 +18,7 @@ from canter.algorithms import REGISTRY
 from canter.modules.build import POLICIES
 from canter.presets import FALLBACK, load_preset, presets
 from canter.runners.run_config import RunPlan, find_algorithm, parse_train_cfg
+from canter.utils.config import OTHER_SPELLINGS
 
 PRESET_KEYS = ("task", "num_envs", "total_timesteps")
 # What a policy takes from the environment, not from the user.
@@ -25,6 +26,7 @@ FROM_ENV = {"num_actor_obs", "num_critic_obs", "num_actions", "obs_segments", "c
 EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 ARGUMENT = re.compile(r"^    (\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 DEFAULT_SEED = 1
+LOWEST = {"num_envs": 1, "total_timesteps": 1, "final_episodes": 0, "threads": 1}
 
 Settings = TypeVar("Settings")
 Policy = TypeVar("Policy")
@@ -85,6 +87,10 @@ def preset_plan(preset: Mapping[str, Any]) -> RunPlan:
 
 def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, Any]]:
     """The options in `args`, and the training dict they mean."""
+    for arg in args:
+        here = OTHER_SPELLINGS.get(arg.partition("=")[0].removeprefix("--").replace("-", "_"))
+        if arg.startswith("--") and here is not None:
+            raise ValueError(f"there is no flag {arg.partition('=')[0]}; did you mean --{here.replace('_', '-')}?")
     task = args[0] if args and not args[0].startswith("-") else None
     preset = preset_for(task or FALLBACK)
     wanted = given(args, "--algorithm")
@@ -107,6 +113,10 @@ def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, 
         total_timesteps=preset["total_timesteps"],
     )
     options = parse(options_type, args, "canter train TASK", default)
+    for name, lowest in LOWEST.items():
+        value = getattr(options, name)
+        if value is not None and value < lowest:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {lowest}, got {value}")
     plan.cfg, plan.policy = options.settings, dataclasses.asdict(options.policy)
     fit_mini_batches(options, POLICIES[class_name].is_recurrent, given(args, "--num-mini-batches") is not None)
     return options, plan.to_dict()
@@ -118,6 +128,8 @@ def fit_mini_batches(options: TrainOptions[Any, Any], is_recurrent: bool, is_giv
     if is_recurrent and not is_given:
         settings.num_mini_batches = min(settings.num_mini_batches, 4, options.num_envs)
     limit = options.num_envs * (1 if is_recurrent else settings.num_steps_per_env)
+    if settings.num_mini_batches < 1:
+        raise ValueError(f"num_mini_batches must be at least 1, got {settings.num_mini_batches}")
     if settings.num_mini_batches > limit:
         what = f"{limit} environments of a recurrent policy" if is_recurrent else f"a rollout of {limit} steps"
         raise ValueError(f"num_mini_batches={settings.num_mini_batches} does not fit {what}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shutil
 import time
 import warnings
 from collections.abc import Iterator
@@ -160,8 +161,7 @@ def open_runner(
         eval_seed = None if seed is None else seed + EVAL_SEED_OFFSET
         eval_env = open_env(run["task"], min(EVAL_ENVS, eval_episodes), config.get("device"), eval_seed)
     settings = {key: value for key, value in config.items() if key != "run"}
-    is_new = log_dir is not None and not log_dir.exists()
-    with remove_if_empty(log_dir if is_new else None), user_errors(), warnings.catch_warnings():
+    with user_errors(), warnings.catch_warnings():
         # EnvPool takes its seed when it is made, as it was above.
         warnings.filterwarnings("ignore", message=".*seeded when it is made")
         return build_runner(
@@ -176,13 +176,12 @@ def open_runner(
 
 
 @contextmanager
-def remove_if_empty(path: Path | None) -> Iterator[None]:
+def new_directory(path: Path) -> Iterator[None]:
     """A run that could not be set up leaves no directory behind."""
     try:
         yield
     except UserError:
-        if path is not None and path.is_dir() and not any(path.iterdir()):
-            path.rmdir()
+        shutil.rmtree(path, ignore_errors=True)
         raise
 
 

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from canter.cli.errors import INTERRUPTED, UserError, user_errors
 from canter.cli.options import TrainOptions, parse_train
-from canter.cli.runs import BEST_NAME, limit_threads, new_run_directory, open_runner
+from canter.cli.runs import BEST_NAME, limit_threads, new_directory, new_run_directory, open_runner
 from canter.runners import Runner
 from canter.utils.files import atomic_write
 from canter.utils.plots import plot_runs
@@ -58,7 +58,10 @@ def train_one(options: TrainOptions[Any, Any], config: dict[str, Any]) -> tuple[
         per_iteration = config["num_steps_per_env"] * options.num_envs
         iterations = config["max_iterations"] or -(-options.total_timesteps // per_iteration)
         config["eval_interval"] = max(1, iterations // EVALS_PER_RUN)
-    runner = open_runner(config, path, eval_episodes=config["eval_episodes"])
+    with new_directory(path):
+        runner = open_runner(config, path, eval_episodes=config["eval_episodes"])
+        with user_errors():
+            runner.init_writer()  # a logging backend that is not there is found out before the training
     return path, run_to_end(runner, path)
 
 

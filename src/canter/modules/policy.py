@@ -139,6 +139,8 @@ class Policy(nn.Module):
 
     def hidden(self, num_envs: int) -> Hidden:
         """The state the shell is in; zeros at first, and whenever the number of environments changes."""
+        if not self.is_recurrent:
+            return {}
         for memory in self.memories.values():
             if memory.state is None or len(memory.state) != num_envs:
                 memory.state = memory.zero_state(num_envs)
@@ -146,6 +148,8 @@ class Policy(nn.Module):
 
     def set_hidden(self, hidden: Mapping[str, Tensor | None]) -> None:
         """Continue from this state."""
+        if not self.is_recurrent:
+            return
         for name, memory in self.memories.items():
             if name in hidden:
                 memory.state = hidden[name]

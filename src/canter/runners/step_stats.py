@@ -46,7 +46,7 @@ class StepStats:
         groups: dict[str, Any] = {"obs": record.obs, "reward": record.reward}
         if record.critic_obs is not record.obs:
             groups["critic_obs"] = record.critic_obs
-        if record.final_obs is not None:
+        if record.final_obs is not None and self.guard.is_immediate:
             groups["final_obs"] = ended_rows(record.final_obs, record.done)
             if record.final_critic_obs is not None and record.final_critic_obs is not record.final_obs:
                 groups["final_critic_obs"] = ended_rows(record.final_critic_obs, record.done)

@@ -46,6 +46,7 @@ class Executor:
         self.calls: dict[Any, int] = {}
         self.captured: dict[str, int] = {}
         self.eager_only: set[str] = set()
+        self.results: dict[int, Graph] = {}
         self.owned: set[int] = set()
 
     def compile(self, fn: Callable[..., T]) -> Callable[..., T]:
@@ -58,13 +59,25 @@ class Executor:
             with self.precisely():
                 return fn(*args)
         leaves: list[Tensor] = []
-        signature = (name, describe(args, leaves), torch.is_inference_mode_enabled())
+        signature = (name, self._describe(args, leaves), torch.is_inference_mode_enabled())
         if signature not in self.graphs:
             self.calls[signature] = self.calls.get(signature, 0) + 1
             if self.calls[signature] <= EAGER_CALLS or not self._capture(signature, fn, args, leaves):
                 with self.precisely():
                     return fn(*args)
         return self.graphs[signature].replay(leaves)
+
+    def _describe(self, args: Sequence[Any], leaves: list[Tensor]) -> Any:
+        """`describe`, which for the results of a graph was done when it was captured."""
+        parts = []
+        for arg in args:
+            known = self.results.get(id(arg))
+            if known is None:
+                parts.append(describe(arg, leaves))
+            else:
+                leaves.extend(known.output_leaves)
+                parts.append(known.description)
+        return tuple(parts)
 
     def bucket(self, count: int, unit: int) -> int:
         """A count that varies, rounded up where every value would need a graph of its own.
@@ -86,6 +99,7 @@ class Executor:
             torch.cuda.synchronize(self.device)
             return self._give_up(name, str(error).splitlines()[0] if str(error) else repr(error))
         self.graphs[signature] = graph
+        self.results[id(graph.outputs)] = graph
         self.owned |= {leaf.data_ptr() for leaf in (*graph.inputs, *graph.output_leaves)}
         return True
 
@@ -134,7 +148,7 @@ class Graph:
         with torch.cuda.graph(self.graph):
             self.outputs = fn(*rebuild(args, iter(self.inputs)))
         self.output_leaves: list[Tensor] = []
-        describe(self.outputs, self.output_leaves)
+        self.description = describe(self.outputs, self.output_leaves)
 
     def replay(self, leaves: Sequence[Tensor]) -> Any:
         """Run the graph on these inputs."""
@@ -150,10 +164,10 @@ def describe(tree: Any, leaves: list[Tensor]) -> Any:
     if isinstance(tree, Tensor):
         leaves.append(tree)
         return (tuple(tree.shape), tree.dtype)
-    if isinstance(tree, Mapping):
-        return tuple((name, describe(part, leaves)) for name, part in tree.items())
+    if isinstance(tree, dict):
+        return tuple([(name, describe(part, leaves)) for name, part in tree.items()])
     if isinstance(tree, tuple | list):
-        return (type(tree), *(describe(part, leaves) for part in tree))
+        return (type(tree), *[describe(part, leaves) for part in tree])
     return tree
 
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from canter.utils.tree import Obs, tree_leaves
 
+FRAMES = 2000
+
 
 class MeanMeter:
     """Averages named float scalars on the device, in place, so that adding can be captured; `means` reads once."""
@@ -63,7 +65,7 @@ class EpisodeTracker:
         self.cur_episode_length = np.zeros(num_envs, dtype=np.int64)
         self.rewbuffer: deque[float] = deque(maxlen=100)
         self.lenbuffer: deque[float] = deque(maxlen=100)
-        self.rframebuffer: deque[float] = deque(maxlen=2000)
+        self.rframebuffer: deque[float] = deque(maxlen=FRAMES)
         self.num_episodes = 0
 
     def add(self, reward: Tensor, done: Tensor, valid: Tensor) -> None:
@@ -84,20 +86,34 @@ class EpisodeTracker:
 
     def read(self) -> float:
         """Take the rollout into the statistics; return its mean reward per step."""
-        rewards, *flags = self.rows[: self.step].cpu().numpy().astype(np.float64).transpose(1, 0, 2)
-        done, valid = (flag.astype(bool) for flag in flags)
+        rows = self.rows[: self.step].cpu().numpy()
         self.rewind()
-        for reward, ended, counts in zip(rewards, done, valid, strict=True):
-            self.cur_reward_sum += np.where(counts, reward, 0.0)
+        rewards, done, valid = rows[:, 0], rows[:, 1].astype(bool), rows[:, 2].astype(bool)
+        if not valid.all():
+            rewards = np.where(valid, rewards, 0.0)
+        for reward, ended, counts, any_ended in zip(rewards, done, valid, done.any(1), strict=True):
+            self.cur_reward_sum += reward
             self.cur_episode_length += counts
-            if ended.any():
+            if any_ended:
                 self.rewbuffer.extend(self.cur_reward_sum[ended].tolist())
                 self.lenbuffer.extend(self.cur_episode_length[ended].tolist())
                 self.num_episodes += int(ended.sum())
                 self.cur_reward_sum[ended] = 0.0
                 self.cur_episode_length[ended] = 0
-        self.rframebuffer.extend(rewards[valid & ~done][-2000:].tolist())
-        return float(rewards[valid].mean()) if valid.any() else float("nan")
+        self._keep_frames(rewards, valid & ~done)
+        return float(rewards.sum(dtype=np.float64) / valid.sum()) if valid.any() else float("nan")
+
+    def _keep_frames(self, rewards: np.ndarray, running: np.ndarray) -> None:
+        """Rewards of the newest steps that did not end an episode; later rows first, as many as the buffer holds."""
+        newest: list[np.ndarray] = []
+        found = 0
+        for reward, counts in zip(rewards[::-1], running[::-1], strict=True):
+            newest.insert(0, reward[counts])
+            found += len(newest[0])
+            if found >= FRAMES:
+                break
+        if newest:
+            self.rframebuffer.extend(np.concatenate(newest)[-FRAMES:].tolist())
 
     def clear_running(self) -> None:
         """Forget the episodes under way, because the environments were reset."""
