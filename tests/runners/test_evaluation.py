@@ -1,9 +1,13 @@
 """Deterministic episodes with fair quotas that leave the training alone, and the policy that is handed out."""
 
 import gymnasium
+import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+from canter.envs import GymVectorEnvAdapter
 from canter.envs.torch_envs import MaskedCartPole, PointRobot
 from canter.runners.evaluation import episode_quotas, run_episodes, summarize
 
@@ -62,6 +66,43 @@ def test_recurrent_policies_forget_at_every_episode_end(make_runner):  # 7.5
     assert [bool(m.any()) for m in memories[1:]] == [True, True, False, True, True]
 
 
+def test_memory_of_another_run_is_forgotten_first(make_runner):
+    runner = make_runner(policy=GRU)
+    act, env = runner.get_inference_policy(), PointRobot(2, seed=4, max_episode_length=3)
+    state, results = env.get_state(), []
+    for _ in range(2):
+        env.set_state(state)
+        results.append(run_episodes(act, env, 2))
+        act(torch.ones(2, 6))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_steps_that_only_reset_are_no_part_of_an_episode(make_runner, mode):
+    """Episodes of 3 steps from a reset, whatever the vector environment does between them."""
+
+    class Three(gymnasium.Env):
+        observation_space, action_space = spaces.Box(-9, 9, (1,)), spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            self.t = 0
+            return np.zeros(1, np.float32), {}
+
+        def step(self, action):
+            self.t += 1
+            return np.full(1, self.t, np.float32), float(self.t), False, self.t >= 3, {}
+
+    class PaysForResets(GymVectorEnvAdapter):
+        def step(self, actions):
+            record = super().step(actions)
+            return record._replace(reward=record.reward + 100.0 * ~record.valid)
+
+    envs = SyncVectorEnv([Three, Three], autoreset_mode=mode)
+    result = make_runner(PaysForResets(envs)).eval(6)
+    assert (result["eval/mean_length"], result["eval/mean_reward"], result["eval/std_reward"]) == (3.0, 6.0, 0.0)
+    envs.close()
+
+
 def test_an_impossible_number_of_episodes_is_refused(make_runner):  # 7.5
     with pytest.raises(ValueError, match="at least 1, got 0"):
         make_runner().eval(0)
@@ -79,9 +120,12 @@ def test_episodes_that_never_end_are_an_error_that_says_what_to_do(make_runner, 
 def test_evaluation_restores_modes_and_statistics(make_runner):  # row L24
     runner = make_runner(algorithm={"empirical_normalization": True, "normalize_rewards": True})
     runner.learn(2)
+    modes, step = [], runner.env.step
+    runner.env.step = lambda actions: (modes.append(runner.policy.training), step(actions))[1]
     before = {name: value.clone() for name, value in runner.policy.obs_normalizer.state_dict().items()}
     runner.eval(3)
     assert all(torch.equal(before[name], value) for name, value in runner.policy.obs_normalizer.state_dict().items())
+    assert set(modes) == {False}
     assert runner.policy.training
     assert runner.policy.obs_normalizer.training
     runner.eval_mode()

@@ -119,6 +119,15 @@ def test_an_agent_of_another_number_of_environments_gets_new_storage():
     assert agent.rollout.num_envs == 3
 
 
+def test_an_agent_that_moves_to_other_environments_keeps_what_it_has_seen():
+    agent = PPO(ActorCritic(6, 9, 2, actor_hidden_dims=[8], critic_hidden_dims=[8]), empirical_normalization=True)
+    OnPolicyRunner(PointRobot(4), agent, show_progress=False).learn(1)
+    runner = OnPolicyRunner(PointRobot(3), agent, show_progress=False)
+    assert int(agent.obs_normalizer.count) == 4 * 24
+    runner.learn(1)
+    assert int(agent.obs_normalizer.count) == 7 * 24
+
+
 def test_the_config_of_a_ready_agent_is_its_own():
     agent = PPO(ActorCritic(6, 9, 2, actor_hidden_dims=[8], critic_hidden_dims=[8]), clip_param=0.1, learning_rate=0.5)
     agent.lr.fill_(0.25)
@@ -350,6 +359,25 @@ def test_an_environment_that_cannot_be_seeded_is_a_warning(make_runner, counting
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make_runner(NoSeed(), seed=None)
+
+
+def test_rsl_rl_style_environments_begin_anew_once_they_are_seeded(make_runner):
+    class Seeded:
+        num_envs, num_actions, device = 2, 1, "cpu"
+        calls = []
+
+        def seed(self, seed):
+            self.calls.append(seed)
+
+        def reset(self):
+            self.calls.append("reset")
+            return torch.zeros(2, 3), {}
+
+        def step(self, actions):
+            return torch.zeros(2, 3), torch.zeros(2), torch.zeros(2), {}
+
+    make_runner(Seeded(), seed=7).learn(1)
+    assert Seeded.calls == ["reset", 7, "reset"]
 
 
 def test_runners_are_built_by_name(tiny):  # 6.1.9
