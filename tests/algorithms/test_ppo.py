@@ -278,6 +278,16 @@ def test_passes_stop_once_the_kl_exceeds_the_target(make_ppo, collect, target_kl
     assert stats["approx_kl"] > 0
 
 
+def test_the_kl_that_stops_is_the_last_passs(make_ppo, collect):
+    alg, env = make_ppo(num_learning_epochs=5, num_mini_batches=2, target_kl=0.04)
+    collect(alg, env)
+    kls = iter([0.01, 0.01, 0.04, 0.05, 0.0, 0.0])  # passes of mean 0.01, then 0.045: the mean of both is below 0.04
+    descend = alg.descend
+    alg.descend = lambda terms, total: descend(terms, total) | {"stats/approx_kl": torch.tensor(next(kls))}
+    alg.update(0)
+    assert len(list(kls)) == 2
+
+
 def test_an_update_averages_and_clears_the_storage(make_ppo, collect):  # row P14
     alg, env = make_ppo(num_learning_epochs=2, num_mini_batches=3, value_loss_coef=0.5, entropy_coef=0.1)
     collect(alg, env)
@@ -294,6 +304,10 @@ def test_an_update_averages_and_clears_the_storage(make_ppo, collect):  # row P1
     assert named <= set(stats)
     assert stats["nonfinite_updates"] == 0
     assert stats["policy/mean_noise_std"] == 1.0
+    collect(alg, env)
+    losses, _ = alg.update(5)
+    expected = sum(float(values["losses/value_loss"].detach()) for values in calls[6:]) / 6
+    assert losses["value_loss"] == pytest.approx(expected, rel=1e-5)  # of this update alone
 
 
 def test_a_weight_of_zero_leaves_its_part_alone(make_ppo, collect):  # row P15

@@ -46,7 +46,9 @@ def test_the_predictor_learns_the_target_and_the_target_stays():
 def test_the_loss_is_the_mean_square_over_valid_states():
     rnd, states = made(), torch.randn(3, 3)
     error = (rnd.predictor(states) - rnd.target(states)).square().mean(-1).detach()
-    assert float(rnd.loss(states, torch.tensor([True, False, True]))) == pytest.approx(float((error[0] + error[2]) / 2))
+    assert float(rnd.loss(states, torch.tensor([True, False, True])).detach()) == pytest.approx(
+        float((error[0] + error[2]) / 2)
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,9 +142,14 @@ def test_an_update_trains_the_predictor_and_reports(make_ppo, collect):
     assert stats["rnd/weight"] == 0.5
     assert stats["rnd/mean_intrinsic_reward"] > 0
     assert losses["rnd_loss"] > 0
+    rewards = []
+    step = env.step
+    env.step = lambda actions: rewards.append(step(actions)) or rewards[-1]
     collect(alg, env)
-    alg.update(1)
+    _, stats = alg.update(1)
     assert alg.rnd.steps == 12
+    mean = torch.stack([record.reward for record in rewards]).mean()
+    assert stats["rnd/mean_extrinsic_reward"] == pytest.approx(float(mean), rel=1e-5)  # of this rollout alone
 
 
 def test_without_settings_there_is_none(make_ppo):  # row P29
