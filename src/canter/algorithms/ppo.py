@@ -15,7 +15,7 @@ from torch import Tensor
 
 from canter.algorithms.on_policy import OnPolicyAlgorithm
 from canter.algorithms.optim import GuardedOptimizer
-from canter.algorithms.settings import PPOConfig, PPOSettings
+from canter.algorithms.settings import PPOConfig, PPOSettings, check_ranges
 from canter.envs.wrap import wrap_env
 from canter.modules.actor_critic_pair import ActorCriticPair
 from canter.modules.build import build_pair
@@ -98,6 +98,7 @@ class PPO(OnPolicyAlgorithm):
         ):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        check_ranges(self)
 
     def _take_settings(self, cfg: PPOSettings) -> None:
         """The settings in `cfg`; one given to the constructor as well is an error."""

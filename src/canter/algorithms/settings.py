@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from canter.utils.config import settings
@@ -99,6 +100,29 @@ class PPOSettings:
     """How hot functions run: "eager", "graph" (CUDA graphs), "compile" (compiled inside them), "auto": the fastest."""
     precision: str = "tf32"
     """Of matrix products on a GPU: "tf32", "fp32" or "bf16"; weights, log-probabilities and losses stay float32."""
+
+
+WHOLE = ("num_learning_epochs", "num_mini_batches")
+RANGES = {
+    "num_learning_epochs": (1, math.inf),
+    "num_mini_batches": (1, math.inf),
+    "clip_param": (0.0, math.inf),
+    "gamma": (0.0, 1.0),
+    "lam": (0.0, 1.0),
+    "value_loss_coef": (0.0, math.inf),
+    "learning_rate": (0.0, math.inf),
+    "max_grad_norm": (0.0, math.inf),
+}
+
+
+def check_ranges(given: PPOSettings) -> None:
+    """Refuse numbers with which nothing can be learned, NaN among them."""
+    for name, (low, high) in RANGES.items():
+        value = getattr(given, name)
+        kind = int if name in WHOLE else (int, float)
+        if not isinstance(value, kind) or not low <= value <= high:
+            wanted = f"from {low} to {high}" if high < math.inf else f"of at least {low}"
+            raise ValueError(f"{name} must be a {'whole ' if name in WHOLE else ''}number {wanted}, got {value!r}")
 
 
 @settings
