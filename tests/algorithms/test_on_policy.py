@@ -292,3 +292,27 @@ def test_an_episode_after_a_step_that_only_reset_begins_without_a_past(make_ppo,
     for state in alg.policy.hidden(4).values():
         assert [bool((row == 0).all()) for row in state] == [False, True, False, False]
     assert alg.rollout.dones[0, :, 0].tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("kind", ["mlp", "lstm", "discrete", "dict"])
+def test_a_whole_rollout_at_once_is_the_steps_one_by_one(make_ppo, collect, snapshot, differing, kind):
+    settings = {"num_mini_batches": 2, "empirical_normalization": True, "normalize_rewards": True}
+    if kind != "dict":
+        settings["rnd_cfg"] = {"weight": 0.5}
+    stepped, env = make_ppo(kind, has_invalid_steps=True, **settings)
+    whole, other_env = make_ppo(kind, has_invalid_steps=True, **settings)
+    seen = []
+    whole.on_record.append(lambda record: seen.append(record.reward))
+    obs, critic_obs = other_env.get_observations()
+    for iteration in range(2):
+        collect(stepped, env)
+        obs, critic_obs = whole.collect(other_env, obs, critic_obs)
+        for name, data in stepped.rollout.data.items():
+            assert torch.equal(whole.rollout.data[name], data), name
+        stepped.update(iteration)
+        whole.update(iteration)
+        assert differing(snapshot(stepped), snapshot(whole)) == []
+    for name, state in stepped.policy.hidden(4).items():
+        assert torch.equal(whole.policy.hidden(4)[name], state)
+    assert len(seen) == 12
+    assert (critic_obs is obs) == (kind == "dict")
