@@ -9,6 +9,7 @@ import yaml
 from canter.algorithms import PPO, REGISTRY, PPOConfig, register_algorithm
 from canter.algorithms.settings import PPOSettings, RunSettings
 from canter.envs.torch_envs import PointRobot
+from canter.modules.actor_critic import ActorCritic
 from canter.modules.actors import MLPActor, MLPCritic
 from canter.runners import OnPolicyRunner
 from canter.runners.run_config import LAUNCHER_KEYS, check_run, config_from, find_algorithm, make_plan, parse_train_cfg
@@ -162,6 +163,29 @@ def test_a_missing_network_class_is_named(absent):  # row L33
 def test_an_impossible_number_is_refused_before_the_run(make_runner, name, value, tmp_path):  # F17, F64
     with pytest.raises(ValueError, match=f"{name} must be a whole number of at least .*{value!r}"):
         make_runner(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_learning_epochs", 0),
+        ("num_learning_epochs", 2.5),
+        ("num_mini_batches", "4"),
+        ("clip_param", -0.2),
+        ("gamma", 1.01),
+        ("gamma", float("nan")),
+        ("lam", -0.1),
+        ("learning_rate", -1e-3),
+        ("learning_rate", None),
+        ("max_grad_norm", float("nan")),
+        ("value_loss_coef", [1.0]),
+    ],
+)
+def test_a_number_that_cannot_be_learned_with_is_refused(make_runner, name, value):  # F64
+    with pytest.raises(ValueError, match=f"{name} must be a .*number .*got"):
+        make_runner(algorithm={name: value})
+    with pytest.raises(ValueError, match=f"{name} must be a .*number .*got"):
+        PPO(ActorCritic(6, 9, 2), **{name: value})
 
 
 def test_documented_numbers_pass(make_runner):
