@@ -47,8 +47,9 @@ def test_the_policy_that_learns_is_the_one_that_acted(make_ppo, collect, kind, h
         assert alg.rollout.dones[:-1].any()  # episodes end inside the rollout
         errors = behaviour_errors(alg)
         assert errors.shape == (6, 3)
-        # A matrix product rounds its rows differently for other batch sizes; nothing else may differ.
-        assert errors.max() < 1e-6
+        # A matrix product rounds its rows differently for other batch sizes, which moves a log-probability of size 8 by
+        # one or two units in the last place, 4.8e-7 each; nothing else may differ.
+        assert errors.max() < 2e-6
         alg.update(iteration)
     moved = [m for m in alg.policy.modules() if isinstance(m, EmpiricalNormalization)]
     assert moved
