@@ -36,7 +36,7 @@ def main(args: Sequence[str]) -> int:
     options: ResumeOptions = parse(ResumeOptions, args, "canter resume")
     saved = read_run(options.run)
     checkpoint = find_checkpoint(saved.path, options.checkpoint)
-    pass  # before anything of a run that is still going is touched
+    RunLock(saved.path).release()  # before anything of a run that is still going is touched
     config: dict[str, Any] = {**saved.config, "run": dict(saved.config["run"])}
     if options.device is not None:
         config["device"] = options.device
