@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 
 import gymnasium
 import imageio.v2 as imageio
@@ -16,7 +17,7 @@ from gymnasium import spaces
 from canter.cli import train as train_module
 from canter.cli.__main__ import main
 from canter.cli.plot import label_of
-from canter.cli.runs import nearest_task, new_run_directory, safe_name
+from canter.cli.runs import load_policy, nearest_task, new_run_directory, read_run, safe_name
 from canter.utils.checkpoint import find_checkpoints, load_checkpoint
 from canter.utils.files import DiskFullError, RunLock
 from canter.utils.logging.jsonl import read_rows
@@ -92,6 +93,19 @@ def test_play_writes_a_video_with_one_frame_per_step(train, task, capsys, tmp_pa
     assert len(frames) == steps
     assert frames[0].shape[2] == 3
     assert np.abs(frames[0].astype(int) - frames[-1]).max() > 50
+
+
+def test_play_shows_the_episode_that_eval_measures_with_the_weights_of_the_run(trained, tmp_path, capsys):
+    capsys.readouterr()
+    for seed in ("3", "4"):
+        main(["eval", str(trained), "--episodes", "1", "--seed", seed, "--json"])
+        measured = json.loads(capsys.readouterr().out)["eval/mean_reward"]
+        main(["play", str(trained), "--video", str(tmp_path / "v.gif"), "--seed", seed])
+        assert float(capsys.readouterr().out.rpartition("return")[2]) == measured
+    checkpoint = trained / "checkpoint_best.pt"
+    runner = load_policy(read_run(trained), checkpoint, 1, seed=0, device=None)
+    saved = load_checkpoint(checkpoint)["model_state_dict"]
+    assert all(torch.equal(weights, saved[name]) for name, weights in runner.policy.state_dict().items())
 
 
 def test_play_ends_a_film_that_takes_too_long(trained, tmp_path):
@@ -217,6 +231,13 @@ def mistake(capsys, *args):
         (["train", "CartPole-v1", "--algorithm", "pppo"], "did you mean 'ppo'"),
         (["train", "CartPole-v1", "--optimizer-class-name", "Adm"], "did you mean 'adam'"),
         (["train", "CartPole-v1", "--rnd-cfg", "{wight: 1}"], "did you mean 'weight'"),
+        (["train", "CartPole-v1", "--gae_lambda=0.9"], "did you mean --lam?"),
+        (["train", "CartPole-v1", "--num-envs", "0"], "--num-envs must be at least 1, got 0"),
+        (["train", "CartPole-v1", "--total-timesteps", "0"], "--total-timesteps must be at least 1"),
+        (["train", "CartPole-v1", "--final-episodes", "-1"], "--final-episodes must be at least 0"),
+        (["train", "CartPole-v1", "--threads", "0"], "--threads must be at least 1"),
+        (["train", "CartPole-v1", "--num-mini-batches", "0"], "num_mini_batches must be at least 1"),
+        (["train", "CartPole-v1", "--logger-backend", "tensorbord"], "there are neptune, swanlab, tensorboard, wandb"),
         (["eval", "runs/nothing"], "there is no run directory runs/nothing"),
         (["resume", "."], "no config.yaml"),
         (["plot", "nothing"], "there is no run in nothing"),
@@ -258,6 +279,14 @@ def test_a_missing_extra_names_the_command_that_installs_it(task, extra, monkeyp
     assert f'pip install "canter[{extra}]"' in err
 
 
+def test_a_missing_logging_backend_is_found_out_before_the_training(train, monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "neptune", None)
+    code, _ = train("canter/CartPole", "--logger-backend", "neptune")
+    assert code == 2
+    assert 'pip install "canter[neptune]"' in capsys.readouterr().err
+    assert list(tmp_path.rglob("*seed*")) == []
+
+
 class Nan(gymnasium.Env):
     observation_space = spaces.Box(-1, 1, (2,))
     action_space = spaces.Discrete(2)
@@ -283,12 +312,13 @@ def test_nan_in_an_observation_ends_with_5(train, capsys):
 
 def test_a_run_in_use_ends_with_6_and_is_not_touched(trained, capsys):
     run = trained
-    before = (run / "metrics.jsonl").read_bytes()
     with RunLock(run):
+        before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
         code, err = mistake(capsys, "resume", str(run), "--total-timesteps", "64")
+        after = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
     assert code == 6
     assert f"pid {os.getpid()}" in err
-    assert (run / "metrics.jsonl").read_bytes() == before
+    assert after == before
 
 
 def test_a_full_disk_ends_with_6(train, monkeypatch, capsys):

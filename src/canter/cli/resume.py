@@ -14,7 +14,6 @@ from canter.cli.options import parse
 from canter.cli.runs import find_checkpoint, open_runner, read_run
 from canter.cli.train import run_to_end
 from canter.utils.checkpoint import load_checkpoint
-from canter.utils.files import RunLock
 
 
 @dataclasses.dataclass
@@ -36,7 +35,6 @@ def main(args: Sequence[str]) -> int:
     options: ResumeOptions = parse(ResumeOptions, args, "canter resume")
     saved = read_run(options.run)
     checkpoint = find_checkpoint(saved.path, options.checkpoint)
-    RunLock(saved.path).release()  # before anything of a run that is still going is touched
     config: dict[str, Any] = {**saved.config, "run": dict(saved.config["run"])}
     if options.device is not None:
         config["device"] = options.device
@@ -46,7 +44,6 @@ def main(args: Sequence[str]) -> int:
         config["max_iterations"] = None
     runner = open_runner(config, saved.path, eval_episodes=config["eval_episodes"])
     with user_errors():
-        runner.init_writer()  # open while the checkpoint is read, so that metrics beyond it are dropped
         runner.load(checkpoint)
     print(f"continuing {saved.path} from {checkpoint.name} at step {runner.tot_timesteps}")
     return run_to_end(runner, saved.path)
