@@ -19,7 +19,7 @@ def made(kind="lstm", layers=1, hidden=4):
 def stepwise(memory, x, dones=None):
     """Outputs and states before each step, resetting after dones."""
     outs, states = [], []
-    memory.state = memory.zero_state(x.shape[1])
+    memory.state = torch.randn_like(memory.zero_state(x.shape[1]))  # a past
     for t, row in enumerate(x):
         states.append(memory.state)
         outs.append(memory(row))
