@@ -168,7 +168,7 @@ class Policy(nn.Module):
         With `hidden_states`, obs is a padded (T, M, D) batch with its masks; otherwise one step of N environments.
         """
         self._params = self._shell("actor", obs, masks, hidden_states)
-        return self.sample_action(self._params, self.generator)
+        return self.sample_action(self._last(), self.generator)
 
     @final
     def sample(self, obs: Obs) -> tuple[Tensor, Tensor]:
@@ -180,7 +180,7 @@ class Policy(nn.Module):
     def act_inference(self, obs: Obs) -> Tensor:
         """The deterministic action; advances the memory."""
         self._params = self._shell("actor", obs, None, None)
-        return self.distribution.to_env(self.distribution.mode(self._params))
+        return self.distribution.to_env(self.action_mean)
 
     @final
     def evaluate(self, critic_obs: Obs, masks: Tensor | None = None, hidden_states: Any = None) -> Tensor:

@@ -91,10 +91,11 @@ class EpisodeTracker:
         rewards, done, valid = rows[:, 0], rows[:, 1].astype(bool), rows[:, 2].astype(bool)
         if not valid.all():
             rewards = np.where(valid, rewards, 0.0)
-        for reward, ended, counts, any_ended in zip(rewards, done, valid, done.any(1), strict=True):
+        some_ended: list[bool] = np.logical_or.reduce(done, axis=1).tolist()
+        for reward, ended, counts, some in zip(rewards, done, valid, some_ended, strict=True):
             self.cur_reward_sum += reward
             self.cur_episode_length += counts
-            if any_ended:
+            if some:
                 self.rewbuffer.extend(self.cur_reward_sum[ended].tolist())
                 self.lenbuffer.extend(self.cur_episode_length[ended].tolist())
                 self.num_episodes += int(ended.sum())
@@ -194,8 +195,9 @@ class FiniteGuard:
             return
         for group, tree in groups.items():
             for name, leaf in tree_leaves(tree, group):
-                is_float = leaf is not None and leaf.is_floating_point()
-                if is_float and not np.isfinite(float(leaf.sum())):
+                if leaf is None or not leaf.is_floating_point():
+                    continue
+                if not np.isfinite(float(leaf.sum())):
                     raise_if_bad(name, leaf, total_steps)
 
     def read(self, first_step: int, rollout: Mapping[str, Tensor]) -> None:
