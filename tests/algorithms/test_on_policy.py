@@ -316,3 +316,25 @@ def test_a_whole_rollout_at_once_is_the_steps_one_by_one(make_ppo, collect, snap
         assert torch.equal(whole.policy.hidden(4)[name], state)
     assert len(seen) == 12
     assert (critic_obs is obs) == (kind == "dict")
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_policy_keeps_the_statistics_it_brings(make_ppo, collect, goes_on):
+    alg, env = make_ppo("mlp", empirical_normalization=True)
+    collect(alg, env)
+    alg.update(0)
+    mean = alg.obs_normalizer.mean
+    tuned, env = make_ppo("mlp", policy=alg.policy, empirical_normalization=goes_on)
+    assert tuned.obs_normalizer.count == 24
+    assert torch.equal(tuned.obs_normalizer.mean, mean)
+    collect(tuned, env)
+    tuned.update(0)
+    assert tuned.obs_normalizer.count == (48 if goes_on else 24)  # with normalisation off they stand still
+
+
+def test_a_critics_statistics_are_kept_where_the_actor_has_none(make_ppo):
+    alg, env = make_ppo("mlp")
+    alg.policy.critic_obs_normalizer = EmpiricalNormalization([5])  # as beside an actor that sees an image
+    alg.policy.critic_obs_normalizer.update(torch.randn(9, 5))
+    alg.prepare(env, 6)
+    assert alg.critic_obs_normalizer.count == 9

@@ -62,7 +62,8 @@ class OnPolicyAlgorithm(PPOSettings, Algorithm):
     def prepare(self, env: Any, num_steps_per_env: int, **storage_cfg: Any) -> None:
         """Storage for an environment, and normalisers for a policy that has none."""
         obs_shape, critic_shape = env_shapes(env)
-        if isinstance(self.policy.obs_normalizer, NoNormalization):  # others may have statistics already
+        present = (self.policy.obs_normalizer, self.policy.critic_obs_normalizer)
+        if all(isinstance(normalizer, NoNormalization) for normalizer in present):  # others may have statistics already
             self.init_obs_norm(obs_shape, obs_shape if critic_shape is None else critic_shape)
         self.init_storage(
             env.num_envs,
