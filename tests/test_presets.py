@@ -43,7 +43,8 @@ def test_a_preset_names_only_settings_that_exist_and_fit(task):
 
 
 @pytest.mark.parametrize("task", [task for task in TASKS if task != FALLBACK])
-def test_a_preset_trains_an_iteration_of_its_task(task):
+def test_a_preset_trains_an_iteration_of_its_task(task, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where MuJoCo leaves its log
     preset = load_preset(task)
     try:
         env = wrap_env(task, num_envs=2)
