@@ -26,7 +26,7 @@ TASKS = {
 MASKED = {
     "task": "canter/MaskedCartPole",
     "num_envs": 32,
-    "total_timesteps": 500_000,
+    "total_timesteps": 150_000,
     "num_steps_per_env": 64,
     "algorithm": {
         "class_name": "PPO",

@@ -220,6 +220,15 @@ def repository(path):
     return file
 
 
+def test_the_code_is_looked_at_once(make_runner, tmp_path, monkeypatch):  # row R19
+    calls = []
+    monkeypatch.setattr("canter.runners.run_log.store_code_state", lambda *args: calls.append(args) or [])
+    runner = make_runner(log_dir=tmp_path)
+    runner.learn(2)
+    runner.learn(1)
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("with_diff", [True, False])
 def test_the_state_of_the_code_is_stored_at_the_first_iteration(make_runner, tmp_path, with_diff):  # row R19
     runner = make_runner(log_dir=tmp_path / "run", git_diff=with_diff)

@@ -193,6 +193,14 @@ def test_reward_components_are_summed_over_each_episode(make_runner, counting): 
     assert history[0]["extra/reward_components/alive"] == 5.5
 
 
+def test_components_of_episodes_that_were_broken_off_are_forgotten(make_runner, counting):
+    said = {"reward_components": lambda step: {"alive": torch.tensor([1.0, 10.0])}}
+    runner = make_runner(extras_env(counting, **said), num_steps_per_env=4, extra_log_keys=["reward_components"])
+    runner.learn(1)  # environment 1 is in the first step of its second episode
+    runner.eval(1)  # which resets
+    assert runner.learn(1).history[0]["reward_components/alive"] == pytest.approx((2 + 2 + 30) / 3)
+
+
 def test_component_sums_leave_out_steps_that_only_reset():
     sums = ComponentSums()
     yes, no = torch.tensor([True, True]), torch.tensor([False, False])
