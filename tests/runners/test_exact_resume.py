@@ -214,7 +214,7 @@ def test_every_single_tensor_is_needed(continued, continues):  # 5.3.2
 
 def is_copy(path):
     """Whether a tensor follows from others, by a layout that is not the runner's to choose."""
-    if path[0] == "optimizer_state_dict" and path[-1] == "step":
+    if path[0].endswith("optimizer_state_dict") and path[-1] == "step":
         return path[-2] != 0  # torch repeats the one step count for every parameter
     if path[:3] == ("resume", "env", "state"):
         return path[3] in ("position", "measured", "tracking_error", "CoT")  # shown or measured, then drawn anew
