@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ from torch import Tensor
 
 from canter.algorithms import REGISTRY
 from canter.algorithms.algorithm import Algorithm
-from canter.envs.vec_env import StepRecord, VecEnv
-from canter.envs.wrap import wrap_env
-from canter.envs.wrappers import FlattenObs
+from canter.envs.vec_env import StepRecord
 from canter.modules.build import build_actor_critic
 from canter.modules.normalizer import ReturnScaler
-from canter.runners.run_config import RunPlan, find_algorithm, make_plan
+from canter.runners.run_config import find_algorithm, make_plan
+from canter.runners.run_env import open_env, randomize_ages, seed_env
 from canter.runners.runner import Runner
 from canter.runners.step_stats import StepStats
 from canter.utils.devices import resolve_device
@@ -93,8 +91,8 @@ class OnPolicyRunner(Runner):
         given = {name: value for name, value in overrides.items() if value is not None}
         plan.cfg = dataclasses.replace(plan.cfg, **given)  # the user's own stays as it is
         self.device = resolve_device(plan.cfg.device) if agent is None else agent.device
-        self.env = self._open_env(env, plan)
-        eval_env = None if eval_env is None else self._open_env(eval_env, plan)
+        self.env = open_env(env, self.device, plan)
+        eval_env = None if eval_env is None else open_env(eval_env, self.device, plan)
         super().__init__(plan, log_dir, save_dir, eval_env, run_info, show_progress)
         self.alg = self._build_algorithm(obs_space, action_space) if agent is None else agent
         if not self._fits(self.alg.storage):
@@ -106,20 +104,13 @@ class OnPolicyRunner(Runner):
         self.critic_obs: Obs | None = None
 
     # ------------------------------------------------------------------ set-up
-    def _open_env(self, env: Any, plan: RunPlan) -> VecEnv:
-        wrapped = wrap_env(env, self.device, obs_groups=plan.obs_groups)
-        has_dict = isinstance(wrapped.obs_space, spaces.Dict) or isinstance(wrapped.critic_obs_space, spaces.Dict)
-        if has_dict and "actor_class" not in plan.policy and plan.policy:
-            wrapped = FlattenObs(wrapped)  # policies of the ActorCritic family see one vector with named segments
-        return wrapped
-
     def _build_algorithm(self, obs_space: spaces.Space | None, action_space: spaces.Space | None) -> Any:
         seed, policy = self.cfg.seed, self.plan.policy
         agent_class = REGISTRY[find_algorithm(self.plan.algorithm)].agent_class
         with torch.random.fork_rng(devices=[]):
             if seed is not None:
                 torch.manual_seed(seed)
-                self._seed_env(seed)
+                seed_env(self.env, seed)
             if "actor_class" not in policy:
                 actor_critic = build_actor_critic(self.env, policy["class_name"], policy)
                 return agent_class(actor_critic, cfg=self.cfg, device=self.device)
@@ -135,14 +126,6 @@ class OnPolicyRunner(Runner):
             and storage.has_invalid_steps == self.env.has_invalid_steps
         )
 
-    def _seed_env(self, seed: int) -> None:
-        try:
-            self.env.seed(seed)
-        except NotImplementedError as error:
-            warnings.warn(f"{error}: its episodes will differ from run to run", stacklevel=5)
-        else:
-            self.env.reset()  # the episodes under way were begun without the seed
-
     def steps_per_iteration(self) -> int:
         """T times N."""
         return self.num_steps_per_env * self.env.num_envs
@@ -150,23 +133,12 @@ class OnPolicyRunner(Runner):
     def start(self, init_at_random_ep_len: bool) -> None:
         """The observation to begin with, and nothing left of a rollout that was interrupted."""
         if init_at_random_ep_len:
-            self._randomize_episode_lengths()
+            randomize_ages(self.env, self.alg.generators["action"])
         if self.obs is None:
             with torch.inference_mode(self.cfg.inference_mode_rollout):
                 self.obs, self.critic_obs = self.env.get_observations()
         self.alg.rollout.clear()
         self.stats.begin(self.obs, self.critic_obs, self._steps_so_far())
-
-    def _randomize_episode_lengths(self) -> None:
-        lengths, limit = getattr(self.env, "episode_length_buf", None), self.env.max_episode_length
-        generator = self.alg.generators["action"]
-        try:
-            if lengths is None or limit is None:
-                raise AttributeError("it is not there, or there is no limit")
-            ages = torch.randint(int(limit), lengths.shape, generator=generator, device=generator.device)
-            self.env.episode_length_buf = ages.to(lengths)  # pyright: ignore[reportAttributeAccessIssue]
-        except AttributeError as error:
-            warnings.warn(f"episodes start at age 0: episode_length_buf cannot be set ({error})", stacklevel=5)
 
     # ------------------------------------------------------------------ one iteration
     def run_iteration(self) -> dict[str, float]:
