@@ -2,138 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from canter.algorithms.algorithm import Algorithm
-from canter.algorithms.rnd import RND, RNDConfig
-from canter.algorithms.settings import PPOSettings
+from canter.algorithms.setup import OnPolicySetup
 from canter.envs.records import step_record
 from canter.envs.vec_env import StepRecord
-from canter.modules.build import env_shapes
-from canter.modules.normalizer import NoNormalization, ReturnScaler
-from canter.modules.policy import Hidden, Policy, PolicyOutput, build_normalizer
-from canter.storage.fields import Transition
-from canter.storage.rollout_storage import RolloutStorage
+from canter.modules.policy import Hidden, PolicyOutput
 from canter.utils.config import settings
-from canter.utils.graphs import Executor
-from canter.utils.metrics import MeanMeter
 from canter.utils.returns import masked_mean, timeout_bootstrap
 from canter.utils.tree import Obs, tree_map, tree_where
 
 
 @settings
-class OnPolicyAlgorithm(PPOSettings, Algorithm):
+class OnPolicyAlgorithm(OnPolicySetup):
     """Collects a rollout with a policy; a subclass learns from it."""
-
-    def init_collection(self, policy: Policy, seed: int | None) -> None:
-        """Everything collecting needs besides the storage."""
-        self.policy = policy
-        seed = int(torch.randint(2**62, ()).item()) if seed is None else seed
-        self.weight_seed = seed
-        self.generators = {
-            purpose: torch.Generator(self.device).manual_seed((seed + 7919 * i) % 2**63)
-            for i, purpose in enumerate(("action", "shuffle"))
-        }
-        self.storage: RolloutStorage | None = None
-        self.transition = Transition()
-        self.return_scaler: ReturnScaler | None = None
-        self.rnd: RND | None = None
-        self.rnd_rewards = MeanMeter()
-        self.on_record: list[Callable[[StepRecord], None]] = []
-        """Tensor functions that see every record, in the captured step."""
-        self.executor = Executor(self.device, self.execution, self.precision)
-        self.executor.generators += [self.generators["action"]]
-        self.forward = self._forward if policy.is_recurrent else self.executor.compile(self._forward)
-        self.acted: dict[str, Any] = {}
-        self.current_learning_iteration = 0
-        self.fell_back = torch.zeros((), dtype=torch.bool, device=self.device)
-
-    @property
-    def rollout(self) -> RolloutStorage:
-        """The storage, once there is one."""
-        if self.storage is None:
-            raise RuntimeError(f"{type(self).__name__} has no storage yet; call init_storage(...) or give it an env")
-        return self.storage
-
-    def prepare(self, env: Any, num_steps_per_env: int, **storage_cfg: Any) -> None:
-        """Storage for an environment, and normalisers for a policy that has none."""
-        obs_shape, critic_shape = env_shapes(env)
-        present = (self.policy.obs_normalizer, self.policy.critic_obs_normalizer)
-        if all(isinstance(normalizer, NoNormalization) for normalizer in present):  # others may have statistics already
-            self.init_obs_norm(obs_shape, obs_shape if critic_shape is None else critic_shape)
-        self.init_storage(
-            env.num_envs,
-            num_steps_per_env,
-            obs_shape,
-            critic_shape,
-            self.policy.distribution.action_shape,
-            has_invalid_steps=env.has_invalid_steps,
-            **storage_cfg,
-        )
-
-    def init_obs_norm(self, num_obs: Any, num_critic_obs: Any) -> None:
-        """Install the policy's normalisers; widths or shapes. Does nothing but say so where normalisation is off."""
-        for name, shape in (("obs_normalizer", num_obs), ("critic_obs_normalizer", num_critic_obs)):
-            if not self.empirical_normalization:
-                normalizer: Any = NoNormalization()
-            else:
-                normalizer = build_normalizer(shape)
-            setattr(self.policy, name, normalizer.to(self.device))
-
-    def init_storage(
-        self,
-        num_envs: int,
-        num_transitions_per_env: int,
-        actor_obs_shape: Any,
-        critic_obs_shape: Any,
-        action_shape: Any,
-        **kwargs: Any,
-    ) -> None:
-        """Allocate the rollout."""
-        self.storage = self.new_storage(
-            num_envs,
-            num_transitions_per_env,
-            actor_obs_shape,
-            critic_obs_shape,
-            action_shape,
-            self.device,
-            param_shapes=self.policy.distribution.param_shapes,
-            action_dtype=self.policy.distribution.action_dtype,
-            hidden_shapes={name: memory.state_shape for name, memory in self.policy.memories.items()},
-            **kwargs,
-        )
-        if self.normalize_rewards:
-            self.return_scaler = ReturnScaler(num_envs, self.gamma).to(self.device)
-        if self.rnd_cfg is not None and self.rnd is None:
-            self.rnd = self._build_rnd(self.rnd_cfg)
-
-    def _build_rnd(self, rnd_cfg: Mapping[str, Any]) -> RND:
-        shapes = [f.shape for f in self.rollout.fields.values() if f.batch == "critic_obs"]
-        shapes = shapes or [f.shape for f in self.rollout.fields.values() if f.batch == "obs"]
-        if len(shapes) != 1 or len(shapes[0]) != 1:
-            raise ValueError(
-                "rnd_cfg needs a critic observation that is one flat vector; flatten it, or leave rnd_cfg out"
-            )
-        cfg = RNDConfig(**{"num_states": shapes[0][0], "num_envs": self.rollout.num_envs, **rnd_cfg})
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.weight_seed)
-            return RND(cfg, self.device)
-
-    new_storage = RolloutStorage
-
-    @property
-    def obs_normalizer(self) -> Any:
-        """The policy's observation normaliser."""
-        return self.policy.obs_normalizer
-
-    @property
-    def critic_obs_normalizer(self) -> Any:
-        """The policy's critic observation normaliser."""
-        return self.policy.critic_obs_normalizer
 
     # ------------------------------------------------------------------ collecting
     @torch.no_grad()  # a stored tensor with a graph would keep every rollout alive, and be walked back through
@@ -163,7 +51,8 @@ class OnPolicyAlgorithm(PPOSettings, Algorithm):
             "for_env": policy.distribution.to_env(actions),
         }
 
-    def _forward(self, obs: Obs, critic_obs: Obs | None, hidden: Hidden) -> PolicyOutput:
+    def forward(self, obs: Obs, critic_obs: Obs | None, hidden: Hidden) -> PolicyOutput:
+        """The policy's pass while collecting."""
         with self.executor.autocast():
             return self.policy(obs, critic_obs, hidden)
 
@@ -274,6 +163,41 @@ class OnPolicyAlgorithm(PPOSettings, Algorithm):
         last_values = self._value(last_critic_obs, hidden)
         self.rollout.compute_returns(last_values, self.gamma, self.lam, normalize=per_rollout)
 
+    def _report(self) -> tuple[dict[str, float], dict[str, float]]:
+        scalars = self.meter.averages() | self._extra_scalars()
+        read = dict(zip(scalars, torch.stack([v.float() for v in scalars.values()]).tolist(), strict=True))
+        losses: dict[str, float] = defaultdict(float)
+        stats: dict[str, float] = defaultdict(float)
+        count = read.pop("count")
+        for name, value in read.items():
+            kind, _, rest = name.partition("/")
+            (losses if kind == "losses" else stats)[rest] = value
+        stats["nonfinite_updates"] *= count
+        self.learning_rate = stats["learning_rate"]
+        if stats.pop("fell_back", 0.0) and not self.has_warned:
+            self.has_warned = True
+            warnings.warn(
+                "episodes were cut off but the environment gave no final observation: their value is taken from the "
+                "state before the last step. Let the environment put the observation before the reset in "
+                "extras['final_obs']",
+                stacklevel=2,
+            )
+        return losses, stats
+
+    def _extra_scalars(self) -> dict[str, Tensor]:
+        used = slice(0, self.rollout.step)
+        valid = self.rollout.valid[used].squeeze(-1) if self.rollout.has_invalid_steps else None
+        extra = {
+            "stats/learning_rate": self.lr,
+            "stats/fell_back": self.fell_back,
+            "stats/rollout/mean_value": masked_mean(self.rollout.values[used], valid),
+        }
+        if "sigma" in self.rollout.param_shapes:
+            extra["stats/policy/mean_noise_std"] = masked_mean(self.rollout.sigma[used], valid)
+        extra |= {f"stats/{name}": value for name, value in self.rnd_rewards.averages().items() if name != "count"}
+        self.rnd_rewards.reset()
+        return extra
+
     def _update_normalizers(self) -> None:
         if self.empirical_normalization:
             used = slice(0, self.rollout.step)
@@ -281,16 +205,6 @@ class OnPolicyAlgorithm(PPOSettings, Algorithm):
             critic = self.rollout.privileged_observations
             valid = self.rollout.valid[used].squeeze(-1) if self.rollout.has_invalid_steps else None
             self.policy.update_normalizers(obs, obs if critic is None else _rows(critic, used), valid)
-
-    def resume_state(self) -> dict[str, Any]:
-        """Generators and the state of the memories."""
-        hidden = {name: memory.state for name, memory in self.policy.memories.items() if memory.state is not None}
-        return super().resume_state() | {"hidden": hidden}
-
-    def load_resume_state(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `resume_state` was taken."""
-        super().load_resume_state(state)
-        self.policy.set_hidden({name: value.to(self.device) for name, value in state["hidden"].items()})
 
 
 def _rows(tree: Any, rows: slice) -> Any:

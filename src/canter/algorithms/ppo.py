@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import warnings
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -15,21 +13,15 @@ from torch import Tensor
 
 from canter.algorithms.on_policy import OnPolicyAlgorithm
 from canter.algorithms.optim import GuardedOptimizer
-from canter.algorithms.settings import PPOConfig, PPOSettings, check_ranges
+from canter.algorithms.settings import PPOConfig, PPOSettings
 from canter.envs.wrap import wrap_env
-from canter.modules.actor_critic_pair import ActorCriticPair
-from canter.modules.build import build_pair
 from canter.modules.policy import Policy, PolicyOutput
 from canter.storage.fields import MiniBatch
 from canter.utils.config import settings
 from canter.utils.devices import resolve_device
-from canter.utils.metrics import MeanMeter
-from canter.utils.returns import masked_mean, normalize_advantages
+from canter.utils.returns import normalize_advantages
 
 __all__ = ["PPO", "PPOConfig", "PPOSettings", "Terms"]
-
-BOOTSTRAPS = ("auto", "final_obs", "current_value", "none")
-SCHEDULES = ("fixed", "constant", "linear", "adaptive")
 
 
 class Terms(NamedTuple):
@@ -45,21 +37,6 @@ class PPO(OnPolicyAlgorithm):
     """PPO on a policy, `PPO(actor_critic, clip_param=0.1)`, or on an environment, `PPO(env=env, actor_class=...)`."""
 
     actor_critic: Policy | None = dataclasses.field(default=None, kw_only=False)  # pyright: ignore[reportIncompatibleVariableOverride]
-    device: Any = "cpu"
-    """Where to learn."""
-    seed: int | None = None
-    """Seed of exploration noise and minibatch order; drawn from torch's generator if None."""
-    env: Any = None
-    cfg: Any = None
-    actor_class: Any = None
-    critic_class: Any = None
-    actor_cfg: dict[str, Any] | None = None
-    critic_cfg: dict[str, Any] | None = None
-    obs_space: Any = None
-    action_space: Any = None
-    actor: Any = None
-    critic: Any = None
-    log_dir: str | None = None
 
     def __post_init__(self) -> None:
         if self.cfg is not None:
@@ -83,52 +60,12 @@ class PPO(OnPolicyAlgorithm):
             "entropy": self.entropy_coef,
             "rnd_loss": 1.0,
         }
-        self.meter = MeanMeter()
-        self.flat_loss = self._flat_loss if self.policy.is_recurrent else self.executor.compile(self._flat_loss)
+        if not self.policy.is_recurrent:  # LSTM and GRU cannot be compiled
+            self.forward = self.executor.compile(self.forward)
+            self.flat_loss = self.executor.compile(self.flat_loss)
         self.has_warned = False
         if self.env is not None:
             self.prepare(self.env, getattr(self.cfg, "num_steps_per_env", 24))
-
-    # ------------------------------------------------------------------ set-up
-    def _check(self) -> None:
-        for name, value, known in (
-            ("schedule", self.schedule, SCHEDULES),
-            ("clip_schedule", self.clip_schedule, ("fixed", "linear")),
-            ("timeout_bootstrap", self.timeout_bootstrap, BOOTSTRAPS),
-        ):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
-        check_ranges(self)
-
-    def _take_settings(self, cfg: PPOSettings) -> None:
-        """The settings in `cfg`; one given to the constructor as well is an error."""
-        for f in dataclasses.fields(PPOSettings):
-            if getattr(self, f.name) != f.default:
-                raise ValueError(f"give {f.name} in cfg, not beside it")
-            setattr(self, f.name, getattr(cfg, f.name))
-        if self.seed is None:
-            self.seed = getattr(cfg, "seed", None)
-        if self.device == "cpu":  # the default; a runner that was told another device than cfg's gives a torch.device
-            self.device = getattr(cfg, "device", None) or self.device
-
-    def _build_pair(self) -> Policy:
-        if self.actor is not None and self.critic is not None:
-            return ActorCriticPair(self.actor, self.critic)
-        missing = [name for name in ("actor_class", "critic_class") if getattr(self, name) is None]
-        has_env = self.env is not None
-        if not has_env and (self.obs_space is None or self.action_space is None):
-            missing.append("env (or obs_space and action_space)")
-        if missing:
-            raise ValueError(f"PPO needs a policy: PPO(actor_critic, ...), or {' and '.join(missing)}")
-        obs_space = self.obs_space or self.env.obs_space
-        critic_space = self.env.critic_obs_space if has_env else obs_space
-        action_space = self.action_space or self.env.action_space
-        return build_pair(
-            obs_space, critic_space, action_space, self.actor_class, self.critic_class, self.actor_cfg, self.critic_cfg
-        )
-
-    def _bound(self, bound: Any) -> Any:
-        return None if bound is None else torch.as_tensor(bound, dtype=torch.float32, device=self.device)
 
     # ------------------------------------------------------------------ learning
     def update(self, current_learning_iteration: int | None = None) -> tuple[dict[str, float], dict[str, float]]:
@@ -169,7 +106,8 @@ class PPO(OnPolicyAlgorithm):
             terms, loss = self.batch_loss(self.rollout.take_envs(index, total))
         self.meter.add(self.descend(terms, loss))
 
-    def _flat_loss(self, index: Tensor) -> tuple[Terms, Tensor]:
+    def flat_loss(self, index: Tensor) -> tuple[Terms, Tensor]:
+        """Terms of the steps at flat indices and their weighted sum."""
         return self.batch_loss(self.rollout.take(index))
 
     def batch_loss(self, batch: MiniBatch) -> tuple[Terms, Tensor]:
@@ -269,41 +207,6 @@ class PPO(OnPolicyAlgorithm):
         if self.clip_schedule == "linear":
             self.clip.fill_(self.clip_param * left)
 
-    def _report(self) -> tuple[dict[str, float], dict[str, float]]:
-        scalars = self.meter.averages() | self._extra_scalars()
-        read = dict(zip(scalars, torch.stack([v.float() for v in scalars.values()]).tolist(), strict=True))
-        losses: dict[str, float] = defaultdict(float)
-        stats: dict[str, float] = defaultdict(float)
-        count = read.pop("count")
-        for name, value in read.items():
-            kind, _, rest = name.partition("/")
-            (losses if kind == "losses" else stats)[rest] = value
-        stats["nonfinite_updates"] *= count
-        self.learning_rate = stats["learning_rate"]
-        if stats.pop("fell_back", 0.0) and not self.has_warned:
-            self.has_warned = True
-            warnings.warn(
-                "episodes were cut off but the environment gave no final observation: their value is taken from the "
-                "state before the last step. Let the environment put the observation before the reset in "
-                "extras['final_obs']",
-                stacklevel=2,
-            )
-        return losses, stats
-
-    def _extra_scalars(self) -> dict[str, Tensor]:
-        used = slice(0, self.rollout.step)
-        valid = self.rollout.valid[used].squeeze(-1) if self.rollout.has_invalid_steps else None
-        extra = {
-            "stats/learning_rate": self.lr,
-            "stats/fell_back": self.fell_back,
-            "stats/rollout/mean_value": masked_mean(self.rollout.values[used], valid),
-        }
-        if "sigma" in self.rollout.param_shapes:
-            extra["stats/policy/mean_noise_std"] = masked_mean(self.rollout.sigma[used], valid)
-        extra |= {f"stats/{name}": value for name, value in self.rnd_rewards.averages().items() if name != "count"}
-        self.rnd_rewards.reset()
-        return extra
-
     # ------------------------------------------------------------------ saving
     def checkpoint_parts(self) -> dict[str, Any]:
         """Policy with its normalisers, optimizer, and what is switched on."""
@@ -317,13 +220,3 @@ class PPO(OnPolicyAlgorithm):
     def _after_load(self, state: Mapping[str, Any], load_optimizer: bool) -> None:
         if load_optimizer:
             self.learning_rate = float(self.lr)
-
-    def runner(self) -> Any:
-        """The on-policy runner of this algorithm and its environment."""
-        from canter.runners.on_policy_runner import OnPolicyRunner  # the runner imports the algorithms
-
-        if self.env is None:
-            raise ValueError("PPO.learn and PPO.eval need an environment: PPO(env=..., ...), or use OnPolicyRunner")
-        if self._runner is None:
-            self._runner = OnPolicyRunner(self.env, agent=self, cfg=self.cfg, log_dir=self.log_dir)
-        return self._runner

@@ -11,7 +11,8 @@ from torch.distributions import Normal
 
 from canter.modules.distributions import Gaussian, Params, SquashedGaussian, bounded_std, distribution_for, init_std
 from canter.modules.mlp import mlp
-from canter.modules.policy import Context, Policy, refuse_unknown
+from canter.modules.policy import Context, Policy
+from canter.utils.config import refuse_unknown
 from canter.utils.obs_layout import ObsLayout
 
 Segments = Mapping[str, Any]

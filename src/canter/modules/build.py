@@ -8,15 +8,18 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
+from torch import nn
 
 from canter.envs.vec_env import VecEnv
 from canter.modules.actor_critic import ActorCritic
 from canter.modules.actor_critic_pair import ActorCriticPair
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.actors import CNNActor, CNNCritic, MLPActor, MLPCritic, MLPDiscreteActor
+from canter.modules.normalizer import DictNormalization, EmpiricalNormalization, NoNormalization
 from canter.modules.policy import Policy
 from canter.storage.fields import Field
 from canter.utils.config import build
+from canter.utils.tree import tree_map
 
 POLICIES: dict[str, type[Policy]] = {cls.__name__: cls for cls in (ActorCritic, ActorCriticRecurrent)}
 NETWORKS: dict[str, type] = {cls.__name__: cls for cls in (MLPActor, MLPDiscreteActor, CNNActor, MLPCritic, CNNCritic)}
@@ -78,3 +81,18 @@ def env_shapes(env: VecEnv) -> tuple[Any, Any]:
     """Shapes of the observation and of the critic's; None where the critic sees the actor's."""
     critic = None if env.critic_obs_space is env.obs_space else space_shapes(env.critic_obs_space)
     return space_shapes(env.obs_space), critic
+
+
+def build_normalizer(shape: Any, until: float | None = 1e8) -> nn.Module:
+    """Running normalisation of a width, a shape, a storage `Field`, or a nested dict of them; images are left alone."""
+    if isinstance(shape, Mapping):
+        return DictNormalization(tree_map(vector_shape, shape), until=until)
+    size = vector_shape(shape)
+    return NoNormalization() if size is None else EmpiricalNormalization(size, until=until)
+
+
+def vector_shape(leaf: Any) -> tuple[int, ...] | None:
+    """Shape of a float vector; None for images and integers, which are not normalised."""
+    if isinstance(leaf, Field):
+        return leaf.shape if leaf.dtype.is_floating_point and len(leaf.shape) < 3 else None
+    return (leaf,) if isinstance(leaf, int) else tuple(leaf)

@@ -16,12 +16,12 @@ ALIGNMENT = 8
 class Linear(nn.Linear):
     """A linear layer that widens odd inputs with zeros on a GPU, whose fast matrix kernels need rows of 8 numbers."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
         """(..., in_features) -> (..., out_features)."""
         missing = -self.in_features % ALIGNMENT
-        if missing and x.is_cuda and self.in_features > ALIGNMENT:
-            return F.linear(F.pad(x, (0, missing)), F.pad(self.weight, (0, missing)), self.bias)
-        return F.linear(x, self.weight, self.bias)
+        if missing and input.is_cuda and self.in_features > ALIGNMENT:
+            return F.linear(F.pad(input, (0, missing)), F.pad(self.weight, (0, missing)), self.bias)
+        return F.linear(input, self.weight, self.bias)
 
 
 def mlp(

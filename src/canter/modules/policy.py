@@ -6,7 +6,7 @@ Algorithms call the core (`forward`, `value`, `infer`); people and old scripts c
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
@@ -15,10 +15,8 @@ from torch import Tensor, nn
 
 from canter.modules.distributions import ActionDistribution, Params
 from canter.modules.memory import Memory
-from canter.modules.normalizer import DictNormalization, EmpiricalNormalization, NoNormalization
-from canter.storage.fields import Field
+from canter.modules.normalizer import NoNormalization
 from canter.storage.trajectories import Trajectories, trajectories_from_masks, unpad_trajectories
-from canter.utils.config import setting_names, unknown_setting
 from canter.utils.tree import Obs, tree_map
 
 Hidden = dict[str, Tensor]
@@ -256,24 +254,3 @@ def batch_size(obs: Any) -> int:
     while isinstance(obs, Mapping):
         obs = next(iter(obs.values()))
     return len(obs)
-
-
-def build_normalizer(shape: Any, until: float | None = 1e8) -> nn.Module:
-    """Running normalisation of a width, a shape, a storage `Field`, or a nested dict of them; images are left alone."""
-    if isinstance(shape, Mapping):
-        return DictNormalization(tree_map(vector_shape, shape), until=until)
-    size = vector_shape(shape)
-    return NoNormalization() if size is None else EmpiricalNormalization(size, until=until)
-
-
-def vector_shape(leaf: Any) -> tuple[int, ...] | None:
-    """Shape of a float vector; None for images and integers, which are not normalised."""
-    if isinstance(leaf, Field):
-        return leaf.shape if leaf.dtype.is_floating_point and len(leaf.shape) < 3 else None
-    return (leaf,) if isinstance(leaf, int) else tuple(leaf)
-
-
-def refuse_unknown(cls: type, unknown: Iterable[str]) -> None:
-    """Raise for constructor keywords that no class of the policy takes."""
-    for name in unknown:
-        raise unknown_setting(cls.__name__, name, setting_names(cls))

@@ -16,7 +16,7 @@ FALLBACK = "default"
 def presets() -> dict[str, dict[str, Any]]:
     """Every preset by its task."""
     found: dict[str, dict[str, Any]] = {}
-    for entry in sorted(resources.files(__package__).iterdir(), key=lambda e: e.name):
+    for entry in sorted(resources.files("canter.presets").iterdir(), key=lambda e: e.name):
         if entry.name.endswith(".yaml"):
             preset = yaml.safe_load(entry.read_text(encoding="utf-8"))
             found[preset["task"]] = preset

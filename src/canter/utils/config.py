@@ -62,6 +62,12 @@ def setting_names(cls: type) -> set[str]:
     return names - {"self"}
 
 
+def refuse_unknown(cls: type, unknown: Iterable[str]) -> None:
+    """Raise for constructor keywords that no class of the policy takes."""
+    for name in unknown:
+        raise unknown_setting(cls.__name__, name, setting_names(cls))
+
+
 @dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))
 def settings(cls: T) -> T:
     """A keyword-only dataclass whose constructor refuses unknown names with a suggestion."""
