@@ -111,6 +111,9 @@ class RslEnv:
             extras |= {"final_obs": answer["final"], "final_critic_obs": answer["final_critic"]}
         return given["obs"], given["reward"], given["done"], extras
 
+    def reset(self):
+        return self.get_observations()
+
     def seed(self, seed):
         pass
 

@@ -71,6 +71,9 @@ def rsl_env(num_envs=2, **said):
         def seed(self, seed):
             pass
 
+        def reset(self):
+            return self.get_observations()
+
         def get_observations(self):
             return torch.zeros(num_envs, 3), {"observations": {}}
 
@@ -126,6 +129,9 @@ def test_a_critic_without_its_own_final_observation_is_no_crash(make_runner):
 
         def seed(self, seed):
             pass
+
+        def reset(self):
+            return self.get_observations()
 
         def get_observations(self):
             return torch.zeros(2, 3), {"observations": {"critic": torch.zeros(2, 4)}}
