@@ -45,8 +45,9 @@ class EndWatch:
     """Learns, without waiting for the device, whether any row it was shown is true; it may learn a few steps late."""
 
     def __init__(self, device: torch.device) -> None:
-        self._any = torch.zeros((), dtype=torch.bool, device=device)
-        self._copy = torch.zeros((), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        with torch.inference_mode(False):  # it may be made by a rollout and written to by whatever comes after
+            self._any = torch.zeros((), dtype=torch.bool, device=device)
+            self._copy = torch.zeros((), dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._seen = np.from_dlpack(self._copy)  # a view: copies from the device arrive in it by themselves
 
     def __call__(self, mask: Tensor) -> bool:

@@ -1,0 +1,74 @@
+"""Draw the pictures of docs/benchmarks.md from benchmarks/results."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+import numpy as np  # noqa: E402
+
+ROOT = Path(__file__).parent.parent
+RESULTS, ASSETS = ROOT / "benchmarks" / "results", ROOT / "docs" / "assets"
+BLUE, GREY, ORANGE = "#0072b2", "#999999", "#d55e00"
+ASKED = {
+    "CartPole-v1": 475, "Acrobot-v1": -90, "Pendulum-v1": -200, "LunarLanderContinuous-v3": 200,
+    "HalfCheetah-v5": 4000, "Hopper-v5": 2400, "Walker2d-v5": 3000,
+}  # fmt: skip
+
+
+def learning() -> None:
+    """Training return against environment steps, every seed, with the evaluation at the end."""
+    runs = defaultdict(list)
+    for line in (RESULTS / "learning.jsonl").read_text().splitlines():
+        run = json.loads(line)
+        runs[run["task"]].append(run)
+    figure, axes = plt.subplots(2, 4, figsize=(15, 6.2), constrained_layout=True)
+    for axis, (task, asked) in zip(axes.flat, ASKED.items(), strict=False):
+        for run in runs[task]:
+            steps, returns = np.array(run["curve"]).T
+            axis.plot(steps / 1e3, returns, color=BLUE, alpha=0.7, linewidth=1.6)
+            axis.plot(steps[-1] / 1e3, run["eval"], "o", color=ORANGE, markersize=6)
+        axis.axhline(asked, color=GREY, linestyle="--", linewidth=1)
+        axis.set_title(task, fontsize=11)
+        axis.set_xlabel("thousand steps")
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    key = axes.flat[-1]
+    key.axis("off")
+    key.plot([], [], color=BLUE, label="training return, one line a seed")
+    key.plot([], [], "o", color=ORANGE, label="20 episodes without noise, at the end")
+    key.plot([], [], color=GREY, linestyle="--", label="what was asked for")
+    key.legend(loc="center", frameon=False, fontsize=11)
+    figure.savefig(ASSETS / "learning.png", dpi=110)
+
+
+def iteration() -> None:
+    """Milliseconds of one PPO iteration, canter against rsl_rl."""
+    figure, axes = plt.subplots(1, 3, figsize=(13, 3.4), constrained_layout=True)
+    titles = {"h200_mlp": "4096 envs, MLP", "h200_lstm": "4096 envs, LSTM", "h200_mlp_32768": "32768 envs, MLP"}
+    for axis, (name, title) in zip(axes, titles.items(), strict=True):
+        rows = {k: v for k, v in json.loads((RESULTS / f"{name}.json").read_text())["results"].items() if k != "gemm_floor"}
+        names = list(rows)[::-1]
+        collect = [rows[n]["collect"] for n in names]
+        learn = [rows[n]["learn"] for n in names]
+        axis.barh(names, collect, color=ORANGE, label="collect")
+        axis.barh(names, learn, left=collect, color=BLUE, label="learn")
+        for i, n in enumerate(names):
+            ratio = rows["rsl_rl"]["iteration"] / rows[n]["iteration"]
+            axis.text(rows[n]["iteration"], i, f"  {rows[n]['iteration']:.0f} ms  ({ratio:.1f}x)", va="center", fontsize=9)
+        axis.set_xlim(0, rows["rsl_rl"]["iteration"] * 1.35)
+        axis.set_title(title, fontsize=11)
+        axis.set_xlabel("ms per iteration")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False, fontsize=9, loc="lower right")
+    figure.savefig(ASSETS / "iteration.png", dpi=110)
+
+
+if __name__ == "__main__":
+    learning()
+    iteration()
