@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from torch import nn
 
+from canter.algorithms import PPOConfig
 from canter.utils.config import build, check_settings, setting_names, settings, unknown_setting
 
 
@@ -87,3 +88,32 @@ def test_building_by_name_is_strict():
         build(registry, "Wode", {})
     with pytest.raises(KeyError, match="known are Base, Wide"):
         build(registry, "Transformer", {})
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [({"learning_rate": "1e-4"}, 1e-4), ({"learning_rate": 1}, 1), ({"learning_rate": 0.5}, 0.5)]
+)
+def test_a_number_may_come_as_text_which_is_how_yaml_reads_1e_minus_4(given, kept):
+    assert PPOConfig(**given).learning_rate == kept
+
+
+def test_a_whole_number_may_come_as_a_float():
+    assert PPOConfig(num_mini_batches="8").num_mini_batches == 8
+    assert isinstance(PPOConfig(max_iterations=1e3).max_iterations, int)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("learning_rate", "fast", "float"),
+        ("learning_rate", True, "float"),
+        ("num_mini_batches", 2.5, "int"),
+        ("empirical_normalization", 1, "bool"),
+        ("schedule", 3, "str"),
+        ("gamma", None, "float"),
+        ("num_steps_per_env", [24], "int"),
+    ],
+)
+def test_a_setting_of_the_wrong_kind_is_an_error_that_names_it(name, value, kind):  # F64
+    with pytest.raises(TypeError, match=rf"PPOConfig: {name} must be {kind}, got "):
+        PPOConfig(**{name: value})

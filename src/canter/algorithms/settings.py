@@ -119,8 +119,7 @@ def check_ranges(given: PPOSettings) -> None:
     """Refuse numbers with which nothing can be learned, NaN among them."""
     for name, (low, high) in RANGES.items():
         value = getattr(given, name)
-        kind = int if name in WHOLE else (int, float)
-        if not isinstance(value, kind) or not low <= value <= high:
+        if not low <= value <= high:
             wanted = f"from {low} to {high}" if high < math.inf else f"of at least {low}"
             raise ValueError(f"{name} must be a {'whole ' if name in WHOLE else ''}number {wanted}, got {value!r}")
 

@@ -12,6 +12,7 @@ from torch.distributions import Normal
 from canter.modules.distributions import Gaussian, Params, SquashedGaussian, bounded_std, distribution_for, init_std
 from canter.modules.mlp import mlp
 from canter.modules.policy import Context, Policy
+from canter.modules.utils import orthogonal_init as init_orthogonal
 from canter.utils.config import refuse_unknown
 from canter.utils.obs_layout import ObsLayout
 
@@ -73,8 +74,8 @@ class ActorCritic(Policy):
         self.actor = mlp([actor_width, *actor_hidden_dims, num_actions], activation, mu_activation)
         self.critic = mlp([critic_width, *critic_hidden_dims, 1], activation)
         if orthogonal_init:
-            orthogonal(self.actor, last_gain=0.01)
-            orthogonal(self.critic, last_gain=1.0)
+            init_orthogonal(self.actor, last_gain=0.01)
+            init_orthogonal(self.critic, last_gain=1.0)
         if isinstance(self.distribution, Gaussian | SquashedGaussian):
             std = init_std(num_actions, init_noise_std)
             if noise_std_type == "log":
@@ -145,14 +146,6 @@ class ActorCritic(Policy):
     def privileged_obs_segments(self) -> dict[str, tuple[int, ...]]:
         """The same as `critic_obs_segments`."""
         return self.critic_obs_segments
-
-
-def orthogonal(network: nn.Sequential, last_gain: float) -> None:
-    """Orthogonal weights of gain sqrt(2), `last_gain` in the last layer; zero biases."""
-    layers = [layer for layer in network if isinstance(layer, nn.Linear)]
-    for layer in layers:
-        nn.init.orthogonal_(layer.weight, last_gain if layer is layers[-1] else 2**0.5)
-        nn.init.zeros_(layer.bias)
 
 
 class Actor(nn.Module):

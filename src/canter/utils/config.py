@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -12,6 +13,9 @@ from typing import Any, TypeVar
 from typing_extensions import dataclass_transform
 
 T = TypeVar("T", bound=type)
+KINDS: dict[str, tuple[type, ...]] = {
+    "bool": (bool,), "int": (int,), "float": (float, int), "str": (str,), "None": (type(None),),
+}  # fmt: skip
 
 # What users of ApexRL write, and its spelling here.
 OTHER_SPELLINGS = {
@@ -68,6 +72,22 @@ def refuse_unknown(cls: type, unknown: Iterable[str]) -> None:
         raise unknown_setting(cls.__name__, name, setting_names(cls))
 
 
+def of_kind(owner: str, field: dataclasses.Field[Any], value: Any) -> Any:
+    """The value, if it is of the declared kind; numbers may come as text, since YAML reads 1e-4 as that."""
+    kinds = {kind.strip() for kind in str(field.type).split("|")}
+    if not kinds <= set(KINDS):
+        return value
+    if isinstance(value, str) and "str" not in kinds and kinds & {"int", "float"}:
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    if isinstance(value, float) and "float" not in kinds and "int" in kinds and value.is_integer():
+        value = int(value)
+    allowed = tuple(kind for name in kinds for kind in KINDS[name])
+    if not isinstance(value, allowed) or (isinstance(value, bool) and "bool" not in kinds):
+        raise TypeError(f"{owner}: {field.name} must be {field.type}, got {value!r}")
+    return value
+
+
 @dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))
 def settings(cls: T) -> T:
     """A keyword-only dataclass whose constructor refuses unknown names with a suggestion."""
@@ -77,8 +97,9 @@ def settings(cls: T) -> T:
 
     @functools.wraps(plain_init)
     def init(self: Any, *args: Any, **given: Any) -> None:
-        known = [f.name for f in dataclasses.fields(self) if f.init]
-        plain_init(self, *args, **check_settings(type(self).__name__, given, known))
+        owner, known = type(self).__name__, {f.name: f for f in dataclasses.fields(self) if f.init}
+        checked = check_settings(owner, given, known)
+        plain_init(self, *args, **{name: of_kind(owner, known[name], value) for name, value in checked.items()})
 
     made.__init__ = init
     return made
