@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from gymnasium import spaces
@@ -38,14 +38,14 @@ class Workload:
     """Passes over each rollout."""
     num_mini_batches: int = 4
     """Minibatches per pass."""
-    rnn_type: str | None = None
-    """Memory of a recurrent policy: lstm or gru; None for none."""
+    rnn_type: Literal["lstm", "gru"] | None = None
+    """Memory of a recurrent policy; None for none."""
     rnn_hidden_size: int = 256
     """Width of the memory."""
 
 
 class NullEnv(VecEnv):
-    """The same few random observations in turn; every 1000 steps an episode is cut off, each environment in its turn."""
+    """The same few random observations in turn; episodes are cut off at 1000 steps, one environment after another."""
 
     gives_final_obs = False
 
@@ -65,6 +65,9 @@ class NullEnv(VecEnv):
         self.episode_length_buf = age
         self.t = 0
 
+    def seed(self, seed: int) -> None:
+        """Do nothing: the steps are always the same."""
+
     def reset(self) -> tuple[Tensor, Tensor]:
         """The current observation: there is nothing to start anew."""
         return self.get_observations()
@@ -82,9 +85,7 @@ class NullEnv(VecEnv):
         return StepRecord(obs, critic_obs, reward, self.no, cut, None, None, self.yes, {})
 
 
-def null_runner(
-    env: VecEnv, work: Workload, execution: str = "auto", precision: str = "tf32", normalize: bool = True
-) -> OnPolicyRunner:
+def null_runner(env: VecEnv, work: Workload, execution: str = "auto", precision: str = "tf32") -> OnPolicyRunner:
     """PPO with an adaptive schedule, set up as robots are trained, that writes nothing."""
     policy: dict[str, Any] = {"class_name": "ActorCritic"}
     policy |= {"actor_hidden_dims": list(work.hidden_dims), "critic_hidden_dims": list(work.hidden_dims)}
@@ -97,7 +98,7 @@ def null_runner(
         "gamma": 0.99,
         "entropy_coef": 0.01,
         "schedule": "adaptive",
-        "empirical_normalization": normalize,
+        "empirical_normalization": True,
         "execution": execution,
         "precision": precision,
         "timeout_bootstrap": "current_value",
