@@ -1,6 +1,6 @@
-"""CartPole with everything on the GPU, each rollout one graph: steps per second while learning, and seconds to solve it.
+"""CartPole with everything on the GPU, each rollout one graph: steps per second, and seconds to solve it.
 
-    python benchmarks/cartpole_gpu.py --envs 4096 --steps 32
+python benchmarks/cartpole_gpu.py --envs 4096 --steps 32
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from canter.runners import OnPolicyRunner, StopTraining  # noqa: E402
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("envs", 4096), ("steps", 32), ("epochs", 4), ("minibatches", 4), ("iterations", 300), ("seed", 1)):
+    for name, default in (("envs", 4096), ("steps", 32), ("epochs", 4), ("minibatches", 4), ("iterations", 300),
+                          ("seed", 1)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--execution", default="graph")
@@ -28,13 +29,15 @@ def main():
     args = parser.parse_args()
     env = wrap_env("canter/CartPole", args.device, num_envs=args.envs, seed=args.seed)
     judge = wrap_env("canter/CartPole", args.device, num_envs=64, seed=args.seed + 1)
-    hidden = {"actor_hidden_dims": [64, 64], "critic_hidden_dims": [64, 64], "activation": "tanh", "orthogonal_init": True}
+    hidden = {"actor_hidden_dims": [64, 64], "critic_hidden_dims": [64, 64]}
+    policy = {**hidden, "activation": "tanh", "orthogonal_init": True}
     algorithm = {
         "num_learning_epochs": args.epochs, "num_mini_batches": args.minibatches, "gamma": 0.99, "lam": 0.95,
         "learning_rate": args.learning_rate, "max_grad_norm": 0.5, "value_loss_coef": 0.5, "execution": args.execution,
         "normalize_rewards": True,
     }  # fmt: skip
-    cfg = {"num_steps_per_env": args.steps, "algorithm": algorithm, "policy": hidden, "seed": args.seed, "log_interval": 0}
+    cfg = {"num_steps_per_env": args.steps, "algorithm": algorithm, "policy": policy, "seed": args.seed}
+    cfg["log_interval"] = 0
     runner = OnPolicyRunner(env, cfg, None, args.device, eval_env=judge, show_progress=False)
     first = time.perf_counter()
     solved = {}
@@ -44,7 +47,8 @@ def main():
             score = runner.eval(64)["eval/mean_reward"]
             if score >= 475:
                 now = time.perf_counter()
-                solved.update(score=score, from_start=now - START, from_first_step=now - first, steps=runner.tot_timesteps)
+                solved.update(score=score, from_start=now - START, from_first_step=now - first)
+                solved["steps"] = runner.tot_timesteps
                 raise StopTraining
 
     runner.add_callback("post_iteration", check)

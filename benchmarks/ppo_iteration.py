@@ -16,46 +16,15 @@ import json
 import statistics
 import time
 import warnings
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import torch
-from gymnasium import spaces
 
-from canter.envs.vec_env import StepRecord, VecEnv
-from canter.runners import OnPolicyRunner
+from canter.bench.iteration import NullEnv, Workload, null_runner, time_iterations
 
 warnings.filterwarnings("ignore")
-
-
-class NullEnv(VecEnv):
-    """The same few random observations in turn; an episode is cut off every 1000 steps, one environment after the other."""
-
-    gives_final_obs = False
-
-    def __init__(self, args, device):
-        self.num_envs, self.device, self.max_episode_length = args.envs, device, 1000
-        self.obs_space, self.critic_obs_space = (spaces.Box(-9, 9, (n,)) for n in (args.obs, args.critic_obs))
-        self.action_space = spaces.Box(-1, 1, (args.actions,))
-        draw = torch.Generator(device).manual_seed(0)
-        shapes = ((args.envs, args.obs), (args.envs, args.critic_obs), (args.envs,))
-        self.pool = [[torch.randn(s, generator=draw, device=device) for s in shapes] for _ in range(8)]
-        age = torch.arange(args.envs, device=device) % 1000
-        self.truncated = [age == t for t in range(1000)]
-        self.no, self.yes = torch.zeros(args.envs, device=device).bool(), torch.ones(args.envs, device=device).bool()
-        self.episode_length_buf = age
-        self.t = 0
-
-    def reset(self):
-        return self.get_observations()
-
-    def get_observations(self):
-        return self.pool[self.t % 8][0], self.pool[self.t % 8][1]
-
-    def step(self, actions):
-        self.t += 1
-        obs, critic_obs, reward = self.pool[self.t % 8]
-        cut = self.truncated[self.t % 1000]
-        return StepRecord(obs, critic_obs, reward, self.no, cut, None, None, self.yes, {})
 
 
 class RslRlView:
@@ -78,34 +47,21 @@ class RslRlView:
         return obs, record.reward, record.truncated.long(), {"time_outs": record.truncated}
 
 
-def canter_runner(args, env, execution, precision):
-    name = "ActorCriticRecurrent" if args.recurrent else "ActorCritic"
-    policy = {"class_name": name, "actor_hidden_dims": args.hidden, "critic_hidden_dims": args.hidden}
-    if args.recurrent:
-        policy |= {"rnn_type": args.rnn_type, "rnn_hidden_size": args.rnn_size}
-    algorithm = {
-        "num_learning_epochs": args.epochs, "num_mini_batches": args.minibatches, "gamma": 0.99, "entropy_coef": 0.01,
-        "schedule": "adaptive", "empirical_normalization": True, "execution": execution, "precision": precision,
-        "timeout_bootstrap": "current_value",
-    }  # fmt: skip
-    cfg = {"num_steps_per_env": args.steps, "algorithm": algorithm, "policy": policy, "log_interval": 0, "seed": 1}
-    return OnPolicyRunner(env, cfg, None, env.device, show_progress=False)
+def workload(args):
+    """What canter is given: the same sizes, in its own names."""
+    return Workload(
+        num_envs=args.envs, num_steps_per_env=args.steps, num_obs=args.obs, num_critic_obs=args.critic_obs,
+        num_actions=args.actions, hidden_dims=tuple(args.hidden), num_learning_epochs=args.epochs,
+        num_mini_batches=args.minibatches, rnn_type=args.rnn_type if args.recurrent else None,
+        rnn_hidden_size=args.rnn_size,
+    )  # fmt: skip
 
 
 def time_canter(args, env, execution, precision):
-    runner = canter_runner(args, env, execution, precision)
-    begin = time.perf_counter()
-    runner.learn(args.warm_up)
-    torch.cuda.synchronize() if env.device.type == "cuda" else None
-    ready = time.perf_counter() - begin
-    rows = []
-    for event in ("post_rollout", "post_update"):
-        runner.add_callback(event, lambda r, stats: env.device.type == "cuda" and torch.cuda.synchronize())
-    runner.log_interval = 1
-    for metrics in runner.learn(args.iterations).history:
-        rows.append((metrics["time/collection"] * 1e3, metrics["time/learning"] * 1e3))
+    runner = null_runner(env, workload(args), execution, precision)
+    timing = time_iterations(runner, args.warm_up, args.iterations)
     waits = count_waits(runner) if env.device.type == "cuda" else None
-    return summary(args, rows, ready, waits)
+    return summary(args, timing.collect, timing.learn, timing.ready, waits)
 
 
 def count_waits(runner):
@@ -133,8 +89,9 @@ def time_rsl_rl(args, env):
         "lam": 0.95, "entropy_coef": 0.01, "schedule": "adaptive", "desired_kl": 0.01, "learning_rate": 1e-3,
     }  # fmt: skip
     cfg = {
-        "num_steps_per_env": args.steps, "save_interval": 10**9, "obs_groups": {"actor": ["actor"], "critic": ["critic"]},
-        "algorithm": algorithm, "actor": model | gaussian, "critic": dict(model), "multi_gpu": None,
+        "num_steps_per_env": args.steps, "save_interval": 10**9, "algorithm": algorithm,
+        "obs_groups": {"actor": ["actor"], "critic": ["critic"]},
+        "actor": model | gaussian, "critic": dict(model), "multi_gpu": None,
     }  # fmt: skip
     torch.set_float32_matmul_precision("high" if args.precision != "fp32" else "highest")
     peer = Peer(RslRlView(env), cfg, None, str(env.device))
@@ -165,7 +122,8 @@ def time_rsl_rl(args, env):
         peer.learn(1)
         rows.append(((stamps[1] - stamps[0]) * 1e3, (stamps[2] - stamps[1]) * 1e3))
     torch.set_float32_matmul_precision("highest")
-    return summary(args, rows, ready, None)
+    collect, learn = (statistics.median(column) for column in zip(*rows, strict=True))
+    return summary(args, collect, learn, ready, None)
 
 
 def gemm_floor(args, device, precision):
@@ -175,9 +133,9 @@ def gemm_floor(args, device, precision):
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     for first, last in ((args.obs, args.actions), (args.critic_obs, 1)):
         sizes = [-(-first // 8) * 8, *args.hidden, last]
-        for i, (n_in, n_out) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
-            x, w = torch.randn(batch, n_in, device=device, dtype=dtype), torch.randn(n_in, n_out, device=device, dtype=dtype)
-            g = torch.randn(batch, n_out, device=device, dtype=dtype)
+        for i, (n_in, n_out) in enumerate(pairwise(sizes)):
+            shapes = ((batch, n_in), (n_in, n_out), (batch, n_out))
+            x, w, g = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
             products = [lambda x=x, w=w: x @ w, lambda x=x, g=g: x.T @ g] + ([lambda g=g, w=w: g @ w.T] if i else [])
             for product in products:
                 for _ in range(3):
@@ -192,8 +150,7 @@ def gemm_floor(args, device, precision):
     return total * 1e3 * args.epochs * args.minibatches
 
 
-def summary(args, rows, ready, waits):
-    collect, learn = (statistics.median(column) for column in zip(*rows, strict=True))
+def summary(args, collect, learn, ready, waits):
     memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
     rate = args.envs * args.steps / (collect + learn) * 1e3
     return {"collect": collect, "learn": learn, "iteration": collect + learn, "rate": rate, "ready": ready,
@@ -202,8 +159,9 @@ def summary(args, rows, ready, waits):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("envs", 4096), ("steps", 24), ("obs", 48), ("critic-obs", 235), ("actions", 12), ("epochs", 5),
-                          ("minibatches", 4), ("iterations", 20), ("warm-up", 8), ("rnn-size", 256)):  # fmt: skip
+    for name, default in (("envs", 4096), ("steps", 24), ("obs", 48), ("critic-obs", 235), ("actions", 12),
+                          ("epochs", 5), ("minibatches", 4), ("iterations", 20), ("warm-up", 8),
+                          ("rnn-size", 256)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--hidden", type=int, nargs="*", default=[512, 256, 128])
     parser.add_argument("--recurrent", action="store_true")
@@ -217,22 +175,31 @@ def main():
     device = torch.device(args.device)
     results = {}
     for name in args.peers:
-        try:
-            fresh(device)
-            results[name] = {"rsl_rl": time_rsl_rl}[name](args, NullEnv(args, device))
-        except ImportError as error:
-            print(f"{name} is left out: {error}")
+        fresh(device)
+        with left_out_if_missing(name):
+            results[name] = {"rsl_rl": time_rsl_rl}[name](args, NullEnv(workload(args), device))
     for variant in args.ours:
         execution, _, precision = variant.partition(":")
         fresh(device)
-        results[f"canter {execution} {precision}"] = time_canter(args, NullEnv(args, device), execution, precision)
+        results[f"canter {execution} {precision}"] = time_canter(
+            args, NullEnv(workload(args), device), execution, precision
+        )
     show(results)
     if device.type == "cuda" and not args.recurrent:
         floors = {p: gemm_floor(args, device, p) for p in ("tf32", "bf16")}
         print("matrix products alone: " + ", ".join(f"{p} {ms:.1f} ms" for p, ms in floors.items()))
         results["gemm_floor"] = floors
     if args.out:
-        args.out.write_text(json.dumps({"args": {k: str(v) for k, v in vars(args).items()}, "results": results}, indent=1))
+        given = {name: str(value) for name, value in vars(args).items()}
+        args.out.write_text(json.dumps({"args": given, "results": results}, indent=1))
+
+
+@contextmanager
+def left_out_if_missing(name):
+    try:
+        yield
+    except ImportError as error:
+        print(f"{name} is left out: {error}")
 
 
 def fresh(device):
@@ -243,7 +210,8 @@ def fresh(device):
 
 def show(results):
     peer = next((r["iteration"] for name, r in results.items() if not name.startswith("canter")), None)
-    print(f"{'':24}{'collect':>9}{'learn':>9}{'iteration':>11}{'steps/s':>12}{'ratio':>8}{'ready s':>9}{'waits':>7}{'GiB':>7}")
+    print(f"{'':24}{'collect':>9}{'learn':>9}{'iteration':>11}{'steps/s':>12}{'ratio':>8}"
+          f"{'ready s':>9}{'waits':>7}{'GiB':>7}")  # fmt: skip
     for name, r in results.items():
         ratio = f"{peer / r['iteration']:.2f}x" if peer else "-"
         print(f"{name:24}{r['collect']:9.2f}{r['learn']:9.2f}{r['iteration']:11.2f}{r['rate']:12,.0f}{ratio:>8}"

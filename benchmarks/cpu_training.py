@@ -1,0 +1,244 @@
+"""PPO on CPU environments: canter against Stable-Baselines3, with the same environments, networks and settings.
+
+    python -m venv peer && peer/bin/pip install stable-baselines3 "gymnasium[mujoco]"
+    python benchmarks/cpu_training.py --sb3-python peer/bin/python
+    python benchmarks/cpu_training.py --sb3-python peer/bin/python --train-seconds 60     # and what was learned by when
+
+Steps per second are of whole iterations: acting, stepping and learning. Every measurement is a process of its own,
+libraries take turns so that all see the same load, each is tried with one and with two threads of torch and shown
+with what suits it best; figures are medians of the turns. Steps per second of processor time are shown beside, since
+they depend less on what else the machine does. Both libraries decay the learning rate (CartPole: the clip range too)
+over the same number of steps, and bootstrap time-outs from the final observation. VecNormalize takes every step
+into its statistics, canter every rollout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+# The settings of the RL zoo where it has some for these sizes; `batch` is one minibatch.
+COMMON = {"envs": 8, "clip": 0.2, "value_coef": 0.5, "max_grad_norm": 0.5, "hidden": [64, 64], "std": 1.0}
+TASKS = {
+    "CartPole-v1": {
+        **COMMON, "steps": 32, "epochs": 20, "batch": 256, "gamma": 0.98, "lam": 0.8, "rate": 1e-3, "total": 100_000,
+        "clip_decays": True, "normalize": False,
+    },
+    "Pendulum-v1": {
+        **COMMON, "steps": 256, "epochs": 10, "batch": 64, "gamma": 0.9, "lam": 0.95, "rate": 1e-3, "total": 200_000,
+        "clip_decays": False, "normalize": False,
+    },
+    "HalfCheetah-v5": {
+        **COMMON, "steps": 256, "epochs": 10, "batch": 64, "gamma": 0.98, "lam": 0.92, "rate": 3e-4,
+        "total": 1_000_000, "clip_decays": False, "normalize": True, "std": 0.5,
+    },
+}  # fmt: skip
+WARM_UP = 2
+ENVPOOL = "canter + EnvPool"
+
+
+class Clock:
+    """Stamps the ends of iterations, and says when time is up."""
+
+    def __init__(self, seconds):
+        self.seconds, self.begin, self.rows = seconds, 0.0, []
+
+    def start(self):
+        self.begin = time.perf_counter()
+
+    def stamp(self, steps, mean_return):
+        now = time.perf_counter()
+        self.rows.append((steps, now - self.begin, time.process_time(), mean_return))
+        return len(self.rows) > WARM_UP and now - self.begin - self.rows[WARM_UP - 1][1] >= self.seconds
+
+    def result(self):
+        first, last = self.rows[WARM_UP - 1], self.rows[-1]
+        steps, wall, cpu = (last[i] - first[i] for i in range(3))
+        curve = [(row[0], row[1], row[3]) for row in self.rows]
+        return {"rate": steps / wall, "cpu_rate": steps / cpu, "iterations": len(self.rows) - WARM_UP, "curve": curve}
+
+
+def work_canter(task, prefix, clock, seed, record):
+    from canter.envs.wrap import wrap_env
+    from canter.runners import OnPolicyRunner, StopTraining
+
+    t = TASKS[task]
+    algorithm = {
+        "num_learning_epochs": t["epochs"], "num_mini_batches": t["envs"] * t["steps"] // t["batch"],
+        "gamma": t["gamma"], "lam": t["lam"], "clip_param": t["clip"], "value_loss_coef": t["value_coef"],
+        "max_grad_norm": t["max_grad_norm"], "learning_rate": t["rate"], "schedule": "linear",
+        "clip_schedule": "linear" if t["clip_decays"] else "fixed", "use_clipped_value_loss": False,
+        "normalize_advantage_per_mini_batch": True, "empirical_normalization": t["normalize"],
+        "normalize_rewards": t["normalize"],
+    }  # fmt: skip
+    policy = {"actor_hidden_dims": t["hidden"], "critic_hidden_dims": t["hidden"], "activation": "tanh",
+              "orthogonal_init": True, "init_noise_std": t["std"]}  # fmt: skip
+    cfg = {"num_steps_per_env": t["steps"], "algorithm": algorithm, "policy": policy, "seed": seed, "log_interval": 0}
+    env = wrap_env(prefix + task, "cpu", num_envs=t["envs"], seed=seed)
+    runner = OnPolicyRunner(env, cfg, None, "cpu", show_progress=False)
+
+    def look(runner, stats):
+        if clock.stamp(runner.tot_timesteps, stats.get("episode/mean_reward", math.nan) if record else math.nan):
+            raise StopTraining
+
+    runner.add_callback("post_iteration", look)
+    clock.start()
+    runner.learn(total_timesteps=t["total"])
+
+
+def work_sb3(task, clock, seed, record):
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.vec_env import VecNormalize
+    from torch import nn
+
+    t = TASKS[task]
+
+    class Look(BaseCallback):
+        is_up = False
+
+        def _on_rollout_start(self):
+            if self.num_timesteps:
+                episodes = self.model.ep_info_buffer if record else ()
+                mean = statistics.fmean(e["r"] for e in episodes) if episodes else math.nan
+                self.is_up = clock.stamp(self.num_timesteps, mean)
+
+        def _on_step(self):
+            return not self.is_up
+
+        def _on_training_end(self):
+            if not self.is_up:
+                self._on_rollout_start()
+
+    env = make_vec_env(task, t["envs"], seed=seed)
+    if t["normalize"]:
+        env = VecNormalize(env, gamma=t["gamma"])
+    policy = {"net_arch": t["hidden"], "activation_fn": nn.Tanh, "optimizer_kwargs": {"eps": 1e-8},
+              "log_std_init": math.log(t["std"])}  # fmt: skip
+    model = PPO(
+        "MlpPolicy", env, n_steps=t["steps"], batch_size=t["batch"], n_epochs=t["epochs"], gamma=t["gamma"],
+        gae_lambda=t["lam"], learning_rate=lambda left: t["rate"] * left, vf_coef=t["value_coef"],
+        clip_range=(lambda left: t["clip"] * left) if t["clip_decays"] else t["clip"], ent_coef=0.0,
+        max_grad_norm=t["max_grad_norm"], policy_kwargs=policy, seed=seed, device="cpu",
+    )  # fmt: skip
+    clock.start()
+    model.learn(t["total"], Look(), log_interval=None)
+
+
+WORKERS = {
+    "sb3": work_sb3,
+    "canter": lambda task, *rest: work_canter(task, "", *rest),
+    ENVPOOL: lambda task, *rest: work_canter(task, "envpool/", *rest),
+}
+
+
+def work(args):
+    """One measurement, printed as JSON."""
+    import torch
+
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(args.threads[0])
+    clock = Clock(args.seconds)
+    WORKERS[args.worker](args.tasks[0], clock, args.seed, args.train_seconds > 0)
+    print(json.dumps(clock.result()))
+
+
+def measure(args, library, task, threads, seconds, seed, record=False):
+    python = args.sb3_python if library == "sb3" else sys.executable
+    command = [python, __file__, "--worker", library, "--tasks", task, "--threads", str(threads)]
+    command += ["--seconds", str(seconds), "--seed", str(seed), "--train-seconds", str(int(record))]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
+    if done.returncode:
+        raise SystemExit(f"{library} on {task} failed:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def libraries(args, task):
+    wanted = (["sb3"] if args.sb3_python else []) + ["canter"]
+    return wanted + ([ENVPOOL] if task in args.envpool else [])
+
+
+def measure_task(args, task):
+    """Steps per second by library: the medians over turns with the number of threads that suits it best."""
+    turns = {(library, threads): [] for library in libraries(args, task) for threads in args.threads}
+    for repeat in range(args.repeats):
+        # Every other turn goes backwards, so that a load that grows or falls is shared out.
+        for library, threads in list(turns)[:: -1 if repeat % 2 else 1]:
+            turns[library, threads].append(measure(args, library, task, threads, args.seconds, args.seed + repeat))
+    rows = {}
+    for (library, threads), results in turns.items():
+        rates = [r["rate"] for r in results]
+        row = {"threads": threads, "rate": statistics.median(rates), "low": min(rates), "high": max(rates),
+               "cpu_rate": statistics.median(r["cpu_rate"] for r in results)}  # fmt: skip
+        if library not in rows or row["rate"] > rows[library]["rate"]:
+            rows[library] = row
+    return rows
+
+
+def show_rates(task, rows):
+    peer = rows.get("sb3")
+    for library, r in rows.items():
+        ratio, cpu_ratio = (f"{r[k] / peer[k]:.2f}x" if peer else "-" for k in ("rate", "cpu_rate"))
+        spread = f"{r['low']:,.0f}-{r['high']:,.0f}"
+        print(f"{task:16}{library:18}{r['threads']:>8}{r['rate']:>10,.0f}{ratio:>8}{spread:>17}{r['cpu_rate']:>12,.0f}"
+              f"{cpu_ratio:>8}", flush=True)  # fmt: skip
+
+
+def show_curves(args, task, rows):
+    """Mean return of the last 100 episodes at even times, by library."""
+    results = {name: measure(args, name, task, r["threads"], args.train_seconds, args.seed, True)
+               for name, r in rows.items()}  # fmt: skip
+    end = max(result["curve"][-1][1] for result in results.values())
+    times = [end * (i + 1) / args.points for i in range(args.points)]
+    print(f"\n{task}: mean return of the last 100 episodes (and steps taken) by time")
+    print(f"{'seconds':18}" + "".join(f"{t:>16.1f}" for t in times))
+    for library, result in results.items():
+        shown = [f"{r:.0f} ({s // 1000}k)" for s, r in (at(result["curve"], t) for t in times)]
+        print(f"{library:18}" + "".join(f"{text:>16}" for text in shown), flush=True)
+    return {library: result["curve"] for library, result in results.items()}
+
+
+def at(curve, seconds):
+    """Steps and return of the last point that was reached by a time."""
+    reached = [row for row in curve if row[1] <= seconds]
+    return (reached[-1][0], reached[-1][2]) if reached else (0, math.nan)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sb3-python", help="the Python of an environment with Stable-Baselines3; left out if absent")
+    parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--envpool", nargs="*", default=["HalfCheetah-v5"], help="tasks to run with EnvPool as well")
+    parser.add_argument("--threads", type=int, nargs="*", default=[1, 2], help="threads of torch to try")
+    parser.add_argument("--seconds", type=float, default=5.0, help="length of one measurement")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--train-seconds", type=float, default=0.0, help="also learn for so long, and show the returns")
+    parser.add_argument("--points", type=int, default=8, help="times at which returns are shown")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="write everything as JSON")
+    parser.add_argument("--worker", choices=list(WORKERS), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        work(args)
+        return
+    print(f"{'':34}{'threads':>8}{'steps/s':>10}{'ratio':>8}{'spread':>17}{'per cpu s':>12}{'ratio':>8}")
+    found = {}
+    for task in args.tasks:
+        found[task] = measure_task(args, task)
+        show_rates(task, found[task])
+    curves = {task: show_curves(args, task, found[task]) for task in args.tasks} if args.train_seconds else {}
+    if args.out:
+        args.out.write_text(json.dumps({"rates": found, "curves": curves}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
