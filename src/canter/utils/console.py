@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _REDRAW_S = 0.25
 _BROKEN_STREAM = (OSError, ValueError, AttributeError)  # closed, torn off, replaced, unable to encode
 _MAX_CELLS = 18
+_LINE_CELLS = 6  # a line of a log file is read whole
 # Shown first, in this order, under these names; then everything else of the groups below.
 _NAMES = {
     "episode/mean_reward": "return",
@@ -171,7 +172,7 @@ class Console:
         width = len(str(self.total_iterations))
         parts = [f"[{self.iteration:>{width}}/{self.total_iterations}]", f"{_short(self.timesteps)} steps"]
         parts += [f"{_short(self.rate())} steps/s", f"{_clock(self.seconds_left())} left"]
-        parts += [f"{name} {format_number(value)}" for name, value in shown_metrics(fresh)]
+        parts += [f"{name} {format_number(value)}" for name, value in shown_metrics(fresh)[:_LINE_CELLS]]
         return "  ".join(parts)
 
     def _print(self, text: str) -> None:

@@ -31,7 +31,7 @@ _TITLES = {
     "train/distillation_loss": "Distillation loss",
     "train/estimator_loss": "Estimator loss",
     "train/discriminator_loss": "Discriminator loss",
-    "train/entropy_loss": "Entropy",
+    "train/entropy_loss": "Entropy loss",
     "train/approx_kl": "KL divergence",
     "train/learning_rate": "Learning rate",
     "policy/mean_noise_std": "Action std",
