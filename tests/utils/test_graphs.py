@@ -1,0 +1,158 @@
+"""The executor where there is no GPU: structure, signatures, fallbacks. What a GPU does is tested in tests/gpu."""
+
+import pytest
+import torch
+
+from canter.algorithms import PPO
+from canter.envs.vec_env import StepRecord
+from canter.modules import ActorCritic
+from canter.storage.trajectories import Trajectories
+from canter.utils import graphs
+from canter.utils.graphs import Executor, describe, rebuild
+
+CPU = torch.device("cpu")
+
+
+class Recorded:
+    """Stands for a captured graph: fixed inputs and outputs, replayed by running the function again."""
+
+    def __init__(self, fn, args, leaves, generators, owned):
+        self.fn, self.args = fn, args
+        self.inputs = [leaf if leaf.data_ptr() in owned else leaf.clone() for leaf in leaves]
+        self.outputs = fn(*rebuild(args, iter(self.inputs)))
+        self.output_leaves = []
+        self.description = describe(self.outputs, self.output_leaves)
+
+    def replay(self, leaves):
+        for target, leaf in zip(self.inputs, leaves, strict=True):
+            if target.data_ptr() != leaf.data_ptr():
+                target.copy_(leaf)
+        fresh = []
+        describe(self.fn(*rebuild(self.args, iter(self.inputs))), fresh)
+        for target, leaf in zip(self.output_leaves, fresh, strict=True):
+            target.copy_(leaf)
+        return self.outputs
+
+
+@pytest.fixture
+def executor(monkeypatch):
+    monkeypatch.setattr(graphs, "Graph", Recorded)
+    made = Executor(CPU, "graph")
+    made.uses_graphs = True
+    return made
+
+
+def test_rebuilding_inverts_describing():
+    row, column = torch.arange(6).view(3, 2), torch.zeros(3, 2)
+    tree = ({"a": row, "b": {"c": column, "d": None}}, Trajectories(row, column, 7), [column], 3)
+    leaves = []
+    describe(tree, leaves)
+    assert len(leaves) == 5
+    again = rebuild(tree, iter([leaf + 1 for leaf in leaves]))
+    assert torch.equal(again[0]["a"], row + 1)
+    assert again[0]["b"]["d"] is None
+    assert isinstance(again[1], Trajectories)
+    assert again[1].total == 7
+    assert again[3] == 3
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"a": torch.zeros(2)}, {"a": torch.zeros(3)}),
+        ({"a": torch.zeros(2)}, {"b": torch.zeros(2)}),
+        ({"a": torch.zeros(2)}, {"a": torch.zeros(2).double()}),
+        ({"a": None}, {"a": torch.zeros(2)}),
+        (Trajectories(torch.zeros(1), torch.zeros(1), 4), Trajectories(torch.zeros(1), torch.zeros(1), 5)),
+    ],
+)
+def test_what_needs_another_graph_has_another_description(one, other):
+    assert describe(one, []) != describe(other, [])
+    assert describe(one, []) == describe(one, [])
+
+
+def test_unknown_words_are_refused():
+    with pytest.raises(ValueError, match="execution must be one of auto, eager, graph, compile, got 'fast'"):
+        Executor(CPU, "fast")
+    with pytest.raises(ValueError, match="precision must be one of tf32, fp32, bf16, got 'fp8'"):
+        PPO(ActorCritic(2, 1), precision="fp8")
+
+
+def test_a_cpu_runs_eagerly_and_keeps_counts_exact():
+    executor = Executor(CPU)
+    assert not executor.uses_graphs
+    assert not executor.compiles
+    assert executor.bucket(77, 64) == 77
+    assert executor.run("double", lambda x: 2 * x, torch.ones(2)).tolist() == [2, 2]
+
+
+def test_first_calls_are_real_and_later_ones_are_replays(executor):
+    calls = []
+    total = torch.zeros(())
+
+    def add(x):
+        calls.append(1)
+        total.add_(x.sum())
+        return {"total": total + 0}
+
+    for k in range(graphs.EAGER_CALLS):
+        executor.run("add", add, torch.full((2,), float(k)))
+    assert not executor.graphs
+    assert total == 2.0  # 2 * (0 + 1): every call counted once
+
+
+def test_results_of_one_graph_go_into_another_without_a_copy(executor):
+    def first(x):
+        return {"y": x + 1}
+
+    def second(step):
+        return step["y"] * 10
+
+    for k in range(6):
+        step = executor.run("first", first, torch.full((3,), float(k)))
+        assert executor.run("second", second, step).tolist() == [10.0 * (k + 1)] * 3
+    (graph,) = [g for signature, g in executor.graphs.items() if signature[0] == "second"]
+    assert graph.inputs[0] is step["y"]
+
+
+def test_shapes_that_keep_changing_end_in_eager_runs_with_one_message(executor):
+    sizes = [n for n in range(1, 40) for _ in range(graphs.EAGER_CALLS + 1)]
+    with pytest.warns(UserWarning, match=r"'grow' cannot be captured .*shapes changed more than 32 times") as caught:
+        totals = [executor.run("grow", lambda x: x.sum(), torch.ones(n)).item() for n in sizes]
+    assert totals == sizes
+    assert len(caught) == 1
+    assert "grow" in executor.eager_only
+
+
+def test_a_capture_that_fails_is_told_once_and_runs_eagerly(executor, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(graphs, "Graph", broken)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    with pytest.warns(UserWarning, match="not permitted when stream is capturing") as caught:
+        results = [executor.run("f", lambda x: x + 1, torch.zeros(2)).tolist() for _ in range(6)]
+    assert results == [[1, 1]] * 6
+    assert len(caught) == 1
+
+
+def test_a_record_is_a_tree_like_any_other():
+    flags = torch.zeros(3).bool()
+    record = StepRecord(None, None, torch.ones(3), flags, flags, None, None, ~flags, None)
+    leaves = []
+    describe(record, leaves)
+    again = rebuild(record, iter(leaves))
+    assert isinstance(again, StepRecord)
+    assert torch.equal(again.done, record.done)
+
+
+@pytest.mark.slow
+def test_compiled_on_a_cpu_learns_the_same_to_rounding(make_ppo, collect):
+    results = []
+    for execution in ("eager", "compile"):
+        alg, env = make_ppo("mlp", num_learning_epochs=2, num_mini_batches=2, execution=execution, seed=5)
+        collect(alg, env)
+        alg.update(0)
+        results.append([p.detach().clone() for p in alg.policy.parameters()])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
