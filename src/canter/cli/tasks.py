@@ -15,10 +15,10 @@ from canter.presets import FALLBACK, presets
 
 @dataclasses.dataclass
 class TasksOptions:
-    """List the tasks that have tuned settings, or all whose name contains a text."""
+    """List the tasks that have settings of their own, or all whose name contains a text."""
 
     contains: tyro.conf.Positional[str | None] = None
-    """A part of the name, or a pattern such as "*Walker*"; lists every environment that is known, tuned or not."""
+    """A part of the name, or a pattern such as "*Walker*"; lists every environment that is known."""
 
 
 def main(args: Sequence[str]) -> int:
@@ -42,4 +42,4 @@ def main(args: Sequence[str]) -> int:
 def origin(task: str) -> str:
     """Where a task's settings come from."""
     name = preset_name(task)
-    return "tuned" if name == task else "general" if name == FALLBACK else f"those of {name}"
+    return "its own" if name == task else "general" if name == FALLBACK else f"those of {name}"

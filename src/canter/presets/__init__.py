@@ -1,4 +1,4 @@
-"""Tuned settings, one file per task, in the layout of a run's config.yaml."""
+"""Settings for tasks, one file each, in the layout of a run's config.yaml."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ def load_preset(task: str) -> dict[str, Any]:
 
 
 def has_preset(task: str) -> bool:
-    """Whether a task has tuned settings of its own."""
+    """Whether a task has settings of its own."""
     return task in presets() and task != FALLBACK
