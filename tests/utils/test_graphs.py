@@ -136,6 +136,27 @@ def test_a_capture_that_fails_is_told_once_and_runs_eagerly(executor, monkeypatc
     assert len(caught) == 1
 
 
+def test_what_cannot_be_compiled_is_told_once_and_runs_as_it_is(monkeypatch):
+    def refuse(*args):
+        raise RuntimeError("unsupported: something exotic")
+
+    monkeypatch.setattr(torch, "compile", lambda fn, dynamic: refuse)
+    double = Executor(CPU, "compile").compile(lambda x: 2 * x)
+    with pytest.warns(UserWarning, match=r"cannot be compiled \(unsupported: something exotic\)") as caught:
+        results = [double(torch.ones(1)).item() for _ in range(4)]
+    assert results == [2.0] * 4
+    assert len(caught) == 1
+
+
+def test_an_error_of_the_function_itself_is_not_taken_for_one_of_the_compiler(monkeypatch):
+    def wrong(x):
+        raise KeyError("no such segment")
+
+    monkeypatch.setattr(torch, "compile", lambda fn, dynamic: fn)
+    with pytest.raises(KeyError, match="no such segment"):
+        Executor(CPU, "compile").compile(wrong)(torch.ones(1))
+
+
 def test_a_record_is_a_tree_like_any_other():
     flags = torch.zeros(3).bool()
     record = StepRecord(None, None, torch.ones(3), flags, flags, None, None, ~flags, None)

@@ -52,7 +52,7 @@ class Executor:
 
     def compile(self, fn: Callable[..., T]) -> Callable[..., T]:
         """The function compiled, where that is on."""
-        return torch.compile(fn, dynamic=False) if self.compiles else fn
+        return Compiled(fn) if self.compiles else fn
 
     def run(self, name: str, fn: Callable[..., T], *args: Any) -> T:
         """`fn(*args)`. What a graph returns is overwritten by the next run of the same function."""
@@ -127,6 +127,27 @@ class Executor:
         if self.precision != "bf16" or self.device.type != "cuda":
             return nullcontext()
         return torch.autocast("cuda", torch.bfloat16, cache_enabled=False)  # a cached cast would be frozen in a graph
+
+
+class Compiled:
+    """A pure function compiled at its first call; one that cannot be compiled runs as it is, with one message."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+        self.compiled: Callable[..., Any] | None = torch.compile(fn, dynamic=False)
+
+    def __call__(self, *args: Any) -> Any:
+        """`fn(*args)`."""
+        if self.compiled is not None:
+            try:
+                return self.compiled(*args)
+            except Exception as error:
+                result = self.fn(*args)  # an error of the function itself shows here, as itself
+                self.compiled = None
+                reason = str(error).splitlines()[0] if str(error) else repr(error)
+                warnings.warn(f"{self.fn.__name__!r} cannot be compiled ({reason}); it runs uncompiled", stacklevel=3)
+                return result
+        return self.fn(*args)
 
 
 class Graph:
