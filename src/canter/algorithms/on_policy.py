@@ -132,8 +132,9 @@ class OnPolicyAlgorithm(OnPolicySetup):
     @torch.no_grad()
     def collect(self, env: Any, obs: Obs, critic_obs: Obs) -> tuple[Obs, Obs]:
         """A whole rollout and its returns, for an environment whose step is tensor code."""
-        if env.generator not in self.executor.generators:
-            self.executor.generators.append(env.generator)
+        generator = getattr(env, "generator", None)
+        if generator is not None and generator not in self.executor.generators:
+            self.executor.generators.append(generator)
         storage, given = self.rollout, None if critic_obs is obs else critic_obs
         storage.step = storage.num_transitions_per_env
         hidden = self.policy.hidden(storage.num_envs)
@@ -145,7 +146,7 @@ class OnPolicyAlgorithm(OnPolicySetup):
         """Act, step and keep, T times; then the returns."""
         for _ in range(self.rollout.num_transitions_per_env):
             transition = self.act_step(obs, critic_obs, hidden)
-            record = env.step(transition["for_env"])
+            record = env.step(transition["for_env"].clone())  # it may write to what it gets
             hidden = self.finish_step(transition, record)
             obs, critic_obs = record.obs, None if record.critic_obs is record.obs else record.critic_obs
         self.returns_step(obs if critic_obs is None else critic_obs, hidden, self.rollout.step)
