@@ -157,6 +157,31 @@ def test_an_error_of_the_function_itself_is_not_taken_for_one_of_the_compiler(mo
         Executor(CPU, "compile").compile(wrong)(torch.ones(1))
 
 
+def test_a_changed_weight_or_setting_needs_another_graph_and_a_new_storage_all_new_ones(make_ppo, collect, executor):
+    alg, env = make_ppo("mlp", num_steps=2, num_mini_batches=1)
+    executor.eager_only = {"act", "process", "returns"}
+    alg.executor = executor
+
+    def learn_graphs():
+        for _ in range(graphs.EAGER_CALLS + 1):
+            collect(alg, env)
+            alg.update(0)
+        return sum(signature[0] == "learn" for signature in executor.graphs)
+
+    assert learn_graphs() == 1
+    assert learn_graphs() == 1
+    alg.loss_weights["value_loss"] = 0.25
+    assert learn_graphs() == 2
+    alg.max_grad_norm = 7.0
+    assert learn_graphs() == 3
+    alg.loss_weights["value_loss"] = torch.tensor(0.5)  # a scheduled weight is a tensor, which a graph reads anew
+    before = learn_graphs()
+    alg.loss_weights["value_loss"].fill_(0.1)
+    assert learn_graphs() == before
+    alg.init_storage(env.num_envs, 2, [3], [None], [2])
+    assert not executor.graphs
+
+
 def test_a_record_is_a_tree_like_any_other():
     flags = torch.zeros(3).bool()
     record = StepRecord(None, None, torch.ones(3), flags, flags, None, None, ~flags, None)

@@ -27,6 +27,8 @@ class OnPolicyAlgorithm(OnPolicySetup):
     @torch.no_grad()  # a stored tensor with a graph would keep every rollout alive, and be walked back through
     def act(self, obs: Obs, critic_obs: Obs | None = None) -> Tensor:
         """Sample actions for N environments and begin their transition."""
+        if self.rollout.step == 0:
+            self.note_constants()
         hidden = self.policy.hidden(self.rollout.num_envs) if self.policy.is_recurrent else {}
         step = self.executor.run("act", self.act_step, obs, None if critic_obs is obs else critic_obs, hidden)
         vars(self.transition).update({name: value for name, value in step.items() if name != "for_env"})
@@ -135,6 +137,7 @@ class OnPolicyAlgorithm(OnPolicySetup):
         generator = getattr(env, "generator", None)
         if generator is not None and generator not in self.executor.generators:
             self.executor.generators.append(generator)
+        self.note_constants()
         storage, given = self.rollout, None if critic_obs is obs else critic_obs
         storage.step = storage.num_transitions_per_env
         hidden = self.policy.hidden(storage.num_envs)

@@ -72,6 +72,7 @@ class PPO(OnPolicyAlgorithm):
         """Learn from the rollout; mean losses and mean statistics."""
         if current_learning_iteration is not None:
             self.current_learning_iteration = current_learning_iteration
+        self.note_constants()
         self.meter.reset()
         for deals in self.deal(self.num_learning_epochs):
             before = self.meter.means() if self.target_kl is not None else {}

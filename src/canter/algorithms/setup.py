@@ -24,6 +24,11 @@ from canter.utils.metrics import MeanMeter
 
 BOOTSTRAPS = ("auto", "final_obs", "current_value", "none")
 SCHEDULES = ("fixed", "constant", "linear", "adaptive")
+# Settings whose value a captured step keeps; the learning rate and the clip range are tensors.
+BAKED = (
+    "gamma", "lam", "max_grad_norm", "use_clipped_value_loss", "schedule", "desired_kl", "timeout_bootstrap",
+    "normalize_advantage_per_mini_batch",
+)  # fmt: skip
 
 
 @settings
@@ -46,6 +51,7 @@ class OnPolicySetup(PPOSettings, Algorithm):
     critic: Any = None
     log_dir: str | None = None
     lr: torch.Tensor = dataclasses.field(init=False)
+    loss_weights: dict[str, Any] = dataclasses.field(init=False)
 
     def _check(self) -> None:
         for name, value, known in (
@@ -133,8 +139,14 @@ class OnPolicySetup(PPOSettings, Algorithm):
             **storage_cfg,
         )
 
+    def note_constants(self) -> None:
+        """Tell the executor the numbers of today, so that one changed in mid-run takes effect in captured steps."""
+        weights = {name: w for name, w in self.loss_weights.items() if not torch.is_tensor(w)}  # a tensor is read anew
+        self.executor.constants = (*(getattr(self, name) for name in BAKED), *weights.items())
+
     def init_obs_norm(self, num_obs: Any, num_critic_obs: Any) -> None:
         """Install the policy's normalisers; widths or shapes. Does nothing but say so where normalisation is off."""
+        self.executor.forget()
         for name, shape in (("obs_normalizer", num_obs), ("critic_obs_normalizer", num_critic_obs)):
             if not self.empirical_normalization:
                 normalizer: Any = NoNormalization()
@@ -152,6 +164,7 @@ class OnPolicySetup(PPOSettings, Algorithm):
         **kwargs: Any,
     ) -> None:
         """Allocate the rollout."""
+        self.executor.forget()  # graphs hold the tensors of the storage before
         self.storage = self.new_storage(
             num_envs,
             num_transitions_per_env,

@@ -100,6 +100,7 @@ class OnPolicyRunner(Runner):
         self.num_steps_per_env = self.alg.rollout.num_transitions_per_env
         self.stats = StepStats(self.env.num_envs, self.num_steps_per_env, self.device, self.cfg.extra_log_keys)
         self.alg.on_record = [self.stats.note]
+        self.alg.executor.forget()  # a ready-made agent may have captured steps that note elsewhere
         self.obs: Obs | None = None
         self.critic_obs: Obs | None = None
 

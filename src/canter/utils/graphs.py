@@ -43,6 +43,8 @@ class Executor:
         self.compiles = execution == "compile" or (is_cuda and execution == "auto" and has_triton())
         self.generators: list[torch.Generator] = []
         """Streams that captured functions draw from."""
+        self.constants: Any = ()
+        """Numbers that functions read from elsewhere; a graph serves only those it was captured with."""
         self.graphs: dict[Any, Graph] = {}
         self.calls: dict[Any, int] = {}
         self.captured: dict[str, int] = {}
@@ -60,13 +62,18 @@ class Executor:
             with self.precisely():
                 return fn(*args)
         leaves: list[Tensor] = []
-        signature = (name, self._describe(args, leaves), torch.is_inference_mode_enabled())
+        signature = (name, self._describe(args, leaves), self.constants, torch.is_inference_mode_enabled())
         if signature not in self.graphs:
             self.calls[signature] = self.calls.get(signature, 0) + 1
             if self.calls[signature] <= EAGER_CALLS or not self._capture(signature, fn, args, leaves):
                 with self.precisely():
                     return fn(*args)
         return self.graphs[signature].replay(leaves)
+
+    def forget(self) -> None:
+        """Drop every graph, because tensors they hold were replaced."""
+        for known in (self.graphs, self.calls, self.captured, self.results, self.owned):
+            known.clear()
 
     def _describe(self, args: Sequence[Any], leaves: list[Tensor]) -> Any:
         """`describe`, which for the results of a graph was done when it was captured."""
