@@ -17,7 +17,7 @@ COMMANDS = {
     "eval": ("canter.cli.evaluate", "eval RUN: play episodes without noise and print their returns"),
     "play": ("canter.cli.play", "play RUN: watch the policy in a window or write a video"),
     "plot": ("canter.cli.plot", "plot RUN...: learning curves, mean and spread over seeds"),
-    "tasks": ("canter.cli.tasks", "tasks: what can be trained, and which tasks have tuned settings"),
+    "tasks": ("canter.cli.tasks", "tasks: what can be trained, and which tasks have settings of their own"),
     "check-env": (
         "canter.cli.check",
         "check-env TASK: how canter understands an environment, and what is wrong with it",
