@@ -5,6 +5,7 @@ everything makes a training start in milliseconds.
 """
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,8 @@ import torch._dynamo  # torch.optim imports it in its first step, which takes se
 from canter.envs.torch_envs import PointRobot
 from canter.runners import OnPolicyRunner
 from canter.utils.checkpoint import newest_valid_checkpoint
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background ignore it
 
 CFG = {
     "seed": 3,

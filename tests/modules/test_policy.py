@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from canter.modules.normalizer import DictNormalization, EmpiricalNormalization, NoNormalization
 from canter.modules.build import build_normalizer
+from canter.modules.normalizer import DictNormalization, EmpiricalNormalization, NoNormalization
 from canter.modules.policy import PolicyOutput
 from canter.storage.rollout_storage import Field
 from canter.storage.trajectories import split_and_pad_trajectories

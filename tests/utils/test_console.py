@@ -58,8 +58,8 @@ def test_without_a_terminal_each_log_is_one_line(monkeypatch):
         console.update(3, 5000, {"episode/mean_reward": 20.0})
         console.message("saved model_3.pt")
     assert stream.getvalue().splitlines() == [
-        "[  1/200]  1k steps  5k steps/s  0:06:38 left  return 12.5  episode length 80  learning rate 3.00e-04  "
-        "action std 0.7  value loss 0.25  policy loss -0.5",
+        "[  1/200]  1k steps  5k steps/s  0:06:38 left  return 12.5  episode length 80  policy loss -0.5  "
+        "value loss 0.25  learning rate 3.00e-04  action std 0.7",
         "[  3/200]  5k steps  2k steps/s  0:04:23 left  return 20",
         "saved model_3.pt",
     ]
@@ -101,7 +101,7 @@ def test_live_display_shows_progress_and_keeps_the_last_return(monkeypatch, term
     assert "10k steps" in last[1]
     assert "9k steps/s" in last[1]
     assert last[1].endswith("0:00:06 left")
-    assert re.search(r"return +12\.5 +episode length +80 +learning rate +3\.00e-04", last[2])
+    assert re.search(r"return +12\.5 +episode length +80 +policy loss +-0\.5", last[2])
     assert re.search(r"value loss +0\.125 ", last[3])
     assert all(len(line) <= 100 for line in last)
     assert "height" not in plain(terminal.getvalue())
@@ -218,10 +218,10 @@ def test_shown_metrics_are_few_and_ordered():
     assert [name for name, _ in shown_metrics(METRICS)] == [
         "return",
         "episode length",
+        "policy loss",
+        "value loss",
         "learning rate",
         "action std",
-        "value loss",
-        "policy loss",
     ]
     assert len(shown_metrics({f"train/loss_{i}": 0.0 for i in range(50)})) == 18
 

@@ -40,6 +40,7 @@ def test_handlers_are_restored_however_it_ends(handlers, ends_in_error):  # F25
 
 
 def test_a_second_interrupt_is_what_it_was_before():  # F23
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background ignore it
     with StopSignal() as stop:
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):

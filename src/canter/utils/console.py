@@ -18,16 +18,18 @@ if TYPE_CHECKING:
 _REDRAW_S = 0.25
 _BROKEN_STREAM = (OSError, ValueError, AttributeError)  # closed, torn off, replaced, unable to encode
 _MAX_CELLS = 18
-_LINE_CELLS = 6  # a line of a log file is read whole
+_LINE_CELLS = 7  # a line of a log file is read whole
 # Shown first, in this order, under these names; then everything else of the groups below.
 _NAMES = {
     "episode/mean_reward": "return",
     "episode/mean_length": "episode length",
     "eval/mean_reward": "eval return",
     "rollout/mean_reward": "step reward",
+    "train/policy_loss": "policy loss",
+    "train/value_loss": "value loss",
+    "train/approx_kl": "kl",
     "train/learning_rate": "learning rate",
     "policy/mean_noise_std": "action std",
-    "train/approx_kl": "kl",
 }
 _GROUPS = ("train/", "policy/", "exploration/", "eval/", "Episode_Reward/")
 
