@@ -48,7 +48,11 @@ def train(task, seed, overrides):
     seconds = time.perf_counter() - begin
     score = runner.eval(20)
     result = {"task": task, "seed": seed, "over": overrides, "steps": runner.tot_timesteps, "secs": round(seconds)}
-    return result | {"eval": round(score["eval/mean_reward"], 1), "std": round(score["eval/std_reward"], 1), "curve": curve}
+    return result | {
+        "eval": round(score["eval/mean_reward"], 1),
+        "std": round(score["eval/std_reward"], 1),
+        "curve": curve,
+    }
 
 
 def main():

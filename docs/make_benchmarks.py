@@ -9,8 +9,8 @@ from pathlib import Path
 import matplotlib as mpl
 
 mpl.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-import numpy as np  # noqa: E402
+import matplotlib.pyplot as plt
+import numpy as np
 
 ROOT = Path(__file__).parent.parent
 RESULTS, ASSETS = ROOT / "benchmarks" / "results", ROOT / "docs" / "assets"
@@ -52,7 +52,9 @@ def iteration() -> None:
     figure, axes = plt.subplots(1, 3, figsize=(13, 3.4), constrained_layout=True)
     titles = {"h200_mlp": "4096 envs, MLP", "h200_lstm": "4096 envs, LSTM", "h200_mlp_32768": "32768 envs, MLP"}
     for axis, (name, title) in zip(axes, titles.items(), strict=True):
-        rows = {k: v for k, v in json.loads((RESULTS / f"{name}.json").read_text())["results"].items() if k != "gemm_floor"}
+        rows = {
+            k: v for k, v in json.loads((RESULTS / f"{name}.json").read_text())["results"].items() if k != "gemm_floor"
+        }
         names = list(rows)[::-1]
         collect = [rows[n]["collect"] for n in names]
         learn = [rows[n]["learn"] for n in names]
@@ -60,7 +62,9 @@ def iteration() -> None:
         axis.barh(names, learn, left=collect, color=BLUE, label="learn")
         for i, n in enumerate(names):
             ratio = rows["rsl_rl"]["iteration"] / rows[n]["iteration"]
-            axis.text(rows[n]["iteration"], i, f"  {rows[n]['iteration']:.0f} ms  ({ratio:.1f}x)", va="center", fontsize=9)
+            axis.text(
+                rows[n]["iteration"], i, f"  {rows[n]['iteration']:.0f} ms  ({ratio:.1f}x)", va="center", fontsize=9
+            )
         axis.set_xlim(0, rows["rsl_rl"]["iteration"] * 1.35)
         axis.set_title(title, fontsize=11)
         axis.set_xlabel("ms per iteration")
