@@ -166,8 +166,7 @@ def measure(args, library, task, threads, seconds, seed, record=False):
 
 
 def libraries(args, task):
-    wanted = (["sb3"] if args.sb3_python else []) + ["canter"]
-    return wanted + ([ENVPOOL] if task in args.envpool else [])
+    return (["sb3"] if args.sb3_python else []) + ["canter"] + ([ENVPOOL] if task in args.envpool else [])
 
 
 def measure_task(args, task):
