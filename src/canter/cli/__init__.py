@@ -1,1 +1,1 @@
-"""The command line: train, resume, eval, play, plot, tasks, check-env."""
+"""The command line: train, resume, eval, play, plot, tasks, check-env, bench."""
