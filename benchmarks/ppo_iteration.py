@@ -190,7 +190,7 @@ def main():
         print("matrix products alone: " + ", ".join(f"{p} {ms:.1f} ms" for p, ms in floors.items()))
         results["gemm_floor"] = floors
     if args.out:
-        given = {name: str(value) for name, value in vars(args).items()}
+        given = {name: str(value) for name, value in vars(args).items() if name != "out"}
         args.out.write_text(json.dumps({"args": given, "results": results}, indent=1))
 
 
