@@ -537,8 +537,7 @@ def test_wandb_offline_writes_a_run(tmp_path, monkeypatch):  # rows L01, L10, L2
     record = next(files.glob("run-*.wandb"))
     deadline = time.monotonic() + 30
     while b"train/a" not in record.read_bytes():  # W&B writes from a process of its own
-        if time.monotonic() > deadline:
-            pytest.skip("W&B's own process did not write its record within 30 s")
+        assert time.monotonic() < deadline, "the scalars are not in W&B's record"
         time.sleep(0.2)
 
 
