@@ -39,7 +39,8 @@ class OnPolicyAlgorithm(OnPolicySetup):
     def act_step(self, obs: Obs, critic_obs: Obs | None, hidden: Hidden) -> dict[str, Any]:
         """What acting adds to a transition, and the actions as the environment wants them."""
         policy = self.policy
-        out = self.forward(obs, critic_obs, hidden)
+        tosses = policy.toss(obs, self.generators["action"])
+        out = self.forward(obs, critic_obs, hidden, tosses)
         actions = policy.sample_action(out.params, self.generators["action"])
         return {
             "observations": obs,
@@ -49,14 +50,17 @@ class OnPolicyAlgorithm(OnPolicySetup):
             "actions": actions,
             "actions_log_prob": policy.distribution.log_prob(out.params, actions),
             "hidden": hidden,
+            "tosses": tosses,
             "next_hidden": out.hidden,
             "for_env": policy.distribution.to_env(actions),
         }
 
-    def forward(self, obs: Obs, critic_obs: Obs | None, hidden: Hidden) -> PolicyOutput:
+    def forward(
+        self, obs: Obs, critic_obs: Obs | None, hidden: Hidden, tosses: Mapping[str, Tensor] | None = None
+    ) -> PolicyOutput:
         """The policy's pass while collecting."""
         with self.executor.autocast():
-            return self.policy(obs, critic_obs, hidden)
+            return self.policy(obs, critic_obs, hidden, None, tosses)
 
     def process_env_step(
         self, rewards: Tensor, dones: Tensor, infos: dict[str, Any], next_obs: Any = None, next_critic_obs: Any = None

@@ -113,9 +113,7 @@ class PPO(OnPolicyAlgorithm):
 
     def batch_loss(self, batch: MiniBatch) -> tuple[Terms, Tensor]:
         """Terms of a minibatch and their weighted sum."""
-        with self.executor.autocast():
-            out = self.policy(batch.obs, batch.critic_obs, batch.hidden, batch.trajectories)
-        terms = self.loss_terms(batch, out)
+        terms = self.compute_losses(batch)
         return terms, self.weigh(terms.losses)
 
     def minibatch_step(self, batch: MiniBatch) -> dict[str, Tensor]:
@@ -151,8 +149,10 @@ class PPO(OnPolicyAlgorithm):
 
     def compute_losses(self, minibatch: MiniBatch) -> Terms:
         """Losses, intermediates and statistics of a minibatch."""
-        out = self.policy(minibatch.obs, minibatch.critic_obs, minibatch.hidden, minibatch.trajectories)
-        return self.loss_terms(minibatch, out)
+        b = minibatch
+        with self.executor.autocast():
+            out = self.policy(b.obs, b.critic_obs, b.hidden, b.trajectories, b.tosses)
+        return self.loss_terms(b, out)
 
     def loss_terms(self, batch: MiniBatch, out: PolicyOutput) -> Terms:
         """Every term named in `loss_weights`. Subclasses extend it through super()."""

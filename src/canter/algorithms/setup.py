@@ -175,6 +175,7 @@ class OnPolicySetup(PPOSettings, Algorithm):
             param_shapes=self.policy.distribution.param_shapes,
             action_dtype=self.policy.distribution.action_dtype,
             hidden_shapes={name: memory.state_shape for name, memory in self.policy.memories.items()},
+            coins=self.policy.coins,
             **kwargs,
         )
         if self.normalize_rewards:

@@ -32,6 +32,8 @@ class Context:
     """Named intermediates that a loss may want."""
     trajectories: Trajectories | None = None
     """How a (T, N) rollout splits; None for a single step."""
+    tosses: Mapping[str, Tensor] = field(default_factory=dict)
+    """(..., 1) results of the policy's `coins`; a coin that is not here was not tossed, as in inference."""
 
     def remember(self, name: str, memory: Memory, x: Tensor) -> Tensor:
         """Run a memory from its given state and keep the new one."""
@@ -73,7 +75,10 @@ class Policy(nn.Module):
         self.obs_normalizer: nn.Module = NoNormalization()
         self.critic_obs_normalizer: nn.Module = NoNormalization()
         self.generator: torch.Generator | None = None
+        self.coins: dict[str, float] = {}
+        """Probability by name of what is left to chance while collecting; learning sees the same results again."""
         self._params: Params | None = None
+        self._aux: dict[str, Tensor] = {}
 
     @abstractmethod
     def actor_params(self, obs: Any, ctx: Context) -> Params:
@@ -87,6 +92,14 @@ class Policy(nn.Module):
         """The action taken while collecting."""
         return self.distribution.sample(params, generator)
 
+    def toss(self, obs: Obs, generator: torch.Generator | None) -> dict[str, Tensor]:
+        """(N, 1) results of every coin for one collecting step."""
+        if not self.coins:
+            return {}
+        device = next(self.parameters()).device
+        size = (batch_size(obs), 1)
+        return {name: torch.rand(size, generator=generator, device=device) < p for name, p in self.coins.items()}
+
     # ------------------------------------------------------------------ pure core
     @final
     def forward(
@@ -95,11 +108,12 @@ class Policy(nn.Module):
         critic_obs: Obs | None = None,
         hidden: Mapping[str, Tensor] | None = None,
         trajectories: Trajectories | None = None,
+        tosses: Mapping[str, Tensor] | None = None,
     ) -> PolicyOutput:
         """Actor and critic in one pass; nothing is kept on the policy."""
         if hidden is None:
             hidden = self.initial_hidden(batch_size(obs))
-        ctx = Context(dict(hidden), trajectories=trajectories)
+        ctx = Context(dict(hidden), {}, trajectories, tosses or {})
         params = self.actor_params(self.obs_normalizer.normalize(obs), ctx)  # pyright: ignore[reportCallIssue]
         seen = obs if critic_obs is None else critic_obs
         value = self.critic_value(self.critic_obs_normalizer.normalize(seen), ctx)  # pyright: ignore[reportCallIssue]
@@ -165,7 +179,8 @@ class Policy(nn.Module):
 
         With `hidden_states`, obs is a padded (T, M, D) batch with its masks; otherwise one step of N environments.
         """
-        self._params = self._shell("actor", obs, masks, hidden_states)
+        tosses = self.toss(obs, self.generator) if hidden_states is None else {}
+        self._params = self._shell("actor", obs, masks, hidden_states, tosses)
         return self.sample_action(self._last(), self.generator)
 
     @final
@@ -191,20 +206,23 @@ class Policy(nn.Module):
         out = self(obs)
         return self.distribution.log_prob(out.params, actions), self.distribution.entropy(out.params), out.value
 
-    def _shell(self, branch: str, obs: Any, masks: Tensor | None, hidden_states: Any) -> Any:
+    def _shell(self, branch: str, obs: Any, masks: Any, hidden_states: Any, tosses: Any = None) -> Any:
         is_actor = branch == "actor"
         core = self.actor_params if is_actor else self.critic_value
         normalizer: Any = self.obs_normalizer if is_actor else self.critic_obs_normalizer
         if hidden_states is None:
-            ctx = Context(self.hidden(batch_size(obs)))
-            result = core(normalizer.normalize(obs), ctx)
+            ctx = Context(self.hidden(batch_size(obs)), tosses=tosses or {})
+        else:
+            ctx = Context(self.unpack_hidden(hidden_states, branch))
+            if masks is not None:
+                ctx.trajectories = trajectories_from_masks(masks)
+                obs = tree_map(lambda leaf: unpad_trajectories(leaf, masks), obs)
+        result = core(normalizer.normalize(obs), ctx)
+        if hidden_states is None:
             self.set_hidden(ctx.hidden)
-            return result
-        ctx = Context(self.unpack_hidden(hidden_states, branch))
-        if masks is not None:
-            ctx.trajectories = trajectories_from_masks(masks)
-            obs = tree_map(lambda leaf: unpad_trajectories(leaf, masks), obs)
-        return core(normalizer.normalize(obs), ctx)
+        if is_actor:
+            self._aux = ctx.aux
+        return result
 
     def unpack_hidden(self, hidden_states: Any, branch: str) -> Hidden:
         """The documented `hidden_states` of one branch ("actor" or "critic") as state by memory name."""

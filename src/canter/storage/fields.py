@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,8 @@ class MiniBatch:
     valid: Tensor | None
     hidden: dict[str, Tensor]
     trajectories: Trajectories | None
+    tosses: Mapping[str, Tensor] = MappingProxyType({})
+    """(..., 1) results of the policy's coins while collecting."""
 
     def mean(self, x: Tensor) -> Tensor:
         """Mean of a per-step quantity over the steps that count."""
@@ -76,6 +79,7 @@ class Transition:
         """State of the memories before the step."""
         self.next_hidden: dict[str, Tensor] = {}
         """State of the memories after it."""
+        self.tosses: dict[str, Tensor] = {}
         self.valid: Tensor | None = None
 
     @property

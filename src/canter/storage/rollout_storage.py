@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ class RolloutStorage:
         param_shapes: Parameters of the action distribution to keep; a Gaussian's by default.
         action_dtype: Kind of the actions.
         hidden_shapes: Shape (S, L, H) of one environment's state by memory name.
+        coins: Names of the policy's coins, whose results are kept.
         has_invalid_steps: Whether some steps must not count.
     """
 
@@ -44,6 +45,7 @@ class RolloutStorage:
         param_shapes: Mapping[str, tuple[int, ...]] | None = None,
         action_dtype: torch.dtype = torch.float32,
         hidden_shapes: Mapping[str, tuple[int, ...]] | None = None,
+        coins: Iterable[str] = (),
         has_invalid_steps: bool = False,
     ) -> None:
         self.num_envs, self.num_transitions_per_env = num_envs, num_transitions_per_env
@@ -52,6 +54,7 @@ class RolloutStorage:
         self.privileged_obs_shape = None if is_absent(privileged_obs_shape) else privileged_obs_shape
         self.param_shapes = dict(param_shapes or {"mu": self.actions_shape, "sigma": self.actions_shape})
         self.hidden_shapes = dict(hidden_shapes or {})
+        self.coins = tuple(coins)
         self.has_invalid_steps = has_invalid_steps
         self.fields = self.declare_fields()
         self.data = {name: self._zeros(field) for name, field in self.fields.items()}
@@ -80,6 +83,7 @@ class RolloutStorage:
             name: Field(shape, f"old_params.{name}", f"params.{name}") for name, shape in self.param_shapes.items()
         }
         fields |= {f"hidden.{name}": Field(shape, None, f"hidden.{name}") for name, shape in self.hidden_shapes.items()}
+        fields |= {f"tosses.{name}": Field((1,), f"tosses.{name}", f"tosses.{name}", torch.bool) for name in self.coins}
         if self.has_invalid_steps:
             fields["valid"] = Field((1,), "valid", "valid", torch.bool)
         return fields
@@ -220,7 +224,7 @@ class RolloutStorage:
         self, fields: Mapping[str, Tensor], hidden: dict[str, Tensor], trajectories: Trajectories | None
     ) -> MiniBatch:
         batch: dict[str, Any] = {name: value for name, value in fields.items() if "." not in name}
-        for name in ("obs", "critic_obs", "old_params"):
+        for name in ("obs", "critic_obs", "old_params", "tosses"):
             if name not in batch:
                 batch[name] = nested(fields, name)
         if self.privileged_obs_shape is None:
