@@ -64,8 +64,12 @@ class ActorCritic(Policy):
         super().__init__()
         if num_actions is None:
             num_critic_obs, num_actions = num_actor_obs, num_critic_obs
-        self.obs_layout = ObsLayout(obs_segments or {"obs": (num_actor_obs,)})
-        self.critic_obs_layout = ObsLayout(critic_obs_segments or obs_segments or {"obs": (num_critic_obs,)})
+        self.obs_layout = layout_of(obs_segments, num_actor_obs, "obs_segments")
+        if critic_obs_segments is None and self.obs_layout.width == num_critic_obs:
+            critic_obs_segments = obs_segments
+        self.critic_obs_layout = layout_of(critic_obs_segments, num_critic_obs, "critic_obs_segments")
+        self.feature_layout, self.critic_feature_layout = self.obs_layout, self.critic_obs_layout
+        """What the parts are called that the next stage gets; a stage that changes their widths replaces it."""
         self.distribution = (
             distribution_for(action_space, squash_actions) if action_space is not None else Gaussian(num_actions)
         )
@@ -101,14 +105,14 @@ class ActorCritic(Policy):
     # ------------------------------------------------------------------ core
     def actor_params(self, obs: Tensor, ctx: Context) -> Params:
         """Mean and standard deviation, or logits."""
-        head = self.actor(self.actor_features(obs, ctx))
+        head = self.actor(self.actor_features(self.obs_layout.flat(obs), ctx))
         if "logits" in self.distribution.param_shapes:
             return {"logits": head}
         return {"mu": head, "sigma": self.noise_std()}  # (A,): one noise serves every row
 
     def critic_value(self, critic_obs: Tensor, ctx: Context) -> Tensor:
         """(..., 1)."""
-        return self.critic(self.critic_features(critic_obs, ctx))
+        return self.critic(self.critic_features(self.critic_obs_layout.flat(critic_obs), ctx))
 
     def noise_std(self) -> Tensor:
         """(A,) standard deviation of the exploration noise."""
@@ -146,6 +150,14 @@ class ActorCritic(Policy):
     def privileged_obs_segments(self) -> dict[str, tuple[int, ...]]:
         """The same as `critic_obs_segments`."""
         return self.critic_obs_segments
+
+
+def layout_of(segments: Segments | None, width: int, name: str) -> ObsLayout:
+    """Where the segments of an observation of this width are; one segment "obs" if they are not named."""
+    layout = ObsLayout(segments or {"obs": (width,)})
+    if layout.width != width:
+        raise ValueError(f"{name} {layout.shapes} add up to {layout.width} values, but the observation has {width}")
+    return layout
 
 
 class Actor(nn.Module):

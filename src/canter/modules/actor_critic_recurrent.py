@@ -35,17 +35,15 @@ class ActorCriticRecurrent(ActorCritic):
     ) -> None:
         self.rnn_type, self.rnn_hidden_size, self.rnn_num_layers = rnn_type, rnn_hidden_size, rnn_num_layers
         super().__init__(num_actor_obs, num_critic_obs, num_actions, **kwargs)
-        if num_actions is None:
-            num_critic_obs = num_actor_obs
-        inputs = super().feature_widths(num_actor_obs, num_critic_obs)
-        self.memory_a, self.memory_c = self.new_memory(inputs[0]), self.new_memory(inputs[1])
+        self.memory_a, self.memory_c = (self.new_memory(width) for width in self.memory_inputs)
 
     def new_memory(self, input_size: int) -> Memory:
         """A memory of the policy's kind and size."""
         return Memory(input_size, self.rnn_type, self.rnn_num_layers, self.rnn_hidden_size)
 
     def feature_widths(self, num_actor_obs: int, num_critic_obs: int) -> tuple[int, int]:
-        """Both MLPs see a memory's output."""
+        """Both MLPs see a memory's output; the memories see what the stages before them make of the observations."""
+        self.memory_inputs = super().feature_widths(num_actor_obs, num_critic_obs)
         return self.rnn_hidden_size, self.rnn_hidden_size
 
     def actor_features(self, obs: Tensor, ctx: Context) -> Tensor:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import SupportsInt
+from typing import Any, SupportsInt
 
 import torch
 from torch import Tensor
+
+from canter.utils.tree import tree_leaves
 
 Shape = SupportsInt | Sequence[SupportsInt]
 Segments = Mapping[str, Shape]
@@ -64,6 +66,28 @@ class ObsLayout:
         self._check_width(obs)
         return dict(zip(self.sizes, obs.split(list(self.sizes.values()), dim=-1), strict=True))
 
+    def flat(self, obs: Any) -> Tensor:
+        """One vector (..., width) of an observation that may be a dict by segment name or a bare image.
+
+        Bytes become numbers from 0 to 1. A flat tensor of floats is returned as it is.
+        """
+        if isinstance(obs, Tensor):
+            whole = next(iter(self.shapes.values())) if len(self.shapes) == 1 else (self.width,)
+            return _flat_leaf(obs, whole)
+        leaves = dict(tree_leaves(obs))
+        if leaves.keys() != self.shapes.keys():
+            raise ValueError(f"the observation has the parts {list(leaves)}, but its segments are {list(self.shapes)}")
+        parts = [_flat_leaf(leaves[name], shape) for name, shape in self.shapes.items()]
+        return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+
+    def resized(self, shapes: Segments) -> ObsLayout:
+        """The layout with some segments of other shapes; names that it lacks come after the others."""
+        return ObsLayout({**self.shapes, **shapes})
+
+    def part(self, names: Sequence[str]) -> ObsLayout:
+        """The layout of what `take` returns for these names."""
+        return ObsLayout({name: self.shapes[name] for name in self.ordered(names)})
+
     def take(self, obs: Tensor, names: Sequence[str]) -> Tensor:
         """The columns of the named segments, in segment order whatever the order of the names."""
         self._check_width(obs)
@@ -81,6 +105,12 @@ class ObsLayout:
     def _check_width(self, obs: Tensor) -> None:
         if obs.shape[-1] != self.width:
             raise ValueError(f"observation is {obs.shape[-1]} wide, but its segments {self.sizes} sum to {self.width}")
+
+
+def _flat_leaf(leaf: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if len(shape) > 1 and tuple(leaf.shape[-len(shape) :]) == shape:
+        leaf = leaf.flatten(-len(shape))
+    return leaf.float() / 255.0 if leaf.dtype == torch.uint8 else leaf
 
 
 def _shape(shape: Shape) -> tuple[int, ...]:
