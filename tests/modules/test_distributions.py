@@ -9,6 +9,7 @@ from gymnasium import spaces
 from torch import distributions as td
 
 from canter.modules.distributions import (
+    Beta,
     Categorical,
     Gaussian,
     MultiCategorical,
@@ -31,7 +32,13 @@ def logits(seed, *shape):
     return {"logits": 2 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))}
 
 
+def concentrations(seed, *shape):
+    g = torch.Generator().manual_seed(seed)
+    return {name: 1 + 4 * torch.rand(shape, generator=g) for name in ("alpha", "beta")}
+
+
 CASES = {
+    "beta": (Beta([-1, 0, -3], [1, 2, 3]), concentrations(0, 4, 5, 3), concentrations(1, 4, 5, 3)),
     "gaussian": (Gaussian(3), normal_params(0, 4, 5, 3), normal_params(1, 4, 5, 3)),
     "squashed": (SquashedGaussian([-1, 0, -3], [1, 2, 3]), normal_params(0, 4, 5, 3), normal_params(1, 4, 5, 3)),
     "categorical": (Categorical(6), logits(0, 4, 5, 6), logits(1, 4, 5, 6)),

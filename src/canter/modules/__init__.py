@@ -17,6 +17,7 @@ from canter.modules.conv2d import Conv2dHeadModel, Conv2dModel
 from canter.modules.deterministic_policy import DeterministicPolicyMixin
 from canter.modules.distributions import (
     ActionDistribution,
+    Beta,
     Categorical,
     Gaussian,
     MultiCategorical,
@@ -37,6 +38,7 @@ __all__ = [
     "ActorCriticHiddenState",
     "ActorCriticPair",
     "ActorCriticRecurrent",
+    "Beta",
     "CNNActor",
     "CNNCritic",
     "Categorical",

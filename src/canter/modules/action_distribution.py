@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Generator, Tensor
 from torch import distributions as td
@@ -51,3 +53,32 @@ class ActionDistribution(ABC):
 def at_least_float32(x: Tensor) -> Tensor:
     """Half-precision parameters in float32, others as they are."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+class DeviceConstants:
+    """Fixed numbers as float32 tensors on whatever device asks for them; the copy is made once per device."""
+
+    def __init__(self, values: Mapping[str, np.ndarray]) -> None:
+        self._host = dict(values)
+        self._on_device: dict[torch.device, dict[str, Tensor]] = {}
+
+    def __call__(self, device: torch.device) -> dict[str, Tensor]:
+        """Every constant by name."""
+        if device not in self._on_device:
+            with torch.inference_mode(False):  # a constant made by a rollout must serve a backward pass later
+                made = {name: torch.as_tensor(v, dtype=torch.float32, device=device) for name, v in self._host.items()}
+            self._on_device[device] = made
+        return self._on_device[device]
+
+
+def finite_bounds(
+    low: np.ndarray | Sequence[float], high: np.ndarray | Sequence[float], who: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Flat float64 bounds of an action that has some; `who` is the word for what needs them in an error."""
+    bounds = np.stack([np.asarray(low, dtype=np.float64), np.asarray(high, dtype=np.float64)])
+    if not np.isfinite(bounds).all() or not (bounds[0] < bounds[1]).all():
+        raise ValueError(
+            f"{who} needs finite bounds with low < high, got low={low}, high={high}; bound the action space"
+        )
+    low, high = bounds.reshape(2, -1)
+    return low, high

@@ -7,7 +7,7 @@ out because `torch.distributions` costs many small kernels. Half-precision param
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -16,11 +16,20 @@ from gymnasium import spaces
 from torch import Generator, Tensor
 from torch import distributions as td
 
-from canter.modules.action_distribution import ActionDistribution, Params, at_least_float32
+from canter.modules.action_distribution import (
+    ActionDistribution,
+    DeviceConstants,
+    Params,
+    at_least_float32,
+    finite_bounds,
+)
+from canter.modules.beta import Beta
 from canter.modules.categorical import Categorical, MultiCategorical
 
 __all__ = [
+    "BOX_DISTRIBUTIONS",
     "ActionDistribution",
+    "Beta",
     "Categorical",
     "Gaussian",
     "MultiCategorical",
@@ -94,25 +103,12 @@ class SquashedGaussian(Gaussian):
     """
 
     def __init__(self, low: np.ndarray | Sequence[float], high: np.ndarray | Sequence[float]) -> None:
-        bounds = np.stack([np.asarray(low, dtype=np.float64), np.asarray(high, dtype=np.float64)])
-        if not np.isfinite(bounds).all() or not (bounds[0] < bounds[1]).all():
-            raise ValueError(
-                f"squashing needs finite bounds with low < high, got low={low}, high={high}; bound the action space"
-            )
-        super().__init__(bounds[0].size)
-        low, high = bounds.reshape(2, -1)
+        low, high = finite_bounds(low, high, "squashing")
+        super().__init__(low.size)
         nodes, weights = np.polynomial.hermite_e.hermegauss(16)
         scale = (high - low) / 2
-        self._host = {"low": low, "high": high, "scale": scale, "bias": (high + low) / 2, "log_scale": np.log(scale)}
-        self._host |= {"nodes": nodes, "weights": weights / weights.sum()}
-        self._on_device: dict[torch.device, dict[str, Tensor]] = {}
-
-    def _constants(self, device: torch.device) -> dict[str, Tensor]:
-        if device not in self._on_device:
-            with torch.inference_mode(False):  # a constant made by a rollout must serve a backward pass later
-                made = {name: torch.as_tensor(v, dtype=torch.float32, device=device) for name, v in self._host.items()}
-            self._on_device[device] = made
-        return self._on_device[device]
+        host = {"low": low, "high": high, "scale": scale, "bias": (high + low) / 2, "log_scale": np.log(scale)}
+        self._constants = DeviceConstants(host | {"nodes": nodes, "weights": weights / weights.sum()})
 
     def log_prob(self, params: Params, actions: Tensor) -> Tensor:
         """Log-density of the environment's action that `u` stands for, (...,)."""
@@ -142,12 +138,27 @@ class SquashedGaussian(Gaussian):
         return td.TransformedDistribution(td.Normal(mu, sigma, validate_args=False), squash, validate_args=False)
 
 
-def distribution_for(action_space: spaces.Space, squash: bool = False) -> ActionDistribution:
-    """The distribution for a Box, Discrete or MultiDiscrete action space; `squash` bounds the actions of a Box."""
+# What a Box can have by name.
+BOX_DISTRIBUTIONS: dict[str, Callable[[spaces.Box], ActionDistribution]] = {
+    "gaussian": lambda box: Gaussian(math.prod(box.shape)),
+    "squashed": lambda box: SquashedGaussian(box.low, box.high),
+    "beta": lambda box: Beta(box.low, box.high),
+}
+
+
+def distribution_for(action_space: spaces.Space, squash: bool = False, name: str | None = None) -> ActionDistribution:
+    """The distribution for a Box, Discrete or MultiDiscrete action space.
+
+    `name` chooses one of `BOX_DISTRIBUTIONS` for a Box; without it `squash` says whether actions are kept in bounds.
+    """
+    if name is not None and name not in BOX_DISTRIBUTIONS:
+        raise ValueError(f"no action distribution {name!r}; a Box can have {', '.join(BOX_DISTRIBUTIONS)}")
+    if name is not None and squash and name != "squashed":
+        raise ValueError(f"squash_actions asks for 'squashed', action_distribution for {name!r}; give one of them")
     if isinstance(action_space, spaces.Box):
-        if squash:
-            return SquashedGaussian(action_space.low, action_space.high)
-        return Gaussian(math.prod(action_space.shape))
+        return BOX_DISTRIBUTIONS[name or ("squashed" if squash else "gaussian")](action_space)
+    if name is not None:
+        raise ValueError(f"action_distribution={name!r} is for a Box; {action_space} is categorical by itself")
     if isinstance(action_space, spaces.Discrete):
         return Categorical(int(action_space.n))
     if isinstance(action_space, spaces.MultiDiscrete) and action_space.nvec.ndim == 1:
