@@ -149,8 +149,12 @@ class ActorCritic(Policy):
 
     # ------------------------------------------------------------------ core
     def actor_params(self, obs: Tensor, ctx: Context) -> Params:
-        """Mean and standard deviation, or logits."""
-        head = self.actor(self.actor_features(self.obs_layout.flat(obs), ctx))
+        """Parameters of the action distribution."""
+        return self.head_params(self.actor_features(self.obs_layout.flat(obs), ctx))
+
+    def head_params(self, features: Tensor) -> Params:
+        """Mean and standard deviation, or logits, from what `actor_features` returns."""
+        head = self.actor(features)
         if "logits" in self.distribution.param_shapes:
             return {"logits": head}
         if isinstance(self.distribution, Beta):

@@ -206,10 +206,15 @@ class Policy(nn.Module):
         out = self(obs)
         return self.distribution.log_prob(out.params, actions), self.distribution.entropy(out.params), out.value
 
-    def _shell(self, branch: str, obs: Any, masks: Any, hidden_states: Any, tosses: Any = None) -> Any:
+    def _shell(
+        self, branch: str, obs: Any, masks: Any, hidden_states: Any, tosses: Any = None, core: Any = None
+    ) -> Any:
+        """One branch of the core, or a `core` that takes what is normalised already, on the kept or a given state."""
         is_actor = branch == "actor"
-        core = self.actor_params if is_actor else self.critic_value
         normalizer: Any = self.obs_normalizer if is_actor else self.critic_obs_normalizer
+        if core is not None:
+            normalizer = NoNormalization()
+        core = core or (self.actor_params if is_actor else self.critic_value)
         if hidden_states is None:
             ctx = Context(self.hidden(batch_size(obs)), tosses=tosses or {})
         else:
