@@ -12,6 +12,8 @@ from canter.modules.actors import (
     MLPCritic,
     MLPDiscreteActor,
 )
+from canter.modules.all_mixer import AmpActorCritic, AmpActorCriticRecurrent
+from canter.modules.amp_discriminator import AMPDiscriminator, AmpMixin
 from canter.modules.build import NETWORKS, POLICIES, build_actor_critic, register_policy
 from canter.modules.conv2d import Conv2dHeadModel, Conv2dModel
 from canter.modules.deterministic_policy import DeterministicPolicyMixin
@@ -32,12 +34,16 @@ from canter.modules.utils import conv2d_output_shape, get_activation_Cls
 __all__ = [
     "NETWORKS",
     "POLICIES",
+    "AMPDiscriminator",
     "ActionDistribution",
     "Actor",
     "ActorCritic",
     "ActorCriticHiddenState",
     "ActorCriticPair",
     "ActorCriticRecurrent",
+    "AmpActorCritic",
+    "AmpActorCriticRecurrent",
+    "AmpMixin",
     "Beta",
     "CNNActor",
     "CNNCritic",

@@ -15,13 +15,16 @@ from canter.modules.actor_critic import ActorCritic
 from canter.modules.actor_critic_pair import ActorCriticPair
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.actors import CNNActor, CNNCritic, MLPActor, MLPCritic, MLPDiscreteActor
+from canter.modules.all_mixer import AmpActorCritic, AmpActorCriticRecurrent
 from canter.modules.normalizer import DictNormalization, EmpiricalNormalization, NoNormalization
 from canter.modules.policy import Policy
 from canter.storage.fields import Field
 from canter.utils.config import build
 from canter.utils.tree import tree_map
 
-POLICIES: dict[str, type[Policy]] = {cls.__name__: cls for cls in (ActorCritic, ActorCriticRecurrent)}
+POLICIES: dict[str, type[Policy]] = {
+    cls.__name__: cls for cls in (ActorCritic, ActorCriticRecurrent, AmpActorCritic, AmpActorCriticRecurrent)
+}
 NETWORKS: dict[str, type] = {cls.__name__: cls for cls in (MLPActor, MLPDiscreteActor, CNNActor, MLPCritic, CNNCritic)}
 
 

@@ -1,0 +1,161 @@
+"""Adversarial motion priors (Peng 2021): a network that tells an expert's motion from the policy's, and its reward."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from canter.modules.actor_critic import ActorCritic
+from canter.modules.mlp import mlp
+from canter.utils.config import check_settings, setting_names
+from canter.utils.returns import masked_mean
+
+WGAN_SLOPE = 0.3
+
+
+class AdversarialLoss(NamedTuple):
+    """What the discriminator's output d costs on an expert's motion and on the policy's, and what it is worth."""
+
+    expert: Callable[[Tensor], Tensor]
+    policy: Callable[[Tensor], Tensor]
+    reward: Callable[[Tensor], Tensor]
+    """Bounded: a discriminator that saturates cannot drown everything else."""
+    floor: float
+    """Below this d the reward has hardly a slope left to climb."""
+
+
+# lsgan: least squares towards 1 and -1 (Mao 2017), reward in [0, 1].
+# bce: logits, reward -log(1 - sigmoid(d)) cut off at 9.2 (Ho 2016).
+# wgan: difference of means of tanh(0.3 d), reward in [1/e, e].
+LOSSES: dict[str, AdversarialLoss] = {
+    "lsgan": AdversarialLoss(
+        expert=lambda d: 0.5 * (d - 1.0).square(),
+        policy=lambda d: 0.5 * (d + 1.0).square(),
+        reward=lambda d: (1.0 - 0.25 * (d - 1.0).square()).clamp(min=0.0),
+        floor=-1.0,
+    ),
+    "bce": AdversarialLoss(
+        expert=lambda d: 0.5 * F.softplus(-d),
+        policy=lambda d: 0.5 * F.softplus(d),
+        reward=lambda d: -torch.sigmoid(-d).clamp(min=1e-4).log(),
+        floor=-4.0,
+    ),
+    "wgan": AdversarialLoss(
+        expert=lambda d: -torch.tanh(WGAN_SLOPE * d),
+        policy=lambda d: torch.tanh(WGAN_SLOPE * d),
+        reward=lambda d: torch.tanh(WGAN_SLOPE * d).exp(),
+        floor=-8.0,
+    ),
+}
+
+
+class AMPDiscriminator(nn.Module):
+    """An MLP whose output is high on the expert's motion and low on the policy's.
+
+    Args:
+        input_dim: Width D of a feature window, all its frames side by side.
+        style_reward_coef: Weight of the style reward.
+        hidden_dims: Widths of the hidden layers, each followed by a ReLU.
+        task_reward_lerp: Share of the task reward in the total, the rest is style.
+        discriminator_grad_pen: Weight of the gradient penalty.
+        loss_type: "lsgan", "bce" or "wgan"; the reward goes with it.
+        style_dt: Seconds of a control step, for environments that multiply their rewards by them; else 1.
+        amp_obs_dim: The documented second name of `input_dim`; must agree with it.
+    """
+
+    def __init__(
+        self,
+        input_dim: int,
+        style_reward_coef: float,
+        hidden_dims: Sequence[int],
+        task_reward_lerp: float = 0.0,
+        discriminator_grad_pen: float = 5.0,
+        *,
+        loss_type: str = "lsgan",
+        style_dt: float = 1.0,
+        amp_obs_dim: int | None = None,
+    ) -> None:
+        super().__init__()
+        if not 0.0 <= task_reward_lerp <= 1.0:
+            raise ValueError(f"task_reward_lerp must be from 0 (style alone) to 1, got {task_reward_lerp}")
+        if loss_type not in LOSSES:
+            raise ValueError(f"loss_type must be one of {', '.join(LOSSES)}, got {loss_type!r}")
+        if amp_obs_dim is not None and amp_obs_dim != input_dim:
+            raise ValueError(f"amp_obs_dim is {amp_obs_dim}, but the discriminator's input_dim is {input_dim}")
+        self.input_dim, self.style_reward_coef, self.task_reward_lerp = input_dim, style_reward_coef, task_reward_lerp
+        self.discriminator_grad_pen, self.style_dt = discriminator_grad_pen, style_dt
+        self.loss = LOSSES[loss_type]
+        self.trunk = mlp([input_dim, *hidden_dims], "relu", "relu") if hidden_dims else nn.Sequential()
+        self.head = nn.Linear(hidden_dims[-1] if hidden_dims else input_dim, 1)
+        self.has_warned = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., D) -> (..., 1)."""
+        return self.head(self.trunk(x))
+
+    def compute_grad_pen(self, amp_obs: Tensor) -> Tensor:
+        """Penalty on the slope at the given (expert) features (..., D): its weight times the mean squared norm."""
+        x = amp_obs.detach().clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
+        return self.discriminator_grad_pen * gradient.square().sum(-1).mean()
+
+    def adversarial_losses(
+        self, expert: Tensor, policy: Tensor, valid: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Losses of telling expert (..., D) from policy features where `valid` (...), and how well it does."""
+        expert_d, policy_d = self(expert).squeeze(-1), self(policy).squeeze(-1)
+        losses = {
+            "discriminator_expert_loss": self.loss.expert(expert_d).mean(),
+            "discriminator_policy_loss": masked_mean(self.loss.policy(policy_d), valid),
+            "discriminator_grad_pen_loss": self.compute_grad_pen(expert),
+        }
+        with torch.no_grad():
+            hits = (expert_d > 0.0).float().mean()
+            rejections = masked_mean((policy_d < 0.0).float(), valid)
+            stats = {
+                "amp/expert_d": expert_d.mean(),
+                "amp/policy_d": masked_mean(policy_d, valid),
+                "amp/expert_accuracy": hits,
+                "amp/policy_accuracy": rejections,
+                "amp/accuracy": 0.5 * (hits + rejections),
+                "amp/saturation": masked_mean((policy_d <= self.loss.floor).float(), valid),
+            }
+        return losses, stats
+
+    @torch.no_grad()
+    def predict_style_reward(self, state: Tensor, task_reward: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Style reward (N,) of features (N, D), the task reward as given, and the two blended."""
+        if self.task_reward_lerp == 0.0 and not self.has_warned:
+            self.has_warned = True
+            warnings.warn("task_reward_lerp is 0: the task reward is not learned from, only the style", stacklevel=2)
+        style = self.style_reward_coef * self.style_dt * self.loss.reward(self(state).squeeze(-1))
+        return style, task_reward, (1.0 - self.task_reward_lerp) * style + self.task_reward_lerp * task_reward
+
+
+class AmpMixin(ActorCritic):
+    """A policy with a discriminator of motion.
+
+    Args:
+        amp_discriminator: Settings of `AMPDiscriminator`, as a dict or a config object.
+    """
+
+    def __init__(self, *args: Any, amp_discriminator: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.discriminator = build_discriminator(amp_discriminator)
+
+
+def build_discriminator(cfg: Any) -> AMPDiscriminator:
+    """A discriminator from its settings; a missing or an unknown one is an error."""
+    if dataclasses.is_dataclass(cfg) and not isinstance(cfg, type):
+        cfg = dataclasses.asdict(cfg)
+    given = dict(cfg if isinstance(cfg, Mapping) else vars(cfg)) if cfg is not None else {}
+    missing = [name for name in ("input_dim", "style_reward_coef", "hidden_dims") if given.get(name) is None]
+    if missing:
+        raise ValueError(f"amp_discriminator needs {', '.join(missing)}; it has {', '.join(given) or 'nothing'}")
+    return AMPDiscriminator(**check_settings("AMPDiscriminator", given, setting_names(AMPDiscriminator)))
