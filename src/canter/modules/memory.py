@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -16,7 +17,29 @@ LstmHiddenState = namedarraytuple("LstmHiddenState", ["hidden", "cell"])
 RNNS: dict[str, type[nn.LSTM] | type[nn.GRU]] = {"lstm": nn.LSTM, "gru": nn.GRU}
 
 
-class Memory(nn.Module):
+class Carried(ABC):
+    """What a policy carries from step to step for each of N environments; an episode begins with zeros."""
+
+    state: Tensor | None = None
+    """(N, *state_shape), None before the first step."""
+    state_shape: tuple[int, ...]
+    """Three dimensions, as those of a memory."""
+
+    @abstractmethod
+    def zero_state(self, num_envs: int) -> Tensor:
+        """(N, *state_shape) zeros."""
+
+    def reset(self, dones: Tensor | None = None) -> None:
+        """Zero the state of environments whose episode ended; of all if None."""
+        if self.state is None:
+            return
+        if dones is None:
+            self.state = torch.zeros_like(self.state)
+        else:  # bool first: an integer mask would index rows 0 and 1
+            self.state = self.state.masked_fill(dones.bool().view(-1, 1, 1, 1), 0.0)
+
+
+class Memory(Carried, nn.Module):
     """An LSTM or GRU with a pure `run` and a documented stateful `forward`."""
 
     def __init__(
@@ -32,7 +55,6 @@ class Memory(nn.Module):
             raise ValueError(f"rnn_type must be one of {', '.join(RNNS)}, got {type!r}")
         self.rnn = RNNS[kind](int(input_size), int(hidden_size), int(num_layers))
         self.state_shape = (2 if kind == "lstm" else 1, int(num_layers), int(hidden_size))
-        self.state: Tensor | None = None
 
     def zero_state(self, num_envs: int) -> Tensor:
         """(N, S, L, H) zeros."""
@@ -70,15 +92,6 @@ class Memory(nn.Module):
         if masks is None:
             return self.run(x, state)[0]
         return self.run(unpad_trajectories(x, masks), state, trajectories_from_masks(masks))[0]
-
-    def reset(self, dones: Tensor | None = None) -> None:
-        """Zero the state of environments whose episode ended; of all if None."""
-        if self.state is None:
-            return
-        if dones is None:
-            self.state = torch.zeros_like(self.state)
-        else:  # bool first: an integer mask would index rows 0 and 1
-            self.state = self.state.masked_fill(dones.bool().view(-1, 1, 1, 1), 0.0)
 
     @property
     def hidden_states(self) -> Any:

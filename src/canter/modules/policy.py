@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from canter.modules.distributions import ActionDistribution, Params
-from canter.modules.memory import Memory
+from canter.modules.memory import Carried, Memory
 from canter.modules.normalizer import NoNormalization
 from canter.storage.trajectories import Trajectories, trajectories_from_masks, unpad_trajectories
 from canter.utils.tree import Obs, tree_map
@@ -74,6 +74,10 @@ class Policy(nn.Module):
         super().__init__()
         self.obs_normalizer: nn.Module = NoNormalization()
         self.critic_obs_normalizer: nn.Module = NoNormalization()
+        self.value_normalizer: nn.Module = NoNormalization()
+        """Turns what the critic says into a value, where it learns normalised returns."""
+        self.carried: dict[str, Carried] = {}
+        """What is carried from step to step besides the memories."""
         self.generator: torch.Generator | None = None
         self.coins: dict[str, float] = {}
         """Probability by name of what is left to chance while collecting; learning sees the same results again."""
@@ -116,9 +120,9 @@ class Policy(nn.Module):
         ctx = Context(dict(hidden), {}, trajectories, tosses or {})
         params = self.actor_params(self.obs_normalizer.normalize(obs), ctx)  # pyright: ignore[reportCallIssue]
         seen = obs if critic_obs is None else critic_obs
-        value = self.critic_value(self.critic_obs_normalizer.normalize(seen), ctx)  # pyright: ignore[reportCallIssue]
+        value = self._value_of(seen, ctx)
         # Half-precision products end here: what is compared and summed is float32.
-        return PolicyOutput({name: p.float() for name, p in params.items()}, value.float(), ctx.hidden, ctx.aux)
+        return PolicyOutput({name: p.float() for name, p in params.items()}, value, ctx.hidden, ctx.aux)
 
     @final
     def infer(self, obs: Obs, hidden: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Hidden]:
@@ -136,14 +140,18 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Hidden]:
         """(..., 1) value and the state after it."""
         ctx = Context(dict(self.initial_hidden(batch_size(critic_obs)) if hidden is None else hidden), {}, trajectories)
+        return self._value_of(critic_obs, ctx), ctx.hidden
+
+    def _value_of(self, critic_obs: Obs, ctx: Context) -> Tensor:
         value = self.critic_value(self.critic_obs_normalizer.normalize(critic_obs), ctx)  # pyright: ignore[reportCallIssue]
-        return value.float(), ctx.hidden
+        return self.value_normalizer.inverse(value.float())  # pyright: ignore[reportCallIssue]
 
     # ------------------------------------------------------------------ memories
     @property
-    def memories(self) -> dict[str, Memory]:
-        """The policy's recurrent memories by name."""
-        return {name: module for name, module in self.named_children() if isinstance(module, Memory)}
+    def memories(self) -> dict[str, Carried]:
+        """The policy's recurrent memories by name, and whatever else it carries."""
+        own = {name: module for name, module in self.named_children() if isinstance(module, Memory)}
+        return {**own, **self.carried}
 
     def initial_hidden(self, num_envs: int) -> Hidden:
         """Zero state for N environments."""
@@ -151,7 +159,7 @@ class Policy(nn.Module):
 
     def hidden(self, num_envs: int) -> Hidden:
         """The state the shell is in; zeros at first, and whenever the number of environments changes."""
-        if not self.is_recurrent:
+        if not self.is_recurrent and not self.carried:
             return {}
         for memory in self.memories.values():
             if memory.state is None or len(memory.state) != num_envs:
@@ -160,7 +168,7 @@ class Policy(nn.Module):
 
     def set_hidden(self, hidden: Mapping[str, Tensor | None]) -> None:
         """Continue from this state."""
-        if not self.is_recurrent:
+        if not self.is_recurrent and not self.carried:
             return
         for name, memory in self.memories.items():
             if name in hidden:
@@ -198,7 +206,8 @@ class Policy(nn.Module):
     @final
     def evaluate(self, critic_obs: Obs, masks: Tensor | None = None, hidden_states: Any = None) -> Tensor:
         """(..., 1) value; advances the critic's memory while collecting."""
-        return self._shell("critic", critic_obs, masks, hidden_states)
+        said = self._shell("critic", critic_obs, masks, hidden_states)
+        return self.value_normalizer.inverse(said)  # pyright: ignore[reportCallIssue]
 
     @final
     def evaluate_actions(self, obs: Obs, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
