@@ -161,6 +161,10 @@ class DictNormalization(nn.Module):
             if _module_name(name) in self.leaves and leaf.is_floating_point():
                 self._leaf(name).update(leaf, valid)
 
+    def leaf(self, name: str) -> EmpiricalNormalization | None:
+        """The statistics of one leaf by its dotted name; None if it is left as it is."""
+        return self._leaf(name) if _module_name(name) in self.leaves else None
+
     def _leaf(self, name: str) -> EmpiricalNormalization:
         module = self.leaves[_module_name(name)]
         assert isinstance(module, EmpiricalNormalization)

@@ -1,0 +1,223 @@
+"""Encoders of named observation components, a stage before actor and critic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from canter.modules.actor_critic import ActorCritic
+from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
+from canter.modules.conv2d import Conv2dHeadModel
+from canter.modules.history_encoder import HistoryEncoder
+from canter.modules.mlp import MlpModel
+from canter.modules.policy import Context
+from canter.utils.obs_layout import ObsLayout
+
+Shape = tuple[int, ...]
+OUTPUT_SIZE, HIDDEN_SIZES = 32, (128, 64)
+
+
+def mlp_encoder(shape: Shape, output_size: int, hidden_sizes: Sequence[int] = HIDDEN_SIZES, **kwargs: Any) -> nn.Module:
+    """An MLP of a component's values, with a nonlinearity at the end."""
+    return MlpModel(math.prod(shape), [*hidden_sizes, output_size], **kwargs)
+
+
+def conv_encoder(
+    shape: Shape,
+    output_size: int,
+    channels: Sequence[int] = (32, 64),
+    kernel_sizes: Sequence[int] = (3, 3),
+    strides: Sequence[int] = (2, 2),
+    hidden_sizes: Sequence[int] = HIDDEN_SIZES,
+    **kwargs: Any,
+) -> nn.Module:
+    """Convolutions over an image (C, H, W), an MLP, and a nonlinearity at the end."""
+    if len(shape) != 3:
+        raise ValueError(f"Conv2dHeadModel encodes images (C, H, W); this component has the shape {shape}")
+    return Conv2dHeadModel(shape, channels, kernel_sizes, strides, [*hidden_sizes, output_size], **kwargs)
+
+
+ENCODERS: dict[str, Callable[..., nn.Module]] = {
+    "MlpModel": mlp_encoder,
+    "Conv2dHeadModel": conv_encoder,
+    "HistoryEncoder": HistoryEncoder,
+}
+
+
+def register_encoder(name: str, build: Callable[..., nn.Module]) -> None:
+    """Make an encoder known by name: `build(shape, output_size, **kwargs)` gives a module (..., *shape) -> (..., E)."""
+    ENCODERS[name] = build
+
+
+def embed(obs: Tensor, layout: ObsLayout, encoders: Mapping[str, nn.Module]) -> Tensor:
+    """The observation (..., D) with each named component replaced, where it is, by what its encoder makes of it."""
+    parts = layout.split(obs)
+    for name, encoder in encoders.items():
+        parts[name] = encode(encoder, parts[name], layout.shapes[name])
+    return torch.cat(list(parts.values()), dim=-1) if len(parts) > 1 else next(iter(parts.values()))
+
+
+def encode(encoder: nn.Module, part: Tensor, shape: Shape) -> Tensor:
+    """Features (..., E) of one component (..., size)."""
+    return encoder(part if isinstance(encoder, MlpModel) else part.unflatten(-1, shape))
+
+
+def aligned(values: Any, count: int, name: str) -> list[Any]:
+    """A setting given once for all components, or one by one."""
+    if isinstance(values, str | Mapping) or values is None:
+        return [values] * count
+    if len(values) != count:
+        raise ValueError(f"{name} has {len(values)} entries for {count} components; give one for all, or one for each")
+    return list(values)
+
+
+class SegmentEncoders(nn.ModuleList):
+    """One encoder per named component."""
+
+    def __init__(
+        self, layout: ObsLayout, names: Sequence[str], class_names: Any, kwargs: Any, output_size: int
+    ) -> None:
+        super().__init__()
+        self.names = tuple(names)
+        classes = aligned(class_names, len(names), "encoder_class_name")
+        options = aligned(kwargs, len(names), "encoder_kwargs")
+        for name, class_name, given in zip(names, classes, options, strict=True):
+            if class_name not in ENCODERS:
+                known = ", ".join(ENCODERS)
+                raise NotImplementedError(f"no encoder {class_name!r}; there are {known}. register_encoder adds others")
+            try:
+                self.append(ENCODERS[class_name](layout.shapes[name], output_size=output_size, **(given or {})))
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"the encoder of {name!r}: {error}") from error
+
+    def by_name(self) -> dict[str, nn.Module]:
+        """Every encoder by its component's name."""
+        return dict(zip(self.names, self, strict=True))
+
+
+class EncoderActorCriticMixin(ActorCritic):
+    """Replaces components of the observations by features before the stages that follow.
+
+    Args:
+        encoder_component_names: Components to encode.
+        encoder_class_name: MlpModel, Conv2dHeadModel or HistoryEncoder; one for all components, or one for each.
+        encoder_kwargs: Settings of the encoders, one dict for all or one for each.
+        encoder_output_size: Features per component; 32 if None.
+        critic_encoder_component_names: None leaves the critic's observation alone, "shared" encodes the same
+            components with the actor's encoders, a list gives the critic encoders of its own.
+        critic_encoder_class_name: The actor's if None.
+        critic_encoder_kwargs: The actor's if None.
+    """
+
+    def __init__(
+        self,
+        num_actor_obs: int,
+        num_critic_obs: int,
+        num_actions: int | None = None,
+        *,
+        encoder_component_names: Sequence[str] = (),
+        encoder_class_name: str | Sequence[str] = "MlpModel",
+        encoder_kwargs: Any = None,
+        encoder_output_size: int | None = None,
+        critic_encoder_component_names: str | Sequence[str] | None = None,
+        critic_encoder_class_name: str | Sequence[str] | None = None,
+        critic_encoder_kwargs: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self.encoder_component_names = names_of(encoder_component_names)
+        self.shares_encoders = critic_encoder_component_names == "shared"
+        theirs = encoder_component_names if self.shares_encoders else critic_encoder_component_names
+        self.critic_encoder_component_names = names_of(theirs or ())
+        self.encoder_output_size = OUTPUT_SIZE if encoder_output_size is None else encoder_output_size
+        super().__init__(num_actor_obs, num_critic_obs, num_actions, **kwargs)
+        self.encoders = SegmentEncoders(
+            self.encoder_layout,
+            self.encoder_component_names,
+            encoder_class_name,
+            encoder_kwargs,
+            self.encoder_output_size,
+        )
+        if self.critic_encoder_component_names and not self.shares_encoders:
+            self.critic_encoders = SegmentEncoders(
+                self.critic_encoder_layout,
+                self.critic_encoder_component_names,
+                encoder_class_name if critic_encoder_class_name is None else critic_encoder_class_name,
+                encoder_kwargs if critic_encoder_kwargs is None else critic_encoder_kwargs,
+                self.encoder_output_size,
+            )
+
+    def feature_widths(self, num_actor_obs: int, num_critic_obs: int) -> tuple[int, int]:
+        """Every encoded component is as wide as the encoders' output."""
+        before, critic_before = self.feature_layout, self.critic_feature_layout
+        self.encoder_layout, self.critic_encoder_layout = before, critic_before
+        size = (self.encoder_output_size,)
+        self.feature_layout = before.resized(dict.fromkeys(before.ordered(self.encoder_component_names), size))
+        theirs = critic_before.ordered(self.critic_encoder_component_names)
+        self.critic_feature_layout = critic_before.resized(dict.fromkeys(theirs, size))
+        if self.shares_encoders:
+            check_same_shapes(before, critic_before, theirs)
+        return super().feature_widths(
+            num_actor_obs + self.feature_layout.width - before.width,
+            num_critic_obs + self.critic_feature_layout.width - critic_before.width,
+        )
+
+    def actor_features(self, obs: Tensor, ctx: Context) -> Tensor:
+        """What follows sees features instead of the components."""
+        return super().actor_features(self.embed_encoders_latent(obs), ctx)
+
+    def critic_features(self, obs: Tensor, ctx: Context) -> Tensor:
+        """The same for the critic, as far as it has encoders."""
+        return super().critic_features(self.embed_encoders_latent(obs, critic=True), ctx)
+
+    def embed_encoders_latent(self, observations: Tensor, critic: bool = False) -> Tensor:
+        """Observations (..., D), normalised, with every encoded component replaced by its features."""
+        layout = self.critic_encoder_layout if critic else self.encoder_layout
+        encoders = self._encoders(critic)
+        return embed(observations, layout, encoders) if encoders else observations
+
+    def get_encoder_latent(self, observations: Any, obs_component: str, critic: bool = False) -> Tensor:
+        """(..., encoder_output_size) features of one component of raw observations."""
+        encoders = self._encoders(critic)
+        layout, normalizer = (self.obs_layout, self.obs_normalizer)
+        if critic:
+            layout, normalizer = self.critic_obs_layout, self.critic_obs_normalizer
+        if obs_component not in encoders or obs_component not in layout:
+            raise ValueError(f"no encoder of {obs_component!r}; there are encoders of {list(encoders)}")
+        flat = layout.flat(normalizer.normalize(observations))  # pyright: ignore[reportCallIssue]
+        part = layout.take(flat, [obs_component])
+        return encode(encoders[obs_component], part, layout.shapes[obs_component])
+
+    def _encoders(self, critic: bool) -> dict[str, nn.Module]:
+        if not critic or self.shares_encoders:
+            return self.encoders.by_name()
+        return self.critic_encoders.by_name() if self.critic_encoder_component_names else {}
+
+
+def names_of(names: str | Sequence[str]) -> tuple[str, ...]:
+    """Component names, of which one may be given alone; none twice."""
+    names = (names,) if isinstance(names, str) else tuple(names)
+    if len(set(names)) < len(names):
+        raise ValueError(f"a component can be named only once, got {list(names)}")
+    return names
+
+
+def check_same_shapes(actor: ObsLayout, critic: ObsLayout, names: Sequence[str]) -> None:
+    """Refuse to share encoders of components that differ between actor and critic."""
+    for name in names:
+        if actor.shapes[name] != critic.shapes[name]:
+            raise ValueError(
+                f"the encoder of {name!r} cannot be shared: it is {actor.shapes[name]} in the actor's observation and "
+                f"{critic.shapes[name]} in the critic's"
+            )
+
+
+class EncoderActorCritic(EncoderActorCriticMixin, ActorCritic):
+    """Encoders, then MLPs."""
+
+
+class EncoderActorCriticRecurrent(EncoderActorCriticMixin, ActorCriticRecurrent):
+    """Encoders, then memories, then MLPs."""

@@ -1,0 +1,106 @@
+"""A convolutional encoder of one image component, a stage before actor and critic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from canter.modules.actor_critic import ActorCritic
+from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
+from canter.modules.conv2d import Conv2dHeadModel
+from canter.modules.deterministic_policy import DeterministicPolicyMixin
+from canter.modules.encoder_actor_critic import check_same_shapes, embed
+from canter.modules.policy import Context
+
+VISUAL_DEFAULTS: dict[str, Any] = {
+    "channels": (64, 64), "kernel_sizes": (3, 3), "strides": (1, 1), "hidden_sizes": (256,),
+}  # fmt: skip
+
+
+class VisualActorCriticMixin(ActorCritic):
+    """Replaces the image in the actor's observation by its features.
+
+    Args:
+        visual_component_name: The image component; its shape must be (C, H, W).
+        visual_kwargs: Settings of the `Conv2dHeadModel`, over channels [64, 64], kernel_sizes [3, 3], strides [1, 1],
+            hidden_sizes [256].
+        visual_latent_size: Number of features.
+        visual_critic: Encode the image in the critic's observation too, with the same encoder.
+    """
+
+    def __init__(
+        self,
+        num_actor_obs: int,
+        num_critic_obs: int,
+        num_actions: int | None = None,
+        *,
+        visual_component_name: str = "forward_depth",
+        visual_kwargs: Any = None,
+        visual_latent_size: int = 256,
+        visual_critic: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.visual_component_name, self.visual_latent_size = visual_component_name, visual_latent_size
+        self.visual_critic = visual_critic
+        super().__init__(num_actor_obs, num_critic_obs, num_actions, **kwargs)
+        options = {**VISUAL_DEFAULTS, **(visual_kwargs or {})}
+        shape = self.visual_layout.shapes[visual_component_name]
+        self.visual_encoder = Conv2dHeadModel(shape, output_size=visual_latent_size, **options)
+
+    def feature_widths(self, num_actor_obs: int, num_critic_obs: int) -> tuple[int, int]:
+        """The image is as wide as its features, for the critic too if it is encoded there."""
+        name, size = self.visual_component_name, self.visual_latent_size
+        before, critic_before = self.feature_layout, self.critic_feature_layout
+        before.ordered([name])  # an unknown name is named before a wrong shape
+        if len(before.shapes[name]) != 3:
+            raise ValueError(f"the image {name!r} must have a shape (C, H, W), got {before.shapes[name]}")
+        self.visual_layout, self.critic_visual_layout = before, critic_before
+        self.feature_layout = before.resized({name: (size,)})
+        if self.visual_critic:
+            check_same_shapes(before, critic_before, critic_before.ordered([name]))
+            self.critic_feature_layout = critic_before.resized({name: (size,)})
+        return super().feature_widths(
+            num_actor_obs + self.feature_layout.width - before.width,
+            num_critic_obs + self.critic_feature_layout.width - critic_before.width,
+        )
+
+    def actor_features(self, obs: Tensor, ctx: Context) -> Tensor:
+        """What follows sees features instead of the image."""
+        return super().actor_features(self._embed(obs, critic=False), ctx)
+
+    def critic_features(self, obs: Tensor, ctx: Context) -> Tensor:
+        """The same for the critic, if asked for."""
+        return super().critic_features(self._embed(obs, critic=True) if self.visual_critic else obs, ctx)
+
+    def embed_visual_latent(self, obs: Any) -> Tensor:
+        """Raw observations (..., D), a dict of them or an image, normalised and with features instead of the image."""
+        return self._embed(self.obs_layout.flat(self.obs_normalizer.normalize(obs)), critic=False)  # pyright: ignore[reportCallIssue]
+
+    def act_with_embedded_latent(self, obs: Tensor, masks: Tensor | None = None, hidden_states: Any = None) -> Tensor:
+        """`act` on what `embed_visual_latent` returned: neither normalised nor encoded again."""
+        after = super().actor_features
+        self._params = self._shell(
+            "actor", obs, masks, hidden_states, core=lambda x, ctx: self.head_params(after(x, ctx))
+        )
+        return self.sample_action(self._last(), self.generator)
+
+    def _embed(self, obs: Tensor, critic: bool) -> Tensor:
+        layout = self.critic_visual_layout if critic else self.visual_layout
+        return embed(obs, layout, {self.visual_component_name: self.visual_encoder})
+
+
+class VisualActorCritic(VisualActorCriticMixin, ActorCritic):
+    """An image encoder, then MLPs."""
+
+
+class VisualActorCriticRecurrent(VisualActorCriticMixin, ActorCriticRecurrent):
+    """An image encoder, then memories, then MLPs."""
+
+
+class VisualDeterministicAC(DeterministicPolicyMixin, VisualActorCriticMixin, ActorCritic):
+    """An image encoder, then MLPs; acts without noise, as a student of a teacher does."""
+
+
+class VisualDeterministicRecurrent(DeterministicPolicyMixin, VisualActorCriticMixin, ActorCriticRecurrent):
+    """An image encoder, then memories, then MLPs; acts without noise, as a student of a teacher does."""
