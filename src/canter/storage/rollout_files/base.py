@@ -1,0 +1,91 @@
+"""What every dataset of recorded rollouts offers: batches of transitions, as if N environments were stepped."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from canter.utils.devices import resolve_device
+
+
+class RolloutFileBase(IterableDataset, ABC):
+    """Serves recorded transitions of N environments.
+
+    With a DataLoader use `num_workers=0`: the dataset is an iterator with a state, and every worker would serve all.
+
+    Args:
+        data_dir: Where the data are.
+        num_envs: N.
+        device: Where batches go; a GPU if None and there is one.
+    """
+
+    def __init__(
+        self, data_dir: str | Path | Sequence[str | Path], num_envs: int, device: torch.device | str | None = None
+    ) -> None:
+        if num_envs < 1:
+            raise ValueError(f"num_envs must be at least 1, got {num_envs}")
+        self.data_dir, self.num_envs = data_dir, num_envs
+        self.device = resolve_device(device)
+        self.all_env_ids = torch.arange(num_envs)
+        self._is_ready = False
+
+    def reset(self, env_ids: Tensor | Sequence[int] | None = None) -> None:
+        """Begin anew in all environments, or give some of them another trajectory."""
+        if env_ids is None or len(env_ids) == self.num_envs:
+            self.reset_all()
+            self._is_ready = True
+        else:
+            self.refresh_handlers(torch.as_tensor(env_ids))
+
+    def get_batch(self, num_transitions_per_env: int | None = None) -> Any:
+        """The next transition of every environment, fields (N, ...), or the next k of them, fields (k, N, ...).
+
+        The tensors are reused by the next call. Raises StopIteration when everything was served.
+        """
+        if not self._is_ready:
+            self.reset()
+        buffer = self.get_buffer(num_transitions_per_env)
+        if num_transitions_per_env is None:
+            self.fill_transition(buffer)
+        else:
+            self.fill_transitions(buffer, num_transitions_per_env)
+        return buffer
+
+    def get_transition_batch(self) -> tuple[Any, dict[str, Any]]:
+        """One transition of every environment and its infos, as a step of them would give."""
+        buffer = self.get_batch()
+        return buffer, {"time_outs": buffer.timeout} if "timeout" in buffer else {}
+
+    def fill_transitions(self, buffer: Any, num_transitions_per_env: int) -> None:
+        """Fill fields (k, N, ...), step by step."""
+        for step in range(num_transitions_per_env):
+            self.fill_transition(buffer[step])
+
+    def __iter__(self) -> Iterator[Any]:
+        self.reset()
+        return self
+
+    def __next__(self) -> Any:
+        return self.get_batch()
+
+    @abstractmethod
+    def reset_all(self) -> None:
+        """Begin anew in all environments."""
+
+    @abstractmethod
+    def refresh_handlers(self, env_ids: Tensor) -> None:
+        """Give some environments another trajectory."""
+
+    @abstractmethod
+    def get_buffer(self, num_transitions_per_env: int | None = None) -> Any:
+        """Tensors to fill."""
+
+    @abstractmethod
+    def fill_transition(self, buffer: Any, env_ids: Tensor | None = None) -> None:
+        """Write the next transition of some environments, or of all, and move on."""

@@ -1,0 +1,182 @@
+"""One immutable file per piece of a trajectory: safetensors with a step range and a CRC-32 over every byte.
+
+The CRC is a fixed-width entry of the header's metadata; it is taken with zeros in its own place, so that a changed bit
+anywhere, header included, is found. Any safetensors reader can open the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from safetensors.numpy import save
+
+from canter.utils.files import atomic_write
+
+FORMAT, VERSION, SUFFIX = "canter-trajectory", 1, ".safetensors"
+MAX_HEADER = 1 << 20
+_NO_CRC = "0" * 8
+_CRC = re.compile(rb'"crc32"\s*:\s*"([0-9a-f]{8})"')
+_NAME = re.compile(r"traj_([0-9]{1,18})_([0-9]{1,18})\.(safetensors|pickle|pkl)")
+_KINDS = {
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1",
+    "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1", "BOOL": "?",
+}  # fmt: skip
+
+
+class TrajectoryFileError(RuntimeError):
+    """A trajectory file cannot be used; the message names the file and the reason."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path} {reason}")
+        self.path, self.reason = path, reason
+
+
+class ChunkInfo(NamedTuple):
+    """What a file's header says."""
+
+    path: Path
+    start: int
+    end: int
+    """Steps [start, end) of the trajectory."""
+    ended: str
+    """How the episode ended in the last of these steps: "terminated", "truncated", or "" if it went on."""
+    schema: dict[str, tuple[str, tuple[int, ...]]]
+    """Kind and shape per step of every array."""
+    size: int
+    crc32: str
+
+
+class Chunk(NamedTuple):
+    """A verified file: its header, and its arrays as views of one buffer."""
+
+    info: ChunkInfo
+    arrays: dict[str, np.ndarray]
+
+
+def chunk_name(start: int, end: int) -> str:
+    """The documented file name of steps [start, end)."""
+    return f"traj_{start:06d}_{end:06d}{SUFFIX}"
+
+
+def get_frame_range(filename: str) -> tuple[int, int]:
+    """(start, end) in a name such as traj_000100_000200.safetensors, the end exclusive; ValueError for other names."""
+    match = _NAME.fullmatch(filename)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise ValueError(f"{filename!r} is no trajectory file name; one looks like {chunk_name(100, 200)!r}")
+    return int(match[1]), int(match[2])
+
+
+def write_chunk(folder: Path, arrays: Mapping[str, np.ndarray], start: int, ended: str = "") -> ChunkInfo:
+    """Write steps from `start` on into `folder`, whole or not at all, and on the disk when this returns."""
+    lengths = {name: len(array) for name, array in arrays.items() if not name.startswith("final_")}
+    if len(set(lengths.values())) != 1 or 0 in lengths.values():
+        raise ValueError(f"a trajectory file needs arrays of one length above 0, got {lengths}")
+    end = start + next(iter(lengths.values()))
+    facts = {"format": FORMAT, "version": str(VERSION), "start": str(start), "end": str(end), "ended": ended}
+    data = bytearray(save({n: np.ascontiguousarray(a) for n, a in arrays.items()}, {**facts, "crc32": _NO_CRC}))
+    place = _crc_place(data)
+    crc = f"{zlib.crc32(data):08x}"
+    data[place : place + 8] = crc.encode()
+    path = folder / chunk_name(start, end)
+
+    def write(file: BinaryIO) -> None:
+        file.write(data)
+
+    atomic_write(path, write, expected_size=len(data))
+    return _info(path, _header(path, memoryview(data)), len(data))
+
+
+def read_chunk(path: Path) -> Chunk:
+    """The whole content of a file, every byte of it checked."""
+    data = np.fromfile(path, np.uint8).data
+    header = _header(path, data)
+    info = _info(path, header, len(data))
+    place = _crc_place(data)
+    crc = zlib.crc32(data[place + 8 :], zlib.crc32(_NO_CRC.encode(), zlib.crc32(data[:place])))
+    if f"{crc:08x}" != info.crc32:
+        raise TrajectoryFileError(path, f"is damaged: its CRC-32 is {crc:08x}, not {info.crc32}")
+    first = 8 + int.from_bytes(data[:8], "little")
+    try:
+        return Chunk(info, {n: _view(data, first, entry) for n, entry in header.items() if n != "__metadata__"})
+    except (ValueError, KeyError, TypeError) as error:
+        raise TrajectoryFileError(path, f"is damaged: {error}") from error
+
+
+def peek_chunk(path: Path) -> ChunkInfo:
+    """A file's header, checked against the file's size; its content is not read."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        rest = file.read(min(int.from_bytes(start, "little"), MAX_HEADER))
+    return _info(path, _header(path, memoryview(start + rest), size), size)
+
+
+def _header(path: Path, data: memoryview, size: int | None = None) -> dict[str, Any]:
+    size = len(data) if size is None else size
+    if size == 0:
+        raise TrajectoryFileError(path, "is empty")
+    if bytes(data[:1]) == b"\x80" and bytes(data[1:2]) in (b"\x02", b"\x03", b"\x04", b"\x05"):
+        raise TrajectoryFileError(path, "is a pickle; import it with canter.datasets.convert.import_pickles")
+    length = int.from_bytes(data[:8], "little")
+    if length > MAX_HEADER:
+        raise TrajectoryFileError(path, f"is no trajectory file of canter ({size} bytes)")
+    if 8 + length > size:
+        raise TrajectoryFileError(path, f"is truncated: {size} bytes, and its header alone has {8 + length}")
+    try:
+        header = json.loads(bytes(data[8 : 8 + length]))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        content = max(ends, default=0)
+        is_ours = header.get("__metadata__", {}).get("format") == FORMAT
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise TrajectoryFileError(
+            path, "is damaged, or no trajectory file of canter: its header is no header"
+        ) from error
+    if not is_ours:
+        raise TrajectoryFileError(path, "is no trajectory file of canter: another program wrote it")
+    if size != 8 + length + content:
+        kind = "truncated" if size < 8 + length + content else "damaged"
+        raise TrajectoryFileError(path, f"is {kind}: {size} bytes instead of {8 + length + content}")
+    return header
+
+
+def _info(path: Path, header: Mapping[str, Any], size: int) -> ChunkInfo:
+    facts = header["__metadata__"]
+    try:
+        version, start, end = int(facts["version"]), int(facts["start"]), int(facts["end"])
+        ended, crc = str(facts["ended"]), str(facts["crc32"])
+        schema = {
+            name: (entry["dtype"], tuple(entry["shape"][1:]))
+            for name, entry in sorted(header.items())
+            if name != "__metadata__" and not name.startswith("final_")
+        }
+        lengths = {header[name]["shape"][0] for name in schema}
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise TrajectoryFileError(path, f"is damaged: its metadata lacks or spoils {error}") from error
+    if version > VERSION:
+        raise TrajectoryFileError(path, f"has format version {version}, this canter reads up to {VERSION}; upgrade it")
+    if lengths != {end - start} or end <= start:
+        raise TrajectoryFileError(path, f"is damaged: it says steps {start} to {end}, but its arrays have {lengths}")
+    if _NAME.fullmatch(path.name) and get_frame_range(path.name) != (start, end):
+        raise TrajectoryFileError(path, f"holds steps {start} to {end}, which its name does not say")
+    return ChunkInfo(path, start, end, ended, schema, size, crc)
+
+
+def _crc_place(data: bytearray | memoryview) -> int:
+    match = _CRC.search(data, 8, 8 + int.from_bytes(data[:8], "little"))
+    return 0 if match is None else match.start(1)  # 0: then the CRC cannot match
+
+
+def _view(data: memoryview, first: int, entry: Mapping[str, Any]) -> np.ndarray:
+    begin, end = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    kind = np.dtype(_KINDS[entry["dtype"]])
+    if not 0 <= begin <= end or end - begin != math.prod(shape) * kind.itemsize:
+        raise ValueError(f"an array of shape {shape} does not fit its place")
+    return np.frombuffer(data, kind, math.prod(shape), first + begin).reshape(shape)

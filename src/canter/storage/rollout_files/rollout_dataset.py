@@ -1,0 +1,260 @@
+"""Trajectories from disk, served as if N environments were stepped; each environment plays one after the other."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from canter.storage.rollout_files.base import RolloutFileBase
+from canter.storage.rollout_files.catalog import Trajectory
+from canter.storage.rollout_files.container import get_frame_range as frame_range
+from canter.storage.rollout_files.library import TrajectoryLibrary
+from canter.storage.rollout_files.pages import SERVED, Pages
+from canter.utils.tree import tree_map
+from canter.utils.utils import namedarraytuple
+
+Transition = namedarraytuple(
+    "Transition",
+    "observation privileged_observation action reward done timeout next_observation next_privileged_observation",
+)
+OBS, CRITIC_OBS = SERVED[:2]
+
+
+class RolloutDataset(RolloutFileBase):
+    """Plays the trajectories of one or several directories in N environments at once.
+
+    An environment that has played a trajectory to its end takes the next one that nobody has played; the others are not
+    disturbed. With nothing left it repeats old ones (`repeats` says who does) until the others are done; then
+    StopIteration ends the set.
+
+    Args:
+        data_dir: A directory that `TrajectoryWriter` made, or several.
+        num_envs: N.
+        dataset_loops: How often every trajectory is played; below 1 for ever. Every loop looks for new trajectories.
+        random_shuffle_traj_order: Play in a random order, a new one in each loop.
+        keep_latest_n_trajs: Use only the newest; waits until there are as many. 0 uses all.
+        starting_frame_range: [low, high) of the frame a trajectory is begun at; 0 where it is shorter.
+        device: Where batches go; a GPU if None and there is one.
+        mark_first_frame_done: Mark the first frame served of a trajectory as done too.
+        max_bad_fraction: Files that may be damaged, as a fraction; they are left out with a warning.
+        wait_interval_s: Seconds between looks for more trajectories.
+        wait_timeout_s: Give up waiting after this long; None waits for ever.
+        seed: Of the order and the starting frames; None draws one.
+    """
+
+    Transition = Transition
+
+    def __init__(
+        self,
+        data_dir: str | Path | Sequence[str | Path],
+        num_envs: int,
+        dataset_loops: int = 1,
+        random_shuffle_traj_order: bool = False,
+        keep_latest_n_trajs: int = 0,
+        starting_frame_range: Sequence[int] = (0, 1),
+        device: torch.device | str | None = None,
+        *,
+        mark_first_frame_done: bool = False,
+        max_bad_fraction: float = 0.0,
+        wait_interval_s: float = 5.0,
+        wait_timeout_s: float | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(data_dir, num_envs, device)
+        low, high = starting_frame_range
+        if not 0 <= low < high:
+            raise ValueError(f"starting_frame_range must be [low, high) with 0 <= low < high, got {[low, high]}")
+        self.dataset_loops, self.random_shuffle_traj_order = dataset_loops, random_shuffle_traj_order
+        self.keep_latest_n_trajs, self.starting_frame_range = keep_latest_n_trajs, (int(low), int(high))
+        self.mark_first_frame_done = mark_first_frame_done
+        self.wait_interval_s, self.wait_timeout_s = wait_interval_s, wait_timeout_s
+        several = isinstance(data_dir, (list, tuple))
+        self.library = TrajectoryLibrary([Path(d) for d in (data_dir if several else [data_dir])], max_bad_fraction)  # pyright: ignore[reportArgumentType]
+        self.rng = np.random.default_rng(seed)
+        self.trajectories: list[Trajectory] = []
+        self.unused_trajectory_idxs: list[int] = []
+        self.num_dataset_looped = 0
+        self.num_played = 0
+        self._playing: list[Trajectory | None] = [None] * num_envs
+        self._chunk = np.zeros(num_envs, np.int64)  # which file of its trajectory an environment is in
+        self._cursor = np.zeros(num_envs, np.int64)  # row in that file
+        self._length = np.zeros(num_envs, np.int64)  # rows in that file
+        self._is_first = np.zeros(num_envs, bool)
+        self.repeats = np.zeros(num_envs, bool)
+        self.pages = Pages(num_envs, self.device)
+        self._buffers: dict[int | None, Any] = {}
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The first metadata.json."""
+        return self.library.metadata
+
+    get_frame_range = staticmethod(frame_range)
+
+    def read_dataset_directory(self) -> bool:
+        """Look for trajectories, oldest first; False if there are fewer than `keep_latest_n_trajs`."""
+        found = self.library.scan()
+        if len(found) < self.keep_latest_n_trajs:
+            return False
+        self.trajectories = found[-self.keep_latest_n_trajs :]
+        self._refill()
+        return True
+
+    def assemble_obs_components(self, traj_data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """`traj_data` with its `obs_<component>` arrays joined to `observations`, images as floats again."""
+        return self.library.assemble(traj_data)
+
+    # ------------------------------------------------------------------ which trajectory
+    def reset_all(self) -> None:
+        """Look for trajectories, waiting for as many as are wanted, and begin one in every environment."""
+        begin, has_warned = time.monotonic(), False
+        while not self.read_dataset_directory():
+            waited = time.monotonic() - begin
+            text = f"fewer than keep_latest_n_trajs={self.keep_latest_n_trajs} trajectories in {self.library.where}"
+            if self.wait_timeout_s is not None and waited >= self.wait_timeout_s:
+                raise FileNotFoundError(f"{text} after {waited:.0f} s")
+            if not has_warned:
+                warnings.warn(f"{text}: waiting for more", stacklevel=3)
+                has_warned = True
+            time.sleep(self.wait_interval_s)
+        if not self.trajectories:
+            raise FileNotFoundError(f"there is no trajectory in {self.library.where}")
+        if len(self.trajectories) < self.num_envs:
+            warnings.warn(
+                f"{len(self.trajectories)} trajectories for {self.num_envs} environments: some are played several "
+                "times at once",
+                stacklevel=3,
+            )
+        self.num_dataset_looped = self.num_played = 0
+        self.repeats[:] = False
+        self._grow_pages()
+        self.refresh_handlers(self.all_env_ids)
+
+    def refresh_handlers(self, env_ids: Tensor) -> None:
+        """Give environments the next trajectories."""
+        for env in env_ids.tolist():
+            self._refresh_traj_handler(env)
+
+    def _refresh_traj_handler(self, env: int) -> None:
+        """Begin the next trajectory; one whose file turns out to be damaged is passed over."""
+        is_loaded = False
+        while not is_loaded:
+            self._playing[env] = trajectory = self.trajectories[self._next_index(env)]
+            low, high = self.starting_frame_range
+            frame = int(self.rng.integers(low, high)) if high > low + 1 else low
+            frame = frame if frame < trajectory.length else 0
+            chunk = next(i for i, (_, end) in enumerate(trajectory.ranges) if frame < end)
+            is_loaded = self._load(env, chunk, frame - trajectory.ranges[chunk][0])
+        self._is_first[env] = True
+
+    def _next_index(self, env: int) -> int:
+        if not self.unused_trajectory_idxs:
+            if not self._is_over:
+                self.num_dataset_looped += 1
+            if self._is_over or not self.read_dataset_directory():
+                self._refill()
+            self._grow_pages()
+            if not self.unused_trajectory_idxs:
+                raise FileNotFoundError(f"there is no usable trajectory left in {self.library.where}")
+        self.repeats[env] = self._is_over
+        return self.unused_trajectory_idxs.pop(0)
+
+    @property
+    def _is_over(self) -> bool:
+        return 0 < self.dataset_loops <= self.num_dataset_looped
+
+    def _refill(self) -> None:
+        usable = [i for i, t in enumerate(self.trajectories) if self.library.is_usable(t)]
+        order = self.rng.permutation(usable) if self.random_shuffle_traj_order else usable
+        self.unused_trajectory_idxs = [int(i) for i in order]
+
+    # ------------------------------------------------------------------ which file
+    def _maintain_handler(self, env: int) -> bool:
+        """Go on to the next file of the trajectory, or to the next trajectory; whether it was the latter."""
+        trajectory = self._playing[env]
+        assert trajectory is not None
+        following = int(self._chunk[env]) + 1
+        if following < len(trajectory.chunks) and self._load(env, following, 0):
+            return False
+        self.num_played += 1
+        self._refresh_traj_handler(env)
+        return True
+
+    def _load(self, env: int, chunk: int, cursor: int) -> bool:
+        """Put a file of the environment's trajectory on its page; False if the file cannot be used."""
+        trajectory = self._playing[env]
+        assert trajectory is not None
+        arrays = self.library.load(trajectory.chunks[chunk])
+        if arrays is None:
+            return False
+        self.pages.put(env, arrays)
+        self._chunk[env], self._cursor[env], self._length[env] = chunk, cursor, len(arrays["rewards"])
+        return True
+
+    def _grow_pages(self) -> None:
+        if not self.pages.data:
+            paths = (path for trajectory in self.trajectories for path in trajectory.chunks)
+            self.pages.declare(next(arrays for path in paths if (arrays := self.library.load(path)) is not None))
+        self.pages.grow(self.library.longest_file)
+
+    # ------------------------------------------------------------------ batches
+    def get_batch(self, num_transitions_per_env: int | None = None) -> Any:
+        """The next transition of every environment, or the next k; StopIteration when everything was played."""
+        if self._is_ready and self.repeats.all():
+            raise StopIteration
+        return super().get_batch(num_transitions_per_env)
+
+    def get_transition_batch(self) -> tuple[Any, dict[str, Any]]:
+        """One transition of every environment, and infos with `time_outs` and how far the dataset was played."""
+        buffer, infos = super().get_transition_batch()
+        return buffer, {**infos, "loops": self.num_dataset_looped, "trajectories": self.num_played}
+
+    def get_buffer(self, num_transitions_per_env: int | None = None) -> Any:
+        """The transition that every call with this number fills anew."""
+        if not self._is_ready:
+            self.reset()
+        if num_transitions_per_env not in self._buffers:
+            lead = (self.num_envs,) if num_transitions_per_env is None else (num_transitions_per_env, self.num_envs)
+            obs, critic, *rest, next_obs, next_critic = (
+                self.pages.zeros(name, lead) for name in (*SERVED, *SERVED[:2])
+            )
+            if CRITIC_OBS not in self.pages:
+                critic, next_critic = obs, next_obs
+            self._buffers[num_transitions_per_env] = Transition(obs, critic, *rest, next_obs, next_critic)
+        return self._buffers[num_transitions_per_env]
+
+    def fill_transitions(self, buffer: Any, num_transitions_per_env: int) -> None:
+        """Fill fields (k, N, ...), step by step."""
+        for step in range(num_transitions_per_env):
+            self.fill_transition(Transition(*(tree_map(lambda leaf, t=step: leaf[t], field) for field in buffer)))
+
+    def fill_transition(self, buffer: Any, env_ids: Tensor | None = None) -> None:
+        """Write the row under the cursor of every environment, or of some, and what follows it; move on."""
+        envs = np.arange(self.num_envs) if env_ids is None else env_ids.cpu().numpy()
+        rows = self.pages.rows(envs, self._cursor[envs])
+        for name, target in zip(SERVED, buffer, strict=False):
+            if name in self.pages:
+                self.pages.copy(name, target, rows, env_ids)
+        first = self._is_first.copy()
+        self._is_first[envs] = False
+        self._cursor[envs] += 1
+        at_end = np.zeros(self.num_envs, bool)
+        for env in envs[self._cursor[envs] >= self._length[envs]]:
+            at_end[env] = self._maintain_handler(int(env))
+        if at_end.any():
+            ended = torch.from_numpy(at_end).to(self.device)
+            buffer.timeout.logical_or_(ended & ~buffer.done)
+            buffer.done.logical_or_(ended)
+        if self.mark_first_frame_done:
+            buffer.done.logical_or_(torch.from_numpy(first).to(self.device))
+        rows = self.pages.rows(envs, self._cursor[envs])
+        self.pages.copy(OBS, buffer.next_observation, rows, env_ids)
+        if CRITIC_OBS in self.pages:
+            self.pages.copy(CRITIC_OBS, buffer.next_privileged_observation, rows, env_ids)

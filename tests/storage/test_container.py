@@ -1,0 +1,136 @@
+"""Files of trajectories: whole or not at all, and no changed bit unnoticed."""
+
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from canter.storage.rollout_files.container import (
+    TrajectoryFileError,
+    chunk_name,
+    get_frame_range,
+    peek_chunk,
+    read_chunk,
+    write_chunk,
+)
+
+
+def arrays(steps=5, first=0):
+    index = np.arange(first, first + steps)
+    return {
+        "observations": np.stack([index, 10 * index], 1).astype(np.float32),
+        "obs_camera": (index[:, None, None] * np.ones((1, 2, 3))).astype(np.uint8),
+        "actions": index[:, None].astype(np.int64),
+        "rewards": index[:, None].astype(np.float32),
+        "dones": (index[:, None] == 4).astype(np.uint8),
+        "timeouts": index == 3,
+    }
+
+
+def test_what_is_read_is_what_was_written(tmp_path):
+    info = write_chunk(tmp_path, arrays(), 0, "terminated")
+    assert info.path.name == "traj_000000_000005.safetensors"
+    chunk = read_chunk(info.path)
+    assert chunk.info == info == peek_chunk(info.path)
+    assert (chunk.info.start, chunk.info.end, chunk.info.ended) == (0, 5, "terminated")
+    for name, array in arrays().items():
+        assert chunk.arrays[name].dtype == array.dtype
+        np.testing.assert_array_equal(chunk.arrays[name], array)
+
+
+def test_any_reader_of_safetensors_can_open_it(tmp_path):
+    info = write_chunk(tmp_path, arrays(), 64)
+    np.testing.assert_array_equal(load_file(info.path)["observations"], arrays()["observations"])
+    assert info.path.name == "traj_000064_000069.safetensors"
+
+
+def test_every_flipped_bit_is_found(tmp_path):  # F04's rule for data
+    path = write_chunk(tmp_path, arrays(), 0).path
+    content, rng = path.read_bytes(), random.Random(3)
+    header = 8 + int.from_bytes(content[:8], "little")
+    bits = [*range(64), *(rng.randrange(8 * header) for _ in range(150))]
+    bits += [rng.randrange(8 * header, 8 * len(content)) for _ in range(100)]
+    for bit in bits:
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << (bit % 8)
+        path.write_bytes(changed)
+        with pytest.raises(TrajectoryFileError, match=re.escape(path.name)):
+            read_chunk(path)
+
+
+def test_every_shortened_file_is_found_by_its_header_alone(tmp_path):
+    path = write_chunk(tmp_path, arrays(), 0).path
+    content = path.read_bytes()
+    for length in (0, 1, 7, 8, 50, len(content) - 1):
+        path.write_bytes(content[:length])
+        with pytest.raises(TrajectoryFileError, match=r"empty|truncated|no trajectory file"):
+            peek_chunk(path)
+    path.write_bytes(content + b"x")
+    with pytest.raises(TrajectoryFileError, match="is damaged"):
+        peek_chunk(path)
+
+
+def test_foreign_files_are_called_foreign(tmp_path):
+    path = tmp_path / chunk_name(0, 5)
+    save_file(arrays(), path)
+    with pytest.raises(TrajectoryFileError, match="another program wrote it"):
+        read_chunk(path)
+    path.write_text("step,reward\n0,1\n" * 100)
+    with pytest.raises(TrajectoryFileError, match="no trajectory file of canter"):
+        read_chunk(path)
+    path.write_bytes(b"\x80\x04\x95" + bytes(100))
+    with pytest.raises(TrajectoryFileError, match="is a pickle; import it"):
+        read_chunk(path)
+    path.write_bytes((2**40).to_bytes(8, "little") + bytes(100))  # a header that says it is a terabyte
+    with pytest.raises(TrajectoryFileError, match="no trajectory file of canter"):
+        peek_chunk(path)
+
+
+def test_a_file_moved_to_another_name_is_refused(tmp_path):
+    path = write_chunk(tmp_path, arrays(), 0).path
+    moved = path.rename(tmp_path / chunk_name(5, 10))
+    with pytest.raises(TrajectoryFileError, match="which its name does not say"):
+        peek_chunk(moved)
+
+
+def test_a_newer_format_is_refused(tmp_path):
+    path = write_chunk(tmp_path, arrays(), 0).path
+    path.write_bytes(path.read_bytes().replace(b'"version":"1"', b'"version":"2"'))
+    with pytest.raises(TrajectoryFileError, match="format version 2.*upgrade"):
+        peek_chunk(path)
+
+
+def test_arrays_of_different_lengths_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="one length"):
+        write_chunk(tmp_path, {**arrays(), "rewards": np.zeros((4, 1))}, 0)
+    with pytest.raises(ValueError, match="one length above 0"):
+        write_chunk(tmp_path, arrays(0), 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_offsets_that_lie_cannot_reach_outside(tmp_path):
+    path = write_chunk(tmp_path, {"rewards": np.zeros((5, 1), np.float32)}, 0).path
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["rewards"] |= {"shape": [5, 1000]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+    with pytest.raises(TrajectoryFileError):
+        read_chunk(path)
+
+
+@pytest.mark.parametrize("suffix", ["pkl", "pickle", "safetensors"])
+def test_the_frame_range_is_in_the_name(suffix):  # row S25
+    assert get_frame_range(f"traj_100_200.{suffix}") == (100, 200)
+
+
+@pytest.mark.parametrize(
+    "name", [".DS_Store", "traj_0_64.pickle.tmp", "traj_-5_64.pkl", "traj_5_5.pkl", "traj_a_b.pkl"]
+)
+def test_other_names_have_no_frame_range(name):
+    with pytest.raises(ValueError, match="no trajectory file name"):
+        get_frame_range(name)
