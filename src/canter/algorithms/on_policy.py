@@ -76,16 +76,25 @@ class OnPolicyAlgorithm(OnPolicySetup):
     def process_step(self, record: StepRecord) -> None:
         """Finish the transition with the record of the step it led to."""
         self.rollout.check_space()
-        needed = record._replace(obs=None, extras=None, critic_obs=None if self.rnd is None else record.critic_obs)  # pyright: ignore[reportArgumentType]
+        reached = None if self.rnd is None else record.critic_obs
+        needed = record._replace(obs=None, extras=self.step_extras(record), critic_obs=reached)  # pyright: ignore[reportArgumentType]
         transition = self.acted if self.executor.uses_graphs else vars(self.transition)
         hidden = self.executor.run("process", self.finish_step, transition, needed)
         self.rollout.step += 1
         self.transition.clear()
         self.policy.set_hidden(hidden)
 
+    def step_extras(self, record: StepRecord) -> dict[str, Tensor]:
+        """The tensors that learning needs of what else the environment said. Extended by subclasses."""
+        return {}
+
+    def learned_reward(self, record: StepRecord) -> Tensor:
+        """(N,) what is learned from; `record.extras` are those of `step_extras`. Extended by subclasses."""
+        return record.reward
+
     def finish_step(self, transition: Mapping[str, Any], record: StepRecord) -> Hidden:
         """Write the transition's row; returns the state of the memories in the next step."""
-        rewards = record.reward
+        rewards = self.learned_reward(record)
         if self.return_scaler is not None:
             rewards = self.return_scaler(rewards, record.done, record.valid)
         if self.rnd is not None:
@@ -94,7 +103,7 @@ class OnPolicyAlgorithm(OnPolicySetup):
         dones = record.done
         if self.rollout.has_invalid_steps:  # a step that only resets begins and ends a trajectory of its own
             dones = dones | ~record.valid
-        ends = {"rewards": rewards, "dones": dones, "valid": record.valid}
+        ends = {**record.extras, "rewards": rewards, "dones": dones, "valid": record.valid}
         self.rollout.write(self.rollout.row({**transition, **ends}))
         for note in self.on_record:
             note(record)
@@ -154,7 +163,7 @@ class OnPolicyAlgorithm(OnPolicySetup):
         for _ in range(self.rollout.num_transitions_per_env):
             transition = self.act_step(obs, critic_obs, hidden)
             record = env.step(transition["for_env"].clone())  # it may write to what it gets
-            hidden = self.finish_step(transition, record)
+            hidden = self.finish_step(transition, record._replace(extras=self.step_extras(record)))
             obs, critic_obs = record.obs, None if record.critic_obs is record.obs else record.critic_obs
         self.returns_step(obs if critic_obs is None else critic_obs, hidden, self.rollout.step)
         return obs, critic_obs, hidden
@@ -193,7 +202,7 @@ class OnPolicyAlgorithm(OnPolicySetup):
         return losses, stats
 
     def _extra_scalars(self) -> dict[str, Tensor]:
-        used = slice(0, self.rollout.step)
+        used = self.rollout.newest
         valid = self.rollout.valid[used].squeeze(-1) if self.rollout.has_invalid_steps else None
         extra = {
             "stats/learning_rate": self.lr,
@@ -208,7 +217,7 @@ class OnPolicyAlgorithm(OnPolicySetup):
 
     def _update_normalizers(self) -> None:
         if self.empirical_normalization:
-            used = slice(0, self.rollout.step)
+            used = self.rollout.newest
             obs = _rows(self.rollout.observations, used)
             critic = self.rollout.privileged_observations
             valid = self.rollout.valid[used].squeeze(-1) if self.rollout.has_invalid_steps else None

@@ -10,7 +10,7 @@ import torch
 
 from canter.algorithms.algorithm import Algorithm
 from canter.algorithms.rnd import RND, RNDConfig
-from canter.algorithms.settings import PPOSettings, check_ranges
+from canter.algorithms.settings import PPOSettings, RunSettings, check_ranges
 from canter.envs.vec_env import StepRecord
 from canter.modules.actor_critic_pair import ActorCriticPair
 from canter.modules.build import build_normalizer, build_pair, env_shapes
@@ -64,8 +64,10 @@ class OnPolicySetup(PPOSettings, Algorithm):
         check_ranges(self)
 
     def _take_settings(self, cfg: PPOSettings) -> None:
-        """The settings in `cfg`; one given to the constructor as well is an error."""
-        for f in dataclasses.fields(PPOSettings):
+        """The algorithm's settings in `cfg`; one given to the constructor as well is an error."""
+        of_runs = {f.name for f in dataclasses.fields(RunSettings)}
+        in_cfg = {f.name for f in dataclasses.fields(cfg)} - of_runs  # pyright: ignore[reportArgumentType]
+        for f in (f for f in dataclasses.fields(self) if f.name in in_cfg):
             if getattr(self, f.name) != f.default:
                 raise ValueError(f"give {f.name} in cfg, not beside it")
             setattr(self, f.name, getattr(cfg, f.name))
@@ -98,10 +100,9 @@ class OnPolicySetup(PPOSettings, Algorithm):
         self.policy = policy
         seed = int(torch.randint(2**62, ()).item()) if seed is None else seed
         self.weight_seed = seed
-        self.generators = {
-            purpose: torch.Generator(self.device).manual_seed((seed + 7919 * i) % 2**63)
-            for i, purpose in enumerate(("action", "shuffle"))
-        }
+        self.generators = {}
+        for purpose in ("action", "shuffle"):
+            self.new_generator(purpose)
         self.storage: RolloutStorage | None = None
         self.transition = Transition()
         self.return_scaler: ReturnScaler | None = None
@@ -115,6 +116,12 @@ class OnPolicySetup(PPOSettings, Algorithm):
         self.executor.generators += [self.generators["action"]]
         self.current_learning_iteration = 0
         self.fell_back = torch.zeros((), dtype=torch.bool, device=self.device)
+
+    def new_generator(self, purpose: str) -> torch.Generator:
+        """A random stream of its own, derived from the seed and saved with the others."""
+        made = torch.Generator(self.device).manual_seed((self.weight_seed + 7919 * len(self.generators)) % 2**63)
+        self.generators[purpose] = made
+        return made
 
     @property
     def rollout(self) -> RolloutStorage:

@@ -38,8 +38,8 @@ class RunPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """The flat documented layout, complete, in plain containers; `parse_train_cfg` reads it back."""
-        algorithm_names = {f.name for f in dataclasses.fields(PPOSettings)}
         values = {f.name: plain(getattr(self.cfg, f.name)) for f in dataclasses.fields(self.cfg)}
+        algorithm_names = values.keys() - {f.name for f in dataclasses.fields(RunSettings)}
         return {
             "algorithm": {"class_name": self.algorithm} | {k: v for k, v in values.items() if k in algorithm_names},
             "policy": plain(self.policy),

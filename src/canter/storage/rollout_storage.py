@@ -101,6 +101,16 @@ class RolloutStorage:
                 f"Rollout buffer overflow: it holds {self.num_transitions_per_env} steps; call clear() first"
             )
 
+    @property
+    def filled(self) -> int:
+        """How many rows there are to learn from."""
+        return self.step
+
+    @property
+    def newest(self) -> slice:
+        """The rows of the last rollout."""
+        return slice(0, self.step)
+
     def write(self, row: Mapping[str, Tensor]) -> None:
         """Write the row under the cursor and move it on: tensor code alone, the caller counts `step`."""
         for name, value in row.items():
@@ -172,7 +182,7 @@ class RolloutStorage:
 
     def deal_steps(self, num_mini_batches: int, generator: torch.Generator | None = None) -> Sequence[Tensor]:
         """All steps in a new order, split into minibatches: flat (T * N) indices."""
-        total = self.step * self.num_envs
+        total = self.filled * self.num_envs
         if not 1 <= num_mini_batches <= total:
             raise ValueError(f"num_mini_batches={num_mini_batches} does not fit {total} steps")
         return torch.randperm(total, generator=generator, device=self.device).tensor_split(num_mini_batches)
@@ -212,13 +222,13 @@ class RolloutStorage:
         row, column = trajectory_index(starts)
         first = start_positions(starts, column, total)
         hidden = {
-            name: self.data[f"hidden.{name}"][: self.step, envs].flatten(0, 1)[first] for name in self.hidden_shapes
+            name: self.data[f"hidden.{name}"][: self.filled, envs].flatten(0, 1)[first] for name in self.hidden_shapes
         }  # (M, S, L, H)
-        fields = {f.batch: self.data[name][: self.step, envs] for name, f in self.fields.items() if f.batch}
+        fields = {f.batch: self.data[name][: self.filled, envs] for name, f in self.fields.items() if f.batch}
         return self._batch(fields, hidden, Trajectories(row, column, total))
 
     def _starts(self) -> Tensor:
-        return episode_starts(self.data["dones"][: self.step].squeeze(-1))  # (T, N)
+        return episode_starts(self.data["dones"][: self.filled].squeeze(-1))  # (T, N)
 
     def _batch(
         self, fields: Mapping[str, Tensor], hidden: dict[str, Tensor], trajectories: Trajectories | None
