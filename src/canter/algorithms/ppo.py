@@ -91,7 +91,7 @@ class PPO(OnPolicyAlgorithm):
         if not self.policy.is_recurrent:
             return [[(index,) for index in self.rollout.deal_steps(parts, shuffle)] for _ in range(num_epochs)]
         dealt = self.rollout.deal_envs(parts, num_epochs, shuffle)
-        deals = [(envs, self.executor.bucket(total, len(envs)), self.rollout.step) for envs, total in dealt]
+        deals = [(envs, self.executor.bucket(total, len(envs)), self.rollout.filled) for envs, total in dealt]
         return [deals[i : i + parts] for i in range(0, len(deals), parts)]
 
     def mini_batches(self) -> Iterator[MiniBatch]:
