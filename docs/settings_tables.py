@@ -42,13 +42,16 @@ def field_rows(cls: type) -> list[tuple[str, str, str]]:
 
 
 def attribute_sentences(cls: type) -> dict[str, str]:
-    """The string that follows each annotated attribute in a class's source."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
-    return {
-        field.target.id: " ".join(text.value.value.split())  # type: ignore[attr-defined]
-        for field, text in itertools.pairwise(body)
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-    }
+    """The string that follows each annotated attribute in a class's source, and in that of its parents."""
+    found: dict[str, str] = {}
+    for base in reversed([base for base in cls.__mro__ if dataclasses.is_dataclass(base)]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body  # type: ignore[attr-defined]
+        found |= {
+            field.target.id: " ".join(text.value.value.split())  # type: ignore[attr-defined]
+            for field, text in itertools.pairwise(body)
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+        }
+    return found
 
 
 def argument_rows(cls: type) -> list[tuple[str, str, str]]:

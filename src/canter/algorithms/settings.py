@@ -9,25 +9,15 @@ from canter.utils.config import settings
 
 
 @settings
-class RunSettings:
-    """How a run is made: lengths, logging, saving, evaluation."""
+class CommonRunSettings:
+    """How any run is made: logging, saving, evaluation."""
 
-    num_steps_per_env: int = 24
-    """Steps of each environment between two updates."""
-    max_iterations: int | None = None
-    """Length of the run where `learn` is not told another; linear schedules end here."""
     seed: int | None = None
     """Seed of weights, exploration, minibatches and environments; None draws one."""
     device: str | None = None
     """Where to learn; None takes a GPU if there is one."""
-    log_interval: int = 1
-    """Iterations between two log entries."""
-    save_interval: int = 100
-    """Iterations between two checkpoints; 0 saves only at the end."""
     keep_checkpoints: int | None = 5
     """How many periodic checkpoints to keep; None keeps all."""
-    eval_interval: int | None = None
-    """Iterations between two evaluations; None evaluates only on request."""
     eval_episodes: int = 10
     """Episodes of a periodic evaluation."""
     extra_log_keys: tuple[str, ...] = ("episode", "log")
@@ -44,6 +34,22 @@ class RunSettings:
     """What a hyper-parameter trial is told: velrmsd, CoT or mean_reward."""
     git_diff: bool = False
     """Keep the text of uncommitted changes in the run directory, not only the names of the files."""
+
+
+@settings
+class RunSettings(CommonRunSettings):
+    """How a run of rollouts is made: lengths, logging, saving, evaluation."""
+
+    num_steps_per_env: int = 24
+    """Steps of each environment between two updates."""
+    max_iterations: int | None = None
+    """Length of the run where `learn` is not told another; linear schedules end here."""
+    log_interval: int = 1
+    """Iterations between two log entries."""
+    save_interval: int = 100
+    """Iterations between two checkpoints; 0 saves only at the end."""
+    eval_interval: int | None = None
+    """Iterations between two evaluations; None evaluates only on request."""
 
 
 @settings
