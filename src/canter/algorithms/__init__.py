@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+from canter.algorithms.estimator import EstimatorAlgoMixin, EstimatorPPO, EstimatorPPOConfig
 from canter.algorithms.ppo import PPO, PPOConfig
 from canter.algorithms.rnd import RND, RNDConfig
 from canter.algorithms.schedules import GET_PROB_FUNC
@@ -14,7 +15,10 @@ class Entry(NamedTuple):
     config_class: Any
 
 
-REGISTRY: dict[str, Entry] = {"ppo": Entry(PPO, PPOConfig)}
+REGISTRY: dict[str, Entry] = {
+    "ppo": Entry(PPO, PPOConfig),
+    "estimatorppo": Entry(EstimatorPPO, EstimatorPPOConfig),
+}
 
 
 def register_algorithm(name: str, agent_class: type, config_class: type) -> None:
@@ -28,6 +32,9 @@ __all__ = [
     "REGISTRY",
     "RND",
     "Entry",
+    "EstimatorAlgoMixin",
+    "EstimatorPPO",
+    "EstimatorPPOConfig",
     "PPOConfig",
     "RNDConfig",
     "register_algorithm",

@@ -12,7 +12,14 @@ from canter.modules.actors import (
     MLPCritic,
     MLPDiscreteActor,
 )
-from canter.modules.all_mixer import AmpActorCritic, AmpActorCriticRecurrent
+from canter.modules.all_mixer import (
+    AmpActorCritic,
+    AmpActorCriticRecurrent,
+    EncoderAmpActorCritic,
+    EncoderAmpActorCriticRecurrent,
+    EncoderStateAc,
+    EncoderStateAcRecurrent,
+)
 from canter.modules.amp_discriminator import AMPDiscriminator, AmpMixin
 from canter.modules.build import NETWORKS, POLICIES, build_actor_critic, register_policy
 from canter.modules.conv2d import Conv2dHeadModel, Conv2dModel
@@ -25,11 +32,33 @@ from canter.modules.distributions import (
     MultiCategorical,
     SquashedGaussian,
 )
+from canter.modules.encoder_actor_critic import (
+    EncoderActorCritic,
+    EncoderActorCriticMixin,
+    EncoderActorCriticRecurrent,
+    register_encoder,
+)
+from canter.modules.history_encoder import HistoryEncoder
 from canter.modules.memory import ActorCriticHiddenState, LstmHiddenState, Memory
 from canter.modules.mlp import MlpModel
 from canter.modules.normalizer import EmpiricalNormalization, Normalize, Normalizer, RunningMeanStd
 from canter.modules.policy import Policy, PolicyOutput
+from canter.modules.prediction import Estimate
+from canter.modules.state_adaptor import (
+    AdaptorActorHiddenState,
+    PrivilegeEstimatorMixin,
+    PrivilegeStateAc,
+    PrivilegeStateAcRecurrent,
+)
+from canter.modules.state_estimator import EstimatorActorHiddenState, EstimatorMixin, StateAc, StateAcRecurrent
 from canter.modules.utils import conv2d_output_shape, get_activation_Cls
+from canter.modules.visual_actor_critic import (
+    VisualActorCritic,
+    VisualActorCriticMixin,
+    VisualActorCriticRecurrent,
+    VisualDeterministicAC,
+    VisualDeterministicRecurrent,
+)
 
 __all__ = [
     "NETWORKS",
@@ -41,6 +70,7 @@ __all__ = [
     "ActorCriticHiddenState",
     "ActorCriticPair",
     "ActorCriticRecurrent",
+    "AdaptorActorHiddenState",
     "AmpActorCritic",
     "AmpActorCriticRecurrent",
     "AmpMixin",
@@ -55,7 +85,18 @@ __all__ = [
     "DeterministicPolicyMixin",
     "DiscreteActor",
     "EmpiricalNormalization",
+    "EncoderActorCritic",
+    "EncoderActorCriticMixin",
+    "EncoderActorCriticRecurrent",
+    "EncoderAmpActorCritic",
+    "EncoderAmpActorCriticRecurrent",
+    "EncoderStateAc",
+    "EncoderStateAcRecurrent",
+    "Estimate",
+    "EstimatorActorHiddenState",
+    "EstimatorMixin",
     "Gaussian",
+    "HistoryEncoder",
     "LstmHiddenState",
     "MLPActor",
     "MLPCritic",
@@ -67,10 +108,21 @@ __all__ = [
     "Normalizer",
     "Policy",
     "PolicyOutput",
+    "PrivilegeEstimatorMixin",
+    "PrivilegeStateAc",
+    "PrivilegeStateAcRecurrent",
     "RunningMeanStd",
     "SquashedGaussian",
+    "StateAc",
+    "StateAcRecurrent",
+    "VisualActorCritic",
+    "VisualActorCriticMixin",
+    "VisualActorCriticRecurrent",
+    "VisualDeterministicAC",
+    "VisualDeterministicRecurrent",
     "build_actor_critic",
     "conv2d_output_shape",
     "get_activation_Cls",
+    "register_encoder",
     "register_policy",
 ]

@@ -15,16 +15,39 @@ from canter.modules.actor_critic import ActorCritic
 from canter.modules.actor_critic_pair import ActorCriticPair
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.actors import CNNActor, CNNCritic, MLPActor, MLPCritic, MLPDiscreteActor
-from canter.modules.all_mixer import AmpActorCritic, AmpActorCriticRecurrent
+from canter.modules.all_mixer import (
+    AmpActorCritic,
+    AmpActorCriticRecurrent,
+    EncoderAmpActorCritic,
+    EncoderAmpActorCriticRecurrent,
+    EncoderStateAc,
+    EncoderStateAcRecurrent,
+)
+from canter.modules.encoder_actor_critic import EncoderActorCritic, EncoderActorCriticRecurrent
 from canter.modules.normalizer import DictNormalization, EmpiricalNormalization, NoNormalization
 from canter.modules.policy import Policy
+from canter.modules.state_adaptor import PrivilegeStateAc, PrivilegeStateAcRecurrent
+from canter.modules.state_estimator import StateAc, StateAcRecurrent
+from canter.modules.visual_actor_critic import (
+    VisualActorCritic,
+    VisualActorCriticRecurrent,
+    VisualDeterministicAC,
+    VisualDeterministicRecurrent,
+)
 from canter.storage.fields import Field
 from canter.utils.config import build
-from canter.utils.tree import tree_map
+from canter.utils.tree import tree_leaves, tree_map
 
 POLICIES: dict[str, type[Policy]] = {
-    cls.__name__: cls for cls in (ActorCritic, ActorCriticRecurrent, AmpActorCritic, AmpActorCriticRecurrent)
-}
+    cls.__name__: cls
+    for cls in (
+        ActorCritic, ActorCriticRecurrent, AmpActorCritic, AmpActorCriticRecurrent,
+        EncoderActorCritic, EncoderActorCriticRecurrent, EncoderAmpActorCritic, EncoderAmpActorCriticRecurrent,
+        EncoderStateAc, EncoderStateAcRecurrent, PrivilegeStateAc, PrivilegeStateAcRecurrent,
+        StateAc, StateAcRecurrent, VisualActorCritic, VisualActorCriticRecurrent,
+        VisualDeterministicAC, VisualDeterministicRecurrent,
+    )
+}  # fmt: skip
 NETWORKS: dict[str, type] = {cls.__name__: cls for cls in (MLPActor, MLPDiscreteActor, CNNActor, MLPCritic, CNNCritic)}
 
 
@@ -41,14 +64,25 @@ def build_actor_critic(env: Any, policy_class_name: str, policy_cfg: Mapping[str
         "num_actor_obs": lambda: env.num_obs,
         "num_critic_obs": lambda: env.num_privileged_obs or env.num_obs,
         "num_actions": lambda: env.num_actions,
-        "obs_segments": lambda: getattr(env, "obs_segments", None),
-        "critic_obs_segments": lambda: getattr(env, "critic_obs_segments", None),
+        "obs_segments": lambda: segments_of(env, "obs"),
+        "critic_obs_segments": lambda: segments_of(env, "critic_obs"),
         "action_space": lambda: getattr(env, "action_space", None),
     }
     for name, default in defaults.items():
         if given.get(name) is None:
             given[name] = default()
     return build(POLICIES, policy_class_name, given)
+
+
+def segments_of(env: Any, which: str) -> Mapping[str, Any] | None:
+    """Names and shapes of an observation's parts: as the environment says, else the leaves of a Dict, or an image."""
+    said = getattr(env, f"{which}_segments", None)
+    space = getattr(env, f"{which}_space", None)
+    if said is not None or space is None:
+        return said
+    if isinstance(space, spaces.Dict):
+        return {name: tuple(leaf.shape) for name, leaf in tree_leaves(space)}
+    return {"obs": space.shape} if space.shape is not None and len(space.shape) > 1 else None
 
 
 def build_pair(

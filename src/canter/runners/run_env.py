@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import numpy as np
 import torch
 from gymnasium import spaces
 
@@ -12,15 +13,24 @@ from canter.envs.vec_env import VecEnv
 from canter.envs.wrap import wrap_env
 from canter.envs.wrappers import FlattenObs
 from canter.runners.run_config import RunPlan
+from canter.utils.tree import tree_leaves
 
 
 def open_env(env: Any, device: torch.device, plan: RunPlan) -> VecEnv:
     """The environments behind the one contract, with observations as the planned policy wants them."""
     wrapped = wrap_env(env, device, obs_groups=plan.obs_groups)
-    has_dict = isinstance(wrapped.obs_space, spaces.Dict) or isinstance(wrapped.critic_obs_space, spaces.Dict)
-    if has_dict and "actor_class" not in plan.policy and plan.policy:
-        wrapped = FlattenObs(wrapped)  # policies of the ActorCritic family see one vector with named segments
+    both = (wrapped.obs_space, wrapped.critic_obs_space)
+    has_dict = any(isinstance(space, spaces.Dict) for space in both)
+    # Policies of the ActorCritic family see one vector with named segments. They make it themselves where there are
+    # pictures, which are stored as the bytes they are.
+    if has_dict and "actor_class" not in plan.policy and plan.policy and not any(map(has_pictures, both)):
+        wrapped = FlattenObs(wrapped)
     return wrapped
+
+
+def has_pictures(space: spaces.Space) -> bool:
+    """Whether an observation has a part that is made of bytes."""
+    return any(leaf.dtype == np.uint8 for _, leaf in tree_leaves(space))
 
 
 def seed_env(env: VecEnv, seed: int) -> None:
