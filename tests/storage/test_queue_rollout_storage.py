@@ -1,0 +1,206 @@
+"""Storages that keep more than one rollout, labels, motion features and next states."""
+
+import pytest
+import torch
+
+from canter.storage.action_label_rollout import ActionLabelRollout
+from canter.storage.amp_rollout_storage import AmpRolloutStorage
+from canter.storage.queue_rollout_storage import QueueRolloutStorage
+from canter.storage.sarsa_rollout_storage import SarsaRolloutStorage
+from canter.utils.returns import gae
+
+N, T = 3, 4
+
+
+def row(t, **more):
+    """Step t of N environments: every number is 100 * env + t."""
+    number = (100.0 * torch.arange(N) + t).unsqueeze(1)
+    base = {
+        "observations": number.expand(N, 2), "actions": number, "rewards": number.squeeze(1), "dones": torch.zeros(N),
+        "values": number + 0.5, "actions_log_prob": torch.zeros(N), "params": {"mu": number, "sigma": torch.ones(N, 1)},
+    }  # fmt: skip
+    return base | more
+
+
+def made(cls=QueueRolloutStorage, **settings):
+    return cls(N, T, (2,), None, (1,), **settings)
+
+
+def fill(storage, first, steps=T, **more):
+    for t in range(first, first + steps):
+        storage.add(storage.row(row(t, **{name: make(t) for name, make in more.items()})))
+
+
+def test_the_ring_grows_to_its_size():  # row S09
+    storage, seen = made(buffer_dilation_ratio=2.5), []
+    for rollout in range(4):
+        seen.append((storage.capacity, storage.filled))
+        fill(storage, rollout * T)
+        storage.clear()
+    assert seen == [(4, 0), (8, 4), (10, 8), (10, 10)]
+    assert storage.observations.shape == (10, N, 2)
+
+
+def test_a_full_ring_overwrites_the_oldest():  # row S10
+    storage = made(buffer_dilation_ratio=2.5)
+    for rollout in range(5):
+        fill(storage, rollout * T)
+        kept = sorted(storage.rewards[: storage.filled, 1, 0].tolist())
+        last = (rollout + 1) * T
+        assert kept == [100.0 + t for t in range(max(0, last - 10), last)]
+        storage.clear()
+
+
+@pytest.mark.parametrize("untie", [False, True])
+def test_untying_puts_the_oldest_first_in_every_field(untie):  # row S11
+    storage = made(buffer_dilation_ratio=2.5, hidden_shapes={"memory_a": (1, 1, 2)})
+    for rollout in range(4):
+        fill(storage, rollout * T, hidden=lambda t: {"memory_a": torch.full((N, 1, 1, 2), float(t))})
+        if untie:
+            storage.untie_buffer_loop()
+            assert storage.cursor.item() == (0 if rollout >= 2 else (rollout + 1) * T % storage.capacity)
+        storage.clear()
+    storage.untie_buffer_loop()
+    assert storage.rewards[:, 2, 0].tolist() == [200.0 + t for t in range(6, 16)]
+    assert storage.data["hidden.memory_a"][:, 0, 0, 0, 0].tolist() == list(range(6, 16))
+    storage.untie_buffer_loop()  # a second time changes nothing
+    assert storage.observations[:, 0, 0].tolist() == list(range(6, 16))
+
+
+def test_only_the_newest_rollout_gets_returns_and_only_it_sees_the_last_values():  # row S12, BUG-39
+    storage, kept = made(buffer_dilation_ratio=2.5), {}
+    for rollout in range(4):
+        fill(storage, rollout * T)
+        last = torch.full((N, 1), 7.0 * rollout)
+        storage.compute_returns(last, 0.9, 0.8, normalize=False)
+        steps = range(rollout * T, (rollout + 1) * T)
+        rewards = torch.stack([row(t)["rewards"].unsqueeze(1) for t in steps])
+        values = torch.stack([row(t)["values"] for t in steps])
+        alone = gae(rewards, values, torch.zeros(T, N, 1), last, 0.9, 0.8) + values
+        kept |= dict(zip(steps, alone, strict=True))
+        for position in range(storage.filled):
+            t = int(storage.rewards[position, 0, 0])
+            torch.testing.assert_close(storage.returns[position], kept[t])
+        torch.testing.assert_close(
+            storage.advantages[: storage.filled], (storage.returns - storage.values)[: storage.filled]
+        )
+        storage.clear()
+
+
+def test_advantages_are_normalised_over_every_row_there_is():
+    storage = made(buffer_dilation_ratio=2.0)
+    for rollout in range(3):
+        fill(storage, rollout * T)
+        storage.compute_returns(torch.zeros(N, 1), 0.9, 0.8)
+        assert storage.advantages.shape[0] == storage.capacity
+        filled = storage.advantages[: storage.filled]
+        assert filled.mean().abs() < 1e-5
+        assert filled.std() == pytest.approx(1.0, abs=1e-5)
+        storage.clear()
+
+
+def test_a_ratio_of_one_is_a_plain_rollout():
+    storage = made()
+    fill(storage, 0)
+    storage.clear()
+    fill(storage, 4, steps=2)
+    assert storage.capacity == T
+    assert storage.filled == 2
+    assert [batch.actions.shape[0] for batch in storage.mini_batch_generator(1, 1)] == [2 * N]
+    with pytest.raises(ValueError, match="buffer_dilation_ratio must be at least 1, got 0.5"):
+        made(buffer_dilation_ratio=0.5)
+
+
+def test_minibatches_hold_every_row_once():
+    storage = made(buffer_dilation_ratio=2.5)
+    for rollout in range(4):
+        fill(storage, rollout * T)
+        storage.untie_buffer_loop()
+        flat = torch.cat([b.actions.squeeze(1) for b in storage.mini_batch_generator(3, 1)])
+        wanted = [100.0 * env + t for env in range(N) for t in range(max(0, 4 * rollout - 6), 4 * rollout + 4)]
+        assert sorted(flat.tolist()) == wanted
+        storage.clear()
+
+
+def test_trajectories_end_where_a_rollout_meets_the_next():
+    storage = made(buffer_dilation_ratio=2.0, hidden_shapes={"memory_a": (1, 1, 1)})
+    for rollout in range(2):
+        fill(storage, rollout * T, hidden=lambda t: {"memory_a": torch.full((N, 1, 1, 1), float(t))})
+        storage.clear()
+    storage.step, storage.older = T, T
+    (batch,) = storage.recurrent_mini_batch_generator(1, 1)
+    assert batch.actions.shape == (8, N, 1)
+    assert batch.trajectories.total == 2 * N
+    assert sorted(batch.hidden["memory_a"].flatten().tolist()) == [0.0] * N + [4.0] * N
+
+
+@pytest.mark.parametrize("ratio", [1.0, 2.0])
+def test_labels_stay_with_their_actions(ratio):  # row S13
+    storage = made(ActionLabelRollout, buffer_dilation_ratio=ratio)
+    for rollout in range(3):
+        fill(storage, rollout * T, action_labels=lambda t: row(t)["actions"] + 0.25)
+        storage.untie_buffer_loop()
+        for batch in [*storage.mini_batch_generator(2, 1), *storage.recurrent_mini_batch_generator(2, 1)]:
+            assert torch.equal(batch.action_labels, batch.actions + 0.25)
+            assert not batch.teacher_acted.any()
+        storage.clear()
+    with pytest.raises(ValueError, match="lacks action_labels"):
+        fill(storage, 0)
+
+
+def amp_row(t):
+    number = (100.0 * torch.arange(N) + t).unsqueeze(1)
+    return {"action_labels": number, "ref_obs": number + torch.arange(6) * 0.01, "ref_motion": -number.expand(N, 6)}
+
+
+def test_motion_features_stay_with_their_steps():  # rows S15, E13
+    storage = made(AmpRolloutStorage, amp_obs_shape=(2, 3))
+    for t in range(T):
+        storage.add(storage.row(row(t) | amp_row(t) | {"ref_valid": torch.tensor([True, t != 2, True])}))
+    assert storage.ref_obs.shape == (T, N, 6)
+    for batch in [*storage.mini_batch_generator(2, 1), *storage.recurrent_mini_batch_generator(2, 1)]:
+        assert torch.equal(batch.ref_obs[..., :1], batch.actions)
+        assert torch.equal(batch.ref_motion[..., :1], -batch.actions)
+        assert torch.equal(batch.ref_valid, batch.actions != 102.0)
+    (whole,) = storage.feed_forward_generator_amp(None, 11)
+    assert sorted(whole[0][:, 0].tolist()) == [100.0 * e + t for e in range(N) for t in range(T) if 100 * e + t != 102]
+    assert [len(b) for (b,) in storage.feed_forward_generator_amp(3, 8)] == [8, 8, 8]
+
+
+def test_an_amp_storage_without_features_says_so():
+    storage = made(AmpRolloutStorage, amp_obs_shape=(6,))
+    with pytest.raises(ValueError, match="lacks ref_obs, ref_motion"):
+        storage.row(row(0) | {"action_labels": torch.zeros(N, 1)})
+
+
+@pytest.mark.parametrize("privileged", [None, (3,)])
+def test_next_states_are_the_states_of_the_next_step(privileged):  # row S14, BUG-40
+    storage = SarsaRolloutStorage(N, T, (2,), privileged, (1,))
+    for t in range(T):
+        done = torch.tensor([False, t == 1, False])
+        state, after = row(t)["observations"], row(t + 1)["observations"]
+        final = torch.where(done.unsqueeze(1), after + 1000.0, after)
+        more = {"dones": done, "next_observations": after, "final_observations": final}
+        if privileged:
+            wide = {name: torch.cat([x, x[:, :1]], 1) for name, x in (("", state), ("next_", after), ("final_", final))}
+            more |= {f"{name}critic_observations": x for name, x in wide.items()}
+        storage.add(storage.row(row(t, **more)))
+    assert storage.observations[1:].data_ptr() == storage.next_observations.data_ptr()
+    assert torch.equal(storage.next_observations[:-1], storage.observations[1:])
+    assert storage.all_observations[-1, 2, 0] == 200.0 + T
+    batches = [*storage.mini_batch_generator(2, 1), *storage.recurrent_mini_batch_generator(1, 1)]
+    for batch in batches:
+        wanted = batch.actions + 1.0 + 1000.0 * (batch.actions == 101.0)
+        assert torch.equal(batch.next_obs, wanted.expand_as(batch.next_obs))
+        assert torch.equal(batch.next_critic_obs, wanted.expand_as(batch.next_critic_obs))
+        assert batch.next_critic_obs.shape[-1] == (3 if privileged else 2)
+
+
+def test_next_states_of_nested_observations():
+    storage = SarsaRolloutStorage(N, T, {"joints": (2,), "base": {"vel": (1,)}}, None, (1,))
+    for t in range(T):
+        state, after = ({"joints": row(s)["observations"], "base": {"vel": row(s)["actions"]}} for s in (t, t + 1))
+        storage.add(storage.row(row(t, observations=state, next_observations=after)))
+    for batch in storage.mini_batch_generator(2, 1):
+        assert torch.equal(batch.next_obs["base"]["vel"], batch.actions + 1.0)
+        assert torch.equal(batch.next_obs["joints"], (batch.actions + 1.0).expand(-1, 2))
