@@ -36,10 +36,8 @@ class SarsaRolloutStorage(RolloutStorage):
 
     def sides(self) -> dict[str, Any]:
         """Stored name -> shape of what the actor, and what the critic, sees."""
-        privileged = self.privileged_obs_shape
-        return {"observations": self.obs_shape} | (
-            {} if privileged is None else {"privileged_observations": privileged}
-        )
+        sides = {"observations": self.obs_shape, "privileged_observations": self.privileged_obs_shape}
+        return {name: shape for name, shape in sides.items() if shape is not None}
 
     def _zeros(self, field: Field) -> Tensor:
         """One tensor for the states of this step and of the next, told apart by what they are in a minibatch."""
