@@ -12,6 +12,13 @@ from torch import nn
 from canter.algorithms.foreign import import_state
 from canter.utils.checkpoint import check_compatible
 
+# Part of a policy -> how to have none of it, and how to have it.
+NORMALIZERS = {
+    "obs_normalizer": ("empirical_normalization=False", "empirical_normalization=True"),
+    "critic_obs_normalizer": ("empirical_normalization=False", "empirical_normalization=True"),
+    "value_normalizer": ("value_normalization='off'", "value_normalization='running' or 'popart'"),
+}
+
 
 class Algorithm:
     """Settings plus loss terms; what is saved is the table `checkpoint_parts`."""
@@ -71,14 +78,14 @@ class Algorithm:
     def _check_part(self, name: str, part: Any, state: Mapping[str, Any]) -> None:
         if isinstance(part, nn.Module):
             owner = type(part).__name__
-            for normalizer in ("obs_normalizer", "critic_obs_normalizer"):
+            for normalizer, setting in NORMALIZERS.items():
                 ours = any(key.startswith(f"{normalizer}.") for key in part.state_dict())
                 theirs = any(key.startswith(f"{normalizer}.") for key in state)
                 if ours != theirs:
                     has = "has" if theirs else "lacks"
                     raise ValueError(
                         f"the checkpoint {has} statistics for {normalizer}, {owner} does the opposite: "
-                        f"set empirical_normalization={theirs}"
+                        f"set {setting[theirs]}"
                     )
             check_compatible(part.state_dict(), state, owner)
         elif hasattr(part, "check_state"):

@@ -42,6 +42,9 @@ class OnPolicyAlgorithm(OnPolicySetup):
         tosses = policy.toss(obs, self.generators["action"])
         out = self.forward(obs, critic_obs, hidden, tosses)
         actions = policy.sample_action(out.params, self.generators["action"])
+        next_hidden = out.hidden
+        if self.symmetry is not None:
+            next_hidden = next_hidden | self.symmetry.follow(self.forward, obs, critic_obs, hidden, tosses)
         return {
             "observations": obs,
             "critic_observations": obs if critic_obs is None else critic_obs,
@@ -51,7 +54,7 @@ class OnPolicyAlgorithm(OnPolicySetup):
             "actions_log_prob": policy.distribution.log_prob(out.params, actions),
             "hidden": hidden,
             "tosses": tosses,
-            "next_hidden": out.hidden,
+            "next_hidden": next_hidden,
             "for_env": policy.distribution.to_env(actions),
         }
 
@@ -216,12 +219,16 @@ class OnPolicyAlgorithm(OnPolicySetup):
         return extra
 
     def _update_normalizers(self) -> None:
+        used = self.rollout.newest
+        valid = self.rollout.valid[used].squeeze(-1) if self.rollout.has_invalid_steps else None
         if self.empirical_normalization:
-            used = self.rollout.newest
             obs = _rows(self.rollout.observations, used)
             critic = self.rollout.privileged_observations
-            valid = self.rollout.valid[used].squeeze(-1) if self.rollout.has_invalid_steps else None
-            self.policy.update_normalizers(obs, obs if critic is None else _rows(critic, used), valid)
+            critic_obs = obs if critic is None else _rows(critic, used)
+            self.policy.update_normalizers(obs, critic_obs, valid)
+            if self.symmetry is not None:  # so that normalising a mirror image gives the mirror image
+                self.policy.update_normalizers(self.symmetry.obs(obs), self.symmetry.critic_obs(critic_obs), valid)
+        self.policy.value_normalizer.update(self.rollout.returns[used], valid)  # pyright: ignore[reportCallIssue]
 
 
 def _rows(tree: Any, rows: slice) -> Any:

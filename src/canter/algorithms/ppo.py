@@ -59,6 +59,7 @@ class PPO(OnPolicyAlgorithm):
             "value_loss": self.value_loss_coef,
             "entropy": self.entropy_coef,
             "rnd_loss": 1.0,
+            "mirror_loss": 0.0 if self.symmetry is None else self.symmetry.cfg.mirror_loss_coef,
         }
         if not self.policy.is_recurrent:  # LSTM and GRU cannot be compiled
             self.forward = self.executor.compile(self.forward)
@@ -149,10 +150,14 @@ class PPO(OnPolicyAlgorithm):
 
     def compute_losses(self, minibatch: MiniBatch) -> Terms:
         """Losses, intermediates and statistics of a minibatch."""
-        b = minibatch
+        out = self.batch_output(minibatch)
+        terms = self.loss_terms(minibatch, out)
+        return terms if self.symmetry is None else self.symmetry.extend(terms, minibatch, out, self)
+
+    def batch_output(self, batch: MiniBatch) -> PolicyOutput:
+        """The policy's pass over a minibatch."""
         with self.executor.autocast():
-            out = self.policy(b.obs, b.critic_obs, b.hidden, b.trajectories, b.tosses)
-        return self.loss_terms(b, out)
+            return self.policy(batch.obs, batch.critic_obs, batch.hidden, batch.trajectories, batch.tosses)
 
     def loss_terms(self, batch: MiniBatch, out: PolicyOutput) -> Terms:
         """Every term named in `loss_weights`. Subclasses extend it through super()."""
@@ -166,7 +171,8 @@ class PPO(OnPolicyAlgorithm):
         ratio = log_ratio.exp()
         surrogate = -advantages * ratio
         surrogate_clipped = -advantages * torch.clamp(ratio, 1 - clip, 1 + clip)
-        value, old_value, returns = out.value.squeeze(-1), batch.values.squeeze(-1), batch.returns.squeeze(-1)
+        normalize: Any = self.policy.value_normalizer.normalize
+        value, old_value, returns = (normalize(x).squeeze(-1) for x in (out.value, batch.values, batch.returns))
         value_error = (value - returns).square()
         inter_vars = {"ratio": ratio, "surrogate": surrogate, "surrogate_clipped": surrogate_clipped}
         if self.use_clipped_value_loss:

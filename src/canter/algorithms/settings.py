@@ -96,6 +96,10 @@ class PPOSettings:
     """Normalise observations by running statistics, kept in the policy."""
     normalize_rewards: bool = False
     """Divide rewards by the running standard deviation of the discounted return."""
+    value_normalization: str = "off"
+    """Learn returns of mean 0 and std 1: "off", "running", or "popart", which keeps every value as statistics move."""
+    symmetry_cfg: dict[str, Any] | None = None
+    """Learn from mirror images too: mirrors of `obs`, `critic_obs` and `actions`, `augment`, `mirror_loss_coef`."""
     timeout_bootstrap: str = "auto"
     """Value added where an episode was cut off: "final_obs", "current_value", "none", or "auto": the best there is."""
     parameter_groups: dict[str, dict[str, Any]] | None = None

@@ -11,11 +11,13 @@ import torch
 from canter.algorithms.algorithm import Algorithm
 from canter.algorithms.rnd import RND, RNDConfig
 from canter.algorithms.settings import PPOSettings, RunSettings, check_ranges
+from canter.algorithms.symmetry import Symmetry
 from canter.envs.vec_env import StepRecord
 from canter.modules.actor_critic_pair import ActorCriticPair
 from canter.modules.build import build_normalizer, build_pair, env_shapes
 from canter.modules.normalizer import NoNormalization, ReturnScaler
 from canter.modules.policy import Policy
+from canter.modules.value_normalizer import VALUE_NORMALIZATIONS, install_value_normalizer
 from canter.storage.fields import Transition
 from canter.storage.rollout_storage import RolloutStorage
 from canter.utils.config import settings
@@ -58,6 +60,7 @@ class OnPolicySetup(PPOSettings, Algorithm):
             ("schedule", self.schedule, SCHEDULES),
             ("clip_schedule", self.clip_schedule, ("fixed", "linear")),
             ("timeout_bootstrap", self.timeout_bootstrap, BOOTSTRAPS),
+            ("value_normalization", self.value_normalization, VALUE_NORMALIZATIONS),
         ):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
@@ -98,6 +101,8 @@ class OnPolicySetup(PPOSettings, Algorithm):
     def init_collection(self, policy: Policy, seed: int | None) -> None:
         """Everything collecting needs besides the storage."""
         self.policy = policy
+        install_value_normalizer(policy, self.value_normalization)
+        self.symmetry = None if self.symmetry_cfg is None else Symmetry(self.symmetry_cfg, policy, self.device)
         seed = int(torch.randint(2**62, ()).item()) if seed is None else seed
         self.weight_seed = seed
         self.generators = {}

@@ -105,6 +105,7 @@ class SquashedGaussian(Gaussian):
     def __init__(self, low: np.ndarray | Sequence[float], high: np.ndarray | Sequence[float]) -> None:
         low, high = finite_bounds(low, high, "squashing")
         super().__init__(low.size)
+        self.low, self.high = low, high
         nodes, weights = np.polynomial.hermite_e.hermegauss(16)
         scale = (high - low) / 2
         host = {"low": low, "high": high, "scale": scale, "bias": (high + low) / 2, "log_scale": np.log(scale)}
