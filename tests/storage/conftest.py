@@ -1,5 +1,7 @@
 """Directories of trajectories with values that tell where they come from."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -36,6 +38,8 @@ def record(tmp_path):
                 for start, end in zip(cuts[:-1], cuts[1:], strict=True):
                     last = ended if end == cuts[-1] else ""
                     writer.add(k, steps(k, start, end, last == "terminated", **kind), start, last)
+        for age, k in enumerate(trajectories):
+            os.utime(tmp_path / name / f"trajectory_{k}", (age, age))  # in the order given
         return tmp_path / name
 
     return make

@@ -57,6 +57,7 @@ def test_a_line_cut_short_by_a_crash_is_no_line_and_is_repaired(record, make_ste
 def test_a_file_whose_line_was_lost_is_counted_by_the_next_writer(tmp_path, make_steps):
     writer = TrajectoryWriter(tmp_path)
     writer.add(0, make_steps(0, 0, 7), 0, "terminated")
+    writer._pool.shutdown()
     writer._lock.release()  # as if killed: no flush, no metadata
     assert read_manifest(tmp_path) == []
     assert not (tmp_path / METADATA).exists()
@@ -135,3 +136,22 @@ def test_metadata_that_is_no_object_is_named(tmp_path):
     (tmp_path / METADATA).write_text("{")
     with pytest.raises(TrajectoryFileError, match="cannot be read"):
         read_metadata(tmp_path)
+
+
+def test_other_arrays_than_those_in_the_directory_are_refused_with_the_difference(record, make_steps):  # F60
+    directory = record({0: (0, 4)})
+    with (
+        TrajectoryWriter(directory) as writer,
+        pytest.raises(TrajectoryFileError, match=r"actions is absent, not F32\[1"),
+    ):
+        writer.add(1, {n: a for n, a in make_steps(1, 0, 2).items() if n != "actions"}, 0)
+
+
+def test_a_write_that_fails_is_told_by_the_flush(tmp_path, make_steps):
+    writer = TrajectoryWriter(tmp_path)
+    (tmp_path / "trajectory_0").write_text("in the way")
+    writer.add(0, make_steps(0, 0, 2), 0)
+    with pytest.raises(FileExistsError):
+        writer.flush()
+    writer.close()
+    assert read_manifest(tmp_path) == []

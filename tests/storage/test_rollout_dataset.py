@@ -384,12 +384,12 @@ def test_more_bad_files_than_allowed_are_too_many(spoilt):  # F58
 
 def test_a_file_with_other_arrays_is_refused_with_the_difference(record, make_steps):  # F60
     directory = record({0: (0, 3)})
-    with TrajectoryWriter(directory) as writer:
+    with TrajectoryWriter(directory.parent / "other") as writer:
         arrays = make_steps(1, 0, 3)
         arrays["observations"] = np.zeros((3, 5), np.float32)
         writer.add(1, arrays, 0)
     with pytest.raises(DatasetError, match=r"observations is F32\[5\], not F32\[2\]"):
-        dataset(directory).get_batch()
+        dataset([directory, directory.parent / "other"]).get_batch()
 
 
 def test_a_damaged_second_file_ends_the_trajectory_where_it_was_good(record):

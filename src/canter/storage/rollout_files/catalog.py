@@ -31,6 +31,7 @@ from canter.utils.files import atomic_write
 
 METADATA, MANIFEST = "metadata.json", "manifest.jsonl"
 FORMAT_VERSION = 1
+OPTIONAL = ("values", "timeouts")  # a file may lack them where others have them
 _FOLDER = re.compile(r"trajectory_([0-9]{1,9})")
 
 
@@ -154,13 +155,15 @@ def problem_with(path: Path, read: Callable[[Path], Any] = read_chunk) -> Trajec
     return None
 
 
-def check_schema(info: ChunkInfo, schema: Mapping[str, Any] | None) -> None:
-    """Refuse a file whose arrays are not those of the others."""
-    if schema is None or info.schema == schema:
-        return
-    names = [n for n in sorted(info.schema.keys() | schema.keys()) if info.schema.get(n) != schema.get(n)]
-    differing = [f"{n} is {_kind(info.schema.get(n))}, not {_kind(schema.get(n))}" for n in names]
-    raise TrajectoryFileError(info.path, f"does not fit the other files: {'; '.join(differing)}")
+Schema = Mapping[str, tuple[str, tuple[int, ...]]]
+
+
+def check_schema(path: Path, given: Schema, wanted: Schema) -> None:
+    """Refuse arrays that are not those of the other files; what is optional may be absent."""
+    names = [n for n in sorted(given.keys() | wanted.keys()) if n not in OPTIONAL and given.get(n) != wanted.get(n)]
+    if names:
+        differing = [f"{n} is {_kind(given.get(n))}, not {_kind(wanted.get(n))}" for n in names]
+        raise TrajectoryFileError(path, f"does not fit the other files: {'; '.join(differing)}")
 
 
 def _kind(entry: tuple[str, Sequence[int]] | None) -> str:

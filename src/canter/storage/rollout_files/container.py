@@ -24,7 +24,7 @@ MAX_HEADER = 1 << 20
 _NO_CRC = "0" * 8
 _CRC = re.compile(rb'"crc32"\s*:\s*"([0-9a-f]{8})"')
 _NAME = re.compile(r"traj_([0-9]{1,18})_([0-9]{1,18})\.(safetensors|pickle|pkl)")
-_KINDS = {
+KINDS = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1",
     "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1", "BOOL": "?",
 }  # fmt: skip
@@ -71,6 +71,12 @@ def get_frame_range(filename: str) -> tuple[int, int]:
     if match is None or int(match[1]) >= int(match[2]):
         raise ValueError(f"{filename!r} is no trajectory file name; one looks like {chunk_name(100, 200)!r}")
     return int(match[1]), int(match[2])
+
+
+def schema_of(arrays: Mapping[str, np.ndarray]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Kind and shape per step of every array, as a file's header would say."""
+    codes = {np.dtype(kind): code for code, kind in KINDS.items()}
+    return {n: (codes[a.dtype], a.shape[1:]) for n, a in sorted(arrays.items()) if not n.startswith("final_")}
 
 
 def write_chunk(folder: Path, arrays: Mapping[str, np.ndarray], start: int, ended: str = "") -> ChunkInfo:
@@ -176,7 +182,7 @@ def _crc_place(data: bytearray | memoryview) -> int:
 def _view(data: memoryview, first: int, entry: Mapping[str, Any]) -> np.ndarray:
     begin, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
-    kind = np.dtype(_KINDS[entry["dtype"]])
+    kind = np.dtype(KINDS[entry["dtype"]])
     if not 0 <= begin <= end or end - begin != math.prod(shape) * kind.itemsize:
         raise ValueError(f"an array of shape {shape} does not fit its place")
     return np.frombuffer(data, kind, math.prod(shape), first + begin).reshape(shape)

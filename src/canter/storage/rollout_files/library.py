@@ -22,7 +22,6 @@ from canter.utils.obs_layout import ObsLayout
 from canter.utils.utils import decompress_normalized_image
 
 PER_STEP = {"rewards": np.float32, "dones": np.bool_, "timeouts": np.bool_}
-OPTIONAL = ("values", "timeouts")  # a file may lack them, or have them where others do not
 LISTED = 20
 
 
@@ -91,9 +90,8 @@ class TrajectoryLibrary:
 
     def _check_header(self, path: Path) -> None:
         info = peek_chunk(path)
-        kinds = {name: kind for name, kind in info.schema.items() if name not in OPTIONAL}
-        self.schema = kinds if self.schema is None else self.schema
-        check_schema(info._replace(schema=kinds), self.schema)
+        self.schema = info.schema if self.schema is None else self.schema
+        check_schema(path, info.schema, self.schema)
         self._good.add(path)
         self.longest_file = max(self.longest_file, info.end - info.start)
 

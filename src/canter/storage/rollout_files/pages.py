@@ -51,15 +51,17 @@ class Pages:
         parts = {n: p.new_zeros((*lead, *p.shape[2:])) for n, p in self.data.items() if n.partition(".")[0] == name}
         return parts[name] if name in parts else nested(parts, name)
 
-    def rows(self, envs: np.ndarray, cursor: np.ndarray) -> Tensor:
-        """Where the rows under the cursors are, for `copy`."""
-        return torch.from_numpy(envs * self.num_rows + cursor).to(self.device)
+    def rows(self, envs: np.ndarray, cursor: np.ndarray, count: int) -> Tensor:
+        """Where `count` rows from the cursors on are, step by step, for `copy`."""
+        first = envs * self.num_rows + cursor
+        rows = first if count == 1 else (np.arange(count)[:, None] + first).reshape(-1)
+        return torch.from_numpy(rows).to(self.device)
 
     def copy(self, name: str, target: Any, rows: Tensor, env_ids: Tensor | None) -> None:
-        """Write rows of the named array into all of `target` (N, ...), or into the rows `env_ids` of it."""
+        """Write rows of the named array into all of `target` (count, N, ...), or into the rows `env_ids` of a step."""
         for leaf, out in tree_leaves(target, name):
             page = self.data[leaf].flatten(0, 1)  # (N * num_rows, ...)
             if env_ids is None:
-                torch.index_select(page, 0, rows, out=out)
+                torch.index_select(page, 0, rows, out=out.flatten(0, 1))
             else:
-                out[env_ids.to(self.device)] = page[rows]
+                out[0, env_ids.to(self.device)] = page[rows]

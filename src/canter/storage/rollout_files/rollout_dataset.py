@@ -231,30 +231,47 @@ class RolloutDataset(RolloutFileBase):
         return self._buffers[num_transitions_per_env]
 
     def fill_transitions(self, buffer: Any, num_transitions_per_env: int) -> None:
-        """Fill fields (k, N, ...), step by step."""
-        for step in range(num_transitions_per_env):
-            self.fill_transition(Transition(*(tree_map(lambda leaf, t=step: leaf[t], field) for field in buffer)))
+        """Fill fields (k, N, ...), as many steps at once as no environment reaches the end of its file."""
+        step = 0
+        while step < num_transitions_per_env:
+            count = int(min(num_transitions_per_env - step, (self._length - self._cursor).min()))
+            part = slice(step, step + count)
+            self._fill(Transition(*(tree_map(lambda leaf, p=part: leaf[p], field) for field in buffer)), count, None)
+            step += count
 
     def fill_transition(self, buffer: Any, env_ids: Tensor | None = None) -> None:
         """Write the row under the cursor of every environment, or of some, and what follows it; move on."""
+        self._fill(Transition(*(tree_map(lambda leaf: leaf[None], field) for field in buffer)), 1, env_ids)
+
+    def _fill(self, buffer: Any, count: int, env_ids: Tensor | None) -> None:
+        """Fill fields (count, N, ...); only their last step may be the last of a file."""
         envs = np.arange(self.num_envs) if env_ids is None else env_ids.cpu().numpy()
-        rows = self.pages.rows(envs, self._cursor[envs])
+        rows = self.pages.rows(envs, self._cursor[envs], count)
         for name, target in zip(SERVED, buffer, strict=False):
             if name in self.pages:
                 self.pages.copy(name, target, rows, env_ids)
-        first = self._is_first.copy()
+        if self.mark_first_frame_done:
+            buffer.done[0].logical_or_(torch.from_numpy(self._is_first).to(self.device))
         self._is_first[envs] = False
+        self._cursor[envs] += count - 1
+        self._move_on(buffer, envs)
+        rows = self.pages.rows(envs, self._cursor[envs], 1)
+        self._fill_next(OBS, buffer.observation, buffer.next_observation, rows, env_ids)
+        if CRITIC_OBS in self.pages:
+            now, then = buffer.privileged_observation, buffer.next_privileged_observation
+            self._fill_next(CRITIC_OBS, now, then, rows, env_ids)
+
+    def _fill_next(self, name: str, now: Any, then: Any, rows: Tensor, env_ids: Tensor | None) -> None:
+        tree_map(lambda a, b: b[:-1].copy_(a[1:]), now, then)
+        self.pages.copy(name, tree_map(lambda leaf: leaf[-1:], then), rows, env_ids)
+
+    def _move_on(self, buffer: Any, envs: np.ndarray) -> None:
+        """Advance the cursors by one, and mark the last step where that ends a trajectory."""
         self._cursor[envs] += 1
         at_end = np.zeros(self.num_envs, bool)
         for env in envs[self._cursor[envs] >= self._length[envs]]:
             at_end[env] = self._maintain_handler(int(env))
         if at_end.any():
             ended = torch.from_numpy(at_end).to(self.device)
-            buffer.timeout.logical_or_(ended & ~buffer.done)
-            buffer.done.logical_or_(ended)
-        if self.mark_first_frame_done:
-            buffer.done.logical_or_(torch.from_numpy(first).to(self.device))
-        rows = self.pages.rows(envs, self._cursor[envs])
-        self.pages.copy(OBS, buffer.next_observation, rows, env_ids)
-        if CRITIC_OBS in self.pages:
-            self.pages.copy(CRITIC_OBS, buffer.next_privileged_observation, rows, env_ids)
+            buffer.timeout[-1].logical_or_(ended & ~buffer.done[-1])
+            buffer.done[-1].logical_or_(ended)

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from canter.storage.rollout_files.catalog import (
     FORMAT_VERSION,
     MANIFEST,
     METADATA,
+    check_schema,
     find_trajectory,
     manifest_line,
     read_metadata,
@@ -22,7 +24,7 @@ from canter.storage.rollout_files.catalog import (
     trajectory_folders,
     write_json,
 )
-from canter.storage.rollout_files.container import ChunkInfo, peek_chunk, write_chunk
+from canter.storage.rollout_files.container import ChunkInfo, peek_chunk, schema_of, write_chunk
 from canter.utils.files import RunLock, remove_stale_temps
 
 _PENDING = re.compile(r"\.pending_trajectory_[0-9]+")
@@ -34,9 +36,12 @@ class TrajectoryWriter:
     Args:
         directory: Made if it is missing; RunLockedError if another process writes to it.
         metadata: Kept in metadata.json beside the totals.
+        num_threads: Files written at once; most of the time goes into waiting for the disk.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], metadata: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str], metadata: Mapping[str, Any] | None = None, num_threads: int = 8
+    ) -> None:
         self.directory = Path(directory)
         self._lock: RunLock | None = RunLock(self.directory)
         try:
@@ -49,6 +54,9 @@ class TrajectoryWriter:
         self.num_steps = sum(info.end - info.start for info in infos)
         self.num_trajectories = len({info.path.parent for info in infos})
         self.num_episodes = sum(bool(info.ended) for info in infos)
+        self.schema = infos[0].schema if infos else None
+        self._pool = ThreadPoolExecutor(num_threads)
+        self._writes: list[Future[ChunkInfo]] = []
         self._unlisted: list[ChunkInfo] = []
 
     def _clean(self) -> None:
@@ -77,15 +85,20 @@ class TrajectoryWriter:
         """Where it is while nobody knows whether it will be kept; readers do not look there."""
         return self.directory / f".pending_trajectory_{number}"
 
-    def add(self, number: int, arrays: Mapping[str, np.ndarray], start: int, ended: str = "") -> ChunkInfo:
-        """Write a piece of a trajectory; it is acknowledged by the next `flush`."""
-        info = write_chunk(self.folder(number), arrays, start, ended)
-        self._count(info)
-        return info
+    def add(self, number: int, arrays: Mapping[str, np.ndarray], start: int, ended: str = "") -> None:
+        """Write a piece of a trajectory; `flush` waits for it and acknowledges it. The arrays must not change."""
+        self._check(arrays)
+        self._writes.append(self._pool.submit(write_chunk, self.folder(number), arrays, start, ended))
 
-    def add_pending(self, number: int, arrays: Mapping[str, np.ndarray], start: int, ended: str = "") -> ChunkInfo:
+    def add_pending(self, number: int, arrays: Mapping[str, np.ndarray], start: int, ended: str = "") -> None:
         """Write a piece of a trajectory that `publish` keeps or `discard` drops."""
-        return write_chunk(self.pending_folder(number), arrays, start, ended)
+        self._check(arrays)
+        write_chunk(self.pending_folder(number), arrays, start, ended)
+
+    def _check(self, arrays: Mapping[str, np.ndarray]) -> None:
+        schema = schema_of(arrays)
+        self.schema = self.schema or schema
+        check_schema(self.directory, schema, self.schema)
 
     def publish(self, number: int) -> None:
         """Keep a pending trajectory: all of its files appear at once."""
@@ -106,6 +119,9 @@ class TrajectoryWriter:
 
     def flush(self) -> None:
         """Acknowledge everything written so far, and bring metadata.json up to date."""
+        writes, self._writes = self._writes, []
+        for write in writes:
+            self._count(write.result())
         if self._unlisted:
             lines = "".join(manifest_line(self.directory, info) for info in self._unlisted)
             with (self.directory / MANIFEST).open("a", encoding="utf-8") as file:
@@ -132,6 +148,7 @@ class TrajectoryWriter:
                     folder.rmdir()
             self._drop_pending()
         finally:
+            self._pool.shutdown()
             lock.release()
 
     def __enter__(self) -> TrajectoryWriter:
