@@ -87,14 +87,17 @@ def observation_mirror(layout: ObsLayout, given: Any, what: str) -> Mirror:
     if unknown or missing:
         problem = f"unknown {sorted(unknown)}" if unknown else f"missing {sorted(missing)}"
         raise ValueError(f"{what} has a mirror for each of {list(layout.shapes)}, 'same' where it has none: {problem}")
+    entries = {name: dict(part) if isinstance(part, Mapping) else part for name, part in given.items()}
+    sources = {name: part.pop("pair", name) if isinstance(part, dict) else name for name, part in entries.items()}
     permutation: list[int] = []
     signs: list[float] = []
     for name, size in layout.sizes.items():
-        entry = dict(given[name]) if isinstance(given[name], Mapping) else given[name]
-        source = entry.pop("pair", name) if isinstance(entry, dict) else name
+        source = sources[name]
         if layout.sizes.get(source) != size:
             raise ValueError(f"{what} {name!r} of {size} values is paired with {source!r}, which is not of that size")
-        part, part_signs = read_mirror(entry, size, f"{what} {name!r}")
+        if sources[source] != name:
+            raise ValueError(f"{what} {name!r} is paired with {source!r}, but that is not paired with {name!r}")
+        part, part_signs = read_mirror(entries[name], size, f"{what} {name!r}")
         permutation += [layout.slice(source).start + i for i in part]
         signs += part_signs
     return Mirror(permutation, signs, what)
