@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any
 
@@ -33,8 +34,8 @@ class EstimatorSettings:
 class EstimatorAlgoMixin(EstimatorSettings):
     """Adds `<name>_loss` for every entry in the policy's `estimates` to an algorithm that it precedes."""
 
-    policy: Any
-    loss_weights: Any
+    policy: Any = dataclasses.field(init=False)
+    loss_weights: dict[str, Any] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,177 @@
+"""Every preset policy and every pair of stages, with and without memory: what holds for one must hold for all.
+
+The table is tests/policy_table.py; a stage added there is run through everything here.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from policy_table import PAIRS, PRESETS, KitEnv, build, build_algorithm
+
+from canter.modules.build import POLICIES, build_actor_critic
+from canter.storage.trajectories import Trajectories, episode_starts, start_positions, trajectory_index
+from canter.utils.checkpoint import load_checkpoint, save_checkpoint
+from canter.utils.config import setting_names
+from canter.utils.debug import NoHostSync
+
+GOLDEN = Path(__file__).parent / "policy_keys.json"
+UNTRAINED = ("discriminator",)  # learned by APPO alone
+
+
+def ids(case):
+    return case.id
+
+
+presets = pytest.mark.parametrize("case", PRESETS, ids=ids)
+every = pytest.mark.parametrize("case", [*PRESETS, *PAIRS], ids=ids)
+
+
+def rollout_of(policy, num_steps=5, num_envs=3):
+    """Observations, episode ends in the middle, and tosses of a (T, N) rollout."""
+    generator = torch.Generator().manual_seed(1)
+    obs = torch.randn(num_steps, num_envs, 49, generator=generator)
+    critic_obs = torch.randn(num_steps, num_envs, 51, generator=generator)
+    dones = torch.tensor([[0, 0, 1], [1, 0, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0]]).bool()
+    tosses = {name: torch.rand(num_steps, num_envs, 1, generator=generator) < 0.5 for name in policy.coins}
+    return obs, critic_obs, dones, tosses
+
+
+@every
+def test_a_sequence_cut_at_episode_ends_is_its_steps(case):
+    policy = build(case)
+    obs, critic_obs, dones, tosses = rollout_of(policy)
+    hidden, steps, kept = policy.initial_hidden(3), [], []
+    for t in range(5):
+        kept.append(hidden)
+        out = policy(obs[t], critic_obs[t], hidden, None, {name: toss[t] for name, toss in tosses.items()})
+        steps.append(out)
+        hidden = {name: state.masked_fill(dones[t].view(-1, 1, 1, 1), 0.0) for name, state in out.hidden.items()}
+    trajectories, first = None, {}
+    if policy.is_recurrent:
+        starts = episode_starts(dones)
+        row, column = trajectory_index(starts)
+        trajectories = Trajectories(row, column, 6)
+        where = start_positions(starts, column, 6)
+        first = {name: torch.stack([h[name] for h in kept]).flatten(0, 1)[where] for name in hidden}
+    whole = policy(obs, critic_obs, first, trajectories, tosses)
+    for name, value in {**whole.params, **whole.aux, "value": whole.value}.items():
+        if name == "sigma":
+            continue
+        parts = [{**out.params, **out.aux, "value": out.value}[name] for out in steps]
+        torch.testing.assert_close(value, torch.stack(parts), rtol=1e-4, atol=1e-5, msg=name)
+
+
+@every
+def test_learning_sees_what_collecting_saw_and_teaches_every_part(case, collect):
+    env = KitEnv()
+    alg = build_algorithm(case, env, empirical_normalization=True)
+    collect(alg, env)
+    alg.update(0)  # the normalisers know something now
+    collect(alg, env)
+    assert alg.rollout.dones[1:-1].any(), "no reset inside the rollout"
+    for batch in alg.mini_batches():
+        out = alg.policy(batch.obs, batch.critic_obs, batch.hidden, batch.trajectories, batch.tosses)
+        log_prob = alg.policy.distribution.log_prob(out.params, batch.actions)
+        torch.testing.assert_close(log_prob, batch.old_actions_log_prob.squeeze(-1), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(out.value, batch.values, rtol=1e-4, atol=1e-4)
+    before = {name: p.detach().clone() for name, p in alg.policy.named_parameters()}
+    alg.update(1)
+    changed = {name.partition(".")[0] for name, p in alg.policy.named_parameters() if not torch.equal(p, before[name])}
+    parts = {name.partition(".")[0] for name in before} - set(UNTRAINED)
+    assert parts <= changed
+
+
+@presets
+def test_acting_and_learning_never_wait_for_the_device(case, collect):
+    env = KitEnv()
+    alg = build_algorithm(case, env, empirical_normalization=True, schedule="adaptive")
+    collect(alg, env)
+    alg.update(0)  # constants go to the device and optimizer state is made here
+    obs, critic_obs = env.get_observations()
+    for _ in range(6):
+        with NoHostSync():
+            actions = alg.act(obs, critic_obs)
+        record = env.step(actions)
+        with NoHostSync():
+            alg.process_step(record)
+        obs, critic_obs = record.obs, record.critic_obs
+    with NoHostSync():
+        alg.compute_returns(critic_obs)
+    for deal in alg.deal()[0]:
+        with NoHostSync():
+            alg.learn_step(*deal)
+
+
+@presets
+def test_a_pass_leaves_nothing_on_the_policy(case):
+    policy = build(case)
+    obs, critic_obs, _, _ = rollout_of(policy)
+    before = {name: id(value) for name, value in vars(policy).items()}
+    policy(obs[0], critic_obs[0])
+    policy.infer(obs[0])
+    policy.value(critic_obs[0])
+    assert {name: id(value) for name, value in vars(policy).items()} == before
+    assert all(memory.state is None for memory in policy.memories.values())
+
+
+@presets
+def test_a_saved_policy_acts_the_same_in_another_process_order(case, tmp_path):
+    one, other = build(case), build(case, seed=9)
+    obs, critic_obs, _, _ = rollout_of(one)
+    save_checkpoint(tmp_path / "p.pt", {"model_state_dict": one.state_dict()})
+    before = other(obs[0], critic_obs[0])
+    other.load_state_dict(load_checkpoint(tmp_path / "p.pt")["model_state_dict"])
+    expected, got = one(obs[0], critic_obs[0]), other(obs[0], critic_obs[0])
+    assert not torch.equal(before.mean, expected.mean)
+    assert torch.equal(got.mean, expected.mean)
+    assert torch.equal(got.value, expected.value)
+    assert torch.equal(one.act_inference(obs[0]), other.act_inference(obs[0]))
+
+
+@presets
+def test_the_shell_is_the_core(case):
+    core, shell = build(case), build(case)
+    hidden = core.initial_hidden(3)
+    obs, critic_obs, _, _ = rollout_of(core)
+    for t in range(3):
+        action, hidden_after = core.infer(obs[t], hidden)
+        assert torch.equal(shell.act_inference(obs[t]), action)
+        value, hidden = core.value(critic_obs[t], hidden_after)
+        assert torch.equal(shell.evaluate(critic_obs[t]), value)
+    states = shell.get_hidden_states()
+    if core.is_recurrent:
+        packed = shell.unpack_hidden(states, "actor") | shell.unpack_hidden(states, "critic")
+        assert packed.keys() == hidden.keys()
+        assert all(torch.equal(packed[name], hidden[name]) for name in hidden)
+    else:
+        assert states is None
+
+
+@presets
+def test_names_and_order_of_the_weights_stay(case):
+    golden = json.loads(GOLDEN.read_text())
+    policy = build(case)
+    assert [[name, list(p.shape)] for name, p in policy.named_parameters()] == golden[case.id]["parameters"]
+    assert list(policy.state_dict()) == golden[case.id]["state_dict"]
+
+
+@presets
+def test_settings_are_the_constructors_and_unknown_ones_are_refused(case):
+    if case.name not in POLICIES:
+        return
+    env = KitEnv()
+    assert case.settings.keys() <= setting_names(case.cls)
+    policy = build_actor_critic(env, case.name, case.settings)
+    assert policy.obs_segments == env.obs_segments
+    with pytest.raises(TypeError, match=f"{case.name} has no setting 'actor_hiden_dims'; did you mean"):
+        build_actor_critic(env, case.name, case.settings | {"actor_hiden_dims": [3]})
+    with pytest.raises(TypeError, match=f"{case.name} has no setting 'foo_bar_baz'"):
+        case.cls(49, 51, 2, foo_bar_baz=1, **case.settings)
+
+
+@presets
+def test_segments_that_do_not_add_up_are_refused(case):
+    with pytest.raises(ValueError, match="add up to 2 values, but the observation has 49"):
+        case.cls(49, 51, 2, obs_segments={"pos": 2}, **case.settings)
