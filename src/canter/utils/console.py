@@ -43,6 +43,7 @@ class Console:
         enabled: False shows nothing.
         start_iteration: Iterations that were complete when this training began.
         stream: Where to write, if not standard output.
+        unit: What is counted.
     """
 
     def __init__(
@@ -52,7 +53,9 @@ class Console:
         enabled: bool = True,
         start_iteration: int = 0,
         stream: TextIO | None = None,
+        unit: str = "iteration",
     ) -> None:
+        self.unit = unit
         self.total_iterations = total_iterations
         self.title = title
         self.iteration = start_iteration
@@ -160,7 +163,7 @@ class Console:
         bar = ProgressBar(total=max(1, self.total_iterations), completed=done, complete_style="cyan")
         facts = f"{_short(self.timesteps)} steps   {_short(self.rate())} steps/s   {_clock(self.seconds_left())} left"
         head, middle, cells = _grid(1, None), _grid(1, None), _grid(1, None, 1, None, 1, None)
-        count = f"iteration {self.iteration}/{self.total_iterations}"
+        count = f"{self.unit} {self.iteration}/{self.total_iterations}"
         head.add_row(Text(self._writable(self.title), style="bold"), count)
         middle.add_row(bar, facts)
         row: list[Text] = []
