@@ -91,6 +91,7 @@ class ActorCritic(Policy):
         """What the parts are called that the next stage gets; a stage that changes their widths replaces it."""
         if action_space is None:
             action_space = Box(-np.inf, np.inf, (num_actions,))
+        self.action_space = action_space
         self.distribution = distribution_for(action_space, squash_actions, action_distribution)
         self.num_actions, self.noise_std_type = num_actions, noise_std_type
         self.state_dependent_std = state_dependent_std

@@ -127,9 +127,15 @@ class Policy(nn.Module):
     @final
     def infer(self, obs: Obs, hidden: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Hidden]:
         """The deterministic action as the environment wants it, and the state after it."""
+        params, hidden = self.act_params(obs, hidden)
+        return self.distribution.to_env(self.distribution.mode(params)), hidden
+
+    @final
+    def act_params(self, obs: Obs, hidden: Mapping[str, Tensor] | None = None) -> tuple[Params, Hidden]:
+        """The action distribution alone, without the critic, and the state after it."""
         ctx = Context(dict(self.initial_hidden(batch_size(obs)) if hidden is None else hidden))
         params = self.actor_params(self.obs_normalizer.normalize(obs), ctx)  # pyright: ignore[reportCallIssue]
-        return self.distribution.to_env(self.distribution.mode(params)), ctx.hidden
+        return params, ctx.hidden
 
     @final
     def value(
