@@ -29,6 +29,9 @@ SPACES = {
     "multi_discrete": (VECTOR, CRITIC_VECTOR, spaces.MultiDiscrete([3, 2])),
     "squashed": (VECTOR, CRITIC_VECTOR, REACH),
     "lstm_discrete": (VECTOR, CRITIC_VECTOR, spaces.Discrete(4)),
+    "beta": (VECTOR, CRITIC_VECTOR, REACH),
+    "lstm_beta": (VECTOR, CRITIC_VECTOR, REACH),
+    "state_std": (VECTOR, CRITIC_VECTOR, REACH),
     "dict": (NESTED, NESTED, REACH),
 }
 
@@ -83,6 +86,8 @@ def build_policy(kind="mlp", **settings):
         return build_pair(obs_space, critic_space, action_space, MLPActor, MLPCritic, cfg, cfg)
     num_actions = {"Discrete": 4, "MultiDiscrete": 5}.get(type(action_space).__name__, 2)
     settings = {"actor_hidden_dims": (8,), "critic_hidden_dims": (8,), "action_space": action_space} | settings
+    settings |= {"action_distribution": "beta"} if kind.endswith("beta") else {}
+    settings |= {"state_dependent_std": True} if kind == "state_std" else {}
     if kind.startswith(("lstm", "gru")):
         settings = {"rnn_hidden_size": 8, "rnn_type": kind.partition("_")[0]} | settings
         return ActorCriticRecurrent(NUM_OBS, NUM_CRITIC_OBS, num_actions, **settings)

@@ -17,7 +17,8 @@ from canter.modules.normalizer import EmpiricalNormalization
 from canter.utils.metrics import EpisodeTracker
 
 KINDS = ["mlp", "lstm", "gru", "discrete", "multi_discrete", "squashed", "lstm_discrete", "dict"]
-RECURRENT = ["lstm", "gru", "lstm_discrete"]
+KINDS += ["beta", "lstm_beta", "state_std"]
+RECURRENT = ["lstm", "gru", "lstm_discrete", "lstm_beta"]
 
 
 def behaviour_errors(alg):
@@ -56,7 +57,7 @@ def test_the_policy_that_learns_is_the_one_that_acted(make_ppo, collect, kind, h
     assert all(m.count > 0 and m.mean.abs().min() > 0.1 for m in moved)
 
 
-@pytest.mark.parametrize("kind", ["mlp", "discrete", "multi_discrete", "squashed", "dict"])
+@pytest.mark.parametrize("kind", ["mlp", "discrete", "multi_discrete", "squashed", "dict", "beta", "state_std"])
 def test_the_ratio_is_exactly_one_for_the_batch_that_acted(make_ppo, collect, kind):  # C4
     alg, env = make_ppo(kind, 4, 6, num_mini_batches=2, learning_rate=0.0, empirical_normalization=True)
     for iteration in range(2):

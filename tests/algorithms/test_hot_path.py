@@ -9,6 +9,8 @@ from canter.utils.debug import NoHostSync
 from canter.utils.returns import gae
 
 KINDS = ["mlp", "lstm", "gru", "discrete", "multi_discrete", "squashed", "lstm_discrete", "dict"]
+KINDS += ["beta", "lstm_beta", "state_std"]
+MIRROR = {"obs": {"obs": [1, -1, -1]}, "critic_obs": {"obs": [1, 1, 1, -1, -1]}, "actions": {"permutation": [1, 0]}}
 
 
 def one_iteration(alg, env, guard):
@@ -50,6 +52,18 @@ def test_acting_and_learning_never_wait_for_the_device(make_ppo, kind, has_inval
         settings["rnd_cfg"]["weight_schedule"] = {"mode": "linear", "final_step": 10, "final_value": 0.0}
     alg, env = make_ppo(kind, has_invalid_steps=has_invalid_steps, **settings)
     # Constants go to the device and optimizer state is made in the first iteration, as in the warm-up of a capture.
+    one_iteration(alg, env, torch.enable_grad)
+    assert one_iteration(alg, env, NoHostSync) == 2 * 6 + 1 + 2 + 1
+
+
+@pytest.mark.parametrize("kind", ["mlp", "lstm", "gru", "discrete", "squashed", "beta", "lstm_beta", "state_std"])
+@pytest.mark.parametrize("has_invalid_steps", [False, True])
+def test_mirror_images_and_normalised_values_never_wait_for_the_device(make_ppo, kind, has_invalid_steps):
+    mirror = {**MIRROR, "mirror_loss_coef": 0.5}
+    mirror |= {"actions": {"permutation": [1, 0, 3, 2]}} if kind == "discrete" else {}
+    settings = {"symmetry_cfg": mirror, "value_normalization": "popart", "empirical_normalization": True}
+    settings |= {"num_mini_batches": 2, "schedule": "adaptive"}
+    alg, env = make_ppo(kind, has_invalid_steps=has_invalid_steps, **settings)
     one_iteration(alg, env, torch.enable_grad)
     assert one_iteration(alg, env, NoHostSync) == 2 * 6 + 1 + 2 + 1
 
