@@ -22,6 +22,7 @@ COMMANDS = {
         "canter.cli.check",
         "check-env TASK: how canter understands an environment, and what is wrong with it",
     ),
+    "collect": ("canter.cli.collect", "collect RUN: let a policy play and save its trajectories"),
     "bench": ("canter.cli.bench", "bench [iteration|cpu|scaling]: how fast canter is on this machine"),
 }
 

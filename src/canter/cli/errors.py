@@ -30,6 +30,7 @@ def user_errors() -> Iterator[None]:
 
 def exit_code(error: BaseException) -> int | None:
     """The exit code that tells a script what happened; None if the traceback is what the user needs."""
+    from canter.storage.rollout_files import DatasetError, TrajectoryFileError
     from canter.utils.checkpoint import CheckpointError
     from canter.utils.files import RunLockedError
     from canter.utils.metrics import NonFiniteError
@@ -38,7 +39,7 @@ def exit_code(error: BaseException) -> int | None:
         return USAGE
     if isinstance(error, NonFiniteError):
         return NUMERIC
-    if isinstance(error, (CheckpointError, RunLockedError, OSError)):
+    if isinstance(error, (CheckpointError, RunLockedError, OSError, DatasetError, TrajectoryFileError)):
         return STORAGE
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED

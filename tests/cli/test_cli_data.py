@@ -1,0 +1,47 @@
+"""`canter collect`, `canter dagger` and `canter motion`, as a user types them."""
+
+import json
+
+import pytest
+import torch
+
+from canter.cli.__main__ import main
+from canter.storage.rollout_files import RolloutDataset
+
+
+def test_collect_saves_what_the_policy_does_and_continues(trained, capsys):
+    out = trained / "demos"
+    args = ["collect", str(trained), "--out", str(out), "--num-envs", "4", "--file-steps", "16"]
+    assert main([*args, "--steps", "100"]) == 0
+    metadata = json.loads((out / "metadata.json").read_text())
+    assert metadata["env"] == "canter/CartPole"
+    assert metadata["total_timesteps"] == 128  # whole buffers of 4 x 16
+    assert "128 steps" in capsys.readouterr().out
+    assert main([*args, "--steps", "200"]) == 0
+    assert json.loads((out / "metadata.json").read_text())["total_timesteps"] == 256
+    data = RolloutDataset(out, 2, device="cpu")
+    batch = data.get_batch(5)
+    assert batch.observation.shape == (5, 2, 4)
+    assert set(batch.action.flatten().tolist()) <= {0, 1}
+
+
+def test_collect_is_greedy_unless_told(trained):
+    from canter.cli.runs import find_checkpoint, load_policy, read_run
+
+    out = trained / "demos"
+    assert main(["collect", str(trained), "--steps", "64", "--num-envs", "2"]) == 0
+    batch = RolloutDataset(trained / "demonstrations", 1, device="cpu").get_batch(5)
+    policy = load_policy(read_run(trained), find_checkpoint(trained, None), 2, 0, "cpu").policy
+    with torch.no_grad():
+        assert torch.equal(policy.act_inference(batch.observation[:, 0]), batch.action[:, 0])
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(("flags", "text"), [
+    (["--num-envs", "0"], "--num-envs is too small"),
+    (["--checkpoint", "model_77.pt"], "no checkpoint"),
+    (["--images", "{camera: normalized_image}"], "obs_segments"),
+])  # fmt: skip
+def test_collect_refuses_in_one_line(trained, capsys, flags, text):
+    assert main(["collect", str(trained), *flags]) == 2
+    assert text in capsys.readouterr().err
