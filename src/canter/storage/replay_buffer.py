@@ -1,0 +1,68 @@
+"""A ring of state pairs on the device: past features of a policy, for a discriminator that should not forget them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+class ReplayBuffer:
+    """The last `buffer_size` pairs (state, next state); `insert` and `sample` are tensor code and may be captured.
+
+    Args:
+        obs_dim: Width of a state.
+        buffer_size: How many pairs are kept.
+        device: Where.
+    """
+
+    def __init__(self, obs_dim: int, buffer_size: int, device: torch.device | str = "cpu") -> None:
+        if obs_dim < 1 or buffer_size < 1:
+            raise ValueError(f"obs_dim and buffer_size must be at least 1, got {obs_dim} and {buffer_size}")
+        self.buffer_size, self.device = buffer_size, torch.device(device)
+        self.states = torch.zeros(buffer_size, obs_dim, device=self.device)
+        self.next_states = torch.zeros(buffer_size, obs_dim, device=self.device)
+        # On the device, so that a replayed graph moves them on.
+        self._step = torch.zeros((), dtype=torch.long, device=self.device)
+        self._num_samples = torch.zeros((), dtype=torch.long, device=self.device)
+        self._offsets = torch.arange(buffer_size, device=self.device)
+
+    @property
+    def step(self) -> int:
+        """Where the next pair goes; waits for the device."""
+        return int(self._step)
+
+    @property
+    def num_samples(self) -> int:
+        """How many pairs there are; waits for the device."""
+        return int(self._num_samples)
+
+    def insert(self, states: Tensor, next_states: Tensor) -> None:
+        """Write (B, D) pairs over the oldest; of more than fit, the last."""
+        if states.shape != next_states.shape or states.shape[1:] != self.states.shape[1:]:
+            raise ValueError(
+                f"pairs of shape {tuple(states.shape)} and {tuple(next_states.shape)} do not fit a buffer of width "
+                f"{self.states.shape[1]}"
+            )
+        states, next_states = states[-self.buffer_size :], next_states[-self.buffer_size :]
+        rows = (self._step + self._offsets[: len(states)]).remainder(self.buffer_size)
+        self.states.index_copy_(0, rows, states.to(self.states))
+        self.next_states.index_copy_(0, rows, next_states.to(self.states))
+        self._step.add_(len(states)).remainder_(self.buffer_size)
+        self._num_samples.add_(len(states)).clamp_(max=self.buffer_size)
+
+    def sample(self, count: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """(count, D) pairs, uniform with replacement over those that were written; zeros while there are none."""
+        chance = torch.rand(count, generator=generator, device=self.device, dtype=torch.float64)
+        rows = (chance * self._num_samples).long()
+        return self.states[rows], self.next_states[rows]
+
+    def feed_forward_generator(
+        self, num_mini_batch: int, mini_batch_size: int, generator: torch.Generator | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """So many batches of pairs, uniform with replacement."""
+        if self.num_samples == 0:
+            raise ValueError("the replay buffer is empty; insert() something first")
+        for _ in range(num_mini_batch):
+            yield self.sample(mini_batch_size, generator)

@@ -1,0 +1,104 @@
+"""The ring of state pairs: the newest are kept, pairs stay together, and nothing waits for the device."""
+
+import pytest
+import torch
+
+from canter.storage.replay_buffer import ReplayBuffer
+from canter.utils.debug import NoHostSync
+
+
+def pairs(first, count, width=2):
+    states = torch.arange(first, first + count).float()[:, None].expand(count, width)
+    return states, states + 0.5
+
+
+def content(buffer):
+    return sorted(buffer.states[: buffer.num_samples, 0].int().tolist())
+
+
+def test_the_documented_attributes():
+    buffer = ReplayBuffer(3, 10, "cpu")
+    assert buffer.states.shape == buffer.next_states.shape == (10, 3)
+    assert (buffer.step, buffer.num_samples, buffer.buffer_size) == (0, 0, 10)
+
+
+def test_a_write_over_the_end_is_split():
+    buffer = ReplayBuffer(2, 5, "cpu")
+    buffer.insert(*pairs(0, 3))
+    assert (buffer.step, buffer.num_samples) == (3, 3)
+    buffer.insert(*pairs(3, 4))
+    assert (buffer.step, buffer.num_samples) == (2, 5)
+    assert buffer.states[:, 0].tolist() == [5, 6, 2, 3, 4]
+    assert torch.equal(buffer.next_states, buffer.states + 0.5)
+
+
+def test_of_more_than_fit_the_last_are_kept():
+    buffer = ReplayBuffer(2, 4, "cpu")
+    buffer.insert(*pairs(0, 11))
+    assert content(buffer) == [7, 8, 9, 10]
+    buffer.insert(*pairs(11, 1))
+    assert content(buffer) == [8, 9, 10, 11]
+
+
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_it_is_a_ring_whatever_the_batches(size):
+    buffer, written, generator = ReplayBuffer(1, size, "cpu"), [], torch.Generator().manual_seed(size)
+    for _ in range(30):
+        count = int(torch.randint(0, 2 * size + 2, (), generator=generator))
+        buffer.insert(*pairs(len(written), count, 1))
+        written += range(len(written), len(written) + count)
+        assert content(buffer) == written[-size:]
+
+
+def test_samples_are_uniform_over_what_was_written_and_stay_pairs():
+    buffer = ReplayBuffer(2, 100, "cpu")
+    buffer.insert(*pairs(1, 4))
+    torch.manual_seed(0)
+    drawn = list(buffer.feed_forward_generator(3, 4000))
+    assert len(drawn) == 3
+    states = torch.cat([s for s, _ in drawn])
+    assert torch.equal(torch.cat([n for _, n in drawn]), states + 0.5)
+    counts = torch.bincount(states[:, 0].long(), minlength=5)
+    assert counts[0] == 0
+    assert (counts[1:] - 3000).abs().max() < 200  # four standard deviations
+
+
+def test_one_seed_controls_the_samples():
+    buffer = ReplayBuffer(2, 100, "cpu")
+    buffer.insert(*pairs(1, 50))
+    a, b = (buffer.sample(10, torch.Generator().manual_seed(3))[0] for _ in range(2))
+    assert torch.equal(a, b)
+
+
+def test_nothing_to_draw_from_is_an_error():
+    with pytest.raises(ValueError, match="empty"):
+        next(ReplayBuffer(2, 5, "cpu").feed_forward_generator(1, 1))
+
+
+def test_other_widths_are_refused():
+    with pytest.raises(ValueError, match="width 2"):
+        ReplayBuffer(2, 5, "cpu").insert(torch.zeros(3, 3), torch.zeros(3, 3))
+    with pytest.raises(ValueError, match="at least 1"):
+        ReplayBuffer(2, 0, "cpu")
+
+
+def test_inserting_and_sampling_do_not_wait_for_the_device():
+    buffer = ReplayBuffer(2, 5, "cpu")
+    states, next_states = pairs(0, 3)
+    with NoHostSync():
+        buffer.insert(states, next_states)
+        buffer.sample(4)
+
+
+@pytest.mark.gpu
+def test_captured_inserts_go_on_where_the_last_replay_ended():
+    buffer = ReplayBuffer(1, 8, "cuda")
+    states = torch.zeros(3, 1, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        buffer.insert(states, states + 0.5)
+    for value in (1.0, 2.0, 3.0):
+        states.fill_(value)
+        graph.replay()
+    assert buffer.states[:, 0].tolist() == [3, 1, 1, 2, 2, 2, 3, 3]
+    assert (buffer.step, buffer.num_samples) == (1, 8)
