@@ -1,0 +1,166 @@
+"""Learning from mirror images: what enters the losses, memories of mirror images, and what is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from canter.algorithms.ppo import PPO
+from canter.algorithms.symmetry import Symmetry
+from canter.envs.torch_envs import PointRobot
+from canter.modules.actor_critic import ActorCritic
+
+MIRROR = {"obs": {"obs": [1, -1, -1]}, "critic_obs": {"obs": [1, 1, 1, -1, -1]}, "actions": [1, -1]}
+
+
+def odd_policy():
+    """Actor and critic for which the image of the output is the output for the image, under a change of all signs."""
+    torch.manual_seed(0)
+    policy = ActorCritic(3, 5, 2, actor_hidden_dims=(8,), critic_hidden_dims=(8,), activation="tanh")
+    for name, parameter in policy.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(parameter)
+    nn.init.zeros_(policy.critic[-1].weight)
+    return policy
+
+
+def batch_of(alg):
+    (batch,) = alg.mini_batches()
+    return batch
+
+
+def test_augmented_losses_are_the_mean_of_both_images(make_ppo, collect):
+    alg, env = make_ppo(symmetry_cfg=MIRROR)
+    collect(alg, env)
+    batch = batch_of(alg)
+    image = alg.symmetry.mirrored(batch)
+    both = [alg.loss_terms(b, alg.batch_output(b)) for b in (batch, image)]
+    given = alg.compute_losses(batch)
+    for name in ("surrogate_loss", "value_loss"):
+        assert both[0].losses[name] != both[1].losses[name]
+        torch.testing.assert_close(given.losses[name], (both[0].losses[name] + both[1].losses[name]) / 2)
+    assert given.losses["entropy"] == both[0].losses["entropy"]
+    assert given.stats["approx_kl"] == both[0].stats["approx_kl"] == 0  # statistics are those of what was done
+    assert torch.equal(image.obs, batch.obs * torch.tensor([1.0, -1.0, -1.0]))
+    assert torch.equal(image.critic_obs, batch.critic_obs * torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0]))
+    assert torch.equal(image.actions, batch.actions * torch.tensor([1.0, -1.0]))
+    assert torch.equal(image.old_actions_log_prob, batch.old_actions_log_prob)
+
+
+def test_the_mirror_loss_is_the_squared_difference_of_means(make_ppo, collect):
+    alg, env = make_ppo(symmetry_cfg={**MIRROR, "augment": False, "mirror_loss_coef": 0.5})
+    collect(alg, env)
+    batch = batch_of(alg)
+    given = alg.compute_losses(batch).losses
+    flipped = batch.obs * torch.tensor([1.0, -1.0, -1.0])
+    mean, image = (alg.policy(obs, batch.critic_obs).mean for obs in (batch.obs, flipped))
+    expected = (image - mean * torch.tensor([1.0, -1.0])).square().sum(-1).mean()
+    torch.testing.assert_close(given["mirror_loss"], expected)
+    plain = alg.loss_terms(batch, alg.batch_output(batch)).losses
+    assert given["surrogate_loss"] == plain["surrogate_loss"]
+    total = plain["surrogate_loss"] + plain["value_loss"] + 0.5 * expected
+    torch.testing.assert_close(alg.weigh(given), total)
+
+
+def test_a_symmetric_policy_has_no_mirror_loss_and_the_same_losses_on_both_sides(make_ppo, collect):
+    every = {"obs": {"obs": [-1] * 3}, "critic_obs": {"obs": [-1] * 5}, "actions": [-1, -1], "mirror_loss_coef": 1.0}
+    alg, env = make_ppo(policy=odd_policy(), symmetry_cfg=every, use_clipped_value_loss=False)
+    collect(alg, env)
+    batch = batch_of(alg)
+    given, plain = alg.compute_losses(batch).losses, alg.loss_terms(batch, alg.batch_output(batch)).losses
+    assert given["mirror_loss"] < 1e-12
+    torch.testing.assert_close(given["surrogate_loss"], plain["surrogate_loss"])
+
+
+@pytest.mark.parametrize("kind", ["mlp", "lstm", "beta", "discrete"])
+def test_the_mirror_loss_makes_a_policy_symmetric(make_ppo, collect, kind):
+    actions = {"permutation": [1, 0, 3, 2]} if kind == "discrete" else [1, -1]
+    cfg = {**MIRROR, "actions": actions, "augment": False, "mirror_loss_coef": 100.0}
+    alg, env = make_ppo(kind, symmetry_cfg=cfg, learning_rate=3e-3, num_learning_epochs=20)
+    losses = []
+    for iteration in range(4):
+        collect(alg, env)
+        losses.append(alg.update(iteration)[0]["mirror_loss"])
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru", "lstm_beta"])
+def test_memories_of_mirror_images_follow_the_rollout(make_ppo, collect, noise_env, kind):
+    """Learning's sequences of images say what a policy that sees the images step by step says."""
+    alg, env = make_ppo(kind, 4, 6, symmetry_cfg=MIRROR, num_mini_batches=2)
+    hidden = alg.policy.initial_hidden(4)
+    flips, critic_flips = torch.tensor([1.0, -1.0, -1.0]), torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0])
+    for _ in range(2):
+        collect(alg, env)
+        stepped = []
+        for t in range(6):
+            out = alg.policy(
+                alg.rollout.observations[t] * flips, alg.rollout.privileged_observations[t] * critic_flips, hidden
+            )
+            stepped.append({**out.params, "value": out.value})
+            ended = alg.rollout.dones[t].view(-1, 1, 1, 1)
+            hidden = {name: state.masked_fill(ended, 0.0) for name, state in out.hidden.items()}
+        for envs, total in alg.rollout.deal_envs(2):
+            image = alg.symmetry.mirrored(alg.rollout.take_envs(envs, total))
+            out = alg.batch_output(image)
+            for name, value in {**out.params, "value": out.value}.items():
+                expected = torch.stack([step[name].expand(4, value.shape[-1]) for step in stepped])[:, envs]
+                torch.testing.assert_close(value.expand_as(expected), expected, atol=1e-5, rtol=1e-5)
+        alg.rollout.clear()
+    assert any((state != 0).any() for name, state in hidden.items())
+
+
+def test_images_need_no_memory_where_there_is_none(make_ppo):
+    alg, _ = make_ppo(symmetry_cfg=MIRROR)
+    assert alg.policy.carried == {}
+    assert alg.policy.memories == {}
+
+
+def test_a_second_learner_on_the_same_policy_does_not_mirror_mirrors(make_ppo):
+    alg, _ = make_ppo("lstm", symmetry_cfg=MIRROR)
+    PPO(alg.policy, symmetry_cfg=MIRROR)
+    assert set(alg.policy.memories) == {"memory_a", "memory_c", "mirrored_memory_a", "mirrored_memory_c"}
+
+
+def test_observation_statistics_become_symmetric(make_ppo, collect):
+    alg, env = make_ppo(symmetry_cfg=MIRROR, empirical_normalization=True)
+    collect(alg, env)
+    alg.update(0)
+    assert alg.obs_normalizer.mean[1:].abs().max() < 1e-6
+    assert alg.obs_normalizer.mean[0].abs() > 0.1
+    assert alg.critic_obs_normalizer.mean[3:].abs().max() < 1e-6
+
+
+def test_components_are_those_of_the_environment():
+    env = PointRobot(2)
+    policy = ActorCritic(6, 9, 2, obs_segments=env.obs_segments, critic_obs_segments=env.critic_obs_segments)
+    flip = {"velocity": [1, -1], "command": [1, -1], "last_action": [1, -1]}
+    critic = {**flip, "true_velocity": [1, -1], "friction": "same"}
+    made = Symmetry({"obs": flip, "critic_obs": critic, "actions": [1, -1]}, policy, "cpu")
+    assert made.critic_obs.signs == [1, -1, 1, -1, 1, -1, 1, -1, 1]
+    with pytest.raises(ValueError, match="give symmetry_cfg critic_obs mirrors"):
+        Symmetry({"obs": flip, "actions": [1, -1]}, policy, "cpu")
+    with pytest.raises(
+        ValueError, match=r"critic_obs has a mirror for each .* missing \['friction', 'true_velocity'\]"
+    ):
+        Symmetry({"obs": flip, "critic_obs": flip, "actions": [1, -1]}, policy, "cpu")
+
+
+def test_a_symmetry_that_does_nothing_or_is_misspelt_is_refused(make_ppo):
+    with pytest.raises(ValueError, match="neither augments nor has a mirror_loss_coef"):
+        make_ppo(symmetry_cfg={**MIRROR, "augment": False})
+    with pytest.raises(TypeError, match="did you mean 'mirror_loss_coef'"):
+        make_ppo(symmetry_cfg={**MIRROR, "mirror_los_coef": 1.0})
+    with pytest.raises(ValueError, match="symmetry needs flat observations, which ActorCriticPair"):
+        make_ppo("dict", symmetry_cfg=MIRROR)
+
+
+def test_an_actor_and_a_critic_given_apart_call_their_observation_obs(make_ppo):
+    from gymnasium import spaces
+
+    from canter.modules.actors import MLPActor, MLPCritic
+    from canter.modules.build import build_pair
+
+    space = spaces.Box(-1, 1, (3,))
+    pair = build_pair(space, space, spaces.Box(-1, 1, (2,)), MLPActor, MLPCritic)
+    made = Symmetry({"obs": {"obs": [1, -1, 1]}, "actions": [1, -1]}, pair, "cpu")
+    assert made.critic_obs.signs == [1, -1, 1]
