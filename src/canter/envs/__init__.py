@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from canter.envs.check import EnvReport, check_env
+from canter.envs.components import ObsComponents
 from canter.envs.dummy import DummyVecEnv
 from canter.envs.envpool import EnvPoolAdapter
 from canter.envs.gymnasium import GymVecEnv, GymVecEnvContinuous
@@ -27,6 +28,7 @@ __all__ = [
     "GymVectorEnvAdapter",
     "ImageReach",
     "MaskedCartPole",
+    "ObsComponents",
     "Pendulum",
     "PointRobot",
     "RslRlAdapter",
