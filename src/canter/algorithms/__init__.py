@@ -2,10 +2,12 @@
 
 from typing import Any, NamedTuple
 
+from canter.algorithms.appo import APPO, ATPPO, APPOConfig, ATPPOConfig
 from canter.algorithms.estimator import EstimatorAlgoMixin, EstimatorPPO, EstimatorPPOConfig
 from canter.algorithms.ppo import PPO, PPOConfig
 from canter.algorithms.rnd import RND, RNDConfig
 from canter.algorithms.schedules import GET_PROB_FUNC
+from canter.algorithms.tppo import TPPO, TPPOConfig
 
 
 class Entry(NamedTuple):
@@ -16,6 +18,9 @@ class Entry(NamedTuple):
 
 
 REGISTRY: dict[str, Entry] = {
+    "appo": Entry(APPO, APPOConfig),
+    "atppo": Entry(ATPPO, ATPPOConfig),
+    "tppo": Entry(TPPO, TPPOConfig),
     "ppo": Entry(PPO, PPOConfig),
     "estimatorppo": Entry(EstimatorPPO, EstimatorPPOConfig),
 }
@@ -27,15 +32,21 @@ def register_algorithm(name: str, agent_class: type, config_class: type) -> None
 
 
 __all__ = [
+    "APPO",
+    "ATPPO",
     "GET_PROB_FUNC",
     "PPO",
     "REGISTRY",
     "RND",
+    "TPPO",
+    "APPOConfig",
+    "ATPPOConfig",
     "Entry",
     "EstimatorAlgoMixin",
     "EstimatorPPO",
     "EstimatorPPOConfig",
     "PPOConfig",
     "RNDConfig",
+    "TPPOConfig",
     "register_algorithm",
 ]
