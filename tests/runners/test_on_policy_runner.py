@@ -14,7 +14,7 @@ from canter.modules.actor_critic import ActorCritic
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.actors import MLPActor, MLPCritic
 from canter.modules.normalizer import EmpiricalNormalization, NoNormalization
-from canter.runners import LearnResult, OnPolicyRunner, Runner, build_runner
+from canter.runners import LearnResult, OnPolicyRunner, build_runner
 
 SMALL = {"hidden_dims": [8]}
 
@@ -146,7 +146,7 @@ def test_ppo_learns_evaluates_and_saves_through_a_runner(monkeypatch, tmp_path):
     agent.save(tmp_path / "agent.pt")
     assert agent.load(tmp_path / "agent.pt") is None
     calls = []
-    monkeypatch.setattr(Runner, "learn", lambda self, *args, **kwargs: calls.append((args, kwargs)))
+    monkeypatch.setattr(OnPolicyRunner, "learn", lambda self, *args, **kwargs: calls.append((args, kwargs)))
     agent.learn(3, total_timesteps=7)
     assert calls == [((3,), {"total_timesteps": 7})]
     with pytest.raises(ValueError, match=r"need an environment"):

@@ -220,7 +220,8 @@ def test_the_plan_survives_yaml(make_runner):
 
 def test_networks_given_by_class_are_named_in_the_plan_and_found_again():
     cfg = PPOConfig(num_steps_per_env=4)
-    plan = make_plan(None, cfg, "ppo", None, (MLPActor, MLPCritic, {"hidden_dims": [8]}, None))
+    networks = {"actor_class": MLPActor, "critic_class": MLPCritic, "actor_cfg": {"hidden_dims": [8]}}
+    plan = make_plan(None, cfg, "ppo", None, networks)
     config = yaml.safe_load(yaml.safe_dump(plan.to_dict()))
     assert config["policy"]["actor_class"] == "MLPActor"
     runner = OnPolicyRunner(PointRobot(2), config, show_progress=False)

@@ -3,10 +3,13 @@
 from typing import Any, NamedTuple
 
 from canter.algorithms.appo import APPO, ATPPO, APPOConfig, ATPPOConfig
+from canter.algorithms.dqn import DQN, DQNConfig
 from canter.algorithms.estimator import EstimatorAlgoMixin, EstimatorPPO, EstimatorPPOConfig
 from canter.algorithms.ppo import PPO, PPOConfig
 from canter.algorithms.rnd import RND, RNDConfig
+from canter.algorithms.sac import SAC, SACConfig
 from canter.algorithms.schedules import GET_PROB_FUNC
+from canter.algorithms.td3 import TD3, TD3Config
 from canter.algorithms.tppo import TPPO, TPPOConfig
 
 
@@ -23,6 +26,9 @@ REGISTRY: dict[str, Entry] = {
     "tppo": Entry(TPPO, TPPOConfig),
     "ppo": Entry(PPO, PPOConfig),
     "estimatorppo": Entry(EstimatorPPO, EstimatorPPOConfig),
+    "dqn": Entry(DQN, DQNConfig),
+    "sac": Entry(SAC, SACConfig),
+    "td3": Entry(TD3, TD3Config),
 }
 
 
@@ -34,19 +40,25 @@ def register_algorithm(name: str, agent_class: type, config_class: type) -> None
 __all__ = [
     "APPO",
     "ATPPO",
+    "DQN",
     "GET_PROB_FUNC",
     "PPO",
     "REGISTRY",
     "RND",
+    "SAC",
+    "TD3",
     "TPPO",
     "APPOConfig",
     "ATPPOConfig",
+    "DQNConfig",
     "Entry",
     "EstimatorAlgoMixin",
     "EstimatorPPO",
     "EstimatorPPOConfig",
     "PPOConfig",
     "RNDConfig",
+    "SACConfig",
+    "TD3Config",
     "TPPOConfig",
     "register_algorithm",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from canter.algorithms.foreign import import_state
+from canter.algorithms.settings import CommonRunSettings
 from canter.utils.checkpoint import check_compatible
 
 # Part of a policy -> how to have none of it, and how to have it.
@@ -31,6 +33,17 @@ class Algorithm:
     def checkpoint_parts(self) -> dict[str, Any]:
         """Name in the checkpoint -> the object whose state it is. Extended by subclasses."""
         raise NotImplementedError
+
+    def take_settings(self, cfg: Any) -> None:
+        """The settings in `cfg` that are the algorithm's; one given to the constructor as well is an error."""
+        shared = {f.name for f in dataclasses.fields(cfg)} - {f.name for f in dataclasses.fields(CommonRunSettings)}
+        for f in (f for f in dataclasses.fields(self) if f.name in shared):  # pyright: ignore[reportArgumentType]
+            if getattr(self, f.name) != f.default:
+                raise ValueError(f"give {f.name} in cfg, not beside it")
+            setattr(self, f.name, getattr(cfg, f.name))
+        for name in ("seed", "device"):
+            if getattr(self, name) is None:
+                setattr(self, name, getattr(cfg, name))
 
     def modules(self) -> list[nn.Module]:
         """Every network that has a training mode."""

@@ -1,11 +1,12 @@
 """Runners: the outer loop around an algorithm and its environments."""
 
+from canter.runners.off_policy_runner import OffPolicyRunner
 from canter.runners.on_policy_runner import OnPolicyRunner
 from canter.runners.runner import LearnResult, Runner
 from canter.runners.trials import StopTraining, TrialPruned
 from canter.utils.config import build
 
-RUNNERS: dict[str, type] = {"OnPolicyRunner": OnPolicyRunner}
+RUNNERS: dict[str, type] = {"OffPolicyRunner": OffPolicyRunner, "OnPolicyRunner": OnPolicyRunner}
 
 
 def build_runner(name: str, *args: object, **kwargs: object) -> Runner:
@@ -13,4 +14,13 @@ def build_runner(name: str, *args: object, **kwargs: object) -> Runner:
     return build(RUNNERS, name, kwargs, *args)
 
 
-__all__ = ["RUNNERS", "LearnResult", "OnPolicyRunner", "Runner", "StopTraining", "TrialPruned", "build_runner"]
+__all__ = [
+    "RUNNERS",
+    "LearnResult",
+    "OffPolicyRunner",
+    "OnPolicyRunner",
+    "Runner",
+    "StopTraining",
+    "TrialPruned",
+    "build_runner",
+]

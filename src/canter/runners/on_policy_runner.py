@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,23 +11,17 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from canter.algorithms import REGISTRY
 from canter.algorithms.algorithm import Algorithm
-from canter.envs.vec_env import StepRecord
 from canter.modules.build import build_actor_critic
-from canter.modules.normalizer import ReturnScaler
-from canter.runners.run_config import find_algorithm, make_plan
-from canter.runners.run_env import open_env, randomize_ages, seed_env
-from canter.runners.runner import Runner
-from canter.runners.step_stats import StepStats
-from canter.utils.devices import resolve_device
+from canter.runners.collecting import CollectingRunner
+from canter.runners.run_config import make_plan
+from canter.runners.runner import LearnResult
 from canter.utils.metrics import gpu_memory
-from canter.utils.tree import Obs
 
 LOSS_NAMES = {"surrogate_loss": "policy_loss", "entropy": "entropy_loss"}
 
 
-class OnPolicyRunner(Runner):
+class OnPolicyRunner(CollectingRunner):
     """Trains PPO and its family.
 
     Two ways in: `OnPolicyRunner(env, train_cfg, log_dir, device)` with a dict, and
@@ -85,38 +78,28 @@ class OnPolicyRunner(Runner):
     ) -> None:
         if isinstance(train_cfg, Algorithm):
             train_cfg, agent = None, train_cfg
-        plan = make_plan(train_cfg, cfg, algorithm, agent, (actor_class, critic_class, actor_cfg, critic_cfg))
+        networks = {"actor_class": actor_class, "critic_class": critic_class}
+        networks |= {"actor_cfg": actor_cfg, "critic_cfg": critic_cfg}
+        plan = make_plan(train_cfg, cfg, algorithm, agent, networks)
         overrides = {"log_interval": log_interval, "save_interval": save_interval, "eval_interval": eval_interval}
-        overrides |= {"eval_episodes": eval_episodes, "device": None if device is None else str(device)}
-        given = {name: value for name, value in overrides.items() if value is not None}
-        plan.cfg = dataclasses.replace(plan.cfg, **given)  # the user's own stays as it is
-        self.device = resolve_device(plan.cfg.device) if agent is None else agent.device
-        self.env = open_env(env, self.device, plan)
-        eval_env = None if eval_env is None else open_env(eval_env, self.device, plan)
-        super().__init__(plan, log_dir, save_dir, eval_env, run_info, show_progress)
-        self.alg = self._build_algorithm(obs_space, action_space) if agent is None else agent
+        overrides |= {"eval_episodes": eval_episodes, "device": device}
+        self.set_up(
+            env, plan, agent, log_dir=log_dir, save_dir=save_dir, eval_env=eval_env, run_info=run_info,
+            show_progress=show_progress, obs_space=obs_space, action_space=action_space, overrides=overrides,
+        )  # fmt: skip
         if not self._fits(self.alg.storage):
             self.alg.prepare(self.env, self.cfg.num_steps_per_env, **plan.storage)
         self.num_steps_per_env = self.alg.rollout.num_transitions_per_env
-        self.stats = StepStats(self.env.num_envs, self.num_steps_per_env, self.device, self.cfg.extra_log_keys)
-        self.alg.on_record = [self.stats.note]
-        self.alg.executor.forget()  # a ready-made agent may have captured steps that note elsewhere
-        self.obs: Obs | None = None
-        self.critic_obs: Obs | None = None
+        self.keep_stats(self.num_steps_per_env)
 
     # ------------------------------------------------------------------ set-up
-    def _build_algorithm(self, obs_space: spaces.Space | None, action_space: spaces.Space | None) -> Any:
-        seed, policy = self.cfg.seed, self.plan.policy
-        agent_class = REGISTRY[find_algorithm(self.plan.algorithm)].agent_class
-        with torch.random.fork_rng(devices=[]):
-            if seed is not None:
-                torch.manual_seed(seed)
-                seed_env(self.env, seed)
-            if "actor_class" not in policy:
-                actor_critic = build_actor_critic(self.env, policy["class_name"], policy)
-                return agent_class(actor_critic, cfg=self.cfg, device=self.device)
-            spaces_given = {"obs_space": obs_space, "action_space": action_space}
-            return agent_class(env=self.env, cfg=self.cfg, device=self.device, **policy, **spaces_given)
+    def new_algorithm(self, agent_class: Any, spaces_given: Mapping[str, Any]) -> Any:
+        """On a policy of the ActorCritic family, or on an actor and a critic given apart."""
+        policy = self.plan.policy
+        if "actor_class" not in policy:
+            actor_critic = build_actor_critic(self.env, policy["class_name"], policy)
+            return agent_class(actor_critic, cfg=self.cfg, device=self.device)
+        return agent_class(env=self.env, cfg=self.cfg, device=self.device, **policy, **spaces_given)
 
     def _fits(self, storage: Any) -> bool:
         """Whether what a ready-made algorithm brings along is for these environments."""
@@ -133,13 +116,27 @@ class OnPolicyRunner(Runner):
 
     def start(self, init_at_random_ep_len: bool) -> None:
         """The observation to begin with, and nothing left of a rollout that was interrupted."""
-        if init_at_random_ep_len:
-            randomize_ages(self.env, self.alg.generators["action"])
-        if self.obs is None:
-            with torch.inference_mode(self.cfg.inference_mode_rollout):
-                self.obs, self.critic_obs = self.env.get_observations()
+        super().start(init_at_random_ep_len)
         self.alg.rollout.clear()
-        self.stats.begin(self.obs, self.critic_obs, self._steps_so_far())
+
+    def learn(
+        self,
+        num_learning_iterations: int | None = None,
+        init_at_random_ep_len: bool = False,
+        trial: Any = None,
+        *,
+        total_timesteps: int | None = None,
+    ) -> LearnResult:
+        """Train for more iterations, or for more environment steps rounded up to whole iterations.
+
+        Args:
+            num_learning_iterations: Iterations to add.
+            init_at_random_ep_len: Start episodes at random ages, so that they do not all end together.
+            trial: An Optuna trial or a Ray-style callable that is told every iteration.
+            total_timesteps: Environment steps to add, if `num_learning_iterations` is not given.
+        """
+        count = self.count_iterations(num_learning_iterations, total_timesteps)
+        return self.run(count, init_at_random_ep_len, trial)
 
     # ------------------------------------------------------------------ one iteration
     def run_iteration(self) -> dict[str, float]:
@@ -182,63 +179,6 @@ class OnPolicyRunner(Runner):
         can = self.env.capturable and self.alg.executor.uses_graphs and is_own
         return can and self.iteration > 0 and not self.stats.has_extras
 
-    def rollout_step(self, obs: Any, critic_obs: Any, **kwargs: Any) -> tuple[Obs, Obs, Tensor, Tensor, dict[str, Any]]:
-        """Act, step, and hand the step to the algorithm; the observations returned are raw."""
-        record = self.env.step(self.alg.act(obs, critic_obs))
-        self.take_record(record)
-        self.alg.process_step(record)
-        return record.obs, record.critic_obs, record.reward, record.done, record.extras
-
-    def take_record(self, record: StepRecord) -> None:
-        """Guard and count one step."""
-        self.stats.take(record, self._steps_so_far())
-
-    def _steps_so_far(self) -> int:
-        return self.tot_timesteps // self.env.num_envs
-
-    def take_extras(self) -> dict[str, float]:
-        """Means of the environment's extras since the last log."""
-        return self.stats.take_extras()
-
-    # ------------------------------------------------------------------ continuing
-    def after_eval(self, was_reset: bool) -> None:
-        """After a reset the next rollout starts from fresh observations, memories and episode counts."""
-        if was_reset:
-            with torch.inference_mode(self.cfg.inference_mode_rollout):
-                self.obs, self.critic_obs = self.env.reset()
-            self.policy.reset()
-            self.stats.clear_running()
-            for part in (part for module in self.alg.modules() for part in module.modules()):
-                if isinstance(part, ReturnScaler):
-                    part.returns.zero_()  # of episodes that were broken off
-
-    def extra_state(self) -> dict[str, Any]:
-        """Episode counts and the observation to act on next."""
-        state = {**self.stats.state_dict(), "obs": self.obs, "critic_obs": None}
-        if self.critic_obs is not self.obs:
-            state["critic_obs"] = self.critic_obs
-        return state
-
-    def load_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly, or with fresh episodes where the environment cannot be put back."""
-        self.stats.load_state_dict(state, running=state["is_exact"])
-        if state["is_exact"]:
-            self.obs = state["obs"]
-            self.critic_obs = state["obs"] if state["critic_obs"] is None else state["critic_obs"]
-        else:
-            self.after_eval(was_reset=True)
-
-    @property
-    def rewbuffer(self) -> Any:
-        """Returns of the last 100 episodes."""
-        return self.stats.tracker.rewbuffer
-
-    @property
-    def lenbuffer(self) -> Any:
-        """Lengths of the last 100 episodes."""
-        return self.stats.tracker.lenbuffer
-
-    @property
-    def rframebuffer(self) -> Any:
-        """Rewards of the last 2000 steps that did not end an episode."""
-        return self.stats.tracker.rframebuffer
+    def choose_actions(self, obs: Any, critic_obs: Any) -> Tensor:
+        """A sample of the policy."""
+        return self.alg.act(obs, critic_obs)

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from canter.algorithms import REGISTRY
-from canter.algorithms.settings import PPOConfig, PPOSettings, RunSettings
+from canter.algorithms.off_policy_settings import OffPolicyRunSettings, OffPolicySettings
+from canter.algorithms.profiles import profile_settings
+from canter.algorithms.settings import PPOConfig, RunSettings
 from canter.modules.build import NETWORKS
 from canter.utils.config import check_settings, unknown_setting
 
@@ -20,8 +22,9 @@ LAUNCHER_KEYS = {
 # Two checkpoints, so that one is left if the newest is damaged.
 LOWEST = {
     "num_steps_per_env": 1, "log_interval": 0, "save_interval": 0, "keep_checkpoints": 2, "eval_interval": 1,
-    "eval_episodes": 1, "max_iterations": 0,
+    "eval_episodes": 1, "max_iterations": 0, "max_timesteps": 0,
 }  # fmt: skip
+RUN_NAMES = {f.name for cls in (RunSettings, OffPolicyRunSettings) for f in dataclasses.fields(cls)}
 PROJECT_KEYS = {"wandb_project": "wandb", "neptune_project": "neptune"}
 
 
@@ -39,7 +42,7 @@ class RunPlan:
     def to_dict(self) -> dict[str, Any]:
         """The flat documented layout, complete, in plain containers; `parse_train_cfg` reads it back."""
         values = {f.name: plain(getattr(self.cfg, f.name)) for f in dataclasses.fields(self.cfg)}
-        algorithm_names = values.keys() - {f.name for f in dataclasses.fields(RunSettings)}
+        algorithm_names = values.keys() - RUN_NAMES
         return {
             "algorithm": {"class_name": self.algorithm} | {k: v for k, v in values.items() if k in algorithm_names},
             "policy": plain(self.policy),
@@ -78,7 +81,7 @@ def parse_train_cfg(train_cfg: Mapping[str, Any]) -> RunPlan:
     top.pop("algorithm_class_name", None)
     policy_name = policy.pop("class_name", None) or top.pop("policy_class_name", None) or "ActorCritic"
     top.pop("policy_class_name", None)
-    if "actor_class" in policy:
+    if "actor_class" in policy or is_off_policy(REGISTRY[find_algorithm(name)].agent_class):
         policy = {key: named_network(value) if key.endswith("_class") else value for key, value in policy.items()}
     else:
         policy = {"class_name": policy_name, **policy}
@@ -94,27 +97,32 @@ def parse_train_cfg(train_cfg: Mapping[str, Any]) -> RunPlan:
     return plan
 
 
-def make_plan(train_cfg: Any, cfg: Any, algorithm: str | None, agent: Any, classes: tuple[Any, ...]) -> RunPlan:
+def make_plan(
+    train_cfg: Any, cfg: Any, algorithm: str | None, agent: Any, networks: Mapping[str, Any], default: str = "ppo"
+) -> RunPlan:
     """The plan of a run from whichever of the documented ways in was taken."""
-    if isinstance(train_cfg, PPOSettings):
+    if dataclasses.is_dataclass(train_cfg):
         train_cfg, cfg = None, train_cfg
     if train_cfg is not None:
         return parse_train_cfg(train_cfg)
-    name = find_algorithm(algorithm or "ppo")
+    if algorithm is None and cfg is not None:
+        default = next((key for key, entry in REGISTRY.items() if type(cfg) is entry.config_class), default)
+    name = find_algorithm(algorithm or default)
     if agent is not None:
         return RunPlan(type(agent).__name__, cfg or agent.cfg or config_of(agent), {})
-    actor_class, critic_class, actor_cfg, critic_cfg = classes
-    for argument, value in (("actor_class", actor_class), ("critic_class", critic_class)):
-        if value is None:
-            raise ValueError(f"OnPolicyRunner needs {argument} (or train_cfg, or agent)")
-    policy = {
-        "actor_class": actor_class,
-        "critic_class": critic_class,
-        "actor_cfg": actor_cfg,
-        "critic_cfg": critic_cfg,
-    }
     entry = REGISTRY[name]
-    return RunPlan(entry.agent_class.__name__, cfg or entry.config_class(), policy)
+    if is_off_policy(entry.agent_class):
+        known = {key: value for key, value in networks.items() if value is not None}
+        return RunPlan(entry.agent_class.__name__, cfg or entry.config_class(), known)
+    for argument in ("actor_class", "critic_class"):
+        if networks.get(argument) is None:
+            raise ValueError(f"OnPolicyRunner needs {argument} (or train_cfg, or agent)")
+    return RunPlan(entry.agent_class.__name__, cfg or entry.config_class(), dict(networks))
+
+
+def is_off_policy(agent_class: Any) -> bool:
+    """Whether an algorithm learns from replay."""
+    return issubclass(agent_class, OffPolicySettings)
 
 
 def config_of(agent: Any) -> Any:
@@ -153,7 +161,7 @@ def config_from(name: str, algorithm: Mapping[str, Any], top: dict[str, Any]) ->
             kwargs.setdefault(backend, {}).setdefault("project", project)
     if "logger" in top:
         top["logger_backend"] = top.pop("logger")
-    run_names = {f.name for f in dataclasses.fields(RunSettings)}
+    run_names = RUN_NAMES & {f.name for f in dataclasses.fields(config_class)}
     own = {f.name: f for f in dataclasses.fields(REGISTRY[name].agent_class) if f.name not in run_names}
     defaults = {f.name: own[f.name].default for f in dataclasses.fields(config_class) if f.name in own}
     given = {key: value for key, value in top.items() if key not in LAUNCHER_KEYS}
@@ -161,8 +169,13 @@ def config_from(name: str, algorithm: Mapping[str, Any], top: dict[str, Any]) ->
     for key, value in given.items():
         if key not in run_names and value is not None:
             raise unknown_setting("the training configuration", key, run_names | set(defaults) | LAUNCHER_KEYS)
-    settings = {**defaults, **shared, **check_settings(REGISTRY[name].agent_class.__name__, algorithm, defaults)}
-    run = {"log_interval": 1, **{k: v for k, v in given.items() if k in run_names}}
+    algorithm = dict(algorithm)
+    profile = profile_settings(name, algorithm.pop("profile", None))
+    told = check_settings(REGISTRY[name].agent_class.__name__, algorithm, defaults)
+    settings = tuples({**defaults, **profile, **shared, **told})
+    run = {k: v for k, v in given.items() if k in run_names}
+    if "num_steps_per_env" in run_names:
+        run.setdefault("log_interval", 1)  # the documented default of a training dict
     if kwargs:
         run["logger_kwargs"] = kwargs
     return config_class(**settings, **tuples(run))

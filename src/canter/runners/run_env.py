@@ -23,7 +23,7 @@ def open_env(env: Any, device: torch.device, plan: RunPlan) -> VecEnv:
     has_dict = any(isinstance(space, spaces.Dict) for space in both)
     # Policies of the ActorCritic family see one vector with named segments. They make it themselves where there are
     # pictures, which are stored as the bytes they are.
-    if has_dict and "actor_class" not in plan.policy and plan.policy and not any(map(has_pictures, both)):
+    if has_dict and "class_name" in plan.policy and not any(map(has_pictures, both)):
         wrapped = FlattenObs(wrapped)
     return wrapped
 

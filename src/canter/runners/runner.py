@@ -34,30 +34,20 @@ class Runner(RunnerTools):
 
     @abstractmethod
     def run_iteration(self) -> dict[str, float]:
-        """Collect, learn, and return the iteration's metrics."""
+        """Collect, learn, and return the iteration's metrics; none where nothing was read."""
 
     def take_extras(self) -> dict[str, float]:
         """Metrics gathered over the steps since the last log."""
         return {}
 
-    def learn(
-        self,
-        num_learning_iterations: int | None = None,
-        init_at_random_ep_len: bool = False,
-        trial: Any = None,
-        *,
-        total_timesteps: int | None = None,
-    ) -> LearnResult:
-        """Train for more iterations, or for more environment steps rounded up to whole iterations.
+    @abstractmethod
+    def learn(self, *args: Any, **kwargs: Any) -> LearnResult:
+        """Train for longer."""
 
-        Args:
-            num_learning_iterations: Iterations to add.
-            init_at_random_ep_len: Start episodes at random ages, so that they do not all end together.
-            trial: An Optuna trial or a Ray-style callable that is told every iteration.
-            total_timesteps: Environment steps to add, if `num_learning_iterations` is not given.
-        """
-        last = self.iteration + self.count_iterations(num_learning_iterations, total_timesteps)
-        self.horizon = max(last, self.cfg.max_iterations or 1)
+    def run(self, iterations: int, init_at_random_ep_len: bool, trial: Any) -> LearnResult:
+        """The loop of `learn`: so many iterations more."""
+        last = self.iteration + iterations
+        self.horizon = max(last, self.planned_iterations() or 1)
         history: list[dict[str, float]] = []
         with (
             self._lock(),
@@ -92,18 +82,21 @@ class Runner(RunnerTools):
         self.iteration += 1
         self.tot_timesteps += self.steps_per_iteration()
         self.alg.adjust_learning_rate(self.iteration / self.horizon)
-        self.evaluation()
-        robot = {"eval/velrmsd": self.metrics_velrmsd, "eval/CoT": self.metrics_CoT}
-        metrics |= {name: value for name, value in robot.items() if not math.isnan(value)}
-        if self.cfg.eval_interval and self.iteration % self.cfg.eval_interval == 0:
+        should_stop = False
+        if metrics:
+            self.evaluation()
+            robot = {"eval/velrmsd": self.metrics_velrmsd, "eval/CoT": self.metrics_CoT}
+            metrics |= {name: value for name, value in robot.items() if not math.isnan(value)}
+        if self.is_due(self.cfg.eval_interval):
             metrics |= self.eval(self.cfg.eval_episodes)
-        should_stop = self._report_trial(trial, metrics)
-        if self.log_interval and self.iteration % self.log_interval == 0:
+        if metrics:
+            should_stop = self._report_trial(trial, metrics)
+        if self.is_due(self.log_interval):
             metrics |= self.take_extras()
             self.log({"metrics": metrics})
             history.append(metrics)
         console.update(self.iteration, self.tot_timesteps, metrics)
-        if self.save_interval and self.iteration % self.save_interval == 0:
+        if self.is_due(self.save_interval):
             self.checkpoints.save_periodic()
         self.run_log.store_code()
         self.fire("post_iteration", metrics)
@@ -118,9 +111,20 @@ class Runner(RunnerTools):
             return int(iterations)
         if timesteps is not None:
             return -(-int(timesteps) // self.steps_per_iteration())
-        if self.cfg.max_iterations is not None:
-            return max(0, self.cfg.max_iterations - self.iteration)
-        raise ValueError("say how long to train: learn(iterations), learn(total_timesteps=...) or max_iterations")
+        planned = self.planned_iterations()
+        if planned is not None:
+            return max(0, planned - self.iteration)
+        raise ValueError(f"say how long to train: {self.ways_to_say}")
+
+    ways_to_say = "learn(iterations), learn(total_timesteps=...) or max_iterations"
+
+    def planned_iterations(self) -> int | None:
+        """Length of the whole run that the settings say."""
+        return self.cfg.max_iterations
+
+    def is_due(self, interval: int | None) -> bool:
+        """Whether something that happens every `interval` iterations happens now."""
+        return bool(interval) and self.iteration % interval == 0  # pyright: ignore[reportOperatorIssue]
 
     def _report_trial(self, trial: Any, metrics: Mapping[str, float]) -> bool:
         if trial is None:
