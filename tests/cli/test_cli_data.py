@@ -45,3 +45,39 @@ def test_collect_is_greedy_unless_told(trained):
 def test_collect_refuses_in_one_line(trained, capsys, flags, text):
     assert main(["collect", str(trained), *flags]) == 2
     assert text in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------ motion
+def test_motion_says_what_a_clip_holds_and_draws_it(tmp_path, capsys):
+    from canter.datasets.generate_clips import CLIPS
+
+    picture = tmp_path / "clip.png"
+    assert main(["motion", str(CLIPS / "quadruped_pace.npz"), "--plot", str(picture), "--fields", "joint_pos"]) == 0
+    out = capsys.readouterr().out
+    assert "41 frames at 50 Hz, 0.8 s" in out
+    assert "joint_pos" in out
+    assert "FR_hip" in out
+    assert "not the derivative" not in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_motion_lists_a_directory_and_refuses_in_one_line(tmp_path, capsys):
+    from canter.datasets.generate_clips import CLIPS
+
+    assert main(["motion", str(CLIPS)]) == 0
+    assert capsys.readouterr().out.count("frames at") == 5
+    assert main(["motion", str(tmp_path / "none.txt")]) == 2
+    (tmp_path / "bad.txt").write_text("{}")
+    assert main(["motion", str(tmp_path / "bad.txt")]) == 2
+    assert "bad.txt" in capsys.readouterr().err
+
+
+def test_motion_notices_velocities_that_are_not_derivatives(tmp_path, capsys):
+    from canter.datasets.generate_clips import CLIPS
+    from canter.datasets.motion_files import read_clip, write_clip
+
+    clip = read_clip(CLIPS / "quadruped_pace.npz")
+    clip.frames[:, clip.where(["joint_vel"])] *= 2
+    write_clip(tmp_path / "twice.npz", clip)
+    assert main(["motion", str(tmp_path / "twice.npz")]) == 0
+    assert "not the derivative" in capsys.readouterr().out

@@ -1,0 +1,184 @@
+"""Motion clips as expert data: frames at any time, pairs and windows at the policy's own rate, all on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from canter.datasets.motion_clip import ROOT_POS, ROOT_ROT, MotionClip
+from canter.datasets.motion_files import SUFFIXES, read_clip
+from canter.datasets.rotations import slerp
+
+
+class AMPLoader:
+    """Draws moments of motion clips.
+
+    Args:
+        device: Where everything lives.
+        time_between_frames: Seconds between the frames of a pair or window: the policy's control interval.
+        data_dir: Where the clips are; all of them if `motion_files` names none.
+        preload_transitions: Draw pairs once, and serve those.
+        num_preload_transitions: How many.
+        motion_files: Clips, relative to `data_dir`, or clips already read.
+        fields: What a feature vector is made of: groups such as "joint_pos", or single columns; by default all but
+            the root's position and rotation.
+        joint_names: The robot's joints in its order; a clip that lacks one is refused.
+        file_joint_names: The order in which clips have joints that they do not name.
+        weights: One number per clip instead of those in the files.
+        fps: Rate of clips that do not say theirs.
+        seed: Of the draws; None uses torch's own stream.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        time_between_frames: float,
+        data_dir: str | Path = "",
+        preload_transitions: bool = False,
+        num_preload_transitions: int = 1_000_000,
+        motion_files: Sequence[str | Path | MotionClip] = (),
+        *,
+        fields: Sequence[str] | None = None,
+        joint_names: Sequence[str] | None = None,
+        file_joint_names: Sequence[str] | None = None,
+        weights: Sequence[float] | None = None,
+        fps: float | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.device, self.time_between_frames = torch.device(device), float(time_between_frames)
+        if self.time_between_frames <= 0:
+            raise ValueError(f"time_between_frames must be positive, got {time_between_frames}")
+        files = list(motion_files) or find_clips(Path(data_dir), is_given=bool(str(data_dir)))
+        read = (f if isinstance(f, MotionClip) else read_clip(Path(data_dir) / f, file_joint_names, fps) for f in files)
+        self.clips = [clip if joint_names is None else clip.with_joints(joint_names) for clip in read]
+        self.columns = self.clips[0].columns
+        self._check_clips()
+        if weights is not None and (len(weights) != len(self.clips) or min(weights) <= 0):
+            raise ValueError(f"weights must be {len(self.clips)} positive numbers, one per clip, got {list(weights)}")
+        self.fields = self._default_fields() if fields is None else list(fields)
+        self.generator = None if seed is None else torch.Generator(self.device).manual_seed(seed)
+        self._to_device(weights)
+        self.preloaded: tuple[Tensor, Tensor] | None = None
+        if preload_transitions:
+            self.preloaded = self._draw_pairs(num_preload_transitions)
+
+    def _default_fields(self) -> list[str]:
+        groups = list(self.clips[0].groups)
+        return [group for group in groups if group not in (ROOT_POS, ROOT_ROT)] or groups
+
+    def _check_clips(self) -> None:
+        for clip in self.clips:
+            if clip.columns != self.columns:
+                raise ValueError(
+                    f"{clip.name} and {self.clips[0].name} have other columns: "
+                    f"{sorted(set(clip.columns) ^ set(self.columns)) or 'in another order'}"
+                )
+            if clip.duration < self.time_between_frames:
+                raise ValueError(
+                    f"{clip.name} lasts {clip.duration:g} s, less than time_between_frames={self.time_between_frames:g}"
+                )
+
+    def _to_device(self, weights: Sequence[float] | None) -> None:
+        def numbers(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor(list(values), dtype=dtype, device=self.device)
+
+        clips = self.clips
+        frames = [torch.as_tensor(clip.frames, dtype=torch.float32) for clip in clips]
+        self.frames = torch.cat(frames).to(self.device)  # clip after clip
+        lengths = numbers([len(clip.frames) for clip in clips], torch.long)
+        self.first_frame, self.last_frame = lengths.cumsum(0) - lengths, lengths - 1
+        self.frame_duration = numbers([clip.frame_duration for clip in clips])
+        self.duration = numbers([clip.duration for clip in clips])
+        chances = numbers([clip.weight for clip in clips] if weights is None else weights)
+        self.weights = chances / chances.sum()
+        self.feature_columns = numbers(clips[0].where(self.fields), torch.long)
+        self.rotation_columns = numbers(clips[0].where([ROOT_ROT], required=False), torch.long)
+
+    @property
+    def num_motions(self) -> int:
+        """How many clips there are."""
+        return len(self.clips)
+
+    @property
+    def observation_dim(self) -> int:
+        """Width of one frame's features."""
+        return len(self.feature_columns)
+
+    # ------------------------------------------------------------------ frames
+    def frames_at(self, clips: Tensor, times: Tensor) -> Tensor:
+        """(n, D) whole frames of clips (n,) at times (n,) in seconds from their beginning; held beyond both ends."""
+        # n frames span n - 1 intervals: time 0 is the first frame, the clip's duration its last.
+        position = (times / self.frame_duration[clips]).clamp(min=0).minimum(self.last_frame[clips].to(times.dtype))
+        low = position.floor().long()
+        high = (low + 1).minimum(self.last_frame[clips])
+        blend = (position - low)[:, None]
+        start, end = self.frames[self.first_frame[clips] + low], self.frames[self.first_frame[clips] + high]
+        frames = torch.lerp(start, end, blend)
+        if len(self.rotation_columns):
+            turned = slerp(start[:, self.rotation_columns], end[:, self.rotation_columns], blend)
+            frames = frames.index_copy(1, self.rotation_columns, turned)
+        return frames
+
+    def get_frame_at_time(self, clip: int, time: float) -> Tensor:
+        """(D,) one whole frame."""
+        if not 0 <= clip < self.num_motions:
+            raise IndexError(f"there is no clip {clip}; there are {self.num_motions}")
+        moment = torch.tensor([float(time)], device=self.device)
+        return self.frames_at(torch.tensor([clip], device=self.device), moment)[0]
+
+    def features(self, frames: Tensor) -> Tensor:
+        """The columns of whole frames that `fields` names."""
+        return frames.index_select(-1, self.feature_columns)
+
+    def get_full_frame_batch(self, num_frames: int) -> Tensor:
+        """(n, D) whole frames at random moments, to begin episodes from for example."""
+        return self.frames_at(*self.draw_moments(num_frames, 1))
+
+    # ------------------------------------------------------------------ draws
+    def draw_moments(self, count: int, num_frames: int = 2) -> tuple[Tensor, Tensor]:
+        """Clips (n,) by weight, and times (n,) uniform so that `num_frames` frames from there on lie in the clip."""
+        clips = torch.multinomial(self.weights, count, replacement=True, generator=self.generator)
+        span = (num_frames - 1) * self.time_between_frames
+        latest = (self.duration - span - self.frame_duration).clamp(min=0)[clips]
+        return clips, torch.rand(count, generator=self.generator, device=self.device) * latest
+
+    def expert_features(self, count: int, frames: int = 2) -> Tensor:
+        """(count, frames * d) windows, the oldest frame first, as the policy's `ref_obs` are."""
+        longest = (frames - 1) * self.time_between_frames
+        for clip in self.clips:
+            if clip.duration < longest:
+                raise ValueError(
+                    f"{clip.name} lasts {clip.duration:g} s, less than the {longest:g} s of {frames} frames"
+                )
+        clips, times = self.draw_moments(count, frames)
+        steps = [self.frames_at(clips, times + k * self.time_between_frames) for k in range(frames)]
+        return torch.cat([self.features(step) for step in steps], -1)
+
+    def _draw_pairs(self, count: int) -> tuple[Tensor, Tensor]:
+        first, second = self.expert_features(count, 2).chunk(2, -1)
+        return first.contiguous(), second.contiguous()
+
+    def feed_forward_generator(self, num_mini_batch: int, mini_batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """So many batches (s, s_next), `time_between_frames` apart; those that were preloaded, if any were."""
+        for _ in range(num_mini_batch):
+            if self.preloaded is None:
+                yield self._draw_pairs(mini_batch_size)
+            else:
+                total = len(self.preloaded[0])
+                rows = torch.randint(total, (mini_batch_size,), generator=self.generator, device=self.device)
+                yield self.preloaded[0][rows], self.preloaded[1][rows]
+
+
+def find_clips(directory: Path, is_given: bool = True) -> list[Path]:
+    """Names of the clips in a directory; an error where there is none."""
+    if not is_given:
+        raise ValueError("name the clips: motion_files=[...], or data_dir with clips in it")
+    if not directory.is_dir():
+        raise FileNotFoundError(f"there is no directory {directory} with motion clips")
+    found = sorted(path.relative_to(directory) for path in directory.iterdir() if path.suffix in SUFFIXES)
+    if not found:
+        raise FileNotFoundError(f"there is no motion clip ({', '.join(SUFFIXES)}) in {directory}")
+    return found
