@@ -24,11 +24,11 @@ from canter.runners import OnPolicyRunner
 
 TASK = "HalfCheetah-v5"
 SEGMENTS = {"position": 8, "velocity": 9}
-WINDOW, NUM_ENVS, POINTS = 6, 16, 20
+WINDOW, POINTS = 6, 20
 PAST = ["position_history", "last_action_history"]
 ESTIMATOR = {"estimator_target_components": ["velocity"], "append_estimate": True}
 HEAD = {"estimator_kwargs": {"hidden_sizes": [128, 128], "nonlinearity": "ELU"}}
-RECURRENT = {"rnn_type": "gru", "rnn_hidden_size": 128}
+RECURRENT = {"rnn_type": "lstm", "rnn_hidden_size": 64}
 # arm -> components of the actor, class of the policy, its settings
 ARMS = {
     "full": (["position", "velocity"], "ActorCritic", {}),
@@ -52,12 +52,12 @@ def configuration(arm, seed, steps):
     _, class_name, settings = ARMS[arm]
     is_recurrent = class_name.endswith("Recurrent")
     cfg["policy"] |= {"class_name": class_name, **settings}
-    cfg["num_steps_per_env"] = 128
-    if is_recurrent:  # minibatches are made of whole environments
-        cfg["algorithm"] |= {"num_mini_batches": 8}
+    if is_recurrent:  # minibatches are made of whole environments: as many steps as without memory, but more of those
+        cfg["algorithm"]["num_mini_batches"] = 4
+        cfg |= {"num_envs": 32, "num_steps_per_env": 64}
     if class_name.startswith("State"):
         cfg["algorithm"]["class_name"] = "EstimatorPPO"
-    total = -(-steps // (cfg["num_steps_per_env"] * NUM_ENVS))
+    total = -(-steps // (cfg["num_steps_per_env"] * cfg["num_envs"]))
     return cfg | {"seed": seed, "max_iterations": total, "save_interval": 0, "log_interval": 0}
 
 
@@ -83,7 +83,7 @@ def held_out_r2(runner, arm, seed, num_steps=500, num_envs=8):
 
 def train(arm, seed, steps):
     cfg = configuration(arm, seed, steps)
-    env, judge = make_env(arm, NUM_ENVS), make_env(arm, 4, seed + 1000)
+    env, judge = make_env(arm, cfg["num_envs"]), make_env(arm, 4, seed + 1000)
     runner = OnPolicyRunner(env, cfg, None, "cpu", eval_env=judge, show_progress=False)
     begin, curve = time.perf_counter(), []
     for point in range(1, POINTS + 1):
