@@ -1,0 +1,139 @@
+"""EstimatorPPO: one supervised loss per estimate, in the scale that the actor sees."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from policy_table import PRESETS, KitEnv, build_algorithm
+
+from canter.algorithms.estimator import EstimatorPPO, EstimatorPPOConfig
+from canter.modules.actor_critic import ActorCritic
+from canter.modules.state_estimator import StateAc
+from canter.runners import OnPolicyRunner
+from canter.utils.returns import masked_mean
+
+CASES = {case.id: case for case in PRESETS}
+ESTIMATING = [case for case in PRESETS if "State" in case.name]
+
+
+def collected(collect, case="StateAc-mlp", **settings):
+    env = KitEnv()
+    alg = build_algorithm(CASES[case], env, **settings)
+    collect(alg, env)
+    return alg, env
+
+
+@pytest.mark.parametrize("case", ["StateAc-mlp", "StateAcRecurrent-lstm"])
+def test_the_loss_is_the_sum_over_components_and_the_mean_over_steps(collect, case):  # rows P59, P60, P61
+    alg, _ = collected(collect, case)
+    for batch in alg.mini_batches():
+        out = alg.policy(batch.obs, batch.critic_obs, batch.hidden, batch.trajectories, batch.tosses)
+        target = batch.critic_obs[..., 2:4]  # vel in the critic's layout
+        by_hand = F.mse_loss(out.aux["estimated_state"], target, reduction="none").sum(-1).mean()
+        terms = alg.compute_losses(batch)
+        torch.testing.assert_close(terms.losses["estimator_loss"], by_hand)
+        assert {"surrogate_loss", "value_loss"} <= terms.losses.keys()
+        error = (out.aux["estimated_state"] - target).square().mean()
+        torch.testing.assert_close(terms.stats["estimator_error"], error)
+
+
+def test_another_loss_by_its_name_and_options(collect):  # row P59
+    loss = {"estimator_loss_func": "huber_loss", "estimator_loss_kwargs": {"delta": 0.1}}
+    alg, _ = collected(collect, **loss)
+    (batch, *_) = alg.mini_batches()
+    out = alg.policy(batch.obs, batch.critic_obs, tosses=batch.tosses)
+    by_hand = F.huber_loss(out.aux["estimated_state"], batch.critic_obs[:, 2:4], reduction="none", delta=0.1)
+    torch.testing.assert_close(alg.compute_losses(batch).losses["estimator_loss"], by_hand.sum(-1).mean())
+
+
+@pytest.mark.parametrize("name", ["estimator", "adaptor"])
+def test_a_weight_of_zero_teaches_nothing(collect, name):  # row P63, BUG-36
+    alg, _ = collected(collect, "PrivilegeStateAcRecurrent-lstm", **{f"{name}_loss_coef": 0.0})
+    parts = {"estimator": ("state_estimator", "memory_s"), "adaptor": ("adaptor", "memory_p")}
+    before = {key: value.clone() for key, value in alg.policy.state_dict().items()}
+    alg.update(0)
+    for which, prefixes in parts.items():
+        names = [key for key in before if key.startswith(prefixes)]
+        same = [torch.equal(before[key], alg.policy.state_dict()[key]) for key in names]
+        assert len(names) == 8
+        assert all(same) if which == name else not any(same)  # row M52
+
+
+@pytest.mark.parametrize("case", ESTIMATING, ids=lambda case: case.id)
+def test_an_update_brings_every_estimate_nearer(collect, case):  # rows M52, M58, P61
+    env = KitEnv()
+    alg = build_algorithm(case, env, num_mini_batches=1)
+    collect(alg, env)
+    (batch,) = alg.mini_batches()
+    before = {name: loss.item() for name, loss in alg.compute_losses(batch).losses.items()}
+    for _ in range(25):
+        alg.minibatch_step(batch)
+    after = alg.compute_losses(batch).losses
+    for name in alg.policy.estimates:
+        assert after[f"{name}_loss"] < 0.7 * before[f"{name}_loss"], name
+    assert alg.update(0)[1]["estimator_error"] > 0
+
+
+def test_targets_are_normalised_as_the_actor_sees_the_component(collect):  # 4.5
+    alg, env = collected(collect, "PrivilegeStateAc-mlp", empirical_normalization=True)
+    alg.update(0)
+    collect(alg, env)
+    (batch, *_) = alg.mini_batches()
+    estimates = alg.policy.estimates
+    by_actor = alg.policy.obs_normalizer.normalize(batch.obs)[:, 47:]  # vel, the same in both
+    torch.testing.assert_close(alg.estimator_target(batch, estimates["estimator"]), by_actor)
+    by_critic = alg.policy.critic_obs_normalizer.normalize(batch.critic_obs)[:, :2]  # push, which the actor lacks
+    torch.testing.assert_close(alg.estimator_target(batch, estimates["adaptor"]), by_critic)
+
+
+def test_targets_that_only_the_actor_has_come_from_it():
+    policy = StateAc(
+        3, 2, 1, obs_segments={"a": 1, "b": 2}, critic_obs_segments={"c": 2}, estimator_target_components=["b"]
+    )
+    alg = EstimatorPPO(policy)
+    alg.init_storage(2, 1, [3], [2], [1])
+    obs = torch.arange(6.0).view(2, 3)
+    alg.act(obs, torch.zeros(2, 2))
+    alg.process_env_step(torch.zeros(2), torch.zeros(2), {})
+    (batch,) = alg.mini_batches()
+    assert alg.estimator_target(batch, policy.estimates["estimator"]).sort(0).values.tolist() == [[1, 2], [4, 5]]
+
+
+def test_steps_that_do_not_count_teach_nothing(collect):
+    alg, _ = collected(collect)
+    (batch, *_) = alg.mini_batches()
+    batch.valid = torch.arange(len(batch.obs)) % 2 == 0
+    out = alg.policy(batch.obs, batch.critic_obs, tosses=batch.tosses)
+    error = (out.aux["estimated_state"] - batch.critic_obs[:, 2:4]).square().sum(-1)
+    torch.testing.assert_close(alg.loss_terms(batch, out).losses["estimator_loss"], masked_mean(error, batch.valid))
+
+
+def test_a_policy_that_does_not_estimate_is_refused():
+    with pytest.raises(
+        TypeError, match="EstimatorPPO needs a policy that estimates, such as StateAc; ActorCritic does"
+    ):
+        EstimatorPPO(ActorCritic(3, 3, 1))
+
+
+@pytest.mark.parametrize("name", ["mse", "relu", "interpolate", "_Reduction"])
+def test_a_loss_that_is_none_is_refused(name):
+    policy = StateAc(3, 3, 1, obs_segments={"a": 1, "b": 2}, estimator_target_components=["b"])
+    with pytest.raises(ValueError, match="estimator_loss_func must name a loss of torch.nn.functional"):
+        EstimatorPPO(policy, estimator_loss_func=name)
+
+
+def test_a_runner_finds_it_by_name_and_the_config_comes_back(tmp_path):
+    case = CASES["StateAcRecurrent-gru"]
+    policy = {"class_name": "StateAcRecurrent", **case.settings}
+    algorithm = {"class_name": "EstimatorPPO", "estimator_loss_coef": 0.5, "estimator_loss_func": "l1_loss"}
+    cfg = {"policy": policy, "algorithm": algorithm, "num_steps_per_env": 4, "seed": 1}
+    runner = OnPolicyRunner(KitEnv(), cfg, tmp_path, "cpu", show_progress=False)
+    runner.learn(2)
+    assert isinstance(runner.alg, EstimatorPPO)
+    assert isinstance(runner.cfg, EstimatorPPOConfig)
+    assert runner.alg.loss_weights["estimator_loss"] == 0.5
+    saved = runner.plan.to_dict()
+    assert saved["algorithm"]["estimator_loss_func"] == "l1_loss"
+    again = OnPolicyRunner(KitEnv(), saved, None, "cpu", show_progress=False)
+    again.load(tmp_path / "checkpoint_final.pt")
+    obs = torch.randn(3, 49)
+    assert torch.equal(again.policy.infer(obs)[0], runner.policy.infer(obs)[0])
