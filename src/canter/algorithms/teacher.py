@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from canter.algorithms.foreign import import_state
-from canter.modules.build import POLICIES, build_normalizer
+from canter.modules.build import POLICIES, install_normalizers
 from canter.modules.policy import Policy
 from canter.utils.checkpoint import load_checkpoint, newest_valid_checkpoint
 from canter.utils.config import build
@@ -124,10 +124,7 @@ def open_settings(weights: Mapping[str, Tensor], student: Policy) -> dict[str, A
 
 def load_weights(teacher: Policy, weights: Mapping[str, Tensor], path: Any) -> None:
     """Install the normalisers that the checkpoint has, then its weights; what does not fit is an error."""
-    for name in ("obs_normalizer", "critic_obs_normalizer"):
-        mean = weights.get(f"{name}._mean")
-        if mean is not None:
-            setattr(teacher, name, build_normalizer(tuple(mean.shape[1:])))
+    install_normalizers(teacher, weights)
     try:
         teacher.load_state_dict(weights)
     except RuntimeError as error:

@@ -1,6 +1,8 @@
 """Networks and policies."""
 
 from canter.modules.actor_critic import Actor, ActorCritic, Critic
+from canter.modules.actor_critic_field_mutex import ActorCriticClimbMutex, ActorCriticFieldMutex
+from canter.modules.actor_critic_mutex import ActorCriticMutex
 from canter.modules.actor_critic_pair import ActorCriticPair
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.actors import (
@@ -67,7 +69,10 @@ __all__ = [
     "ActionDistribution",
     "Actor",
     "ActorCritic",
+    "ActorCriticClimbMutex",
+    "ActorCriticFieldMutex",
     "ActorCriticHiddenState",
+    "ActorCriticMutex",
     "ActorCriticPair",
     "ActorCriticRecurrent",
     "AdaptorActorHiddenState",

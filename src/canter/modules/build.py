@@ -12,6 +12,8 @@ from torch import nn
 
 from canter.envs.vec_env import VecEnv
 from canter.modules.actor_critic import ActorCritic
+from canter.modules.actor_critic_field_mutex import ActorCriticClimbMutex, ActorCriticFieldMutex
+from canter.modules.actor_critic_mutex import ActorCriticMutex
 from canter.modules.actor_critic_pair import ActorCriticPair
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.actors import CNNActor, CNNCritic, MLPActor, MLPCritic, MLPDiscreteActor
@@ -28,6 +30,7 @@ from canter.modules.normalizer import DictNormalization, EmpiricalNormalization,
 from canter.modules.policy import Policy
 from canter.modules.state_adaptor import PrivilegeStateAc, PrivilegeStateAcRecurrent
 from canter.modules.state_estimator import StateAc, StateAcRecurrent
+from canter.modules.value_normalizer import ValueNormalizer
 from canter.modules.visual_actor_critic import (
     VisualActorCritic,
     VisualActorCriticRecurrent,
@@ -41,7 +44,8 @@ from canter.utils.tree import tree_leaves, tree_map
 POLICIES: dict[str, type[Policy]] = {
     cls.__name__: cls
     for cls in (
-        ActorCritic, ActorCriticRecurrent, AmpActorCritic, AmpActorCriticRecurrent,
+        ActorCritic, ActorCriticClimbMutex, ActorCriticFieldMutex, ActorCriticMutex,
+        ActorCriticRecurrent, AmpActorCritic, AmpActorCriticRecurrent,
         EncoderActorCritic, EncoderActorCriticRecurrent, EncoderAmpActorCritic, EncoderAmpActorCriticRecurrent,
         EncoderStateAc, EncoderStateAcRecurrent, PrivilegeStateAc, PrivilegeStateAcRecurrent,
         StateAc, StateAcRecurrent, VisualActorCritic, VisualActorCriticRecurrent,
@@ -126,6 +130,16 @@ def build_normalizer(shape: Any, until: float | None = 1e8) -> nn.Module:
         return DictNormalization(tree_map(vector_shape, shape), until=until)
     size = vector_shape(shape)
     return NoNormalization() if size is None else EmpiricalNormalization(size, until=until)
+
+
+def install_normalizers(policy: Policy, weights: Mapping[str, torch.Tensor]) -> None:
+    """Give a policy the normalisers that saved weights have statistics for."""
+    for name in ("obs_normalizer", "critic_obs_normalizer"):
+        mean = weights.get(f"{name}._mean")
+        if mean is not None:
+            setattr(policy, name, build_normalizer(tuple(mean.shape[1:])))
+    if "value_normalizer._mean" in weights:
+        policy.value_normalizer = ValueNormalizer()
 
 
 def vector_shape(leaf: Any) -> tuple[int, ...] | None:

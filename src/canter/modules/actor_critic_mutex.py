@@ -1,0 +1,168 @@
+"""Policies made of trained policies, of which one at a time has its way: loading them from their run directories."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from canter.modules.distributions import Gaussian, Params
+from canter.modules.policy import Context, Policy
+from canter.utils.checkpoint import check_compatible, find_checkpoints, load_checkpoint, newest_valid_checkpoint
+from canter.utils.config import build, refuse_unknown
+from canter.utils.obs_layout import ObsLayout
+
+# What the mutex itself says of a sub-policy, whatever its configuration says.
+GIVEN = ("num_actor_obs", "num_critic_obs", "num_actions", "obs_segments", "critic_obs_segments", "action_space")
+
+
+class ActorCriticMutex(Policy):
+    """Loads sub-policies from run directories; which of them acts is a subclass's business.
+
+    Args:
+        num_actor_obs: Width of the observation, the same for every sub-policy.
+        num_critic_obs: Width of the critic's observation.
+        num_actions: Width of the action.
+        sub_policy_class_name: Class of the sub-policies; None takes the one in each run's configuration.
+        sub_policy_paths: Run directories: config.json or config.yaml, and the newest model_<number>.pt.
+        obs_segments: Names and shapes of the observation's parts, in order.
+        critic_obs_segments: The same for the critic; the actor's if None.
+        env_action_scale: What the environment multiplies actions by, one number or one per action.
+        action_space: Bounds for sub-policies that need some.
+    """
+
+    has_entropy = False
+
+    def __init__(
+        self,
+        num_actor_obs: int,
+        num_critic_obs: int,
+        num_actions: int,
+        sub_policy_class_name: str | None = None,
+        sub_policy_paths: Sequence[str | Path] = (),
+        obs_segments: Mapping[str, Any] | None = None,
+        critic_obs_segments: Mapping[str, Any] | None = None,
+        env_action_scale: float | Sequence[float] = 0.5,
+        *,
+        action_space: Any = None,
+        **unknown: Any,
+    ) -> None:
+        refuse_unknown(type(self), (name for name, value in unknown.items() if value is not None))
+        super().__init__()
+        self.num_actions, self.distribution = num_actions, Gaussian(num_actions)
+        self.obs_layout = ObsLayout(obs_segments or {"obs": (num_actor_obs,)})
+        self.critic_obs_layout = ObsLayout(critic_obs_segments or obs_segments or {"obs": (num_critic_obs,)})
+        self.register_buffer("env_action_scale", self._scale(env_action_scale, "env_action_scale"))
+        if not sub_policy_paths:
+            warnings.warn(f"{type(self).__name__} has no sub_policy_paths, so there is nothing to choose", stacklevel=2)
+        given = (num_actor_obs, num_critic_obs, num_actions, obs_segments, critic_obs_segments, action_space)
+        shared: dict[str, Any] = dict(zip(GIVEN, given, strict=True))
+        self.submodules = nn.ModuleList()
+        self.sub_policy_paths = [Path(path) for path in sub_policy_paths]
+        self.configs = [read_config(path) for path in self.sub_policy_paths]
+        for i, (path, config) in enumerate(zip(self.sub_policy_paths, self.configs, strict=True)):
+            self.submodules.append(load_sub_policy(path, config, sub_policy_class_name, shared))
+            scale = self._setting(i, "control", "action_scale", env_action_scale)
+            self.register_buffer(f"subpolicy_action_scale_{i}", self._scale(scale, f"control.action_scale of {path}"))
+        self.is_recurrent = any(policy.is_recurrent for policy in self.sub_policies)
+
+    @property
+    def sub_policies(self) -> list[Policy]:
+        """The policies to choose from, in the order of their paths."""
+        return [policy for policy in self.submodules if isinstance(policy, Policy)]
+
+    def _scale(self, given: Any, what: str) -> Tensor:
+        """A scalar or (A,) tensor."""
+        scale = torch.as_tensor(given, dtype=torch.float32)
+        if scale.shape not in ((), (self.num_actions,)) or not bool((scale != 0).all()):
+            raise ValueError(
+                f"{what} is {given} for {self.num_actions} actions; give one number other than 0 or one each"
+            )
+        return scale.clone()
+
+    def _setting(self, i: int, section: str, name: str, default: Any) -> Any:
+        """A number of the sub-policy's environment from its configuration.
+
+        A config.json has to say it; our config.yaml does where the run was given it as `run_info`.
+        """
+        path, config = self.sub_policy_paths[i], self.configs[i]
+        values = config.get(section) or (config.get("run") or {}).get(section) or {}
+        if name not in values and (path / "config.json").is_file():
+            raise KeyError(f"{path / 'config.json'} has no {section}.{name}")
+        return values.get(name, default)
+
+    def actor_params(self, obs: Any, ctx: Context) -> Params:
+        """Which sub-policy acts is not known here."""
+        raise NotImplementedError(
+            f"{type(self).__name__} chooses no sub-policy; use ActorCriticFieldMutex or extend it"
+        )
+
+    def critic_value(self, critic_obs: Any, ctx: Context) -> Tensor:
+        """Sub-policies were trained for values of different tasks."""
+        raise NotImplementedError(f"{type(self).__name__} has no value; it is made of policies trained apart")
+
+    @property
+    def obs_segments(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the observation's parts."""
+        return self.obs_layout.shapes
+
+    @property
+    def critic_obs_segments(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the critic observation's parts."""
+        return self.critic_obs_layout.shapes
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The configuration of a run: config.json, or the config.yaml that our runs write."""
+    for name, parse in (("config.json", json.loads), ("config.yaml", yaml.safe_load)):
+        if (directory / name).is_file():
+            try:
+                config = parse((directory / name).read_text(encoding="utf-8"))
+            except (ValueError, yaml.YAMLError) as error:
+                raise ValueError(f"{directory / name} cannot be read: {error}") from error
+            if not isinstance(config, dict) or not isinstance(config.get("policy"), dict):
+                raise ValueError(f"{directory / name} has no section 'policy' that says what to build")
+            return config
+    reason = "has neither config.json nor config.yaml" if directory.is_dir() else "is no directory"
+    raise FileNotFoundError(f"{directory} {reason}; a sub-policy is given by the directory of its run")
+
+
+def find_model(directory: Path) -> Path:
+    """The newest model_<number>.pt that is whole; else the only file called model*.pt."""
+    if find_checkpoints(directory):
+        return newest_valid_checkpoint(directory)
+    found = sorted(path for path in directory.glob("model*.pt") if path.is_file())
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise ValueError(f"{directory} has several models, {names}, and no number says which is newest: keep one")
+    if not found:
+        raise FileNotFoundError(f"{directory} has no model: no file called model*.pt")
+    return found[0]
+
+
+def load_sub_policy(
+    directory: Path, config: Mapping[str, Any], class_name: str | None, shared: Mapping[str, Any]
+) -> Policy:
+    """The policy of a run, with the normalisers its checkpoint has, frozen."""
+    from canter.modules.build import POLICIES, install_normalizers  # which knows this module too
+
+    own = {name: value for name, value in config["policy"].items() if name not in (*GIVEN, "class_name")}
+    name = class_name or config["policy"].get("class_name") or "ActorCritic"
+    weights = load_checkpoint(find_model(directory), "cpu").get("model_state_dict")
+    if not isinstance(weights, Mapping):
+        raise ValueError(f"the model in {directory} has no model_state_dict")
+    try:
+        policy: Policy = build(POLICIES, name, {**own, **shared})
+        install_normalizers(policy, weights)
+        check_compatible(policy.state_dict(), weights, name)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        kind = next(kind for kind in (KeyError, TypeError, ValueError, RuntimeError) if isinstance(error, kind))
+        raise kind(f"the sub-policy in {directory} cannot be built: {error.args[0]}") from error
+    policy.load_state_dict(dict(weights))
+    return policy.requires_grad_(False).eval()

@@ -1,0 +1,42 @@
+"""Positions in an observation, written as text."""
+
+import pytest
+
+from canter.modules.obs_positions import find_positions
+from canter.utils.obs_layout import ObsLayout
+
+LAYOUT = ObsLayout({"a": (4,), "b": (8,)})
+
+
+@pytest.mark.parametrize(
+    ("text", "columns"),
+    [
+        ("a", slice(0, 4)), ("b", slice(4, 12)), ("b[0]", slice(4, 5)), ("b[-1]", slice(11, 12)),
+        ("b[1:6]", slice(5, 10)), ("b[-2:]", slice(10, 12)), ("b[:3]", slice(4, 7)), ("b[:]", slice(4, 12)),
+        ("b[2:-1]", slice(6, 11)), ("a[3]", slice(3, 4)),
+    ],
+)  # fmt: skip
+def test_text_means_columns_of_the_whole_observation(text, columns):
+    assert find_positions(LAYOUT, text) == columns
+
+
+@pytest.mark.parametrize("text", ["b[8]", "b[-9]", "a[2:9]", "a[3:1]", "a[2:2]"])
+def test_what_lies_outside_of_its_component_is_refused(text):
+    with pytest.raises(ValueError, match="lies outside of"):
+        find_positions(LAYOUT, text)
+
+
+@pytest.mark.parametrize("text", ["b[]", "b[-]", "b[x]", "b[1", "b[1:2:3]", ""])
+def test_what_is_no_position_is_refused(text):
+    with pytest.raises(ValueError, match="is no position"):
+        find_positions(LAYOUT, text)
+
+
+def test_a_component_that_does_not_exist_is_named():
+    with pytest.raises(KeyError, match=r"no segment 'c'; it has \['a', 'b'\]"):
+        find_positions(LAYOUT, "c[1]")
+
+
+def test_the_number_of_values_is_checked():
+    with pytest.raises(ValueError, match="'b' are 8 values, but there must be 1"):
+        find_positions(LAYOUT, "b", 1)
