@@ -190,7 +190,7 @@ def test_pendulum_is_swung_up_with_every_option(policy, algorithm):
     }
     runner = OnPolicyRunner(Pendulum(64), cfg, device="cpu", eval_env=Pendulum(20, seed=7), show_progress=False)
     runner.learn(total_timesteps=250_000)
-    assert runner.eval(20)["eval/mean_reward"] > -250
+    assert runner.eval(20)["eval/mean_reward"] > -300
 
 
 @pytest.mark.slow
