@@ -20,7 +20,7 @@ from canter.runners.run_config import plain
 from canter.storage.rollout_files.catalog import trajectory_folders
 from canter.storage.rollout_files.recorder import DemonstrationStorage, Returns, StepCutter
 from canter.storage.rollout_files.writer import TrajectoryWriter
-from canter.utils.console import Console
+from canter.utils.console import Console, table
 from canter.utils.obs_layout import ObsLayout
 from canter.utils.signals import StopSignal
 from canter.utils.tree import Obs
@@ -276,7 +276,7 @@ class DemonstrationSaver:
         if self.console is not None:
             self.console.update(min(100, int(100 * min(done))), self.total_timesteps, metrics)
         facts = f"{self.total_timesteps} timesteps, {self.total_episodes} episodes, {rate:.0f} timesteps/s"
-        return "\n".join([facts, *(f"{name}: {value:.4g}" for name, value in metrics.items())])
+        return f"{facts}\n{table(metrics)}" if metrics else facts
 
     def log_metrics(self) -> dict[str, float]:
         """What the progress display shows besides the counts."""

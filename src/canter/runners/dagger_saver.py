@@ -1,0 +1,209 @@
+"""DAgger's collecting half: the student plays, the teacher says what it would have done, both go to disk."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from torch import Tensor
+
+from canter.algorithms.foreign import import_state
+from canter.algorithms.schedules import GET_PROB_FUNC, Schedule
+from canter.modules.build import build_actor_critic, build_pair, install_normalizers
+from canter.modules.policy import Policy
+from canter.runners.demonstration import DemonstrationSaver
+from canter.runners.run_config import named_network
+from canter.utils.checkpoint import CheckpointError, find_checkpoints, load_checkpoint
+
+CONFIG_NAMES = ("config.yaml", "config.json")
+
+
+class DaggerSaver(DemonstrationSaver):
+    """Rolls out the student, or with some probability the teacher, and labels every step with the teacher's action.
+
+    `policy` is the teacher. The student is read from the run directory of its training, always the newest checkpoint.
+
+    Args:
+        training_policy_logdir: The student's run directory, with its config and `model_<iteration>.pt`.
+        teacher_act_prob: Probability that an environment is driven by the teacher, as a schedule over the student's
+            iterations: "exp", "linear", "tanh", a number, or a function.
+        update_times_scale: Iterations over which the schedule falls.
+        action_sample_std: Standard deviation of the student's noise, if above 0.
+        log_to_tensorboard: Write episode statistics to TensorBoard in `save_dir`.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        training_policy_logdir: str | Path,
+        teacher_act_prob: str | float | Schedule = "exp",
+        update_times_scale: float = 5000,
+        action_sample_std: float = 0.0,
+        log_to_tensorboard: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.training_policy_logdir = Path(training_policy_logdir)
+        self.teacher_act_prob = GET_PROB_FUNC(teacher_act_prob, update_times_scale)
+        self.update_times_scale, self.action_sample_std = update_times_scale, action_sample_std
+        self.training_policy: Policy | None = None
+        self.training_policy_iteration = 0
+        self.collection_iteration = 0
+        self.use_teacher_act_mask = torch.ones(self.env.num_envs, dtype=torch.bool, device=self.env.device)
+        self.rollout_episode_infos: list[Mapping[str, Any]] = []
+        self.tb_writer: Any = None
+        self._has_warned = False
+        if log_to_tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.tb_writer = SummaryWriter(str(self.save_dir))
+
+    # ------------------------------------------------------------------ the student
+    def init_traj_handlers(self) -> None:
+        """Open the directory, say who is trained, and build the student."""
+        if self.writer is not None:
+            return
+        if self.training_policy is None:
+            self.build_training_policy()
+        self.metadata |= {
+            "training_policy_logdir": str(self.training_policy_logdir),
+            "update_times_scale": self.update_times_scale,
+            "action_sample_std": self.action_sample_std,
+        }
+        super().init_traj_handlers()
+
+    def build_training_policy(self) -> None:
+        """A fresh student as the config in its run directory describes it."""
+        config = read_config(self.training_policy_logdir)
+        settings = dict(config.get("policy") or {})
+        runner = config.get("runner") or {}
+        name = settings.pop("class_name", None) or runner.get("policy_class_name") or config.get("policy_class_name")
+        if "actor_class" in settings:
+            classes = (named_network(settings["actor_class"]), named_network(settings["critic_class"]))
+            spaces = (self.env.obs_space, self.env.critic_obs_space, self.env.action_space)
+            student: Policy = build_pair(*spaces, *classes, settings.get("actor_cfg"), settings.get("critic_cfg"))
+        else:
+            student = build_actor_critic(self.env, name or "ActorCritic", settings)
+        self.training_policy = student.to(self.env.device).eval()
+        self.training_policy_iteration = 0
+        self._set_noise()
+
+    def load_latest_training_policy(self) -> None:
+        """Take over the newest checkpoint of the student, if there is a newer one, and draw anew who drives."""
+        if self.training_policy is None:
+            self.build_training_policy()
+        found = find_checkpoints(self.training_policy_logdir) if self.training_policy_logdir.is_dir() else []
+        if not found and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"no model_<iteration>.pt in {self.training_policy_logdir} yet: a fresh student plays", stacklevel=2
+            )
+        for number, path in reversed(found):
+            if number <= self.training_policy_iteration or self._load_student(path):
+                break
+        chance = torch.rand(self.env.num_envs, device=self.env.device)
+        self.use_teacher_act_mask = chance < self.teacher_act_prob(self.training_policy_iteration)
+
+    def _load_student(self, path: Path) -> bool:
+        """Whether the file could be used; one that is incomplete or just being removed is passed over."""
+        try:
+            state = import_state(load_checkpoint(path, self.env.device))
+        except (CheckpointError, OSError) as error:
+            warnings.warn(f"the student in {path.name} cannot be read yet: {error}", stacklevel=3)
+            return False
+        student, weights = self.training_policy, state["model_state_dict"]
+        assert student is not None
+        install_normalizers(student, weights)
+        student.to(self.env.device).eval()
+        student.load_state_dict(weights)
+        self.training_policy_iteration = int(state.get("iter", 0))
+        self._set_noise()
+        return True
+
+    def _set_noise(self) -> None:
+        if self.action_sample_std <= 0 or self.training_policy is None:
+            return
+        with torch.no_grad():
+            for name, value in (("std", self.action_sample_std), ("log_std", np.log(self.action_sample_std))):
+                noise = getattr(self.training_policy, name, None)
+                if isinstance(noise, torch.nn.Parameter):
+                    noise.fill_(float(value))
+
+    # ------------------------------------------------------------------ steps
+    def choose_actions(self) -> tuple[Tensor, Tensor]:
+        """The teacher's actions as labels; the student's to execute, except where the teacher drives."""
+        if self.training_policy is None:
+            self.load_latest_training_policy()
+        labels = self.get_policy_actions()
+        actions = self._act(self.training_policy, self.obs, by_sample=True)
+        mask = self.use_teacher_act_mask.view(-1, *[1] * (labels.dim() - 1))
+        return labels, torch.where(mask, labels, actions.to(labels.dtype))
+
+    def add_transition(self, step_i: int, infos: Mapping[str, Any]) -> None:
+        """Keep the step, and what the environment says of episodes."""
+        super().add_transition(step_i, infos)
+        if infos.get("episode"):
+            self.rollout_episode_infos.append(infos["episode"])
+
+    def policy_reset(self, dones: Tensor) -> None:
+        """Forget the past of episodes that ended, in both policies."""
+        super().policy_reset(dones)
+        if self.training_policy is not None and bool(dones.any()):
+            self.training_policy.reset(dones)
+
+    def check_stop(self) -> bool:
+        """Look for a newer student, then whether there is enough."""
+        self.load_latest_training_policy()
+        return super().check_stop()
+
+    # ------------------------------------------------------------------ progress
+    def log_metrics(self) -> dict[str, float]:
+        """Episode statistics since the last call: the largest of `_max`, the smallest of `_min`, means of others."""
+        infos, self.rollout_episode_infos = self.rollout_episode_infos, []
+        names = dict.fromkeys(name for info in infos for name in info)
+        merged = {f"Episode/{name}": merge(name, [info[name] for info in infos if name in info]) for name in names}
+        if self.tb_writer is not None:
+            for name, value in merged.items():
+                self.tb_writer.add_scalar(name, value, self.training_policy_iteration)
+        teacher = float(self.use_teacher_act_mask.float().mean())
+        own = {"train/student_iteration": float(self.training_policy_iteration), "train/teacher_drives": teacher}
+        return {**super().log_metrics(), **own, **merged}
+
+    def print_log(self) -> str:
+        """Show how far the collection is; returns the same as text."""
+        self.collection_iteration += 1
+        return super().print_log()
+
+    def close(self) -> None:
+        """Finish the directory and the TensorBoard log."""
+        super().close()
+        if getattr(self, "tb_writer", None) is not None:
+            self.tb_writer.close()
+
+
+def merge(name: str, values: list[Any]) -> float:
+    """One number from an episode statistic of several steps."""
+    numbers = np.concatenate([torch.as_tensor(v).detach().cpu().double().reshape(-1).numpy() for v in values])
+    if not np.isfinite(numbers).any():
+        return float("nan")
+    how = np.nanmax if name.endswith("_max") else np.nanmin if name.endswith("_min") else np.nanmean
+    return float(how(numbers))
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The config in a run directory."""
+    for name in CONFIG_NAMES:
+        path = directory / name
+        if path.is_file():
+            text = path.read_text(encoding="utf-8")
+            config = json.loads(text) if name.endswith("json") else yaml.safe_load(text)
+            if not isinstance(config, dict):
+                raise ValueError(f"{path} holds no settings")
+            return config
+    raise FileNotFoundError(f"{directory} has no {' or '.join(CONFIG_NAMES)}: start the student's training first")

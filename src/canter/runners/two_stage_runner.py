@@ -1,0 +1,180 @@
+"""Training in two stages: first from recorded trajectories, then in the environment."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canter.envs.vec_env import VecEnv
+from canter.runners.on_policy_runner import OnPolicyRunner
+from canter.runners.run_config import plain
+from canter.storage.rollout_files.rollout_dataset import RolloutDataset
+from canter.utils.tree import Obs, tree_leaves, tree_map
+
+PRETRAIN_KEYS = ("pretrain_iterations", "pretrain_dataset")
+LOG_INTERVAL = 50
+
+
+class TwoStageRunner(OnPolicyRunner):
+    """Learns from a dataset for `pretrain_iterations`, then as `OnPolicyRunner` does.
+
+    The algorithm must know what to do with recorded steps (`collect_transition_from_dataset`): TPPO and its family do.
+    With TPPO and no teacher, stage one is behaviour cloning and stage two is PPO. Progress counts the steps learned
+    from, recorded ones included.
+
+    Args:
+        env: Anything `wrap_env` knows; it is not stepped in stage one.
+        train_cfg: Training dict with `pretrain_dataset`, the settings of a `RolloutDataset`, and `pretrain_iterations`
+            (default 0, below 0 for ever).
+        log_dir: The run directory; None writes nothing.
+        device: Where to learn; None takes a GPU if there is one.
+        pretrain_iterations: As in `train_cfg`.
+        pretrain_dataset: As in `train_cfg`.
+        **kwargs: What `OnPolicyRunner` takes.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        train_cfg: Any = None,
+        log_dir: str | Path | None = None,
+        device: torch.device | str | None = None,
+        *,
+        pretrain_iterations: int | None = None,
+        pretrain_dataset: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        train_cfg, given = take_keys(train_cfg)
+        iterations = given.get("pretrain_iterations") if pretrain_iterations is None else pretrain_iterations
+        source = given.get("pretrain_dataset") if pretrain_dataset is None else pretrain_dataset
+        if not source:
+            raise AssertionError(
+                "TwoStageRunner needs pretrain_dataset, the settings of a RolloutDataset: {data_dir: ...}"
+            )
+        self.pretrain_iterations, self.pretrain_dataset = int(iterations or 0), dict(source)
+        asked = {**(train_cfg or {}), **((train_cfg or {}).get("runner") or {})} if isinstance(train_cfg, dict) else {}
+        if asked.get("log_interval") is None and kwargs.get("log_interval") is None:
+            kwargs["log_interval"] = LOG_INTERVAL
+        super().__init__(env, train_cfg, log_dir, device, **kwargs)
+        if self.pretrain_iterations and not hasattr(self.alg, "collect_transition_from_dataset"):
+            raise TypeError(
+                f"{type(self.alg).__name__} cannot learn from recorded steps; use TPPO (without a teacher it clones "
+                "behaviour), or pretrain_iterations=0"
+            )
+        self.rollout_dataset = RolloutDataset(**self.pretrain_dataset, num_envs=self.env.num_envs, device=self.device)
+        self.is_exhausted = False
+        self.is_on_dataset = False
+        """Whether the last step came from the dataset, so that `obs` is none of the environment's."""
+        self.dataset_infos: dict[str, float] = {}
+        self._is_checked = False
+
+    @property
+    def is_pretraining(self) -> bool:
+        """Whether the next iteration learns from the dataset."""
+        left = self.pretrain_iterations < 0 or self.current_learning_iteration < self.pretrain_iterations
+        return left and not self.is_exhausted
+
+    def config(self) -> dict[str, Any]:
+        """The whole configuration in plain containers."""
+        own = {"pretrain_iterations": self.pretrain_iterations, "pretrain_dataset": plain(self.pretrain_dataset)}
+        return {**super().config(), **own}
+
+    # ------------------------------------------------------------------ one iteration
+    def run_iteration(self) -> dict[str, float]:
+        """Collect from whichever source it is the turn of, learn, and return the iteration's metrics."""
+        metrics = super().run_iteration()
+        infos, self.dataset_infos = self.dataset_infos, {}
+        return metrics | {f"Perf/dataset_{name}": value for name, value in infos.items()}
+
+    def collect(self) -> None:
+        """One rollout; where the dataset ends in the middle of it, one from the environment instead."""
+        try:
+            super().collect()
+        except StopIteration:
+            self.is_exhausted = True
+            warnings.warn(
+                f"the pretraining dataset was played to its end in iteration {self.iteration}; going on in the "
+                "environment",
+                stacklevel=2,
+            )
+            self.alg.rollout.clear()
+            self.alg.on_dataset = False
+            self.stats.tracker.rewind()
+            super().collect()
+
+    def rollout_step(self, obs: Any, critic_obs: Any, **kwargs: Any) -> tuple[Obs, Obs, Tensor, Tensor, dict[str, Any]]:
+        """A step of the dataset while pretraining; of the environment afterwards, and where the dataset has none."""
+        if not self.is_pretraining:
+            if self.is_on_dataset:
+                obs, critic_obs = self._enter_environment()
+            return super().rollout_step(obs, critic_obs, **kwargs)
+        transition, infos = self.rollout_dataset.get_transition_batch()
+        self.dataset_infos |= {name: float(value) for name, value in infos.items() if name != "time_outs"}
+        if transition is None:
+            obs, critic_obs = self.env.get_observations()
+            return super().rollout_step(obs, critic_obs, **kwargs)
+        if not self._is_checked:
+            check_fit(transition, self.env)
+            self._is_checked = True
+        self.is_on_dataset = True
+        self.alg.collect_transition_from_dataset(transition, infos)
+        self.stats.tracker.step += 1
+        # The dataset's buffers are overwritten by its next step.
+        next_obs = tree_map(torch.clone, transition.next_observation)
+        is_same = transition.next_privileged_observation is transition.next_observation
+        next_critic = next_obs if is_same else tree_map(torch.clone, transition.next_privileged_observation)
+        return next_obs, next_critic, transition.reward, transition.done, infos
+
+    def _enter_environment(self) -> tuple[Obs, Obs]:
+        """The stage boundary: what the environment shows, and nothing remembered of the dataset."""
+        self.is_on_dataset = False
+        self.policy.reset()
+        self.stats.clear_running()
+        self.rewbuffer.clear()
+        self.lenbuffer.clear()
+        return self.env.get_observations()
+
+    # ------------------------------------------------------------------ continuing
+    def extra_state(self) -> dict[str, Any]:
+        """What the on-policy runner needs, and which stage it is in."""
+        return {**super().extra_state(), "on_dataset": self.is_on_dataset, "is_exhausted": self.is_exhausted}
+
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Continue; the dataset is played from its beginning."""
+        super().load_extra_state(state)
+        self.is_exhausted = bool(state.get("is_exhausted", False))
+        self.is_on_dataset = bool(state.get("on_dataset", False)) and bool(state["is_exact"])
+
+
+def take_keys(train_cfg: Any) -> tuple[Any, dict[str, Any]]:
+    """A training dict without what is the two stages' own, and that."""
+    if not isinstance(train_cfg, Mapping):
+        return train_cfg, {}
+    rest = {name: value for name, value in train_cfg.items() if name not in PRETRAIN_KEYS}
+    given = {name: train_cfg[name] for name in PRETRAIN_KEYS if name in train_cfg}
+    if isinstance(rest.get("runner"), Mapping):
+        inner = rest["runner"]
+        given |= {name: inner[name] for name in PRETRAIN_KEYS if name in inner}
+        rest["runner"] = {name: value for name, value in inner.items() if name not in PRETRAIN_KEYS}
+    return rest, given
+
+
+def check_fit(transition: Any, env: VecEnv) -> None:
+    """Refuse a dataset whose observations are not the environment's, with every difference."""
+    obs, critic_obs = env.get_observations()
+    pairs = [("observation", transition.observation, obs)]
+    if critic_obs is not obs:
+        pairs.append(("privileged_observation", transition.privileged_observation, critic_obs))
+    problems = []
+    for name, recorded, current in pairs:
+        got = {leaf: tuple(value.shape[1:]) for leaf, value in tree_leaves(recorded, name)}
+        want = {leaf: tuple(value.shape[1:]) for leaf, value in tree_leaves(current, name)}
+        problems += [f"{leaf}: recorded {got.get(leaf)}, here {want.get(leaf)}" for leaf in got.keys() | want.keys()
+                     if got.get(leaf) != want.get(leaf)]  # fmt: skip
+    if problems:
+        raise ValueError(f"the dataset is of another environment: {'; '.join(sorted(problems))}")
