@@ -46,6 +46,20 @@ from canter.modules.mlp import MlpModel
 from canter.modules.normalizer import EmpiricalNormalization, Normalize, Normalizer, RunningMeanStd
 from canter.modules.policy import Policy, PolicyOutput
 from canter.modules.prediction import Estimate
+from canter.modules.q_networks import (
+    CNNContinuousQNetwork,
+    CNNQNetwork,
+    ContinuousQNetwork,
+    DiscreteQNetwork,
+    MLPContinuousQNetwork,
+    MLPQNetwork,
+)
+from canter.modules.squashed_actors import (
+    CNNDeterministicActor,
+    CNNSquashedGaussianActor,
+    MLPDeterministicActor,
+    MLPSquashedGaussianActor,
+)
 from canter.modules.state_adaptor import (
     AdaptorActorHiddenState,
     PrivilegeEstimatorMixin,
@@ -81,14 +95,20 @@ __all__ = [
     "AmpMixin",
     "Beta",
     "CNNActor",
+    "CNNContinuousQNetwork",
     "CNNCritic",
+    "CNNDeterministicActor",
+    "CNNQNetwork",
+    "CNNSquashedGaussianActor",
     "Categorical",
     "ContinuousActor",
+    "ContinuousQNetwork",
     "Conv2dHeadModel",
     "Conv2dModel",
     "Critic",
     "DeterministicPolicyMixin",
     "DiscreteActor",
+    "DiscreteQNetwork",
     "EmpiricalNormalization",
     "EncoderActorCritic",
     "EncoderActorCriticMixin",
@@ -104,8 +124,12 @@ __all__ = [
     "HistoryEncoder",
     "LstmHiddenState",
     "MLPActor",
+    "MLPContinuousQNetwork",
     "MLPCritic",
+    "MLPDeterministicActor",
     "MLPDiscreteActor",
+    "MLPQNetwork",
+    "MLPSquashedGaussianActor",
     "Memory",
     "MlpModel",
     "MultiCategorical",

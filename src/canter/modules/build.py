@@ -28,6 +28,13 @@ from canter.modules.all_mixer import (
 from canter.modules.encoder_actor_critic import EncoderActorCritic, EncoderActorCriticRecurrent
 from canter.modules.normalizer import DictNormalization, EmpiricalNormalization, NoNormalization
 from canter.modules.policy import Policy
+from canter.modules.q_networks import CNNContinuousQNetwork, CNNQNetwork, MLPContinuousQNetwork, MLPQNetwork
+from canter.modules.squashed_actors import (
+    CNNDeterministicActor,
+    CNNSquashedGaussianActor,
+    MLPDeterministicActor,
+    MLPSquashedGaussianActor,
+)
 from canter.modules.state_adaptor import PrivilegeStateAc, PrivilegeStateAcRecurrent
 from canter.modules.state_estimator import StateAc, StateAcRecurrent
 from canter.modules.value_normalizer import ValueNormalizer
@@ -52,7 +59,14 @@ POLICIES: dict[str, type[Policy]] = {
         VisualDeterministicAC, VisualDeterministicRecurrent,
     )
 }  # fmt: skip
-NETWORKS: dict[str, type] = {cls.__name__: cls for cls in (MLPActor, MLPDiscreteActor, CNNActor, MLPCritic, CNNCritic)}
+NETWORKS: dict[str, type] = {
+    cls.__name__: cls
+    for cls in (
+        MLPActor, MLPDiscreteActor, CNNActor, MLPCritic, CNNCritic, MLPQNetwork, CNNQNetwork, MLPContinuousQNetwork,
+        CNNContinuousQNetwork, MLPSquashedGaussianActor, CNNSquashedGaussianActor, MLPDeterministicActor,
+        CNNDeterministicActor,
+    )
+}  # fmt: skip
 
 
 def register_policy(cls: type[Policy]) -> type[Policy]:

@@ -16,7 +16,6 @@ from canter.runners.collecting import CollectingRunner
 from canter.runners.run_config import make_plan
 from canter.runners.runner import LearnResult
 from canter.utils.metrics import gpu_memory
-from canter.utils.tree import tree_map
 
 MOST_STEPS = 1000  # vector steps between two reads of the episode statistics
 
@@ -95,7 +94,8 @@ class OffPolicyRunner(CollectingRunner):
         self.keep_stats(self.num_kept)
         self.learning_time = self.collection_time = 0.0
         self.first_of_log: tuple[int, float] | None = None
-        self.mean_rewards: list[float] = []
+        self.mean_rewards: list[tuple[float, int]] = []
+        """Mean reward and number of vector steps of every read since the last log entry."""
 
     def new_algorithm(self, agent_class: Any, spaces_given: Mapping[str, Any]) -> Any:
         """On the environment, with the networks that were given."""
@@ -170,20 +170,50 @@ class OffPolicyRunner(CollectingRunner):
         is_due = bool(self.log_interval) and after // self.log_interval > self.tot_timesteps // self.log_interval
         if not is_due and self.stats.tracker.step < self.num_kept:
             return {}
-        newest = tree_map(lambda leaf: leaf.unsqueeze(0), {"observations": self.obs, "critic": self.critic_obs})
-        leaves = newest if not isinstance(self.obs, Mapping) else {}
-        metrics = self.stats.rollout_metrics(self._steps_so_far(), leaves)
-        self.mean_rewards.append(metrics["rollout/mean_reward"])
+        metrics = self.count_episodes()
         if not is_due:
             return {}
-        metrics["rollout/mean_reward"] = sum(self.mean_rewards) / len(self.mean_rewards)
+        steps = sum(count for _, count in self.mean_rewards)
+        metrics["rollout/mean_reward"] = sum(mean * count for mean, count in self.mean_rewards) / max(1, steps)
         self.mean_rewards.clear()
+        kept = {"buffer/size": float(len(self.alg.prepare()))}
+        return (
+            metrics | self.alg.report() | self.alg.exploration() | kept | self._times(after) | gpu_memory(self.device)
+        )
+
+    def count_episodes(self) -> dict[str, float]:
+        """Take the steps since the last read into the episode statistics."""
+        newest = {"observations": self.obs} if isinstance(self.obs, Tensor) else {}
+        count = self.stats.tracker.step
+        metrics = self.stats.rollout_metrics(
+            self._steps_so_far(), {name: leaf.unsqueeze(0) for name, leaf in newest.items()}
+        )
+        if count:
+            self.mean_rewards.append((metrics["rollout/mean_reward"], count))
+        return metrics
+
+    def _times(self, after: int) -> dict[str, float]:
         assert self.first_of_log is not None
         steps, begin = self.first_of_log
         now = time.perf_counter()
         times = {"time/collection": self.collection_time, "time/learning": self.learning_time}
-        times["time/fps"] = (after - steps) / max(now - begin, 1e-9)
         self.first_of_log = (after, now)
         self.learning_time = self.collection_time = 0.0
-        kept = {"buffer/size": float(len(self.alg.prepare()))}
-        return metrics | self.alg.report() | self.alg.exploration() | kept | times | gpu_memory(self.device)
+        return times | {"time/fps": (after - steps) / max(now - begin, 1e-9)}
+
+    def flush(self) -> None:
+        """Count the last episodes too, and let every backend write what it holds back."""
+        if self.stats.tracker.step:
+            self.count_episodes()
+        super().flush()
+
+    def extra_state(self) -> dict[str, Any]:
+        """The rewards since the last log entry besides."""
+        if self.stats.tracker.step:
+            self.count_episodes()
+        return super().extra_state() | {"mean_rewards": [list(pair) for pair in self.mean_rewards]}
+
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly, or with fresh episodes where the environment cannot be put back."""
+        super().load_extra_state(state)
+        self.mean_rewards = [(mean, count) for mean, count in state["mean_rewards"]]

@@ -3,7 +3,9 @@
 from canter.storage.action_label_rollout import ActionLabelRollout
 from canter.storage.amp_rollout_storage import AmpRolloutStorage
 from canter.storage.fields import Field, MiniBatch, Transition
+from canter.storage.prioritized_replay import PrioritizedReplayBuffer
 from canter.storage.queue_rollout_storage import QueueRolloutStorage
+from canter.storage.replay import ReplayBatch, TransitionReplayBuffer
 from canter.storage.rollout_storage import RolloutStorage
 from canter.storage.sarsa_rollout_storage import SarsaRolloutStorage
 from canter.storage.trajectories import Trajectories, split_and_pad_trajectories, unpad_trajectories
@@ -13,11 +15,14 @@ __all__ = [
     "AmpRolloutStorage",
     "Field",
     "MiniBatch",
+    "PrioritizedReplayBuffer",
     "QueueRolloutStorage",
+    "ReplayBatch",
     "RolloutStorage",
     "SarsaRolloutStorage",
     "Trajectories",
     "Transition",
+    "TransitionReplayBuffer",
     "split_and_pad_trajectories",
     "unpad_trajectories",
 ]

@@ -1,0 +1,291 @@
+"""SAC and TD3: each loss moves only its own parameters, formulas by hand, the temperature's fixed point, bandits."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from canter.algorithms import SAC, TD3, SACConfig, TD3Config
+from canter.algorithms.actor_q import frozen, joint_limit_bounds
+from canter.envs.torch_envs import CartPole, PointRobot
+from canter.envs.torch_envs.base import TorchEnv
+from canter.modules.actors import ContinuousActor
+from canter.utils.debug import NoHostSync
+
+SMALL = {"actor_hidden_dims": (8,), "critic_hidden_dims": (8,), "batch_size": 16, "learning_starts": 16}
+SMALL |= {"buffer_size": 400, "device": "cpu", "seed": 1}
+CLASSES = {"sac": (SAC, SACConfig), "td3": (TD3, TD3Config)}
+
+
+def make(kind="sac", env=None, extra=None, **given):
+    torch.manual_seed(0)
+    cls, config = CLASSES[kind]
+    return cls(env or PointRobot(4, seed=0), config(**{**SMALL, **given}), **(extra or {}))
+
+
+def run(alg, steps, learn=False):
+    obs, critic = alg.env.get_observations()
+    for _ in range(steps):
+        record = alg.env.step(alg.explore(obs, critic))
+        alg.process_step(record)
+        if learn and alg.can_learn:
+            alg.train(1)
+        obs, critic = record.obs, record.critic_obs
+    return alg
+
+
+def parts(alg):
+    named = {"actor": alg.actor, "critics": alg.critics, "target": alg.target.module}
+    if isinstance(alg, SAC):
+        named["temperature"] = alg.temperature
+    else:
+        named["target_actor"] = alg.target_actor.module
+    return {name: [p.detach().clone() for p in module.parameters()] for name, module in named.items()}
+
+
+def changed(before, after):
+    return {n for n in before if any(not torch.equal(a, b) for a, b in zip(before[n], after[n], strict=True))}
+
+
+@pytest.mark.parametrize("kind", ["sac", "td3"])
+@pytest.mark.parametrize("num_atoms", [1, 11])
+def test_each_loss_moves_only_its_own_parameters(kind, num_atoms):
+    alg = run(make(kind, num_atoms=num_atoms), 10)
+    drawn = next(alg.batches(1))
+    before = parts(alg)
+    alg.descend("critic_optimizer", alg.critic_loss(drawn)[0])
+    assert changed(before, parts(alg)) == {"critics"}
+    before = parts(alg)
+    with frozen(alg.critics):
+        loss, _ = alg.actor_loss(drawn)
+    alg.descend("actor_optimizer", loss)
+    assert changed(before, parts(alg)) == {"actor"}
+    before = parts(alg)
+    if kind == "sac":
+        alg.descend("alpha_optimizer", alg.alpha_loss(torch.tensor(0.3)))
+        assert changed(before, parts(alg)) == {"temperature"}
+        before = parts(alg)
+    alg.follow()
+    assert changed(before, parts(alg)) == ({"target"} if kind == "sac" else {"target", "target_actor"})
+
+
+def test_the_actor_s_loss_asks_for_no_gradient_of_the_critics():
+    alg = run(make(), 10)
+    with frozen(alg.critics):
+        loss, _ = alg.actor_loss(next(alg.batches(1)))
+    loss.backward()
+    assert all(p.grad is None or not p.grad.any() for p in alg.critics.parameters())
+    assert any(p.grad is not None and p.grad.any() for p in alg.actor.parameters())
+    assert all(p.requires_grad for p in alg.critics.parameters())
+
+
+@pytest.mark.parametrize("reduction", ["min", "mean"])
+def test_the_critics_learn_the_soft_target(reduction):
+    alg = run(make(critic_reduction=reduction), 10)
+    drawn = next(alg.batches(1))
+    state = alg.generators["replay"].get_state()
+    _, stats = alg.critic_loss(drawn)
+    alg.generators["replay"].set_state(state)
+    actions, log_prob = alg._sample(drawn.next_obs, "replay")
+    out = alg.target.module(drawn.next_critic_obs, actions)
+    value = out.amin(0) if reduction == "min" else out
+    soft = value - 0.2 * log_prob
+    want = drawn.rewards + 0.99 * (1 - drawn.dones) * soft
+    predicted = alg.critics(drawn.critic_obs, drawn.actions)
+    assert stats["critic1_loss"].item() == pytest.approx(
+        (predicted[0] - (want if want.dim() == 1 else want[0])).square().mean().item(), rel=1e-4
+    )
+    assert stats["td_target_mean"].item() == pytest.approx(want.mean().item(), rel=1e-4)
+
+
+def test_an_update_says_the_documented_things():  # rows L08, P69
+    metrics = run(make(), 10).update()
+    names = {"actor_loss", "critic1_loss", "critic2_loss", "alpha", "entropy", "q_loss", "alpha_loss", "mean_q"}
+    assert {f"train/{name}" for name in names} <= set(metrics)
+    assert metrics["train/alpha"] == pytest.approx(0.2, rel=1e-5), "of before the step"
+    assert metrics["train/q_loss"] == pytest.approx(
+        (metrics["train/critic1_loss"] + metrics["train/critic2_loss"]) / 2, rel=1e-5
+    )
+
+
+def test_the_temperature_falls_above_the_entropy_aimed_at_and_rises_below():
+    alg = make()
+    for log_prob, sign in ((-(alg.entropy_aim + 1.0), -1), (-(alg.entropy_aim - 1.0), 1)):
+        before = alg.temperature.log_alpha.item()
+        alg.descend("alpha_optimizer", alg.alpha_loss(torch.tensor(log_prob)))
+        assert math.copysign(1, alg.temperature.log_alpha.item() - before) == sign
+
+
+def test_the_entropy_aimed_at_is_in_units_of_half_the_range():
+    class Wide(PointRobot):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.action_space = spaces.Box(-4.0, 4.0, (2,))
+
+    assert make().entropy_aim == pytest.approx(-2.0)
+    assert make(env=Wide(2)).entropy_aim == pytest.approx(-2.0 + 2 * math.log(4.0))
+    assert make(target_entropy=-0.5).entropy_aim == -0.5
+
+
+def test_policy_delay_and_the_targets_follow_their_own_clocks():
+    alg = run(make(policy_delay=3), 10)
+    alg.train(2)
+    assert alg.slow_meter.total is None
+    alg.train(1)
+    assert float(alg.slow_meter.total[-1]) == 1
+    alg.train(16)
+    assert float(alg.slow_meter.total[-1]) == (3 + 16) // 3
+    assert float(alg.meter.total[-1]) == alg.num_updates == 19
+
+
+# ---------------------------------------------------------------------- bandits
+class Bandit(TorchEnv):
+    """One step, one state, reward -(a - 0.3)^2."""
+
+    def __init__(self, num_envs, seed=0):
+        self.obs_space = self.critic_obs_space = spaces.Box(-1, 1, (1,))
+        self.action_space = spaces.Box(-1, 1, (1,))
+        super().__init__(num_envs, "cpu", seed, 10)
+
+    def initial_state(self, n):
+        return {"place": torch.zeros(n, 1)}
+
+    def dynamics(self, state, action):
+        return state, -(action[:, 0] - 0.3).square(), torch.ones(len(action), dtype=torch.bool)
+
+    def observe(self, state):
+        return state["place"].clone()
+
+
+BANDIT = {"actor_learning_rate": 3e-3, "critic_learning_rate": 1e-2, "batch_size": 64, "learning_starts": 64}
+BANDIT |= {"actor_hidden_dims": (16,), "critic_hidden_dims": (32,), "buffer_size": 4000}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"), [("sac", {}), ("td3", {}), ("sac", {"num_atoms": 21, "v_min": -2.0, "v_max": 0.5})]
+)
+def test_the_mean_action_of_a_bandit_is_its_best(kind, more):  # row P69
+    given = BANDIT | ({"auto_alpha": False, "init_alpha": 0.01} if kind == "sac" else {}) | more
+    alg = run(make(kind, Bandit(8), **given), 500, learn=True)
+    action = alg.act(torch.zeros(1, 1), deterministic=True).item()
+    assert action == pytest.approx(0.3, abs=0.12)
+
+
+def test_the_temperature_settles_where_the_entropy_is_the_one_aimed_at():
+    # With reward -(a - c)^2 the soft-optimal policy is nearly normal, of variance alpha / 2.
+    given = {**BANDIT, "actor_learning_rate": 1e-2, "alpha_learning_rate": 1e-2, "target_entropy": -0.5}
+    alg = make("sac", Bandit(8), **given)
+    run(alg, 600, learn=True)
+    alg.report()
+    run(alg, 200, learn=True)
+    found = alg.report()
+    assert found["train/entropy"] == pytest.approx(-0.5, abs=0.1)
+    sigma = math.exp(-0.5 - 0.5 * math.log(2 * math.pi * math.e))
+    assert found["train/alpha"] == pytest.approx(2 * sigma**2, rel=0.3)
+
+
+# ---------------------------------------------------------------------- the rest
+def test_critics_see_the_privileged_observation_and_the_actor_does_not():
+    alg = run(make(), 10)
+    drawn = next(alg.batches(1))
+    assert drawn.obs.shape == (16, 6)
+    assert drawn.critic_obs.shape == drawn.next_critic_obs.shape == (16, 9)
+    assert torch.equal(drawn.critic_obs[:, :6], drawn.obs)
+
+
+def test_statistics_move_once_per_step_and_never_from_replay():
+    alg = run(make(empirical_normalization=True), 10)
+    assert int(alg.policy.obs_normalizer.count) == int(alg.policy.critic_obs_normalizer.count) == 40
+    before = alg.policy.obs_normalizer.mean
+    alg.train(3)
+    assert torch.equal(before, alg.policy.obs_normalizer.mean)
+    raw = alg.replay.draw(200, 1, 0.9, None).obs
+    assert torch.allclose(alg.policy.obs_normalizer.normalize(raw).std(0), torch.ones(6), atol=0.6)
+
+
+@pytest.mark.parametrize("kind", ["sac", "td3"])
+def test_exploration_and_random_actions_fill_the_bounds(kind):
+    alg = make(kind, PointRobot(500), action_low=(-0.5, 1.0), action_high=(0.5, 3.0), learning_starts=0)
+    random = alg.random_actions()
+    for actions in (random, alg.explore(*alg.env.get_observations())):
+        assert (actions >= torch.tensor([-0.5, 1.0])).all()
+        assert (actions <= torch.tensor([0.5, 3.0])).all()
+    assert random.amin(0).tolist() == pytest.approx([-0.5, 1.0], abs=0.05)
+    assert random.amax(0).tolist() == pytest.approx([0.5, 3.0], abs=0.05)
+
+
+def test_noise_is_spread_over_the_environments():
+    alg = make("td3", PointRobot(5), exploration_noise=0.1, exploration_noise_max=0.5)
+    assert alg.noise[:, 0].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+
+
+def test_joint_limits_become_action_bounds():
+    low, high = joint_limit_bounds([-1.0, -2.0], [1.0, 0.0], default=[0.5, -1.0], action_scale=[0.5, -0.25])
+    assert low == (-3.0, -4.0)
+    assert high == (1.0, 4.0)
+
+
+class Own(ContinuousActor):
+    """A user's own actor."""
+
+    def __init__(self, obs_space, action_space, cfg=None):
+        super().__init__(obs_space, action_space, cfg)
+        self.net = torch.nn.Linear(obs_space.shape[0], 2)
+
+    def get_action_dist(self, obs):
+        mean = self.net(obs)
+        return torch.distributions.Normal(mean, torch.full_like(mean, 0.3))
+
+
+def test_actors_of_users_are_squashed_and_learned():
+    alg = run(make(extra={"actor_class": Own}), 10)
+    before = alg.actor.net.weight.clone()
+    alg.train(1)
+    assert not torch.equal(before, alg.actor.net.weight)
+    assert alg.act(100 * torch.ones(3, 6)).abs().max() <= 1.0
+
+
+@pytest.mark.parametrize("kind", ["sac", "td3"])
+def test_bad_actions_are_refused(kind):
+    name = kind.upper()
+    with pytest.raises(ValueError, match=f"{name} needs a Box of actions, got Discrete"):
+        make(kind, CartPole(2))
+
+    class Endless(PointRobot):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.action_space = spaces.Box(-np.inf, np.inf, (2,))
+
+    with pytest.raises(ValueError, match=r"these are infinite.*set action_low"):
+        make(kind, Endless(2))
+    assert make(kind, Endless(2), action_low=-1.0, action_high=2.0).action_space.high.tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("kind", ["sac", "td3"])
+def test_exploring_and_learning_never_wait_for_the_device(kind):
+    alg = run(make(kind, empirical_normalization=True, n_step=2, num_atoms=5, execution="eager"), 10)
+    alg.train(4)
+    obs, critic = alg.env.get_observations()
+    with NoHostSync():
+        for _ in range(2):
+            record = alg.env.step(alg.explore(obs, critic))
+            alg.process_step(record)
+            alg.train(4)
+            obs, critic = record.obs, record.critic_obs
+
+
+@pytest.mark.parametrize("kind", ["sac", "td3"])
+def test_the_massive_profile_runs_and_learns(kind):
+    from canter.algorithms.profiles import profile_settings
+
+    settings = profile_settings(kind, "massive") | {"batch_size": 64, "buffer_steps_per_env": 16}
+    cls, config = CLASSES[kind]
+    alg = cls(PointRobot(16, seed=0), config(**settings, device="cpu", seed=1))
+    run(alg, 6, learn=True)
+    metrics = alg.update()
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert alg.replay.num_rows == 17
+    with pytest.raises(ValueError, match="has no profile 'giant'; there are classic, massive"):
+        profile_settings(kind, "giant")

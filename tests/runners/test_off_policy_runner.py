@@ -1,0 +1,364 @@
+"""The off-policy loop: when it explores, learns, logs and saves; that it continues exactly; what it refuses."""
+
+import dataclasses
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from canter.algorithms import DQN, SAC, DQNConfig, SACConfig, TD3Config
+from canter.algorithms.off_policy import OffPolicyAlgorithm
+from canter.envs.torch_envs import CartPole, PointRobot
+from canter.envs.vec_env import StepRecord, VecEnv
+from canter.envs.wrap import wrap_env
+from canter.runners import OffPolicyRunner, StopTraining
+from canter.runners.run_config import parse_train_cfg
+
+SMALL = {"batch_size": 8, "learning_starts": 10, "buffer_size": 300, "log_interval": 20, "save_interval": 0, "seed": 3}
+CONFIGS = {
+    "dqn": DQNConfig(**SMALL, network_hidden_dims=(8,)),
+    "per": DQNConfig(**SMALL, network_hidden_dims=(8,), prioritized_replay=True, n_step=2, schedule="linear"),
+    "sac": SACConfig(**SMALL, actor_hidden_dims=(8,), critic_hidden_dims=(8,), empirical_normalization=True),
+    "td3": TD3Config(**SMALL, actor_hidden_dims=(8,), critic_hidden_dims=(8,)),
+}
+
+
+def env_for(kind, num_envs=2):
+    cls = CartPole if kind in ("dqn", "per") else PointRobot
+    return cls(num_envs, max_episode_length=7)
+
+
+def make(kind="dqn", env=None, log_dir=None, **changes):
+    cfg = dataclasses.replace(CONFIGS[kind], **changes)
+    return OffPolicyRunner(env or env_for(kind), cfg, log_dir=log_dir, device="cpu", show_progress=False)
+
+
+# ---------------------------------------------------------------------- the loop
+@pytest.mark.slow
+def test_the_documented_dqn_snippet(tmp_path):  # row R33
+    cfg = DQNConfig(learning_starts=500)
+    runner = OffPolicyRunner(env=wrap_env("CartPole-v1", "cpu", num_envs=1), cfg=cfg, algorithm="dqn", device="cpu")
+    runner.learn(total_timesteps=2000)
+    assert runner.tot_timesteps == 2000
+    assert runner.eval(2)["eval/mean_reward"] > 0
+
+
+@pytest.mark.slow
+def test_the_documented_sac_snippet():  # row R34
+    cfg = SACConfig(learning_starts=500, batch_size=32)
+    runner = OffPolicyRunner(wrap_env("Pendulum-v1", "cpu", num_envs=1), cfg, device="cpu")
+    history = runner.learn(2000).history
+    assert isinstance(runner.alg, SAC)
+    assert {"train/actor_loss", "train/critic1_loss", "train/critic2_loss", "train/alpha", "train/entropy"} <= set(
+        history[-1]
+    )  # row L08
+
+
+def test_updates_are_counted_in_vector_steps_and_start_when_told(monkeypatch):  # row R35
+    runner = make("dqn", learning_starts=12, train_freq=3, gradient_steps=4)
+    calls = []
+    train = type(runner.alg).train
+    monkeypatch.setattr(type(runner.alg), "train", lambda self, n: (calls.append((self.timesteps, n)), train(self, n)))
+    runner.learn(40)
+    assert calls == [(12, 4), (18, 4), (24, 4), (30, 4), (36, 4)]  # every third of 20 vector steps, from 12 on
+    assert runner.alg.num_updates == 20
+
+
+def test_minus_one_means_as_many_gradient_steps_as_environment_steps():
+    runner = make("dqn", gradient_steps=-1, train_freq=2)
+    runner.learn(40)
+    steps = [t for t in range(2, 21, 2) if 2 * t >= 10]
+    assert runner.alg.num_updates == 4 * len(steps)
+
+
+def test_actions_are_random_until_learning_starts():
+    runner = make("dqn", learning_starts=20, epsilon_start=0.0, epsilon_end=0.0)
+    calls = []
+    random = runner.alg.random_actions
+    runner.alg.random_actions = lambda: (calls.append(runner.alg.timesteps), random())[1]
+    runner.learn(40)
+    assert calls == list(range(0, 20, 2))
+
+
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class OwnAgent(DQN):
+    """A user's agent that explores in its own way and knows no epsilon."""
+
+    def explore_step(self, obs):
+        return torch.zeros(self.num_envs, dtype=torch.long)
+
+    def before_exploring(self):
+        pass
+
+    def get_epsilon(self, timesteps):
+        raise AssertionError("exploration is the algorithm's business")
+
+    def exploration(self):
+        return {}
+
+
+def test_exploration_stays_in_the_algorithm():  # row R37
+    cfg = dataclasses.replace(CONFIGS["dqn"], learning_starts=0)
+    runner = OffPolicyRunner(env_for("dqn"), agent=OwnAgent(env_for("dqn"), cfg, device="cpu"), show_progress=False)
+    runner.learn(30)
+    assert runner.alg.replay.data["actions"].sum() == 0
+
+
+def test_metrics_are_logged_whenever_an_interval_is_crossed():  # row L07
+    runner = make("dqn", PointRobotDiscrete(3), log_interval=20)
+    history = runner.learn(61).history
+    assert [row["buffer/size"] for row in history] == [21, 42, 60]
+    names = {"train/q_loss", "train/mean_q", "train/td_target_mean", "exploration/epsilon", "buffer/size"}
+    assert names <= set(history[-1])
+    assert {"rollout/mean_reward", "time/fps", "time/collection", "time/learning"} <= set(history[-1])
+    assert "eval/velrmsd" in history[-1]
+
+
+class PointRobotDiscrete(PointRobot):
+    """Push right or left."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.action_space = spaces.Discrete(2)
+
+    def dynamics(self, state, action):
+        push = 2.0 * action.float() - 1.0
+        return super().dynamics(state, torch.stack([push, torch.zeros_like(push)], 1))
+
+
+def test_rewards_between_two_logs_are_all_counted():
+    runner = make("dqn", CartPole(2, max_episode_length=7), log_interval=5000)
+    runner.num_kept = 4
+    runner.keep_stats(4)
+    runner.learn(100)
+    assert runner.stats.tracker.num_episodes == 2 * (50 // 7)
+    assert list(runner.rewbuffer)[0] == 7.0
+
+
+def test_timesteps_are_added_in_every_call_and_after_loading(tmp_path):  # row L34
+    runner = make()
+    runner.learn(20)
+    runner.learn(15)
+    assert runner.tot_timesteps == 36, "rounded up to whole vector steps"
+    runner.save(tmp_path / "a.pt")
+    other = make()
+    other.load(tmp_path / "a.pt")
+    other.learn(10)
+    assert other.tot_timesteps == other.alg.timesteps == 46
+    planned = make(max_timesteps=30)
+    planned.learn()
+    assert planned.tot_timesteps == 30
+    with pytest.raises(ValueError, match=r"say how long to train: learn\(total_timesteps\) or max_timesteps"):
+        make().learn()
+
+
+def test_callbacks_come_in_order_and_can_stop():
+    runner = make("dqn", learning_starts=4, batch_size=4)
+    seen = []
+    for event in ("pre_iteration", "pre_rollout", "pre_update"):
+        runner.add_callback(event, lambda runner, event=event: seen.append(event))
+    for event in ("post_rollout", "post_update", "post_iteration"):
+        runner.add_callback(event, lambda runner, stats, event=event: seen.append(event))
+    runner.learn(4)
+    assert seen[:4] == ["pre_iteration", "pre_rollout", "post_rollout", "post_iteration"]
+    assert seen[4:] == ["pre_iteration", "pre_rollout", "post_rollout", "pre_update", "post_update", "post_iteration"]
+
+    def stop(runner, stats):
+        raise StopTraining
+
+    runner.add_callback("post_iteration", stop)
+    runner.learn(100)
+    assert runner.tot_timesteps == 6
+
+
+def test_a_trial_is_told_when_something_was_read():
+    told = []
+    runner = make("dqn", CartPole(2, max_episode_length=3), trial_metric="mean_reward")
+    runner.learn(60, trial=lambda report: told.append(report["mean_reward"]))
+    assert told == [3.0, 3.0, 3.0]
+
+
+# ---------------------------------------------------------------------- saving
+def test_checkpoints_come_at_multiples_and_restore_the_counters(tmp_path):  # row R36
+    runner = make("dqn", log_dir=tmp_path, save_interval=20, keep_checkpoints=None, epsilon_decay_steps=100)
+    runner.learn(50)
+    assert sorted(p.name for p in tmp_path.glob("*.pt")) == [
+        "checkpoint_final.pt", "model_10.pt", "model_20.pt", "model_25.pt"
+    ]  # fmt: skip
+    other = make("dqn", epsilon_decay_steps=100)
+    other.load(tmp_path / "model_20.pt")
+    assert (other.iteration, other.tot_timesteps, other.alg.timesteps) == (20, 40, 40)
+    assert other.alg.num_updates == 16
+    assert other.alg.get_epsilon(other.alg.timesteps) == pytest.approx(1 - 0.95 * 0.4)
+
+
+def halves(kind, tmp_path, keep, differing):
+    """The final checkpoints of a run of 80 steps, and of one that was saved at 40 and went on in a new runner."""
+    straight = make(kind, save_replay_buffer=keep, max_timesteps=80)
+    straight.learn(80)
+    straight.save(tmp_path / "straight.pt")
+    first = make(kind, save_replay_buffer=keep, max_timesteps=80)
+    first.learn(40)
+    first.save(tmp_path / "half.pt")
+    torch.manual_seed(99)
+    second = make(kind, save_replay_buffer=keep, max_timesteps=80)
+    second.load(tmp_path / "half.pt")
+    second.learn(40)
+    second.save(tmp_path / "resumed.pt")
+    names = differing(tmp_path / "straight.pt", tmp_path / "resumed.pt")
+    return [name for name in names if not name.startswith(("resume.rng.torch", "infos"))], second
+
+
+@pytest.mark.parametrize("kind", list(CONFIGS))
+def test_a_run_with_its_replay_continues_bit_for_bit(kind, tmp_path, differing):
+    names, _ = halves(kind, tmp_path, True, differing)
+    assert names == []
+
+
+@pytest.mark.parametrize("kind", ["dqn", "sac"])
+def test_a_run_without_its_replay_fills_it_again_before_it_learns(kind, tmp_path, differing):
+    names, second = halves(kind, tmp_path, False, differing)
+    assert any(name.startswith("model_state_dict") for name in names)
+    assert len(second.alg.replay) == 40
+    assert second.alg.num_updates > 16
+    state = torch.load(tmp_path / "half.pt", weights_only=True)
+    assert "replay_buffer" not in state
+    fresh = make(kind)
+    fresh.load(tmp_path / "half.pt")
+    fresh.learn(8)
+    assert fresh.alg.num_updates == state["num_updates"], "nothing is learned from an empty buffer"
+
+
+def test_another_capacity_is_refused_before_anything_is_changed(tmp_path, weights):
+    runner = make("sac", save_replay_buffer=True)
+    runner.learn(20)
+    runner.save(tmp_path / "a.pt")
+    other = make("sac", save_replay_buffer=True, buffer_size=200)
+    before = weights(other)["alg"]["model_state_dict"]
+    with pytest.raises(ValueError, match="capacity=300, this one 200"):
+        other.load(tmp_path / "a.pt")
+    after = other.alg.state_dict()["model_state_dict"]
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    other.load(tmp_path / "a.pt", load_optimizer=False)  # to play, no replay is needed
+    assert other.alg.replay is None or len(other.alg.replay) == 0
+
+
+# ---------------------------------------------------------------------- evaluation
+class Counting(VecEnv):
+    """Observation: how many steps the episode has; it cannot be put back, so evaluation resets it."""
+
+    def __init__(self):
+        self.num_envs, self.device, self.max_episode_length = 1, torch.device("cpu"), 9
+        self.obs_space = self.critic_obs_space = spaces.Box(-np.inf, np.inf, (1,))
+        self.action_space = spaces.Discrete(2)
+        self.t = 0
+
+    def reset(self):
+        self.t = 0
+        return self.get_observations()
+
+    def get_observations(self):
+        obs = torch.full((1, 1), float(self.t))
+        return obs, obs
+
+    def seed(self, seed):
+        pass
+
+    def step(self, actions):
+        self.t += 1
+        final, done = torch.full((1, 1), float(self.t)), torch.tensor([self.t >= 9])
+        self.t = 0 if self.t >= 9 else self.t
+        obs, no = self.get_observations()[0], torch.zeros(1, dtype=torch.bool)
+        return StepRecord(obs, obs, torch.ones(1), no, done, final, final, torch.ones_like(no), {})
+
+
+def test_no_stored_step_spans_an_evaluation_that_resets():
+    runner = make("dqn", Counting(), eval_interval=5, eval_episodes=1)
+    runner.learn(32)
+    buffer = runner.alg.replay
+    rows = buffer.data["order"][: int(buffer.count)].long()
+    batch = buffer.take(rows, 0, 1, 0.9)
+    assert (batch.next_obs - batch.obs == 1).all()
+    assert (batch.dones == 0).all(), "cut off, not ended"
+    windows = buffer.take(rows, 0, 3, 0.5)
+    assert ((windows.next_obs - windows.obs)[:, 0] == (windows.discounts.log2().abs())).all()
+
+
+def test_evaluation_changes_nothing_that_learns(differing, snapshot):
+    runner = make("sac")
+    runner.learn(30)
+    before = snapshot(runner.alg)
+    result = runner.eval(3)
+    assert result["eval/mean_length"] == 7
+    assert differing(before, snapshot(runner.alg)) == []
+    policy = runner.get_inference_policy()
+    obs, _ = runner.env.get_observations()
+    assert torch.equal(policy(obs), runner.alg.act(obs, deterministic=True))
+
+
+# ---------------------------------------------------------------------- ways in
+def test_the_config_s_type_says_the_algorithm():
+    assert type(make("td3").alg).__name__ == "TD3"
+    assert type(OffPolicyRunner(CartPole(1), device="cpu", show_progress=False).alg) is DQN
+    with pytest.raises(ValueError, match="unknown algorithm 'sacc'; did you mean 'sac'"):
+        OffPolicyRunner(CartPole(1), algorithm="sacc")
+
+
+def test_a_training_dict_says_the_same():
+    algorithm = {"class_name": "SAC", "profile": "massive", "batch_size": 64, "actor_hidden_dims": [16, 8]}
+    runner = OffPolicyRunner(PointRobot(4), {"algorithm": algorithm, "seed": 1, "device": "cpu"}, show_progress=False)
+    assert (runner.cfg.gamma, runner.cfg.batch_size, runner.cfg.num_atoms) == (0.97, 64, 101)
+    assert runner.cfg.actor_hidden_dims == (16, 8)
+    assert runner.cfg.log_interval == 1000
+    again = parse_train_cfg(runner.config())
+    assert {f.name: getattr(again.cfg, f.name) for f in dataclasses.fields(again.cfg)} == {
+        f.name: getattr(runner.cfg, f.name) for f in dataclasses.fields(runner.cfg)
+    }
+    with pytest.raises(TypeError, match="SAC has no setting 'entropy_coeff'"):
+        parse_train_cfg({"algorithm": {"class_name": "SAC", "entropy_coeff": 1.0}})
+    with pytest.raises(TypeError, match="has no setting 'num_steps_per_env'"):
+        parse_train_cfg({"algorithm": {"class_name": "SAC"}, "num_steps_per_env": 4})
+
+
+def test_networks_can_be_given_by_name_or_class():
+    cfg = {"algorithm": {"class_name": "DQN"}, "device": "cpu"}
+    cfg["policy"] = {"q_network_class": "MLPQNetwork", "q_network_cfg": {"hidden_dims": [5], "dueling": True}}
+    runner = OffPolicyRunner(CartPole(1), cfg, show_progress=False)
+    assert runner.alg.q_network.heads.out.in_features == 5
+    assert runner.alg.q_network.heads.dueling
+    with pytest.raises(TypeError, match="DQN has no setting 'actor_class'"):
+        OffPolicyRunner(CartPole(1), DQNConfig(), actor_class=object, device="cpu")
+
+
+def test_agents_learn_evaluate_and_save_through_a_runner(tmp_path):
+    agent = DQN(env_for("dqn"), CONFIGS["dqn"], device="cpu")
+    agent.learn(20)
+    assert agent.eval(2)["eval/mean_length"] <= 7
+    agent.save(tmp_path / "agent.pt")
+    agent.load(tmp_path / "agent.pt")
+    assert agent.runner().tot_timesteps == 20
+    assert isinstance(agent, OffPolicyAlgorithm)
+
+
+@pytest.mark.parametrize("config", [DQNConfig, SACConfig, TD3Config])
+def test_extras_can_be_chosen_in_every_config(config):  # row L17
+    assert config(extra_log_keys=("robot",)).extra_log_keys == ("robot",)
+
+
+def test_a_buffer_larger_than_memory_is_refused_before_training():
+    with pytest.raises(MemoryError, match="the replay buffer does not fit"):
+        make("sac", buffer_size=10**13).learn(10)
+
+
+def test_nan_is_refused_where_it_comes_in():
+    class Broken(PointRobot):
+        def step(self, actions):
+            record = super().step(actions)
+            return record._replace(reward=record.reward * float("nan"))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(RuntimeError, match="NaN or infinity in 'reward'"):
+            make("sac", Broken(2)).learn(10)
