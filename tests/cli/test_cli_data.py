@@ -11,7 +11,7 @@ from canter.storage.rollout_files import RolloutDataset
 
 def test_collect_saves_what_the_policy_does_and_continues(trained, capsys):
     out = trained / "demos"
-    args = ["collect", str(trained), "--out", str(out), "--num-envs", "4", "--file-steps", "16"]
+    args = ["collect", str(trained), "--out", str(out), "--num-envs", "4", "--file-steps", "16", "--episodes", "0"]
     assert main([*args, "--steps", "100"]) == 0
     metadata = json.loads((out / "metadata.json").read_text())
     assert metadata["env"] == "canter/CartPole"

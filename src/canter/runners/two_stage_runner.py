@@ -122,7 +122,9 @@ class TwoStageRunner(OnPolicyRunner):
             check_fit(transition, self.env)
             self._is_checked = True
         self.is_on_dataset = True
-        self.alg.collect_transition_from_dataset(transition, infos)
+        # Without time_outs: nothing is bootstrapped here, so nobody need be warned of missing final observations.
+        told = {name: value for name, value in infos.items() if name != "time_outs"}
+        self.alg.collect_transition_from_dataset(transition, told)
         self.stats.tracker.step += 1
         # The dataset's buffers are overwritten by its next step.
         next_obs = tree_map(torch.clone, transition.next_observation)

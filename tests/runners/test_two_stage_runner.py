@@ -1,0 +1,181 @@
+"""Two stages: the dataset first, without a step of the environment, then the environment, from what it shows."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from canter.runners.two_stage_runner import TwoStageRunner
+from canter.storage.rollout_files import RolloutDataset, TrajectoryWriter
+
+pytestmark = pytest.mark.filterwarnings("ignore:TPPO has no teacher", "ignore:.*trajectories for .* environments")
+
+
+@pytest.fixture
+def demos(tmp_path):
+    """Four trajectories of seven steps: observations (100 + k, t), actions 0.5."""
+    with TrajectoryWriter(tmp_path / "demos") as writer:
+        for k in range(4):
+            obs = np.stack([np.full(7, 100 + k), np.arange(7)], 1).astype(np.float32)
+            rest = {"rewards": np.ones((7, 1), np.float32), "dones": np.zeros((7, 1), np.uint8)}
+            writer.add(k, {"observations": obs, "actions": np.full((7, 1), 0.5, np.float32), **rest}, 0, "truncated")
+    return tmp_path / "demos"
+
+
+@pytest.fixture
+def make(counting, tiny, demos):
+    made = []
+
+    def build(env=None, algorithm=None, runner=None, **given):
+        env = counting((2, 3)) if env is None else env
+        given = {"pretrain_iterations": 2, "pretrain_dataset": {"data_dir": str(demos), "dataset_loops": -1}} | given
+        cfg = tiny({"class_name": "TPPO", **(algorithm or {})}, **given)
+        made.append(TwoStageRunner(env, cfg, show_progress=False, **(runner or {})))
+        return made[-1]
+
+    yield build
+    for one in made:
+        one.close()
+
+
+def test_the_dataset_is_required_by_name(counting, tiny):  # row R23
+    with pytest.raises(AssertionError, match="pretrain_dataset"):
+        TwoStageRunner(counting(), tiny({"class_name": "TPPO"}), show_progress=False)
+
+
+def test_the_environment_is_not_stepped_before_its_turn(make):  # row R24
+    runner = make()
+    steps = []
+    runner.add_callback("post_iteration", lambda r, stats: steps.append(r.env.num_steps))
+    runner.learn(4)
+    assert steps == [0, 0, 4, 8]
+
+
+def test_a_negative_number_is_for_ever_and_zero_is_plain(make):  # 6.3
+    forever, never = make(pretrain_iterations=-1), make(pretrain_iterations=0)
+    forever.learn(4)
+    never.learn(1)
+    assert (forever.env.num_steps, never.env.num_steps) == (0, 4)
+
+
+def test_the_log_interval_is_fifty_unless_given(make):  # row R25
+    assert make().log_interval == 50
+    assert make(log_interval=3).log_interval == 3
+    assert make(runner={"log_interval": 4}).log_interval == 4
+
+
+def test_what_the_dataset_says_is_logged(make):  # row R25
+    history = make(log_interval=1).learn(3).history
+    assert history[0]["Perf/dataset_trajectories"] == 0.0
+    assert history[1]["Perf/dataset_trajectories"] == 2.0
+    assert not any(name.startswith("Perf/dataset") for name in history[2])
+    assert not any("time_outs" in name for row in history for name in row)
+
+
+def test_without_a_transition_the_environment_is_stepped_from_what_it_shows(make):  # row R26
+    runner = make()
+    runner.rollout_dataset.get_transition_batch = lambda: (None, {"waiting": 1.0})
+    seen = []
+    act = runner.alg.act
+    runner.alg.act = lambda obs, critic_obs: (seen.append(obs.clone()), act(obs, critic_obs))[1]
+    runner.learn(1)
+    assert runner.env.num_steps == 4
+    assert torch.equal(seen[0], torch.tensor([[0.0, 0.0], [1.0, 0.0]]))
+    assert [obs[:, 1].tolist() for obs in seen] == [[0, 0], [1, 1], [0, 2], [1, 0]]
+
+
+def test_the_first_action_of_stage_two_is_for_what_the_environment_shows(make):  # row R27, BUG-49
+    runner = make()
+    seen = []
+    act = runner.alg.act
+    runner.alg.act = lambda obs, critic_obs: (seen.append(obs.clone()), act(obs, critic_obs))[1]
+    runner.learn(3)
+    assert [int(obs[0, 0]) >= 100 for obs in seen] == [True] * 8 + [False] * 4
+    assert torch.equal(seen[8], torch.tensor([[0.0, 0.0], [1.0, 0.0]]))
+
+
+def test_no_episode_spans_the_stages(make):  # BUG-49
+    runner = make()
+    runner.learn(3)
+    # episodes of 2 and 3 steps of stage two alone; those of the dataset have 7
+    assert set(runner.lenbuffer) <= {2, 3}
+    assert list(runner.lenbuffer)[0] == 2
+
+
+def test_memories_are_forgotten_at_the_boundary(make):  # BUG-49
+    runner = make(policy={"class_name": "ActorCriticRecurrent", "rnn_hidden_size": 4}, num_steps_per_env=5)
+    hidden = []
+    act = runner.alg.act
+
+    def spy(obs, critic_obs):
+        hidden.append(torch.cat([h.flatten() for h in runner.policy.hidden(2).values()]).abs().sum().item())
+        return act(obs, critic_obs)
+
+    runner.alg.act = spy
+    runner.learn(3)
+    assert hidden[9] > 0
+    assert hidden[10] == 0
+    assert hidden[11] > 0
+
+
+def test_an_exhausted_dataset_ends_stage_one(make, demos):  # 6.3
+    runner = make(pretrain_iterations=50, pretrain_dataset={"data_dir": str(demos), "dataset_loops": 1})
+    with pytest.warns(UserWarning, match="played to its end in iteration 3; going on in the environment"):
+        runner.learn(5)
+    # two environments play 4 trajectories of 7 steps in 14 steps: three rollouts of 4 and a piece, which is dropped
+    assert runner.env.num_steps == 4 * 2
+    assert not runner.is_pretraining
+
+
+def test_stage_one_clones_and_stage_two_is_ppo(make):
+    runner = make(algorithm={"distill_target": "mse_sum"}, log_interval=1, pretrain_iterations=30)
+    history = runner.learn(31).history
+    assert "train/distillation_loss" in history[0]
+    assert "train/policy_loss" not in history[0]
+    assert history[29]["train/distillation_loss"] < 0.3 * history[0]["train/distillation_loss"]
+    assert "train/policy_loss" in history[30]
+    assert "train/distillation_loss" not in history[30]
+
+
+def test_an_algorithm_that_cannot_is_refused_at_once(make):  # 6.3
+    with pytest.raises(TypeError, match="PPO cannot learn from recorded steps; use TPPO"):
+        make(algorithm={"class_name": "PPO"})
+    make(algorithm={"class_name": "PPO"}, pretrain_iterations=0).learn(1)
+
+
+def test_a_dataset_of_another_environment_is_refused_with_the_difference(make, counting, tmp_path):  # F60
+    with TrajectoryWriter(tmp_path / "wide") as writer:
+        rest = {"rewards": np.ones((7, 1), np.float32), "dones": np.zeros((7, 1), np.uint8)}
+        arrays = {"observations": np.zeros((7, 5), np.float32), "actions": np.zeros((7, 1), np.float32), **rest}
+        writer.add(0, arrays, 0)
+    runner = make(pretrain_dataset={"data_dir": str(tmp_path / "wide")})
+    with pytest.raises(ValueError, match=r"observation: recorded \(5,\), here \(2,\)"):
+        runner.learn(1)
+
+
+def test_a_run_goes_on_in_the_stage_it_was_in(make, tmp_path):
+    log_dir = tmp_path / "run"
+    make(runner={"log_dir": log_dir}, pretrain_iterations=3).learn(3)
+    config = yaml.safe_load((log_dir / "config.yaml").read_text())
+    assert config["pretrain_iterations"] == 3
+    assert config["pretrain_dataset"]["dataset_loops"] == -1
+    again = make(runner={"log_dir": log_dir}, pretrain_iterations=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again.load(log_dir / "model_3.pt")
+    seen = []
+    act = again.alg.act
+    again.alg.act = lambda obs, critic_obs: (seen.append(obs.clone()), act(obs, critic_obs))[1]
+    again.learn(1)
+    assert torch.equal(seen[0], torch.tensor([[0.0, 0.0], [1.0, 0.0]]))  # not the dataset's
+
+
+def test_nested_settings_and_the_dataset_are_built_as_documented(make, demos):
+    runner = make(pretrain_iterations=None, pretrain_dataset=None, runner={
+        "pretrain_dataset": {"data_dir": str(demos)}, "pretrain_iterations": 1,
+    })  # fmt: skip
+    assert isinstance(runner.rollout_dataset, RolloutDataset)
+    assert (runner.rollout_dataset.num_envs, runner.rollout_dataset.device) == (2, runner.device)
+    assert runner.pretrain_iterations == 1
