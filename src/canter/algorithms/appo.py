@@ -144,14 +144,19 @@ class APPOAlgoMixin(APPOSettings, PPO):
             terms.stats.update(stats)
         return terms
 
+    def batch_loss(self, batch: MiniBatch) -> tuple[Terms, Tensor]:
+        """The parent's terms and their weighted sum; `descend` makes the discriminator's.
+
+        This is compiled, which the gradient of a gradient cannot be.
+        """
+        terms = super().compute_losses(batch)
+        return terms, self.weigh(terms.losses)
+
     def _discriminator_terms(self, terms: Terms) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         return self.prior.losses(*(terms.inter_vars[name] for name in ("ref_motion", "ref_obs", "ref_valid")))
 
     def descend(self, terms: Terms, total: Tensor) -> dict[str, Tensor]:
-        """The parent's step, and the discriminator's.
-
-        Its losses are made here and not in `loss_terms`, which is compiled: the gradient of a gradient cannot be.
-        """
+        """The parent's step, and the discriminator's."""
         if not self.discriminator_loss_coef:
             return super().descend(terms, total)
         losses, stats = self._discriminator_terms(terms)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from canter.algorithms.imitation_settings import MotionPriorSettings
-from canter.algorithms.optim import GuardedOptimizer
+from canter.algorithms.optim import GuardedOptimizer, backward
 from canter.modules.amp_discriminator import AMPDiscriminator
 from canter.modules.normalizer import EmpiricalNormalization
+from canter.storage.replay_buffer import ReplayBuffer
 
 LARGEST_FEATURE = 10.0  # in standard deviations; one broken joint reading must not decide everything
 PACE = 0.05  # weight of the newest minibatch in the running accuracy
@@ -53,12 +54,8 @@ class MotionPrior:
         self.count = torch.zeros((), device=device)
         self.bank = expert_bank(given, self.width, device)
         size = given.amp_replay_buffer_size
-        self.replay: Any = None
-        if size:
-            from canter.storage.replay_buffer import ReplayBuffer
-
-            self.replay = ReplayBuffer((self.width + 1) // 2, size, device)
-        self.replayable = torch.zeros((), device=device)
+        self.replay = ReplayBuffer((self.width + 1) // 2, size, device) if size else None
+        self.has_past = torch.zeros((), dtype=torch.bool, device=device)
 
     # ------------------------------------------------------------------ features
     def normalized(self, features: Tensor, whose: str) -> Tensor:
@@ -70,10 +67,8 @@ class MotionPrior:
         """(count, D) windows from the loaded clips."""
         if self.bank is None:
             raise KeyError("the environment gives no 'ref_motion' in its extras; give it, or set amp_motion_loader")
-        return self.bank[self._draw(count, len(self.bank))]
-
-    def _draw(self, count: int, limit: Any) -> Tensor:
-        return (torch.rand(count, generator=self.generator, device=self.device) * limit).long()
+        draws = torch.rand(count, generator=self.generator, device=self.device, dtype=torch.float64)
+        return self.bank[(draws * len(self.bank)).long()]
 
     def observe(self, policy: Tensor, expert: Tensor, valid: Tensor) -> None:
         """Take a rollout (T, N, D) into the statistics, and its valid windows into the replay."""
@@ -82,17 +77,16 @@ class MotionPrior:
         if self.replay is not None:
             rows = torch.nn.functional.pad(policy[valid], (0, self.width % 2))
             self.replay.insert(*rows.chunk(2, dim=-1))
-            self.replayable.fill_(self.replay.num_samples)
+            self.has_past.fill_(len(rows) > 0 or bool(self.has_past))
 
     # ------------------------------------------------------------------ learning
     def losses(self, expert: Tensor, policy: Tensor, valid: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The three losses on raw features (..., D), fresh and replayed, and how well it tells them apart."""
         expert, policy, valid = expert.reshape(-1, self.width), policy.reshape(-1, self.width), valid.reshape(-1)
         if self.replay is not None:
-            index = self._draw(len(policy), self.replayable)
-            past = torch.cat([self.replay.states[index], self.replay.next_states[index]], -1)[:, : self.width]
+            past = torch.cat(self.replay.sample(len(policy), self.generator), -1)[:, : self.width]
             policy = torch.cat([policy, past])
-            valid = torch.cat([valid, (self.replayable > 0).expand(len(past))])
+            valid = torch.cat([valid, self.has_past.expand(len(past))])
         return self.discriminator.adversarial_losses(
             self.normalized(expert, "expert"), self.normalized(policy, "policy"), valid
         )
@@ -100,8 +94,7 @@ class MotionPrior:
     def descend(self, loss: Tensor, accuracy: Tensor) -> dict[str, Tensor]:
         """One step of its own optimizer, left out now and then while it is too good."""
         assert self.optimizer is not None
-        self.optimizer.zero_grad()
-        loss.backward()
+        backward(loss, self.optimizer)
         norm, skipped = self.optimizer.clip(self.max_grad_norm)
         self.accuracy.lerp_(accuracy, PACE)
         self.count += 1
@@ -132,7 +125,7 @@ class MotionPrior:
         self.count.copy_(state["count"])
         if self.replay is not None and "states" in state and len(state["states"]):
             self.replay.insert(state["states"].to(self.device), state["next_states"].to(self.device))
-            self.replayable.fill_(self.replay.num_samples)
+            self.has_past.fill_(True)
 
 
 def expert_bank(given: MotionPriorSettings, width: int, device: torch.device) -> Tensor | None:

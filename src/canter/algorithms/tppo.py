@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from canter.algorithms.distill_targets import DISTANCES, TANH_TARGETS, tanh_stats
 from canter.algorithms.imitation_settings import TPPOConfig, TPPOSettings
@@ -112,11 +111,11 @@ class TPPO(TaughtSetup):
         self.teacher_prob.fill_(self.act_prob(self.current_learning_iteration + 1))
         return report
 
-    def batch_loss(self, batch: MiniBatch) -> tuple[Terms, Tensor]:
-        """Terms of a minibatch and their weighted sum, some trajectories beginning with another memory."""
+    def batch_output(self, batch: MiniBatch) -> PolicyOutput:
+        """The policy's pass over a minibatch, some of whose trajectories begin with another memory."""
         if self.hidden_state_resample_prob > 0.0:
             batch.hidden = self.resampled(batch.hidden)
-        return super().batch_loss(batch)
+        return super().batch_output(batch)
 
     def resampled(self, hidden: Hidden) -> Hidden:
         """(M, S, L, H) states, a share of them replaced by U(-1, 1); the same trajectories in every memory."""

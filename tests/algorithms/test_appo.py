@@ -1,0 +1,474 @@
+"""Adversarial motion priors: what is stored, what it is worth, what the discriminator learns, what is saved."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from canter.algorithms.appo import APPO, ATPPO, APPOAlgoMixin, APPOConfig
+from canter.algorithms.motion_prior import LARGEST_FEATURE
+from canter.algorithms.ppo import PPO
+from canter.algorithms.tppo import TPPO
+from canter.modules.all_mixer import AmpActorCritic, AmpActorCriticRecurrent
+from canter.storage.amp_rollout_storage import AmpRolloutStorage
+from canter.utils.debug import NoHostSync
+
+FRAMES, WIDTH = 2, 3
+DISCRIMINATOR = {"input_dim": 6, "style_reward_coef": 2.0, "hidden_dims": [8], "task_reward_lerp": 0.25}
+KINDS = {"mlp": AmpActorCritic, "lstm": AmpActorCriticRecurrent}
+D_LOSSES = {"discriminator_expert_loss", "discriminator_policy_loss", "discriminator_grad_pen_loss"}
+
+
+def amp_env(noise_env, gives_final=False, gives_motion=True, ref=None, motion=None, **settings):
+    """Noise with motion features: 100 * env + step in the first column, so that every row is known."""
+
+    class AmpEnv(noise_env):
+        t = 0
+
+        def features(self, sign):
+            number = 100.0 * torch.arange(self.num_envs) + self.t
+            return sign * (number.view(-1, 1, 1) + 0.1 * torch.arange(6.0).view(1, FRAMES, WIDTH))
+
+        def step(self, actions):
+            record = super().step(actions)
+            self.t += 1
+            extras = {"observations": {"ref_obs": self.features(1.0) if ref is None else ref(self)}}
+            if gives_motion:
+                extras["ref_motion"] = (self.features(-1.0) if motion is None else motion(self)).flatten(1)
+            if gives_final:
+                extras["final_observation"] = {"obs": record.final_obs, "ref_obs": self.features(1.0) + 1000.0}
+            return record._replace(extras=extras)
+
+    return AmpEnv(**settings)
+
+
+@pytest.fixture
+def make_appo(noise_env):
+    def make(kind="mlp", num_steps=6, env=None, algorithm=APPO, discriminator=None, env_cfg=None, **settings):
+        torch.manual_seed(0)
+        env = env or amp_env(noise_env, **(env_cfg or {}))
+        sizes = {"actor_hidden_dims": (8,), "critic_hidden_dims": (8,)}
+        sizes |= {"rnn_hidden_size": 8} if kind == "lstm" else {}
+        policy = KINDS[kind](3, 5, 2, amp_discriminator={**DISCRIMINATOR, **(discriminator or {})}, **sizes)
+        alg = algorithm(policy, **{"seed": 3, **settings})
+        alg.prepare(env, num_steps)
+        return alg, env
+
+    return make
+
+
+def separable(noise_env, **settings):
+    def near(value):
+        return lambda env: value + 0.1 * torch.randn(env.num_envs, 6, generator=env.generator)
+
+    return amp_env(noise_env, ref=near(-1.0), motion=near(1.0), **settings)
+
+
+def test_the_documented_defaults():  # row P30
+    defaults = {f.name: f.default for f in dataclasses.fields(APPO)}
+    assert (defaults["discriminator_loss_coef"], defaults["mimic_loss_coef"], defaults["amp_obs_dim"]) == (
+        1.0,
+        0.0,
+        None,
+    )
+
+
+def test_the_width_of_features_is_the_discriminators(make_appo):  # row P30
+    assert make_appo()[0].prior.width == 6
+    assert make_appo(amp_obs_dim=6)[0].prior.width == 6
+    with pytest.raises(ValueError, match="amp_obs_dim is 7, the discriminator's input is 6"):
+        make_appo(amp_obs_dim=7)
+
+
+def test_a_policy_without_a_discriminator_is_refused(make_policy):
+    with pytest.raises(ValueError, match="APPO needs a policy with a discriminator, such as AmpActorCritic"):
+        APPO(make_policy())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_features_are_stored_raw_flat_and_in_order(make_appo, collect, kind):  # rows P31, E13, BUG-19
+    alg, env = make_appo(kind, env_cfg={"end_prob": 0.0}, buffer_dilation_ratio=None)
+    collect(alg, env)
+    storage = alg.rollout
+    assert type(storage) is AmpRolloutStorage
+    assert storage.ref_obs.device == alg.device
+    assert storage.ref_obs.shape == (6, 4, 6)
+    wanted = torch.stack([100.0 * torch.arange(4) + t for t in range(1, 7)]).unsqueeze(-1) + 0.1 * torch.arange(6.0)
+    torch.testing.assert_close(storage.ref_obs, wanted)
+    torch.testing.assert_close(storage.ref_motion, -wanted)
+    assert storage.ref_valid.all()
+
+
+def test_without_a_teacher_labels_are_the_actions(make_appo, collect):  # row P32
+    alg, env = make_appo()
+    collect(alg, env)
+    assert torch.equal(alg.rollout.action_labels, alg.rollout.actions)
+    assert not alg.rollout.teacher_acted.any()
+
+
+@pytest.mark.parametrize("log", [{}, {"log": {"mine": 1.0}}])
+def test_style_and_task_reward_are_told_in_the_log(make_appo, log):  # row P33
+    alg, env = make_appo()
+    alg.act(*env.get_observations())
+    infos = {"observations": {"ref_obs": torch.zeros(4, 6)}, "ref_motion": torch.zeros(4, 6), **log}
+    alg.process_env_step(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.zeros(4), infos)
+    assert infos["log"]["Episode_Reward/task_reward"] == 2.5
+    d = alg.policy.discriminator(torch.zeros(1, 6))
+    style = 2.0 * (1 - 0.25 * (d - 1).square()).clamp(min=0)
+    assert infos["log"]["Episode_Reward/style_reward"] == pytest.approx(style.item(), abs=1e-6)
+    assert ("mine" in infos["log"]) == ("log" in log)
+
+
+@pytest.mark.parametrize("name", ["ref_obs", "ref_motion"])
+def test_missing_features_are_named(make_appo, name):  # row E14
+    alg, env = make_appo()
+    alg.act(*env.get_observations())
+    infos = {"observations": {"ref_obs": torch.zeros(4, 6)}, "ref_motion": torch.zeros(4, 6)}
+    infos = {"ref_motion": infos["ref_motion"]} if name == "ref_obs" else {"observations": infos["observations"]}
+    with pytest.raises(KeyError, match=name):
+        alg.process_env_step(torch.zeros(4), torch.zeros(4), infos)
+
+
+def test_features_of_another_width_are_refused(make_appo):
+    alg, env = make_appo()
+    alg.act(*env.get_observations())
+    infos = {"observations": {"ref_obs": torch.zeros(4, 2, 2)}, "ref_motion": torch.zeros(4, 6)}
+    with pytest.raises(ValueError, match="is 4 wide, the discriminator's input 6"):
+        alg.process_env_step(torch.zeros(4), torch.zeros(4), infos)
+
+
+def constant_discriminator(alg, d):
+    with torch.no_grad():
+        alg.policy.discriminator.head.weight.zero_()
+        alg.policy.discriminator.head.bias.fill_(d)
+
+
+def test_the_stored_reward_is_the_blend_and_the_record_stays_raw(make_appo):  # row P34
+    alg, env = make_appo(env_cfg={"end_prob": 0.0})
+    constant_discriminator(alg, 0.0)
+    seen = []
+    alg.on_record.append(lambda record: seen.append(record.reward.clone()))
+    obs = env.get_observations()
+    for _ in range(3):
+        record = env.step(alg.act(*obs))
+        alg.process_step(record)
+        obs = record.obs, record.critic_obs
+        wanted = 0.75 * 1.5 + 0.25 * record.reward
+        torch.testing.assert_close(alg.rollout.rewards[alg.rollout.step - 1].squeeze(1), wanted)
+        assert torch.equal(seen[-1], record.reward)
+
+
+def test_a_transition_across_a_reset_never_enters(make_appo, collect):  # AMP defect 1, spec 1.3
+    alg, env = make_appo(env_cfg={"end_prob": 0.5}, timeout_bootstrap="none")
+    constant_discriminator(alg, 1.0)
+    collect(alg, env)
+    dones = alg.rollout.dones
+    assert dones.any()
+    assert torch.equal(alg.rollout.ref_valid, ~dones)
+    task_only = alg.rollout.rewards[dones]
+    assert (alg.rollout.rewards[~dones].mean() - task_only.mean()).abs() > 0.7  # 0.75 * 2 of style
+    counted = alg.compute_losses(next(alg.mini_batches())).stats["amp/policy_d"]
+    alg.rollout.ref_obs.masked_fill_(dones, float("inf"))
+    again = alg.compute_losses(next(alg.mini_batches())).stats["amp/policy_d"]
+    assert counted == again == 1.0
+
+
+def test_the_last_state_of_an_episode_is_used_where_it_is_known(make_appo, collect):  # spec 1.3
+    alg, env = make_appo(env_cfg={"end_prob": 0.5, "gives_final": True})
+    collect(alg, env)
+    assert alg.rollout.ref_valid.all()
+    t = torch.arange(1, 7).view(-1, 1) + 100.0 * torch.arange(4)
+    torch.testing.assert_close(alg.rollout.ref_obs[..., 0], t + 1000.0 * alg.rollout.dones.squeeze(-1))
+
+
+def test_steps_that_only_reset_are_left_out(make_appo, collect):
+    alg, env = make_appo(env_cfg={"end_prob": 0.4, "has_invalid_steps": True, "gives_final": True})
+    collect(alg, env)
+    assert torch.equal(alg.rollout.ref_valid, alg.rollout.valid)
+    assert not alg.rollout.valid.all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("optimizer", ["own", "shared"])
+def test_the_weight_of_the_discriminators_losses_is_a_weight(make_appo, collect, kind, optimizer):  # row P35, BUG-26
+    gradients = {}
+    for coef in (1.0, 2.0, 0.0):
+        alg, env = make_appo(kind, discriminator_loss_coef=coef, discriminator_optimizer=optimizer)
+        collect(alg, env)
+        terms = alg.compute_losses(next(alg.mini_batches()))
+        assert (terms.losses.keys() >= D_LOSSES) == (coef != 0.0)
+        assert not D_LOSSES & terms.losses.keys() or coef
+        parameters = list(alg.policy.discriminator.parameters())
+        total = alg.weigh(terms.losses)
+        gradients[coef] = torch.autograd.grad(total, parameters, allow_unused=True)
+        before = [p.detach().clone() for p in parameters]
+        losses, _ = alg.update(0)
+        assert (losses.keys() >= D_LOSSES) == (coef != 0.0)
+        assert all(torch.equal(p, b) for p, b in zip(parameters, before, strict=True)) == (coef == 0.0)
+    for one, two in zip(gradients[1.0], gradients[2.0], strict=True):
+        torch.testing.assert_close(2.0 * one, two)
+    assert all(g is None for g in gradients[0.0])
+
+
+@pytest.mark.parametrize("loss_type", ["lsgan", "bce", "wgan"])
+def test_the_discriminator_learns_to_tell_them_apart(make_appo, collect, noise_env, loss_type):  # row P36
+    cfg = {"loss_type": loss_type, "discriminator_grad_pen": 0.01}
+    alg, env = make_appo(env=separable(noise_env), discriminator=cfg, discriminator_learning_rate=0.02)
+    for iteration in range(50):
+        collect(alg, env)
+        _, stats = alg.update(iteration)
+    assert stats["amp/expert_d"] > 0.5
+    assert stats["amp/policy_d"] < stats["amp/expert_d"] - 0.5
+    assert stats["amp/accuracy"] == 1.0
+
+
+def test_two_normalisers_hide_what_one_shows(make_appo, collect, noise_env):  # BUG-18
+    apart = {}
+    for separate in (False, True):
+        alg, env = make_appo(env=separable(noise_env), separate_amp_normalizers=separate)
+        for iteration in range(5):
+            collect(alg, env)
+            alg.update(iteration)
+        collect(alg, env)
+        policy = alg.prior.normalized(alg.rollout.ref_obs, "policy")
+        expert = alg.prior.normalized(alg.rollout.ref_motion, "expert")
+        apart[separate] = (policy.mean() - expert.mean()).abs().item()
+    assert apart[False] > 1.9
+    assert apart[True] < 0.5
+
+
+def test_statistics_are_taken_once_per_iteration_from_equal_shares(make_appo, collect, noise_env):
+    alg, env = make_appo(env=separable(noise_env), num_learning_epochs=3)
+    collect(alg, env)
+    assert alg.prior.normalizers["both"].count == 0
+    alg.update(0)
+    used = alg.rollout.ref_valid.sum() + 24
+    assert alg.prior.normalizers["both"].count == used
+    assert alg.prior.normalizers["both"].mean.abs().max() < 0.35  # of -1 and 1
+    alg.eval_mode()
+    collect(alg, env)
+    alg._update_normalizers()
+    assert alg.prior.normalizers["both"].count == used
+
+
+def test_a_broken_reading_is_bounded(make_appo):
+    alg, _ = make_appo()
+    seen = alg.prior.normalized(torch.tensor([1e9, -1e9, 0.0] * 2), "policy")
+    assert seen.tolist() == [LARGEST_FEATURE, -LARGEST_FEATURE, 0.0] * 2
+
+
+def test_mimic_loss_is_a_number_without_a_gradient(make_appo, collect):  # row P37, BUG-25
+    results = {}
+    for coef in (0.0, 3.0):
+        if coef:
+            with pytest.warns(UserWarning, match="mimic_loss has no gradient"):
+                alg, env = make_appo(mimic_loss_coef=coef)
+        else:
+            alg, env = make_appo()
+        collect(alg, env)
+        terms = alg.compute_losses(next(alg.mini_batches()))
+        results[coef] = terms, torch.autograd.grad(alg.weigh(terms.losses), list(alg.policy.parameters()))
+        batch = next(alg.mini_batches())
+        rows = [alg.prior.normalized(getattr(batch, name), "policy") for name in ("ref_obs", "ref_motion")]
+        error = torch.linalg.vector_norm(rows[0] - rows[1], dim=-1)[batch.ref_valid.squeeze(-1)].mean()
+        torch.testing.assert_close(terms.stats["mimic_error"], error)
+    assert "mimic_loss" in results[3.0][0].losses
+    assert "mimic_loss" not in results[0.0][0].losses
+    for plain, mimic in zip(results[0.0][1], results[3.0][1], strict=True):
+        assert torch.equal(plain, mimic)
+
+
+def test_mimic_reward_takes_the_distance_off(make_appo):
+    alg, env = make_appo(mimic_reward_coef=0.1)
+    constant_discriminator(alg, -1.0)
+    alg.act(*env.get_observations())
+    ref = torch.zeros(4, 6)
+    ref[:, :2] = torch.tensor([3.0, 4.0])
+    alg.process_env_step(
+        torch.zeros(4), torch.zeros(4), {"observations": {"ref_obs": ref}, "ref_motion": torch.zeros(4, 6)}
+    )
+    torch.testing.assert_close(alg.rollout.rewards[0], torch.full((4, 1), -0.1 * 5.0 / 1.01))
+
+
+def test_dagger_needs_a_teacher(make_appo, collect):  # row P38, BUG-24
+    with pytest.raises(ValueError, match="dagger_loss_coef needs a teacher"):
+        make_appo(dagger_loss_coef=1.0)
+    teacher = {"class_name": "ActorCritic", "num_actor_obs": 5, "num_critic_obs": 5, "num_actions": 2}
+    with pytest.warns(UserWarning, match="random"):
+        alg, env = make_appo(algorithm=ATPPO, dagger_loss_coef=1.0, teacher_policy=teacher)
+    collect(alg, env)
+    batch = next(alg.mini_batches())
+    out = alg.policy(batch.obs, batch.critic_obs)
+    terms = alg.loss_terms(batch, out)
+    torch.testing.assert_close(terms.losses["dagger_loss"], (out.mean - batch.action_labels).norm(dim=-1).mean())
+    assert {"surrogate_loss", "distillation_loss", "dagger_loss"} <= terms.losses.keys()
+
+
+def test_the_inheritance_is_the_documented_one():  # row P40
+    assert APPO.__mro__.index(APPOAlgoMixin) < APPO.__mro__.index(PPO)
+    order = [ATPPO.__mro__.index(cls) for cls in (APPOAlgoMixin, TPPO, PPO)]
+    assert order == sorted(order)
+
+
+def test_labels_beside_motion_come_from_the_teacher(make_appo, collect):  # row P41, BUG-23
+    teacher = {"class_name": "ActorCritic", "num_actor_obs": 5, "num_critic_obs": 5, "num_actions": 2}
+    with pytest.warns(UserWarning, match="random"):
+        alg, env = make_appo(algorithm=ATPPO, teacher_policy=teacher, teacher_act_prob=0.5, buffer_dilation_ratio=2.0)
+    assert alg.rollout.target == 12  # BUG-19: the ratio reaches the storage
+    (policy,) = alg.teacher.policies
+    torch.nn.init.zeros_(policy.actor[-1].weight)
+    torch.nn.init.constant_(policy.actor[-1].bias, 0.7)
+    collect(alg, env)
+    assert (alg.rollout.action_labels == 0.7).all()
+    alg.update(0)
+    collect(alg, env)
+    alg.update(1)
+    assert alg.rollout.capacity == 12
+
+
+def test_the_kl_schedule_does_not_touch_the_discriminator(make_appo, collect):  # AMP defect 7
+    cfg = {"schedule": "adaptive", "learning_rate": 1e-3, "desired_kl": 1e-9, "num_learning_epochs": 2}
+    alg, env = make_appo(**cfg, discriminator_learning_rate=2e-4)
+    for iteration in range(3):
+        collect(alg, env)
+        alg.update(iteration)
+    assert alg.learning_rate < 1e-3
+    assert float(alg.prior.optimizer.lr) == pytest.approx(2e-4)
+    ours = {id(p) for p in alg.policy.discriminator.parameters()}
+    assert not ours & {id(p) for p in alg.optimizer.parameters}
+    assert ours == {id(p) for p in alg.prior.optimizer.parameters}
+    shared, _ = make_appo(discriminator_optimizer="shared")
+    assert shared.prior.optimizer is None
+    assert {id(p) for p in shared.policy.discriminator.parameters()} <= {id(p) for p in shared.optimizer.parameters}
+    with pytest.raises(ValueError, match="'own' or 'shared'"):
+        make_appo(discriminator_optimizer="both")
+
+
+def test_weight_decay_is_by_part(make_appo):
+    alg, _ = make_appo(discriminator_weight_decay=0.125, discriminator_head_weight_decay=0.25)
+    assert [g["weight_decay"] for g in alg.prior.optimizer.optimizer.param_groups] == [0.125, 0.25]
+
+
+def test_its_gradients_have_a_norm_of_their_own(make_appo, collect):
+    runs = {}
+    for limit in (1e-9, 1.0):
+        alg, env = make_appo(discriminator_max_grad_norm=limit, max_grad_norm=1.0, discriminator_weight_decay=0.0)
+        collect(alg, env)
+        alg.update(0)
+        runs[limit] = [p.detach().clone() for p in alg.policy.parameters()]
+    actor = sum("discriminator" not in name for name, _ in alg.policy.named_parameters())
+    assert all(torch.equal(a, b) for a, b in zip(runs[1e-9][:actor], runs[1.0][:actor], strict=True))
+    assert not torch.equal(runs[1e-9][actor], runs[1.0][actor])
+
+
+def test_a_discriminator_that_is_too_good_is_updated_less_often(make_appo, collect, noise_env):
+    cfg = {"discriminator_grad_pen": 0.0}
+    shares = {}
+    for limit in (0.9, 1.0):
+        alg, env = make_appo(env=separable(noise_env), discriminator=cfg, discriminator_learning_rate=0.05,
+                             discriminator_accuracy_limit=limit, num_learning_epochs=8)  # fmt: skip
+        for iteration in range(30):
+            collect(alg, env)
+            _, stats = alg.update(iteration)
+        shares[limit] = stats["amp/updates"]
+        assert stats["amp/accuracy"] == 1.0
+    assert shares == {0.9: 0.25, 1.0: 1.0}
+
+
+def test_expert_windows_come_from_a_bank_where_the_environment_has_none(make_appo, collect):
+    bank = torch.arange(60.0).view(10, 6)
+    alg, env = make_appo(env_cfg={"gives_motion": False}, amp_motion_loader=bank)
+    collect(alg, env)
+    drawn = alg.rollout.ref_motion
+    assert set(drawn[..., 0].flatten().tolist()) <= set(bank[:, 0].tolist())
+    assert len(drawn[..., 0].unique()) > 5
+    torch.testing.assert_close(drawn - drawn[..., :1], torch.arange(6.0).expand_as(drawn))
+    with pytest.raises(ValueError, match=r"expert windows have shape \(5, 4\), the discriminator wants \(M, 6\)"):
+        make_appo(amp_motion_loader=torch.zeros(5, 4))
+
+
+def test_a_loader_is_asked_for_windows_once(make_appo):
+    class Loader:
+        calls: list = []
+
+        def expert_features(self, n, frames):
+            self.calls.append((n, frames))
+            return torch.zeros(n, 6)
+
+    make_appo(amp_motion_loader=Loader(), amp_preload=50, amp_num_frames=2)
+    assert Loader.calls == [(50, 2)]
+
+
+@pytest.mark.parametrize("width", [6, 5])
+def test_past_windows_are_mixed_with_fresh_ones(make_appo, collect, noise_env, width):
+    def numbered(env):
+        return torch.full((env.num_envs, width), float(env.t))
+
+    env = amp_env(noise_env, ref=numbered, motion=numbered, end_prob=0.4)
+    alg, _ = make_appo(env=env, discriminator={"input_dim": width}, amp_replay_buffer_size=30)
+    seen = []
+    alg.policy.discriminator.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach().clone()))
+    for iteration in range(4):
+        collect(alg, env)
+        valid = int(alg.rollout.ref_valid.sum())
+        seen.clear()
+        alg.update(iteration)
+        assert [len(rows) for rows in seen] == [24, 48, 24]  # expert, policy with as many past ones, penalty
+        assert 0 < alg.prior.replay.num_samples <= 30
+        assert valid < 24
+    kept = torch.cat([alg.prior.replay.states, alg.prior.replay.next_states], 1)[:, :width]
+    assert (kept == kept[:, :1]).all()
+    assert kept[:, 0].min() >= 7  # the oldest were overwritten
+    other, _ = make_appo(discriminator={"input_dim": width}, amp_replay_buffer_size=30)
+    other.load_resume_state(alg.resume_state())
+    assert torch.equal(other.prior.replay.states.sort(0)[0], alg.prior.replay.states.sort(0)[0])
+
+
+def test_before_there_is_a_past_only_fresh_windows_count(make_appo, collect, noise_env):
+    results = []
+    for size in (0, 100):
+        alg, env = make_appo(env=separable(noise_env), amp_replay_buffer_size=size)
+        collect(alg, env)
+        results.append(alg.compute_losses(next(alg.mini_batches())).losses["discriminator_policy_loss"])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_normaliser_and_optimizer_are_saved(make_appo, collect, snapshot, differing, separate):  # row P39, BUG-18
+    settings = {"separate_amp_normalizers": separate}
+    alg, env = make_appo(**settings)
+    collect(alg, env)
+    alg.update(0)
+    names = {"ref_obs_norm_state_dict", "ref_motion_norm_state_dict"} if separate else {"amp_norm_state_dict"}
+    assert names | {"discriminator_optimizer_state_dict"} <= alg.state_dict().keys()
+    other, _ = make_appo(**settings)
+    other.load_state_dict(alg.state_dict())
+    assert differing(snapshot(alg), snapshot(other)) == []
+    assert next(iter(other.prior.normalizers.values())).count > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_acting_and_learning_never_wait_for_the_device(make_appo, collect, kind):
+    alg, env = make_appo(kind, num_mini_batches=2, schedule="adaptive", mimic_reward_coef=0.1)
+    collect(alg, env)
+    alg.update(0)
+    obs, critic_obs = env.get_observations()
+    for _ in range(6):
+        with NoHostSync():
+            actions = alg.act(obs, critic_obs)
+        record = env.step(actions)
+        with NoHostSync():
+            alg.process_step(record)
+        obs, critic_obs = record.obs, record.critic_obs
+    with NoHostSync():
+        alg.compute_returns(critic_obs)
+    for deal in alg.deal()[0]:
+        with NoHostSync():
+            alg.learn_step(*deal)
+
+
+def test_the_config_of_a_run_reaches_the_algorithm(noise_env):
+    cfg = APPOConfig(discriminator_loss_coef=0.5, num_learning_epochs=2, discriminator_optimizer="shared")
+    alg = APPO(AmpActorCritic(3, 5, 2, amp_discriminator=DISCRIMINATOR), cfg=cfg)
+    assert (alg.discriminator_loss_coef, alg.num_learning_epochs) == (0.5, 2)
+    assert alg.prior.optimizer is None
