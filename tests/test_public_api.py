@@ -14,14 +14,19 @@ import canter
 from canter.algorithms import PPO, PPOConfig
 from canter.runners import OnPolicyRunner
 
-PACKAGES = ["algorithms", "envs", "modules", "runners", "storage", "utils.logging"]
+PACKAGES = ["algorithms", "datasets", "envs", "modules", "runners", "storage", "utils.logging"]
 OPTIONAL = ["wandb", "swanlab", "neptune", "optuna", "ray", "onnx", "onnxruntime", "imageio", "minari", "mjlab"]
 OPTIONAL += ["envpool", "mujoco", "Box2D", "pygame", "tensordict", "h5py", "pandas"]
 SOURCE = Path(canter.__file__).parent
 
 # Documented name -> where it is imported from (decision 1: one path per concept).
 DOCUMENTED = {
-    "canter.runners": ["OnPolicyRunner", "build_runner", "StopTraining", "TrialPruned"],
+    "canter.datasets": ["AMPLoader"],
+    "canter.datasets.dagger_saver": ["DaggerSaver"],
+    "canter.datasets.motion_loader": ["AMPLoader"],
+    "canter.storage.replay_buffer": ["ReplayBuffer"],
+    "canter.storage.rollout_files": ["RolloutDataset", "RolloutFileBase"],
+    "canter.runners": ["OnPolicyRunner", "TwoStageRunner", "DemonstrationSaver", "DaggerSaver", "build_runner", "StopTraining", "TrialPruned"],
     "canter.algorithms": ["PPO", "PPOConfig", "GET_PROB_FUNC", "register_algorithm", "RND"],
     "canter.modules": [
         "ActorCritic",

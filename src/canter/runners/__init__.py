@@ -1,12 +1,15 @@
 """Runners: the outer loop around an algorithm and its environments."""
 
+from canter.runners.dagger_saver import DaggerSaver
+from canter.runners.demonstration import DemonstrationSaver
 from canter.runners.off_policy_runner import OffPolicyRunner
 from canter.runners.on_policy_runner import OnPolicyRunner
 from canter.runners.runner import LearnResult, Runner
 from canter.runners.trials import StopTraining, TrialPruned
+from canter.runners.two_stage_runner import TwoStageRunner
 from canter.utils.config import build
 
-RUNNERS: dict[str, type] = {"OffPolicyRunner": OffPolicyRunner, "OnPolicyRunner": OnPolicyRunner}
+RUNNERS: dict[str, type] = {cls.__name__: cls for cls in (OffPolicyRunner, OnPolicyRunner, TwoStageRunner)}
 
 
 def build_runner(name: str, *args: object, **kwargs: object) -> Runner:
@@ -16,11 +19,14 @@ def build_runner(name: str, *args: object, **kwargs: object) -> Runner:
 
 __all__ = [
     "RUNNERS",
+    "DaggerSaver",
+    "DemonstrationSaver",
     "LearnResult",
     "OffPolicyRunner",
     "OnPolicyRunner",
     "Runner",
     "StopTraining",
     "TrialPruned",
+    "TwoStageRunner",
     "build_runner",
 ]

@@ -6,6 +6,8 @@ from canter.storage.fields import Field, MiniBatch, Transition
 from canter.storage.prioritized_replay import PrioritizedReplayBuffer
 from canter.storage.queue_rollout_storage import QueueRolloutStorage
 from canter.storage.replay import ReplayBatch, TransitionReplayBuffer
+from canter.storage.replay_buffer import ReplayBuffer
+from canter.storage.rollout_files import RolloutDataset, RolloutFileBase, TrajectoryWriter
 from canter.storage.rollout_storage import RolloutStorage
 from canter.storage.sarsa_rollout_storage import SarsaRolloutStorage
 from canter.storage.trajectories import Trajectories, split_and_pad_trajectories, unpad_trajectories
@@ -18,9 +20,13 @@ __all__ = [
     "PrioritizedReplayBuffer",
     "QueueRolloutStorage",
     "ReplayBatch",
+    "ReplayBuffer",
+    "RolloutDataset",
+    "RolloutFileBase",
     "RolloutStorage",
     "SarsaRolloutStorage",
     "Trajectories",
+    "TrajectoryWriter",
     "Transition",
     "TransitionReplayBuffer",
     "split_and_pad_trajectories",
