@@ -26,7 +26,15 @@ DOCUMENTED = {
     "canter.datasets.motion_loader": ["AMPLoader"],
     "canter.storage.replay_buffer": ["ReplayBuffer"],
     "canter.storage.rollout_files": ["RolloutDataset", "RolloutFileBase"],
-    "canter.runners": ["OnPolicyRunner", "TwoStageRunner", "DemonstrationSaver", "DaggerSaver", "build_runner", "StopTraining", "TrialPruned"],
+    "canter.runners": [
+        "OnPolicyRunner",
+        "TwoStageRunner",
+        "DemonstrationSaver",
+        "DaggerSaver",
+        "build_runner",
+        "StopTraining",
+        "TrialPruned",
+    ],
     "canter.algorithms": ["PPO", "PPOConfig", "GET_PROB_FUNC", "register_algorithm", "RND"],
     "canter.modules": [
         "ActorCritic",
