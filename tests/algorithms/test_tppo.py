@@ -501,3 +501,17 @@ def test_resuming_continues_exactly(make_tppo, collect, snapshot, differing, kin
     for name, data in alg.rollout.data.items():
         assert torch.equal(data, other.rollout.data[name]), name
     assert differing(snapshot(alg), snapshot(other)) == []
+
+
+def test_a_student_that_estimates_learns_both(make_tppo, collect):  # row P62
+    from canter.algorithms.estimator import EstimatorTPPO
+    from canter.modules.state_estimator import StateAc
+
+    segments = {"proprio": (2,), "velocity": (1,)}
+    policy = StateAc(3, 5, 2, obs_segments=segments, critic_obs_segments={**segments, "rest": (2,)},
+                     estimator_obs_components=["proprio"], estimator_target_components=["velocity"],
+                     actor_hidden_dims=[4], critic_hidden_dims=[4])  # fmt: skip
+    alg, env = make_tppo(policy=policy, algorithm=EstimatorTPPO)
+    collect(alg, env)
+    losses, _ = alg.update(0)
+    assert {"estimator_loss", "distillation_loss", "surrogate_loss"} <= losses.keys()

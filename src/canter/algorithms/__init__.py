@@ -4,7 +4,13 @@ from typing import Any, NamedTuple
 
 from canter.algorithms.appo import APPO, ATPPO, APPOConfig, ATPPOConfig
 from canter.algorithms.dqn import DQN, DQNConfig
-from canter.algorithms.estimator import EstimatorAlgoMixin, EstimatorPPO, EstimatorPPOConfig
+from canter.algorithms.estimator import (
+    EstimatorAlgoMixin,
+    EstimatorPPO,
+    EstimatorPPOConfig,
+    EstimatorTPPO,
+    EstimatorTPPOConfig,
+)
 from canter.algorithms.ppo import PPO, PPOConfig
 from canter.algorithms.rnd import RND, RNDConfig
 from canter.algorithms.sac import SAC, SACConfig
@@ -26,6 +32,7 @@ REGISTRY: dict[str, Entry] = {
     "tppo": Entry(TPPO, TPPOConfig),
     "ppo": Entry(PPO, PPOConfig),
     "estimatorppo": Entry(EstimatorPPO, EstimatorPPOConfig),
+    "estimatortppo": Entry(EstimatorTPPO, EstimatorTPPOConfig),
     "dqn": Entry(DQN, DQNConfig),
     "sac": Entry(SAC, SACConfig),
     "td3": Entry(TD3, TD3Config),
@@ -55,6 +62,8 @@ __all__ = [
     "EstimatorAlgoMixin",
     "EstimatorPPO",
     "EstimatorPPOConfig",
+    "EstimatorTPPO",
+    "EstimatorTPPOConfig",
     "PPOConfig",
     "RNDConfig",
     "SACConfig",

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from canter.algorithms.ppo import PPO, PPOConfig, Terms
+from canter.algorithms.tppo import TPPO, TPPOConfig
 from canter.modules.policy import PolicyOutput
 from canter.modules.prediction import Estimate, rescale
 from canter.storage.fields import MiniBatch
@@ -79,6 +80,16 @@ class EstimatorAlgoMixin(EstimatorSettings):
 @settings
 class EstimatorPPO(EstimatorAlgoMixin, PPO):
     """PPO for policies with a state estimator or a privileged adaptor."""
+
+
+@settings
+class EstimatorTPPO(EstimatorAlgoMixin, TPPO):
+    """TPPO for such policies: what to estimate comes from the simulator, what to do from the teacher."""
+
+
+@settings
+class EstimatorTPPOConfig(EstimatorSettings, TPPOConfig):
+    """A whole run of EstimatorTPPO in one object."""
 
 
 @settings

@@ -7,6 +7,7 @@ from canter.envs.components import ObsComponents
 from canter.envs.dummy import DummyVecEnv
 from canter.envs.envpool import EnvPoolAdapter
 from canter.envs.gymnasium import GymVecEnv, GymVecEnvContinuous
+from canter.envs.motion_features import MotionFeatures
 from canter.envs.records import step_record
 from canter.envs.rsl_rl import RslRlAdapter
 from canter.envs.torch_envs import TORCH_ENVS, CartPole, ImageReach, MaskedCartPole, Pendulum, PointRobot, TorchEnv
@@ -28,6 +29,7 @@ __all__ = [
     "GymVectorEnvAdapter",
     "ImageReach",
     "MaskedCartPole",
+    "MotionFeatures",
     "ObsComponents",
     "Pendulum",
     "PointRobot",

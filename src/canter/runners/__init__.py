@@ -1,5 +1,6 @@
 """Runners: the outer loop around an algorithm and its environments."""
 
+from canter.runners.amp_policy_runner import AmpPolicyRunner
 from canter.runners.dagger_saver import DaggerSaver
 from canter.runners.demonstration import DemonstrationSaver
 from canter.runners.off_policy_runner import OffPolicyRunner
@@ -9,7 +10,9 @@ from canter.runners.trials import StopTraining, TrialPruned
 from canter.runners.two_stage_runner import TwoStageRunner
 from canter.utils.config import build
 
-RUNNERS: dict[str, type] = {cls.__name__: cls for cls in (OffPolicyRunner, OnPolicyRunner, TwoStageRunner)}
+RUNNERS: dict[str, type] = {
+    cls.__name__: cls for cls in (AmpPolicyRunner, OffPolicyRunner, OnPolicyRunner, TwoStageRunner)
+}
 
 
 def build_runner(name: str, *args: object, **kwargs: object) -> Runner:
@@ -19,6 +22,7 @@ def build_runner(name: str, *args: object, **kwargs: object) -> Runner:
 
 __all__ = [
     "RUNNERS",
+    "AmpPolicyRunner",
     "DaggerSaver",
     "DemonstrationSaver",
     "LearnResult",

@@ -1,0 +1,92 @@
+"""AmpPolicyRunner: the on-policy loop, with checks and metrics of motion."""
+
+import warnings
+
+import pytest
+import torch
+
+from canter.algorithms.appo import APPO
+from canter.envs.motion_features import MotionFeatures
+from canter.envs.torch_envs.point_robot import PointRobot
+from canter.modules.all_mixer import AmpActorCritic
+from canter.runners import RUNNERS, AmpPolicyRunner
+
+POLICY = {
+    "class_name": "AmpActorCritic", "actor_hidden_dims": [8], "critic_hidden_dims": [8],
+    "amp_discriminator": {"input_dim": 4, "style_reward_coef": 1.0, "hidden_dims": [8], "task_reward_lerp": 0.5},
+}  # fmt: skip
+BANK = torch.randn(50, 4)
+
+
+def env(num_envs=8):
+    return MotionFeatures(PointRobot(num_envs, seed=1, max_episode_length=6), ["true_velocity"], privileged=True)
+
+
+def config(**algorithm):
+    given = {"class_name": "APPO", "amp_motion_loader": BANK, **algorithm}
+    return {"num_steps_per_env": 4, "seed": 1, "policy": POLICY, "algorithm": given}
+
+
+def test_it_trains_and_logs_style_and_task(tmp_path):  # row R20
+    runner = AmpPolicyRunner(env(), config(), tmp_path, "cpu", show_progress=False)
+    history = runner.learn(3).history
+    assert len(history) == 3
+    wanted = {"Episode_Reward/style_reward", "Episode_Reward/task_reward", "amp/accuracy", "amp/expert_d",
+              "amp/policy_d", "amp/saturation", "amp/updates", "train/discriminator_grad_pen_loss"}  # fmt: skip
+    assert wanted <= history[-1].keys()
+    assert 0.0 < history[-1]["Episode_Reward/style_reward"] <= 1.0
+    assert "Episode_Reward/style_reward" in (tmp_path / "metrics.jsonl").read_text()
+    assert RUNNERS["AmpPolicyRunner"] is AmpPolicyRunner
+
+
+def test_the_documented_call_with_an_algorithm(tmp_path):  # rows R21, R22
+    policy = AmpActorCritic(6, 9, 2, **{k: v for k, v in POLICY.items() if k != "class_name"})
+    runner = AmpPolicyRunner(env(), APPO(policy, amp_motion_loader=BANK), device="cpu", log_dir=tmp_path)
+    runner.show_progress = False
+    runner.learn(1)
+    assert runner.metrics_velrmsd >= 0.0
+    assert runner.metrics_CoT >= 0.0
+
+
+def test_an_environment_without_motion_is_refused_at_the_first_step():
+    runner = AmpPolicyRunner(PointRobot(4, seed=1), config(), None, "cpu", show_progress=False)
+    with pytest.raises(KeyError, match=r"ref_obs.*MotionFeatures"):
+        runner.learn(1)
+    runner = AmpPolicyRunner(env(), config(amp_motion_loader=None), None, "cpu", show_progress=False)
+    with pytest.raises(KeyError, match=r"ref_motion.*amp_motion_loader"):
+        runner.learn(1)
+
+
+def test_plain_ppo_runs_with_a_warning():  # spec 6.2
+    cfg = {"num_steps_per_env": 4, "policy": {"actor_hidden_dims": [8], "critic_hidden_dims": [8]}}
+    with pytest.warns(UserWarning, match="PPO learns no style"):
+        runner = AmpPolicyRunner(PointRobot(4, seed=1), cfg, None, "cpu", show_progress=False)
+    runner.learn(1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*learns no style")
+        AmpPolicyRunner(env(), config(), None, "cpu", show_progress=False)
+
+
+def test_it_resumes_exactly(tmp_path):
+    def made(directory):
+        return AmpPolicyRunner(env(), config(amp_replay_buffer_size=20), directory, "cpu", show_progress=False)
+
+    whole, first, second = (made(tmp_path / name) for name in ("whole", "first", "second"))
+    whole.learn(4)
+    first.learn(2)
+    second.load(tmp_path / "first" / "model_2.pt")
+    second.learn(2)
+    for (name, a), b in zip(whole.policy.state_dict().items(), second.policy.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_the_configuration_is_written_and_read_back(tmp_path):
+    import yaml
+
+    cfg = config(amp_motion_loader=None, discriminator_learning_rate=2e-4)
+    AmpPolicyRunner(env(), cfg, tmp_path, "cpu", show_progress=False).init_writer()
+    written = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert written["algorithm"]["class_name"] == "APPO"
+    assert written["algorithm"]["discriminator_learning_rate"] == 2e-4
+    again = AmpPolicyRunner(env(), written, None, "cpu", show_progress=False)
+    assert again.alg.discriminator_learning_rate == 2e-4
