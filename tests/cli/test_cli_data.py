@@ -81,3 +81,43 @@ def test_motion_notices_velocities_that_are_not_derivatives(tmp_path, capsys):
     write_clip(tmp_path / "twice.npz", clip)
     assert main(["motion", str(tmp_path / "twice.npz")]) == 0
     assert "not the derivative" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------ dagger
+DAGGER = ["--num-envs", "2", "--num-steps-per-env", "8", "--keep-latest", "2", "--algorithm"]
+DAGGER += ["{num_mini_batches: 2}"]
+
+
+def test_dagger_in_two_roles_shares_two_directories(trained, capsys):
+    run, data = trained / "student", trained / "labels"
+    where = [str(trained), "--run", str(run), "--data", str(data), *DAGGER]
+    config = {"policy": {"class_name": "ActorCritic", "actor_hidden_dims": [4], "critic_hidden_dims": [4]}}
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps(config))
+    with pytest.warns(UserWarning, match="fresh student"):
+        assert main(["dagger", *where, "--role", "collect", "--max-steps", "256"]) == 0
+    (run / "config.json").unlink()
+    metadata = json.loads((data / "metadata.json").read_text())
+    assert metadata["total_timesteps"] >= 256
+    assert metadata["training_policy_logdir"] == str(run)
+    assert main(["dagger", *where, "--role", "train", "--iterations", "3", "--eval-episodes", "2"]) == 0
+    assert (run / "model_3.pt").exists()
+    assert "return" in capsys.readouterr().out
+    assert main(["dagger", *where, "--role", "train", "--iterations", "5", "--eval-episodes", "0"]) == 0
+    assert (run / "model_5.pt").exists()
+    assert main(["eval", str(run), "--episodes", "2"]) == 0  # a run like any other
+
+
+@pytest.mark.slow
+def test_dagger_starts_both_and_ends_both(trained, capsys):
+    assert main(["dagger", str(trained), *DAGGER, "--iterations", "20", "--eval-episodes", "2"]) == 0
+    run = trained / "dagger"
+    assert (run / "model_20.pt").exists()
+    assert json.loads((run / "data" / "metadata.json").read_text())["total_timesteps"] > 0
+    assert "Traceback" not in (run / "collector.log").read_text()
+
+
+def test_dagger_refuses_in_one_line(trained, tmp_path, capsys):
+    assert main(["dagger", str(tmp_path / "none")]) == 2
+    assert main(["dagger", str(trained), "--num-envs", "0"]) == 2
+    assert "--num-envs must be at least 1" in capsys.readouterr().err

@@ -23,6 +23,7 @@ COMMANDS = {
         "check-env TASK: how canter understands an environment, and what is wrong with it",
     ),
     "collect": ("canter.cli.collect", "collect RUN: let a policy play and save its trajectories"),
+    "dagger": ("canter.cli.dagger", "dagger TEACHER: train a student on what its teacher would do where it goes"),
     "motion": ("canter.cli.motion", "motion FILE: check a motion clip, say what it holds, draw it"),
     "bench": ("canter.cli.bench", "bench [iteration|cpu|scaling]: how fast canter is on this machine"),
 }
