@@ -115,6 +115,19 @@ def test_the_critic_may_have_encoders_of_its_own():  # row M40
         policy.get_encoder_latent(obs, "b", critic=True)
 
 
+def test_the_critics_encoders_are_by_default_like_the_actors_of_the_same_component():
+    settings = {
+        "encoder_component_names": ["b", "image"],
+        "encoder_class_name": ["MlpModel", "Conv2dHeadModel"],
+        "encoder_kwargs": [{"hidden_sizes": [3]}, CONV],
+    }
+    policy = make(**settings, critic_encoder_component_names=["image"])
+    assert policy.critic_encoders[0].image_shape == (1, 5, 5)
+    assert policy.critic_encoders[0].conv.out_channels == 2
+    with pytest.raises(ValueError, match="the actor does not encode 'secret': give critic_encoder_class_name"):
+        make(**settings, critic_encoder_component_names=["secret"])
+
+
 def test_without_names_nothing_is_encoded():
     policy = make()
     obs = torch.randn(3, WIDTH)

@@ -75,6 +75,19 @@ def aligned(values: Any, count: int, name: str) -> list[Any]:
     return list(values)
 
 
+def chosen(values: Any, names: Sequence[str], wanted: Sequence[str]) -> Any:
+    """The actor's setting for the critic's components: the same for all, or that of the component of the same name."""
+    if isinstance(values, str | Mapping) or values is None:
+        return values
+    by_name = dict(zip(names, values, strict=True))
+    unknown = [name for name in wanted if name not in by_name]
+    if unknown:
+        raise ValueError(
+            f"the actor does not encode {unknown[0]!r}: give critic_encoder_class_name and critic_encoder_kwargs"
+        )
+    return [by_name[name] for name in wanted]
+
+
 class SegmentEncoders(nn.ModuleList):
     """One encoder per named component."""
 
@@ -141,12 +154,17 @@ class EncoderActorCriticMixin(ActorCritic):
             encoder_kwargs,
             self.encoder_output_size,
         )
-        if self.critic_encoder_component_names and not self.shares_encoders:
+        theirs = self.critic_encoder_component_names
+        if theirs and not self.shares_encoders:
+            if critic_encoder_class_name is None:
+                critic_encoder_class_name = chosen(encoder_class_name, self.encoder_component_names, theirs)
+            if critic_encoder_kwargs is None:
+                critic_encoder_kwargs = chosen(encoder_kwargs, self.encoder_component_names, theirs)
             self.critic_encoders = SegmentEncoders(
                 self.critic_encoder_layout,
-                self.critic_encoder_component_names,
-                encoder_class_name if critic_encoder_class_name is None else critic_encoder_class_name,
-                encoder_kwargs if critic_encoder_kwargs is None else critic_encoder_kwargs,
+                theirs,
+                critic_encoder_class_name,
+                critic_encoder_kwargs,
                 self.encoder_output_size,
             )
 
