@@ -70,10 +70,6 @@ class TaughtSetup(TPPOSettings, PPO):
             raise ValueError(f"distill_target {self.distill_target!r} is for Gaussian actions; use 'max_log_prob'")
         if self.distill_target in TANH_TARGETS and not isinstance(self._last_layer(), torch.nn.Tanh):
             raise ValueError(f"distill_target {self.distill_target!r} needs a policy with mu_activation='tanh'")
-        if self.exclude_teacher_steps_from_surrogate and self.normalize_advantage_per_mini_batch:
-            raise ValueError(
-                "exclude_teacher_steps_from_surrogate and normalize_advantage_per_mini_batch do not go together"
-            )
 
     def _last_layer(self) -> Any:
         actor = getattr(self.policy, "actor", None)

@@ -16,6 +16,7 @@ from canter.modules.policy import Hidden, PolicyOutput
 from canter.storage.fields import MiniBatch
 from canter.utils.config import settings
 from canter.utils.metrics import MeanMeter
+from canter.utils.returns import normalize_advantages
 from canter.utils.tree import Obs
 
 __all__ = ["TPPO", "TPPOConfig", "TPPOSettings"]
@@ -146,6 +147,11 @@ class TPPO(TaughtSetup):
             taught = batch.teacher_acted  # pyright: ignore[reportAttributeAccessIssue]
             now = self.policy.distribution.log_prob(out.params, batch.actions).detach().unsqueeze(-1)
             batch.old_actions_log_prob = torch.where(taught, now, batch.old_actions_log_prob)
+            if (
+                self.normalize_advantage_per_mini_batch
+            ):  # so that their mean is 0, and PPO's own scaling keeps the zeros
+                own = ~taught.squeeze(-1) if batch.valid is None else ~taught.squeeze(-1) & batch.valid
+                batch.advantages = normalize_advantages(batch.advantages.squeeze(-1), own).unsqueeze(-1)
             batch.advantages = batch.advantages.masked_fill(taught, 0.0)
         return batch
 
