@@ -24,6 +24,7 @@ COMMANDS = {
     ),
     "collect": ("canter.cli.collect", "collect RUN: let a policy play and save its trajectories"),
     "dagger": ("canter.cli.dagger", "dagger TEACHER: train a student on what its teacher would do where it goes"),
+    "distill": ("canter.cli.distill", "distill TEACHER: train a student that sees less to do what its teacher does"),
     "motion": ("canter.cli.motion", "motion FILE: check a motion clip, say what it holds, draw it"),
     "bench": ("canter.cli.bench", "bench [iteration|cpu|scaling]: how fast canter is on this machine"),
 }

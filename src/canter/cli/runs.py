@@ -18,6 +18,7 @@ import yaml
 
 from canter.cli.errors import UserError, user_errors
 from canter.cli.video import hush_mujoco
+from canter.envs.components import ObsComponents
 from canter.envs.torch_envs import TORCH_ENVS
 from canter.envs.vec_env import VecEnv
 from canter.envs.wrap import make_env
@@ -155,11 +156,12 @@ def open_runner(
 ) -> Runner:
     """The runner that a config.yaml describes, with its environments."""
     run, seed = config["run"], config.get("seed")
-    env = open_env(run["task"], run["num_envs"], config.get("device"), seed)
+    env = shown_as(open_env(run["task"], run["num_envs"], config.get("device"), seed), run.get("components"))
     eval_env = None
     if eval_episodes:
         eval_seed = None if seed is None else seed + EVAL_SEED_OFFSET
         eval_env = open_env(run["task"], min(EVAL_ENVS, eval_episodes), config.get("device"), eval_seed)
+        eval_env = shown_as(eval_env, run.get("components"))
     settings = {key: value for key, value in config.items() if key != "run"}
     with user_errors(), warnings.catch_warnings():
         # EnvPool takes its seed when it is made, as it was above.
@@ -173,6 +175,12 @@ def open_runner(
             run_info=run,
             show_progress=show_progress,
         )
+
+
+def shown_as(env: VecEnv, components: dict[str, Any] | None) -> VecEnv:
+    """The environment as a policy is shown it: all of it, or the components that a run's configuration names."""
+    with user_errors():
+        return env if components is None else ObsComponents(env, **components)
 
 
 @contextmanager
