@@ -10,7 +10,16 @@ from canter.envs.gymnasium import GymVecEnv, GymVecEnvContinuous
 from canter.envs.motion_features import MotionFeatures
 from canter.envs.records import step_record
 from canter.envs.rsl_rl import RslRlAdapter
-from canter.envs.torch_envs import TORCH_ENVS, CartPole, ImageReach, MaskedCartPole, Pendulum, PointRobot, TorchEnv
+from canter.envs.torch_envs import (
+    TORCH_ENVS,
+    CartPole,
+    Course,
+    ImageReach,
+    MaskedCartPole,
+    Pendulum,
+    PointRobot,
+    TorchEnv,
+)
 from canter.envs.vec_env import StepRecord, VecEnv
 from canter.envs.vector import GymVectorEnvAdapter
 from canter.envs.wrap import make_env, wrap_env
@@ -20,6 +29,7 @@ __all__ = [
     "TORCH_ENVS",
     "CartPole",
     "ChannelsFirst",
+    "Course",
     "DummyVecEnv",
     "EnvPoolAdapter",
     "EnvReport",
