@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from canter.algorithms.optim import backward, GuardedOptimizer, optimizer_class
+from canter.algorithms.optim import GuardedOptimizer, backward, optimizer_class
 
 
 class Net(nn.Module):

@@ -268,7 +268,9 @@ def test_linear_schedules_end_at_zero():  # decision 9
 
 @pytest.mark.parametrize(("target_kl", "minibatches"), [(None, 12), (1e9, 12), (1e-9, 3)])
 def test_passes_stop_once_the_kl_exceeds_the_target(make_ppo, collect, target_kl, minibatches):
-    alg, env = make_ppo(num_learning_epochs=4, num_mini_batches=3, learning_rate=0.01, target_kl=target_kl, execution="eager")
+    alg, env = make_ppo(
+        num_learning_epochs=4, num_mini_batches=3, learning_rate=0.01, target_kl=target_kl, execution="eager"
+    )
     collect(alg, env)
     calls = count_minibatches(alg)
     losses, stats = alg.update(0)
@@ -289,7 +291,9 @@ def test_the_kl_that_stops_is_the_last_passs(make_ppo, collect):
 
 
 def test_an_update_averages_and_clears_the_storage(make_ppo, collect):  # row P14
-    alg, env = make_ppo(num_learning_epochs=2, num_mini_batches=3, value_loss_coef=0.5, entropy_coef=0.1, execution="eager")
+    alg, env = make_ppo(
+        num_learning_epochs=2, num_mini_batches=3, value_loss_coef=0.5, entropy_coef=0.1, execution="eager"
+    )
     collect(alg, env)
     calls = count_minibatches(alg)
     losses, stats = alg.update(4)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from canter.algorithms.ppo import PPO
 from canter.algorithms.optim import backward
+from canter.algorithms.ppo import PPO
 from canter.algorithms.rnd import RND, RNDConfig
 
 LINEAR = {"mode": "linear", "initial_step": 2, "final_step": 6, "final_value": 0.0}
