@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from canter.algorithms.optim import GuardedOptimizer, optimizer_class
+from canter.algorithms.optim import GuardedOptimizer, backward, optimizer_class
 
 
 class Net(nn.Module):
@@ -28,8 +28,7 @@ def made(class_name="Adam", learning_rate=0.01, groups=None, width=4):
 
 
 def take_step(net, optimizer, scale=1.0, max_grad_norm=math.inf):
-    optimizer.zero_grad()
-    (scale * net(torch.ones(5, 3))).backward()
+    backward(scale * net(torch.ones(5, 3)), optimizer)
     norm, skipped = optimizer.clip(max_grad_norm)
     optimizer.apply(skipped)
     return norm, skipped
@@ -75,8 +74,7 @@ def test_optimizers_that_cannot_train_a_policy_say_why(name, why):
 def test_gradients_are_scaled_down_to_the_norm_but_never_up():  # row P16
     for limit, expected in ((0.5, 0.5), (1e6, None)):
         net, optimizer = made()
-        optimizer.zero_grad()
-        net(torch.ones(5, 3)).backward()
+        backward(net(torch.ones(5, 3)), optimizer)
         norm, _ = optimizer.clip(limit)
         clipped = torch.stack([p.grad.norm() for p in net.parameters()]).norm()
         assert norm > 5
@@ -118,6 +116,41 @@ def test_a_module_that_let_go_of_its_gradients_still_learns():
     norm, _ = take_step(net, optimizer)
     assert norm > 0
     assert not torch.equal(net.actor.weight, before)
+
+
+def test_what_the_loss_does_not_depend_on_gets_no_gradient_of_an_earlier_step():
+    for name in ("Adam", "SGD"):
+        net, optimizer = made(name, learning_rate=0.0)
+        take_step(net, optimizer)
+        backward(net.std.sum(), optimizer)
+        assert float(optimizer.clip(math.inf)[0]) == pytest.approx(math.sqrt(2))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_a_parameter_frozen_in_mid_run_stays(name):
+    net, optimizer = made(name, learning_rate=0.1)
+    take_step(net, optimizer)
+    net.actor.weight.requires_grad_(False)
+    before, std = net.actor.weight.clone(), net.std.detach().clone()
+    take_step(net, optimizer)
+    assert torch.equal(net.actor.weight, before)
+    assert not torch.equal(net.std, std)
+
+
+def test_one_pass_back_serves_several_optimizers():
+    (net, first), (other, second) = made(), made("SGD")
+    backward(net(torch.ones(5, 3)) + 3 * other(torch.ones(5, 3)), first, second)
+    for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(3 * ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("name", ["Adam", "SGD"])
+def test_parameters_that_share_a_gradient_are_clipped_once(name):
+    net, optimizer = made(name)
+    backward(((net.std + net.critic.bias) * torch.tensor([3.0, 4.0])).sum(), optimizer)
+    assert float(optimizer.clip(1.0)[0]) == pytest.approx(math.sqrt(50))
+    for parameter in (net.std, net.critic.bias):
+        assert parameter.grad.norm().item() == pytest.approx(math.sqrt(0.5), rel=1e-4)
 
 
 def test_gradients_do_not_add_up_over_steps():

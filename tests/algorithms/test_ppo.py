@@ -268,7 +268,9 @@ def test_linear_schedules_end_at_zero():  # decision 9
 
 @pytest.mark.parametrize(("target_kl", "minibatches"), [(None, 12), (1e9, 12), (1e-9, 3)])
 def test_passes_stop_once_the_kl_exceeds_the_target(make_ppo, collect, target_kl, minibatches):
-    alg, env = make_ppo(num_learning_epochs=4, num_mini_batches=3, learning_rate=0.01, target_kl=target_kl)
+    alg, env = make_ppo(
+        num_learning_epochs=4, num_mini_batches=3, learning_rate=0.01, target_kl=target_kl, execution="eager"
+    )
     collect(alg, env)
     calls = count_minibatches(alg)
     losses, stats = alg.update(0)
@@ -279,7 +281,7 @@ def test_passes_stop_once_the_kl_exceeds_the_target(make_ppo, collect, target_kl
 
 
 def test_the_kl_that_stops_is_the_last_passs(make_ppo, collect):
-    alg, env = make_ppo(num_learning_epochs=5, num_mini_batches=2, target_kl=0.04)
+    alg, env = make_ppo(num_learning_epochs=5, num_mini_batches=2, target_kl=0.04, execution="eager")
     collect(alg, env)
     kls = iter([0.01, 0.01, 0.04, 0.05, 0.0, 0.0])  # passes of mean 0.01, then 0.045: the mean of both is below 0.04
     descend = alg.descend
@@ -289,7 +291,9 @@ def test_the_kl_that_stops_is_the_last_passs(make_ppo, collect):
 
 
 def test_an_update_averages_and_clears_the_storage(make_ppo, collect):  # row P14
-    alg, env = make_ppo(num_learning_epochs=2, num_mini_batches=3, value_loss_coef=0.5, entropy_coef=0.1)
+    alg, env = make_ppo(
+        num_learning_epochs=2, num_mini_batches=3, value_loss_coef=0.5, entropy_coef=0.1, execution="eager"
+    )
     collect(alg, env)
     calls = count_minibatches(alg)
     losses, stats = alg.update(4)
@@ -395,7 +399,7 @@ def test_one_environment_per_recurrent_minibatch_keeps_its_axis(make_ppo, collec
 
 
 def test_epochs_and_minibatches_deal_every_step_the_right_number_of_times(make_ppo, collect):  # C13
-    alg, env = make_ppo(num_learning_epochs=3, num_mini_batches=5)
+    alg, env = make_ppo(num_learning_epochs=3, num_mini_batches=5, execution="eager")
     collect(alg, env)
     alg.rollout.actions[..., 0] = torch.arange(24.0).view(6, 4)
     seen = []

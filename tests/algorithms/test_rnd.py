@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from canter.algorithms.optim import backward
 from canter.algorithms.ppo import PPO
 from canter.algorithms.rnd import RND, RNDConfig
 
@@ -25,9 +26,8 @@ def test_the_reward_is_the_weighted_distance_between_target_and_predictor():  # 
 
 
 def trained(rnd, states):
-    rnd.optimizer.zero_grad()
     loss = rnd.loss(states)
-    loss.backward()
+    backward(loss, rnd.optimizer)
     rnd.optimizer.apply(rnd.optimizer.clip(float("inf"))[1])
     return float(loss.detach())
 

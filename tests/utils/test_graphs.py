@@ -8,7 +8,8 @@ from canter.envs.vec_env import StepRecord
 from canter.modules import ActorCritic
 from canter.storage.trajectories import Trajectories
 from canter.utils import graphs
-from canter.utils.graphs import Executor, describe, rebuild
+from canter.utils.graphs import Executor
+from canter.utils.tree import describe, rebuild
 
 CPU = torch.device("cpu")
 
@@ -38,7 +39,7 @@ class Recorded:
 def executor(monkeypatch):
     monkeypatch.setattr(graphs, "Graph", Recorded)
     made = Executor(CPU, "graph")
-    made.uses_graphs = True
+    made.uses_graphs, made.records = True, False
     return made
 
 
@@ -78,10 +79,12 @@ def test_unknown_words_are_refused():
         PPO(ActorCritic(2, 1), precision="fp8")
 
 
-def test_a_cpu_runs_eagerly_and_keeps_counts_exact():
+def test_a_cpu_records_does_not_compile_unasked_and_keeps_counts_exact():
     executor = Executor(CPU)
+    assert executor.records
     assert not executor.uses_graphs
     assert not executor.compiles
+    assert not Executor(CPU, "eager").records
     assert executor.bucket(77, 64) == 77
     assert executor.run("double", lambda x: 2 * x, torch.ones(2)).tolist() == [2, 2]
 
@@ -141,7 +144,7 @@ def test_what_cannot_be_compiled_is_told_once_and_runs_as_it_is(monkeypatch):
         raise RuntimeError("unsupported: something exotic")
 
     monkeypatch.setattr(torch, "compile", lambda fn, dynamic: refuse)
-    double = Executor(CPU, "compile").compile(lambda x: 2 * x)
+    double = graphs.Compiled(lambda x: 2 * x)
     with pytest.warns(UserWarning, match=r"cannot be compiled \(unsupported: something exotic\)") as caught:
         results = [double(torch.ones(1)).item() for _ in range(4)]
     assert results == [2.0] * 4
@@ -154,7 +157,7 @@ def test_an_error_of_the_function_itself_is_not_taken_for_one_of_the_compiler(mo
 
     monkeypatch.setattr(torch, "compile", lambda fn, dynamic: fn)
     with pytest.raises(KeyError, match="no such segment"):
-        Executor(CPU, "compile").compile(wrong)(torch.ones(1))
+        graphs.Compiled(wrong)(torch.ones(1))
 
 
 def test_a_changed_weight_or_setting_needs_another_graph_and_a_new_storage_all_new_ones(make_ppo, collect, executor):
@@ -196,9 +199,28 @@ def test_a_record_is_a_tree_like_any_other():
 def test_compiled_on_a_cpu_learns_the_same_to_rounding(make_ppo, collect):
     results = []
     for execution in ("eager", "compile"):
-        alg, env = make_ppo("mlp", num_learning_epochs=2, num_mini_batches=2, execution=execution, seed=5)
+        alg, env = make_ppo("mlp", num_learning_epochs=4, num_mini_batches=2, execution=execution, seed=5)
         collect(alg, env)
         alg.update(0)
         results.append([p.detach().clone() for p in alg.policy.parameters()])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "lstm", "gru", "discrete", "dict"])
+@pytest.mark.parametrize("num_mini_batches", [1, 3])
+def test_recorded_training_equals_eager_bit_for_bit(make_ppo, collect, kind, num_mini_batches):
+    results = []
+    for execution in ("eager", "auto"):
+        alg, env = make_ppo(
+            kind, num_learning_epochs=2, num_mini_batches=num_mini_batches, execution=execution, seed=5,
+            empirical_normalization=True, normalize_rewards=True, schedule="adaptive",
+        )  # fmt: skip
+        reports = []
+        for iteration in range(6):
+            collect(alg, env)
+            reports.append(alg.update(iteration))
+        results.append((alg.state_dict(), alg.generators["action"].get_state(), reports))
+        recorded = {signature[0] for signature in alg.executor.graphs}
+        assert recorded == (set() if execution == "eager" else {"act", "process", "learn", "returns"})
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)

@@ -21,13 +21,16 @@ class FlatParameters:
         for p, value in zip(parameters, self.views(self.vector.data), strict=True):
             p.data = value
 
-    def zero_grad(self) -> None:
-        """Zero the gradients, and take them back where `module.zero_grad()` has let go of them."""
+    def put_grads(self, grads: Sequence[Tensor | None]) -> None:
+        """Write the parameters' gradients, zero for None."""
         assert self.vector.grad is not None
-        self.vector.grad.zero_()
+        present = [(mine, grad) for mine, grad in zip(self.grads, grads, strict=True) if grad is not None]
+        if len(present) < len(self.grads):
+            self.vector.grad.zero_()
+        if present:
+            torch._foreach_copy_(*map(list, zip(*present, strict=True)))
         for p, grad in zip(self.parameters, self.grads, strict=True):
-            if p.grad is not grad:
-                p.grad = grad
+            p.grad = grad
 
     def views(self, vector: Tensor) -> list[Tensor]:
         """The vector cut into the parameters' shapes."""

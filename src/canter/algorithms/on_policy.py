@@ -99,7 +99,8 @@ class OnPolicyAlgorithm(OnPolicySetup):
         """Write the transition's row; returns the state of the memories in the next step."""
         rewards = self.learned_reward(record)
         if self.return_scaler is not None:
-            rewards = self.return_scaler(rewards, record.done, record.valid)
+            valid = record.valid if self.rollout.has_invalid_steps else None
+            rewards = self.return_scaler(rewards, record.done, valid)
         if self.rnd is not None:
             rewards = rewards + self._intrinsic(record)
         rewards = self._bootstrapped(rewards, transition, record)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,17 +74,32 @@ class GuardedOptimizer:
         self.shared = [group for group in self.optimizer.param_groups if not group.get("own_rate")]
         self.flags = [{k: g[k] for k in OWN_FLAGS if k in g} for g in self.optimizer.param_groups]
 
-    def zero_grad(self) -> None:
-        """Make ready for a backward pass."""
-        for flat in self.flats:
-            flat.zero_grad()
-        if not self.flats:
-            self.optimizer.zero_grad()
+    def take_grads(self, grads: Sequence[Tensor | None]) -> None:
+        """The gradients of `parameters`, None where the loss does not depend on one."""
+        if self.flats:
+            given = dict(zip(self.parameters, grads, strict=True))
+            for flat in self.flats:
+                flat.put_grads([given[parameter] for parameter in flat.parameters])
+            return
+        taken: set[int] = set()  # two parameters that are added have one gradient, which clipping would scale twice
+        for parameter, grad in zip(self.parameters, grads, strict=True):
+            if grad is not None:
+                grad = grad.clone() if grad.data_ptr() in taken else grad.contiguous()
+                taken.add(grad.data_ptr())
+            parameter.grad = grad
 
     def clip(self, max_grad_norm: float) -> tuple[Tensor, Tensor]:
         """Scale the gradients down to a norm; the norm before, and whether (0 or 1) the step must be skipped."""
-        norm = nn.utils.clip_grad_norm_([flat.vector for flat in self.flats] or self.parameters, max_grad_norm)
-        return norm, torch.logical_not(torch.isfinite(norm)).to(norm.dtype)
+        if self.flats:
+            vectors: list[Any] = [flat.vector.grad for flat in self.flats]
+            norms = [torch.linalg.vector_norm(grad) for grad in vectors]
+            norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+            scale = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+            for grad in vectors:
+                grad.mul_(scale)
+        else:
+            norm = nn.utils.clip_grad_norm_(self.parameters, max_grad_norm)
+        return norm, (norm * 0.0 != 0.0).to(norm.dtype)  # not finite, in fewer operations than isfinite takes
 
     def apply(self, skipped: Tensor) -> None:
         """Take the step that the gradients say, unless it is to be skipped."""
@@ -94,7 +109,10 @@ class GuardedOptimizer:
             self.optimizer.found_inf = skipped  # pyright: ignore[reportAttributeAccessIssue]
         elif bool(skipped):
             return
+        frozen = [(p, p.detach().clone()) for flat in self.flats for p in flat.parameters if not p.requires_grad]
         self.optimizer.step()
+        for parameter, value in frozen:  # which their moments would move on
+            parameter.data.copy_(value)
 
     def _hand_over_rate(self) -> None:
         """Give the rate to an optimizer that wants a number."""
@@ -137,6 +155,19 @@ class GuardedOptimizer:
         self.shared = [group for group in self.optimizer.param_groups if not group.get("own_rate")]
         if self.shared:
             self.lr.copy_(torch.as_tensor(self.shared[0]["lr"]))
+
+
+def backward(loss: Tensor, *optimizers: GuardedOptimizer) -> None:
+    """Give every optimizer the gradients of its parameters.
+
+    Not `loss.backward()`, which adds to what was there and so has to be preceded by zeros: twice the operations.
+    """
+    parameters = [p for optimizer in optimizers for p in optimizer.parameters]
+    wanted = [p for p in parameters if p.requires_grad]  # the others were frozen after the optimizer was made
+    found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
+    grads = iter([next(found) if p.requires_grad else None for p in parameters])
+    for optimizer in optimizers:
+        optimizer.take_grads([next(grads) for _ in optimizer.parameters])
 
 
 def split_groups(

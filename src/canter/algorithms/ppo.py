@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from canter.algorithms.on_policy import OnPolicyAlgorithm
-from canter.algorithms.optim import GuardedOptimizer
+from canter.algorithms.optim import GuardedOptimizer, backward
 from canter.algorithms.settings import PPOConfig, PPOSettings
 from canter.envs.wrap import wrap_env
 from canter.modules.policy import Policy, PolicyOutput
@@ -124,9 +124,7 @@ class PPO(OnPolicyAlgorithm):
     def descend(self, terms: Terms, total: Tensor) -> dict[str, Tensor]:
         """Step down the total loss: nothing is kept on self but parameters, moments and the learning rate."""
         others = [] if self.rnd is None else [self.rnd.optimizer]
-        for optimizer in (self.optimizer, *others):
-            optimizer.zero_grad()
-        total.backward()
+        backward(total, self.optimizer, *others)
         norm, skipped = self.optimizer.clip(self.max_grad_norm)
         if self.schedule == "adaptive":
             self.adapt_learning_rate(terms.stats["kl"])
@@ -146,7 +144,10 @@ class PPO(OnPolicyAlgorithm):
 
     def weigh(self, losses: Mapping[str, Tensor]) -> Tensor:
         """The sum of the losses, each times its weight; a loss without a weight is an error."""
-        return functools.reduce(torch.add, [loss * self.loss_weights[name] for name, loss in losses.items()])
+        weighed = [(loss, self.loss_weights[name]) for name, loss in losses.items()]
+        # A loss of weight 0 is only reported; without its gradient the pass back is shorter.
+        parts = [loss * w for loss, w in weighed if torch.is_tensor(w) or w != 0.0]
+        return functools.reduce(torch.add, parts) if parts else weighed[0][0] * 0.0
 
     def compute_losses(self, minibatch: MiniBatch) -> Terms:
         """Losses, intermediates and statistics of a minibatch."""
@@ -170,17 +171,19 @@ class PPO(OnPolicyAlgorithm):
             log_ratio = log_ratio.masked_fill(~batch.valid, 0.0)
         ratio = log_ratio.exp()
         surrogate = -advantages * ratio
-        surrogate_clipped = -advantages * torch.clamp(ratio, 1 - clip, 1 + clip)
+        # The larger of this and the clipped one: only the bound on the advantage's side can be reached (eq. 7).
+        bound = -advantages * (1 + clip * advantages.sign())
         normalize: Any = self.policy.value_normalizer.normalize
         value, old_value, returns = (normalize(x).squeeze(-1) for x in (out.value, batch.values, batch.returns))
         value_error = (value - returns).square()
-        inter_vars = {"ratio": ratio, "surrogate": surrogate, "surrogate_clipped": surrogate_clipped}
+        clipped = -advantages * torch.clamp(ratio.detach(), 1 - clip, 1 + clip)
+        inter_vars = {"ratio": ratio, "surrogate": surrogate, "surrogate_clipped": clipped}
         if self.use_clipped_value_loss:
             value_clipped = old_value + torch.clamp(value - old_value, -clip, clip)
             value_error = torch.maximum(value_error, (value_clipped - returns).square())
             inter_vars["value_clipped"] = value_clipped
         losses = {
-            "surrogate_loss": batch.mean(torch.maximum(surrogate, surrogate_clipped)),
+            "surrogate_loss": batch.mean(torch.maximum(surrogate, bound)),
             "value_loss": batch.mean(value_error),
         }
         if self.policy.has_entropy:

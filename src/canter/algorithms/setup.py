@@ -154,7 +154,10 @@ class OnPolicySetup(PPOSettings, Algorithm):
     def note_constants(self) -> None:
         """Tell the executor the numbers of today, so that one changed in mid-run takes effect in captured steps."""
         weights = {name: w for name, w in self.loss_weights.items() if not torch.is_tensor(w)}  # a tensor is read anew
-        self.executor.constants = (*(getattr(self, name) for name in BAKED), *weights.items())
+        parts = [part for part in (self.policy, self.return_scaler, self.rnd) if part is not None]
+        modes = tuple(module.training for part in parts for module in part.modules())
+        tensors = tuple((p.data_ptr(), p.requires_grad) for p in self.policy.parameters())  # layers frozen or replaced
+        self.executor.constants = (*(getattr(self, name) for name in BAKED), *weights.items(), modes, tensors)
 
     def init_obs_norm(self, num_obs: Any, num_critic_obs: Any) -> None:
         """Install the policy's normalisers; widths or shapes. Does nothing but say so where normalisation is off."""

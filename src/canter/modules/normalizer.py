@@ -33,20 +33,25 @@ LARGEST = 1e15  # rows beyond it would overflow a float32 sum of squares; NaN an
 
 
 def merge_moments(
-    mean: Tensor, var: Tensor, count: Tensor, rows: Tensor, keep: Tensor
+    mean: Tensor, var: Tensor, count: Tensor, rows: Tensor, keep: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, population variance and count after the rows (B, *shape) where `keep` (B,) holds (Chan et al. 1979).
 
     Deviations are taken from the running mean, so that a large offset does not cancel.
     """
-    weight = keep.view(-1, *[1] * (rows.dim() - 1))
-    added = keep.sum()
-    safe = added.clamp(min=1)
-    off = torch.where(weight, rows - mean, 0.0)
-    step = off.sum(0) / safe
-    batch_var = torch.where(weight, (off - step).square(), 0.0).sum(0) / safe
-    total = count + added
-    rate = added / total.clamp(min=1)
+    if keep is None:
+        batch_var, step = torch.var_mean(rows - mean, 0, correction=0)
+        total = count + len(rows)
+        rate = len(rows) / total
+    else:
+        weight = keep.view(-1, *[1] * (rows.dim() - 1))
+        added = keep.sum()
+        safe = added.clamp(min=1)
+        off = torch.where(weight, rows - mean, 0.0)
+        step = off.sum(0) / safe
+        batch_var = torch.where(weight, (off - step).square(), 0.0).sum(0) / safe
+        total = count + added
+        rate = added / total.clamp(min=1)
     return mean + rate * step, var + rate * (batch_var - var + (1.0 - rate) * step.square()), total
 
 
@@ -204,13 +209,14 @@ class ReturnScaler(nn.Module):
         Rows where `valid` (N,) is false are steps that only reset an environment, and teach nothing.
         """
         if self.training:
-            keep = torch.ones_like(done, dtype=torch.bool) if valid is None else valid
             returns = self.returns * self.gamma + torch.where(reward.abs() < LARGEST, reward, 0.0)
-            mean, var, count = merge_moments(self.mean, self.var, self.count, returns, keep)
+            mean, var, count = merge_moments(self.mean, self.var, self.count, returns, valid)
+            scaled = (reward / (var + self.eps).sqrt()).clamp(-self.clip, self.clip)
             self.mean.copy_(mean)
             self.var.copy_(var)
             self.count.copy_(count)
             self.returns.copy_(returns.masked_fill(done.bool(), 0.0))
+            return scaled
         return (reward / (self.var + self.eps).sqrt()).clamp(-self.clip, self.clip)
 
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from canter.utils.tape import TOO_LONG, Tape
+from canter.utils.tree import describe, rebuild
 
 T = TypeVar("T")
 
@@ -25,11 +28,11 @@ MAX_GRAPHS = 32  # of one function; beyond it shapes change too often for captur
 
 
 class Executor:
-    """Runs functions eagerly, or as CUDA graphs with compilation inside.
+    """Runs functions eagerly, as CUDA graphs with compilation inside, or on a CPU as recordings.
 
     Args:
         device: Where the tensors are.
-        execution: "eager", "graph" (capture), "compile" (compile, and capture on a GPU), or "auto": the fastest here.
+        execution: "eager", "graph" (capture or record), "compile" (compile too), or "auto": the fastest here.
         precision: Of matrix products on a GPU: "tf32", "fp32" or "bf16"; weights and everything else stay float32.
     """
 
@@ -40,12 +43,13 @@ class Executor:
         self.device, self.execution, self.precision = device, execution, precision
         is_cuda = device.type == "cuda"
         self.uses_graphs = is_cuda and execution != "eager"
+        self.records = device.type == "cpu" and execution != "eager"
         self.compiles = execution == "compile" or (is_cuda and execution == "auto" and has_triton())
         self.generators: list[torch.Generator] = []
         """Streams that captured functions draw from."""
         self.constants: Any = ()
         """Numbers that functions read from elsewhere; a graph serves only those it was captured with."""
-        self.graphs: dict[Any, Graph] = {}
+        self.graphs: dict[Any, Graph | Tape] = {}
         self.calls: dict[Any, int] = {}
         self.captured: dict[str, int] = {}
         self.eager_only: set[str] = set()
@@ -53,22 +57,27 @@ class Executor:
         self.owned: set[int] = set()
 
     def compile(self, fn: Callable[..., T]) -> Callable[..., T]:
-        """The function compiled, where that is on."""
-        return Compiled(fn) if self.compiles else fn
+        """The function compiled, where that is on; a recording is compiled as a whole instead."""
+        return Compiled(fn) if self.compiles and not self.records else fn
 
     def run(self, name: str, fn: Callable[..., T], *args: Any) -> T:
         """`fn(*args)`. What a graph returns is overwritten by the next run of the same function."""
-        if not self.uses_graphs or name in self.eager_only:
+        if not (self.uses_graphs or self.records) or name in self.eager_only:
             with self.precisely():
                 return fn(*args)
         leaves: list[Tensor] = []
         signature = (name, self._describe(args, leaves), self.constants, torch.is_inference_mode_enabled())
-        if signature not in self.graphs:
-            self.calls[signature] = self.calls.get(signature, 0) + 1
-            if self.calls[signature] <= EAGER_CALLS or not self._capture(signature, fn, args, leaves):
-                with self.precisely():
-                    return fn(*args)
-        return self.graphs[signature].replay(leaves)
+        graph = self.graphs.get(signature)
+        if graph is not None:
+            return graph.replay(leaves)
+        self.calls[signature] = self.calls.get(signature, 0) + 1
+        if self.calls[signature] > EAGER_CALLS:
+            if self.records:
+                return self._record(signature, fn, args, leaves)
+            if self._capture(signature, fn, args, leaves):
+                return self.graphs[signature].replay(leaves)
+        with self.precisely():
+            return fn(*args)
 
     def forget(self) -> None:
         """Drop every graph, because tensors they hold were replaced."""
@@ -111,9 +120,26 @@ class Executor:
         self.owned |= {leaf.data_ptr() for leaf in (*graph.inputs, *graph.output_leaves)}
         return True
 
+    def _record(self, signature: Any, fn: Callable[..., T], args: Any, leaves: Sequence[Tensor]) -> T:
+        """Run the function, and keep how, unless it cannot be repeated or its shapes change too often."""
+        name = signature[0]
+        self.captured[name] = self.captured.get(name, 0) + 1
+        if self.captured[name] > MAX_GRAPHS:
+            self.eager_only.add(name)
+            return fn(*args)
+        tape = Tape(fn, args, leaves, self.compiles)
+        if tape.unfit and (self.execution == "auto" or tape.unfit == TOO_LONG):  # eager is fine too, if not as fast
+            self.eager_only.add(name)
+        elif tape.unfit:
+            self._give_up(name, tape.unfit)
+        else:
+            self.graphs[signature] = tape
+        return tape.take_result()
+
     def _give_up(self, name: str, reason: str) -> bool:
         self.eager_only.add(name)
-        warnings.warn(f"{name!r} cannot be captured as a CUDA graph ({reason}); it runs eagerly, slower", stacklevel=5)
+        kind = "recorded" if self.records else "captured as a CUDA graph"
+        warnings.warn(f"{name!r} cannot be {kind} ({reason}); it runs eagerly, slower", stacklevel=5)
         return False
 
     @contextmanager
@@ -186,30 +212,6 @@ class Graph:
                 target.copy_(leaf)
         self.graph.replay()
         return self.outputs
-
-
-def describe(tree: Any, leaves: list[Tensor]) -> Any:
-    """A hashable description of nested containers; their tensors are appended to `leaves`."""
-    if isinstance(tree, Tensor):
-        leaves.append(tree)
-        return (tuple(tree.shape), tree.dtype)
-    if isinstance(tree, dict):
-        return tuple([(name, describe(part, leaves)) for name, part in tree.items()])
-    if isinstance(tree, tuple | list):
-        return (type(tree), *[describe(part, leaves) for part in tree])
-    return tree
-
-
-def rebuild(tree: Any, leaves: Iterator[Tensor]) -> Any:
-    """The same containers with the tensors replaced, in the order of `describe`."""
-    if isinstance(tree, Tensor):
-        return next(leaves)
-    if isinstance(tree, Mapping):
-        return {name: rebuild(part, leaves) for name, part in tree.items()}
-    if isinstance(tree, tuple | list):
-        parts = [rebuild(part, leaves) for part in tree]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
-    return tree
 
 
 def has_triton() -> bool:

@@ -1,0 +1,306 @@
+"""Recordings: they repeat the function bit for bit, whatever it reads, writes, draws and differentiates."""
+
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from canter.utils.graphs import EAGER_CALLS, MAX_GRAPHS, Executor
+from canter.utils.tape import TOO_LONG, Recorder, Tape, same
+from canter.utils.tape_graph import simplify, split
+from canter.utils.tree import describe
+
+CPU = torch.device("cpu")
+
+
+def record(fn, *args, compiles=False):
+    leaves = []
+    describe(args, leaves)
+    tape = Tape(fn, args, leaves, compiles)
+    return tape, tape.take_result()
+
+
+def operations(fn, *inputs):
+    """The names of what is left of a function after it was shortened."""
+    recorder = Recorder(inputs)
+    with recorder:
+        result = fn(*inputs)
+    outputs = []
+    describe(result, outputs)
+    recorder.notes.graph.output(tuple(recorder.place(leaf) for leaf in outputs))
+    simplify(recorder.notes)
+    return [
+        "getitem" if node.target is operator.getitem else str(node.target).split(".")[1]
+        for node in recorder.notes.graph.nodes
+        if node.op == "call_function"
+    ]
+
+
+def test_a_replay_is_the_function_of_its_inputs():
+    tape, result = record(lambda x, y: {"sum": x + y, "pair": (x * 2, None)}, torch.ones(2), torch.ones(2))
+    assert result["sum"].tolist() == [2, 2]
+    again = tape.replay([torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])])
+    assert again["sum"].tolist() == [11, 22]
+    assert again["pair"][0].tolist() == [2, 4]
+    assert again["pair"][1] is None
+
+
+def test_two_inputs_that_were_one_tensor_may_differ_later():
+    x = torch.ones(2)
+    tape, _ = record(torch.sub, x, x)
+    assert tape.replay([torch.tensor([5.0, 5.0]), torch.tensor([1.0, 2.0])]).tolist() == [4, 3]
+
+
+def test_what_is_read_from_elsewhere_is_read_anew():
+    scale = torch.tensor(2.0)
+    tape, _ = record(lambda x: x * scale.view(1), torch.ones(3))
+    scale.fill_(5.0)
+    assert tape.replay([torch.ones(3)]).tolist() == [5, 5, 5]
+
+
+def test_writes_happen_once_per_run_and_in_order():
+    total, count = torch.zeros(3), torch.zeros(())
+
+    def add(x):
+        before = total * 1.0
+        total.add_(x)
+        count.add_(1)
+        return before, total * 1.0
+
+    tape, (before, after) = record(add, torch.ones(3))
+    assert (before[0], after[0]) == (0, 1)
+    before, after = tape.replay([torch.full((3,), 5.0)])
+    assert (before[0], after[0]) == (1, 6)
+    assert count == 2
+
+
+def test_numbers_that_are_computed_twice_but_written_to_stay_apart():
+    def f(x):
+        a, b = x + 1, x + 1
+        a.mul_(2)
+        return a, b
+
+    tape, _ = record(f, torch.ones(2))
+    assert [part.tolist() for part in tape.replay([torch.ones(2)])] == [[4, 4], [2, 2]]
+
+
+def test_an_argument_that_is_written_to_between_two_readings_is_read_twice():
+    def f(x):
+        y = x.clone()
+        first = y.sum()
+        y.add_(1)
+        return first, y.sum()
+
+    tape, _ = record(f, torch.zeros(3))
+    assert [float(part) for part in tape.replay([torch.ones(3)])] == [3, 6]
+
+
+def test_a_row_written_through_a_view_shows_in_the_whole():
+    table, cursor = torch.zeros(4, 2), torch.zeros(1, dtype=torch.long)
+
+    def write(x):
+        table.index_copy_(0, cursor, x.unsqueeze(0))
+        table.view(-1)[0].add_(100)
+        cursor.add_(1)
+
+    tape, _ = record(write, torch.full((2,), 1.0))
+    tape.replay([torch.full((2,), 2.0)])
+    assert table.tolist() == [[201, 1], [2, 2], [0, 0], [0, 0]]
+
+
+def test_every_replay_draws_new_noise_from_the_same_stream():
+    one, other = (torch.Generator().manual_seed(3) for _ in range(2))
+
+    def draw(x):
+        return x + torch.randn(4, generator=one)
+
+    tape, first = record(draw, torch.zeros(4))
+    drawn = [first, tape.replay([torch.zeros(4)]), tape.replay([torch.zeros(4)])]
+    assert torch.equal(torch.stack(drawn), torch.stack([torch.randn(4, generator=other) for _ in range(3)]))
+
+
+def test_noise_that_nobody_reads_is_still_drawn():
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(x):
+        torch.randn(4, generator=generator)
+        return x + torch.randn(4, generator=generator)
+
+    tape, _ = record(draw, torch.zeros(4))
+    other = torch.Generator().manual_seed(3)
+    expected = [torch.randn(4, generator=other) for _ in range(4)]
+    assert torch.equal(tape.replay([torch.zeros(4)]), expected[3])
+
+
+def test_what_nobody_reads_and_what_is_computed_twice_goes():
+    def f(x):
+        x.cos()
+        return x.exp().sum(), x.exp().mean()
+
+    assert operations(f, torch.zeros(2)) == ["exp", "sum", "mean"]
+
+
+def test_constants_and_views_of_what_stays_are_taken_once():
+    weight = nn.Parameter(torch.ones(3, 3))
+    left = operations(lambda x: x @ weight.t() + torch.ones(3) * 2 + torch.ones_like(x)[0], torch.zeros(2, 3))
+    assert left == ["mm", "add", "add"]
+
+
+def test_a_gradient_is_operations_like_any_other():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def grads(x, y):
+        return list(torch.autograd.grad((net(x) - y).square().mean(), list(net.parameters())))
+
+    tape, _ = record(grads, torch.randn(5, 3), torch.randn(5, 1))
+    x, y = torch.randn(5, 3), torch.randn(5, 1)
+    assert all(torch.equal(a, b) for a, b in zip(tape.replay([x, y]), grads(x, y), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["penalty", "LSTM", "GRU", "conv"])
+def test_second_derivatives_memories_and_images_are_repeated_bit_for_bit(kind):
+    torch.manual_seed(0)
+    net = {
+        "penalty": nn.Sequential(nn.Linear(4, 8), nn.ELU(), nn.Linear(8, 1)),
+        "LSTM": nn.LSTM(4, 8),
+        "GRU": nn.GRU(4, 8),
+        "conv": nn.Sequential(nn.Conv2d(1, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(3, 1)),
+    }[kind]
+
+    def grads(x):
+        if kind == "penalty":
+            x = x.requires_grad_()
+            (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+            loss = (slope.norm(dim=-1) - 1).square().mean()
+        else:
+            out = net(x.view(-1, 1, 2, 2) if kind == "conv" else x.view(5, 1, 4))
+            loss = (out[0] if isinstance(out, tuple) else out).square().sum()
+        return [g for g in torch.autograd.grad(loss, list(net.parameters()), allow_unused=True) if g is not None]
+
+    tape, _ = record(grads, torch.randn(5, 4))
+    x = torch.randn(5, 4)
+    assert all(torch.equal(a, b) for a, b in zip(tape.replay([x.clone()]), grads(x.clone()), strict=True))
+
+
+def test_a_recording_made_in_inference_mode_is_replayed_in_it():
+    with torch.inference_mode():
+        tape, _ = record(lambda x: F.linear(x, torch.ones(2, 2)), torch.ones(1, 2))
+        assert tape.replay([torch.full((1, 2), 3.0)]).tolist() == [[6, 6]]
+
+
+@pytest.mark.parametrize(
+    ("fn", "reason"),
+    [
+        (lambda x: x * float(x.sum()), "_local_scalar_dense"),
+        (lambda x: x[x > 0], "index.Tensor|nonzero"),
+        (lambda x: x.unique(), "unique"),
+    ],
+)
+def test_a_function_that_looks_at_numbers_runs_and_says_why_it_is_unfit(fn, reason):
+    x = torch.tensor([1.0, 2.0, -1.0])
+    tape, result = record(fn, x)
+    assert torch.equal(result, fn(x))
+    assert any(name in tape.unfit for name in reason.split("|"))
+    assert "decide what comes next" in tape.unfit
+
+
+@pytest.mark.parametrize("execution", ["auto", "graph"])
+def test_the_executor_repeats_an_unfit_function_eagerly(execution, recwarn):
+    executor = Executor(CPU, execution)
+    inputs = [torch.full((2,), k) for k in (1.0, 2.0, 3.0, 4.0)]
+    results = [executor.run("f", lambda x: x * float(x.sum()), x).tolist() for x in inputs]
+    assert results == [[2, 2], [8, 8], [18, 18], [32, 32]]
+    assert executor.eager_only == {"f"}
+    told = [str(w.message) for w in recwarn if "cannot be recorded" in str(w.message)]
+    assert len(told) == (execution == "graph")  # only who asked for it is told
+
+
+def test_a_very_long_function_stays_eager_without_a_word():
+    def long(x):
+        for _ in range(3001):
+            x = x + 1
+        return x
+
+    tape, result = record(long, torch.zeros(1))
+    assert result.tolist() == [3001]
+    assert tape.unfit == TOO_LONG
+
+
+def test_shapes_that_keep_changing_end_in_eager_runs():
+    executor = Executor(CPU)
+    sizes = [n for n in range(1, MAX_GRAPHS + 4) for _ in range(EAGER_CALLS + 1)]
+    assert [executor.run("grow", lambda x: x.sum(), torch.ones(n)).item() for n in sizes] == sizes
+    assert len(executor.graphs) == MAX_GRAPHS
+    assert "grow" in executor.eager_only
+
+
+def test_first_calls_and_the_recorded_one_count_once_each():
+    executor, total = Executor(CPU), torch.zeros(())
+    for k in range(6):
+        assert executor.run("add", lambda x: total.add_(x.sum()) * 1.0, torch.ones(2)) == 2.0 * (k + 1)
+
+
+def test_equal_numbers_of_another_kind_are_not_the_same():
+    x = torch.ones(1)
+    assert same((x, [1, 2.0]), (x, [1, 2.0]))
+    assert not same((x, 1), (x, 1.0))
+    assert not same((x, True), (x, 1))
+    assert not same((x,), (x.clone(),))
+
+
+def test_parts_put_draws_first_and_writes_last():
+    total, generator = torch.zeros(3), torch.Generator().manual_seed(0)
+    recorder = Recorder([torch.ones(3)])
+    with recorder:
+        x = recorder.kept[0]
+        y = x + torch.randn(3, generator=generator)
+        total.add_(y)
+        late = total * 2 + y.exp()
+    recorder.notes.graph.output((recorder.place(late),))
+    simplify(recorder.notes)
+    parts, _ = split(recorder.notes)
+    named = {
+        str(node.target).split(".")[1]: part for node, part in parts.items() if "add.Tensor" not in str(node.target)
+    }
+    assert named == {"randn": 0, "add_": 2, "mul": 2, "exp": 1}
+
+
+@pytest.mark.slow
+def test_a_compiled_recording_computes_the_same_to_rounding():
+    torch.manual_seed(0)
+    net, total = nn.Linear(3, 4), torch.zeros(4)
+    streams = [torch.Generator().manual_seed(1) for _ in range(2)]
+
+    def step(x, generator):
+        y = torch.tanh(net(x)) + torch.randn(5, 4, generator=generator)
+        grads = torch.autograd.grad(y.square().mean(), list(net.parameters()))
+        total.add_(y.detach().sum(0))
+        return [y.detach(), *grads]
+
+    def other(x):
+        return step(x, streams[1])
+
+    x = torch.randn(5, 3)
+    tape, result = record(lambda x: step(x, streams[0]), x, compiles=True)
+    for ours, theirs in zip(result, other(x), strict=True):
+        assert torch.equal(ours, theirs)
+    before = total.clone()
+    ours = tape.replay([x])
+    added = total - before
+    theirs = other(x)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(added, theirs[0].sum(0))
+
+
+def test_what_cannot_be_compiled_is_replayed_uncompiled_with_one_message(monkeypatch):
+    def refuse(*args):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(torch._inductor, "compile", refuse, raising=False)
+    with pytest.warns(UserWarning, match=r"cannot be compiled \(no compiler here\); it is replayed uncompiled"):
+        tape, _ = record(lambda x: x + 1, torch.ones(2), compiles=True)
+    assert tape.replay([torch.zeros(2)]).tolist() == [1, 1]
