@@ -49,6 +49,32 @@ def test_captured_equals_eager(task, rnn):
     assert_same(captured, trained(task, "eager", policy=policy))
 
 
+FLIP = {"velocity": [1, -1], "command": [1, -1], "last_action": [1, -1]}
+MIRROR = {"obs": FLIP, "critic_obs": {**FLIP, "true_velocity": [1, -1], "friction": "same"}, "actions": [1, -1]}
+GRU = {"class_name": "ActorCriticRecurrent", "rnn_type": "gru", "rnn_hidden_size": 32}
+OPTIONS = {
+    "beta": ({"action_distribution": "beta"}, {}),
+    "state_std": ({"state_dependent_std": True, "noise_std_type": "log"}, {"clip_max_std": 1.5}),
+    "popart": ({}, {"value_normalization": "popart", "normalize_rewards": False}),
+    "symmetry": ({}, {"symmetry_cfg": {**MIRROR, "mirror_loss_coef": 0.1}}),
+    "all": (
+        {**GRU, "action_distribution": "beta"},
+        {"value_normalization": "popart", "symmetry_cfg": {**MIRROR, "mirror_loss_coef": 0.1}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_captured_equal_eager(name):
+    policy, algorithm = OPTIONS[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        captured = trained("canter/PointRobot", "graph", policy=policy, algorithm=algorithm)
+    assert captured.alg.executor.graphs
+    assert not captured.alg.executor.eager_only
+    assert_same(captured, trained("canter/PointRobot", "eager", policy=policy, algorithm=algorithm))
+
+
 def test_fifty_iterations_captured_equal_eager():
     assert_same(trained("canter/CartPole", "graph", 50), trained("canter/CartPole", "eager", 50))
 
