@@ -20,7 +20,7 @@ def user_errors() -> Iterator[None]:
     """Around the set-up of a command, where whatever is refused was asked for by the user."""
     import gymnasium
 
-    refusals = (ValueError, TypeError, LookupError, ImportError, NotImplementedError, FileNotFoundError)
+    refusals = (ValueError, TypeError, LookupError, ImportError, NotImplementedError, FileNotFoundError, MemoryError)
     try:
         yield
     except (*refusals, gymnasium.error.Error) as error:

@@ -43,8 +43,10 @@ class TrainOptions(Generic[Settings, Policy]):
     """A Gymnasium id, canter/<name> or envpool/<id>; `canter tasks` lists them."""
     settings: Annotated[Settings, tyro.conf.arg(name="")]
     policy: Policy
-    algorithm: str = "ppo"
-    """What learns."""
+    algorithm: Annotated[str, tyro.conf.arg(aliases=["--algo"])] = "ppo"
+    """What learns: ppo and its family, or dqn, sac, td3."""
+    profile: str | None = None
+    """Of sac and td3, settings that belong together: "classic", or "massive" for thousands of environments."""
     num_envs: int = 8
     """Environments stepped together."""
     total_timesteps: int = 1_000_000
@@ -63,21 +65,24 @@ class TrainOptions(Generic[Settings, Policy]):
     """Threads of torch on a CPU; None takes one where the work is small and more would only slow it down."""
 
 
-def preset_name(task: str) -> str:
+def preset_name(task: str, algorithm: str = "ppo") -> str:
     """Whose settings a task is trained with: its own, those of Gymnasium's task of that name, or the general ones."""
-    if task in presets():
+    if task in presets(algorithm):
         return task
     family, _, rest = task.rpartition("/")
     if family in ("canter", "envpool"):
-        for known in presets():
+        for known in presets(algorithm):
             if known == rest or known.rsplit("-v", 1)[0] == rest:
                 return known
     return FALLBACK
 
 
-def preset_for(task: str) -> dict[str, Any]:
+def preset_for(task: str, algorithm: str = "ppo", profile: str | None = None) -> dict[str, Any]:
     """The settings to train a task with."""
-    return {**load_preset(preset_name(task)), "task": task}
+    preset = {**load_preset(preset_name(task, algorithm), algorithm), "task": task}
+    if profile is not None:  # which settings made for a few environments would spoil
+        preset["algorithm"] = {"class_name": preset["algorithm"]["class_name"], "profile": profile}
+    return preset
 
 
 def preset_plan(preset: Mapping[str, Any]) -> RunPlan:
@@ -87,22 +92,16 @@ def preset_plan(preset: Mapping[str, Any]) -> RunPlan:
 
 def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, Any]]:
     """The options in `args`, and the training dict they mean."""
-    for arg in args:
-        here = OTHER_SPELLINGS.get(arg.partition("=")[0].removeprefix("--").replace("-", "_"))
-        if arg.startswith("--") and here is not None:
-            raise ValueError(f"there is no flag {arg.partition('=')[0]}; did you mean --{here.replace('_', '-')}?")
     task = args[0] if args and not args[0].startswith("-") else None
-    preset = preset_for(task or FALLBACK)
-    wanted = given(args, "--algorithm")
-    if wanted is not None:
-        preset["algorithm"] = {
-            **preset["algorithm"],
-            "class_name": REGISTRY[find_algorithm(wanted)].agent_class.__name__,
-        }
+    wanted = find_algorithm(given(args, "--algorithm") or given(args, "--algo") or "ppo")
+    preset = preset_for(task or FALLBACK, wanted, given(args, "--profile"))
+    preset["algorithm"] = {**preset["algorithm"], "class_name": REGISTRY[wanted].agent_class.__name__}
     plan = preset_plan(preset)
+    check_spellings(args, {f.name for f in dataclasses.fields(plan.cfg)})
     plan.cfg.seed = DEFAULT_SEED if plan.cfg.seed is None else plan.cfg.seed
-    class_name = given(args, "--policy.class-name") or plan.policy["class_name"]
-    policy_type, policy = policy_options(class_name, plan.policy)
+    has_policy = "class_name" in plan.policy
+    class_name = given(args, "--policy.class-name") or plan.policy.get("class_name", "")
+    policy_type, policy = policy_options(class_name, plan.policy) if has_policy else (NoPolicy, NoPolicy())
     options_type: Any = TrainOptions[type(plan.cfg), policy_type]  # type: ignore[misc]
     default = TrainOptions(
         task=task or (tyro.MISSING if not {"-h", "--help"} & set(args) else "TASK"),
@@ -117,9 +116,26 @@ def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, 
         value = getattr(options, name)
         if value is not None and value < lowest:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {lowest}, got {value}")
-    plan.cfg, plan.policy = options.settings, dataclasses.asdict(options.policy)
+    plan.cfg = options.settings
+    if not has_policy:
+        return options, plan.to_dict()
+    plan.policy = dataclasses.asdict(options.policy)
     fit_mini_batches(options, POLICIES[class_name].is_recurrent, given(args, "--num-mini-batches") is not None)
     return options, plan.to_dict()
+
+
+@dataclasses.dataclass
+class NoPolicy:
+    """Algorithms whose networks are settings of their own have none of a policy."""
+
+
+def check_spellings(args: Sequence[str], known: set[str]) -> None:
+    """Refuse a flag that other libraries spell so, with our spelling."""
+    for arg in args:
+        name = arg.partition("=")[0].removeprefix("--").replace("-", "_")
+        here = OTHER_SPELLINGS.get(name)
+        if arg.startswith("--") and here is not None and name not in known:
+            raise ValueError(f"there is no flag {arg.partition('=')[0]}; did you mean --{here.replace('_', '-')}?")
 
 
 def fit_mini_batches(options: TrainOptions[Any, Any], is_recurrent: bool, is_given: bool) -> None:

@@ -41,7 +41,7 @@ def main(args: Sequence[str]) -> int:
     if options.total_timesteps is not None:
         done = int(load_checkpoint(checkpoint, "cpu").get("total_timesteps", 0))
         config["run"]["total_timesteps"] = done + options.total_timesteps
-        config["max_iterations"] = None
+        config |= {name: None for name in ("max_iterations", "max_timesteps") if name in config}
     runner = open_runner(config, saved.path, eval_episodes=config["eval_episodes"])
     with user_errors():
         runner.load(checkpoint)

@@ -7,7 +7,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ import gymnasium
 import torch
 import yaml
 
+from canter.algorithms import REGISTRY
 from canter.cli.errors import UserError, user_errors
 from canter.cli.video import hush_mujoco
 from canter.envs.components import ObsComponents
@@ -23,6 +24,7 @@ from canter.envs.torch_envs import TORCH_ENVS
 from canter.envs.vec_env import VecEnv
 from canter.envs.wrap import make_env
 from canter.runners import Runner, build_runner
+from canter.runners.run_config import find_algorithm
 from canter.utils.checkpoint import newest_valid_checkpoint
 from canter.utils.devices import resolve_device
 
@@ -167,14 +169,20 @@ def open_runner(
         # EnvPool takes its seed when it is made, as it was above.
         warnings.filterwarnings("ignore", message=".*seeded when it is made")
         return build_runner(
-            run.get("runner", "OnPolicyRunner"),
+            run.get("runner") or runner_name(settings),
             env,
             settings,
-            log_dir,
+            log_dir=log_dir,
             eval_env=eval_env,
             run_info=run,
             show_progress=show_progress,
         )
+
+
+def runner_name(settings: Mapping[str, Any]) -> str:
+    """Which runner trains the algorithm of a configuration."""
+    entry = REGISTRY[find_algorithm((settings.get("algorithm") or {}).get("class_name", "PPO"))]
+    return getattr(entry.agent_class, "runner_name", "OnPolicyRunner")
 
 
 def shown_as(env: VecEnv, components: dict[str, Any] | None) -> VecEnv:
@@ -210,5 +218,6 @@ def limit_threads(runner: Runner, threads: int | None) -> None:
         torch.set_num_threads(threads)
     elif runner.device.type == "cpu":
         parameters = sum(p.numel() for p in runner.policy.parameters())
-        if parameters * runner.steps_per_iteration() / runner.cfg.num_mini_batches < SMALL_WORK:
+        whole = getattr(runner.cfg, "batch_size", None) or runner.steps_per_iteration() / runner.cfg.num_mini_batches
+        if parameters * whole < SMALL_WORK:
             torch.set_num_threads(1)

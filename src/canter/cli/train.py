@@ -55,9 +55,7 @@ def train_one(options: TrainOptions[Any, Any], config: dict[str, Any]) -> tuple[
     if config["eval_interval"] == 0:
         config["eval_interval"] = None
     elif config["eval_interval"] is None:
-        per_iteration = config["num_steps_per_env"] * options.num_envs
-        iterations = config["max_iterations"] or -(-options.total_timesteps // per_iteration)
-        config["eval_interval"] = max(1, iterations // EVALS_PER_RUN)
+        config["eval_interval"] = max(1, run_length(options, config) // EVALS_PER_RUN)
     with new_directory(path):
         runner = open_runner(config, path, eval_episodes=config["eval_episodes"])
         with user_errors():
@@ -65,13 +63,21 @@ def train_one(options: TrainOptions[Any, Any], config: dict[str, Any]) -> tuple[
     return path, run_to_end(runner, path)
 
 
+def run_length(options: TrainOptions[Any, Any], config: dict[str, Any]) -> int:
+    """Length of the run in units of its intervals: iterations of rollouts, or environment steps."""
+    if "num_steps_per_env" not in config:
+        return config["max_timesteps"] or options.total_timesteps
+    return config["max_iterations"] or -(-options.total_timesteps // (config["num_steps_per_env"] * options.num_envs))
+
+
 def run_to_end(runner: Runner, path: Path) -> int:
     """Train what is left of a run, then evaluate it, draw its curve and film it."""
     info = runner.run_info
     limit_threads(runner, info.get("threads"))
     keep_best(runner, path)
-    if runner.cfg.max_iterations is not None:
-        left = {"num_learning_iterations": max(0, runner.cfg.max_iterations - runner.iteration)}
+    planned = runner.planned_iterations()
+    if planned is not None:
+        left = {"num_learning_iterations": max(0, planned - runner.iteration)}
     else:
         left = {"total_timesteps": max(0, info["total_timesteps"] - runner.tot_timesteps)}
     try:
