@@ -47,10 +47,16 @@ class ChunkInfo(NamedTuple):
     """Steps [start, end) of the trajectory."""
     ended: str
     """How the episode ended in the last of these steps: "terminated", "truncated", or "" if it went on."""
-    schema: dict[str, tuple[str, tuple[int, ...]]]
-    """Kind and shape per step of every array."""
     size: int
     crc32: str
+    entries: dict[str, Any]
+    """Kind, shape and place of every array, as safetensors has them."""
+
+    @property
+    def schema(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Kind and shape per step of every array that has one row per step."""
+        steps = {name: entry for name, entry in sorted(self.entries.items()) if not name.startswith("final_")}
+        return {name: (entry["dtype"], tuple(entry["shape"][1:])) for name, entry in steps.items()}
 
 
 class Chunk(NamedTuple):
@@ -102,15 +108,14 @@ def write_chunk(folder: Path, arrays: Mapping[str, np.ndarray], start: int, ende
 def read_chunk(path: Path) -> Chunk:
     """The whole content of a file, every byte of it checked."""
     data = np.fromfile(path, np.uint8).data
-    header = _header(path, data)
-    info = _info(path, header, len(data))
+    info = _info(path, _header(path, data), len(data))
     place = _crc_place(data)
     crc = zlib.crc32(data[place + 8 :], zlib.crc32(_NO_CRC.encode(), zlib.crc32(data[:place])))
     if f"{crc:08x}" != info.crc32:
         raise TrajectoryFileError(path, f"is damaged: its CRC-32 is {crc:08x}, not {info.crc32}")
     first = 8 + int.from_bytes(data[:8], "little")
     try:
-        return Chunk(info, {n: _view(data, first, entry) for n, entry in header.items() if n != "__metadata__"})
+        return Chunk(info, {name: _view(data, first, entry) for name, entry in info.entries.items()})
     except (ValueError, KeyError, TypeError) as error:
         raise TrajectoryFileError(path, f"is damaged: {error}") from error
 
@@ -128,7 +133,7 @@ def _header(path: Path, data: memoryview, size: int | None = None) -> dict[str, 
     size = len(data) if size is None else size
     if size == 0:
         raise TrajectoryFileError(path, "is empty")
-    if bytes(data[:1]) == b"\x80" and bytes(data[1:2]) in (b"\x02", b"\x03", b"\x04", b"\x05"):
+    if bytes(data[:2]) in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
         raise TrajectoryFileError(path, "is a pickle; import it with canter.datasets.convert.import_pickles")
     length = int.from_bytes(data[:8], "little")
     if length > MAX_HEADER:
@@ -137,41 +142,34 @@ def _header(path: Path, data: memoryview, size: int | None = None) -> dict[str, 
         raise TrajectoryFileError(path, f"is truncated: {size} bytes, and its header alone has {8 + length}")
     try:
         header = json.loads(bytes(data[8 : 8 + length]))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        content = max(ends, default=0)
         is_ours = header.get("__metadata__", {}).get("format") == FORMAT
+        whole = 8 + length + max((e["data_offsets"][1] for n, e in header.items() if n != "__metadata__"), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise TrajectoryFileError(
             path, "is damaged, or no trajectory file of canter: its header is no header"
         ) from error
     if not is_ours:
         raise TrajectoryFileError(path, "is no trajectory file of canter: another program wrote it")
-    if size != 8 + length + content:
-        kind = "truncated" if size < 8 + length + content else "damaged"
-        raise TrajectoryFileError(path, f"is {kind}: {size} bytes instead of {8 + length + content}")
+    if size != whole:
+        raise TrajectoryFileError(path, f"is {'truncated' if size < whole else 'damaged'}: {size} of {whole} bytes")
     return header
 
 
-def _info(path: Path, header: Mapping[str, Any], size: int) -> ChunkInfo:
-    facts = header["__metadata__"]
+def _info(path: Path, header: dict[str, Any], size: int) -> ChunkInfo:
+    facts = header.pop("__metadata__")
     try:
         version, start, end = int(facts["version"]), int(facts["start"]), int(facts["end"])
-        ended, crc = str(facts["ended"]), str(facts["crc32"])
-        schema = {
-            name: (entry["dtype"], tuple(entry["shape"][1:]))
-            for name, entry in sorted(header.items())
-            if name != "__metadata__" and not name.startswith("final_")
-        }
-        lengths = {header[name]["shape"][0] for name in schema}
+        lengths = {entry["shape"][0] for name, entry in header.items() if not name.startswith("final_")}
+        info = ChunkInfo(path, start, end, str(facts["ended"]), size, str(facts["crc32"]), header)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise TrajectoryFileError(path, f"is damaged: its metadata lacks or spoils {error}") from error
     if version > VERSION:
         raise TrajectoryFileError(path, f"has format version {version}, this canter reads up to {VERSION}; upgrade it")
     if lengths != {end - start} or end <= start:
         raise TrajectoryFileError(path, f"is damaged: it says steps {start} to {end}, but its arrays have {lengths}")
-    if _NAME.fullmatch(path.name) and get_frame_range(path.name) != (start, end):
+    if path.name != chunk_name(start, end):
         raise TrajectoryFileError(path, f"holds steps {start} to {end}, which its name does not say")
-    return ChunkInfo(path, start, end, ended, schema, size, crc)
+    return info
 
 
 def _crc_place(data: bytearray | memoryview) -> int:
