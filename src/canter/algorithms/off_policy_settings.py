@@ -20,6 +20,10 @@ class OffPolicyRunSettings(CommonRunSettings):
     """Environment steps between two checkpoints; 0 saves only at the end."""
     eval_interval: int | None = None
     """Environment steps between two evaluations; None evaluates only on request."""
+    offline_data: str | None = None
+    """Steps to begin with: a directory of trajectory files, or "minari:<dataset id>"."""
+    offline_gradient_steps: int = 0
+    """Gradient steps on that data before the first step of the environment."""
 
 
 @settings

@@ -17,6 +17,7 @@ from canter.envs.vec_env import StepRecord
 from canter.envs.wrap import wrap_env
 from canter.modules.build import build_normalizer, env_shapes
 from canter.modules.policy import Policy
+from canter.storage.offline import fill_replay
 from canter.storage.replay import TransitionReplayBuffer
 from canter.utils.config import settings
 from canter.utils.devices import resolve_device
@@ -24,6 +25,7 @@ from canter.utils.graphs import Executor
 from canter.utils.metrics import MeanMeter
 
 REPLAY = "replay_buffer"
+STATISTICS = 10_000  # recorded steps that the statistics of observations begin with
 
 
 @settings
@@ -132,6 +134,20 @@ class OffPolicySetup(OffPolicySettings, Algorithm):
             "device": self.device, "action_dtype": distribution.action_dtype, "critic_obs_shape": critic_shape,
             "num_envs": self.num_envs, "has_invalid_steps": self.env.has_invalid_steps,
         }  # fmt: skip
+
+    def fill(self, source: Any, max_steps: int | None = None) -> int:
+        """Put recorded steps into the replay buffer, and into the statistics of observations; returns how many.
+
+        `source` is a directory of trajectory files, "minari:<dataset id>", a Minari dataset, `Episode`s, or steps as
+        dicts; see `canter.storage.offline`.
+        """
+        replay = self.prepare()
+        added = fill_replay(replay, source, max_steps)
+        self.num_stored += added
+        if self.empirical_normalization:
+            batch = replay.draw(min(added, STATISTICS), 1, self.gamma, self.generators["replay"])
+            self.policy.update_normalizers(batch.obs, batch.critic_obs)
+        return added
 
     # ------------------------------------------------------------------ saving
     def checkpoint_parts(self) -> dict[str, Any]:

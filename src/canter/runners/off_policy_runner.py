@@ -139,6 +139,10 @@ class OffPolicyRunner(CollectingRunner):
         self.alg.prepare()
         super().start(init_at_random_ep_len)
         self.first_of_log = None
+        if self.cfg.offline_data is not None and self.alg.num_stored == 0:
+            self.alg.fill(self.cfg.offline_data)
+            if self.tot_timesteps == 0:
+                self.alg.train(self.cfg.offline_gradient_steps)
 
     # ------------------------------------------------------------------ one iteration
     def run_iteration(self) -> dict[str, float]:

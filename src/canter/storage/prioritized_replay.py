@@ -43,6 +43,13 @@ class PrioritizedReplayBuffer(TransitionReplayBuffer):
         held = self.data["holds_step"][newest]
         self.data["priorities"][newest] = torch.where(held, self.highest, self.data["priorities"][newest])
 
+    def append(self, env: int, *args: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Keep several steps of one environment, to be drawn soon."""
+        first = int(self.count[env])
+        super().append(env, *args)
+        slots = torch.arange(first, int(self.count[env]), device=self.device) % self.num_rows * self.num_envs + env
+        self.data["priorities"][self.data["order"][slots].long() * self.num_envs + env] = self.highest
+
     def draw(self, batch_size: int, n_step: int, gamma: float, generator: Generator | None) -> ReplayBatch:
         """A batch with its importance weights and its places."""
         powers = torch.where(self.data["holds_step"], self.data["priorities"] ** self.exponent, 0.0).double()

@@ -72,10 +72,8 @@ class ReplayRings:
         }
         self.envs = torch.arange(num_envs, device=self.device)
         self.head = torch.zeros(num_envs, dtype=torch.long, device=self.device)
-        self.count = torch.zeros_like(self.head)
-        """(N,) steps ever stored."""
-        self.size = torch.zeros_like(self.head)
-        """(N,) steps that are still there."""
+        self.count = torch.zeros_like(self.head)  # (N,) steps ever stored
+        self.size = torch.zeros_like(self.head)  # (N,) steps that are still there
         self.is_started = torch.zeros(num_envs, dtype=torch.bool, device=self.device)
 
     def declare_fields(self) -> dict[str, Field]:
@@ -138,6 +136,31 @@ class ReplayRings:
         self._claim(real)
         self._put(self._flat(self.head), self._named(next_obs, next_critic_obs), real)
         self.is_started |= real
+
+    def append(self, env: int, obs: Mapping[str, Tensor], actions: Tensor, rewards: Any, is_terminated: bool) -> None:
+        """Keep L steps of one environment at once; `obs` are (L + 1, ...) by field, fewer than there are rows."""
+        length, num_rows, device = len(rewards), self.num_rows, self.device
+        head, was_started = int(self.head[env]), bool(self.is_started[env])
+        if was_started:
+            self.data["ends"][(head - 1) % num_rows * self.num_envs + env] = True
+        rows = (head + int(was_started) + torch.arange(length + 1, device=device)) % num_rows
+        at = rows * self.num_envs + env
+        gone = int(self.data["holds_step"][at].sum())
+        is_last = torch.arange(length, device=device) == length - 1
+        rewards = torch.as_tensor(rewards, dtype=torch.float32, device=device).reshape(length)
+        values = {"actions": actions.reshape(length, *self.action_shape), "rewards": rewards, "ends": is_last}
+        values |= {"dones": is_last & is_terminated, "holds_step": torch.ones_like(is_last)}
+        for name, value in obs.items():
+            self.data[name][at] = value.to(device, self.data[name].dtype)
+        for name, value in values.items():
+            self.data[name][at[:-1]] = value.to(device, self.data[name].dtype)
+        self.data["holds_step"][at[-1]] = False
+        slots = (self.count[env] + torch.arange(length, device=device)) % num_rows * self.num_envs + env
+        self.data["order"][slots] = rows[:-1].to(torch.int32)
+        self.count[env] += length
+        self.size[env] += length - gone
+        self.head[env] = rows[-1]
+        self.is_started[env] = True
 
     def _open_row(self, begin: Mapping[str, Tensor], real: Tensor) -> Tensor:
         """Flat rows that steps from these observations go to; where an episode was left, the one after its final."""
