@@ -4,6 +4,7 @@ The table is tests/policy_table.py; a stage added there is run through everythin
 """
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,8 @@ def ids(case):
 
 
 presets = pytest.mark.parametrize("case", PRESETS, ids=ids)
+# A GRU is recorded as thousands of small steps, which takes seconds; one of them is enough.
+RECORDED = [case for case in PRESETS if case.memory != "gru" or case.name == "StateAcRecurrent"]
 every = pytest.mark.parametrize("case", [*PRESETS, *PAIRS], ids=ids)
 
 
@@ -175,3 +178,26 @@ def test_settings_are_the_constructors_and_unknown_ones_are_refused(case):
 def test_segments_that_do_not_add_up_are_refused(case):
     with pytest.raises(ValueError, match="add up to 2 values, but the observation has 49"):
         case.cls(49, 51, 2, obs_segments={"pos": 2}, **case.settings)
+
+
+@pytest.mark.parametrize("case", RECORDED, ids=ids)
+def test_recorded_steps_learn_what_eager_ones_do(case, collect):
+    """On a GPU a recording is a CUDA graph: tests/gpu/test_captured_policies.py."""
+
+    def trained(execution):
+        env = KitEnv()
+        alg = build_algorithm(case, env, execution=execution, schedule="adaptive", empirical_normalization=True)
+        for iteration in range(3):
+            collect(alg, env)
+            alg.update(iteration)
+        return alg
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # what cannot be recorded warns
+        recorded = trained("auto")
+    eager = trained("eager")
+    assert recorded.executor.graphs
+    for (name, x), y in zip(recorded.policy.state_dict().items(), eager.policy.state_dict().values(), strict=True):
+        torch.testing.assert_close(x, y, msg=name, rtol=1e-5, atol=1e-6)
+    tosses = [data for name, data in recorded.rollout.data.items() if name.startswith("tosses.")]
+    assert all(data.any() and not data.all() for data in tosses)  # every replay tosses anew
