@@ -304,3 +304,20 @@ def test_what_cannot_be_compiled_is_replayed_uncompiled_with_one_message(monkeyp
     with pytest.warns(UserWarning, match=r"cannot be compiled \(no compiler here\); it is replayed uncompiled"):
         tape, _ = record(lambda x: x + 1, torch.ones(2), compiles=True)
     assert tape.replay([torch.zeros(2)]).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("copying", [lambda x: x.T.contiguous(), lambda x: x.T.reshape(-1)])
+def test_what_is_a_view_of_some_tensors_only_is_read_anew(copying, inference):
+    """Under inference_mode contiguous() and reshape() arrive undivided, and say that they may be views."""
+    state = torch.zeros(2, 3)
+
+    def step(x):
+        before = copying(state) * 1.0
+        state.add_(x)
+        return before
+
+    executor = Executor(torch.device("cpu"), "graph")
+    with torch.inference_mode(inference):
+        seen = [executor.run("step", step, torch.ones(2, 3)).flatten()[0].item() for _ in range(6)]
+    assert seen == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]

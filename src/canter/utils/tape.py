@@ -126,6 +126,8 @@ class Recorder(TorchDispatchMode):
         node.meta["call"] = quick_call(func, args, kwargs, result)
         if isinstance(result, Tensor):
             node.meta["kind"] = (result.dtype, result.shape)
+            if args and isinstance(args[0], Tensor):  # contiguous() and reshape() are views of some arguments only
+                node.meta["copies"] = result.untyped_storage().data_ptr() != args[0].untyped_storage().data_ptr()
             if func in SHAPED:
                 node.meta["value"] = result
             if id(result) not in self.places:  # it is, where an operation returns what it wrote to

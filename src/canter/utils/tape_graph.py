@@ -89,9 +89,10 @@ def is_pure(func: Any) -> bool:
     return not func._schema.is_mutable and torch.Tag.nondeterministic_seeded not in func.tags
 
 
-def is_view(func: Any) -> bool:
+def is_view(node: fx.Node) -> bool:
     """Whether an operation gives one new name to the memory of its first argument."""
-    if func is operator.getitem or not is_pure(func):
+    func: Any = node.target
+    if func is operator.getitem or not is_pure(func) or node.meta.get("copies"):
         return False
     returns = func._schema.returns
     return len(returns) == 1 and returns[0].alias_info is not None and "[]" not in str(returns[0].type)
@@ -119,11 +120,11 @@ class Simplifier:
             return sources[0].args[0]
         if "value" in node.meta and not memory.is_written(node):
             return self._hold(node.meta["value"], None)
-        if is_view(func) and len(sources) == 1 and isinstance(self.notes.held.get(sources[0]), Tensor):
+        if is_view(node) and len(sources) == 1 and isinstance(self.notes.held.get(sources[0]), Tensor):
             return self._hold(self._evaluate(node), node)
         if self.fixed.issuperset(sources) and self._is_number(node):
             return self._hold(self._evaluate(node), None)
-        if is_view(func) or (is_pure(func) and not memory.is_written(node, *sources)):
+        if is_view(node) or (is_pure(func) and not memory.is_written(node, *sources)):
             return self.known.setdefault((func, str(node.args), str(node.kwargs)), node)
         return node
 
