@@ -76,8 +76,8 @@ def test_learning_sees_what_collecting_saw_and_teaches_every_part(case, collect)
     assert alg.rollout.dones[1:-1].any(), "no reset inside the rollout"
     for batch in alg.mini_batches():
         out = alg.policy(batch.obs, batch.critic_obs, batch.hidden, batch.trajectories, batch.tosses)
-        log_prob = alg.policy.distribution.log_prob(out.params, batch.actions)
-        torch.testing.assert_close(log_prob, batch.old_actions_log_prob.squeeze(-1), rtol=1e-4, atol=1e-4)
+        ratio = alg.compute_losses(batch).inter_vars["ratio"]
+        torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(out.value, batch.values, rtol=1e-4, atol=1e-4)
     before = {name: p.detach().clone() for name, p in alg.policy.named_parameters()}
     alg.update(1)
