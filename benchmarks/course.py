@@ -152,7 +152,7 @@ def plot(log, path):
 
     colours = ("#4477aa", "#997700", "#aa3377")
     x = [row["x"] for row in log]
-    figure, axes = plt.subplots(4, 1, figsize=(9, 7.2), sharex=True, height_ratios=(2, 1.3, 1.3, 1))
+    figure, axes = plt.subplots(4, 1, figsize=(9, 8), sharex=True, height_ratios=(2, 1.3, 1.3, 1))
     axes[0].plot(x, [row["speed"] for row in log], color="black", label="speed, m/s")
     axes[0].plot(x, [row["command"] for row in log], color="tab:red", linestyle="--", label="command that is seen, m/s")
     for i, kind in enumerate(KINDS):
@@ -164,7 +164,7 @@ def plot(log, path):
             if kind != "flat":
                 start = i * Course.segment_length
                 axis.axvspan(start, start + Course.segment_length, color=colours[KINDS.index(kind)], alpha=0.12)
-        axis.legend(loc="upper left", fontsize=8, ncols=3)
+        axis.legend(loc="lower left", bbox_to_anchor=(0, 0.97), fontsize=8, ncols=3, frameon=False)
         axis.spines[["top", "right"]].set_visible(False)
     for half in (-Course.beam_half_width, Course.beam_half_width):
         axes[2].plot([9, 12], [half, half], color=colours[2], linewidth=1)
