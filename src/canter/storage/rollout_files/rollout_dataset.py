@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from canter.storage.rollout_files.catalog import Trajectory
 from canter.storage.rollout_files.container import get_frame_range as frame_range
 from canter.storage.rollout_files.library import TrajectoryLibrary
 from canter.storage.rollout_files.pages import SERVED, Pages
+from canter.storage.rollout_files.playlist import Playlist
 from canter.utils.tree import tree_map
 from canter.utils.utils import namedarraytuple
 
@@ -71,16 +71,14 @@ class RolloutDataset(RolloutFileBase):
         low, high = starting_frame_range
         if not 0 <= low < high:
             raise ValueError(f"starting_frame_range must be [low, high) with 0 <= low < high, got {[low, high]}")
-        self.dataset_loops, self.random_shuffle_traj_order = dataset_loops, random_shuffle_traj_order
-        self.keep_latest_n_trajs, self.starting_frame_range = keep_latest_n_trajs, (int(low), int(high))
+        self.starting_frame_range = (int(low), int(high))
         self.mark_first_frame_done = mark_first_frame_done
         self.wait_interval_s, self.wait_timeout_s = wait_interval_s, wait_timeout_s
         several = isinstance(data_dir, (list, tuple))
         self.library = TrajectoryLibrary([Path(d) for d in (data_dir if several else [data_dir])], max_bad_fraction)  # pyright: ignore[reportArgumentType]
         self.rng = np.random.default_rng(seed)
-        self.trajectories: list[Trajectory] = []
-        self.unused_trajectory_idxs: list[int] = []
-        self.num_dataset_looped = 0
+        order = (dataset_loops, random_shuffle_traj_order, keep_latest_n_trajs)
+        self.playlist = Playlist(self.library, *order, self.rng)
         self.num_played = 0
         self._playing: list[Trajectory | None] = [None] * num_envs
         self._chunk = np.zeros(num_envs, np.int64)  # which file of its trajectory an environment is in
@@ -98,14 +96,19 @@ class RolloutDataset(RolloutFileBase):
 
     get_frame_range = staticmethod(frame_range)
 
+    @property
+    def num_dataset_looped(self) -> int:
+        """How often everything was played."""
+        return self.playlist.num_looped
+
+    @property
+    def unused_trajectory_idxs(self) -> list[int]:
+        """What is left of this loop."""
+        return self.playlist.unused
+
     def read_dataset_directory(self) -> bool:
         """Look for trajectories, oldest first; False if there are fewer than `keep_latest_n_trajs`."""
-        found = self.library.scan()
-        if len(found) < self.keep_latest_n_trajs:
-            return False
-        self.trajectories = found[-self.keep_latest_n_trajs :]
-        self._refill()
-        return True
+        return self.playlist.read()
 
     def assemble_obs_components(self, traj_data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """`traj_data` with its `obs_<component>` arrays joined to `observations`, images as floats again."""
@@ -114,27 +117,14 @@ class RolloutDataset(RolloutFileBase):
     # ------------------------------------------------------------------ which trajectory
     def reset_all(self) -> None:
         """Look for trajectories, waiting for as many as are wanted, and begin one in every environment."""
-        begin, has_warned = time.monotonic(), False
-        while not self.read_dataset_directory():
-            waited = time.monotonic() - begin
-            text = f"fewer than keep_latest_n_trajs={self.keep_latest_n_trajs} trajectories in {self.library.where}"
-            if self.wait_timeout_s is not None and waited >= self.wait_timeout_s:
-                raise FileNotFoundError(f"{text} after {waited:.0f} s")
-            if not has_warned:
-                warnings.warn(f"{text}: waiting for more", stacklevel=3)
-                has_warned = True
-            time.sleep(self.wait_interval_s)
-        if not self.trajectories:
-            raise FileNotFoundError(f"there is no trajectory in {self.library.where}")
-        if len(self.trajectories) < self.num_envs:
+        self.playlist.begin(self.wait_interval_s, self.wait_timeout_s)
+        if (found := len(self.playlist.trajectories)) < self.num_envs:
             warnings.warn(
-                f"{len(self.trajectories)} trajectories for {self.num_envs} environments: some are played several "
-                "times at once",
+                f"{found} trajectories for {self.num_envs} environments: some are played several times at once",
                 stacklevel=3,
             )
-        self.num_dataset_looped = self.num_played = 0
+        self.num_played = 0
         self.repeats[:] = False
-        self._grow_pages()
         self.refresh_handlers(self.all_env_ids)
 
     def refresh_handlers(self, env_ids: Tensor) -> None:
@@ -146,34 +136,14 @@ class RolloutDataset(RolloutFileBase):
         """Begin the next trajectory; one whose file turns out to be damaged is passed over."""
         is_loaded = False
         while not is_loaded:
-            self._playing[env] = trajectory = self.trajectories[self._next_index(env)]
+            self._playing[env] = trajectory = self.playlist.next()
             low, high = self.starting_frame_range
             frame = int(self.rng.integers(low, high)) if high > low + 1 else low
             frame = frame if frame < trajectory.length else 0
             chunk = next(i for i, (_, end) in enumerate(trajectory.ranges) if frame < end)
             is_loaded = self._load(env, chunk, frame - trajectory.ranges[chunk][0])
         self._is_first[env] = True
-
-    def _next_index(self, env: int) -> int:
-        if not self.unused_trajectory_idxs:
-            if not self._is_over:
-                self.num_dataset_looped += 1
-            if self._is_over or not self.read_dataset_directory():
-                self._refill()
-            self._grow_pages()
-            if not self.unused_trajectory_idxs:
-                raise FileNotFoundError(f"there is no usable trajectory left in {self.library.where}")
-        self.repeats[env] = self._is_over
-        return self.unused_trajectory_idxs.pop(0)
-
-    @property
-    def _is_over(self) -> bool:
-        return 0 < self.dataset_loops <= self.num_dataset_looped
-
-    def _refill(self) -> None:
-        usable = [i for i, t in enumerate(self.trajectories) if self.library.is_usable(t)]
-        order = self.rng.permutation(usable) if self.random_shuffle_traj_order else usable
-        self.unused_trajectory_idxs = [int(i) for i in order]
+        self.repeats[env] = self.playlist.is_over
 
     # ------------------------------------------------------------------ which file
     def _maintain_handler(self, env: int) -> bool:
@@ -194,15 +164,12 @@ class RolloutDataset(RolloutFileBase):
         arrays = self.library.load(trajectory.chunks[chunk])
         if arrays is None:
             return False
+        if not self.pages.data:
+            self.pages.declare(arrays)
+        self.pages.grow(self.library.longest_file)
         self.pages.put(env, arrays)
         self._chunk[env], self._cursor[env], self._length[env] = chunk, cursor, len(arrays["rewards"])
         return True
-
-    def _grow_pages(self) -> None:
-        if not self.pages.data:
-            paths = (path for trajectory in self.trajectories for path in trajectory.chunks)
-            self.pages.declare(next(arrays for path in paths if (arrays := self.library.load(path)) is not None))
-        self.pages.grow(self.library.longest_file)
 
     # ------------------------------------------------------------------ batches
     def get_batch(self, num_transitions_per_env: int | None = None) -> Any:
