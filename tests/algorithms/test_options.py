@@ -26,7 +26,7 @@ OPTIONS = {
 }
 
 
-def make_runner(name, log_dir=None):
+def make_runner(name, log_dir=None, execution="auto"):
     policy, algorithm = OPTIONS[name]
     cfg = {
         "seed": 5,
@@ -35,7 +35,7 @@ def make_runner(name, log_dir=None):
         "save_interval": 0,
         "algorithm": {
             "num_mini_batches": 2, "num_learning_epochs": 2, "schedule": "adaptive", "empirical_normalization": True,
-            **algorithm,
+            "execution": execution, **algorithm,
         },
         "policy": {"actor_hidden_dims": [8], "critic_hidden_dims": [8], **policy},
     }  # fmt: skip
@@ -60,6 +60,15 @@ def test_a_run_from_a_training_dict_continues_exactly_from_its_file(name, tmp_pa
         assert torch.equal(value, weights(resumed)[key]), key
         assert torch.isfinite(value).all()
     assert any(not torch.equal(value, half[key]) for key, value in weights(whole).items())
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_recorded_steps_learn_what_eager_ones_do(name):
+    recorded, eager = make_runner(name, execution="graph"), make_runner(name, execution="eager")
+    for runner in (recorded, eager):
+        runner.learn(5)
+    for key, value in weights(eager).items():
+        torch.testing.assert_close(weights(recorded)[key], value, msg=key, rtol=1e-4, atol=1e-5)
 
 
 def test_a_value_is_learned_in_units_of_its_spread(make_ppo, collect):
