@@ -10,15 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from gymnasium import spaces
 from torch import Tensor
 
 from canter.envs.vec_env import StepRecord
 from canter.envs.wrap import wrap_env
-from canter.modules.build import env_shapes, leaf_dtype
+from canter.runners.recorder import DemonstrationStorage, Returns, StepCutter, recorded
 from canter.runners.run_config import plain
 from canter.storage.rollout_files.catalog import trajectory_folders
-from canter.storage.rollout_files.recorder import DemonstrationStorage, Returns, StepCutter
 from canter.storage.rollout_files.writer import TrajectoryWriter
 from canter.utils.console import Console, table
 from canter.utils.obs_layout import ObsLayout
@@ -107,15 +105,7 @@ class DemonstrationSaver:
 
     def init_storage_buffer(self) -> None:
         """Make room for `rollout_storage_length` steps."""
-        obs_shape, critic_shape = env_shapes(self.env)
-        space = self.env.action_space
-        is_box = isinstance(space, spaces.Box)
-        shape = (self.env.num_actions,) if is_box else tuple(space.shape or ())
-        dtype = leaf_dtype(space) if is_box else torch.long
-        self.storage = DemonstrationStorage(
-            self.env.num_envs, self.rollout_storage_length, obs_shape, critic_shape, shape, self.env.device,
-            action_dtype=dtype,
-        )  # fmt: skip
+        self.storage = DemonstrationStorage.for_env(self.env, self.rollout_storage_length)
 
     # ------------------------------------------------------------------ one step
     def get_policy_actions(self) -> Tensor:
@@ -147,19 +137,7 @@ class DemonstrationSaver:
 
     def build_transition(self, actions: Tensor, record: StepRecord) -> None:
         """What `add_transition` will store: the observation acted on, the action, and what came of it."""
-        success = record.extras.get("success", record.extras.get("is_success"))
-        no = torch.zeros_like(record.truncated)
-        self.transition = {
-            "observations": self.obs,
-            "critic_observations": self.critic_obs,
-            "actions": actions,
-            "rewards": record.reward,
-            "dones": record.done,
-            "timeouts": record.truncated,
-            "success": no if success is None else torch.as_tensor(success, device=no.device).bool().reshape(no.shape),
-            "valid": record.valid,
-            "record": record,
-        }
+        self.transition = {**recorded(self.obs, self.critic_obs, actions, record), "record": record}
 
     def add_transition(self, step_i: int, infos: Mapping[str, Any]) -> None:
         """Keep the step that `get_transition` made; a full buffer is saved first."""

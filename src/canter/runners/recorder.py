@@ -9,8 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from gymnasium import spaces
 from torch import Tensor
 
+from canter.envs.vec_env import StepRecord, VecEnv
+from canter.modules.build import env_shapes, leaf_dtype
 from canter.storage.fields import Field
 from canter.storage.rollout_storage import RolloutStorage
 from canter.utils.obs_layout import ObsLayout
@@ -29,6 +32,32 @@ class DemonstrationStorage(RolloutStorage):
         fields = {n: f for n, f in super().declare_fields().items() if n.partition(".")[0] in kept}
         flags = {name: Field((), None, name, torch.bool) for name in ("timeouts", "success", "valid")}
         return {**fields, **flags}
+
+    @classmethod
+    def for_env(cls, env: VecEnv, num_steps: int) -> DemonstrationStorage:
+        """Room for so many steps of an environment, with actions as it takes them."""
+        space = env.action_space
+        is_box = isinstance(space, spaces.Box)
+        shape = (env.num_actions,) if is_box else tuple(space.shape or ())
+        obs_shape, critic_shape = env_shapes(env)
+        dtype = leaf_dtype(space) if is_box else torch.long
+        return cls(env.num_envs, num_steps, obs_shape, critic_shape, shape, env.device, action_dtype=dtype)
+
+
+def recorded(obs: Any, critic_obs: Any, actions: Tensor, record: StepRecord) -> dict[str, Any]:
+    """What a `DemonstrationStorage` keeps of a step: the observation acted on, the action, and what came of it."""
+    success = record.extras.get("success", record.extras.get("is_success"))
+    no = torch.zeros_like(record.truncated)
+    return {
+        "observations": obs,
+        "critic_observations": critic_obs,
+        "actions": actions,
+        "rewards": record.reward,
+        "dones": record.done,
+        "timeouts": record.truncated,
+        "success": no if success is None else torch.as_tensor(success, device=no.device).bool().reshape(no.shape),
+        "valid": record.valid,
+    }
 
 
 class StepCutter:
