@@ -1,0 +1,338 @@
+"""Off-policy learning: what is learned, and how fast, beside Stable-Baselines3 on a CPU and skrl on a GPU.
+
+    python benchmarks/off_policy.py learn CartPole-v1 LunarLander-v3 --algo dqn --seeds 1 2 3
+    python benchmarks/off_policy.py learn Pendulum-v1 LunarLanderContinuous-v3 --algo sac --seeds 1 2 3
+    python benchmarks/off_policy.py learn HalfCheetah-v5 --algo sac --steps 300000 --seeds 1 2 3
+    python benchmarks/off_policy.py cpu --sb3-python peer/bin/python      # SAC on HalfCheetah, steps per second
+    python benchmarks/off_policy.py gpu --batch 256 8192                  # updates per second, canter and skrl
+    python benchmarks/off_policy.py massive --envs 4096                   # SAC and PPO on thousands of environments
+
+`learn` trains presets; scores are deterministic, over 20 episodes. `cpu` runs every measurement as a process of its own
+and lets the libraries take turns. `gpu` gives both the same replay of random steps. One JSON object goes to `--out`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+POINTS = 20
+
+
+# ---------------------------------------------------------------------- what is learned
+def learn(args):
+    from canter.envs.wrap import wrap_env
+    from canter.presets import load_preset
+    from canter.runners import OffPolicyRunner
+
+    torch.set_num_threads(args.threads)
+    results = []
+    for task in args.tasks:
+        for seed in args.seeds:
+            cfg = load_preset(task, args.algo)
+            total = args.steps or cfg["total_timesteps"]
+            env = wrap_env(task, args.device, num_envs=cfg["num_envs"])
+            judge = wrap_env(task, args.device, num_envs=4, seed=seed + 1000)
+            run = {**cfg, "seed": seed, "max_timesteps": total}
+            runner = OffPolicyRunner(env, run, device=args.device, eval_env=judge, show_progress=False)
+            begin, curve = time.perf_counter(), []
+            for point in range(1, POINTS + 1):
+                runner.learn(total * point // POINTS - runner.tot_timesteps)
+                recent = sum(runner.rewbuffer) / max(1, len(runner.rewbuffer))
+                score = runner.eval(10)["eval/mean_reward"]
+                curve.append([runner.tot_timesteps, round(time.perf_counter() - begin, 1), round(score, 1)])
+                print(f"{task} seed {seed}: {runner.tot_timesteps:,} steps, {curve[-1][1]:.0f} s, "
+                      f"episodes {recent:.1f}, without noise {score:.1f}", flush=True)  # fmt: skip
+            score = runner.eval(20)
+            result = {"task": task, "algo": args.algo, "seed": seed, "steps": runner.tot_timesteps, "curve": curve}
+            result["seconds"] = round(time.perf_counter() - begin)
+            result |= {"eval": round(score["eval/mean_reward"], 1), "std": round(score["eval/std_reward"], 1)}
+            results.append(result)
+    for task in args.tasks:
+        scores = [r["eval"] for r in results if r["task"] == task]
+        print(f"{task:28}{statistics.mean(scores):10.1f}   seeds: {', '.join(f'{v:.1f}' for v in scores)}")
+    return results
+
+
+# ---------------------------------------------------------------------- a CPU
+def cpu_canter(args):
+    from canter.algorithms import SACConfig
+    from canter.envs.wrap import wrap_env
+    from canter.runners import OffPolicyRunner, StopTraining
+
+    env = wrap_env(args.task, "cpu", num_envs=1, seed=args.seed)
+    cfg = SACConfig(
+        learning_starts=args.starts, max_grad_norm=None, seed=args.seed, log_interval=10**9, save_interval=0
+    )
+    runner = OffPolicyRunner(env, cfg, device="cpu", show_progress=False)
+    begin = []
+
+    def look(runner, stats):
+        if runner.tot_timesteps == args.starts + args.warm_up:
+            begin.extend([time.perf_counter(), time.process_time()])
+        if begin and time.perf_counter() - begin[0] > args.seconds:
+            raise StopTraining
+
+    runner.add_callback("post_iteration", look)
+    runner.learn(10**9)
+    return steps_per_second(runner.tot_timesteps - args.starts - args.warm_up, begin)
+
+
+def cpu_sb3(args):
+    from stable_baselines3 import SAC
+    from stable_baselines3.common.callbacks import BaseCallback
+
+    begin = []
+
+    class Look(BaseCallback):
+        def _on_step(self):
+            if self.num_timesteps == args.starts + args.warm_up:
+                begin.extend([time.perf_counter(), time.process_time()])
+            return not (begin and time.perf_counter() - begin[0] > args.seconds)
+
+    model = SAC("MlpPolicy", args.task, learning_starts=args.starts, seed=args.seed, device="cpu")
+    model.learn(10**9, Look(), log_interval=None)
+    return steps_per_second(model.num_timesteps - args.starts - args.warm_up, begin)
+
+
+def steps_per_second(steps, begin):
+    """Of wall time, and of processor time, which depends less on what else the machine does."""
+    return steps / (time.perf_counter() - begin[0]), steps / (time.process_time() - begin[1])
+
+
+def cpu(args):
+    if args.worker:
+        warnings.filterwarnings("ignore")
+        torch.set_num_threads(args.threads)
+        print(json.dumps({"canter": cpu_canter, "sb3": cpu_sb3}[args.worker](args)))
+        return None
+    libraries = (["sb3"] if args.sb3_python else []) + ["canter"]
+    rates = {f"{library} {threads}": [] for library in libraries for threads in args.try_threads}
+    for repeat in range(args.repeats):
+        for name in list(rates)[:: -1 if repeat % 2 else 1]:  # a load that grows or falls is shared out
+            library, threads = name.split()
+            python = args.sb3_python if library == "sb3" else sys.executable
+            command = [python, __file__, "cpu", "--worker", library, "--threads", threads, "--task", args.task,
+                       "--seconds", str(args.seconds), "--seed", str(args.seed + repeat)]  # fmt: skip
+            env = {**os.environ, "OMP_NUM_THREADS": threads}
+            done = subprocess.run(command, capture_output=True, text=True, env=env)
+            if done.returncode:
+                raise SystemExit(f"{name} failed:\n{done.stderr}")
+            rates[name].append(json.loads(done.stdout.splitlines()[-1]))
+            print(
+                f"{name:12} threads: {rates[name][-1][0]:8.1f} steps/s, {rates[name][-1][1]:8.1f} per cpu s", flush=True
+            )
+    best = {}
+    for name, turns in rates.items():
+        library, row = name.split()[0], [statistics.median(column) for column in zip(*turns, strict=True)]
+        if library not in best or row[0] > best[library][0]:
+            best[library] = row
+    print(f"{args.task}, medians with the threads that suit each best, steps/s and per cpu second: {best}")
+    if "sb3" in best:
+        print(
+            "ratios: "
+            + ", ".join(f"{ours / peer:.2f}x" for ours, peer in zip(best["canter"], best["sb3"], strict=True))
+        )
+    return {"task": args.task, "rates": rates, "best": best}
+
+
+# ---------------------------------------------------------------------- a GPU
+def gpu_canter(args, batch, execution, precision):
+    from canter.algorithms import SAC, SACConfig
+    from canter.bench.iteration import NullEnv, Workload
+
+    work = Workload(num_envs=256, num_obs=args.obs, num_critic_obs=args.obs, num_actions=args.actions)
+    env = NullEnv(work, args.device)
+    env.critic_obs_space = env.obs_space
+    hidden = tuple(args.hidden)
+    cfg = SACConfig(batch_size=batch, learning_starts=0, buffer_size=200_000, actor_hidden_dims=hidden, seed=1,
+                    critic_hidden_dims=hidden, max_grad_norm=None, execution=execution, precision=precision,
+                    device=args.device)  # fmt: skip
+    alg = SAC(env, cfg)
+    obs = env.get_observations()[0]
+    for _ in range(400):
+        record = env.step(alg.explore(obs))
+        alg.process_step(record._replace(critic_obs=record.obs))
+        obs = record.obs
+    return rate(args, lambda: alg.train(8), 8)
+
+
+def gpu_skrl(args, batch):
+    import gymnasium
+    from skrl.agents.torch.sac import SAC, SAC_CFG
+    from skrl.memories.torch import RandomMemory
+    from skrl.models.torch import DeterministicMixin, GaussianMixin, Model
+
+    def net(size_in, size_out):
+        sizes = [size_in, *args.hidden]
+        layers = [m for a, b in pairwise(sizes) for m in (torch.nn.Linear(a, b), torch.nn.ReLU())]
+        return torch.nn.Sequential(*layers, torch.nn.Linear(sizes[-1], size_out))
+
+    spaces = {"observation_space": gymnasium.spaces.Box(-9, 9, (args.obs,)),
+              "action_space": gymnasium.spaces.Box(-1, 1, (args.actions,)), "device": args.device}  # fmt: skip
+
+    class Actor(GaussianMixin, Model):
+        def __init__(self):
+            Model.__init__(self, **spaces)
+            GaussianMixin.__init__(self)
+            self.net = net(args.obs, 2 * args.actions)
+
+        def compute(self, inputs, role):
+            mean, log_std = self.net(inputs["observations"]).chunk(2, -1)
+            return torch.tanh(mean), {"log_std": log_std}
+
+    class Critic(DeterministicMixin, Model):
+        def __init__(self):
+            Model.__init__(self, **spaces)
+            DeterministicMixin.__init__(self)
+            self.net = net(args.obs + args.actions, 1)
+
+        def compute(self, inputs, role):
+            return self.net(torch.cat([inputs["observations"], inputs["taken_actions"]], -1)), {}
+
+    names = ("critic_1", "critic_2", "target_critic_1", "target_critic_2")
+    models = {"policy": Actor().to(args.device), **{name: Critic().to(args.device) for name in names}}
+    memory = RandomMemory(memory_size=400, num_envs=256, device=args.device, replacement=True)
+    cfg = SAC_CFG(batch_size=batch, gradient_steps=8)
+    cfg.experiment.write_interval = cfg.experiment.checkpoint_interval = 0
+    agent = SAC(models=models, memory=memory, cfg=cfg, **spaces)
+    agent.init()
+    for name, tensor in memory.tensors.items():
+        tensor.copy_((torch.rand_like(tensor.float()) < 0.01) if name == "terminated" else torch.randn_like(tensor))
+    memory.filled = True
+    agent.enable_models_training_mode(True)
+    return rate(args, lambda: agent.update(timestep=1, timesteps=2), 8)
+
+
+def rate(args, work, steps):
+    """Gradient steps per second."""
+    wait = torch.cuda.synchronize if str(args.device).startswith("cuda") else lambda: None
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < args.seconds / 2:
+        work()
+    wait()
+    count, begin = 0, time.perf_counter()
+    while time.perf_counter() - begin < args.seconds:
+        for _ in range(5):
+            work()
+        wait()
+        count += 5 * steps
+    return count / (time.perf_counter() - begin)
+
+
+def gpu(args):
+    found = {}
+    for batch in args.batch:
+        torch.set_float32_matmul_precision("high")
+        try:
+            found[f"skrl {batch}"] = gpu_skrl(args, batch)
+        except ImportError as error:
+            print(f"skrl is left out: {error}")
+        torch.set_float32_matmul_precision("highest")
+        for variant in args.ours:
+            execution, _, precision = variant.partition(":")
+            found[f"canter {variant} {batch}"] = gpu_canter(args, batch, execution, precision)
+        peer = found.get(f"skrl {batch}")
+        for name, value in found.items():
+            if name.endswith(f" {batch}"):
+                print(f"{name:28}{value:10.0f} updates/s" + (f"{value / peer:8.2f}x" if peer else ""), flush=True)
+    return found
+
+
+# ---------------------------------------------------------------------- thousands of environments
+def massive(args):
+    from canter.envs.torch_envs import TORCH_ENVS
+    from canter.presets import load_preset
+    from canter.runners import OffPolicyRunner, OnPolicyRunner
+
+    results = {}
+    for algo in args.algos:
+        env, judge = (TORCH_ENVS[args.env](n, args.device, seed=args.seed) for n in (args.envs, 64))
+        if algo == "ppo":
+            cfg = {**load_preset("default"), "num_steps_per_env": 24, "seed": args.seed, "log_interval": 0}
+            cfg["algorithm"] |= {"num_learning_epochs": 5, "num_mini_batches": 4, "learning_rate": 1e-3,
+                                 "schedule": "adaptive", "precision": "bf16", "normalize_rewards": False}  # fmt: skip
+            cfg["policy"] |= {"actor_hidden_dims": [512, 256, 128], "critic_hidden_dims": [512, 256, 128],
+                              "activation": "elu"}  # fmt: skip
+            runner = OnPolicyRunner(env, cfg, None, args.device, eval_env=judge, show_progress=False)
+        else:
+            algorithm = {"class_name": algo.upper(), "profile": "massive"}
+            cfg = {"algorithm": algorithm, "seed": args.seed, "log_interval": 0, "save_interval": 0}
+            runner = OffPolicyRunner(env, cfg, device=args.device, eval_env=judge, show_progress=False)
+        spent, curve = 0.0, []
+        while spent < args.seconds:
+            begin = time.perf_counter()
+            runner.learn(num_learning_iterations=args.chunk if algo != "ppo" else max(1, args.chunk // 24))
+            if args.device.startswith("cuda"):
+                torch.cuda.synchronize()
+            spent += time.perf_counter() - begin
+            score = runner.eval(64)["eval/mean_reward"]
+            curve.append([runner.tot_timesteps, round(spent, 2), round(score, 2)])
+            print(f"{algo}: {spent:6.1f} s, {runner.tot_timesteps:,} steps, return {score:.1f}", flush=True)
+        memory = torch.cuda.max_memory_allocated() / 2**30 if args.device.startswith("cuda") else None
+        updates = getattr(runner.alg, "num_updates", 0)
+        tail = curve[len(curve) // 2 :]  # the first half holds warm-up, compilation and capture
+        steps_per_s = (tail[-1][0] - tail[0][0]) / max(1e-9, tail[-1][1] - tail[0][1])
+        results[algo] = {"curve": curve, "steps_per_s": steps_per_s, "updates_per_s": updates / spent, "GiB": memory}
+        print(f"{algo}: {steps_per_s:,.0f} steps/s, {updates / spent:,.0f} updates/s, {memory} GiB")
+    return results
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("learn")
+    one.add_argument("tasks", nargs="+")
+    one.add_argument("--algo", default="sac")
+    one.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    one.add_argument("--steps", type=int, help="instead of the preset's")
+    one.add_argument("--threads", type=int, default=1)
+    one.add_argument("--device", default="cpu")
+    two = commands.add_parser("cpu")
+    two.add_argument("--sb3-python", help="the Python of an environment with Stable-Baselines3; left out if absent")
+    two.add_argument("--task", default="HalfCheetah-v5")
+    two.add_argument("--seconds", type=float, default=20.0)
+    two.add_argument("--repeats", type=int, default=3)
+    two.add_argument("--try-threads", type=int, nargs="+", default=[1, 2])
+    two.add_argument("--threads", type=int, default=1, help=argparse.SUPPRESS)
+    two.add_argument("--worker", help=argparse.SUPPRESS)
+    three = commands.add_parser("gpu")
+    three.add_argument("--batch", type=int, nargs="+", default=[256, 8192])
+    three.add_argument("--obs", type=int, default=48)
+    three.add_argument("--actions", type=int, default=12)
+    three.add_argument("--hidden", type=int, nargs="+", default=[256, 256])
+    three.add_argument("--ours", nargs="+", default=["eager:tf32", "graph:tf32", "auto:tf32", "auto:bf16"])
+    three.add_argument("--seconds", type=float, default=6.0)
+    four = commands.add_parser("massive")
+    four.add_argument("--env", default="PointRobot")
+    four.add_argument("--envs", type=int, default=4096)
+    four.add_argument("--algos", nargs="+", default=["sac", "ppo"])
+    four.add_argument("--seconds", type=float, default=60.0, help="of training, for each")
+    four.add_argument("--chunk", type=int, default=48, help="vector steps between two evaluations")
+    for command in (three, four):
+        command.add_argument("--device", default=device)
+    for command in (two, three, four):
+        command.add_argument("--seed", type=int, default=1)
+    for command in (one, two, three, four):
+        command.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    args.starts, args.warm_up = 300, 50
+    result = {"learn": learn, "cpu": cpu, "gpu": gpu, "massive": massive}[args.command](args)
+    if args.out and result is not None:
+        shown = {name: value for name, value in vars(args).items() if name not in ("out", "sb3_python", "worker")}
+        args.out.write_text(json.dumps({"args": shown, "results": result}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
