@@ -4,7 +4,8 @@
     python benchmarks/cpu_training.py --sb3-python peer/bin/python
     python benchmarks/cpu_training.py --sb3-python peer/bin/python --train-seconds 60     # and what was learned by when
 
-Steps per second are of whole iterations: acting, stepping and learning. Every measurement is a process of its own,
+"canter" runs as it is (`execution="auto"`), "compiled" with `execution="compile"`, which takes some seconds at the start
+of a run. Steps per second are of whole iterations: acting, stepping and learning. Every measurement is a process of its own,
 libraries take turns so that all see the same load, each is tried with one and with two threads of torch and shown
 with what suits it best; figures are medians of the turns. Steps per second of processor time and of the fastest single
 iteration are shown beside, since they depend less on what else the machine does.
@@ -43,8 +44,7 @@ TASKS = {
         "total": 1_000_000, "clip_decays": False, "normalize": True, "std": 0.5,
     },
 }  # fmt: skip
-WARM_UP = 2
-ENVPOOL = "canter + EnvPool"
+WARM_UP = 4  # functions are recorded, and compiled, in the first iterations
 
 
 class Clock:
@@ -69,7 +69,7 @@ class Clock:
         return {"rate": steps / wall, "cpu_rate": steps / cpu, "best": best, "curve": curve}
 
 
-def work_canter(task, prefix, clock, seed, record):
+def work_canter(task, prefix, execution, clock, seed, record):
     from canter.envs.wrap import wrap_env
     from canter.runners import OnPolicyRunner, StopTraining
 
@@ -80,7 +80,7 @@ def work_canter(task, prefix, clock, seed, record):
         "max_grad_norm": t["max_grad_norm"], "learning_rate": t["rate"], "schedule": "linear",
         "clip_schedule": "linear" if t["clip_decays"] else "fixed", "use_clipped_value_loss": False,
         "normalize_advantage_per_mini_batch": True, "empirical_normalization": t["normalize"],
-        "normalize_rewards": t["normalize"],
+        "normalize_rewards": t["normalize"], "execution": execution,
     }  # fmt: skip
     policy = {"actor_hidden_dims": t["hidden"], "critic_hidden_dims": t["hidden"], "activation": "tanh",
               "orthogonal_init": True, "init_noise_std": t["std"]}  # fmt: skip
@@ -139,8 +139,10 @@ def work_sb3(task, clock, seed, record):
 
 WORKERS = {
     "sb3": work_sb3,
-    "canter": lambda task, *rest: work_canter(task, "", *rest),
-    ENVPOOL: lambda task, *rest: work_canter(task, "envpool/", *rest),
+    "canter": lambda task, *rest: work_canter(task, "", "auto", *rest),
+    "canter compiled": lambda task, *rest: work_canter(task, "", "compile", *rest),
+    "canter EnvPool": lambda task, *rest: work_canter(task, "envpool/", "auto", *rest),
+    "canter EnvPool compiled": lambda task, *rest: work_canter(task, "envpool/", "compile", *rest),
 }
 
 
@@ -166,7 +168,9 @@ def measure(args, library, task, threads, seconds, seed, record=False):
 
 
 def libraries(args, task):
-    return (["sb3"] if args.sb3_python else []) + ["canter"] + ([ENVPOOL] if task in args.envpool else [])
+    """Those to measure."""
+    wanted = [name for name in WORKERS if name != "sb3" or args.sb3_python]
+    return [name for name in wanted if "EnvPool" not in name or task in args.envpool]
 
 
 def measure_task(args, task):
@@ -190,7 +194,7 @@ def measure_task(args, task):
 def show_rates(task, rows):
     peer = rows.get("sb3")
     for library, r in rows.items():
-        row = f"{task:16}{library:18}{r['threads']:>8}" + f"{r['low']:,.0f}-{r['high']:,.0f}".rjust(16)
+        row = f"{task:16}{library:26}{r['threads']:>8}" + f"{r['low']:,.0f}-{r['high']:,.0f}".rjust(16)
         for name in ("rate", "cpu_rate", "best"):
             row += f"{r[name]:>12,.0f}" + (f"{r[name] / peer[name]:.2f}x" if peer else "-").rjust(8)
         print(row, flush=True)
@@ -203,10 +207,10 @@ def show_curves(args, task, rows):
     end = max(result["curve"][-1][1] for result in results.values())
     times = [end * (i + 1) / args.points for i in range(args.points)]
     print(f"\n{task}: mean return of the last 100 episodes (and steps taken) by time")
-    print(f"{'seconds':18}" + "".join(f"{t:>16.1f}" for t in times))
+    print(f"{'seconds':26}" + "".join(f"{t:>16.1f}" for t in times))
     for library, result in results.items():
         shown = [f"{r:.0f} ({s // 1000}k)" for s, r in (at(result["curve"], t) for t in times)]
-        print(f"{library:18}" + "".join(f"{text:>16}" for text in shown), flush=True)
+        print(f"{library:26}" + "".join(f"{text:>16}" for text in shown), flush=True)
     return {library: result["curve"] for library, result in results.items()}
 
 
@@ -234,7 +238,7 @@ def main():
         work(args)
         return
     print(
-        f"{'':34}{'threads':>8}{'spread':>16}"
+        f"{'':42}{'threads':>8}{'spread':>16}"
         + "".join(f"{n:>12}{'ratio':>8}" for n in ("steps/s", "per cpu s", "fastest"))
     )
     found = {}

@@ -23,6 +23,7 @@ from canter.utils.tree import describe, rebuild
 aten = torch.ops.aten
 TOO_LONG = "it is too long"
 LONGEST = 3000  # operations; of more, recording and compiling the code cost more than they save
+WORTH_COMPILING = 800  # operations; a scan over the steps of a rollout is longer, and compilers take minutes for it
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 UNFIT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 # What these return depends on the shape of their argument alone.
@@ -59,7 +60,10 @@ class Tape:
         self.template = rebuild(self.result, iter([torch.empty(0)] * len(outputs)))
         self.held = simplify(notes)
         self.length = sum(node.op == "call_function" for node in notes.graph.nodes)
-        self.run = self._compiled(notes, [*self.held, *inputs]) if compiles else straight(notes.graph)
+        if compiles and self.length <= WORTH_COMPILING:
+            self.run = self._compiled(notes, [*self.held, *inputs])
+        else:
+            self.run = straight(notes.graph)
 
     def _compiled(self, notes: Notes, args: Sequence[Any]) -> Callable[..., Any]:
         try:
