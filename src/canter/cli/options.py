@@ -63,6 +63,8 @@ class TrainOptions(Generic[Settings, Policy]):
     """Film an episode at the end."""
     threads: int | None = None
     """Threads of torch on a CPU; None takes one where the work is small and more would only slow it down."""
+    components: dict[str, Any] | None = None
+    """Who sees which components, what `ObsComponents` is told: {segments: {angle: 2, speed: 1}, actor: [angle]}."""
 
 
 def preset_name(task: str, algorithm: str = "ppo") -> str:

@@ -11,8 +11,9 @@ import tyro
 
 from canter.cli.errors import UserError, user_errors
 from canter.cli.options import parse
-from canter.cli.runs import SavedRun, find_checkpoint, load_policy, open_env, read_run
+from canter.cli.runs import SavedRun, find_checkpoint, load_policy, open_env, read_run, shown_as
 from canter.cli.video import drawn_task, film, frame_rate, headless, prepare_rendering, write_video
+from canter.envs.vec_env import VecEnv
 from canter.runners.evaluation import run_episodes
 
 
@@ -51,10 +52,16 @@ def main(args: Sequence[str]) -> int:
     return 0
 
 
+def drawn_env(saved: SavedRun, options: PlayOptions, render_mode: str) -> VecEnv:
+    """One environment that draws itself, of which the policy is shown what it was shown in training."""
+    env = open_env(drawn_task(saved.task), 1, options.device or "cpu", options.seed, render_mode)
+    return shown_as(env, saved.config["run"].get("components"))
+
+
 def record(saved: SavedRun, options: PlayOptions, path: Path) -> list[float]:
     """Write a video."""
     runner = load_policy(saved, find_checkpoint(saved.path, options.checkpoint), 1, options.seed, options.device)
-    env = open_env(drawn_task(saved.task), 1, options.device or "cpu", options.seed, "rgb_array")
+    env = drawn_env(saved, options, "rgb_array")
     try:
         frames, returns = film(runner.get_inference_policy(), env, options.episodes, options.seconds)
         with user_errors():
@@ -71,7 +78,7 @@ def record(saved: SavedRun, options: PlayOptions, path: Path) -> list[float]:
 def show(saved: SavedRun, options: PlayOptions) -> list[float]:
     """Open a window, which the environment draws to as it is stepped."""
     runner = load_policy(saved, find_checkpoint(saved.path, options.checkpoint), 1, options.seed, options.device)
-    env = open_env(drawn_task(saved.task), 1, options.device or "cpu", options.seed, "human")
+    env = drawn_env(saved, options, "human")
     try:
         return run_episodes(runner.get_inference_policy(), env, options.episodes)[0]
     finally:

@@ -52,6 +52,8 @@ def train_one(options: TrainOptions[Any, Any], config: dict[str, Any]) -> tuple[
         "video": options.video,
         "threads": options.threads,
     }
+    if options.components is not None:
+        config["run"]["components"] = options.components
     if config["eval_interval"] == 0:
         config["eval_interval"] = None
     elif config["eval_interval"] is None:

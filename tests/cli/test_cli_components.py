@@ -1,0 +1,45 @@
+"""A policy that estimates what it is not shown, from the command line."""
+
+import imageio.v2 as imageio
+import pytest
+import torch
+import yaml
+
+from canter.cli.__main__ import main
+from canter.cli.runs import find_checkpoint, load_policy, read_run
+
+SHOWN = "{segments: {angle: 2, speed: 1}, actor: [angle_history], critic: [angle, speed], history: {angle: 3}}"
+POLICY = ("--policy.class-name", "StateAc", "--policy.estimator-target-components", "speed", "--policy.append-estimate")
+OTHERS = ("--algorithm", "estimatorppo", "--estimator-loss-coef", "0.5")
+
+
+def test_it_trains_evaluates_and_is_filmed_with_the_components_it_was_shown(train, tmp_path, capsys):
+    code, run = train("canter/Pendulum", "--components", SHOWN, *POLICY, *OTHERS)
+    assert code == 0
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["run"]["components"]["actor"] == ["angle_history"]
+    assert config["algorithm"]["class_name"] == "EstimatorPPO"
+    assert config["algorithm"]["estimator_loss_coef"] == 0.5
+    saved = read_run(run)
+    policy = load_policy(saved, find_checkpoint(run, None), 2, 1, "cpu").alg.policy
+    assert policy.obs_segments == {"angle_history": (3, 2)}
+    policy.act(torch.randn(2, 6))
+    assert policy.get_estimated_state().shape == (2, 1)
+    assert main(["eval", str(run), "--episodes", "1"]) == 0
+    video = tmp_path / "film.mp4"
+    assert main(["play", str(run), "--video", str(video), "--seconds", "0.2"]) == 0
+    assert imageio.get_reader(video).get_data(0).ndim == 3
+
+
+@pytest.mark.parametrize(
+    ("components", "message"),
+    [
+        ("{segments: {angle: 2, speed: 1}, actor: [angel]}", "no segment 'angel'; it has"),
+        ("{segments: {angle: 2}}", "add up to 2 values"),
+        ("{segment: {angle: 2}}", "segment"),
+    ],
+)
+def test_components_that_do_not_fit_are_named(train, capsys, components, message):
+    code, _ = train("canter/Pendulum", "--components", components)
+    assert code != 0
+    assert message in capsys.readouterr().err
