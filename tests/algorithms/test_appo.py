@@ -405,7 +405,7 @@ def test_past_windows_are_mixed_with_fresh_ones(make_appo, collect, noise_env, w
         return torch.full((env.num_envs, width), float(env.t))
 
     env = amp_env(noise_env, ref=numbered, motion=numbered, end_prob=0.4)
-    alg, _ = make_appo(env=env, discriminator={"input_dim": width}, amp_replay_buffer_size=30)
+    alg, _ = make_appo(env=env, discriminator={"input_dim": width}, amp_replay_buffer_size=30, execution="eager")
     seen = []
     alg.policy.discriminator.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach().clone()))
     for iteration in range(4):

@@ -28,6 +28,8 @@ class TaughtSetup(TPPOSettings, PPO):
         self._merge_ppo()
         self.teacher: Teacher | None = None
         self.on_dataset = False
+        self.is_warming_up = False
+        """Whether only the critic learns; no property, since compiled code is compiled anew when a number changes."""
         super().__post_init__()
         self._check_targets()
         if not self.using_ppo:  # no ratio, so nothing to measure a step by

@@ -84,11 +84,6 @@ class TPPO(TaughtSetup):
         super().note_constants()
         self.executor.constants = (*self.executor.constants, self.on_dataset, self.is_warming_up)
 
-    @property
-    def is_warming_up(self) -> bool:
-        """Whether only the critic learns."""
-        return self.current_learning_iteration < self.critic_warmup_iterations
-
     def deal(self, num_epochs: int = 1) -> list[list[tuple[Any, ...]]]:
         """What each minibatch is made of, from rows in the order of time."""
         self.rollout.untie_buffer_loop()  # pyright: ignore[reportAttributeAccessIssue]
@@ -98,6 +93,7 @@ class TPPO(TaughtSetup):
         """Learn from the rollout, then move every schedule on."""
         if current_learning_iteration is not None:
             self.current_learning_iteration = current_learning_iteration
+        self.is_warming_up = self.current_learning_iteration < self.critic_warmup_iterations
         self.distillation_weight.fill_(self._distillation_coef(self.current_learning_iteration))
         self.meter = self.meters.setdefault((self.on_dataset, self.is_warming_up), MeanMeter())  # other names in each
         size = len(self.rollout.data["rewards"])

@@ -1,0 +1,123 @@
+"""Teacher to student on real physics: the teacher sees velocities, the student remembers positions instead.
+
+    python benchmarks/distill.py teacher --task HalfCheetah-v5 --seed 1 --teacher runs/cheetah1
+    python benchmarks/distill.py dagger --task HalfCheetah-v5 --seed 1 --teacher runs/cheetah1 --out distill.jsonl
+
+Arms: `teacher` trains the preset and leaves its run in `--teacher`; `dagger` imitates alone; `tppo` imitates and learns
+from rewards, the imitation fading; `scratch` is PPO on the same student. One line of JSON per run goes to `--out`: the
+curve as [steps, seconds, return] of 10 episodes without noise, the teacher's return, the share of it that the student
+reached, and the steps it took to 80 % and 90 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import warnings
+from pathlib import Path
+
+import torch
+
+from canter.envs.components import ObsComponents
+from canter.envs.wrap import wrap_env
+from canter.presets import load_preset
+from canter.runners import OnPolicyRunner
+
+SEGMENTS = {"HalfCheetah-v5": {"position": 8, "velocity": 9}, "Hopper-v5": {"position": 5, "velocity": 6}}
+POINTS, EPISODES = 25, 10
+STUDENT = {"class_name": "ActorCriticRecurrent", "rnn_type": "lstm", "rnn_hidden_size": 64}
+IMITATION = {
+    "class_name": "TPPO", "using_ppo": False, "distill_target": "mse_sum", "teacher_act_prob": "linear",
+    "learning_rate": 1e-3, "schedule": "linear", "num_learning_epochs": 5, "buffer_dilation_ratio": 4.0,
+}  # fmt: skip
+GUIDED = {
+    "class_name": "TPPO",
+    "teacher_act_prob": 0.0,
+    "distill_target": "mse_sum",
+    "distillation_loss_coef": "linear",
+}
+ARMS = {"dagger": IMITATION, "tppo": GUIDED, "scratch": {}}
+
+
+def student_env(task, num_envs, seed=None):
+    """The teacher's observation is the critic's; the student sees positions and what it did last."""
+    parts = SEGMENTS[task]
+    return ObsComponents(wrap_env(task, num_envs=num_envs, seed=seed), parts, ["position", "last_action"], list(parts),
+                         last_action=True)  # fmt: skip
+
+
+def configuration(arm, args):
+    cfg = load_preset(args.task)
+    if (
+        arm != "teacher"
+    ):  # minibatches are made of whole environments: as many steps as without memory, but more of those
+        cfg |= {"num_envs": 32, "num_steps_per_env": 64}
+        cfg["policy"] |= STUDENT
+        cfg["algorithm"] |= {"num_mini_batches": 4, **ARMS[arm]}
+    total = -(-args.steps // (cfg["num_steps_per_env"] * cfg["num_envs"]))
+    if arm in ("dagger", "tppo"):
+        fade = 0.1 if arm == "dagger" else 0.5
+        cfg["algorithm"] |= {"teacher_ac_path": str(args.teacher), "update_times_scale": max(1.0, fade * total)}
+    return cfg | {"seed": args.seed, "max_iterations": total, "save_interval": 0, "log_interval": 0}
+
+
+def train(arm, args):
+    cfg = configuration(arm, args)
+    make = wrap_env if arm == "teacher" else student_env
+    env, judge = make(args.task, num_envs=cfg["num_envs"]), make(args.task, num_envs=EPISODES, seed=args.seed + 1000)
+    directory = args.teacher if arm == "teacher" else None
+    runner = OnPolicyRunner(env, cfg, directory, "cpu", eval_env=judge, show_progress=False)
+    curve, spent = [], 0.0
+    for point in range(1, POINTS + 1):
+        begin = time.perf_counter()
+        runner.learn(cfg["max_iterations"] * point // POINTS - runner.iteration)
+        spent += time.perf_counter() - begin
+        score = runner.eval(EPISODES)["eval/mean_reward"]
+        curve.append([runner.tot_timesteps, round(spent), round(score, 1)])
+        print(
+            f"{args.task} {arm} seed {args.seed}: {curve[-1][0]:,} steps, {curve[-1][1]} s, return {score:.1f}",
+            flush=True,
+        )
+    final = runner.eval(2 * EPISODES)
+    runner.close()
+    result = {"task": args.task, "arm": arm, "seed": args.seed, "steps": runner.tot_timesteps, "secs": round(spent)}
+    return result | {
+        "eval": round(final["eval/mean_reward"], 1),
+        "std": round(final["eval/std_reward"], 1),
+        "curve": curve,
+    }
+
+
+def compare(result, teacher):
+    """The student beside its teacher."""
+    reached = {f"steps_to_{share}": next((s for s, _, r in result["curve"] if r >= share / 100 * teacher), None)
+               for share in (80, 90)}  # fmt: skip
+    return {**result, "teacher": teacher, "share": round(result["eval"] / teacher, 3), **reached}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("arm", choices=["teacher", *ARMS])
+    parser.add_argument("--task", choices=SEGMENTS, default="HalfCheetah-v5")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--teacher", type=Path, required=True, help="the teacher's run directory")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="buffer_dilation_ratio")
+    result = train(args.arm, args)
+    score = args.teacher / "score.json"
+    if args.arm == "teacher":
+        score.write_text(json.dumps({"eval": result["eval"]}))
+    else:
+        result = compare(result, json.loads(score.read_text())["eval"])
+    print({name: value for name, value in result.items() if name != "curve"})
+    if args.out:
+        with args.out.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()
