@@ -10,7 +10,7 @@ from canter.cli.options import preset_plan
 from canter.envs import wrap_env
 from canter.modules.build import POLICIES
 from canter.presets import FALLBACK, has_preset, load_preset, presets
-from canter.runners import OnPolicyRunner
+from canter.runners import OffPolicyRunner, OnPolicyRunner
 from canter.runners.run_config import parse_train_cfg
 from canter.utils.config import setting_names
 
@@ -67,3 +67,42 @@ def test_a_task_without_a_preset_gets_a_copy_of_the_general_settings():
     assert preset["task"] == "Nothing-v0"
     preset["algorithm"]["learning_rate"] = -1
     assert load_preset("Nothing-v0")["algorithm"]["learning_rate"] > 0
+
+
+OFF_POLICY = [(algorithm, task) for algorithm in ("dqn", "sac", "td3") for task in sorted(presets(algorithm))]
+
+
+@pytest.mark.parametrize(("algorithm", "task"), OFF_POLICY)
+def test_an_off_policy_preset_names_only_settings_that_exist(algorithm, task):
+    preset = load_preset(task, algorithm)
+    plan = preset_plan(preset)
+    assert plan.algorithm == REGISTRY[algorithm].agent_class.__name__ == preset["algorithm"]["class_name"]
+    assert type(preset["num_envs"]) is type(preset["total_timesteps"]) is int
+    for name, value in preset["algorithm"].items():
+        if name not in ("class_name", "profile"):
+            assert getattr(plan.cfg, name) == (tuple(value) if isinstance(value, list) else value)
+            assert type(value) is not str or not value[0].isdigit(), f"{name} is text, not a number: {value!r}"
+
+
+@pytest.mark.parametrize(("algorithm", "task"), [pair for pair in OFF_POLICY if pair[1] != FALLBACK])
+def test_an_off_policy_preset_learns_from_a_few_steps_of_its_task(algorithm, task, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where MuJoCo leaves its log
+    preset = load_preset(task, algorithm)
+    try:
+        env = wrap_env(task, "cpu", num_envs=2)
+    except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
+        pytest.skip(str(error))
+    small = {"learning_starts": 4, "batch_size": 4, "buffer_size": 100, "train_freq": 1, "gradient_steps": 1}
+    preset["algorithm"] |= {**small, "buffer_steps_per_env": 50}
+    runner = OffPolicyRunner(env, preset, device="cpu", show_progress=False)
+    runner.learn(12)
+    assert runner.alg.num_updates == 5
+    runner.close()
+
+
+def test_a_task_has_the_presets_of_each_algorithm():
+    assert load_preset("Pendulum-v1", "sac")["algorithm"]["class_name"] == "SAC"
+    assert load_preset("Pendulum-v1")["algorithm"]["class_name"] == "PPO"
+    assert has_preset("CartPole-v1", "dqn")
+    assert not has_preset("Acrobot-v1", "dqn")
+    assert load_preset("Acrobot-v1", "dqn")["algorithm"]["class_name"] == "DQN"
