@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import warnings
@@ -75,7 +76,7 @@ def test_the_ten_lines_of_the_readme_solve_their_task(tmp_path, monkeypatch, cap
 def test_commands_shown_are_commands_there_are(page):
     for block in BASH.findall(page.read_text(encoding="utf-8")):
         for line in block.splitlines():
-            words = re.sub(r"\s+#.*", "", line).replace("'{weight: 0.1}'", "{weight:0.1}").split()
+            words = shlex.split(line, comments=True)
             if words[:1] == ["canter"]:
                 assert words[1] in COMMANDS, line
             if words[:2] == ["canter", "train"]:
