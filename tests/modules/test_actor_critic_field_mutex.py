@@ -103,6 +103,7 @@ def test_the_command_is_overridden_where_its_sub_policy_is_chosen(paths):  # row
     obs = runs.observation([None, 1, 2, 3])
     seen = policy.override_cmd_vel(obs, policy.get_policy_selection(obs))
     assert seen[:, 9].tolist() == [9.0, 0.75 * 2.0, 1.5 * 2.0, 9.0]  # lin_vel is scaled by 2
+    assert torch.equal(obs, runs.observation([None, 1, 2, 3]))  # a copy
     seen[:, 9] = obs[:, 9]
     assert torch.equal(seen, obs)  # nothing else
 
