@@ -1,7 +1,7 @@
 """Policies that learn from pixels alone, with and without memory.
 
     python benchmarks/visual.py image-reach --policy recurrent --seed 1 --out results.jsonl
-    python benchmarks/visual.py cartpole --steps 300000
+    python benchmarks/visual.py cartpole --steps 500000
 
 `image-reach` is the torch-native task: move a red dot to a green one, both only seen. `cartpole` is Gymnasium's
 CartPole-v1, rendered and shrunk to grey pictures; without memory the last four are stacked, with memory only the newest
@@ -25,25 +25,26 @@ from canter.runners import OnPolicyRunner
 
 POINTS, STACK = 20, 4
 SMALL = {"channels": [16, 32], "kernel_sizes": [4, 3], "strides": [2, 2], "hidden_sizes": []}
-STRIP = {"channels": [16, 32, 32], "kernel_sizes": [4, 4, 3], "strides": [2, 2, 1], "hidden_sizes": []}
+STRIP = {"channels": [16, 32, 32], "kernel_sizes": [5, 3, 3], "strides": [3, 2, 1], "hidden_sizes": []}
+HEIGHT, WIDTH = 44, 120
 # task -> environment steps, environments, steps per environment, settings of PPO, settings of the encoder
 TASKS = {
     "image-reach": (100_000, 32, 25, {"gamma": 0.95, "lam": 0.9, "num_learning_epochs": 6, "desired_kl": 0.02}, SMALL),
-    "cartpole": (300_000, 16, 128, {"gamma": 0.98, "lam": 0.9, "num_learning_epochs": 6, "entropy_coef": 0.005}, STRIP),
+    "cartpole": (500_000, 16, 128, {"gamma": 0.98, "lam": 0.9, "num_learning_epochs": 6, "entropy_coef": 0.005}, STRIP),
 }
 
 
 class PixelCartPole(gymnasium.Wrapper):
-    """CartPole whose observation is the last few rendered frames, grey, (num_frames, 22, 60)."""
+    """CartPole whose observation is the last few rendered frames, grey, (num_frames, 44, 120)."""
 
     def __init__(self, num_frames):
         super().__init__(gymnasium.make("CartPole-v1", render_mode="rgb_array"))
-        self.observation_space = spaces.Box(0, 255, (num_frames, 22, 60), np.uint8)
-        self.frames = np.zeros((num_frames, 22, 60), np.uint8)
+        self.observation_space = spaces.Box(0, 255, (num_frames, HEIGHT, WIDTH), np.uint8)
+        self.frames = np.zeros((num_frames, HEIGHT, WIDTH), np.uint8)
 
     def look(self):
-        frame = self.env.render()[140:360:5, ::5, 2]  # (44, 120) of the pole and the cart, dark on white
-        return 255 - frame.reshape(22, 2, 60, 2).mean((1, 3)).astype(np.uint8)
+        strip = self.env.render()[140:360, :, 2]  # (220, 600): the pole and the cart, dark on white
+        return 255 - strip.reshape(HEIGHT, 5, WIDTH, 5).mean((1, 3)).astype(np.uint8)
 
     def reset(self, **kwargs):
         _, info = self.env.reset(**kwargs)
