@@ -81,6 +81,7 @@ def test_samples_at_the_edge_keep_finite_densities_and_stay_in_bounds():
         given = dict(zip(names, (torch.full((1000, 2), 1.0), torch.full((1000, 2), 1e9)), strict=True))
         actions = dist.sample(given, torch.Generator().manual_seed(0))
         assert torch.isfinite(dist.log_prob(given, actions)).all()
+        assert ((1 - actions > 0) & (1 - actions < 1)).all()  # their mirror images have densities too
     for edge in (torch.zeros(2), torch.ones(2), actions[0]):
         sent = dist.to_env(edge).numpy()
         assert (sent >= BOX.low).all()

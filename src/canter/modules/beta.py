@@ -18,7 +18,7 @@ from canter.modules.action_distribution import (
     finite_bounds,
 )
 
-EDGE = torch.finfo(torch.float32).eps  # the log-density has no limit at 0 and 1
+EDGE = torch.finfo(torch.float32).eps  # the log-density has no limit at 0 and 1, and 1 - u must not round to them
 
 
 class Beta(ActionDistribution):
