@@ -6,13 +6,17 @@ import inspect
 
 import pytest
 
+from canter.algorithms import imitation_settings
 from canter.algorithms import settings as module
 from canter.algorithms.settings import PPOConfig, PPOSettings, RunSettings
 
+IMITATION = [getattr(imitation_settings, f"{name}Settings") for name in ("TPPO", "MotionPrior", "APPO")]
 
-@pytest.mark.parametrize("cls", [RunSettings, PPOSettings])
+
+@pytest.mark.parametrize("cls", [RunSettings, PPOSettings, *IMITATION])
 def test_every_setting_has_a_sentence(cls):
-    body = next(n for n in ast.parse(inspect.getsource(module)).body if getattr(n, "name", "") == cls.__name__).body
+    source = ast.parse(inspect.getsource(inspect.getmodule(cls) or module))
+    body = next(n for n in source.body if getattr(n, "name", "") == cls.__name__).body
     for declared, follows in zip(body, [*body[1:], None], strict=True):
         if isinstance(declared, ast.AnnAssign):
             assert isinstance(follows, ast.Expr), declared.target.id
