@@ -23,6 +23,7 @@ from canter.modules.distributions import (
 )
 from canter.modules.mlp import mlp
 from canter.modules.policy import Context, Policy
+from canter.modules.segmented import Segmented
 from canter.modules.utils import activation as activation_class
 from canter.modules.utils import orthogonal_init as init_orthogonal
 from canter.utils.config import refuse_unknown
@@ -31,7 +32,7 @@ from canter.utils.obs_layout import ObsLayout
 Segments = Mapping[str, Any]
 
 
-class ActorCritic(Policy):
+class ActorCritic(Segmented, Policy):
     """MLP actor and critic on flat observations.
 
     `ActorCritic(num_obs, num_actions)` gives both the same observation.
@@ -200,22 +201,6 @@ class ActorCritic(Policy):
             low, high = (bound if bound is None else bound.log() for bound in (low, high))
         if low is not None or high is not None:
             raw.clamp_(low, high)
-
-    # ------------------------------------------------------------------ documented names
-    @property
-    def obs_segments(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the actor observation's parts."""
-        return self.obs_layout.shapes
-
-    @property
-    def critic_obs_segments(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the critic observation's parts."""
-        return self.critic_obs_layout.shapes
-
-    @property
-    def privileged_obs_segments(self) -> dict[str, tuple[int, ...]]:
-        """The same as `critic_obs_segments`."""
-        return self.critic_obs_segments
 
 
 def layout_of(segments: Segments | None, width: int, name: str) -> ObsLayout:

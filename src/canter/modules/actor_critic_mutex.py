@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from canter.modules.distributions import Gaussian, Params
 from canter.modules.policy import Context, Policy
+from canter.modules.segmented import Segmented
 from canter.utils.checkpoint import check_compatible, find_checkpoints, load_checkpoint, newest_valid_checkpoint
 from canter.utils.config import build, refuse_unknown
 from canter.utils.obs_layout import ObsLayout
@@ -22,7 +23,7 @@ from canter.utils.obs_layout import ObsLayout
 GIVEN = ("num_actor_obs", "num_critic_obs", "num_actions", "obs_segments", "critic_obs_segments", "action_space")
 
 
-class ActorCriticMutex(Policy):
+class ActorCriticMutex(Segmented, Policy):
     """Loads sub-policies from run directories; which of them acts is a subclass's business.
 
     Args:
@@ -106,16 +107,6 @@ class ActorCriticMutex(Policy):
     def critic_value(self, critic_obs: Any, ctx: Context) -> Tensor:
         """Sub-policies were trained for values of different tasks."""
         raise NotImplementedError(f"{type(self).__name__} has no value; it is made of policies trained apart")
-
-    @property
-    def obs_segments(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the observation's parts."""
-        return self.obs_layout.shapes
-
-    @property
-    def critic_obs_segments(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the critic observation's parts."""
-        return self.critic_obs_layout.shapes
 
 
 def read_config(directory: Path) -> dict[str, Any]:
