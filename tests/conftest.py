@@ -11,6 +11,7 @@ from canter.modules.actor_critic import ActorCritic
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.actors import MLPActor, MLPCritic
 from canter.modules.build import build_pair
+from canter.utils.debug import NoHostSync
 
 torch.set_num_threads(1)
 
@@ -140,6 +141,30 @@ def collect():
             alg.compute_returns(critic_obs)
 
     return fill
+
+
+@pytest.fixture
+def run_without_waiting(collect):
+    """`run_without_waiting(alg, env)`: an iteration to make ready, then one that may not wait for the device."""
+
+    def run(alg, env):
+        collect(alg, env)
+        alg.update(0)  # constants go to the device and optimizer state is made here
+        obs, critic_obs = env.get_observations()
+        for _ in range(alg.rollout.num_transitions_per_env):
+            with NoHostSync():
+                actions = alg.act(obs, critic_obs)
+            record = env.step(actions)
+            with NoHostSync():
+                alg.process_step(record)
+            obs, critic_obs = record.obs, record.critic_obs
+        with NoHostSync():
+            alg.compute_returns(critic_obs)
+        for deal in alg.deal()[0]:  # a recurrent pass reads its trajectory counts once, here
+            with NoHostSync():
+                alg.learn_step(*deal)
+
+    return run
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from canter.algorithms.ppo import PPO
 from canter.algorithms.tppo import TPPO
 from canter.modules.all_mixer import AmpActorCritic, AmpActorCriticRecurrent
 from canter.storage.amp_rollout_storage import AmpRolloutStorage
-from canter.utils.debug import NoHostSync
 
 FRAMES, WIDTH = 2, 3
 DISCRIMINATOR = {"input_dim": 6, "style_reward_coef": 2.0, "hidden_dims": [8], "task_reward_lerp": 0.25}
@@ -448,23 +447,9 @@ def test_normaliser_and_optimizer_are_saved(make_appo, collect, snapshot, differ
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_acting_and_learning_never_wait_for_the_device(make_appo, collect, kind):
-    alg, env = make_appo(kind, num_mini_batches=2, schedule="adaptive", mimic_reward_coef=0.1)
-    collect(alg, env)
-    alg.update(0)
-    obs, critic_obs = env.get_observations()
-    for _ in range(6):
-        with NoHostSync():
-            actions = alg.act(obs, critic_obs)
-        record = env.step(actions)
-        with NoHostSync():
-            alg.process_step(record)
-        obs, critic_obs = record.obs, record.critic_obs
-    with NoHostSync():
-        alg.compute_returns(critic_obs)
-    for deal in alg.deal()[0]:
-        with NoHostSync():
-            alg.learn_step(*deal)
+def test_acting_and_learning_never_wait_for_the_device(make_appo, run_without_waiting, kind):
+    alg, env = make_appo(kind, execution="eager", num_mini_batches=2, schedule="adaptive", mimic_reward_coef=0.1)
+    run_without_waiting(alg, env)
 
 
 def test_the_config_of_a_run_reaches_the_algorithm(noise_env):

@@ -13,7 +13,6 @@ from canter.algorithms.ppo import PPO
 from canter.algorithms.tppo import TPPO, TPPOConfig
 from canter.modules.actor_critic import ActorCritic
 from canter.storage.action_label_rollout import ActionLabelRollout
-from canter.utils.debug import NoHostSync
 
 TEACHER = {"class_name": "ActorCritic", "num_actor_obs": 5, "num_critic_obs": 5, "num_actions": 2,
            "actor_hidden_dims": [4], "critic_hidden_dims": [4]}  # fmt: skip
@@ -481,25 +480,10 @@ def test_ppo_takes_no_transitions_from_a_dataset():
 
 
 @pytest.mark.parametrize("kind", ["mlp", "lstm", "gru"])
-def test_acting_and_learning_never_wait_for_the_device(make_tppo, collect, kind):
-    alg, env = make_tppo(
-        kind, num_mini_batches=2, schedule="adaptive", teacher_act_prob=0.5, hidden_state_resample_prob=0.5
-    )
-    collect(alg, env)
-    alg.update(0)
-    obs, critic_obs = env.get_observations()
-    for _ in range(6):
-        with NoHostSync():
-            actions = alg.act(obs, critic_obs)
-        record = env.step(actions)
-        with NoHostSync():
-            alg.process_step(record)
-        obs, critic_obs = record.obs, record.critic_obs
-    with NoHostSync():
-        alg.compute_returns(critic_obs)
-    for deal in alg.deal()[0]:
-        with NoHostSync():
-            alg.learn_step(*deal)
+def test_acting_and_learning_never_wait_for_the_device(make_tppo, run_without_waiting, kind):
+    settings = {"teacher_act_prob": 0.5, "hidden_state_resample_prob": 0.5, "execution": "eager"}
+    alg, env = make_tppo(kind, num_mini_batches=2, schedule="adaptive", **settings)
+    run_without_waiting(alg, env)
 
 
 @pytest.mark.parametrize("kind", ["mlp", "gru"])
