@@ -258,6 +258,9 @@ def test_shuffling_changes_the_order_and_keeps_the_set(record):  # row S27
     assert sorted(plain) == sorted(mixed)
     assert mixed == starts(play(dataset(directory, random_shuffle_traj_order=True, seed=1)), 0)
     assert mixed != starts(play(dataset(directory, random_shuffle_traj_order=True, seed=2)), 0)
+    for k in range(12):
+        os.utime(directory / f"trajectory_{k}", (50 - k, 50 - k))
+    assert mixed == starts(play(dataset(directory, random_shuffle_traj_order=True, seed=1)), 0)
 
 
 def test_the_latest_are_the_last_changed(record):  # row S26

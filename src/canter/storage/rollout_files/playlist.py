@@ -75,4 +75,6 @@ class Playlist:
 
     def _refill(self) -> None:
         usable = [i for i, trajectory in enumerate(self.trajectories) if self.library.is_usable(trajectory)]
-        self.unused = [int(i) for i in (self.rng.permutation(usable) if self.is_shuffled else usable)]
+        if self.is_shuffled:  # from the names on, so that a copy with other times is shuffled alike
+            usable = self.rng.permutation(sorted(usable, key=lambda i: str(self.trajectories[i].path))).tolist()
+        self.unused = usable
