@@ -83,3 +83,36 @@ def test_a_wrong_width_is_an_error_that_says_both(obs):
             call()
     with pytest.raises(ValueError, match=r"\['a'\] are 3 wide, but got 2"):
         layout.put(obs, ["a"], obs[:, :2])
+
+
+def test_a_dict_becomes_a_vector_in_the_order_of_the_segments():
+    layout = ObsLayout({"eye": (1, 2, 2), "leg": 2})
+    eye = torch.tensor([[[[0, 51], [102, 255]]]], dtype=torch.uint8)
+    flat = layout.flat({"leg": torch.tensor([[7.0, 8.0]]), "eye": eye})
+    torch.testing.assert_close(flat, torch.tensor([[0.0, 0.2, 0.4, 1.0, 7.0, 8.0]]))
+    assert layout.flat(flat) is flat
+    with pytest.raises(ValueError, match=r"has the parts \['leg'\], but its segments are \['eye', 'leg'\]"):
+        layout.flat({"leg": flat})
+
+
+def test_a_nested_dict_has_dotted_names():
+    layout = ObsLayout({"base.vel": 1, "joints": 2})
+    nested = {"joints": torch.tensor([[1.0, 2.0]]), "base": {"vel": torch.tensor([[0.0]])}}
+    assert layout.flat(nested).tolist() == [[0.0, 1.0, 2.0]]
+
+
+@pytest.mark.parametrize("lead", [(3,), (4, 3)])
+def test_a_bare_image_is_flattened_behind_any_leading_dimensions(lead):
+    layout = ObsLayout({"eye": (2, 3, 5)})
+    image = torch.randint(256, (*lead, 2, 3, 5), dtype=torch.uint8)
+    assert layout.flat(image).shape == (*lead, 30)
+    assert layout.flat(image).dtype == torch.float32
+    vectors = torch.randn(*lead, 30)
+    assert layout.flat(vectors) is vectors
+
+
+def test_layouts_of_what_a_stage_makes():
+    layout = ObsLayout({"a": 2, "b": (3, 2), "c": 1})
+    assert layout.resized({"b": (4,), "d": 5}).shapes == {"a": (2,), "b": (4,), "c": (1,), "d": (5,)}
+    assert layout.part(["c", "a"]).shapes == {"a": (2,), "c": (1,)}
+    assert layout.shapes == {"a": (2,), "b": (3, 2), "c": (1,)}
