@@ -4,9 +4,9 @@
     python benchmarks/cpu_training.py --sb3-python peer/bin/python
     python benchmarks/cpu_training.py --sb3-python peer/bin/python --train-seconds 60     # and what was learned by when
 
-"canter" runs as it is (`execution="auto"`), "compiled" with `execution="compile"`, which takes some seconds at the start
-of a run. Steps per second are of whole iterations: acting, stepping and learning. Every measurement is a process of its own,
-libraries take turns so that all see the same load, each is tried with one and with two threads of torch and shown
+"canter" runs as it is (`execution="auto"`), "compiled" with `execution="compile"`, which takes some seconds when a run
+begins. Steps per second are of whole iterations: acting, stepping and learning. Every measurement is a process of its
+own, libraries take turns so that all see the same load, each is tried with one and with two threads of torch and shown
 with what suits it best; figures are medians of the turns. Steps per second of processor time and of the fastest single
 iteration are shown beside, since they depend less on what else the machine does.
 

@@ -126,6 +126,92 @@ def time_rsl_rl(args, env):
     return summary(args, collect, learn, ready, None)
 
 
+def time_skrl(args, env):
+    """The agent stepped as skrl's sequential trainer steps it; value clipping and KL schedule as skrl has them."""
+    from skrl.agents.torch import ppo
+    from skrl.memories.torch import RandomMemory
+    from skrl.models.torch import DeterministicMixin, GaussianMixin, Model
+    from skrl.resources.preprocessors.torch import RunningStandardScaler
+    from skrl.resources.schedulers.torch import KLAdaptiveLR
+    from torch import nn
+
+    if args.recurrent:
+        raise ImportError("its recurrent models are not set up here")
+    spaces = {"observation_space": env.obs_space, "state_space": env.critic_obs_space, "action_space": env.action_space}
+
+    def layers(n_in, n_out):
+        sizes = [n_in, *args.hidden]
+        hidden = [part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), nn.ELU())]
+        return nn.Sequential(*hidden, nn.Linear(sizes[-1], n_out))
+
+    class Actor(GaussianMixin, Model):
+        def __init__(self):
+            Model.__init__(self, **spaces, device=env.device)
+            GaussianMixin.__init__(self)
+            self.net, self.log_std = layers(args.obs, args.actions), nn.Parameter(torch.zeros(args.actions))
+
+        def compute(self, inputs, role):
+            return self.net(inputs["observations"]), {"log_std": self.log_std}
+
+    class Critic(DeterministicMixin, Model):
+        def __init__(self):
+            Model.__init__(self, **spaces, device=env.device)
+            DeterministicMixin.__init__(self)
+            self.net = layers(args.critic_obs, 1)
+
+        def compute(self, inputs, role):
+            return self.net(inputs["states"]), {}
+
+    scaler = {f"{name}_preprocessor": RunningStandardScaler for name in ("observation", "state")}
+    sizes = {"observation": env.obs_space, "state": env.critic_obs_space}
+    scaler |= {f"{k}_preprocessor_kwargs": {"size": size, "device": env.device} for k, size in sizes.items()}
+    cfg = {
+        "rollouts": args.steps, "learning_epochs": args.epochs, "mini_batches": args.minibatches,
+        "discount_factor": 0.99, "gae_lambda": 0.95, "learning_rate": 1e-3, "learning_rate_scheduler": KLAdaptiveLR,
+        "learning_rate_scheduler_kwargs": {"kl_threshold": 0.01}, "grad_norm_clip": 1.0, "entropy_loss_scale": 0.01,
+        "value_loss_scale": 1.0, "time_limit_bootstrap": True, **scaler,
+        "experiment": {"write_interval": 0, "checkpoint_interval": 0},
+    }  # fmt: skip
+    torch.set_float32_matmul_precision("high" if args.precision != "fp32" else "highest")
+    memory = RandomMemory(memory_size=args.steps, num_envs=env.num_envs, device=env.device)
+    peer = ppo.PPO(models={"policy": Actor().to(env.device), "value": Critic().to(env.device)}, memory=memory, cfg=cfg,
+                device=env.device, **spaces)  # fmt: skip
+    peer.init()
+    peer.enable_training_mode(True)
+
+    def synced():
+        torch.cuda.synchronize() if env.device.type == "cuda" else None
+        return time.perf_counter()
+
+    def iteration():
+        obs, critic_obs = env.get_observations()
+        start = middle = synced()
+        for step in range(args.steps):
+            with torch.no_grad():
+                actions, _ = peer.act(obs, critic_obs, timestep=step, timesteps=args.steps)
+                record = env.step(actions)
+                peer.record_transition(
+                    observations=obs, states=critic_obs, actions=actions, rewards=record.reward.view(-1, 1).clone(),
+                    next_observations=record.obs, next_states=record.critic_obs,
+                    terminated=record.terminated.view(-1, 1), truncated=record.truncated.view(-1, 1), infos={},
+                    timestep=step, timesteps=args.steps,
+                )  # fmt: skip
+                obs, critic_obs = record.obs, record.critic_obs
+            if step == args.steps - 1:
+                middle = synced()
+            peer.post_interaction(timestep=step, timesteps=args.steps)
+        return (middle - start) * 1e3, (synced() - middle) * 1e3
+
+    begin = time.perf_counter()
+    for _ in range(min(args.warm_up, 3)):
+        iteration()
+    ready = time.perf_counter() - begin
+    rows = [iteration() for _ in range(args.iterations)]
+    torch.set_float32_matmul_precision("highest")
+    collect, learn = (statistics.median(column) for column in zip(*rows, strict=True))
+    return summary(args, collect, learn, ready, None)
+
+
 def gemm_floor(args, device, precision):
     """Milliseconds that the matrix products of one update take by themselves."""
     batch, total = args.envs * args.steps // args.minibatches, 0.0
@@ -168,7 +254,7 @@ def main():
     parser.add_argument("--rnn-type", default="lstm")
     parser.add_argument("--precision", default="tf32", help="what rsl_rl and the first canter rows use")
     parser.add_argument("--ours", nargs="*", default=["eager:tf32", "graph:tf32", "auto:tf32", "auto:bf16"])
-    parser.add_argument("--peers", nargs="*", default=["rsl_rl"])
+    parser.add_argument("--peers", nargs="*", default=["rsl_rl", "skrl"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -177,7 +263,7 @@ def main():
     for name in args.peers:
         fresh(device)
         with left_out_if_missing(name):
-            results[name] = {"rsl_rl": time_rsl_rl}[name](args, NullEnv(workload(args), device))
+            results[name] = {"rsl_rl": time_rsl_rl, "skrl": time_skrl}[name](args, NullEnv(workload(args), device))
     for variant in args.ours:
         execution, _, precision = variant.partition(":")
         fresh(device)
