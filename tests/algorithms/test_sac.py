@@ -53,13 +53,13 @@ def changed(before, after):
 @pytest.mark.parametrize("num_atoms", [1, 11])
 def test_each_loss_moves_only_its_own_parameters(kind, num_atoms):
     alg = run(make(kind, num_atoms=num_atoms), 10)
-    drawn = next(alg.batches(1))
+    drawn, noise = next(alg.batches(1)), torch.randn(16, 2)
     before = parts(alg)
-    alg.descend("critic_optimizer", alg.critic_loss(drawn)[0])
+    alg.descend("critic_optimizer", alg.critic_loss(drawn, noise)[0])
     assert changed(before, parts(alg)) == {"critics"}
     before = parts(alg)
     with frozen(alg.critics):
-        loss, _ = alg.actor_loss(drawn)
+        loss, _ = alg.actor_loss(drawn, noise)
     alg.descend("actor_optimizer", loss)
     assert changed(before, parts(alg)) == {"actor"}
     before = parts(alg)
@@ -74,7 +74,7 @@ def test_each_loss_moves_only_its_own_parameters(kind, num_atoms):
 def test_the_actor_s_loss_asks_for_no_gradient_of_the_critics():
     alg = run(make(), 10)
     with frozen(alg.critics):
-        loss, _ = alg.actor_loss(next(alg.batches(1)))
+        loss, _ = alg.actor_loss(next(alg.batches(1)), torch.randn(16, 2))
     loss.backward()
     assert all(p.grad is None or not p.grad.any() for p in alg.critics.parameters())
     assert any(p.grad is not None and p.grad.any() for p in alg.actor.parameters())
@@ -84,11 +84,9 @@ def test_the_actor_s_loss_asks_for_no_gradient_of_the_critics():
 @pytest.mark.parametrize("reduction", ["min", "mean"])
 def test_the_critics_learn_the_soft_target(reduction):
     alg = run(make(critic_reduction=reduction), 10)
-    drawn = next(alg.batches(1))
-    state = alg.generators["replay"].get_state()
-    _, stats = alg.critic_loss(drawn)
-    alg.generators["replay"].set_state(state)
-    actions, log_prob = alg._sample(drawn.next_obs, "replay")
+    drawn, noise = next(alg.batches(1)), torch.randn(16, 2)
+    _, stats = alg.critic_loss(drawn, noise)
+    actions, log_prob = alg.sample(drawn.next_obs, noise)
     out = alg.target.module(drawn.next_critic_obs, actions)
     value = out.amin(0) if reduction == "min" else out
     soft = value - 0.2 * log_prob

@@ -112,18 +112,18 @@ class ActorQAlgorithm(ActorQSettings, OffPolicyAlgorithm):
         return actions.clamp(self.action_bounds[0], self.action_bounds[1])
 
     # ------------------------------------------------------------------ learning
-    def next_actions(self, batch: ReplayBatch) -> tuple[Tensor, Tensor | float]:
-        """Actions in the states that follow, and what else they are worth."""
+    def next_actions(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Actions in the states that follow, and what else they are worth; `noise` (B, A) is standard normal."""
         raise NotImplementedError
 
-    def actor_loss(self, batch: ReplayBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def actor_loss(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """What the actor steps down, and what is known then."""
         raise NotImplementedError
 
-    def critic_loss(self, batch: ReplayBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def critic_loss(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The critics' loss, and what is known then."""
         with torch.no_grad(), self.executor.autocast():
-            actions, bonus = self.next_actions(batch)
+            actions, bonus = self.next_actions(batch, noise)
             out = self.target.module(batch.next_critic_obs, actions).float()
             left = batch.discounts * (1.0 - batch.dones)
             target = self.returns.target(out, batch.rewards, left, bonus, self.critic_reduction)
@@ -142,12 +142,15 @@ class ActorQAlgorithm(ActorQSettings, OffPolicyAlgorithm):
 
     def learn_step(self, batch: ReplayBatch, phase: int) -> None:
         """Critics, and every `policy_delay` steps the actor."""
-        loss, stats = self.critic_loss(batch)
+        # Drawn out here, since what draws from a generator cannot be compiled.
+        shape = (2, self.batch_size, self.action_bounds[0].numel())
+        noise = torch.randn(shape, generator=self.generators["replay"], device=self.device)
+        loss, stats = self.critic_loss(batch, noise[0])
         norm, skipped = self.descend("critic_optimizer", loss)
         self.meter.add({**stats, "critic_grad_norm": norm, "nonfinite_updates": skipped})
         if phase == self.policy_delay - 1:
             with frozen(self.critics):
-                loss, known = self.actor_loss(batch)
+                loss, known = self.actor_loss(batch, noise[1])
             self.slow_meter.add(self.learn_actor(loss, known))
 
     def learn_actor(self, loss: Tensor, known: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -51,24 +51,27 @@ class SAC(SACSettings, ActorQAlgorithm):
 
     def explore_step(self, obs: Obs) -> Tensor:
         """A sample of the policy."""
-        return self._sample(self.policy.obs_normalizer.normalize(obs), "action")[0]  # pyright: ignore[reportCallIssue]
+        with self.executor.autocast():
+            params = self.actor.get_params(self.policy.obs_normalizer.normalize(obs))  # pyright: ignore[reportCallIssue]
+        distribution = self.policy.distribution
+        return distribution.to_env(distribution.sample(params, self.generators["action"]))
 
-    def _sample(self, obs: Obs, purpose: str) -> tuple[Tensor, Tensor]:
+    def sample(self, obs: Obs, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Actions that carry the actor's gradient, and their log-probabilities (B,)."""
         with self.executor.autocast():
             params = self.actor.get_params(obs)
-        distribution: Any = self.policy.distribution
-        raw = distribution.rsample(params, self.generators[purpose])
+        distribution = self.policy.distribution
+        raw = torch.addcmul(params["mu"].float(), params["sigma"].float(), noise)
         return distribution.to_env(raw), distribution.log_prob(params, raw)
 
-    def next_actions(self, batch: ReplayBatch) -> tuple[Tensor, Tensor]:
+    def next_actions(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Samples, worth their entropy besides."""
-        actions, log_prob = self._sample(batch.next_obs, "replay")
+        actions, log_prob = self.sample(batch.next_obs, noise)
         return actions, -self.temperature.log_alpha.exp() * log_prob
 
-    def actor_loss(self, batch: ReplayBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def actor_loss(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """What an action's log-probability costs, less what the critics say it is worth."""
-        actions, log_prob = self._sample(batch.obs, "replay")
+        actions, log_prob = self.sample(batch.obs, noise)
         alpha = self.temperature.log_alpha.detach().exp()
         loss = (alpha * log_prob - self.value_of(batch, actions)).mean()
         return loss, {"log_prob": log_prob.detach().mean(), "alpha": alpha}

@@ -42,14 +42,13 @@ class TD3(TD3Settings, ActorQAlgorithm):
             params = actor.get_params(obs)  # pyright: ignore[reportCallIssue]
         return self.policy.distribution.to_env(params["mu"])
 
-    def next_actions(self, batch: ReplayBatch) -> tuple[Tensor, float]:
+    def next_actions(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, float]:
         """The target's actions, smoothed by bounded noise."""
         actions = self._actions(self.target_actor.module, batch.next_obs)
-        chance = torch.randn(actions.shape, generator=self.generators["replay"], device=self.device)
-        noise = (chance * self.target_noise).clamp(-self.target_noise_clip, self.target_noise_clip)
+        noise = (noise * self.target_noise).clamp(-self.target_noise_clip, self.target_noise_clip)
         return self.bounded(torch.addcmul(actions, noise, self.action_bounds[2])), 0.0
 
-    def actor_loss(self, batch: ReplayBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def actor_loss(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """What the first critic says against the policy's actions."""
         actions = self._actions(self.actor, batch.obs)
         with self.executor.autocast():
