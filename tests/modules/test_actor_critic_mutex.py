@@ -92,6 +92,7 @@ def test_a_run_of_ours_is_loaded_with_its_normalisers(tmp_path):
     info = {"control": {"action_scale": [0.25, 0.5]}}
     runner = OnPolicyRunner(PointRobot(4), cfg, tmp_path, device="cpu", run_info=info, show_progress=False)
     runner.learn(2)
+    runner.close()
     mutex = build_actor_critic(PointRobot(4), "ActorCriticMutex", {"sub_policy_paths": [str(tmp_path)]})
     (sub,) = mutex.submodules
     assert type(sub) is ActorCriticRecurrent
