@@ -82,11 +82,12 @@ def trajectory_folders(directory: Path) -> list[tuple[int, Path]]:
 def find_trajectory(folder: Path) -> tuple[Trajectory | None, list[TrajectoryFileError]]:
     """The trajectory in a folder, None where there is no usable one, and what is wrong with its files."""
     named, bad = [], []
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith("."):
+    for name in sorted(os.listdir(folder)):
+        if name.startswith("."):
             continue  # temporary files, and what file managers leave
+        path = folder / name
         try:
-            named.append((*get_frame_range(path.name), path))
+            named.append((*get_frame_range(name), path))
         except ValueError:
             bad.append(TrajectoryFileError(path, "is no trajectory file: its name is not traj_<start>_<end>" + SUFFIX))
     position, chunks = 0, []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import zlib
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from canter.utils.files import atomic_write
 
 FORMAT, VERSION, SUFFIX = "canter-trajectory", 1, ".safetensors"
 MAX_HEADER = 1 << 20
+_PROBE = 1 << 12
 _NO_CRC = "0" * 8
 _CRC = re.compile(rb'"crc32"\s*:\s*"([0-9a-f]{8})"')
 _NAME = re.compile(r"traj_([0-9]{1,18})_([0-9]{1,18})\.(safetensors|pickle|pkl)")
@@ -107,7 +109,9 @@ def write_chunk(folder: Path, arrays: Mapping[str, np.ndarray], start: int, ende
 
 def read_chunk(path: Path) -> Chunk:
     """The whole content of a file, every byte of it checked."""
-    data = np.fromfile(path, np.uint8).data
+    with open(path, "rb", buffering=0) as file:
+        data = memoryview(bytearray(os.fstat(file.fileno()).st_size))
+        data = data[: file.readinto(data)]
     info = _info(path, _header(path, data), len(data))
     place = _crc_place(data)
     crc = zlib.crc32(data[place + 8 :], zlib.crc32(_NO_CRC.encode(), zlib.crc32(data[:place])))
@@ -122,11 +126,13 @@ def read_chunk(path: Path) -> Chunk:
 
 def peek_chunk(path: Path) -> ChunkInfo:
     """A file's header, checked against the file's size; its content is not read."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        rest = file.read(min(int.from_bytes(start, "little"), MAX_HEADER))
-    return _info(path, _header(path, memoryview(start + rest), size), size)
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        start = file.read(_PROBE)  # most headers are shorter
+        length = min(8 + int.from_bytes(start[:8], "little"), 8 + MAX_HEADER)
+        if length > len(start):
+            start += file.read(length - len(start))
+    return _info(path, _header(path, memoryview(start), size), size)
 
 
 def _header(path: Path, data: memoryview, size: int | None = None) -> dict[str, Any]:
