@@ -47,14 +47,24 @@ class Executor:
         self.compiles = execution == "compile" or (is_cuda and execution == "auto" and has_triton())
         self.generators: list[torch.Generator] = []
         """Streams that captured functions draw from."""
-        self.constants: Any = ()
-        """Numbers that functions read from elsewhere; a graph serves only those it was captured with."""
+        self.known_constants: dict[Any, int] = {}
+        self.constants = ()
         self.graphs: dict[Any, Graph | Tape] = {}
         self.calls: dict[Any, int] = {}
         self.captured: dict[str, int] = {}
         self.eager_only: set[str] = set()
         self.results: dict[int, Graph] = {}
         self.owned: set[int] = set()
+
+    @property
+    def constants(self) -> Any:
+        """Numbers that functions read from elsewhere; a graph serves only those it was captured with."""
+        return self._constants
+
+    @constants.setter
+    def constants(self, constants: Any) -> None:
+        self._constants = constants
+        self.era = self.known_constants.setdefault(constants, len(self.known_constants))  # a number is hashed faster
 
     def compile(self, fn: Callable[..., T]) -> Callable[..., T]:
         """The function compiled, where that is on; a recording is compiled as a whole instead."""
@@ -66,7 +76,7 @@ class Executor:
             with self.precisely():
                 return fn(*args)
         leaves: list[Tensor] = []
-        signature = (name, self._describe(args, leaves), self.constants, torch.is_inference_mode_enabled())
+        signature = (name, self._describe(args, leaves), self.era, torch.is_inference_mode_enabled())
         graph = self.graphs.get(signature)
         if graph is not None:
             return graph.replay(leaves)
