@@ -169,7 +169,7 @@ def measure(args, library, task, threads, seconds, seed, record=False):
 
 def libraries(args, task):
     """Those to measure."""
-    wanted = [name for name in WORKERS if name != "sb3" or args.sb3_python]
+    wanted = [name for name in args.libraries if name != "sb3" or args.sb3_python]
     return [name for name in wanted if "EnvPool" not in name or task in args.envpool]
 
 
@@ -224,6 +224,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sb3-python", help="the Python of an environment with Stable-Baselines3; left out if absent")
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--libraries", nargs="*", default=list(WORKERS), choices=list(WORKERS))
     parser.add_argument("--envpool", nargs="*", default=["HalfCheetah-v5"], help="tasks to run with EnvPool as well")
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2], help="threads of torch to try")
     parser.add_argument("--seconds", type=float, default=5.0, help="length of one measurement")
