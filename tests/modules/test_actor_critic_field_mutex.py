@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from canter.algorithms.teacher import Teacher
 from canter.modules.actor_critic_field_mutex import ActorCriticClimbMutex, ActorCriticFieldMutex
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.runners.evaluation import InferencePolicy
@@ -206,6 +207,18 @@ def test_the_pure_and_the_stateful_calls_agree(recurrent_paths, length):
         torch.testing.assert_close(stateful.act_inference(obs), pure(obs))
         dones = torch.rand(4) < 0.3
         stateful.reset(dones)
+        pure.reset(dones)
+
+
+def test_it_can_be_a_teacher_whose_state_is_written_in_place(recurrent_paths):
+    settings = {"action_smoothing_buffer_len": 3, "cmd_vel_mapping": {1: 0.5}}
+    teacher, pure = Teacher([made(recurrent_paths, **settings)]), InferencePolicy(made(recurrent_paths, **settings))
+    teacher.begin(4)
+    for t in range(8):
+        obs = runs.observation([(t // 2 + n) % 3 for n in range(4)])
+        torch.testing.assert_close(teacher.label(obs, torch.Generator()), pure(obs))
+        dones = torch.tensor([t == 3, False, t == 5, False])
+        teacher.reset(dones)
         pure.reset(dones)
 
 

@@ -37,7 +37,7 @@ class Velocities(Carried):
 
     def zero_state(self, num_envs: int) -> Tensor:
         """What was drawn for everybody."""
-        return self.for_all.to(self.policy.velocity_low.device).expand(num_envs, *self.state_shape)
+        return self.for_all.to(self.policy.velocity_low.device).repeat(num_envs, 1, 1, 1)
 
     def draw(self, num_envs: int) -> Tensor:
         """One velocity per environment and sub-policy."""
