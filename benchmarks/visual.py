@@ -74,19 +74,14 @@ def configuration(task, policy, seed, iterations):
         "visual_kwargs": encoder,
     }
     settings |= {"actor_hidden_dims": [64], "critic_hidden_dims": [64], "init_noise_std": 0.6}
+    defaults = {"num_mini_batches": 4, "learning_rate": 1e-3, "schedule": "adaptive", "max_grad_norm": 0.5}
     if policy == "recurrent":
-        settings |= {"class_name": "VisualActorCriticRecurrent", "rnn_hidden_size": 64}
+        settings |= {"class_name": "VisualActorCriticRecurrent", "rnn_type": "gru", "rnn_hidden_size": 64}
+        defaults |= {"num_mini_batches": 8, "learning_rate": 1.5e-3, "schedule": "fixed"}
     else:
         settings |= {"class_name": "VisualActorCritic"}
-    algorithm = {
-        "num_mini_batches": 4,
-        "learning_rate": 1e-3,
-        "schedule": "adaptive",
-        "max_grad_norm": 0.5,
-        **algorithm,
-    }
     run = {"num_steps_per_env": num_steps, "seed": seed, "max_iterations": iterations}
-    return run | {"policy": settings, "algorithm": algorithm, "save_interval": 0, "log_interval": 0}
+    return run | {"policy": settings, "algorithm": defaults | algorithm, "save_interval": 0, "log_interval": 0}
 
 
 def train(task, policy, seed, steps, workers):
