@@ -84,7 +84,7 @@ def test_motion_notices_velocities_that_are_not_derivatives(tmp_path, capsys):
 
 
 # ------------------------------------------------------------------ dagger
-DAGGER = ["--num-envs", "2", "--num-steps-per-env", "8", "--keep-latest", "2", "--algorithm"]
+DAGGER = ["--num-envs", "2", "--num-steps-per-env", "8", "--algorithm"]
 DAGGER += ["{num_mini_batches: 2}"]
 
 

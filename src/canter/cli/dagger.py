@@ -26,6 +26,7 @@ from canter.cli.options import parse
 from canter.cli.runs import SavedRun, find_checkpoint, limit_threads, load_policy, open_env, open_runner, read_run
 from canter.runners import Runner
 from canter.runners.dagger_saver import CONFIG_NAMES, DaggerSaver
+from canter.storage.rollout_files.catalog import find_trajectory, trajectory_folders
 from canter.utils.checkpoint import find_checkpoints, newest_valid_checkpoint
 
 ROLES = ("both", "collect", "train")
@@ -63,8 +64,8 @@ class DaggerOptions:
     """Settings of the student's policy, as YAML, over those of the teacher's."""
     algorithm: dict[str, Any] | None = None
     """Settings of TPPO, as YAML: {learning_rate: 3e-4, distill_target: mse_sum}."""
-    keep_latest: int = 64
-    """Learn from so many of the newest trajectories; begins when there are as many."""
+    keep_latest: int = 0
+    """Learn from so many of the newest trajectories, and begin when there are as many; 0 learns from all there are."""
     max_steps: float = 1e12
     """The collector stops after so many steps."""
     eval_episodes: int = 10
@@ -78,7 +79,7 @@ class DaggerOptions:
 def main(args: Sequence[str]) -> int:
     """Play the role, or both."""
     options: DaggerOptions = parse(DaggerOptions, args, "canter dagger")
-    for name in ("num_envs", "num_steps_per_env", "iterations", "keep_latest"):
+    for name in ("num_envs", "num_steps_per_env", "iterations"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     teacher = read_run(options.teacher)
@@ -89,20 +90,20 @@ def main(args: Sequence[str]) -> int:
     elif options.role == "train":
         train_from(options, teacher)
     else:
-        with collector(list(args), options.run):
-            train_from(options, teacher)
+        with collector(list(args), options.run) as process:
+            train_from(options, teacher, process)
     return 0
 
 
 @contextmanager
-def collector(args: list[str], run: Path) -> Iterator[None]:
+def collector(args: list[str], run: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A collector in a process of its own, while the trainer needs it; what it says goes to <run>/collector.log."""
     run.mkdir(parents=True, exist_ok=True)
     with (run / "collector.log").open("a") as log:
         command = [sys.executable, "-m", "canter.cli", "dagger", *args, "--role", "collect"]
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            yield
+            yield process
         finally:
             process.terminate()  # it saves what it has and ends
             process.wait()
@@ -153,8 +154,8 @@ def number_or_name(text: str) -> str | float:
 
 
 # ---------------------------------------------------------------------- training
-def train_from(options: DaggerOptions, teacher: SavedRun) -> None:
-    """Learn from the newest trajectories, saving as it goes; continue the run if there is one."""
+def train_from(options: DaggerOptions, teacher: SavedRun, source: subprocess.Popen[bytes] | None = None) -> None:
+    """Learn from the trajectories, saving as it goes; continue the run if there is one."""
     assert options.run is not None
     config_path = options.run / "config.yaml"
     is_new = not config_path.is_file()
@@ -167,9 +168,25 @@ def train_from(options: DaggerOptions, teacher: SavedRun) -> None:
             runner.load(newest_valid_checkpoint(options.run))
         runner.init_writer()
     limit_threads(runner, None)
+    wait_for_data(options, source)
     runner.learn(max(0, options.iterations - runner.iteration))
     report(runner, options)
     runner.close()
+
+
+def wait_for_data(options: DaggerOptions, source: subprocess.Popen[bytes] | None) -> None:
+    """One trajectory for every stream, however short, before the first step."""
+    assert options.data is not None
+    while count_trajectories(options.data) < options.num_envs:
+        if source is not None and source.poll() is not None:
+            raise UserError(f"the collector has ended; {options.run}/collector.log says why")
+        time.sleep(0.1)
+
+
+def count_trajectories(data: Path) -> int:
+    """How many there are to read."""
+    folders = trajectory_folders(data) if data.is_dir() else []
+    return sum(find_trajectory(folder)[0] is not None for _, folder in folders)
 
 
 def student_config(options: DaggerOptions, teacher: SavedRun) -> dict[str, Any]:
