@@ -82,9 +82,9 @@ def learn(runner, args):
     total = -(-args.steps // runner.steps_per_iteration())
     runner.cfg.max_iterations = total
     curve, spent = [], 0.0
-    for point in range(1, POINTS + 1):
+    for end in sorted({total * point // POINTS for point in range(1, POINTS + 1)} - {0}):
         begin = time.perf_counter()
-        history = runner.learn(total * point // POINTS - runner.iteration).history
+        history = runner.learn(end - runner.iteration).history
         spent += time.perf_counter() - begin
         speed = forward_speed(runner, args.seed + 1000)
         curve.append([runner.tot_timesteps, round(spent), round(speed, 3)])

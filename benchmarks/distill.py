@@ -69,9 +69,9 @@ def train(arm, args):
     directory = args.teacher if arm == "teacher" else None
     runner = OnPolicyRunner(env, cfg, directory, "cpu", eval_env=judge, show_progress=False)
     curve, spent = [], 0.0
-    for point in range(1, POINTS + 1):
+    for end in sorted({cfg["max_iterations"] * point // POINTS for point in range(1, POINTS + 1)} - {0}):
         begin = time.perf_counter()
-        runner.learn(cfg["max_iterations"] * point // POINTS - runner.iteration)
+        runner.learn(end - runner.iteration)
         spent += time.perf_counter() - begin
         score = runner.eval(EPISODES)["eval/mean_reward"]
         curve.append([runner.tot_timesteps, round(spent), round(score, 1)])

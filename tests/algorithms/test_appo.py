@@ -370,6 +370,8 @@ def test_a_discriminator_that_is_too_good_is_updated_less_often(make_appo, colle
             collect(alg, env)
             _, stats = alg.update(iteration)
         shares[limit] = stats["amp/updates"]
+        taken = alg.prior.optimizer.state_dict()["state"][0]["step"].item()
+        assert taken == 30 * 8 if limit == 1.0 else 30 * 8 * 0.25 < taken < 30 * 8 * 0.6
         assert stats["amp/accuracy"] == 1.0
     assert shares == {0.9: 0.25, 1.0: 1.0}
 
