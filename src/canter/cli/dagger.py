@@ -56,8 +56,8 @@ class DaggerOptions:
     """Chance that the teacher drives: exp, linear, tanh, or a number."""
     update_times_scale: float = 50
     """Iterations over which that chance falls."""
-    noise_std: float = 0.0
-    """Noise of the student's actions while collecting; its own if 0."""
+    noise_std: float = 0.1
+    """Noise of the student's actions while collecting; its own, which imitation does not learn, if 0."""
     critic_obs: bool = False
     """The teacher sees the critic's observation."""
     policy: dict[str, Any] | None = None
