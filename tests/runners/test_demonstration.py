@@ -308,3 +308,20 @@ def test_methods_can_be_called_one_by_one(saver, tmp_path):
         assert torch.equal(rewards, obs[:, 1] + 2 * dones)
     one.close()
     assert sum(len(w["rewards"]) for w in trajectories(tmp_path / "demos").values()) == 6
+
+
+def test_images_that_are_bytes_stay_bytes(tmp_path):
+    from canter.envs.torch_envs import ImageReach
+
+    env = ImageReach(3, seed=1)
+    player = Player()
+    player._act = lambda name, obs: torch.zeros(len(obs), 2)
+    with DemonstrationSaver(env, player, tmp_path, 4, show_progress=False) as one:
+        one.obs, one.critic_obs = env.reset()
+        first = one.obs.clone()
+        for i in range(4):
+            one.collect_step(i)
+    for k in range(3):
+        saved = read_trajectory(tmp_path / f"trajectory_{k}")["observations"]
+        assert saved.dtype == np.uint8
+        np.testing.assert_array_equal(saved[0], first[k].numpy())
