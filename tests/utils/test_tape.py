@@ -243,6 +243,14 @@ def test_first_calls_and_the_recorded_one_count_once_each():
         assert executor.run("add", lambda x: total.add_(x.sum()) * 1.0, torch.ones(2)) == 2.0 * (k + 1)
 
 
+def test_functions_that_torch_wraps_in_python_are_called_as_operations():
+    with torch.inference_mode():  # where what is composed of others arrives as a whole
+        tape, _ = record(
+            lambda x, y: torch.broadcast_tensors(x, y)[0] + torch.einsum("ij,jk->ik", y, y), *torch.ones(2, 3, 3)
+        )
+        assert tape.replay([torch.full((3, 3), 2.0), torch.ones(3, 3)])[0].tolist() == [5, 5, 5]
+
+
 def test_equal_numbers_of_another_kind_are_not_the_same():
     x = torch.ones(1)
     assert same((x, [1, 2.0]), (x, [1, 2.0]))

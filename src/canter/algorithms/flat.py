@@ -28,7 +28,8 @@ class FlatParameters:
         if len(present) < len(self.grads):
             self.vector.grad.zero_()
         if present:
-            torch._foreach_copy_(*map(list, zip(*present, strict=True)))
+            mine, given = zip(*present, strict=True)
+            torch._foreach_copy_(list(mine), list(given))  # pyright: ignore[reportPrivateImportUsage]
         for p, grad in zip(self.parameters, self.grads, strict=True):
             p.grad = grad
 

@@ -8,6 +8,7 @@ operation below autograd is noted (a backward pass is operations like any other)
 from __future__ import annotations
 
 import operator
+import types
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ aten = torch.ops.aten
 TOO_LONG = "it is too long"
 LONGEST = 3000  # operations; of more, recording and compiling the code cost more than they save
 WORTH_COMPILING = 800  # operations; a scan over the steps of a rollout is longer, and compilers take minutes for it
+BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType)  # torch wraps some of its functions in Python
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 UNFIT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 # What these return depends on the shape of their argument alone.
@@ -111,7 +113,7 @@ class Recorder(TorchDispatchMode):
             return type(value)([self.place(part) for part in value])
         return self.places.get(id(value)) or self._note(value, self.notes.hold(value))
 
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and note it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -156,7 +158,7 @@ class Probe(TorchDispatchMode):
         super().__init__()
         self.result, self.seen = result, None
 
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note the arrival, and give the known result."""
         self.seen = (func, args, kwargs or {})
         return self.result
@@ -168,9 +170,9 @@ def quick_call(func: OpOverload, args: Any, kwargs: Any, result: Any) -> Callabl
     Whether it does for these arguments is tried, since names are overloaded.
     """
     name = func._schema.name.partition("::")[2]
-    for home in (torch._C._VariableFunctions, torch._C.TensorBase):  # pyright: ignore[reportAttributeAccessIssue]
+    for home in (torch, torch._C.TensorBase):
         call = getattr(home, name, None)
-        if call is None or name.startswith("__"):  # which generated code cannot name
+        if not isinstance(call, BUILT_IN) or name.startswith("__"):  # which generated code cannot name
             continue
         try:
             with Probe(result) as probe:
