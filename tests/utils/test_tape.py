@@ -251,6 +251,12 @@ def test_functions_that_torch_wraps_in_python_are_called_as_operations():
         assert tape.replay([torch.full((3, 3), 2.0), torch.ones(3, 3)])[0].tolist() == [5, 5, 5]
 
 
+def test_methods_that_torch_wraps_in_python_are_called_as_operations():
+    with torch.inference_mode():
+        tape, _ = record(lambda x: x.split([1, 2])[1] + x.norm() + x.unflatten(0, (3,)).sum(), torch.ones(3))
+        assert tape.replay([torch.zeros(3)]).tolist() == [0, 0]
+
+
 def test_equal_numbers_of_another_kind_are_not_the_same():
     x = torch.ones(1)
     assert same((x, [1, 2.0]), (x, [1, 2.0]))

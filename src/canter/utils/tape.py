@@ -170,7 +170,7 @@ def quick_call(func: OpOverload, args: Any, kwargs: Any, result: Any) -> Callabl
     Whether it does for these arguments is tried, since names are overloaded.
     """
     name = func._schema.name.partition("::")[2]
-    for home in (torch, torch._C.TensorBase):
+    for home in (torch, Tensor):
         call = getattr(home, name, None)
         if not isinstance(call, BUILT_IN) or name.startswith("__"):  # which generated code cannot name
             continue
