@@ -286,6 +286,27 @@ def test_no_stored_step_spans_an_evaluation_that_resets():
     assert ((windows.next_obs - windows.obs)[:, 0] == (windows.discounts.log2().abs())).all()
 
 
+@pytest.mark.parametrize(("ends", "gives_final"), [("truncated", True), ("truncated", False), ("terminated", True)])
+def test_what_follows_an_end_is_stored_as_the_environment_tells_it(ends, gives_final):  # rows S19, L28
+    class Ending(Counting):
+        def step(self, actions):
+            record = super().step(actions)
+            if ends == "terminated":
+                record = record._replace(terminated=record.truncated, truncated=record.terminated)
+            return record if gives_final else record._replace(final_obs=None, final_critic_obs=None)
+
+    runner = make("dqn", Ending())
+    runner.learn(30)
+    buffer = runner.alg.replay
+    batch = buffer.take(buffer.data["order"][:30].long(), 0, 1, 0.9)
+    is_last = batch.obs[:, 0] == 8
+    assert is_last.sum() == 3
+    assert torch.equal(batch.dones.bool(), is_last & torch.tensor(ends == "terminated" or not gives_final))
+    assert (batch.next_obs[~is_last] - batch.obs[~is_last] == 1).all()
+    if gives_final:
+        assert (batch.next_obs[is_last] == 9).all()
+
+
 def test_evaluation_changes_nothing_that_learns(differing, snapshot):
     runner = make("sac")
     runner.learn(30)

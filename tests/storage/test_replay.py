@@ -204,6 +204,22 @@ def test_windows_equal_brute_force_with_the_head_at_every_position(n_step, num_e
     assert min(buffer.size) >= 4
 
 
+def test_a_step_that_was_none_changes_nothing():
+    buffer = TransitionReplayBuffer(8, (1,), num_envs=2, has_invalid_steps=True)
+    no, yes = torch.zeros(2, dtype=torch.bool), torch.ones(2, dtype=torch.bool)
+    for t in range(9):
+        obs = torch.full((2, 1), float(t))
+        buffer.add(obs, torch.zeros(2), torch.ones(2), obs + 1, no, valid=yes)
+    before = buffer.state_dict()
+    other = torch.full((2, 1), 77.0)
+    buffer.add(other, torch.ones(2), torch.full((2,), 5.0), other, yes, truncated=yes, valid=no)
+    after = buffer.state_dict()
+    for name in ("head", "count", "size"):
+        assert torch.equal(before[name], after[name]), name
+    for name in before["data"]:
+        assert torch.equal(before["data"][name], after["data"][name]), name
+
+
 def test_sampling_is_uniform_over_what_is_stored():
     steps = history(3, 25)
     buffer = TransitionReplayBuffer(36, (3,), num_envs=3)
