@@ -77,7 +77,7 @@ def configuration(task, policy, seed, iterations):
     defaults = {"num_mini_batches": 4, "learning_rate": 1e-3, "schedule": "adaptive", "max_grad_norm": 0.5}
     if policy == "recurrent":
         settings |= {"class_name": "VisualActorCriticRecurrent", "rnn_type": "gru", "rnn_hidden_size": 64}
-        defaults |= {"num_mini_batches": 8, "learning_rate": 1.5e-3, "schedule": "fixed"}
+        defaults |= {"num_mini_batches": 8, "learning_rate": 1e-3, "schedule": "linear"}
     else:
         settings |= {"class_name": "VisualActorCritic"}
     run = {"num_steps_per_env": num_steps, "seed": seed, "max_iterations": iterations}
