@@ -257,6 +257,9 @@ def massive(args):
 
     results = {}
     for algo in args.algos:
+        if args.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         env, judge = (TORCH_ENVS[args.env](n, args.device, seed=args.seed) for n in (args.envs, 64))
         if algo == "ppo":
             cfg = {**load_preset("default"), "num_steps_per_env": 24, "seed": args.seed, "log_interval": 0}
