@@ -34,6 +34,7 @@ IMITATION = {
 GUIDED = {
     "class_name": "TPPO",
     "teacher_act_prob": 0.0,
+    "learning_rate": 1e-3,
     "distill_target": "mse_sum",
     "distillation_loss_coef": "linear",
 }
