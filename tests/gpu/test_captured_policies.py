@@ -11,6 +11,12 @@ from canter.runners import OnPolicyRunner
 pytestmark = pytest.mark.gpu
 
 
+@pytest.fixture(autouse=True)
+def fixed_order(monkeypatch):
+    """The gradients of a convolution are otherwise summed in another order every time."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
 def trained(case, execution):
     env = KitEnv(num_envs=32, device="cuda", seed=1, max_episode_length=7)
     settings = {"execution": execution, "precision": "fp32", "schedule": "adaptive", "empirical_normalization": True}
