@@ -311,7 +311,7 @@ def test_a_compiled_recording_computes_the_same_to_rounding():
 
 
 def test_what_cannot_be_compiled_is_replayed_uncompiled_with_one_message(monkeypatch):
-    def refuse(*args):
+    def refuse(*args, **kwargs):
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(torch._inductor, "compile", refuse, raising=False)
