@@ -107,7 +107,7 @@ class PPOSettings:
     rnd_cfg: dict[str, Any] | None = None
     """Random network distillation; off if None."""
     execution: str = "auto"
-    """How hot functions run: "eager", "graph" (CUDA graphs; recordings on a CPU), "compile" (compiled too), or "auto"."""
+    """How hot functions run: "eager", "graph" (CUDA graphs; on a CPU recordings), "compile" (compiled too), "auto"."""
     precision: str = "tf32"
     """Of matrix products on a GPU: "tf32", "fp32" or "bf16"; weights, log-probabilities and losses stay float32."""
 
