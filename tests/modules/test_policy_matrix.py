@@ -15,7 +15,6 @@ from canter.modules.build import POLICIES, build_actor_critic
 from canter.storage.trajectories import Trajectories, episode_starts, start_positions, trajectory_index
 from canter.utils.checkpoint import load_checkpoint, save_checkpoint
 from canter.utils.config import setting_names
-from canter.utils.debug import NoHostSync
 
 GOLDEN = Path(__file__).parent / "policy_keys.json"
 UNTRAINED = ("discriminator",)  # learned by APPO alone
@@ -87,24 +86,9 @@ def test_learning_sees_what_collecting_saw_and_teaches_every_part(case, collect)
 
 
 @presets
-def test_acting_and_learning_never_wait_for_the_device(case, collect):
+def test_acting_and_learning_never_wait_for_the_device(case, run_without_waiting):
     env = KitEnv()
-    alg = build_algorithm(case, env, empirical_normalization=True, schedule="adaptive")
-    collect(alg, env)
-    alg.update(0)  # constants go to the device and optimizer state is made here
-    obs, critic_obs = env.get_observations()
-    for _ in range(6):
-        with NoHostSync():
-            actions = alg.act(obs, critic_obs)
-        record = env.step(actions)
-        with NoHostSync():
-            alg.process_step(record)
-        obs, critic_obs = record.obs, record.critic_obs
-    with NoHostSync():
-        alg.compute_returns(critic_obs)
-    for deal in alg.deal()[0]:
-        with NoHostSync():
-            alg.learn_step(*deal)
+    run_without_waiting(build_algorithm(case, env, empirical_normalization=True, schedule="adaptive"), env)
 
 
 @presets

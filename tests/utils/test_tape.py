@@ -282,6 +282,19 @@ def test_parts_put_draws_first_and_writes_last():
     assert named == {"randn": 0, "add_": 2, "mul": 2, "exp": 1}
 
 
+def test_views_that_only_writes_look_at_are_taken_beside_them():
+    table = torch.zeros(1, 6)
+    recorder = Recorder([torch.ones(2, 3), torch.ones(2, 3)])
+    with recorder:
+        x, y = recorder.kept[:2]
+        table.copy_(x.view(1, 6))
+        z = y.view(3, 2) * 2
+    recorder.notes.graph.output((recorder.place(z),))
+    simplify(recorder.notes)
+    parts, _ = split(recorder.notes)
+    assert [part for node, part in parts.items() if "view" in str(node.target)] == [2, 1]
+
+
 @pytest.mark.slow
 def test_a_compiled_recording_computes_the_same_to_rounding():
     torch.manual_seed(0)

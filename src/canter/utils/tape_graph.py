@@ -220,6 +220,10 @@ def split(notes: Notes) -> tuple[dict[fx.Node, int], list[fx.Node]]:
             parts[node] = 0 if least == 0 else 2
         else:
             parts[node] = least if node.target is operator.getitem else max(least, 1)
+    # What only the last part looks at from another side is turned there: kernels that return views are slow to call.
+    for node in reversed(list(parts)):
+        if parts[node] == 1 and is_view(node) and not memory.is_written(node):
+            parts[node] = min([parts.get(user, 2) for user in node.users], default=1)
     later = {node: [2 if user.op == "output" else parts[user] for user in node.users] for node in parts}
     return parts, [node for node, users in later.items() if users and max(users) > parts[node]]
 
