@@ -29,8 +29,9 @@ POINTS, EPISODES = 25, 10
 STUDENT = {"class_name": "ActorCriticRecurrent", "rnn_type": "lstm", "rnn_hidden_size": 64}
 IMITATION = {
     "class_name": "TPPO", "using_ppo": False, "distill_target": "mse_sum", "teacher_act_prob": "linear",
-    "learning_rate": 1e-3, "schedule": "linear", "num_learning_epochs": 5, "buffer_dilation_ratio": 4.0,
+    "learning_rate": 5e-4, "schedule": "linear", "num_learning_epochs": 5, "buffer_dilation_ratio": 4.0,
 }  # fmt: skip
+QUIET = {"init_noise_std": 0.05}  # imitation does not learn the noise, and the student is judged without it
 GUIDED = {
     "class_name": "TPPO",
     "teacher_act_prob": 0.0,
@@ -54,7 +55,7 @@ def configuration(arm, args):
         arm != "teacher"
     ):  # minibatches are made of whole environments: as many steps as without memory, but more of those
         cfg |= {"num_envs": 32, "num_steps_per_env": 64}
-        cfg["policy"] |= STUDENT
+        cfg["policy"] |= STUDENT | (QUIET if arm == "dagger" else {})
         cfg["algorithm"] |= {"num_mini_batches": 4, **ARMS[arm]}
     total = -(-args.steps // (cfg["num_steps_per_env"] * cfg["num_envs"]))
     if arm in ("dagger", "tppo"):

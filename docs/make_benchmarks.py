@@ -73,6 +73,32 @@ def iteration() -> None:
     figure.savefig(ASSETS / "iteration.png", dpi=110)
 
 
+def curves(name: str, panels: list[str], label: str, key: str = "task") -> None:
+    """One panel for each task: the curve of every arm and seed, from [steps, seconds, value] rows."""
+    runs = [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+    figure, axes = plt.subplots(1, len(panels), figsize=(6.2 * len(panels), 3.8), constrained_layout=True, squeeze=False)
+    for axis, panel in zip(axes.flat, panels, strict=True):
+        shown = [run for run in runs if run[key] == panel and run.get("curve")]
+        colours = dict(zip(dict.fromkeys(run["arm"] for run in shown), plt.cm.tab10.colors, strict=False))
+        for run in shown:
+            steps, _, values = np.array(run["curve"]).T
+            first = run is next(other for other in shown if other["arm"] == run["arm"])
+            axis.plot(steps / 1e3, values, color=colours[run["arm"]], label=run["arm"] if first else None, linewidth=1.6)
+        for run in runs:
+            if run[key] == panel and run["arm"] in ("teacher", "expert"):
+                axis.axhline(run.get("eval", run.get("speed")), color=GREY, linestyle="--", linewidth=1, label=run["arm"])
+        axis.set_title(panel, fontsize=11)
+        axis.set_xlabel("thousand steps")
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, fontsize=8)
+    figure.savefig(ASSETS / f"{name}.png", dpi=110)
+
+
 if __name__ == "__main__":
     learning()
     iteration()
+    curves("estimation", ["HalfCheetah-v5"], "return")
+    curves("distill", ["HalfCheetah-v5", "Hopper-v5"], "return of 10 episodes without noise")
+    curves("amp", ["HalfCheetah-v5"], "forward speed, m/s")

@@ -61,7 +61,11 @@ def train_one(options: TrainOptions[Any, Any], config: dict[str, Any]) -> tuple[
     with new_directory(path):
         runner = open_runner(config, path, eval_episodes=config["eval_episodes"])
         with user_errors():
-            runner.init_writer()  # a logging backend that is not there is found out before the training
+            try:
+                runner.init_writer()  # a logging backend that is not there is found out before the training
+            except BaseException:
+                runner.close()  # so that nothing writes to the directory any more
+                raise
     return path, run_to_end(runner, path)
 
 
