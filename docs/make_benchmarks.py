@@ -73,20 +73,24 @@ def iteration() -> None:
     figure.savefig(ASSETS / "iteration.png", dpi=110)
 
 
-def curves(name: str, panels: list[str], label: str, key: str = "task") -> None:
+def curves(name: str, panels: list[str], label: str) -> None:
     """One panel for each task: the curve of every arm and seed, from [steps, seconds, value] rows."""
     runs = [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
-    figure, axes = plt.subplots(1, len(panels), figsize=(6.2 * len(panels), 3.8), constrained_layout=True, squeeze=False)
+    size = (6.2 * len(panels), 3.8)
+    figure, axes = plt.subplots(1, len(panels), figsize=size, constrained_layout=True, squeeze=False)
     for axis, panel in zip(axes.flat, panels, strict=True):
-        shown = [run for run in runs if run[key] == panel and run.get("curve")]
+        shown = [run for run in runs if run["task"] == panel]
         colours = dict(zip(dict.fromkeys(run["arm"] for run in shown), plt.cm.tab10.colors, strict=False))
+        named = set()
         for run in shown:
+            arm, colour = run["arm"], colours[run["arm"]]
+            title = None if arm in named else arm
+            named.add(arm)
+            if arm in ("teacher", "expert"):
+                axis.axhline(run.get("eval", run.get("speed")), color=GREY, linestyle="--", linewidth=1, label=title)
+                continue
             steps, _, values = np.array(run["curve"]).T
-            first = run is next(other for other in shown if other["arm"] == run["arm"])
-            axis.plot(steps / 1e3, values, color=colours[run["arm"]], label=run["arm"] if first else None, linewidth=1.6)
-        for run in runs:
-            if run[key] == panel and run["arm"] in ("teacher", "expert"):
-                axis.axhline(run.get("eval", run.get("speed")), color=GREY, linestyle="--", linewidth=1, label=run["arm"])
+            axis.plot(steps / 1e3, values, color=colour, label=title, linewidth=1.6)
         axis.set_title(panel, fontsize=11)
         axis.set_xlabel("thousand steps")
         axis.set_ylabel(label)
