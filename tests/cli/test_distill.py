@@ -38,6 +38,7 @@ def test_a_student_that_sees_less_is_trained_evaluated_and_can_be_played(teacher
     assert config["algorithm"]["class_name"] == "TPPO"
     assert config["algorithm"]["using_ppo"] is False
     assert config["policy"]["class_name"] == "ActorCriticRecurrent"
+    assert config["policy"]["init_noise_std"] == 0.05
     assert {"checkpoint_final.pt", "evaluation.json", "metrics.jsonl"} <= {p.name for p in run.iterdir()}
     row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert any("distillation_loss" in name for name in row)
@@ -52,6 +53,7 @@ def test_a_student_may_see_everything_and_learn_from_rewards(teacher, tmp_path):
     assert distill(teacher, tmp_path, *settings) == 0
     config = yaml.safe_load(next(tmp_path.rglob("config.yaml")).read_text())
     assert config["policy"]["class_name"] == "ActorCritic"
+    assert config["policy"].get("init_noise_std") != 0.05
     assert config["algorithm"]["learning_rate"] == 1e-4
     assert config["algorithm"]["distill_target"] == "l1"
     assert "components" not in config["run"]

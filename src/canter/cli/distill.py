@@ -12,13 +12,14 @@ from typing import Any
 import tyro
 
 from canter.algorithms.imitation_settings import TPPOConfig
-from canter.cli.errors import UserError, user_errors
+from canter.cli.errors import UserError
 from canter.cli.options import parse
-from canter.cli.runs import SavedRun, find_checkpoint, new_directory, new_run_directory, open_env, open_runner, read_run
+from canter.cli.runs import SavedRun, find_checkpoint, new_run_directory, new_runner, open_env, read_run
 from canter.cli.train import EVALS_PER_RUN, run_to_end, say
 
 FADE = 0.2  # share of the run over which the teacher stops acting
 STUDENT = {"schedule": "fixed", "learning_rate": 1e-3, "num_learning_epochs": 5, "num_mini_batches": 4}
+QUIET = {"init_noise_std": 0.05}  # which imitation alone does not learn: much of it leads to where nobody goes without
 RECURRENT = {"class_name": "ActorCriticRecurrent", "rnn_type": "gru", "rnn_hidden_size": 64}
 
 
@@ -75,11 +76,7 @@ def main(args: Sequence[str]) -> int:
     name = options.name or f"student-{time.strftime('%Y%m%d-%H%M%S')}"
     path = new_run_directory(options.runs_dir, saved.task, name, options.seed)
     config = student_config(options, saved, checkpoint)
-    with new_directory(path):
-        runner = open_runner(config, path, eval_episodes=config["eval_episodes"])
-        with user_errors():
-            runner.init_writer()
-    code = run_to_end(runner, path)
+    code = run_to_end(new_runner(config, path), path)
     if not code:
         say_share(saved.path, path)
     return code
@@ -104,7 +101,8 @@ def student_config(options: DistillOptions, saved: SavedRun, checkpoint: Path) -
         **(options.algorithm or {}),
     }
     hidden = {k: v for k, v in (saved.config.get("policy") or {}).items() if k not in ("class_name", *RECURRENT)}
-    policy = {**hidden, **(RECURRENT if options.recurrent else {"class_name": "ActorCritic"}), **(options.policy or {})}
+    policy = hidden | (RECURRENT if options.recurrent else {"class_name": "ActorCritic"})
+    policy |= ({} if options.using_ppo else QUIET) | (options.policy or {})
     if options.recurrent:
         algorithm["num_mini_batches"] = min(int(algorithm["num_mini_batches"]), num_envs)
     run: dict[str, Any] = {

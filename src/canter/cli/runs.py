@@ -201,6 +201,19 @@ def new_directory(path: Path) -> Iterator[None]:
         raise
 
 
+def new_runner(config: dict[str, Any], path: Path) -> Runner:
+    """The runner of a new run, with its logs open; one that cannot be leaves nothing behind."""
+    with new_directory(path):
+        runner = open_runner(config, path, eval_episodes=config["eval_episodes"])
+        with user_errors():
+            try:
+                runner.init_writer()  # a logging backend that is not there is found out before the training
+            except BaseException:
+                runner.close()  # so that nothing writes to the directory any more
+                raise
+    return runner
+
+
 def load_policy(saved: SavedRun, checkpoint: Path, num_envs: int, seed: int | None, device: str | None) -> Runner:
     """A runner with the trained policy and fresh environments, that writes nothing."""
     config = {**saved.config, "run": {**saved.config["run"], "num_envs": num_envs}, "seed": seed}

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from canter.cli.errors import INTERRUPTED, UserError, user_errors
 from canter.cli.options import TrainOptions, parse_train
-from canter.cli.runs import BEST_NAME, limit_threads, new_directory, new_run_directory, open_runner
+from canter.cli.runs import BEST_NAME, limit_threads, new_run_directory, new_runner
 from canter.runners import Runner
 from canter.utils.files import atomic_write
 from canter.utils.plots import plot_runs
@@ -58,15 +58,7 @@ def train_one(options: TrainOptions[Any, Any], config: dict[str, Any]) -> tuple[
         config["eval_interval"] = None
     elif config["eval_interval"] is None:
         config["eval_interval"] = max(1, run_length(options, config) // EVALS_PER_RUN)
-    with new_directory(path):
-        runner = open_runner(config, path, eval_episodes=config["eval_episodes"])
-        with user_errors():
-            try:
-                runner.init_writer()  # a logging backend that is not there is found out before the training
-            except BaseException:
-                runner.close()  # so that nothing writes to the directory any more
-                raise
-    return path, run_to_end(runner, path)
+    return path, run_to_end(new_runner(config, path), path)
 
 
 def run_length(options: TrainOptions[Any, Any], config: dict[str, Any]) -> int:
