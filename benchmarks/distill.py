@@ -31,15 +31,14 @@ IMITATION = {
     "class_name": "TPPO", "using_ppo": False, "distill_target": "mse_sum", "teacher_act_prob": "linear",
     "learning_rate": 5e-4, "schedule": "linear", "num_learning_epochs": 5, "buffer_dilation_ratio": 4.0,
 }  # fmt: skip
-QUIET = {"init_noise_std": 0.05}  # imitation does not learn the noise, and the student is judged without it
 GUIDED = {
-    "class_name": "TPPO",
-    "teacher_act_prob": 0.0,
-    "learning_rate": 1e-3,
-    "distill_target": "mse_sum",
+    "class_name": "TPPO", "teacher_act_prob": 0.0, "learning_rate": 1e-3, "distill_target": "mse_sum",
     "distillation_loss_coef": "linear",
-}
-ARMS = {"dagger": IMITATION, "tppo": GUIDED, "scratch": {}}
+}  # fmt: skip
+ARMS = {"dagger": IMITATION, "tppo": GUIDED, "scratch": {"learning_rate": 1e-3}}
+# Imitation alone does not learn the noise, and the student is judged without it.
+NOISE = {"dagger": 0.05, "tppo": 0.2, "scratch": 0.2}
+FADE = {"dagger": 0.1, "tppo": 0.15}  # share of the run over which the teacher stops acting, or mattering
 
 
 def student_env(task, num_envs, seed=None):
@@ -55,12 +54,12 @@ def configuration(arm, args):
         arm != "teacher"
     ):  # minibatches are made of whole environments: as many steps as without memory, but more of those
         cfg |= {"num_envs": 32, "num_steps_per_env": 64}
-        cfg["policy"] |= STUDENT | (QUIET if arm == "dagger" else {})
+        cfg["policy"] |= STUDENT | {"init_noise_std": NOISE[arm]}
         cfg["algorithm"] |= {"num_mini_batches": 4, **ARMS[arm]}
     total = -(-args.steps // (cfg["num_steps_per_env"] * cfg["num_envs"]))
-    if arm in ("dagger", "tppo"):
-        fade = 0.1 if arm == "dagger" else 0.5
-        cfg["algorithm"] |= {"teacher_ac_path": str(args.teacher), "update_times_scale": max(1.0, fade * total)}
+    if arm in FADE:
+        scale = max(1.0, FADE[arm] * total)
+        cfg["algorithm"] |= {"teacher_ac_path": str(args.teacher), "update_times_scale": scale}
     return cfg | {"seed": args.seed, "max_iterations": total, "save_interval": 0, "log_interval": 0}
 
 
