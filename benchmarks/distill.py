@@ -50,9 +50,8 @@ def student_env(task, num_envs, seed=None):
 
 def configuration(arm, args):
     cfg = load_preset(args.task)
-    if (
-        arm != "teacher"
-    ):  # minibatches are made of whole environments: as many steps as without memory, but more of those
+    if arm != "teacher":
+        # Minibatches are made of whole environments: as many steps as without memory, but of more environments.
         cfg |= {"num_envs": 32, "num_steps_per_env": 64}
         cfg["policy"] |= STUDENT | {"init_noise_std": NOISE[arm]}
         cfg["algorithm"] |= {"num_mini_batches": 4, **ARMS[arm]}
