@@ -43,7 +43,7 @@ class Algorithm:
             setattr(self, f.name, getattr(cfg, f.name))
         for name in ("seed", "device"):
             if getattr(self, name) is None:
-                setattr(self, name, getattr(cfg, name))
+                setattr(self, name, getattr(cfg, name, None))
 
     def modules(self) -> list[nn.Module]:
         """Every network that has a training mode."""

@@ -40,7 +40,7 @@ class PPO(OnPolicyAlgorithm):
 
     def __post_init__(self) -> None:
         if self.cfg is not None:
-            self._take_settings(self.cfg)
+            self.take_settings(self.cfg)
         self.device = resolve_device(self.device)
         self._check()
         if self.env is not None:

@@ -10,7 +10,7 @@ import torch
 
 from canter.algorithms.algorithm import Algorithm
 from canter.algorithms.rnd import RND, RNDConfig
-from canter.algorithms.settings import PPOSettings, RunSettings, check_ranges
+from canter.algorithms.settings import PPOSettings, check_ranges
 from canter.algorithms.symmetry import Symmetry
 from canter.envs.vec_env import StepRecord
 from canter.modules.actor_critic_pair import ActorCriticPair
@@ -66,16 +66,9 @@ class OnPolicySetup(PPOSettings, Algorithm):
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
         check_ranges(self)
 
-    def _take_settings(self, cfg: PPOSettings) -> None:
+    def take_settings(self, cfg: PPOSettings) -> None:
         """The algorithm's settings in `cfg`; one given to the constructor as well is an error."""
-        of_runs = {f.name for f in dataclasses.fields(RunSettings)}
-        in_cfg = {f.name for f in dataclasses.fields(cfg)} - of_runs  # pyright: ignore[reportArgumentType]
-        for f in (f for f in dataclasses.fields(self) if f.name in in_cfg):
-            if getattr(self, f.name) != f.default:
-                raise ValueError(f"give {f.name} in cfg, not beside it")
-            setattr(self, f.name, getattr(cfg, f.name))
-        if self.seed is None:
-            self.seed = getattr(cfg, "seed", None)
+        super().take_settings(cfg)
         if self.device == "cpu":  # the default; a runner that was told another device than cfg's gives a torch.device
             self.device = getattr(cfg, "device", None) or self.device
 
