@@ -1,5 +1,7 @@
 """The executor where there is no GPU: structure, signatures, fallbacks. What a GPU does is tested in tests/gpu."""
 
+import copy
+
 import pytest
 import torch
 
@@ -223,4 +225,22 @@ def test_recorded_training_equals_eager_bit_for_bit(make_ppo, collect, kind, num
         results.append((alg.state_dict(), alg.generators["action"].get_state(), reports))
         recorded = {signature[0] for signature in alg.executor.graphs}
         assert recorded == (set() if execution == "eager" else {"act", "process", "learn", "returns"})
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "gru"])
+def test_what_is_loaded_in_mid_run_is_what_recorded_steps_go_on_from(make_ppo, collect, kind):
+    results = []
+    for execution in ("eager", "auto"):
+        alg, env = make_ppo(kind, num_learning_epochs=2, num_mini_batches=2, execution=execution, seed=5)
+        saved = None
+        for iteration in range(8):
+            collect(alg, env)
+            alg.update(iteration)
+            if iteration == 1:
+                saved = copy.deepcopy(alg.state_dict())
+            if iteration == 4:
+                assert bool(alg.executor.graphs) == (execution == "auto")
+                alg.load_state_dict(saved)
+        results.append(alg.state_dict())
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)

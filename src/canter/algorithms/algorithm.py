@@ -13,6 +13,7 @@ from torch import nn
 from canter.algorithms.foreign import import_state
 from canter.algorithms.settings import CommonRunSettings
 from canter.utils.checkpoint import check_compatible
+from canter.utils.graphs import Executor
 
 # Part of a policy -> how to have none of it, and how to have it.
 NORMALIZERS = {
@@ -26,6 +27,7 @@ class Algorithm:
     """Settings plus loss terms; what is saved is the table `checkpoint_parts`."""
 
     device: Any
+    executor: Executor
     generators: dict[str, torch.Generator]
     learning_rate: float
     current_learning_iteration: int
@@ -86,6 +88,7 @@ class Algorithm:
             usable[name] = part
         for name, part in usable.items():
             part.load_state_dict(state[name])
+        self.executor.forget()  # graphs hold the moments that were replaced
         self._after_load(state, load_optimizer)
 
     def _check_part(self, name: str, part: Any, state: Mapping[str, Any]) -> None:
