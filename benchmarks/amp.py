@@ -13,13 +13,13 @@ the speed as a share of the expert's.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 import warnings
 from pathlib import Path
 
 import numpy as np
 import torch
+from report import report
 
 from canter.envs.motion_features import MotionFeatures, windows
 from canter.envs.wrap import wrap_env
@@ -106,10 +106,7 @@ def main():
     warnings.filterwarnings("ignore", message="task_reward_lerp is 0")
     result = {"task": TASK, "seed": args.seed, "steps": args.steps}
     result |= train_expert(args) if args.arm == "expert" else train_style(args)
-    print({name: value for name, value in result.items() if name != "curve"})
-    if args.out:
-        with args.out.open("a") as file:
-            file.write(json.dumps(result) + "\n")
+    report(result, args.out)
 
 
 if __name__ == "__main__":

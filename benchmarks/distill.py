@@ -18,6 +18,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from report import report
 
 from canter.envs.components import ObsComponents
 from canter.envs.wrap import wrap_env
@@ -113,10 +114,7 @@ def main():
         score.write_text(json.dumps({"eval": result["eval"]}))
     else:
         result = compare(result, json.loads(score.read_text())["eval"])
-    print({name: value for name, value in result.items() if name != "curve"})
-    if args.out:
-        with args.out.open("a") as file:
-            file.write(json.dumps(result) + "\n")
+    report(result, args.out)
 
 
 if __name__ == "__main__":

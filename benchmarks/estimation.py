@@ -11,11 +11,11 @@ noise, and the R^2 of the estimates on episodes that nothing was learned from.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
 import torch
+from report import report
 
 from canter.envs.components import ObsComponents
 from canter.envs.wrap import wrap_env
@@ -109,10 +109,7 @@ def main():
     args = parser.parse_args()
     torch.set_num_threads(1)
     result = train(args.arm, args.seed, args.steps)
-    print({name: value for name, value in result.items() if name != "curve"})
-    if args.out:
-        with args.out.open("a") as file:
-            file.write(json.dumps(result) + "\n")
+    report(result, args.out)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ is seen. One line of JSON per run goes to `--out`, its curve as [steps, seconds,
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
+from report import report
 
 from canter.envs.wrap import wrap_env
 from canter.runners import OnPolicyRunner
@@ -115,10 +115,7 @@ def main():
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     result = train(args.task, args.policy, args.seed, args.steps or TASKS[args.task][0], args.workers)
-    print({name: value for name, value in result.items() if name != "curve"})
-    if args.out:
-        with args.out.open("a") as file:
-            file.write(json.dumps(result) + "\n")
+    report(result, args.out)
 
 
 if __name__ == "__main__":
