@@ -1,6 +1,7 @@
-"""HalfCheetah-v5 whose actor does not see velocities: what a state estimator is worth.
+"""A robot whose actor does not see velocities: what a state estimator is worth.
 
     python benchmarks/estimation.py state-ac-window --seed 1 --out results.jsonl
+    python benchmarks/estimation.py blind --task Hopper-v5
 
 Arms: `full` sees everything; `blind` sees positions; `blind-window` and `blind-recurrent` see a window of them, or
 remember; `state-ac-window` and `state-ac-recurrent` do that too, and estimate the velocities, which only the critic
@@ -22,8 +23,11 @@ from canter.envs.wrap import wrap_env
 from canter.presets import load_preset
 from canter.runners import OnPolicyRunner
 
-TASK = "HalfCheetah-v5"
-SEGMENTS = {"position": 8, "velocity": 9}
+TASKS = {
+    "HalfCheetah-v5": {"position": 8, "velocity": 9},
+    "Hopper-v5": {"position": 5, "velocity": 6},
+    "Walker2d-v5": {"position": 8, "velocity": 9},
+}
 WINDOW, POINTS = 6, 20
 PAST = ["position_history", "last_action_history"]
 ESTIMATOR = {"estimator_target_components": ["velocity"], "append_estimate": True}
@@ -40,15 +44,15 @@ ARMS = {
 }
 
 
-def make_env(arm, num_envs, seed=None):
+def make_env(task, arm, num_envs, seed=None):
     history = {"position": WINDOW, "last_action": WINDOW} if arm.endswith("window") else None
-    env = wrap_env(TASK, num_envs=num_envs, seed=seed)
+    env = wrap_env(task, num_envs=num_envs, seed=seed)
     critic = ["position", "velocity"]
-    return ObsComponents(env, SEGMENTS, ARMS[arm][0], critic, history, last_action=arm.endswith("recurrent"))
+    return ObsComponents(env, TASKS[task], ARMS[arm][0], critic, history, last_action=arm.endswith("recurrent"))
 
 
-def configuration(arm, seed, steps):
-    cfg = load_preset(TASK)
+def configuration(task, arm, seed, steps):
+    cfg = load_preset(task)
     _, class_name, settings = ARMS[arm]
     is_recurrent = class_name.endswith("Recurrent")
     cfg["policy"] |= {"class_name": class_name, **settings}
@@ -62,10 +66,10 @@ def configuration(arm, seed, steps):
 
 
 @torch.no_grad()
-def held_out_r2(runner, arm, seed, num_steps=500, num_envs=8):
+def held_out_r2(runner, task, arm, seed, num_steps=500, num_envs=8):
     """R^2 of every estimated velocity on new episodes: 1 - squared error / variance."""
     policy = runner.policy
-    env = make_env(arm, num_envs, seed)
+    env = make_env(task, arm, num_envs, seed)
     obs, critic_obs = env.reset()
     policy.eval()
     policy.reset()
@@ -73,7 +77,7 @@ def held_out_r2(runner, arm, seed, num_steps=500, num_envs=8):
     for _ in range(num_steps):
         actions = policy.act(obs)
         guesses.append(policy.get_estimated_state(denormalize=True))
-        truths.append(critic_obs[:, SEGMENTS["position"] :])
+        truths.append(critic_obs[:, TASKS[task]["position"] :])
         record = env.step(policy.distribution.to_env(actions))
         policy.reset(record.done)
         obs, critic_obs = record.obs, record.critic_obs
@@ -81,21 +85,24 @@ def held_out_r2(runner, arm, seed, num_steps=500, num_envs=8):
     return (1 - (guess - truth).square().mean(0) / truth.var(0)).tolist()
 
 
-def train(arm, seed, steps):
-    cfg = configuration(arm, seed, steps)
-    env, judge = make_env(arm, cfg["num_envs"]), make_env(arm, 4, seed + 1000)
+def train(task, arm, seed, steps):
+    cfg = configuration(task, arm, seed, steps)
+    env, judge = make_env(task, arm, cfg["num_envs"]), make_env(task, arm, 4, seed + 1000)
     runner = OnPolicyRunner(env, cfg, None, "cpu", eval_env=judge, show_progress=False)
     begin, curve = time.perf_counter(), []
     for point in range(1, POINTS + 1):
         runner.learn(cfg["max_iterations"] * point // POINTS - runner.iteration)
         recent = sum(runner.rewbuffer) / max(1, len(runner.rewbuffer))
         curve.append([runner.tot_timesteps, round(time.perf_counter() - begin), round(recent, 1)])
-        print(f"{arm} seed {seed}: {runner.tot_timesteps:,} steps, {curve[-1][1]} s, return {recent:.1f}", flush=True)
+        print(
+            f"{task} {arm} seed {seed}: {runner.tot_timesteps:,} steps, {curve[-1][1]} s, return {recent:.1f}",
+            flush=True,
+        )
     score = runner.eval(20)
-    result = {"task": TASK, "arm": arm, "seed": seed, "steps": runner.tot_timesteps, "secs": curve[-1][1]}
+    result = {"task": task, "arm": arm, "seed": seed, "steps": runner.tot_timesteps, "secs": curve[-1][1]}
     result |= {"eval": round(score["eval/mean_reward"], 1), "std": round(score["eval/std_reward"], 1)}
     if arm.startswith("state"):
-        each = held_out_r2(runner, arm, seed + 2000)
+        each = held_out_r2(runner, task, arm, seed + 2000)
         result |= {"r2": round(sum(each) / len(each), 4), "r2_each": [round(value, 4) for value in each]}
     return result | {"curve": curve}
 
@@ -103,12 +110,13 @@ def train(arm, seed, steps):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("arm", choices=ARMS)
+    parser.add_argument("--task", choices=TASKS, default="HalfCheetah-v5")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    result = train(args.arm, args.seed, args.steps)
+    result = train(args.task, args.arm, args.seed, args.steps)
     report(result, args.out)
 
 

@@ -7,7 +7,7 @@
     python benchmarks/off_policy.py gpu --batch 256 8192                  # updates per second, canter and skrl
     python benchmarks/off_policy.py massive --envs 4096                   # SAC and PPO on thousands of environments
 
-`learn` trains presets; scores are deterministic, over 20 episodes. `cpu` runs every measurement as a process of its own
+`learn` trains presets; scores are of `--episodes` without noise. `cpu` runs every measurement as a process of its own
 and lets the libraries take turns. `gpu` gives both the same replay of random steps. One JSON object goes to `--out`.
 """
 
@@ -53,7 +53,7 @@ def learn(args):
                 curve.append([runner.tot_timesteps, round(time.perf_counter() - begin, 1), round(score, 1)])
                 print(f"{task} seed {seed}: {runner.tot_timesteps:,} steps, {curve[-1][1]:.0f} s, "
                       f"episodes {recent:.1f}, without noise {score:.1f}", flush=True)  # fmt: skip
-            score = runner.eval(20)
+            score = runner.eval(args.episodes)
             result = {"task": task, "algo": args.algo, "seed": seed, "steps": runner.tot_timesteps, "curve": curve}
             result["seconds"] = round(time.perf_counter() - begin)
             result |= {"eval": round(score["eval/mean_reward"], 1), "std": round(score["eval/std_reward"], 1)}
@@ -300,6 +300,7 @@ def main():
     one.add_argument("--algo", default="sac")
     one.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     one.add_argument("--steps", type=int, help="instead of the preset's")
+    one.add_argument("--episodes", type=int, default=20, help="of the final evaluation")
     one.add_argument("--threads", type=int, default=1)
     one.add_argument("--device", default="cpu")
     two = commands.add_parser("cpu")
