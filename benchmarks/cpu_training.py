@@ -6,9 +6,9 @@
 
 "canter" runs as it is (`execution="auto"`), "compiled" with `execution="compile"`, which takes some seconds when a run
 begins. Steps per second are of whole iterations: acting, stepping and learning. Every measurement is a process of its
-own, libraries take turns so that all see the same load, each is tried with one and with two threads of torch and shown
-with what suits it best; figures are medians of the turns. Steps per second of processor time and of the fastest single
-iteration are shown beside, since they depend less on what else the machine does.
+own, libraries take turns so that all see the same load, each is tried on one core and on two, with as many threads, and
+shown with what suits it best; figures are medians of the turns. Steps per second of processor time and of the fastest
+single iteration are shown beside, since they depend less on what else the machine does.
 
 Both libraries decay the learning rate (CartPole: the clip range too) over the same number of steps, and bootstrap
 time-outs from the final observation. VecNormalize takes every step into its statistics, canter every rollout.
@@ -151,17 +151,19 @@ def work(args):
     import torch
 
     warnings.filterwarnings("ignore")
-    torch.set_num_threads(args.threads[0])
+    torch.set_num_threads(args.cores[0])
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores[0]])
     clock = Clock(args.seconds)
     WORKERS[args.worker](args.tasks[0], clock, args.seed, args.train_seconds > 0)
     print(json.dumps(clock.result()))
 
 
-def measure(args, library, task, threads, seconds, seed, record=False):
+def measure(args, library, task, cores, seconds, seed, record=False):
     python = args.sb3_python if library == "sb3" else sys.executable
-    command = [python, __file__, "--worker", library, "--tasks", task, "--threads", str(threads)]
+    command = [python, __file__, "--worker", library, "--tasks", task, "--cores", str(cores)]
     command += ["--seconds", str(seconds), "--seed", str(seed), "--train-seconds", str(int(record))]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": str(cores)})
     if done.returncode:
         raise SystemExit(f"{library} on {task} failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -174,16 +176,16 @@ def libraries(args, task):
 
 
 def measure_task(args, task):
-    """Steps per second by library: the medians over turns with the number of threads that suits it best."""
-    turns = {(library, threads): [] for library in libraries(args, task) for threads in args.threads}
+    """Steps per second by library: the medians over turns with the number of cores that suits it best."""
+    turns = {(library, cores): [] for library in libraries(args, task) for cores in args.cores}
     for repeat in range(args.repeats):
         # Every other turn goes backwards, so that a load that grows or falls is shared out.
-        for library, threads in list(turns)[:: -1 if repeat % 2 else 1]:
-            turns[library, threads].append(measure(args, library, task, threads, args.seconds, args.seed + repeat))
+        for library, cores in list(turns)[:: -1 if repeat % 2 else 1]:
+            turns[library, cores].append(measure(args, library, task, cores, args.seconds, args.seed + repeat))
     rows = {}
-    for (library, threads), results in turns.items():
+    for (library, cores), results in turns.items():
         rates = [r["rate"] for r in results]
-        row = {"threads": threads, "rate": statistics.median(rates), "low": min(rates), "high": max(rates),
+        row = {"cores": cores, "rate": statistics.median(rates), "low": min(rates), "high": max(rates),
                "cpu_rate": statistics.median(r["cpu_rate"] for r in results),
                "best": max(r["best"] for r in results)}  # fmt: skip
         if library not in rows or row["rate"] > rows[library]["rate"]:
@@ -194,7 +196,7 @@ def measure_task(args, task):
 def show_rates(task, rows):
     peer = rows.get("sb3")
     for library, r in rows.items():
-        row = f"{task:16}{library:26}{r['threads']:>8}" + f"{r['low']:,.0f}-{r['high']:,.0f}".rjust(16)
+        row = f"{task:16}{library:26}{r['cores']:>8}" + f"{r['low']:,.0f}-{r['high']:,.0f}".rjust(16)
         for name in ("rate", "cpu_rate", "best"):
             row += f"{r[name]:>12,.0f}" + (f"{r[name] / peer[name]:.2f}x" if peer else "-").rjust(8)
         print(row, flush=True)
@@ -202,7 +204,7 @@ def show_rates(task, rows):
 
 def show_curves(args, task, rows):
     """Mean return of the last 100 episodes at even times, by library."""
-    results = {name: measure(args, name, task, r["threads"], args.train_seconds, args.seed, True)
+    results = {name: measure(args, name, task, r["cores"], args.train_seconds, args.seed, True)
                for name, r in rows.items()}  # fmt: skip
     end = max(result["curve"][-1][1] for result in results.values())
     times = [end * (i + 1) / args.points for i in range(args.points)]
@@ -226,7 +228,7 @@ def main():
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--libraries", nargs="*", default=list(WORKERS), choices=list(WORKERS))
     parser.add_argument("--envpool", nargs="*", default=["HalfCheetah-v5"], help="tasks to run with EnvPool as well")
-    parser.add_argument("--threads", type=int, nargs="*", default=[1, 2], help="threads of torch to try")
+    parser.add_argument("--cores", type=int, nargs="*", default=[1, 2], help="numbers of cores to try")
     parser.add_argument("--seconds", type=float, default=5.0, help="length of one measurement")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--train-seconds", type=float, default=0.0, help="also learn for so long, and show the returns")
@@ -239,7 +241,7 @@ def main():
         work(args)
         return
     print(
-        f"{'':42}{'threads':>8}{'spread':>16}"
+        f"{'':42}{'cores':>8}{'spread':>16}"
         + "".join(f"{n:>12}{'ratio':>8}" for n in ("steps/s", "per cpu s", "fastest"))
     )
     found = {}

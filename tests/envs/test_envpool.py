@@ -42,6 +42,17 @@ def test_cartpole_masks_the_step_after_an_end():
     assert env.has_invalid_steps
 
 
+def test_a_step_has_two_halves_and_uses_no_more_threads_than_cores(monkeypatch):
+    env = make("CartPole-v1", seed=3)
+    env.reset()
+    assert env.overlaps
+    env.send(torch.ones(4, dtype=torch.long))
+    assert env.recv().reward.tolist() == [1.0] * 4
+    for cores, threads in ((1, 1), (3, 3), (64, 4)):
+        monkeypatch.setattr("canter.envs.wrap.usable_cores", lambda cores=cores: cores)
+        assert wrap_env("envpool/CartPole-v1", num_envs=4).env.config["num_threads"] == threads
+
+
 def test_pendulum_is_cut_off_not_terminated():
     env = make("Pendulum-v1", 2)
     env.reset()

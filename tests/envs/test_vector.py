@@ -126,6 +126,36 @@ def test_shared_buffers_of_worker_processes_are_copied(staggered):  # row E11
         env.close()
 
 
+def test_a_step_of_worker_processes_has_two_halves(staggered):
+    workers, plain = (
+        GymVectorEnvAdapter(cls(staggered, autoreset_mode=AutoresetMode.NEXT_STEP), seed=1)
+        for cls in (AsyncVectorEnv, SyncVectorEnv)
+    )
+    try:
+        assert workers.overlaps
+        assert not plain.overlaps
+        for env in (workers, plain):
+            env.reset()
+        for _ in range(12):
+            actions = torch.zeros(3, dtype=torch.long)
+            workers.send(actions)
+            ours, theirs = workers.recv(), plain.step(actions)
+            for name in ("obs", "reward", "terminated", "truncated", "valid"):
+                assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    finally:
+        workers.close()
+
+
+@pytest.mark.parametrize("answer", [np.zeros((3, 2)), np.zeros(4), 0.0])
+def test_rewards_of_another_shape_are_named(staggered, answer):
+    env = GymVectorEnvAdapter(SyncVectorEnv(staggered, autoreset_mode=AutoresetMode.SAME_STEP))
+    env.reset()
+    step = env.env.step
+    env.env.step = lambda actions: (lambda obs, reward, *rest: (obs, answer, *rest))(*step(actions))
+    with pytest.raises(ValueError, match=r"rewards of 3 environments must have shape \(3,\), got "):
+        env.step(torch.zeros(3, dtype=torch.long))
+
+
 class TensorVector(VectorEnv):
     """ManiSkill's way: tensors, resets within the step, full-batch final observations, no stated mode."""
 

@@ -1,5 +1,6 @@
 """Recordings: they repeat the function bit for bit, whatever it reads, writes, draws and differentiates."""
 
+import math
 import operator
 
 import pytest
@@ -8,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from canter.utils.graphs import EAGER_CALLS, MAX_GRAPHS, Executor
-from canter.utils.tape import TOO_LONG, Recorder, Tape, same
-from canter.utils.tape_graph import simplify, split
+from canter.utils.tape import COMPILED_AFTER, TOO_LONG, Recorder, Tape, same
+from canter.utils.tape_graph import join_copies, simplify, split, tile
 from canter.utils.tree import describe
 
 CPU = torch.device("cpu")
@@ -265,21 +266,51 @@ def test_equal_numbers_of_another_kind_are_not_the_same():
     assert not same((x,), (x.clone(),))
 
 
-def test_parts_put_draws_first_and_writes_last():
-    total, generator = torch.zeros(3), torch.Generator().manual_seed(0)
-    recorder = Recorder([torch.ones(3)])
+def parts_by_name(fn, *inputs):
+    """Which part every operation of a function is put in."""
+    recorder = Recorder(inputs)
     with recorder:
-        x = recorder.kept[0]
-        y = x + torch.randn(3, generator=generator)
-        total.add_(y)
-        late = total * 2 + y.exp()
-    recorder.notes.graph.output((recorder.place(late),))
+        result = fn(*recorder.kept[: len(inputs)])
+    recorder.notes.graph.output((recorder.place(result),))
     simplify(recorder.notes)
+    join_copies(recorder.notes)
     parts, _ = split(recorder.notes)
-    named = {
+    return {
         str(node.target).split(".")[1]: part for node, part in parts.items() if "add.Tensor" not in str(node.target)
     }
-    assert named == {"randn": 0, "add_": 2, "mul": 2, "exp": 1}
+
+
+def test_parts_put_draws_first_and_what_cannot_be_compiled_last():
+    total, generator = torch.zeros(3), torch.Generator().manual_seed(0)
+
+    def step(x, write):
+        y = x + torch.randn(3, generator=generator)
+        write(y)
+        return total * 2 + y.exp()
+
+    simple = parts_by_name(lambda x: step(x, total.add_), torch.ones(3))
+    assert simple == {"randn": 0, "add_": 1, "mul": 1, "exp": 1}
+    by_another_name = parts_by_name(lambda x: step(x, total[:].view(3).add_) + total.view(1, 3), torch.ones(3))
+    assert by_another_name == {"randn": 0, "add_": 2, "mul": 2, "exp": 1}
+    unknown = parts_by_name(lambda x: step(x, lambda y: torch._foreach_add_([total], [y])), torch.ones(3))
+    assert unknown == {"randn": 0, "_foreach_add_": 2, "mul": 2, "exp": 1}
+
+
+def test_pieces_of_a_vector_are_written_as_one():
+    whole, far = torch.zeros(6), torch.zeros(6)
+    pieces = [whole[:2], whole[2:].view(2, 2)]
+
+    def step(x, into):
+        torch._foreach_copy_(into, [x[0] * 1.5, x * 2.0] if into[0].dim() == 1 else [x * 2.0, x[0] * 1.5])
+        return whole + far
+
+    assert parts_by_name(lambda x: step(x, pieces), torch.ones(2, 2))["copy_"] == 1
+    gaps = [far[:2], far.view(3, 2)[1:]]
+    gaps.reverse()
+    assert parts_by_name(lambda x: step(x, gaps), torch.ones(2, 2))["_foreach_copy_"] == 2
+    for wrong in ([whole[:2]], pieces[::-1], [far[:2], whole[2:]], [whole[:2], whole[3:]]):
+        assert not tile(wrong, whole)
+    assert tile(pieces, whole)
 
 
 def test_views_that_only_writes_look_at_are_taken_beside_them():
@@ -287,7 +318,7 @@ def test_views_that_only_writes_look_at_are_taken_beside_them():
     recorder = Recorder([torch.ones(2, 3), torch.ones(2, 3)])
     with recorder:
         x, y = recorder.kept[:2]
-        table.copy_(x.view(1, 6))
+        torch._foreach_copy_([table], [x.view(1, 6)])
         z = y.view(3, 2) * 2
     recorder.notes.graph.output((recorder.place(z),))
     simplify(recorder.notes)
@@ -314,8 +345,12 @@ def test_a_compiled_recording_computes_the_same_to_rounding():
     tape, result = record(lambda x: step(x, streams[0]), x, compiles=True)
     for ours, theirs in zip(result, other(x), strict=True):
         assert torch.equal(ours, theirs)
-    before = total.clone()
+    for _ in range(COMPILED_AFTER):
+        tape.replay([x])
+        other(x)
+    uncompiled, before = tape.run, total.clone()
     ours = tape.replay([x])
+    assert tape.run is not uncompiled
     added = total - before
     theirs = other(x)
     for a, b in zip(ours, theirs, strict=True):
@@ -327,10 +362,58 @@ def test_what_cannot_be_compiled_is_replayed_uncompiled_with_one_message(monkeyp
     def refuse(*args, **kwargs):
         raise RuntimeError("no compiler here")
 
-    monkeypatch.setattr(torch._inductor, "compile", refuse, raising=False)
-    with pytest.warns(UserWarning, match=r"cannot be compiled \(no compiler here\); it is replayed uncompiled"):
-        tape, _ = record(lambda x: x + 1, torch.ones(2), compiles=True)
-    assert tape.replay([torch.zeros(2)]).tolist() == [1, 1]
+    monkeypatch.setattr("canter.utils.tape_graph.compile_graph", refuse)
+    tape, _ = record(lambda x: x + 1, torch.ones(2), compiles=True)
+    with pytest.warns(UserWarning, match=r"cannot be compiled \(no compiler here\); it is replayed uncompiled") as seen:
+        results = [tape.replay([torch.zeros(2)]).tolist() for _ in range(COMPILED_AFTER + 5)]
+    assert results == [[1, 1]] * (COMPILED_AFTER + 5)
+    assert len(seen) == 1
+
+
+def test_what_is_seldom_replayed_is_not_compiled(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "canter.utils.tape.compiled", lambda notes, args: asked.append(1) or (lambda *given: given[-1:])
+    )
+    tape, _ = record(lambda x: x * 2, torch.ones(2), compiles=True)
+    for _ in range(COMPILED_AFTER):
+        tape.replay([torch.zeros(2)])
+    assert not asked
+    tape.replay([torch.zeros(2)])
+    tape.replay([torch.zeros(2)])
+    assert asked == [1]
+
+
+def test_random_draws_are_called_without_detours():
+    generator = torch.Generator().manual_seed(0)
+    recorder = Recorder([torch.ones(2)])
+    with recorder:
+        torch.randn(2, generator=generator)
+    calls = [node.meta["call"] for node in recorder.notes.graph.nodes if "randn" in str(node.target)]
+    assert calls == [torch.randn]
+
+
+@pytest.mark.slow
+def test_kernels_are_called_directly_unless_the_compiler_wraps_them():
+    """What they write stays in place, also where a row of a table is written under a cursor."""
+    table, cursor, total = torch.zeros(30, 2), torch.zeros(1, dtype=torch.long), torch.zeros(2)
+
+    def step(x):
+        table.index_copy_(0, cursor, (x * 2.0).unsqueeze(0))
+        cursor.add_(1)
+        total.copy_(total * 0.5 + x)
+        return x.exp() + total
+
+    tape, _ = record(step, torch.zeros(2), compiles=True)
+    for k in range(1, 30):
+        result = tape.replay([torch.full((2,), float(k))])
+    assert table[:, 0].tolist() == [2.0 * k for k in range(30)]
+    assert cursor.item() == 30
+    expected = sum(k * 0.5 ** (29 - k) for k in range(30))
+    torch.testing.assert_close(total, torch.full((2,), expected))
+    torch.testing.assert_close(result, torch.full((2,), math.exp(29.0)) + expected)
+    kernels = tape.run.__closure__[tape.run.__code__.co_freevars.index("kernels")].cell_contents
+    assert kernels.__name__ == "call"
 
 
 @pytest.mark.parametrize("inference", [False, True])

@@ -75,16 +75,29 @@ class OnPolicyAlgorithm(OnPolicySetup):
         record = step_record(obs, critic_obs, rewards, dones, infos)
         self.process_step(record if next_obs is not None else record._replace(obs=None, critic_obs=None))  # pyright: ignore[reportArgumentType]
 
+    @property
+    def can_lag(self) -> bool:
+        """Whether a step may be finished after the next actions were chosen: they depend on nothing it does."""
+        is_own = type(self).finish_step is OnPolicyAlgorithm.finish_step
+        return is_own and not self.policy.is_recurrent and not self.executor.uses_graphs
+
+    def take_transition(self) -> dict[str, Any]:
+        """The transition that acting began, to be finished later; another can be begun."""
+        taken = dict(vars(self.transition))
+        self.transition.clear()
+        return taken
+
     @torch.no_grad()
-    def process_step(self, record: StepRecord) -> None:
-        """Finish the transition with the record of the step it led to."""
+    def process_step(self, record: StepRecord, transition: Mapping[str, Any] | None = None) -> None:
+        """Finish the transition, the newest or the one given, with the record of the step it led to."""
         self.rollout.check_space()
         reached = None if self.rnd is None else record.critic_obs
         needed = record._replace(obs=None, extras=self.step_extras(record), critic_obs=reached)  # pyright: ignore[reportArgumentType]
-        transition = self.acted if self.executor.uses_graphs else vars(self.transition)
-        hidden = self.executor.run("process", self.finish_step, transition, needed)
+        begun = self.take_transition() if transition is None else transition
+        hidden = self.executor.run(
+            "process", self.finish_step, self.acted if self.executor.uses_graphs else begun, needed
+        )
         self.rollout.step += 1
-        self.transition.clear()
         self.policy.set_hidden(hidden)
 
     def step_extras(self, record: StepRecord) -> dict[str, Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal
@@ -20,7 +19,7 @@ from canter.cli.errors import UserError, user_errors
 from canter.cli.options import PRESET_KEYS, given, parse, preset_for
 from canter.cli.runs import open_runner
 from canter.runners import Runner, StopTraining
-from canter.utils.devices import resolve_device
+from canter.utils.devices import resolve_device, usable_cores
 
 Execution = Literal["auto", "eager", "graph", "compile"]
 GPU_ENVS, CPU_ENVS = 4096, 256
@@ -64,7 +63,7 @@ class CpuOptions:
     """A Gymnasium id, canter/<name> or envpool/<id>."""
     num_envs: int | None = None
     """Environments stepped together; the preset's by default."""
-    threads: tuple[int, ...] = tuple(sorted({1, min(2, os.cpu_count() or 1)}))
+    threads: tuple[int, ...] = tuple(sorted({1, min(2, usable_cores())}))
     """Threads of torch to try; one row each."""
     seconds: float = 5.0
     """Length of each measurement."""
@@ -154,7 +153,7 @@ def show_points(title: str, name: str, points: Sequence[Point]) -> None:
 def show_cpu(options: CpuOptions) -> None:
     """One row for each number of threads."""
     before = torch.get_num_threads()
-    table = Table(title=f"Training on {options.task}, {os.cpu_count()} CPU cores")
+    table = Table(title=f"Training on {options.task}, {usable_cores()} CPU cores")
     for name in ("threads", "environments", "steps/s", "iterations"):
         table.add_column(name, **NUMBER)  # pyright: ignore[reportArgumentType]
     try:
@@ -217,7 +216,7 @@ def machine(device: torch.device) -> str:
     """The device in a few words."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{os.cpu_count()} CPU cores, torch threads: {torch.get_num_threads()}"
+    return f"{usable_cores()} CPU cores, torch threads: {torch.get_num_threads()}"
 
 
 MEASURES: dict[str, tuple[type, Callable[[Any], None]]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -46,9 +47,12 @@ class EnvPoolAdapter(GymVectorEnvAdapter):
         self._elapsed = np.zeros(self.num_envs, np.int64)
         return super().reset()
 
-    def step(self, actions: Tensor) -> StepRecord:
-        """Step every environment once."""
-        record = super().step(actions)
+    def _halves(self) -> tuple[Callable[..., None] | None, Callable[[], Any] | None]:
+        return self.env.send, self.env.recv
+
+    def recv(self) -> StepRecord:
+        """The step that was begun."""
+        record = super().recv()
         self._elapsed = record.extras["infos"].get("elapsed_step", self._elapsed)
         return record
 

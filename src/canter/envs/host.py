@@ -108,6 +108,16 @@ def batch_to_rows(batch: Any, space: spaces.Space, num_envs: int, name: str = "o
     return array
 
 
+def array_per_env(value: Any, dtype: Any, name: str, num_envs: int) -> np.ndarray:
+    """A new (N,) array from (N,), (N, 1) or, for one environment, a scalar; any other shape is an error."""
+    array = np.array(value, dtype)
+    if array.shape != (num_envs,):
+        if array.shape != (num_envs, 1) and not (num_envs == 1 and array.ndim == 0):
+            raise ValueError(f"{name} of {num_envs} environments must have shape ({num_envs},), got {array.shape}")
+        array = array.reshape(num_envs)
+    return array
+
+
 def spaces_rows(batch: Any, num_envs: int) -> list[Any]:
     """One entry per environment of a batched array or of a tuple of them."""
     if isinstance(batch, tuple):

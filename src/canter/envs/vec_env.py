@@ -67,6 +67,8 @@ class VecEnv(ABC):
     """Whether `StepRecord.valid` is ever false."""
     gives_final_obs: bool = True
     """Whether `StepRecord.final_obs` is there whenever a row was truncated."""
+    overlaps: bool = False
+    """Whether `send` and `recv` are there, a step in two halves, between which the caller can do something else."""
     capturable: bool = False
     """Whether `step` is pure tensor code on a fixed shape that may be captured in a CUDA graph."""
 
@@ -81,6 +83,14 @@ class VecEnv(ABC):
     @abstractmethod
     def step(self, actions: Tensor) -> StepRecord:
         """Apply one action per environment."""
+
+    def send(self, actions: Tensor) -> None:
+        """Begin a step, where `overlaps`."""
+        raise NotImplementedError(f"{type(self).__name__} steps in one go")
+
+    def recv(self) -> StepRecord:
+        """End the step that was begun, where `overlaps`."""
+        raise NotImplementedError(f"{type(self).__name__} steps in one go")
 
     def seed(self, seed: int) -> None:
         """Make the episodes from the next `reset` on repeatable."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 from torch import Tensor
 
 from canter.envs.final_obs import find_final, full_final
 from canter.envs.groups import split_groups, split_space
-from canter.envs.host import ActionCast, batch_to_rows, empty_rows, put_row, rows_to_obs, stored_space
+from canter.envs.host import ActionCast, array_per_env, batch_to_rows, empty_rows, put_row, rows_to_obs, stored_space
 from canter.envs.records import EndWatch, per_env, told
 from canter.envs.tensors import take_obs
 from canter.envs.vec_env import StepRecord, VecEnv
@@ -52,14 +53,22 @@ class GymVectorEnvAdapter(VecEnv):
         self.action_space = env.single_action_space
         self._cast = ActionCast(self.action_space, self.num_envs, clip_actions)
         self.max_episode_length = getattr(env.spec, "max_episode_steps", None) or 1000
-        self._no_resets = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
-        self._all_valid = ~self._no_resets
+        self._all_valid = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
+        self._begin, self._end = self._halves()
+        self.overlaps = self._begin is not None
+        self._answer: Any = None
         self._was_done: Tensor | None = None
         self._current: tuple[Obs, Obs] | None = None
         self._tensors = False
         self._bounds: list[Tensor] | None = None
         self._watch = EndWatch(self.device)
         self._seed = seed
+
+    def _halves(self) -> tuple[Callable[..., None] | None, Callable[[], Any] | None]:
+        """How to begin a step and how to end it, where the environments go on by themselves between."""
+        if isinstance(self.env, AsyncVectorEnv):
+            return self.env.step_async, self.env.step_wait
+        return None, None
 
     def seed(self, seed: int) -> None:
         """Seed the environments in the next `reset`."""
@@ -83,11 +92,45 @@ class GymVectorEnvAdapter(VecEnv):
 
     def step(self, actions: Tensor) -> StepRecord:
         """Step every environment once."""
+        self.send(actions)
+        return self.recv()
+
+    def send(self, actions: Tensor) -> None:
+        """Begin a step; where the environments have threads or processes of their own, they are on their way."""
         if self._current is None:
             self.reset()
-        given, rewards, terminated, truncated, infos = self.env.step(self._to_env(actions))
-        # Asking tensors whether any ended would make the host wait for the device.
-        some_ended = self._tensors or bool(np.any(terminated) or np.any(truncated))
+        given = self._to_env(actions)
+        if self._begin is None:
+            self._answer = self.env.step(given)
+        else:
+            self._begin(given)
+
+    def recv(self) -> StepRecord:
+        """The step that was begun."""
+        if self._end is not None:
+            self._answer = self._end()
+        given, rewards, terminated, truncated, infos = self._answer
+        self._answer = None
+        flags = self._tensor_flags if self._tensors else self._array_flags
+        reward, terminated, truncated, valid, some_ended = flags(rewards, terminated, truncated)
+        obs, final = self._take(given), None
+        if some_ended:
+            done = terminated | truncated
+            final, obs = self._finish(obs, done, infos)
+            self._was_done = done if self.has_invalid_steps else None
+        else:
+            self._was_done = None
+        self._current = split_groups(obs)
+        final_obs, final_critic_obs = (None, None) if final is None else split_groups(final)
+        record = StepRecord(
+            *self._current, reward, terminated, truncated, final_obs, final_critic_obs, valid, {"infos": infos}
+        )
+        return told(record)
+
+    def _tensor_flags(
+        self, rewards: Any, terminated: Any, truncated: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
+        """Reward, the two ends, what is valid, and whether to look for ends: to ask would make the host wait."""
         reward = per_env(rewards, torch.float32, "rewards", self.num_envs, self.device, copy=True)
         terminated = per_env(terminated, torch.bool, "terminated", self.num_envs, self.device, copy=True)
         truncated = per_env(truncated, torch.bool, "truncated", self.num_envs, self.device) & ~terminated
@@ -96,17 +139,27 @@ class GymVectorEnvAdapter(VecEnv):
             valid = ~self._was_done
             reward = reward.masked_fill(self._was_done, 0.0)
             terminated, truncated = terminated & valid, truncated & valid
-        done = terminated | truncated
-        obs, final = self._take(given), None
+        return reward, terminated, truncated, valid, True
+
+    def _array_flags(
+        self, rewards: Any, terminated: Any, truncated: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
+        """The same from arrays: most steps end nothing, and there is little to compute."""
+        count = self.num_envs
+        terminated = array_per_env(terminated, np.bool_, "terminated", count)
+        truncated = array_per_env(truncated, np.bool_, "truncated", count)
+        reward = array_per_env(rewards, np.float32, "rewards", count)
+        valid, some_ended = self._all_valid, bool(terminated.any() or truncated.any())
+        if self._was_done is not None:
+            valid = ~self._was_done
+            mask = valid.numpy(force=True)
+            reward, terminated, truncated = np.where(mask, reward, np.float32(0)), terminated & mask, truncated & mask
         if some_ended:
-            final, obs = self._finish(obs, done, infos)
-        self._was_done = done if self.has_invalid_steps and some_ended else None
-        self._current = split_groups(obs)
-        final_obs, final_critic_obs = (None, None) if final is None else split_groups(final)
-        record = StepRecord(
-            *self._current, reward, terminated, truncated, final_obs, final_critic_obs, valid, {"infos": infos}
-        )
-        return told(record)
+            truncated = truncated & ~terminated
+        tensors = [torch.from_numpy(array) for array in (reward, terminated, truncated)]
+        if self.device.type != "cpu":
+            tensors = [tensor.to(self.device) for tensor in tensors]
+        return tensors[0], tensors[1], tensors[2], valid, some_ended
 
     def _finish(self, obs: Obs, done: Tensor, infos: dict[str, Any]) -> tuple[Any, Obs]:
         """The final observation and the one to act on next, by the autoreset mode."""

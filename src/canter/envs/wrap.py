@@ -16,6 +16,7 @@ from canter.envs.torch_envs import TORCH_ENVS
 from canter.envs.vec_env import VecEnv
 from canter.envs.vector import GymVectorEnvAdapter
 from canter.envs.wrappers import ToDevice
+from canter.utils.devices import usable_cores
 
 LOOKED_FOR = """\
 - a canter.envs.VecEnv
@@ -106,7 +107,10 @@ def make_env(
             envpool = importlib.import_module("envpool")
         except ImportError as error:
             raise ImportError(f"{name!r} needs EnvPool: pip install 'canter[envpool]'") from error
-        options: dict[str, Any] = {} if seed is None else {"seed": seed}
+        # As many threads as cores this process may use, which may be fewer than the machine has.
+        options: dict[str, Any] = {"num_threads": min(num_envs, usable_cores())}
+        if seed is not None:
+            options["seed"] = seed
         if render_mode is not None:
             options["render_mode"] = render_mode
         return EnvPoolAdapter(envpool.make(rest, env_type="gymnasium", num_envs=num_envs, **options), device)

@@ -12,6 +12,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from canter.algorithms.algorithm import Algorithm
+from canter.envs.vec_env import StepRecord
 from canter.modules.build import build_actor_critic
 from canter.runners.collecting import CollectingRunner
 from canter.runners.run_config import make_plan
@@ -169,14 +170,38 @@ class OnPolicyRunner(CollectingRunner):
             self.obs, self.critic_obs = self.alg.collect(self.env, self.obs, self.critic_obs)
             self.stats.tracker.step = self.num_steps_per_env
             return
-        for _ in range(self.num_steps_per_env):
-            self.obs, self.critic_obs, *_ = self.rollout_step(self.obs, self.critic_obs)
+        if self.env.overlaps and self.alg.can_lag and self.steps_are_plain:
+            self.overlapping_steps()
+        else:
+            for _ in range(self.num_steps_per_env):
+                self.obs, self.critic_obs, *_ = self.rollout_step(self.obs, self.critic_obs)
         self.alg.compute_returns(self.critic_obs)
+
+    @property
+    def steps_are_plain(self) -> bool:
+        """Whether a step is this class's, and may be taken apart."""
+        return type(self).rollout_step is OnPolicyRunner.rollout_step
+
+    def overlapping_steps(self) -> None:
+        """Steps that are each kept while the environments are already busy with the next; the same numbers."""
+        ready: tuple[StepRecord, dict[str, Any]] | None = None
+        for _ in range(self.num_steps_per_env):
+            self.env.send(self.choose_actions(self.obs, self.critic_obs))
+            acted = self.alg.take_transition()
+            try:
+                if ready is not None:
+                    self.alg.process_step(*ready)
+            finally:  # a step that was begun is ended, whatever happens
+                record = self.env.recv()
+            self.take_record(record)  # guarded before anyone acts on it
+            self.obs, self.critic_obs = record.obs, record.critic_obs
+            ready = record, acted
+        assert ready is not None
+        self.alg.process_step(*ready)
 
     def captures_rollouts(self) -> bool:
         """Whether stepping the environment can be part of a CUDA graph: nothing of a step is needed on the host."""
-        is_own = type(self).rollout_step is OnPolicyRunner.rollout_step
-        can = self.env.capturable and self.alg.executor.uses_graphs and is_own
+        can = self.env.capturable and self.alg.executor.uses_graphs and self.steps_are_plain
         return can and self.iteration > 0 and not self.stats.has_extras
 
     def choose_actions(self, obs: Any, critic_obs: Any) -> Tensor:

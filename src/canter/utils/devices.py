@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 
@@ -19,3 +21,8 @@ def resolve_device(device: torch.device | str | None = None) -> torch.device:
             there = ", ".join(["cpu", *(f"cuda:{i}" for i in range(count))])
             raise ValueError(f"device {str(device)!r} is not available; there are: {there}")
     return resolved
+
+
+def usable_cores() -> int:
+    """CPU cores this process may run on, which may be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -197,7 +198,7 @@ class FiniteGuard:
             for name, leaf in tree_leaves(tree, group):
                 if leaf is None or not leaf.is_floating_point():
                     continue
-                if not np.isfinite(float(leaf.sum())):
+                if not math.isfinite(leaf.sum()):
                     raise_if_bad(name, leaf, total_steps)
 
     def read(self, first_step: int, rollout: Mapping[str, Tensor]) -> None:

@@ -25,6 +25,7 @@ aten = torch.ops.aten
 TOO_LONG = "it is too long"
 LONGEST = 3000  # operations; of more, recording and compiling the code cost more than they save
 WORTH_COMPILING = 800  # operations; a scan over the steps of a rollout is longer, and compilers take minutes for it
+COMPILED_AFTER = 20  # replays; the step in which all episodes end is rare, and not worth the seconds
 BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType)  # torch wraps some of its functions in Python
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 UNFIT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -44,7 +45,7 @@ class Tape:
         fn: The function.
         args: Its arguments.
         leaves: The tensors in them, in the order of `describe`.
-        compiles: Whether to compile the recording's arithmetic into a few kernels.
+        compiles: Whether to compile the recording's arithmetic into a few kernels, once it turns out to be used.
     """
 
     def __init__(self, fn: Callable[..., Any], args: Any, leaves: Sequence[Tensor], compiles: bool = False) -> None:
@@ -62,18 +63,17 @@ class Tape:
         self.template = rebuild(self.result, iter([torch.empty(0)] * len(outputs)))
         self.held = simplify(notes)
         self.length = sum(node.op == "call_function" for node in notes.graph.nodes)
-        if compiles and self.length <= WORTH_COMPILING:
-            self.run = self._compiled(notes, [*self.held, *inputs])
-        else:
-            self.run = straight(notes.graph)
+        self.run = straight(notes.graph)
+        self.notes = notes if compiles and self.length <= WORTH_COMPILING else None
+        self.replays = 0
 
-    def _compiled(self, notes: Notes, args: Sequence[Any]) -> Callable[..., Any]:
+    def _compile(self, notes: Notes, leaves: Sequence[Tensor]) -> None:
+        self.notes = None
         try:
-            return compiled(notes, args)
+            self.run = compiled(notes, [*self.held, *leaves])
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else repr(error)
             warnings.warn(f"a recording cannot be compiled ({reason}); it is replayed uncompiled", stacklevel=6)
-            return straight(notes.graph)
 
     def take_result(self) -> Any:
         """The result of the call that was recorded, which is not kept."""
@@ -82,6 +82,10 @@ class Tape:
 
     def replay(self, leaves: Sequence[Tensor]) -> Any:
         """The function's result for these inputs."""
+        if self.notes is not None:
+            self.replays += 1
+            if self.replays > COMPILED_AFTER:
+                self._compile(self.notes, leaves)
         # No tensor here needs a gradient; but an LSTM keeps what its backward pass reads only where gradients are on.
         with torch.set_grad_enabled(self.grad_mode):
             return rebuild(self.template, iter(self.run(*self.held, *leaves)))
@@ -160,7 +164,8 @@ class Probe(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: OpOverload, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note the arrival, and give the known result."""
-        self.seen = (func, args, kwargs or {})
+        if func is not aten.detach.default or self.seen is None:  # which follows what makes tensors from nothing
+            self.seen = (func, args, kwargs or {})
         return self.result
 
 
@@ -190,4 +195,6 @@ def same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
+    if isinstance(a, torch.Generator) and isinstance(b, torch.Generator):
+        return getattr(a, "_cdata", a) == getattr(b, "_cdata", b)  # every arrival wraps the stream anew
     return a is b or (isinstance(a, PLAIN) and type(a) is type(b) and a == b)

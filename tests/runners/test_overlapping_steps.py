@@ -1,0 +1,106 @@
+"""Steps taken in while the environments are busy with the next: the same numbers, and nothing is left half done."""
+
+import contextlib
+
+import pytest
+import torch
+
+from canter.envs.torch_envs import PointRobot
+from canter.envs.wrap import wrap_env
+from canter.utils.metrics import NonFiniteError
+
+
+class InTwoHalves(PointRobot):
+    """A robot that is stepped in two halves, and notes when."""
+
+    overlaps = True
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.calls, self.bad = [], None
+
+    def send(self, actions):
+        assert "send" not in self.calls[-1:], "a step was begun twice"
+        self.calls.append("send")
+        self.begun = actions
+
+    def recv(self):
+        self.calls.append("recv")
+        record = super().step(self.begun)
+        if self.calls.count("recv") == self.bad:
+            record.obs[1, 2] = float("nan")
+        return record
+
+
+@pytest.mark.parametrize("execution", ["eager", "auto"])
+def test_overlapping_steps_give_the_same_run(make_runner, differing, weights, execution):
+    runners = [
+        make_runner(cls(4, seed=1), algorithm={"execution": execution, "empirical_normalization": True})
+        for cls in (PointRobot, InTwoHalves)
+    ]
+    for runner in runners:
+        runner.learn(5)
+    assert differing(*map(weights, runners)) == []
+    for name in ("observations", "actions", "rewards", "dones", "values", "returns"):
+        first, second = (runner.alg.rollout.data[name] for runner in runners)
+        assert torch.equal(first, second), name
+    assert list(runners[0].rewbuffer) == list(runners[1].rewbuffer)
+    assert runners[1].env.calls == ["send", "recv"] * (5 * runners[1].num_steps_per_env)
+
+
+def test_a_step_is_kept_between_the_halves_of_the_next(make_runner):
+    runner = make_runner(InTwoHalves(4, seed=1))
+    calls, keep, take = runner.env.calls, runner.alg.process_step, runner.take_record
+    runner.alg.process_step = lambda *step: (calls.append("keep"), keep(*step))
+    runner.take_record = lambda record: (calls.append("guard"), take(record))
+    runner.learn(1)
+    later = ["send", "keep", "recv", "guard"] * (runner.num_steps_per_env - 1)
+    assert calls == ["send", "recv", "guard", *later, "keep"]
+
+
+def test_what_the_next_actions_depend_on_is_not_put_off(make_runner):
+    for settings in (
+        {"policy": {"class_name": "ActorCriticRecurrent", "rnn_hidden_size": 4}},
+        {"algorithm": {"class_name": "TPPO"}},
+    ):
+        with pytest.warns(UserWarning, match="no teacher") if "algorithm" in settings else contextlib.nullcontext():
+            runner = make_runner(InTwoHalves(4, seed=1), **settings)
+        assert not runner.alg.can_lag
+        runner.learn(1)
+        assert runner.env.calls == []
+    assert make_runner(InTwoHalves(4, seed=1)).alg.can_lag
+
+
+@pytest.mark.parametrize("at", [3, 4])  # in mid-rollout, and in its last step
+def test_nobody_acts_on_what_is_not_finite(make_runner, at):
+    runner = make_runner(InTwoHalves(4, seed=1), num_steps_per_env=4)
+    runner.env.bad = at
+    with pytest.raises(NonFiniteError, match=rf"'obs' \(environments 1, features 2\) at step {at - 1}"):
+        runner.learn(1)
+    assert runner.env.calls == ["send", "recv"] * at
+    runner.learn(2)
+    assert runner.iteration == 2
+
+
+def test_an_error_ends_the_step_that_was_begun(make_runner):
+    runner = make_runner(InTwoHalves(4, seed=1))
+
+    def fail(*step):
+        raise KeyError("no such field")
+
+    runner.alg.process_step = fail
+    with pytest.raises(KeyError, match="no such field"):
+        runner.learn(1)
+    assert runner.env.calls == ["send", "recv"] * 2
+
+
+def test_envpool_learns_the_same_either_way(make_runner, differing, weights):
+    pytest.importorskip("envpool")
+    runners = []
+    for overlaps in (True, False):
+        env = wrap_env("envpool/CartPole-v1", num_envs=3, seed=1)
+        env.overlaps = overlaps
+        runners.append(make_runner(env, num_steps_per_env=30))
+        runners[-1].learn(4)
+    assert differing(*map(weights, runners)) == []
+    assert runners[0].rewbuffer
