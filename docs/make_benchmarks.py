@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 
@@ -24,8 +25,7 @@ ASKED = {
 def learning() -> None:
     """Training return against environment steps, every seed, with the evaluation at the end."""
     runs = defaultdict(list)
-    for line in (RESULTS / "learning.jsonl").read_text().splitlines():
-        run = json.loads(line)
+    for run in read("learning"):
         runs[run["task"]].append(run)
     figure, axes = plt.subplots(2, 4, figsize=(15, 6.2), constrained_layout=True)
     for axis, (task, asked) in zip(axes.flat, ASKED.items(), strict=False):
@@ -73,36 +73,83 @@ def iteration() -> None:
     figure.savefig(ASSETS / "iteration.png", dpi=110)
 
 
-def curves(name: str, panels: list[str], label: str) -> None:
+def curves(name: str, panels: list[str], label: str, arm: str = "arm") -> None:
     """One panel for each task: the curve of every arm and seed, from [steps, seconds, value] rows."""
-    runs = [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
-    size = (6.2 * len(panels), 3.8)
-    figure, axes = plt.subplots(1, len(panels), figsize=size, constrained_layout=True, squeeze=False)
-    for axis, panel in zip(axes.flat, panels, strict=True):
+    runs = read(name)
+    figure, axes = row_of(len(panels))
+    for axis, panel in zip(axes, panels, strict=True):
         shown = [run for run in runs if run["task"] == panel]
-        colours = dict(zip(dict.fromkeys(run["arm"] for run in shown), plt.cm.tab10.colors, strict=False))
+        colours = dict(zip(dict.fromkeys(run[arm] for run in shown), plt.cm.tab10.colors, strict=False))
         named = set()
         for run in shown:
-            arm, colour = run["arm"], colours[run["arm"]]
-            title = None if arm in named else arm
-            named.add(arm)
-            if arm in ("teacher", "expert"):
+            title = None if run[arm] in named else run[arm]
+            named.add(run[arm])
+            if run[arm] in ("teacher", "expert"):
                 axis.axhline(run.get("eval", run.get("speed")), color=GREY, linestyle="--", linewidth=1, label=title)
                 continue
             steps, _, values = np.array(run["curve"]).T
-            axis.plot(steps / 1e3, values, color=colour, label=title, linewidth=1.6)
-        axis.set_title(panel, fontsize=11)
-        axis.set_xlabel("thousand steps")
-        axis.set_ylabel(label)
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=8)
+            axis.plot(steps / 1e3, values, color=colours[run[arm]], label=title, linewidth=1.6)
+        finish(axis, panel, "thousand steps", label)
     figure.savefig(ASSETS / f"{name}.png", dpi=110)
+
+
+def two_stage() -> None:
+    """Pretrained and not, at the same number of environment steps, every seed."""
+    runs = read("two_stage")
+    panels = list(dict.fromkeys(run["task"] for run in runs))
+    figure, axes = row_of(len(panels))
+    for axis, panel in zip(axes, panels, strict=True):
+        for k, run in enumerate(run for run in runs if run["task"] == panel):
+            for arm, colour in (("scratch", GREY), ("two_stage", BLUE)):
+                steps, _, values = np.array(run[arm]).T
+                title = {"scratch": "PPO from scratch", "two_stage": "after demonstrations"}[arm] if k == 0 else None
+                axis.plot(steps / 1e3, values, color=colour, label=title, linewidth=1.6)
+            axis.axhline(
+                run["teacher"], color=ORANGE, linestyle="--", linewidth=1, label="teachers" if k == 0 else None
+            )
+        finish(axis, panel, "thousand steps", "return without noise")
+    figure.savefig(ASSETS / "two_stage.png", dpi=110)
+
+
+def scaling() -> None:
+    """Time and memory of an iteration against the number of environments."""
+    found = json.loads((RESULTS / "h200_scaling.json").read_text())["results"]["auto"]["envs"]
+    figure, axes = row_of(2)
+    for axis, name, label in zip(axes, ("iteration", "memory"), ("ms per iteration", "GiB"), strict=True):
+        sizes, values = zip(*[(row["size"], row[name]) for row in found["rows"]], strict=True)
+        axis.loglog(sizes, values, "o-", color=BLUE, label=f"slope {found['slopes'][name]:.2f} over the larger half")
+        finish(axis, "", "environments", label)
+    figure.savefig(ASSETS / "scaling.png", dpi=110)
+
+
+def read(name: str) -> list[dict[str, Any]]:
+    """The runs of a file of results."""
+    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+
+
+def row_of(count: int) -> tuple[Any, Any]:
+    """A figure of panels side by side."""
+    figure, axes = plt.subplots(1, count, figsize=(6.2 * count, 3.8), constrained_layout=True, squeeze=False)
+    return figure, axes[0]
+
+
+def finish(axis: Any, title: str, x: str, y: str) -> None:
+    """Names, a light grid and a key."""
+    axis.set_title(title, fontsize=11)
+    axis.set_xlabel(x)
+    axis.set_ylabel(y)
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=8)
 
 
 if __name__ == "__main__":
     learning()
     iteration()
-    curves("estimation", ["HalfCheetah-v5"], "return")
+    scaling()
+    two_stage()
+    curves("estimation", ["HalfCheetah-v5", "Hopper-v5"], "return")
     curves("distill", ["HalfCheetah-v5", "Hopper-v5"], "return of 10 episodes without noise")
     curves("amp", ["HalfCheetah-v5"], "forward speed, m/s")
+    sac = ["Pendulum-v1", "LunarLanderContinuous-v3", "HalfCheetah-v5"]
+    curves("off_policy_learning", sac, "return of 10 episodes without noise", arm="algo")

@@ -48,7 +48,16 @@ class EnvPoolAdapter(GymVectorEnvAdapter):
         return super().reset()
 
     def _halves(self) -> tuple[Callable[..., None] | None, Callable[[], Any] | None]:
-        return self.env.send, self.env.recv
+        send, parts = self.env.send, self.env.spec.action_array_spec
+        if set(parts) != {"env_id", "players.env_id", "action"}:
+            return send, self.env.recv
+        numbers, dtype = np.arange(self.num_envs, dtype=np.int32), parts["action"].dtype
+
+        def send_to_all(actions: np.ndarray) -> None:
+            """Say who acts, which EnvPool would find out anew in every step."""
+            send({"env_id": numbers, "players": {"env_id": numbers}, "action": actions.astype(dtype, copy=False)})
+
+        return send_to_all, self.env.recv
 
     def recv(self) -> StepRecord:
         """The step that was begun."""

@@ -87,6 +87,8 @@ class Tape:
             if self.replays > COMPILED_AFTER:
                 self._compile(self.notes, leaves)
         # No tensor here needs a gradient; but an LSTM keeps what its backward pass reads only where gradients are on.
+        if torch.is_grad_enabled() == self.grad_mode:
+            return rebuild(self.template, iter(self.run(*self.held, *leaves)))
         with torch.set_grad_enabled(self.grad_mode):
             return rebuild(self.template, iter(self.run(*self.held, *leaves)))
 
