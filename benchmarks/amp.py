@@ -28,7 +28,7 @@ from canter.runners import AmpPolicyRunner, OnPolicyRunner
 
 TASK, FORWARD, WIDTH = "HalfCheetah-v5", 8, 17  # column and number of what is observed: the root's forward speed
 POINTS, CLIPS, CLIP_LENGTH, JUDGES = 20, 8, 500, 8
-DISCRIMINATOR = {"style_reward_coef": 1.0, "hidden_dims": [256, 128], "discriminator_grad_pen": 5.0}
+DISCRIMINATOR = {"style_reward_coef": 1.0, "hidden_dims": [256, 128], "discriminator_grad_pen": 1.0}
 STYLE = {
     "class_name": "APPO", "num_learning_epochs": 5, "num_mini_batches": 16, "discriminator_learning_rate": 1e-4,
     "amp_replay_buffer_size": 100_000,
@@ -97,7 +97,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("arm", choices=["expert", "style"])
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--steps", type=int, default=1_200_000)
     parser.add_argument("--run", type=Path, required=True, help="where the expert and its clips are")
     parser.add_argument("--separate-normalizers", action="store_true")
     parser.add_argument("--out", type=Path)

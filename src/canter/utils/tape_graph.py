@@ -194,6 +194,8 @@ def compiled(notes: Notes, args: Sequence[Any]) -> Callable[..., Any]:
     """
     join_copies(notes)
     parts, results = split(notes)
+    base = Memory(notes).base
+    is_apart = all(isinstance(base[node], fx.Node) for node in results if parts[node] == 1)
     graphs = [take_part(notes.graph, parts, results, part) for part in range(3)]
     draw, write = straight(graphs[0]), straight(graphs[2])
     with torch.inference_mode(False), torch.no_grad():
@@ -201,7 +203,7 @@ def compiled(notes: Notes, args: Sequence[Any]) -> Callable[..., Any]:
         states = [(value, value.get_state()) for value in args if isinstance(value, torch.Generator)]
         used = drop_unused(graphs[1])
         examples = [*like, *draw(*like)]
-        kernels = compile_graph(graphs[1], [examples[i] for i in used])
+        kernels = compile_graph(graphs[1], [examples[i] for i in used], is_apart)
         for generator, before in states:  # these draws were examples
             generator.set_state(before)
 
@@ -212,11 +214,11 @@ def compiled(notes: Notes, args: Sequence[Any]) -> Callable[..., Any]:
     return run
 
 
-def compile_graph(graph: fx.Graph, examples: list[Any]) -> Callable[[list[Any]], Any]:
+def compile_graph(graph: fx.Graph, examples: list[Any], is_apart: bool) -> Callable[[list[Any]], Any]:
     """Kernels for a graph, which take a list of its arguments.
 
-    They are called directly where the compiler has left nothing to do around them (no argument or result was added):
-    for small networks its wrappers take longer than the kernels.
+    They are called directly where the compiler has left nothing to do around them (no argument or result was added,
+    and the results lie apart from the arguments): for small networks its wrappers take longer than the kernels.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import compile_fx  # a second to import, for those who compile alone
@@ -233,7 +235,7 @@ def compile_graph(graph: fx.Graph, examples: list[Any]) -> Callable[[list[Any]],
     module = fx.GraphModule(torch.nn.Module(), graph)
     with functorch_config.patch(enable_autograd_cache=False):  # which would not call `inner`
         wrapped: Any = compile_fx.compile_fx(module, examples, inner_compile=inner, config_patches=LEAN)
-    if len(found) == 1 and found[0][0] and found[0][1] is not None:
+    if is_apart and len(found) == 1 and found[0][0] and found[0][1] is not None:
         return found[0][1]
     return lambda args: wrapped(*args)
 
@@ -286,7 +288,8 @@ def split(notes: Notes) -> tuple[dict[fx.Node, int], list[fx.Node]]:
     memory = Memory(notes)
     names = Counter(memory.base[node] for node in notes.graph.nodes if node.op == "placeholder" and node.users)
     parts: dict[fx.Node, int] = {}
-    last: set[Any] = set()  # memory from outside that the last part has to do with
+    written: set[Any] = set()  # memory from outside that has been written to so far
+    last: set[Any] = set()  # memory from outside, and random streams, that the last part has to do with
     for node in notes.graph.nodes:
         if node.op != "call_function":
             continue
@@ -298,9 +301,12 @@ def split(notes: Notes) -> tuple[dict[fx.Node, int], list[fx.Node]]:
             parts[node] = 2
             last |= {base for base in touched if not isinstance(base, fx.Node)}
         elif not targets(node) and not is_pure(node.target):
-            parts[node] = 0 if least == 0 else 2
+            parts[node] = 0 if least == 0 and not written & touched else 2
         else:
             parts[node] = least if node.target is operator.getitem else max(least, 1)
+        written |= goes_out
+        if parts[node] == 2 and not is_pure(node.target):  # streams are drawn from in the order of the function
+            last |= {source for source in node.all_input_nodes if source in notes.held}
     # What only the last part looks at from another side is turned there: kernels that return views are slow to call.
     for node in reversed(list(parts)):
         if parts[node] == 1 and is_view(node) and not memory.is_written(node):
