@@ -428,6 +428,18 @@ def test_kernels_are_called_directly_unless_the_compiler_wraps_them():
 
 
 @pytest.mark.slow
+def test_kernels_are_given_only_what_lies_in_memory_as_they_expect():
+    with torch.inference_mode():
+        wide, dense = torch.rand(2).expand(3, 2), torch.rand(3, 2)
+        tape, _ = record(lambda x: x * 2.0, wide, compiles=True)
+        for _ in range(COMPILED_AFTER + 2):
+            assert torch.equal(tape.replay([wide]), wide * 2.0)
+        assert tape.run is not tape.plain
+        assert torch.equal(tape.replay([dense]), dense * 2.0)
+        assert torch.equal(tape.replay([dense.t().contiguous().t()]), dense * 2.0)
+
+
+@pytest.mark.slow
 def test_a_view_of_what_kernels_write_to_stays_a_view():
     table, twin = torch.zeros(2, 3), torch.zeros(2, 3)
 

@@ -37,7 +37,8 @@ class Categorical(ActionDistribution):
     def sample(self, params: Params, generator: Generator | None = None) -> Tensor:
         """Draw one choice per row (Gumbel-max)."""
         logits = self._logits(params)
-        clock = torch.empty_like(logits).exponential_(generator=generator).clamp_min_(1e-30)
+        clock = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        clock = clock.exponential_(generator=generator).clamp_min(1e-30)
         return (logits - clock.log()).argmax(-1)
 
     def mode(self, params: Params) -> Tensor:

@@ -63,14 +63,17 @@ class Tape:
         self.template = rebuild(self.result, iter([torch.empty(0)] * len(outputs)))
         self.held = simplify(notes)
         self.length = sum(node.op == "call_function" for node in notes.graph.nodes)
-        self.run = straight(notes.graph)
+        self.run = self.plain = straight(notes.graph)
         self.notes = notes if compiles and self.length <= WORTH_COMPILING else None
         self.replays = 0
+        self.strides: list[Any] | None = None
+        """How the inputs must lie in memory for compiled kernels, which take that for granted."""
 
     def _compile(self, notes: Notes, leaves: Sequence[Tensor]) -> None:
         self.notes = None
         try:
             self.run = compiled(notes, [*self.held, *leaves])
+            self.strides = [leaf.stride() for leaf in leaves]
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else repr(error)
             warnings.warn(f"a recording cannot be compiled ({reason}); it is replayed uncompiled", stacklevel=6)
@@ -87,10 +90,12 @@ class Tape:
             if self.replays > COMPILED_AFTER:
                 self._compile(self.notes, leaves)
         # No tensor here needs a gradient; but an LSTM keeps what its backward pass reads only where gradients are on.
+        is_laid_out = self.strides is None or [leaf.stride() for leaf in leaves] == self.strides
+        run = self.run if is_laid_out else self.plain
         if torch.is_grad_enabled() == self.grad_mode:
-            return rebuild(self.template, iter(self.run(*self.held, *leaves)))
+            return rebuild(self.template, iter(run(*self.held, *leaves)))
         with torch.set_grad_enabled(self.grad_mode):
-            return rebuild(self.template, iter(self.run(*self.held, *leaves)))
+            return rebuild(self.template, iter(run(*self.held, *leaves)))
 
 
 class Recorder(TorchDispatchMode):

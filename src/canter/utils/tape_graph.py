@@ -92,7 +92,12 @@ def is_pure(func: Any) -> bool:
     """Whether an operation writes to nothing and draws no random numbers."""
     if func is operator.getitem:
         return True
-    return not func._schema.is_mutable and torch.Tag.nondeterministic_seeded not in func.tags
+    return not func._schema.is_mutable and not is_random(func)
+
+
+def is_random(func: Any) -> bool:
+    """Whether an operation draws random numbers."""
+    return func is not operator.getitem and torch.Tag.nondeterministic_seeded in func.tags
 
 
 def is_view(node: fx.Node) -> bool:
@@ -195,11 +200,11 @@ def compiled(notes: Notes, args: Sequence[Any]) -> Callable[..., Any]:
     join_copies(notes)
     parts, results = split(notes)
     base = Memory(notes).base
-    is_apart = all(isinstance(base[node], fx.Node) for node in results if parts[node] == 1)
+    is_apart = all(base[node] is node for node in results if parts[node] == 1)
     graphs = [take_part(notes.graph, parts, results, part) for part in range(3)]
     draw, write = straight(graphs[0]), straight(graphs[2])
     with torch.inference_mode(False), torch.no_grad():
-        like = [value.clone() if isinstance(value, Tensor) and value.is_inference() else value for value in args]
+        like = [example(value) if isinstance(value, Tensor) and value.is_inference() else value for value in args]
         states = [(value, value.get_state()) for value in args if isinstance(value, torch.Generator)]
         used = drop_unused(graphs[1])
         examples = [*like, *draw(*like)]
@@ -214,11 +219,20 @@ def compiled(notes: Notes, args: Sequence[Any]) -> Callable[..., Any]:
     return run
 
 
+def example(value: Tensor) -> Tensor:
+    """A copy that lies in memory as the tensor does; one that goes over the same memory twice is only like it."""
+    copy = value.clone()
+    if copy.stride() == value.stride():
+        return copy
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return value.new_zeros(extent).as_strided(value.shape, value.stride())
+
+
 def compile_graph(graph: fx.Graph, examples: list[Any], is_apart: bool) -> Callable[[list[Any]], Any]:
     """Kernels for a graph, which take a list of its arguments.
 
     They are called directly where the compiler has left nothing to do around them (no argument or result was added,
-    and the results lie apart from the arguments): for small networks its wrappers take longer than the kernels.
+    and every result has memory of its own): for small networks its wrappers take longer than the kernels.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import compile_fx  # a second to import, for those who compile alone
@@ -300,12 +314,14 @@ def split(notes: Notes) -> tuple[dict[fx.Node, int], list[fx.Node]]:
         if least == 2 or last & touched or (goes_out and not is_simple):
             parts[node] = 2
             last |= {base for base in touched if not isinstance(base, fx.Node)}
-        elif not targets(node) and not is_pure(node.target):
+        elif is_random(node.target):
             parts[node] = 0 if least == 0 and not written & touched else 2
+        elif node.target is aten.empty.memory_format:
+            parts[node] = 0  # to be filled by a draw
         else:
             parts[node] = least if node.target is operator.getitem else max(least, 1)
         written |= goes_out
-        if parts[node] == 2 and not is_pure(node.target):  # streams are drawn from in the order of the function
+        if parts[node] == 2 and is_random(node.target):  # streams are drawn from in the order of the function
             last |= {source for source in node.all_input_nodes if source in notes.held}
     # What only the last part looks at from another side is turned there: kernels that return views are slow to call.
     for node in reversed(list(parts)):
