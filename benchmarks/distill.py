@@ -35,11 +35,12 @@ IMITATION = {
 GUIDED = {"class_name": "TPPO", "teacher_act_prob": 0.0, "distill_target": "mse_sum"}
 ARMS = {"dagger": IMITATION, "tppo": GUIDED, "scratch": {}}
 # Imitation alone does not learn the noise, and the student is judged without it.
-NOISE = {"dagger": 0.05, "tppo": 0.2, "scratch": 0.2}
+NOISE = {"dagger": 0.05, "tppo": 0.2}
 FADE = 0.1  # share of the run over which the teacher stops acting
 # What reward and teacher are worth to each other depends on the task: a hopper that only falls earns nothing to learn
 # from, a cheetah soon outruns its teacher. Learning rate, weight of the teacher, share of the run over which it fades.
 GUIDANCE = {"HalfCheetah-v5": (1e-3, 1.0, 0.15), "Hopper-v5": (5e-4, 5.0, 1.0)}
+ALONE = {"HalfCheetah-v5": (1e-3, 0.2), "Hopper-v5": (3e-4, 1.0)}  # learning rate and noise that served PPO better
 
 
 def student_env(task, num_envs, seed=None):
@@ -54,15 +55,16 @@ def configuration(arm, args):
     if arm != "teacher":
         # Minibatches are made of whole environments: as many steps as without memory, but of more environments.
         cfg |= {"num_envs": 32, "num_steps_per_env": 64}
-        cfg["policy"] |= STUDENT | {"init_noise_std": NOISE[arm]}
+        cfg["policy"] |= STUDENT | {"init_noise_std": NOISE.get(arm, ALONE[args.task][1])}
         cfg["algorithm"] |= {"num_mini_batches": 4, **ARMS[arm]}
     total = -(-args.steps // (cfg["num_steps_per_env"] * cfg["num_envs"]))
     rate, weight, fade = GUIDANCE[args.task]
-    if arm in ("tppo", "scratch"):
-        cfg["algorithm"] |= {"learning_rate": rate}
     if arm in ("tppo", "dagger"):
         cfg["algorithm"] |= {"teacher_ac_path": str(args.teacher), "update_times_scale": max(1.0, FADE * total)}
+    if arm == "scratch":
+        cfg["algorithm"]["learning_rate"] = ALONE[args.task][0]
     if arm == "tppo":
+        cfg["algorithm"]["learning_rate"] = rate
         cfg["algorithm"]["distillation_loss_coef"] = lambda it: weight * max(0.0, 1.0 - it / (fade * total))
     return cfg | {"seed": args.seed, "max_iterations": total, "save_interval": 0, "log_interval": 0}
 

@@ -3,10 +3,11 @@
     python benchmarks/estimation.py state-ac-window --seed 1 --out results.jsonl
     python benchmarks/estimation.py blind --task Hopper-v5
 
-Arms: `full` sees everything; `blind` sees positions; `blind-window` and `blind-recurrent` see a window of them, or
-remember; `state-ac-window` and `state-ac-recurrent` do that too, and estimate the velocities, which only the critic
-sees. One line of JSON per run goes to `--out`: the curve as [steps, seconds, return], the return of 20 episodes without
-noise, and the R^2 of the estimates on episodes that nothing was learned from.
+Arms: `full` sees everything; `blind` sees positions, and in `blind-both` its critic sees no more; `blind-window` and
+`blind-recurrent` see a window of them, or remember; `state-ac-window` and `state-ac-recurrent` do that too, and
+estimate the velocities, which only the critic sees. One line of JSON per run goes to `--out`: the curve as [steps,
+seconds, return], the return of 20 episodes without noise, and the R^2 of the estimates on episodes that nothing was
+learned from.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ RECURRENT = {"rnn_type": "lstm", "rnn_hidden_size": 64}
 ARMS = {
     "full": (["position", "velocity"], "ActorCritic", {}),
     "blind": (["position"], "ActorCritic", {}),
+    "blind-both": (["position"], "ActorCritic", {}),
     "blind-window": (PAST, "ActorCritic", {}),
     "blind-recurrent": (["position", "last_action"], "ActorCriticRecurrent", RECURRENT),
     "state-ac-window": (PAST, "StateAc", {**ESTIMATOR, **HEAD}),
@@ -47,7 +49,7 @@ ARMS = {
 def make_env(task, arm, num_envs, seed=None):
     history = {"position": WINDOW, "last_action": WINDOW} if arm.endswith("window") else None
     env = wrap_env(task, num_envs=num_envs, seed=seed)
-    critic = ["position", "velocity"]
+    critic = ["position"] if arm == "blind-both" else ["position", "velocity"]
     return ObsComponents(env, TASKS[task], ARMS[arm][0], critic, history, last_action=arm.endswith("recurrent"))
 
 

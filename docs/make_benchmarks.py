@@ -150,6 +150,7 @@ if __name__ == "__main__":
     two_stage()
     curves("estimation", ["HalfCheetah-v5", "Hopper-v5"], "return")
     curves("distill", ["HalfCheetah-v5", "Hopper-v5"], "return of 10 episodes without noise")
+    curves("visual", ["image-reach", "cartpole"], "return", arm="policy")
     curves("amp", ["HalfCheetah-v5"], "forward speed, m/s")
     sac = ["Pendulum-v1", "LunarLanderContinuous-v3", "HalfCheetah-v5"]
     curves("off_policy_learning", sac, "return of 10 episodes without noise", arm="algo")
