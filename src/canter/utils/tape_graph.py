@@ -13,7 +13,7 @@ from torch import Tensor, fx
 aten = torch.ops.aten
 SAME = {aten.detach.default, aten.alias.default}  # another name for the same numbers, once there is no autograd
 # A signature has been compared already; and between small kernels even the generated Python takes its time.
-LEAN = {"size_asserts": False, "alignment_asserts": False, "cpp_wrapper": True}
+LEAN = {"size_asserts": False, "alignment_asserts": False, "cpp_wrapper": True, "compile_threads": 1}
 COMPILED_WRITES = {
     aten.copy_.default, aten.index_copy_.default, aten.add_.Tensor, aten.mul_.Tensor, aten.__ior__.Tensor,
 }  # fmt: skip
@@ -235,7 +235,10 @@ def compile_graph(graph: fx.Graph, examples: list[Any], is_apart: bool) -> Calla
     and every result has memory of its own): for small networks its wrappers take longer than the kernels.
     """
     from torch._functorch import config as functorch_config
-    from torch._inductor import compile_fx  # a second to import, for those who compile alone
+    from torch._inductor import config
+
+    with config.patch(compile_threads=1):  # a pool of compilers takes longer to start than these graphs to compile
+        from torch._inductor import compile_fx  # a second to import, for those who compile alone
 
     found: list[tuple[bool, Any]] = []
     shape = count_ends(graph)
