@@ -19,13 +19,13 @@ from pathlib import Path
 
 import torch
 from report import report
+from robots import SEGMENTS
 
 from canter.envs.components import ObsComponents
 from canter.envs.wrap import wrap_env
 from canter.presets import load_preset
 from canter.runners import OnPolicyRunner
 
-SEGMENTS = {"HalfCheetah-v5": {"position": 8, "velocity": 9}, "Hopper-v5": {"position": 5, "velocity": 6}}
 POINTS, EPISODES = 25, 10
 STUDENT = {"class_name": "ActorCriticRecurrent", "rnn_type": "lstm", "rnn_hidden_size": 64}
 IMITATION = {
@@ -106,7 +106,7 @@ def compare(result, teacher):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("arm", choices=["teacher", *ARMS])
-    parser.add_argument("--task", choices=SEGMENTS, default="HalfCheetah-v5")
+    parser.add_argument("--task", choices=GUIDANCE, default="HalfCheetah-v5")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--teacher", type=Path, required=True, help="the teacher's run directory")

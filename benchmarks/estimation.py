@@ -18,17 +18,13 @@ from pathlib import Path
 
 import torch
 from report import report
+from robots import SEGMENTS
 
 from canter.envs.components import ObsComponents
 from canter.envs.wrap import wrap_env
 from canter.presets import load_preset
 from canter.runners import OnPolicyRunner
 
-TASKS = {
-    "HalfCheetah-v5": {"position": 8, "velocity": 9},
-    "Hopper-v5": {"position": 5, "velocity": 6},
-    "Walker2d-v5": {"position": 8, "velocity": 9},
-}
 WINDOW, POINTS = 6, 20
 PAST = ["position_history", "last_action_history"]
 ESTIMATOR = {"estimator_target_components": ["velocity"], "append_estimate": True}
@@ -50,7 +46,7 @@ def make_env(task, arm, num_envs, seed=None):
     history = {"position": WINDOW, "last_action": WINDOW} if arm.endswith("window") else None
     env = wrap_env(task, num_envs=num_envs, seed=seed)
     critic = ["position"] if arm == "blind-both" else ["position", "velocity"]
-    return ObsComponents(env, TASKS[task], ARMS[arm][0], critic, history, last_action=arm.endswith("recurrent"))
+    return ObsComponents(env, SEGMENTS[task], ARMS[arm][0], critic, history, last_action=arm.endswith("recurrent"))
 
 
 def configuration(task, arm, seed, steps):
@@ -79,7 +75,7 @@ def held_out_r2(runner, task, arm, seed, num_steps=500, num_envs=8):
     for _ in range(num_steps):
         actions = policy.act(obs)
         guesses.append(policy.get_estimated_state(denormalize=True))
-        truths.append(critic_obs[:, TASKS[task]["position"] :])
+        truths.append(critic_obs[:, SEGMENTS[task]["position"] :])
         record = env.step(policy.distribution.to_env(actions))
         policy.reset(record.done)
         obs, critic_obs = record.obs, record.critic_obs
@@ -112,7 +108,7 @@ def train(task, arm, seed, steps):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("arm", choices=ARMS)
-    parser.add_argument("--task", choices=TASKS, default="HalfCheetah-v5")
+    parser.add_argument("--task", choices=SEGMENTS, default="HalfCheetah-v5")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--out", type=Path)

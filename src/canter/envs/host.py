@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -111,11 +111,14 @@ def batch_to_rows(batch: Any, space: spaces.Space, num_envs: int, name: str = "o
 def array_per_env(value: Any, dtype: Any, name: str, num_envs: int) -> np.ndarray:
     """A new (N,) array from (N,), (N, 1) or, for one environment, a scalar; any other shape is an error."""
     array = np.array(value, dtype)
-    if array.shape != (num_envs,):
-        if array.shape != (num_envs, 1) and not (num_envs == 1 and array.ndim == 0):
-            raise ValueError(f"{name} of {num_envs} environments must have shape ({num_envs},), got {array.shape}")
-        array = array.reshape(num_envs)
-    return array
+    check_per_env(array.shape, name, num_envs)
+    return array.reshape(num_envs)
+
+
+def check_per_env(shape: Sequence[int], name: str, num_envs: int) -> None:
+    """Raise unless the shape is (N,), (N, 1) or, for one environment, that of a scalar."""
+    if tuple(shape) not in {(num_envs,), (num_envs, 1)} and not (num_envs == 1 and not shape):
+        raise ValueError(f"{name} of {num_envs} environments must have shape ({num_envs},), got {tuple(shape)}")
 
 
 def spaces_rows(batch: Any, num_envs: int) -> list[Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from canter.envs.final_obs import FINAL_CRITIC_OBS_NAMES, FINAL_OBS_NAMES, known_final, merge_infos
 from canter.envs.groups import split_groups
+from canter.envs.host import check_per_env
 from canter.envs.vec_env import StepRecord
 
 Extras = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -36,8 +37,7 @@ def per_env(
 ) -> Tensor:
     """(N,) from (N,), (N, 1) or, for one environment, a scalar, of any dtype; any other shape is an error."""
     tensor = torch.as_tensor(value).detach()
-    if tensor.shape not in {(num_envs,), (num_envs, 1)} and not (num_envs == 1 and tensor.dim() == 0):
-        raise ValueError(f"{name} of {num_envs} environments must have shape ({num_envs},), got {tuple(tensor.shape)}")
+    check_per_env(tensor.shape, name, num_envs)
     return tensor.reshape(num_envs).to(device, dtype, copy=copy)
 
 

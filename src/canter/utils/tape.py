@@ -2,7 +2,8 @@
 
 A small network spends its time on the way to the kernels, not in them. The function is run once, for real, and every
 operation below autograd is noted (a backward pass is operations like any other). What was noted is shortened
-(`tape_graph.py`) and becomes straight code. The kernels and their numbers are those of the eager function.
+(`tape_graph.py`) and becomes straight code, whose kernels and numbers are those of the eager function, or, where asked
+for, a few compiled kernels (`tape_compile.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from canter.utils.tape_graph import Notes, compiled, simplify, straight
+from canter.utils.tape_compile import compiled
+from canter.utils.tape_graph import Notes, simplify, straight
 from canter.utils.tree import describe, rebuild
 
 aten = torch.ops.aten
@@ -89,9 +91,9 @@ class Tape:
             self.replays += 1
             if self.replays > COMPILED_AFTER:
                 self._compile(self.notes, leaves)
-        # No tensor here needs a gradient; but an LSTM keeps what its backward pass reads only where gradients are on.
         is_laid_out = self.strides is None or [leaf.stride() for leaf in leaves] == self.strides
         run = self.run if is_laid_out else self.plain
+        # No tensor here needs a gradient; but an LSTM keeps what its backward pass reads only where gradients are on.
         if torch.is_grad_enabled() == self.grad_mode:
             return rebuild(self.template, iter(run(*self.held, *leaves)))
         with torch.set_grad_enabled(self.grad_mode):
