@@ -260,7 +260,7 @@ def massive(args):
         if args.device.startswith("cuda"):
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        env, judge = (TORCH_ENVS[args.env](n, args.device, seed=args.seed) for n in (args.envs, 64))
+        env, judge = (TORCH_ENVS[args.env](n, args.device, seed=args.seed) for n in (args.envs, 256))
         if algo == "ppo":
             cfg = {**load_preset("default"), "num_steps_per_env": 24, "seed": args.seed, "log_interval": 0}
             cfg["algorithm"] |= {"num_learning_epochs": 5, "num_mini_batches": 4, "learning_rate": 1e-3,
@@ -272,22 +272,25 @@ def massive(args):
             algorithm = {"class_name": algo.upper(), "profile": "massive"}
             cfg = {"algorithm": algorithm, "seed": args.seed, "log_interval": 0, "save_interval": 0}
             runner = OffPolicyRunner(env, cfg, device=args.device, eval_env=judge, show_progress=False)
-        spent, curve = 0.0, []
+        spent, curve, look = 0.0, [], 0.0
         while spent < args.seconds:
             begin = time.perf_counter()
             runner.learn(num_learning_iterations=args.chunk if algo != "ppo" else max(1, args.chunk // 24))
             if args.device.startswith("cuda"):
                 torch.cuda.synchronize()
             spent += time.perf_counter() - begin
-            score = runner.eval(64)["eval/mean_reward"]
-            curve.append([runner.tot_timesteps, round(spent, 2), round(score, 2)])
+            if spent < look:
+                continue
+            look = spent + args.every
+            score = runner.eval(256)["eval/mean_reward"]
+            updates = runner.current_learning_iteration * 20 if algo == "ppo" else runner.alg.num_updates
+            curve.append([runner.tot_timesteps, round(spent, 2), round(score, 2), updates])
             print(f"{algo}: {spent:6.1f} s, {runner.tot_timesteps:,} steps, return {score:.1f}", flush=True)
         memory = torch.cuda.max_memory_allocated() / 2**30 if args.device.startswith("cuda") else None
-        updates = getattr(runner.alg, "num_updates", 0)
-        tail = curve[len(curve) // 2 :]  # the first half holds warm-up, compilation and capture
-        steps_per_s = (tail[-1][0] - tail[0][0]) / max(1e-9, tail[-1][1] - tail[0][1])
-        results[algo] = {"curve": curve, "steps_per_s": steps_per_s, "updates_per_s": updates / spent, "GiB": memory}
-        print(f"{algo}: {steps_per_s:,.0f} steps/s, {updates / spent:,.0f} updates/s, {memory} GiB")
+        first, last = curve[len(curve) // 2], curve[-1]  # the first half holds warm-up, compilation and capture
+        steps, updates = ((last[k] - first[k]) / max(1e-9, last[1] - first[1]) for k in (0, 3))
+        results[algo] = {"curve": curve, "steps_per_s": steps, "updates_per_s": updates, "GiB": memory}
+        print(f"{algo}: {steps:,.0f} steps/s, {updates:,.0f} updates/s, {memory} GiB", flush=True)
     return results
 
 
@@ -323,7 +326,8 @@ def main():
     four.add_argument("--envs", type=int, default=4096)
     four.add_argument("--algos", nargs="+", default=["sac", "ppo"])
     four.add_argument("--seconds", type=float, default=60.0, help="of training, for each")
-    four.add_argument("--chunk", type=int, default=48, help="vector steps between two evaluations")
+    four.add_argument("--chunk", type=int, default=48, help="vector steps between two looks at the clock")
+    four.add_argument("--every", type=float, default=1.0, help="seconds of training between two evaluations")
     for command in (three, four):
         command.add_argument("--device", default=device)
     for command in (two, three, four):

@@ -24,7 +24,7 @@ AXES = {"envs": with_envs, "width": with_width}
 
 
 def measure(args, name, sizes, execution):
-    """Print one row per size as it is measured; the rows and the fitted exponents."""
+    """Print one row per size as it is measured, and yield the rows so far with the exponents fitted to them."""
     work = Workload(num_envs=args.envs, hidden_dims=tuple(args.hidden), rnn_type="lstm" if args.recurrent else None)
     how = {"device": args.device, "execution": execution, "precision": args.precision}
     how |= {"warm_up": args.warm_up, "iterations": args.iterations}
@@ -38,9 +38,10 @@ def measure(args, name, sizes, execution):
         print(f"{size:>8}{t.collect:10.2f}{t.learn:10.2f}{t.iteration:11.2f}{t.rate:13,.0f}{t.ready:9.1f}{t.memory:8.2f}",
               flush=True)  # fmt: skip
         rows.append({"size": size, **t._asdict(), "iteration": t.iteration, "rate": t.rate})
-    fits = {what: slope([(row["size"], row[what]) for row in rows]) for what in ("iteration", "memory")}
-    print(f"iteration ~ {name}^{fits['iteration']:.2f}, memory ~ {name}^{fits['memory']:.2f}", flush=True)
-    return {"rows": rows, "slopes": fits}
+        fits = {what: slope([(row["size"], row[what]) for row in rows]) for what in ("iteration", "memory")}
+        yield {"rows": rows, "slopes": fits}
+    if rows:
+        print(f"iteration ~ {name}^{fits['iteration']:.2f}, memory ~ {name}^{fits['memory']:.2f}", flush=True)
 
 
 def main():
@@ -62,17 +63,15 @@ def main():
     args = parser.parse_args()
     if args.threads:
         os.environ["OMP_NUM_THREADS"] = str(args.threads)  # every size is a process of its own
-    found = {
-        execution: {
-            name: measure(args, name, sizes, execution)
-            for name, sizes in (("envs", args.sizes), ("width", args.widths))
-            if sizes
-        }
-        for execution in args.execution
-    }
-    if args.out:
-        given = {name: str(value) for name, value in vars(args).items()}
-        args.out.write_text(json.dumps({"args": given, "results": found}, indent=1))
+    given = {name: str(value) for name, value in vars(args).items()}
+    found = {}
+    for execution in args.execution:
+        found[execution] = {}
+        for name, sizes in (("envs", args.sizes), ("width", args.widths)):
+            for result in measure(args, name, sizes, execution):
+                found[execution][name] = result
+                if args.out:  # after every size: the largest may outlast one's patience
+                    args.out.write_text(json.dumps({"args": given, "results": found}, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
-from canter.envs.envpool import EnvPoolAdapter, is_envpool
+from canter.envs.envpool import EnvPoolAdapter, direct_halves, is_envpool
 from canter.envs.wrap import wrap_env
 
 envpool = pytest.importorskip("envpool")
@@ -51,6 +53,39 @@ def test_a_step_has_two_halves_and_uses_no_more_threads_than_cores(monkeypatch):
     for cores, threads in ((1, 1), (3, 3), (64, 4)):
         monkeypatch.setattr("canter.envs.wrap.usable_cores", lambda cores=cores: cores)
         assert wrap_env("envpool/CartPole-v1", num_envs=4).env.config["num_threads"] == threads
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "HalfCheetah-v5"])
+def test_the_direct_way_into_envpool_gives_what_its_own_functions_give(name, monkeypatch):
+    direct = make(name, seed=3)
+    monkeypatch.setattr("canter.envs.envpool.direct_halves", lambda env, num_envs: None)
+    public = make(name, seed=3)
+    assert public._begin == public.env.send != direct._begin
+    assert torch.equal(direct.reset()[0], public.reset()[0])
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(40):
+        shape = (4, *direct.action_space.shape)
+        actions = torch.randint(2, shape, generator=generator) if name == "CartPole-v1" else torch.rand(shape)
+        ours, theirs = direct.step(actions), public.step(actions)
+        for part in ("obs", "reward", "terminated", "truncated", "valid"):
+            assert torch.equal(getattr(ours, part), getattr(theirs, part)), part
+        assert torch.equal(direct.elapsed_steps, public.elapsed_steps)
+        mine, other = ours.extras["infos"], theirs.extras["infos"]
+        assert mine.keys() == other.keys()
+        np.testing.assert_equal(mine, other)
+
+
+def test_unusual_environments_go_through_envpools_own_functions():
+    env = envpool.make("CartPole-v1", env_type="gymnasium", num_envs=2, num_threads=1)
+    keys, spec = env._state_keys, env.spec
+    kind = {"_send": env._send, "_recv": env._recv, "_state_keys": keys, "spec": spec}
+    assert direct_halves(SimpleNamespace(**kind), 2) is not None
+    many = SimpleNamespace(action_array_spec={**spec.action_array_spec, "second": None})
+    odd = {"_recv": None, "_state_keys": [*keys, "info:a.b"], "spec": many}
+    for name, value in odd.items():
+        assert direct_halves(SimpleNamespace(**{**kind, name: value}), 2) is None, name
+    named = [key.replace("obs", "obs:image") for key in keys]
+    assert direct_halves(SimpleNamespace(**{**kind, "_state_keys": named}), 2) is None
 
 
 def test_pendulum_is_cut_off_not_terminated():

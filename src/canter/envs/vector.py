@@ -149,7 +149,7 @@ class GymVectorEnvAdapter(VecEnv):
         terminated = array_per_env(terminated, np.bool_, "terminated", count)
         truncated = array_per_env(truncated, np.bool_, "truncated", count)
         reward = array_per_env(rewards, np.float32, "rewards", count)
-        valid, some_ended = self._all_valid, bool(terminated.any() or truncated.any())
+        valid, some_ended = self._all_valid, bool(np.count_nonzero(terminated) or np.count_nonzero(truncated))
         if self._was_done is not None:
             valid = ~self._was_done
             mask = valid.numpy(force=True)

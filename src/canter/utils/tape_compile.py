@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from canter.utils.tape_graph import Memory, Notes, is_random, is_view, straight, targets
+from canter.utils.tape_rewrite import last_pass, rewrite
 
 aten = torch.ops.aten
 # A signature has been compared already; between small kernels even the generated Python takes its time; and a pool of
@@ -24,10 +25,10 @@ COMPILED_WRITES = {
 def compiled(notes: Notes, args: Sequence[Any]) -> Callable[..., Any]:
     """The graph in three parts: random draws, arithmetic as compiled kernels, and what is left.
 
-    Compilers know neither torch's generators nor fused optimizers, and guard against every alias of what is written:
-    writes to memory that goes by several names are left to the end. Of the rest they make a few loops.
+    Compilers do not know torch's generators, and guard against every alias of what is written: writes to memory that
+    goes by several names are left to the end. Of the rest they make a few loops.
     """
-    join_copies(notes)
+    rewrite(notes)
     parts, results = split(notes)
     base = Memory(notes).base
     is_apart = all(base[node] is node for node in results if parts[node] == 1)
@@ -80,8 +81,9 @@ def compile_graph(graph: fx.Graph, examples: list[Any], is_apart: bool) -> Calla
         return made
 
     module = fx.GraphModule(torch.nn.Module(), graph)
+    options = {**LEAN, "post_grad_custom_post_pass": last_pass()}
     with functorch_config.patch(enable_autograd_cache=False):  # which would not call `inner`
-        wrapped: Any = compile_fx.compile_fx(module, examples, inner_compile=inner, config_patches=LEAN)
+        wrapped: Any = compile_fx.compile_fx(module, examples, inner_compile=inner, config_patches=options)
     if is_apart and len(found) == 1 and found[0][0] and found[0][1] is not None:
         return found[0][1]
     return lambda args: wrapped(*args)
@@ -92,32 +94,6 @@ def count_ends(graph: fx.Graph) -> tuple[int, int]:
     nodes = list(graph.nodes)
     results: Any = nodes[-1].args[0]
     return sum(node.op == "placeholder" for node in nodes), len(results)
-
-
-def join_copies(notes: Notes) -> None:
-    """Make one copy of many that fill a vector piece by piece, as gradients do, so that it can be compiled."""
-    graph, places = notes.graph, notes.held.items()
-    for node in [node for node in graph.nodes if node.target is aten._foreach_copy_.default]:
-        pieces: Any = [notes.held.get(target) for target in node.args[0]]
-        if not all(isinstance(piece, Tensor) for piece in pieces):
-            continue
-        whole = next((place for place, value in places if isinstance(value, Tensor) and tile(pieces, value)), None)
-        if whole is not None:
-            with graph.inserting_before(node):
-                rows = [graph.call_function(aten.reshape.default, (source, [-1])) for source in node.args[1]]
-                graph.call_function(aten.copy_.default, (whole, graph.call_function(aten.cat.default, (rows,))))
-            graph.erase_node(node)
-
-
-def tile(pieces: Sequence[Tensor], whole: Tensor) -> bool:
-    """Whether tensors lie one after the other in a vector and fill it."""
-    at = whole.storage_offset()
-    for piece in pieces:
-        if piece.storage_offset() != at or not piece.is_contiguous() or piece.dtype != whole.dtype:
-            return False
-        at += piece.numel()
-    is_vector = whole.dim() == 1 and whole.is_contiguous() and at == whole.storage_offset() + whole.numel()
-    return is_vector and pieces[0].untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
 def drop_unused(graph: fx.Graph) -> list[int]:

@@ -1,0 +1,163 @@
+"""What is said otherwise for a compiler computes the same."""
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from canter.algorithms.optim import GuardedOptimizer
+from canter.utils.tape import COMPILED_AFTER, Recorder, Tape
+from canter.utils.tape_graph import simplify, straight
+from canter.utils.tape_rewrite import LONG, add_afterwards, keep_numbers, rewrite, shorten_tanh
+
+aten = torch.ops.aten
+
+
+def rewritten(fn, *inputs):
+    """The rewritten recording of a function as straight code, and the names of its operations."""
+    recorder = Recorder(inputs)
+    with recorder:
+        fn(*inputs)
+    recorder.notes.graph.output(())
+    held = simplify(recorder.notes)
+    rewrite(recorder.notes)
+    names = [str(node.target) for node in recorder.notes.graph.nodes if node.op == "call_function"]
+    run = straight(recorder.notes.graph)
+    return (lambda *inputs: run(*held, *inputs)), names
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_adam_in_full_takes_the_steps_of_the_fused_one(kind, decay, maximize):
+    torch.manual_seed(0)
+    start = torch.randn(7)
+    results = []
+    for spells_out in (False, True):
+        param, found_inf = nn.Parameter(start.clone()), torch.zeros(())
+        rate = torch.tensor(0.01)
+        optimizer = kind([param], lr=rate, weight_decay=decay, maximize=maximize, fused=True)
+        optimizer.found_inf = found_inf
+
+        def step(grad, param=param, optimizer=optimizer):
+            param.grad.copy_(grad)
+            optimizer.step()
+
+        param.grad = torch.zeros(7)
+        generator = torch.Generator().manual_seed(1)
+        step(torch.randn(7, generator=generator))
+        run = step
+        if spells_out:
+            run, names = rewritten(step, torch.randn(7, generator=generator))
+            assert not any("fused" in name or "foreach" in name for name in names)
+        else:
+            step(torch.randn(7, generator=generator))
+        seen = []
+        for k in range(300):
+            found_inf.fill_(float(k % 10 == 3))
+            rate.fill_(0.01 / (1 + k))
+            run(torch.randn(7, generator=generator))
+            state = optimizer.state[param]
+            seen.append([param.detach().clone(), state["exp_avg"].clone(), state["exp_avg_sq"].clone()])
+        assert optimizer.state[param]["step"].item() == 272  # two and 300, less those that were not finite
+        results.append(seen)
+    for fused, full in zip(*results, strict=True):
+        for a, b in zip(fused, full, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-7)
+    unchanged = results[1][3][0]
+    assert torch.equal(unchanged, results[1][2][0])
+
+
+def test_what_is_not_known_to_be_the_same_is_left_alone():
+    param = nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    optimizer = torch.optim.Adam([param], lr=torch.tensor(0.1), amsgrad=True, fused=True)
+    optimizer.step()
+    _, names = rewritten(lambda x: optimizer.step(), torch.ones(1))
+    assert any("_fused_adam_" in name for name in names)
+
+
+def test_lists_are_written_one_by_one():
+    a, b = torch.ones(2), torch.full((3,), 2.0)
+
+    def step(x):
+        torch._foreach_add_([a, b], 1)
+        torch._foreach_sub_([a], [x])
+        torch._foreach_mul_([b], 3.0)
+
+    run, names = rewritten(step, torch.ones(2))
+    assert not any("foreach" in name for name in names)
+    run(torch.full((2,), 5.0))
+    assert a.tolist() == [-3.0, -3.0]
+    assert b.tolist() == [30.0, 30.0, 30.0]
+
+
+def traced(fn, *inputs):
+    module = make_fx(fn, tracing_mode="fake")(*inputs)
+    return module, [node for node in module.graph.nodes if node.op == "call_function"]
+
+
+def test_a_summand_is_added_after_the_product():
+    x, w, b = torch.randn(4, 3), torch.randn(3, 5), torch.randn(5)
+    module, _ = traced(lambda b, x, w: torch.addmm(b, x, w) + torch.addmm(b, x, w, beta=0.5), b, x, w)
+    add_afterwards(module.graph)
+    module.recompile()
+    targets = [node.target for node in module.graph.nodes]
+    assert targets.count(aten.mm.default) == 1
+    assert targets.count(aten.addmm.default) == 1  # the scaled one
+    torch.testing.assert_close(module(b, x, w), torch.addmm(b, x, w) + torch.addmm(b, x, w, beta=0.5))
+    assert all("val" in node.meta for node in module.graph.nodes if node.op == "call_function")
+
+
+def test_tanh_is_shortened_only_on_its_way_into_a_product():
+    x = torch.cat([torch.linspace(-12, 12, 1001), torch.tensor([-1e30, 1e30, 0.0])]).view(-1, 4)
+    module, _ = traced(lambda x: (torch.tanh(x) @ torch.eye(4), torch.tanh(x * 2)), x)
+    shorten_tanh(module.graph)
+    module.recompile()
+    targets = [node.target for node in module.graph.nodes]
+    assert targets.count(aten.tanh.default) == targets.count(aten.sigmoid.default) == 1
+    ours, left = module(x)
+    assert (ours - torch.tanh(x)).abs().max() < 2e-7
+    assert torch.equal(left, torch.tanh(x * 2))
+
+
+def test_numbers_for_long_loops_are_computed_before_them():
+    def scale(x, y, n):
+        factor = 1.0 / (n + 1.0)
+        return x * factor, y * factor
+
+    inputs = torch.ones(LONG), torch.ones(3), torch.tensor(3.0)
+    module, _ = traced(scale, *inputs)
+    keep_numbers(module.graph)
+    module.recompile()
+    kept = [node for node in module.graph.nodes if node.target is aten.as_strided.default]
+    assert len(kept) == 1
+    assert [user.meta["val"].numel() for user in kept[0].users] == [LONG]
+    assert [part[0].item() for part in module(*inputs)] == [0.25, 0.25]
+
+
+@pytest.mark.slow
+def test_a_compiled_step_of_a_network_follows_the_eager_one():
+    torch.manual_seed(0)
+    nets = [nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2)) for _ in "ab"]
+    nets[1].load_state_dict(nets[0].state_dict())
+    optimizers = [GuardedOptimizer(net, "Adam", 1e-3) for net in nets]
+
+    def step(x, k):
+        loss = (nets[k](x) - x[:, :2].sin()).square().mean()
+        optimizers[k].take_grads(torch.autograd.grad(loss, optimizers[k].parameters))
+        optimizers[k].apply(optimizers[k].clip(1.0)[1])
+        return loss.detach()
+
+    x = torch.randn(16, 6)
+    for k in (0, 1):
+        step(x, k)
+    tape = Tape(lambda x: step(x, 0), (x,), [x], True)
+    tape.take_result()
+    step(x, 1)
+    for _ in range(COMPILED_AFTER + 40):
+        x = torch.randn(16, 6)
+        torch.testing.assert_close(tape.replay([x]), step(x, 1), rtol=1e-4, atol=1e-6)
+    assert tape.run is not tape.plain
+    for ours, theirs in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
