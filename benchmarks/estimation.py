@@ -49,8 +49,9 @@ def make_env(task, arm, num_envs, seed=None):
     return ObsComponents(env, SEGMENTS[task], ARMS[arm][0], critic, history, last_action=arm.endswith("recurrent"))
 
 
-def configuration(task, arm, seed, steps):
+def configuration(task, arm, seed, steps, execution):
     cfg = load_preset(task)
+    cfg["algorithm"]["execution"] = execution
     _, class_name, settings = ARMS[arm]
     is_recurrent = class_name.endswith("Recurrent")
     cfg["policy"] |= {"class_name": class_name, **settings}
@@ -83,8 +84,8 @@ def held_out_r2(runner, task, arm, seed, num_steps=500, num_envs=8):
     return (1 - (guess - truth).square().mean(0) / truth.var(0)).tolist()
 
 
-def train(task, arm, seed, steps):
-    cfg = configuration(task, arm, seed, steps)
+def train(task, arm, seed, steps, execution):
+    cfg = configuration(task, arm, seed, steps, execution)
     env, judge = make_env(task, arm, cfg["num_envs"]), make_env(task, arm, 4, seed + 1000)
     runner = OnPolicyRunner(env, cfg, None, "cpu", eval_env=judge, show_progress=False)
     begin, curve = time.perf_counter(), []
@@ -111,10 +112,11 @@ def main():
     parser.add_argument("--task", choices=SEGMENTS, default="HalfCheetah-v5")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--execution", default="auto")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    result = train(args.task, args.arm, args.seed, args.steps)
+    result = train(args.task, args.arm, args.seed, args.steps, args.execution)
     report(result, args.out)
 
 

@@ -264,7 +264,7 @@ def massive(args):
         if algo == "ppo":
             cfg = {**load_preset("default"), "num_steps_per_env": 24, "seed": args.seed, "log_interval": 0}
             cfg["algorithm"] |= {"num_learning_epochs": 5, "num_mini_batches": 4, "learning_rate": 1e-3,
-                                 "schedule": "adaptive", "precision": "bf16", "normalize_rewards": False}  # fmt: skip
+                                 "schedule": "adaptive", "precision": "bf16", "normalize_rewards": True}  # fmt: skip
             cfg["policy"] |= {"actor_hidden_dims": [512, 256, 128], "critic_hidden_dims": [512, 256, 128],
                               "activation": "elu"}  # fmt: skip
             runner = OnPolicyRunner(env, cfg, None, args.device, eval_env=judge, show_progress=False)

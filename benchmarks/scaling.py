@@ -63,7 +63,7 @@ def main():
     args = parser.parse_args()
     if args.threads:
         os.environ["OMP_NUM_THREADS"] = str(args.threads)  # every size is a process of its own
-    given = {name: str(value) for name, value in vars(args).items()}
+    given = {name: str(value) for name, value in vars(args).items() if name != "out"}
     found = {}
     for execution in args.execution:
         found[execution] = {}

@@ -112,14 +112,29 @@ def two_stage() -> None:
 
 
 def scaling() -> None:
-    """Time and memory of an iteration against the number of environments."""
-    found = json.loads((RESULTS / "h200_scaling.json").read_text())["results"]["auto"]["envs"]
-    figure, axes = row_of(2)
-    for axis, name, label in zip(axes, ("iteration", "memory"), ("ms per iteration", "GiB"), strict=True):
-        sizes, values = zip(*[(row["size"], row[name]) for row in found["rows"]], strict=True)
-        axis.loglog(sizes, values, "o-", color=BLUE, label=f"slope {found['slopes'][name]:.2f} over the larger half")
-        finish(axis, "", "environments", label)
+    """Time and memory of an iteration against the number of environments and the width of the networks."""
+    found = json.loads((RESULTS / "h200_scaling.json").read_text())["results"]["auto"]
+    figure, axes = row_of(4, width=4.0)
+    panels = [(size, what) for size in ("envs", "width") for what in ("iteration", "memory")]
+    for axis, (size, what) in zip(axes, panels, strict=True):
+        sizes, values = zip(*[(row["size"], row[what]) for row in found[size]["rows"]], strict=True)
+        slope = f"slope {found[size]['slopes'][what]:.2f} over the larger half"
+        axis.loglog(sizes, values, "o-", color=BLUE, label=slope)
+        names = {"envs": "environments", "width": "width of the first layer"}
+        finish(axis, "", names[size], {"iteration": "ms per iteration", "memory": "GiB"}[what])
     figure.savefig(ASSETS / "scaling.png", dpi=110)
+
+
+def massive() -> None:
+    """Returns of SAC and PPO on thousands of environments against the seconds they took."""
+    found = json.loads((RESULTS / "h200_massive.json").read_text())
+    figure, axes = row_of(len(found))
+    for axis, (task, results) in zip(axes, found.items(), strict=True):
+        for (name, result), colour in zip(results.items(), (BLUE, ORANGE), strict=True):
+            _, seconds, returns, _ = np.array(result["curve"]).T
+            axis.plot(seconds, returns, "o-", color=colour, label=name.upper(), linewidth=1.6, markersize=3)
+        finish(axis, task, "seconds of training, compilation included", "return without noise")
+    figure.savefig(ASSETS / "massive.png", dpi=110)
 
 
 def read(name: str) -> list[dict[str, Any]]:
@@ -127,9 +142,9 @@ def read(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
 
 
-def row_of(count: int) -> tuple[Any, Any]:
+def row_of(count: int, width: float = 6.2) -> tuple[Any, Any]:
     """A figure of panels side by side."""
-    figure, axes = plt.subplots(1, count, figsize=(6.2 * count, 3.8), constrained_layout=True, squeeze=False)
+    figure, axes = plt.subplots(1, count, figsize=(width * count, 3.8), constrained_layout=True, squeeze=False)
     return figure, axes[0]
 
 
@@ -147,6 +162,7 @@ if __name__ == "__main__":
     learning()
     iteration()
     scaling()
+    massive()
     two_stage()
     curves("estimation", ["HalfCheetah-v5", "Hopper-v5"], "return")
     curves("distill", ["HalfCheetah-v5", "Hopper-v5"], "return of 10 episodes without noise")

@@ -9,9 +9,10 @@ from gymnasium import spaces
 
 from canter.algorithms import SAC, TD3, SACConfig, TD3Config
 from canter.algorithms.actor_q import frozen, joint_limit_bounds
-from canter.envs.torch_envs import CartPole, PointRobot
+from canter.envs.torch_envs import CartPole, Pendulum, PointRobot
 from canter.envs.torch_envs.base import TorchEnv
 from canter.modules.actors import ContinuousActor
+from canter.storage.offline import Episode
 from canter.utils.debug import NoHostSync
 
 SMALL = {"actor_hidden_dims": (8,), "critic_hidden_dims": (8,), "batch_size": 16, "learning_starts": 16}
@@ -272,6 +273,39 @@ def test_exploring_and_learning_never_wait_for_the_device(kind):
             alg.process_step(record)
             alg.train(4)
             obs, critic = record.obs, record.critic_obs
+
+
+@pytest.mark.parametrize(("num_atoms", "bound"), [(1, 4.0), (11, 5.0)])
+def test_normalised_rewards_let_returns_fit_whatever_their_unit(num_atoms, bound):
+    """Kept as they came, divided as they are sampled."""
+    runs = {}
+    for unit in (1.0, 1000.0):
+        env = PointRobot(4, seed=0)
+        given = {"num_atoms": num_atoms, "v_min": -5.0, "v_max": 50.0, "gamma": 0.9, "normalize_rewards": True}
+        alg = make(env=env, **given)
+        step = env.step
+        env.step = lambda actions, step=step, unit=unit: (lambda r: r._replace(reward=r.reward * unit))(step(actions))
+        run(alg, 30)
+        raw = alg.replay.draw(64, 1, 0.9, torch.Generator().manual_seed(3))
+        alg.generators["replay"].manual_seed(3)
+        alg.batch_size = 64
+        (batch,) = alg.batches(1)
+        reach = alg.return_scaler.reach()
+        torch.testing.assert_close(batch.rewards, raw.rewards * bound / reach)
+        assert raw.rewards.abs().max() > 0.1 * unit
+        runs[unit] = batch.rewards
+        assert "return_scaler_state_dict" in alg.state_dict()
+        again = make(**given)
+        again.load_state_dict(alg.state_dict())
+        assert torch.equal(again.return_scaler.reach(), reach)
+    torch.testing.assert_close(runs[1.0], runs[1000.0])
+    assert make().return_scaler is None
+
+
+def test_recorded_steps_tell_the_unit_of_rewards():
+    alg = make(env=Pendulum(4, seed=0), normalize_rewards=True, gamma=0.9)
+    alg.fill([Episode(np.zeros((41, 3)), np.zeros((40, 1)), np.full(40, 7.0), terminated=False)])
+    torch.testing.assert_close(alg.return_scaler.reach().item(), 70.0, rtol=1e-4, atol=0.01)
 
 
 @pytest.mark.parametrize("kind", ["sac", "td3"])

@@ -1,6 +1,7 @@
 """Running statistics: equal to those of all data at once, frozen when they should be, and never a host wait."""
 
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -172,6 +173,16 @@ def test_dict_normalization_treats_float_vectors_and_lets_the_rest_pass():
     copied = DictNormalization(shapes, eps=0.0)
     copied.load_state_dict(norm.state_dict())
     torch.testing.assert_close(copied.eval()(obs)["values"], norm.normalize(obs)["values"])
+
+
+def test_how_far_returns_reach_is_four_standard_deviations_beyond_their_mean():
+    scaler = ReturnScaler(2, gamma=0.5, eps=0.0)
+    assert scaler.reach().item() == 1.0  # nothing is known
+    scaler.learn(torch.tensor([-2.0, -6.0]), torch.tensor([False, True]))
+    assert scaler.reach().item() == 4.0 + 4 * 2.0
+    assert scaler.returns.tolist() == [-2.0, 0.0]
+    scaler.take(torch.tensor([-4.0, 5.0]), torch.tensor([True, False]))
+    torch.testing.assert_close(scaler.reach().item(), 4.0 + 4 * math.sqrt(8 / 3))
 
 
 def test_return_scaler_by_hand():

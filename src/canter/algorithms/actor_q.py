@@ -15,6 +15,7 @@ from canter.algorithms.off_policy import OffPolicyAlgorithm
 from canter.algorithms.off_policy_settings import ActorQSettings
 from canter.algorithms.targets import CategoricalReturns, ScalarReturns, TargetNetwork
 from canter.modules.critic_ensemble import build_critics
+from canter.modules.normalizer import ReturnScaler
 from canter.modules.q_networks import CNNContinuousQNetwork, MLPContinuousQNetwork
 from canter.modules.q_policies import ActorQPolicy
 from canter.storage.replay import ReplayBatch
@@ -83,6 +84,8 @@ class ActorQAlgorithm(ActorQSettings, OffPolicyAlgorithm):
         self.returns: Any = ScalarReturns()
         if self.num_atoms > 1:
             self.returns = CategoricalReturns(self.v_min, self.v_max, self.num_atoms, self.device)
+        if self.normalize_rewards:
+            self.return_scaler = ReturnScaler(self.num_envs, self.gamma).to(self.device)
         self.phases = self.policy_delay
         low, high = (
             torch.as_tensor(np.asarray(bound).reshape(-1), dtype=torch.float32, device=self.device)
@@ -112,6 +115,13 @@ class ActorQAlgorithm(ActorQSettings, OffPolicyAlgorithm):
         return actions.clamp(self.action_bounds[0], self.action_bounds[1])
 
     # ------------------------------------------------------------------ learning
+    def batches(self, count: int) -> Iterator[ReplayBatch]:
+        """With rewards in units in which returns fit."""
+        for batch in super().batches(count):
+            if self.return_scaler is not None:
+                batch = batch._replace(rewards=batch.rewards * (self.returns.bound / self.return_scaler.reach()))
+            yield batch
+
     def next_actions(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, Tensor | float]:
         """Actions in the states that follow, and what else they are worth; `noise` (B, A) is standard normal."""
         raise NotImplementedError

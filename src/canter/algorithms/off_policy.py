@@ -88,6 +88,8 @@ class OffPolicyAlgorithm(OffPolicySetup):
         if self.empirical_normalization:
             valid = record.valid if self.env.has_invalid_steps else None
             self.policy.update_normalizers(obs, obs if critic_obs is None else critic_obs, valid)
+        if self.return_scaler is not None:
+            self.return_scaler.learn(record.reward, record.done, record.valid if self.env.has_invalid_steps else None)
         for note in self.on_record:
             note(record)
 

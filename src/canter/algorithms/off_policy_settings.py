@@ -125,6 +125,8 @@ class ActorQSettings(OffPolicySettings):
     """Lowest return that the distribution knows."""
     v_max: float = 20.0
     """Highest return that the distribution knows."""
+    normalize_rewards: bool = False
+    """Divide rewards, as they are sampled, so that returns fit between `v_min` and `v_max`, or vary by 1 if scalar."""
     action_low: float | tuple[float, ...] | None = None
     """Lower bound of the actions, where the environment's is none or far off: see `joint_limit_bounds`."""
     action_high: float | tuple[float, ...] | None = None

@@ -16,6 +16,7 @@ from canter.algorithms.targets import TargetNetwork
 from canter.envs.vec_env import StepRecord
 from canter.envs.wrap import wrap_env
 from canter.modules.build import build_normalizer, env_shapes
+from canter.modules.normalizer import ReturnScaler
 from canter.modules.policy import Policy
 from canter.storage.offline import fill_replay
 from canter.storage.replay import TransitionReplayBuffer
@@ -72,6 +73,7 @@ class OffPolicySetup(OffPolicySettings, Algorithm):
         self.executor.generators += list(self.generators.values())
         self.optimizers, self.targets = {}, []
         self.meter, self.slow_meter = MeanMeter(), MeanMeter()
+        self.return_scaler: ReturnScaler | None = None
         self.build()
         self._init_normalizers()
         self.replay: TransitionReplayBuffer | None = None
@@ -144,9 +146,12 @@ class OffPolicySetup(OffPolicySettings, Algorithm):
         replay = self.prepare()
         added = fill_replay(replay, source, max_steps)
         self.num_stored += added
-        if self.empirical_normalization:
+        if self.empirical_normalization or self.return_scaler is not None:
             batch = replay.draw(min(added, STATISTICS), 1, self.gamma, self.generators["replay"])
-            self.policy.update_normalizers(batch.obs, batch.critic_obs)
+            if self.empirical_normalization:
+                self.policy.update_normalizers(batch.obs, batch.critic_obs)
+            if self.return_scaler is not None:  # as if every reward came again and again
+                self.return_scaler.take(batch.rewards / max(1.0 - self.gamma, 1e-3))
         return added
 
     # ------------------------------------------------------------------ saving
@@ -155,6 +160,8 @@ class OffPolicySetup(OffPolicySettings, Algorithm):
         parts: dict[str, Any] = {"model_state_dict": self.policy}
         for number, target in enumerate(self.targets):
             parts[f"target_{number}_state_dict" if number else "target_state_dict"] = target.module
+        if self.return_scaler is not None:
+            parts["return_scaler_state_dict"] = self.return_scaler
         return parts | {f"{name}_state_dict": optimizer for name, optimizer in self.optimizers.items()}
 
     def state_dict(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ MASSIVE: dict[str, Any] = {
     "num_atoms": 101,
     "v_min": -20.0,
     "v_max": 20.0,
+    "normalize_rewards": True,
     "critic_reduction": "mean",
     "activation": "silu",
     "layer_norm": True,

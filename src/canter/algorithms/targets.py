@@ -44,6 +44,9 @@ class TargetNetwork:
 class ScalarReturns:
     """Critics' outputs (E, B) are the values themselves."""
 
+    bound = 4.0
+    """What normalised returns are to reach: four standard deviations."""
+
     def values(self, out: Tensor) -> Tensor:
         """(E, B)."""
         return out
@@ -69,6 +72,7 @@ class CategoricalReturns:
         self.v_min, self.v_max, self.num_atoms = v_min, v_max, num_atoms
         self.step = (v_max - v_min) / (num_atoms - 1)
         self.atoms = torch.linspace(v_min, v_max, num_atoms, device=device)
+        self.bound = min(abs(end) for end in (v_min, v_max) if end)
 
     def values(self, out: Tensor) -> Tensor:
         """(E, B) means."""

@@ -209,15 +209,28 @@ class ReturnScaler(nn.Module):
         Rows where `valid` (N,) is false are steps that only reset an environment, and teach nothing.
         """
         if self.training:
-            returns = self.returns * self.gamma + torch.where(reward.abs() < LARGEST, reward, 0.0)
-            mean, var, count = merge_moments(self.mean, self.var, self.count, returns, valid)
-            scaled = (reward / (var + self.eps).sqrt()).clamp(-self.clip, self.clip)
-            self.mean.copy_(mean)
-            self.var.copy_(var)
-            self.count.copy_(count)
-            self.returns.copy_(returns.masked_fill(done.bool(), 0.0))
-            return scaled
+            self.learn(reward, done, valid)
         return (reward / (self.var + self.eps).sqrt()).clamp(-self.clip, self.clip)
+
+    @torch.no_grad()
+    def learn(self, reward: Tensor, done: Tensor, valid: Tensor | None = None) -> None:
+        """Take rewards (N,) into the statistics."""
+        returns = self.returns * self.gamma + torch.where(reward.abs() < LARGEST, reward, 0.0)
+        self.take(returns, valid)
+        self.returns.copy_(returns.masked_fill(done.bool(), 0.0))
+
+    @torch.no_grad()
+    def take(self, returns: Tensor, valid: Tensor | None = None) -> None:
+        """Take returns (N,) into the statistics."""
+        mean, var, count = merge_moments(self.mean, self.var, self.count, returns, valid)
+        self.mean.copy_(mean)
+        self.var.copy_(var)
+        self.count.copy_(count)
+
+    def reach(self) -> Tensor:
+        """How far from 0 nearly all returns lie: their mean and four standard deviations; 1 while none are known."""
+        reach = self.mean.abs() + 4.0 * (self.var + self.eps).sqrt()
+        return torch.where(self.count > 0, reach, torch.ones_like(reach))
 
 
 class Normalize(nn.Module):
