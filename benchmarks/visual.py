@@ -71,12 +71,13 @@ class PixelCartPole(gymnasium.Wrapper):
         return self.frames.copy(), reward, terminated, truncated, info
 
 
-def make_env(task, policy, num_envs, seed=None, workers=False):
+def make_env(task, policy, num_envs, device, seed=None, workers=False):
     if task == "image-reach":
-        return wrap_env("canter/ImageReach", num_envs=num_envs, seed=seed)
+        return wrap_env("canter/ImageReach", device, num_envs=num_envs, seed=seed)
     makers = [lambda: PixelCartPole(1 if policy == "recurrent" else STACK)] * num_envs
     same_step = gymnasium.vector.AutoresetMode.SAME_STEP
-    return wrap_env(gymnasium.vector.AsyncVectorEnv(makers, autoreset_mode=same_step) if workers else makers, seed=seed)
+    env = gymnasium.vector.AsyncVectorEnv(makers, autoreset_mode=same_step) if workers else makers
+    return wrap_env(env, device, seed=seed)
 
 
 def configuration(task, policy, seed, iterations):
@@ -98,12 +99,13 @@ def configuration(task, policy, seed, iterations):
     return run | {"policy": settings, "algorithm": defaults | algorithm, "save_interval": 0, "log_interval": 0}
 
 
-def train(task, policy, seed, steps, workers):
+def train(task, policy, seed, steps, workers, device):
     _, num_envs, num_steps, *_ = TASKS[task]
     total = -(-steps // (num_envs * num_steps))
-    env, judge = make_env(task, policy, num_envs, workers=workers), make_env(task, policy, 4, seed + 1000)
+    env = make_env(task, policy, num_envs, device, workers=workers)
+    judge = make_env(task, policy, 4, device, seed + 1000)
     cfg = configuration(task, policy, seed, total)
-    runner = OnPolicyRunner(env, cfg, None, "cpu", eval_env=judge, show_progress=False)
+    runner = OnPolicyRunner(env, cfg, None, device, eval_env=judge, show_progress=False)
     begin, curve = time.perf_counter(), []
     for point in range(1, POINTS + 1):
         runner.learn(total * point // POINTS - runner.iteration)
@@ -125,10 +127,11 @@ def main():
     parser.add_argument("--steps", type=int)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--workers", action="store_true", help="render every environment in a process of its own")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    result = train(args.task, args.policy, args.seed, args.steps or TASKS[args.task][0], args.workers)
+    result = train(args.task, args.policy, args.seed, args.steps or TASKS[args.task][0], args.workers, args.device)
     report(result, args.out)
 
 

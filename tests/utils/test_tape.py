@@ -10,8 +10,8 @@ from torch import nn
 
 from canter.utils.graphs import EAGER_CALLS, MAX_GRAPHS, Executor
 from canter.utils.tape import COMPILED_AFTER, TOO_LONG, Recorder, Tape, same
-from canter.utils.tape_compile import split
 from canter.utils.tape_graph import simplify
+from canter.utils.tape_parts import split
 from canter.utils.tape_rewrite import join_copies, tile
 from canter.utils.tree import describe
 

@@ -77,6 +77,27 @@ def test_what_is_not_known_to_be_the_same_is_left_alone():
     assert any("_fused_adam_" in name for name in names)
 
 
+def test_a_second_step_that_needs_the_first_stays_fused():
+    """It is not compiled any more, and there a single call is faster than its parts."""
+    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizers = [torch.optim.Adam([param], lr=torch.tensor(0.1), fused=True) for param in params]
+    vectors = [param.detach().view(-1) for param in params]  # other names of the same memory, as layers are
+
+    def step(x):
+        for k in (0, 1):
+            params[k].grad.copy_(x * params[0].detach() * vectors[k])
+            optimizers[k].step()
+
+    for param in params:
+        param.grad = torch.zeros(3)
+    step(torch.ones(3))
+    twins = [param.detach().clone() for param in params]
+    run, names = rewritten(step, torch.ones(3))
+    assert sum("_fused_adam_" in name for name in names) == 1
+    run(torch.full((3,), 2.0))
+    assert all((param < twin).all() for param, twin in zip(params, twins, strict=True))
+
+
 def test_lists_are_written_one_by_one():
     a, b = torch.ones(2), torch.full((3,), 2.0)
 
@@ -84,11 +105,12 @@ def test_lists_are_written_one_by_one():
         torch._foreach_add_([a, b], 1)
         torch._foreach_sub_([a], [x])
         torch._foreach_mul_([b], 3.0)
+        torch._foreach_add_([a], [x], alpha=2.0)
 
     run, names = rewritten(step, torch.ones(2))
-    assert not any("foreach" in name for name in names)
+    assert [name for name in names if "foreach" in name] == ["aten._foreach_add_.List"]  # the scaled one
     run(torch.full((2,), 5.0))
-    assert a.tolist() == [-3.0, -3.0]
+    assert a.tolist() == [9.0, 9.0]
     assert b.tolist() == [30.0, 30.0, 30.0]
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from canter.utils.tape_graph import Notes
+from canter.utils.tape_graph import Memory, Notes
+from canter.utils.tape_parts import split
 
 aten = torch.ops.aten
 LONG = 1024  # numbers; a loop over fewer ends before it is worth preparing
@@ -21,14 +23,28 @@ LISTS = {
 
 
 def rewrite(notes: Notes) -> None:
-    """Spell out what compilers know only as a call into a library."""
+    """Spell out what compilers know only as a call into a library, where they get to see it."""
     join_copies(notes)
     for node in list(notes.graph.nodes):
-        with notes.graph.inserting_before(node):
-            if node.target in ADAMS and not node.kwargs["amsgrad"] and node.kwargs.get("grad_scale") is None:
-                spell_out_adam(notes, node)
-            elif node.target in LISTS and len(node.args) == 2:
+        if node.target in LISTS and not node.kwargs:
+            with notes.graph.inserting_before(node):
                 spell_out_list(notes.graph, node)
+    for node in [node for node in notes.graph.nodes if node.target in ADAMS]:
+        is_plain = not node.kwargs["amsgrad"] and node.kwargs.get("grad_scale") is None
+        if is_plain and comes_early(notes, node):
+            with notes.graph.inserting_before(node):
+                spell_out_adam(notes, node)
+
+
+def comes_early(notes: Notes, node: fx.Node) -> bool:
+    """Whether nothing that an operation reads waits for what is not compiled."""
+    parts, base = split(notes)[0], Memory(notes).base
+    read = {base[source] for source in node.all_input_nodes}
+    before = itertools.takewhile(lambda other: other is not node, notes.graph.nodes)
+    return not any(
+        parts.get(other) == 2 and (base[other] in read or read & {base[source] for source in other.all_input_nodes})
+        for other in before
+    )
 
 
 def spell_out_list(graph: fx.Graph, node: fx.Node) -> None:
