@@ -10,7 +10,7 @@ import yaml
 from canter.runners.two_stage_runner import TwoStageRunner
 from canter.storage.rollout_files import RolloutDataset, TrajectoryWriter
 
-pytestmark = pytest.mark.filterwarnings("ignore:TPPO has no teacher", "ignore:.*trajectories for .* environments")
+pytestmark = pytest.mark.filterwarnings("error:TPPO has no teacher", "ignore:.*trajectories for .* environments")
 
 
 @pytest.fixture

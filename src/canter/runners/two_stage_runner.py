@@ -60,7 +60,9 @@ class TwoStageRunner(OnPolicyRunner):
         asked = {**(train_cfg or {}), **((train_cfg or {}).get("runner") or {})} if isinstance(train_cfg, dict) else {}
         if asked.get("log_interval") is None and kwargs.get("log_interval") is None:
             kwargs["log_interval"] = LOG_INTERVAL
-        super().__init__(env, train_cfg, log_dir, device, **kwargs)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="TPPO has no teacher")  # its dataset is one
+            super().__init__(env, train_cfg, log_dir, device, **kwargs)
         if self.pretrain_iterations and not hasattr(self.alg, "collect_transition_from_dataset"):
             raise TypeError(
                 f"{type(self.alg).__name__} cannot learn from recorded steps; use TPPO (without a teacher it clones "
