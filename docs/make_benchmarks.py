@@ -121,6 +121,11 @@ def scaling() -> None:
         slope = f"slope {found[size]['slopes'][what]:.2f} over the larger half"
         axis.loglog(sizes, values, "o-", color=BLUE, label=slope)
         names = {"envs": "environments", "width": "width of the first layer"}
+        axis.set_xticks(sizes, [f"{n // 1024}k" if n >= 4096 else str(n) for n in sizes])
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.minorticks_off()
+        ends = [10.0**k for k in (-1, 0, 1, 2, 3)]
+        axis.set_yticks([n * end for end in ends for n in (1, 2, 5) if min(values) / 2 < n * end < max(values) * 2])
         finish(axis, "", names[size], {"iteration": "ms per iteration", "memory": "GiB"}[what])
     figure.savefig(ASSETS / "scaling.png", dpi=110)
 
