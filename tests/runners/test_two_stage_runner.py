@@ -172,6 +172,28 @@ def test_a_run_goes_on_in_the_stage_it_was_in(make, tmp_path):
     assert torch.equal(seen[0], torch.tensor([[0.0, 0.0], [1.0, 0.0]]))  # not the dataset's
 
 
+def test_a_run_that_was_interrupted_in_stage_one_ends_as_one_that_was_not(make, demos, tmp_path):
+    source = {"data_dir": str(demos), "dataset_loops": -1, "random_shuffle_traj_order": True}
+    given = {"pretrain_iterations": 5, "save_interval": 2}
+    whole = make(runner={"log_dir": tmp_path / "whole"}, pretrain_dataset={**source, "seed": 1}, **given)
+    whole.learn(6)
+    again = make(runner={"log_dir": tmp_path / "again"}, pretrain_dataset={**source, "seed": 7}, **given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again.load(tmp_path / "whole" / "model_2.pt")
+    again.learn(4)
+    assert again.current_learning_iteration == whole.current_learning_iteration == 6
+    for ours, theirs in zip(again.policy.parameters(), whole.policy.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    for file in demos.glob("trajectory_1/*"):
+        file.unlink()
+    (demos / "trajectory_1").rmdir()
+    fresh = make(runner={"log_dir": tmp_path / "fresh"}, pretrain_dataset={**source, "seed": 7}, **given)
+    with pytest.warns(UserWarning, match="dataset is played from its beginning: 1 trajectories are no longer in"):
+        fresh.load(tmp_path / "whole" / "model_2.pt")
+    fresh.learn(1)
+
+
 def test_nested_settings_and_the_dataset_are_built_as_documented(make, demos):
     runner = make(pretrain_iterations=None, pretrain_dataset=None, runner={
         "pretrain_dataset": {"data_dir": str(demos)}, "pretrain_iterations": 1,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from canter.storage.rollout_files import DatasetError, RolloutDataset, RolloutFileBase, TrajectoryWriter
+from canter.utils.checkpoint import load_checkpoint, save_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*trajectories for .* environments")
 
@@ -220,6 +221,42 @@ def test_one_loop_plays_every_trajectory_once_in_each_of_several_loops(record): 
 def test_below_one_loop_is_for_ever(record):  # row S32
     assert len(play(dataset(record({0: (0, 3)}), dataset_loops=-1), limit=50)) == 50
     assert len(play(dataset(record({0: (0, 3)}, name="b"), dataset_loops=0), limit=50)) == 50
+
+
+@pytest.mark.parametrize("given", [{}, {"random_shuffle_traj_order": True, "starting_frame_range": (0, 3)}])
+def test_another_dataset_goes_on_where_one_was(record, tmp_path, given):
+    directory = record({0: (0, 2, 7), 1: (0, 4), 2: (0, 3, 5), 3: (0, 6)})
+    shutil.copytree(directory, tmp_path / "moved")
+
+    def make(where, seed):
+        return dataset(where, 2, dataset_loops=3, mark_first_frame_done=True, seed=seed, **given)
+
+    whole = play(make(directory, 1))
+    assert len(whole) > 20
+    for begun in range(1, len(whole), 2):
+        first, second = make(directory, 1), make(tmp_path / "moved", 2)
+        assert play(first, begun) == whole[:begun]
+        save_checkpoint(tmp_path / "state.pt", {"dataset": first.state_dict()})
+        second.load_state_dict(load_checkpoint(tmp_path / "state.pt")["dataset"])
+        assert play(second) == whole[begun:], begun
+        play(first)
+        assert (second.num_played, second.num_dataset_looped) == (first.num_played, 3)
+    fresh = make(directory, 1)
+    fresh.load_state_dict(make(directory, 2).state_dict())  # of one that has not begun
+    assert play(fresh) == whole
+
+
+def test_a_dataset_that_has_changed_is_begun_anew(record):
+    directory = record({0: (0, 4), 1: (0, 4), 2: (0, 4)})
+    first = dataset(directory, 2, dataset_loops=-1)
+    play(first, 2)
+    with pytest.raises(LookupError, match="played in 2 environments, here are 3"):
+        dataset(directory, 3).load_state_dict(first.state_dict())
+    shutil.rmtree(directory / "trajectory_1")
+    second = dataset(directory, 2, dataset_loops=-1)
+    with pytest.raises(LookupError, match=r"1 trajectories are no longer in .*: 0/trajectory_1"):
+        second.load_state_dict(first.state_dict())
+    assert [row[0] for row in play(second, 1)[0]] == [0, 2]
 
 
 def test_two_environments_play_all_three_trajectories_and_nobody_is_cut(record):  # row S33, BUG-41

@@ -145,12 +145,17 @@ class TwoStageRunner(OnPolicyRunner):
 
     # ------------------------------------------------------------------ continuing
     def extra_state(self) -> dict[str, Any]:
-        """What the on-policy runner needs, and which stage it is in."""
-        return {**super().extra_state(), "on_dataset": self.is_on_dataset, "is_exhausted": self.is_exhausted}
+        """What the on-policy runner needs, which stage it is in, and where in the dataset."""
+        own = {"on_dataset": self.is_on_dataset, "is_exhausted": self.is_exhausted}
+        return {**super().extra_state(), **own, "dataset": self.rollout_dataset.state_dict()}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Continue; the dataset is played from its beginning."""
+        """Continue, in the dataset too where its files are still there."""
         super().load_extra_state(state)
+        try:
+            self.rollout_dataset.load_state_dict(state.get("dataset") or {})
+        except LookupError as error:
+            warnings.warn(f"the pretraining dataset is played from its beginning: {error}", stacklevel=2)
         self.is_exhausted = bool(state.get("is_exhausted", False))
         self.is_on_dataset = bool(state.get("on_dataset", False)) and bool(state["is_exact"])
 

@@ -57,6 +57,10 @@ class TrajectoryLibrary:
         """The directories, for messages; those that are not there are called so."""
         return ", ".join(f"{d}{'' if d.is_dir() else ' (no such directory)'}" for d in self.directories)
 
+    def name_of(self, trajectory: Trajectory) -> str:
+        """What a trajectory is called wherever its directories lie: the number of its directory, and its folder."""
+        return f"{self.directories.index(trajectory.path.parent)}/{trajectory.path.name}"
+
     def scan(self) -> list[Trajectory]:
         """Every usable trajectory, the least recently changed first."""
         found: list[tuple[float, Trajectory]] = []

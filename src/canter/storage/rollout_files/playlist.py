@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -72,6 +74,20 @@ class Playlist:
             if not self.unused:
                 raise FileNotFoundError(f"there is no usable trajectory left in {self.library.where}")
         return self.trajectories[self.unused.pop(0)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is played in which order, by name, and how far."""
+        names = [self.library.name_of(trajectory) for trajectory in self.trajectories]
+        return {"trajectories": names, "unused": list(self.unused), "num_looped": self.num_looped}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> dict[str, Trajectory]:
+        """Go on where another one was; all that is there by name. LookupError if a trajectory no longer is."""
+        found = {self.library.name_of(trajectory): trajectory for trajectory in self.library.scan()}
+        if missing := [name for name in state["trajectories"] if name not in found]:
+            raise LookupError(f"{len(missing)} trajectories are no longer in {self.library.where}: {missing[0]}, ...")
+        self.trajectories = [found[name] for name in state["trajectories"]]
+        self.unused, self.num_looped = list(state["unused"]), int(state["num_looped"])
+        return found
 
     def _refill(self) -> None:
         usable = [i for i, trajectory in enumerate(self.trajectories) if self.library.is_usable(trajectory)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -242,3 +243,37 @@ class RolloutDataset(RolloutFileBase):
             ended = torch.from_numpy(at_end).to(self.device)
             buffer.timeout[-1].logical_or_(ended & ~buffer.done[-1])
             buffer.done[-1].logical_or_(ended)
+
+    # ------------------------------------------------------------------ continuing
+    def state_dict(self) -> dict[str, Any]:
+        """Where every environment is, in plain containers; nothing before the first batch."""
+        if not self._is_ready:
+            return {}
+        return {
+            "playlist": self.playlist.state_dict(),
+            "rng": json.dumps(self.rng.bit_generator.state),
+            "playing": [self.library.name_of(trajectory) for trajectory in self._playing if trajectory is not None],
+            "places": [self._chunk.tolist(), self._cursor.tolist()],
+            "flags": [self._is_first.tolist(), self.repeats.tolist()],
+            "num_played": self.num_played,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another dataset of these files was.
+
+        LookupError if files are missing or it served another number of environments; then this one begins anew.
+        """
+        if not state:
+            return
+        if len(state["playing"]) != self.num_envs:
+            raise LookupError(f"it was played in {len(state['playing'])} environments, here are {self.num_envs}")
+        self._is_ready = False  # until all is read
+        known = self.playlist.load_state_dict(state["playlist"])
+        for env, (name, chunk, cursor) in enumerate(zip(state["playing"], *state["places"], strict=True)):
+            self._playing[env] = known.get(name)
+            if self._playing[env] is None or not self._load(env, chunk, cursor):
+                raise LookupError(f"{name} can no longer be read")
+        self._is_first[:], self.repeats[:] = state["flags"]
+        self.rng.bit_generator.state = json.loads(state["rng"])
+        self.num_played = int(state["num_played"])
+        self._is_ready = True
