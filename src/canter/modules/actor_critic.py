@@ -48,7 +48,7 @@ class ActorCritic(Segmented, Policy):
         noise_std_type: "scalar" learns the standard deviation itself, "log" its logarithm.
         state_dependent_std: The actor says the standard deviation for each observation, instead of one for all.
         mu_activation: Activation after the actor's last layer.
-        orthogonal_init: Orthogonal weights, small in the actor's last layer, as is usual for control tasks.
+        orthogonal_init: Orthogonal weights, in encoders too; small in the actor's last layer, as is usual for control.
         squash_actions: Squash actions into the bounds of `action_space` with tanh.
         action_distribution: For a Box: "gaussian", "squashed" or "beta"; None goes by `squash_actions`.
         action_space: Discrete and MultiDiscrete spaces give categorical actions; None or a Box a Gaussian.

@@ -15,6 +15,7 @@ from canter.modules.conv2d import Conv2dHeadModel
 from canter.modules.history_encoder import HistoryEncoder
 from canter.modules.mlp import MlpModel
 from canter.modules.policy import Context
+from canter.modules.utils import orthogonal_init
 from canter.utils.obs_layout import ObsLayout
 
 Shape = tuple[int, ...]
@@ -167,6 +168,9 @@ class EncoderActorCriticMixin(ActorCritic):
                 critic_encoder_kwargs,
                 self.encoder_output_size,
             )
+        if kwargs.get("orthogonal_init"):
+            for encoder in (*self.encoders, *getattr(self, "critic_encoders", ())):
+                orthogonal_init(encoder)
 
     def feature_widths(self, num_actor_obs: int, num_critic_obs: int) -> tuple[int, int]:
         """Every encoded component is as wide as the encoders' output."""

@@ -88,7 +88,7 @@ class MLPQNetwork(DiscreteQNetwork):
         super().__init__(obs_space, action_space, cfg)
         *hidden, last = self.cfg["hidden_dims"]
         self.encoder = FlatNetwork(obs_space, last, {**self.cfg, "hidden_dims": hidden})
-        orthogonal_init(self.encoder, last_gain=2.0**0.5)
+        orthogonal_init(self.encoder)
         self.heads = QHeads(last, self.num_actions, self.cfg["activation"], self.cfg["dueling"])
 
     def forward(self, obs: Obs) -> Tensor:
@@ -105,7 +105,7 @@ class CNNQNetwork(DiscreteQNetwork):
         super().__init__(obs_space, action_space, cfg)
         *hidden, last = self.cfg["hidden_dims"]
         self.encoder = ImageNetwork(obs_space, last, {**self.cfg, "hidden_dims": hidden})
-        orthogonal_init(self.encoder, last_gain=2.0**0.5)
+        orthogonal_init(self.encoder)
         self.heads = QHeads(last, self.num_actions, self.cfg["activation"], self.cfg["dueling"])
 
     def forward(self, obs: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -181,7 +181,7 @@ class CNNContinuousQNetwork(ContinuousQNetwork):
         super().__init__(obs_space, action_space, cfg)
         width = self.cfg["hidden_dims"][-1]
         self.encoder = ImageNetwork(obs_space, width, {**self.cfg, "hidden_dims": self.cfg["hidden_dims"][:-1]})
-        orthogonal_init(self.encoder, last_gain=2.0**0.5)
+        orthogonal_init(self.encoder)
         self.mlp = build_mlp(width + self.num_actions, [width], self.cfg["num_atoms"], self.cfg["activation"])
         orthogonal_init(self.mlp, last_gain=1.0)
 

@@ -53,9 +53,9 @@ def activation(name: str | type[nn.Module], what: str = "activation") -> type[nn
     return found
 
 
-def orthogonal_init(module: nn.Module, last_gain: float) -> None:
+def orthogonal_init(module: nn.Module, last_gain: float = math.sqrt(2.0)) -> None:
     """Orthogonal weights with gain sqrt(2), `last_gain` in the last layer, and zero biases."""
-    layers = [layer for layer in module.modules() if isinstance(layer, (nn.Linear, nn.Conv2d))]
+    layers = [layer for layer in module.modules() if isinstance(layer, (nn.Linear, nn.Conv1d, nn.Conv2d))]
     for layer in layers:
         nn.init.orthogonal_(layer.weight, last_gain if layer is layers[-1] else math.sqrt(2.0))
         if layer.bias is not None:

@@ -12,6 +12,7 @@ from canter.modules.conv2d import Conv2dHeadModel
 from canter.modules.deterministic_policy import DeterministicPolicyMixin
 from canter.modules.encoder_actor_critic import check_same_shapes, embed
 from canter.modules.policy import Context
+from canter.modules.utils import orthogonal_init
 
 VISUAL_DEFAULTS: dict[str, Any] = {
     "channels": (64, 64), "kernel_sizes": (3, 3), "strides": (1, 1), "hidden_sizes": (256,),
@@ -47,6 +48,8 @@ class VisualActorCriticMixin(ActorCritic):
         options = {**VISUAL_DEFAULTS, **(visual_kwargs or {})}
         shape = self.visual_layout.shapes[visual_component_name]
         self.visual_encoder = Conv2dHeadModel(shape, output_size=visual_latent_size, **options)
+        if kwargs.get("orthogonal_init"):
+            orthogonal_init(self.visual_encoder)
 
     def feature_widths(self, num_actor_obs: int, num_critic_obs: int) -> tuple[int, int]:
         """The image is as wide as its features, for the critic too if it is encoded there."""
