@@ -36,6 +36,17 @@ def test_features_stand_where_the_components_stood_whatever_the_order_of_names()
     assert torch.equal(policy.infer(obs)[0], policy.actor(by_hand))
 
 
+@pytest.mark.parametrize("critic", [None, "shared", ["secret"]])
+def test_orthogonal_weights_reach_every_encoder(critic):
+    given = {"encoder_component_names": ["b"], "encoder_class_name": "MlpModel", "orthogonal_init": True}
+    policy = make(critic_encoder_component_names=critic, **given)
+    encoders = [*policy.encoders, *getattr(policy, "critic_encoders", ())]
+    assert len(encoders) == (2 if critic == ["secret"] else 1)
+    for layer in (layer for encoder in encoders for layer in encoder.modules() if isinstance(layer, nn.Linear)):
+        columns = layer.weight.detach() if layer.out_features < layer.in_features else layer.weight.detach().T
+        torch.testing.assert_close(columns @ columns.T, 2.0 * torch.eye(len(columns)), atol=1e-5, rtol=0)
+
+
 def test_two_encoders_of_two_classes_have_their_widths():  # row M38
     policy = make(
         encoder_component_names=["b", "image"],

@@ -44,6 +44,16 @@ def test_the_documented_example():  # row M61
     assert policy.obs_segments["forward_depth"] == (1, 64, 64)  # BUG-16
 
 
+def test_orthogonal_weights_reach_the_encoder():
+    """Its features are then as large as its image, which the default of torch makes a tenth of."""
+    policy = make(orthogonal_init=True)
+    for layer in (policy.visual_encoder.conv.conv[0], policy.visual_encoder.head.model[0]):
+        rows = layer.weight.detach().flatten(1)
+        torch.testing.assert_close(rows @ rows.T, 2.0 * torch.eye(len(rows)), atol=1e-5, rtol=0)
+        assert not layer.bias.any()
+    assert make().visual_encoder.conv.conv[0].bias.any()
+
+
 def test_features_stand_where_the_image_stood():  # row M61
     policy = make()
     obs = torch.randn(3, 86)
