@@ -1,7 +1,7 @@
 """Policies that learn from pixels alone, with and without memory.
 
     python benchmarks/visual.py image-reach --policy recurrent --seed 1 --out results.jsonl
-    python benchmarks/visual.py cartpole --steps 500000
+    python benchmarks/visual.py cartpole --workers --device cuda
 
 `image-reach` is the torch-native task: move a red dot to a green one, both only seen. `cartpole` is Gymnasium's
 CartPole-v1, rendered and shrunk to grey pictures; without memory the last four are stacked, with memory only the newest
@@ -34,7 +34,7 @@ CARTPOLE = {"gamma": 0.98, "lam": 0.9, "num_learning_epochs": 6, "num_mini_batch
 # task -> environment steps, environments, steps per environment, settings of PPO, settings of the encoder
 TASKS = {
     "image-reach": (100_000, 32, 25, {"gamma": 0.95, "lam": 0.9, "num_learning_epochs": 6, "desired_kl": 0.02}, SMALL),
-    "cartpole": (300_000, 16, 128, CARTPOLE, STRIP),
+    "cartpole": (200_000, 16, 128, CARTPOLE, STRIP),
 }
 
 
