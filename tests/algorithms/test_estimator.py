@@ -137,3 +137,23 @@ def test_a_runner_finds_it_by_name_and_the_config_comes_back(tmp_path):
     again.load(tmp_path / "checkpoint_final.pt")
     obs = torch.randn(3, 49)
     assert torch.equal(again.policy.infer(obs)[0], runner.policy.infer(obs)[0])
+
+
+@pytest.mark.parametrize("case", ["StateAc-mlp", "PrivilegeStateAcRecurrent-lstm"])
+def test_a_large_loss_of_an_estimate_leaves_the_policys_step_as_it_is(collect, case):
+    """Clipped together, its gradients would shrink those of actor and critic."""
+    steps, one = (
+        {},
+        {"num_learning_epochs": 1, "num_mini_batches": 1},
+    )  # in a second step the actor sees other estimates
+    for weight in (0.0, 1e4):
+        torch.manual_seed(0)
+        alg, _ = collected(collect, case, estimator_loss_coef=weight, max_grad_norm=0.1, **one)
+        alg.update(0)
+        steps[weight] = {name: p.detach().clone() for name, p in alg.policy.named_parameters()}
+    apart = ("state_estimator.", "memory_s.")
+    for name, still in steps[0.0].items():
+        if name.startswith(apart):
+            assert not torch.equal(still, steps[1e4][name]), name
+        else:
+            torch.testing.assert_close(still, steps[1e4][name], rtol=1e-4, atol=1e-6, msg=name)

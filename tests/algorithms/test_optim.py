@@ -55,6 +55,35 @@ def test_steps_are_those_of_the_plain_optimizer(name):  # row P24
         assert not torch.equal(ours, torch.zeros_like(ours))
 
 
+@pytest.mark.parametrize("class_name", ["Adam", "NAdam"])  # with parameters in one vector, and each for itself
+@pytest.mark.parametrize("groups", [None, {"actor": {"lr": 0.1}}])
+def test_what_is_clipped_apart_uses_up_nobody_elses_norm(class_name, groups):
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = GuardedOptimizer(net, class_name, 0.01, groups, ["critic"])
+    assert [p.shape for p in optimizer.apart] == [(2, 3), (2,)]
+
+    def clipped(scale, largest):
+        loss = net.actor(torch.ones(5, 3)).sum() + net.std.sum() + scale * net.critic(torch.ones(5, 3)).sum()
+        backward(loss, optimizer)
+        norm, skipped = optimizer.clip(largest)
+        sizes = [sum(p.grad.square().sum() for p in part).sqrt() for part in (
+            [*net.actor.parameters(), net.std], list(net.critic.parameters()))]  # fmt: skip
+        return float(norm), [float(size) for size in sizes], float(skipped)
+
+    plain, (others, own), _ = clipped(1.0, math.inf)
+    assert others == pytest.approx(plain)
+    for scale in (1.0, 1e4):
+        norm, sizes, skipped = clipped(scale, 0.5)
+        assert norm == pytest.approx(plain)
+        assert sizes == pytest.approx([0.5, 0.5], rel=1e-4)
+        assert not skipped
+    norm, sizes, _ = clipped(1.0, 2 * max(others, own))
+    assert sizes == pytest.approx([others, own])
+    assert clipped(math.nan, 0.5)[2] == 1.0
+    optimizer.apply(torch.ones(()))
+
+
 def test_names_are_found_in_any_case_and_misspelt_ones_get_a_suggestion():  # row P24
     assert optimizer_class("adamw") is optimizer_class("AdamW") is torch.optim.AdamW
     with pytest.raises(ValueError, match=r"no optimizer 'Adm'; did you mean 'adam'\?"):

@@ -54,6 +54,10 @@ class EstimatorAlgoMixin(EstimatorSettings):
             )
         self.loss_weights |= {f"{name}_loss": getattr(self, f"{name}_loss_coef", 1.0) for name in estimates}
 
+    def clipped_apart(self) -> list[str]:
+        """Estimators learn from their own losses alone, whose large gradients at first would hold up the policy's."""
+        return [name for estimate in getattr(self.policy, "estimates", {}).values() for name in estimate.networks]
+
     def loss_terms(self, batch: MiniBatch, out: PolicyOutput) -> Terms:
         """The terms of the algorithm, and a loss and the explained variance of every estimate."""
         terms = super().loss_terms(batch, out)  # pyright: ignore[reportAttributeAccessIssue]

@@ -33,6 +33,12 @@ class FlatParameters:
         for p, grad in zip(self.parameters, self.grads, strict=True):
             p.grad = grad
 
+    def mask(self, chosen: Sequence[nn.Parameter]) -> Tensor:
+        """Where in the vector some of the parameters lie."""
+        known = {id(p) for p in chosen}
+        parts = zip(self.parameters, self.sizes, strict=True)
+        return torch.cat([torch.full((size,), id(p) in known, device=self.vector.device) for p, size in parts])
+
     def views(self, vector: Tensor) -> list[Tensor]:
         """The vector cut into the parameters' shapes."""
         return [part.view(shape) for part, shape in zip(vector.split(self.sizes), self.shapes, strict=True)]

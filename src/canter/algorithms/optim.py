@@ -45,6 +45,8 @@ class GuardedOptimizer:
         class_name: Which optimizer.
         learning_rate: Where the shared rate starts.
         groups: Options by parameter name prefix; a group with its own `lr` keeps it.
+        apart: Prefixes of parameters that only a loss of their own moves: their gradients are clipped by themselves,
+            and do not use up the norm of the others.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class GuardedOptimizer:
         class_name: str,
         learning_rate: float,
         groups: Mapping[str, Mapping[str, Any]] | None = None,
+        apart: Sequence[str] = (),
     ) -> None:
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.parameters = list(named.values())
@@ -68,6 +71,8 @@ class GuardedOptimizer:
         self.sizes = [[p.shape for p in group["params"]] for group in members]
         # On a CPU the cost of an optimizer is the number of tensors; on a GPU one kernel takes them all.
         self.flats = [FlatParameters(g["params"]) for g in members] if self.is_fused and device.type == "cpu" else []
+        self.apart = [p for name, p in named.items() if any(name.startswith(f"{prefix}.") for prefix in apart)]
+        self.masks = [flat.mask(self.apart) for flat in self.flats]
         for group, flat in zip(members, self.flats, strict=False):
             group["params"] = [flat.vector]
         self.optimizer = cls(members, lr=rate, **options)
@@ -89,17 +94,36 @@ class GuardedOptimizer:
             parameter.grad = grad
 
     def clip(self, max_grad_norm: float) -> tuple[Tensor, Tensor]:
-        """Scale the gradients down to a norm; the norm before, and whether (0 or 1) the step must be skipped."""
-        if self.flats:
-            vectors: list[Any] = [flat.vector.grad for flat in self.flats]
-            norms = [torch.linalg.vector_norm(grad) for grad in vectors]
-            norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-            scale = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-            for grad in vectors:
-                grad.mul_(scale)
-        else:
-            norm = nn.utils.clip_grad_norm_(self.parameters, max_grad_norm)
-        return norm, (norm * 0.0 != 0.0).to(norm.dtype)  # not finite, in fewer operations than isfinite takes
+        """Scale the gradients down to a norm; the norm before, and whether (0 or 1) the step must be skipped.
+
+        The norm is without those that are clipped apart.
+        """
+        norms = self._clip_vectors(max_grad_norm) if self.flats else self._clip_each(max_grad_norm)
+        found = norms[0] if len(norms) == 1 else norms[0] + norms[1]
+        return norms[0], (found * 0.0 != 0.0).to(found.dtype)  # not finite, in fewer operations than isfinite takes
+
+    def _clip_each(self, max_grad_norm: float) -> list[Tensor]:
+        known = {id(p) for p in self.apart}
+        others = [p for p in self.parameters if id(p) not in known]
+        return [nn.utils.clip_grad_norm_(part, max_grad_norm) for part in (others, self.apart) if part]
+
+    def _clip_vectors(self, max_grad_norm: float) -> list[Tensor]:
+        grads: list[Any] = [flat.vector.grad for flat in self.flats]
+        if not self.apart:
+            norm = total_norm(grads)
+            for grad in grads:
+                grad.mul_(clip_scale(norm, max_grad_norm))
+            return [norm]
+        # Masks, not slices: compilers write in place only to memory that goes by one name.
+        pairs = list(zip(self.masks, grads, strict=True))
+        norms = [
+            total_norm([torch.where(mask, 0.0, grad) for mask, grad in pairs]),
+            total_norm([torch.where(mask, grad, 0.0) for mask, grad in pairs]),
+        ]
+        others, own = (clip_scale(norm, max_grad_norm) for norm in norms)
+        for mask, grad in pairs:
+            grad.mul_(torch.where(mask, own, others))
+        return norms
 
     def apply(self, skipped: Tensor) -> None:
         """Take the step that the gradients say, unless it is to be skipped."""
@@ -155,6 +179,17 @@ class GuardedOptimizer:
         self.shared = [group for group in self.optimizer.param_groups if not group.get("own_rate")]
         if self.shared:
             self.lr.copy_(torch.as_tensor(self.shared[0]["lr"]))
+
+
+def total_norm(grads: Sequence[Tensor]) -> Tensor:
+    """The norm of gradients together."""
+    norms = [torch.linalg.vector_norm(grad) for grad in grads]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def clip_scale(norm: Tensor, max_grad_norm: float) -> Tensor:
+    """What gradients of this norm are multiplied by."""
+    return (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def backward(loss: Tensor, *optimizers: GuardedOptimizer) -> None:

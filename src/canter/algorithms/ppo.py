@@ -49,7 +49,7 @@ class PPO(OnPolicyAlgorithm):
             self.actor_critic = self._build_pair()
         self.init_collection(self.actor_critic.to(self.device), self.seed)
         self.optimizer = GuardedOptimizer(
-            self.policy, self.optimizer_class_name, self.learning_rate, self.parameter_groups
+            self.policy, self.optimizer_class_name, self.learning_rate, self.parameter_groups, self.clipped_apart()
         )
         self.lr, self.initial_learning_rate = self.optimizer.lr, self.learning_rate
         self.clip = torch.tensor(self.clip_param, device=self.device)
@@ -116,6 +116,10 @@ class PPO(OnPolicyAlgorithm):
         """Terms of a minibatch and their weighted sum."""
         terms = self.compute_losses(batch)
         return terms, self.weigh(terms.losses)
+
+    def clipped_apart(self) -> list[str]:
+        """Parts of the policy whose gradients are clipped by themselves. Extended by subclasses."""
+        return []
 
     def minibatch_step(self, batch: MiniBatch) -> dict[str, Tensor]:
         """One gradient step on a minibatch; its losses and statistics."""

@@ -24,6 +24,8 @@ class Estimate(NamedTuple):
 
     aux: str
     target: ObsLayout
+    networks: tuple[str, ...]
+    """Children of the policy that only the loss of this estimate moves."""
 
 
 @dataclasses.dataclass
@@ -86,6 +88,10 @@ class Prediction:
         setattr(policy, self.head, MlpModel(width, output_size=self.target.width, **options))
         if 0.0 < self.replace_prob < 1.0:
             policy.coins[self.aux] = self.replace_prob
+
+    def estimate(self) -> Estimate:
+        """What the policy lists."""
+        return Estimate(self.aux, self.target, (self.head, self.memory))
 
     def own_memory(self, policy: ActorCritic) -> Memory | None:
         """The memory before the head, if there is one."""
@@ -166,8 +172,8 @@ def last_estimate(policy: Any, name: str, denormalize: bool) -> Tensor:
     """The estimate of the policy's last act."""
     if name not in policy.estimates:
         raise ValueError(f"{type(policy).__name__} has no estimate {name!r}; it has {list(policy.estimates)}")
-    aux, target = policy.estimates[name]
-    if aux not in policy._aux:
+    known = policy.estimates[name]
+    if known.aux not in policy._aux:
         raise RuntimeError("the policy has not estimated anything yet; call act() first")
-    estimate = policy._aux[aux]
-    return rescale(policy, target, estimate, inverse=True) if denormalize else estimate
+    estimate = policy._aux[known.aux]
+    return rescale(policy, known.target, estimate, inverse=True) if denormalize else estimate

@@ -54,7 +54,7 @@ class PrivilegeEstimatorMixin(ActorCritic):
         super().__init__(num_actor_obs, num_critic_obs, num_actions, **kwargs)
         self.build_adaptor(adaptor_kwargs)
         stage = self.adaptor_stage
-        self.estimates = {**getattr(self, "estimates", {}), "adaptor": Estimate(stage.aux, stage.target)}
+        self.estimates = {**getattr(self, "estimates", {}), "adaptor": stage.estimate()}
 
     def build_adaptor(self, adaptor_kwargs: Mapping[str, Any] | None) -> None:
         """The adaptor's MLP, and a memory before it where the policy has memories."""

@@ -67,7 +67,7 @@ class EstimatorMixin(ActorCritic):
         super().__init__(num_actor_obs, num_critic_obs, num_actions, **kwargs)
         self.build_estimator(estimator_kwargs)
         stage = self.estimator_stage
-        self.estimates = {**getattr(self, "estimates", {}), "estimator": Estimate(stage.aux, stage.target)}
+        self.estimates = {**getattr(self, "estimates", {}), "estimator": stage.estimate()}
 
     def build_estimator(self, estimator_kwargs: Mapping[str, Any] | None) -> None:
         """The estimator's MLP, and a memory of its own before it where the policy has memories."""
