@@ -155,5 +155,5 @@ def test_a_large_loss_of_an_estimate_leaves_the_policys_step_as_it_is(collect, c
     for name, still in steps[0.0].items():
         if name.startswith(apart):
             assert not torch.equal(still, steps[1e4][name]), name
-        else:
+        elif not name.startswith(("adaptor.", "memory_p.")):  # clipped apart too
             torch.testing.assert_close(still, steps[1e4][name], rtol=1e-4, atol=1e-6, msg=name)
