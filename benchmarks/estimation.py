@@ -53,11 +53,10 @@ def configuration(task, arm, seed, steps, execution):
     cfg = load_preset(task)
     cfg["algorithm"]["execution"] = execution
     _, class_name, settings = ARMS[arm]
-    is_recurrent = class_name.endswith("Recurrent")
     cfg["policy"] |= {"class_name": class_name, **settings}
-    if is_recurrent:  # minibatches are made of whole environments: as many steps as without memory, but more of those
-        cfg["algorithm"]["num_mini_batches"] = 4
-        cfg |= {"num_envs": 32, "num_steps_per_env": 64}
+    # As many steps as the preset collects, but of more environments: minibatches of a memory are made of whole ones.
+    cfg |= {"num_envs": 32, "num_steps_per_env": 64}
+    cfg["algorithm"]["num_mini_batches"] = 4 if class_name.endswith("Recurrent") else 8
     if class_name.startswith("State"):
         cfg["algorithm"]["class_name"] = "EstimatorPPO"
     total = -(-steps // (cfg["num_steps_per_env"] * cfg["num_envs"]))
@@ -111,7 +110,7 @@ def main():
     parser.add_argument("arm", choices=ARMS)
     parser.add_argument("--task", choices=SEGMENTS, default="HalfCheetah-v5")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--steps", type=int, default=300_000)
     parser.add_argument("--execution", default="auto")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
