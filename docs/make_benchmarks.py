@@ -73,8 +73,8 @@ def iteration() -> None:
     figure.savefig(ASSETS / "iteration.png", dpi=110)
 
 
-def curves(name: str, panels: list[str], label: str, arm: str = "arm") -> None:
-    """One panel for each task: the curve of every arm and seed, from [steps, seconds, value] rows."""
+def curves(name: str, panels: list[str], label: str, arm: str = "arm", ends: bool = False) -> None:
+    """One panel for each task: the curve of every arm and seed, from [steps, seconds, value] rows; dots at the ends."""
     runs = read(name)
     figure, axes = row_of(len(panels))
     for axis, panel in zip(axes, panels, strict=True):
@@ -89,6 +89,8 @@ def curves(name: str, panels: list[str], label: str, arm: str = "arm") -> None:
                 continue
             steps, _, values = np.array(run["curve"]).T
             axis.plot(steps / 1e3, values, color=colours[run[arm]], label=title, linewidth=1.6)
+            if ends:
+                axis.plot(steps[-1] / 1e3, run["eval"], "o", color=colours[run[arm]], markersize=6)
         finish(axis, panel, "thousand steps", label)
     figure.savefig(ASSETS / f"{name}.png", dpi=110)
 
@@ -169,9 +171,10 @@ if __name__ == "__main__":
     scaling()
     massive()
     two_stage()
-    curves("estimation", ["HalfCheetah-v5", "Hopper-v5"], "return")
+    trained = "training return; dots: without noise"
+    curves("estimation", ["HalfCheetah-v5", "Hopper-v5"], trained, ends=True)
     curves("distill", ["HalfCheetah-v5", "Hopper-v5"], "return of 10 episodes without noise")
-    curves("visual", ["image-reach", "cartpole"], "return", arm="policy")
+    curves("visual", ["image-reach", "cartpole"], trained, arm="policy", ends=True)
     curves("amp", ["HalfCheetah-v5"], "forward speed, m/s")
     sac = ["Pendulum-v1", "LunarLanderContinuous-v3", "HalfCheetah-v5"]
     curves("off_policy_learning", sac, "return of 10 episodes without noise", arm="algo")
