@@ -496,6 +496,18 @@ def test_tensorboard_hides_what_a_resumed_run_does_again(tmp_path):
     assert [event.value for event in events(tmp_path).Scalars("a")] == [10.0, 20.0, 26.0]
 
 
+def test_a_resumed_run_s_events_sort_last_whatever_was_written_in_the_same_second(tmp_path):
+    for _ in range(12):  # names end in a count, and "10" sorts before "9"
+        with Logger("tensorboard", tmp_path / "others"):
+            pass
+    with Logger("tensorboard", tmp_path / "run") as logger:
+        logger.add_scalar("a", 1, 1)
+        for _ in range(2):
+            logger.truncate_after(1)
+    names = sorted(path.name for path in (tmp_path / "run").glob("events*"))
+    assert len({name.split(".")[3] for name in names}) == 3
+
+
 def test_tensorboard_needs_a_directory():
     with pytest.raises(ValueError, match="needs a log_dir"):
         Logger("tensorboard")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ class TensorboardBackend(Backend):
     def truncate_after(self, step: int) -> None:
         """Start a new event file that hides what older ones hold beyond `step`."""
         self._writer.close()
+        wait_for_a_later_name(Path(self._settings["log_dir"]))
         self._writer = self._open(purge_step=step + 1)
         self.last_step = min(self.last_step, step)
 
@@ -65,3 +67,15 @@ class TensorboardBackend(Backend):
     def close(self) -> None:
         """Write out what is queued and close the file."""
         self._writer.close()
+
+
+def wait_for_a_later_name(directory: Path) -> None:
+    """Let the second pass in which the newest event file was named.
+
+    Files are read in the order of their names, and within a second the tenth that a process writes sorts before its
+    ninth: what it hides would come after it.
+    """
+    newest = max((path.name for path in directory.glob("events.out.tfevents.*")), default="")
+    named = newest.split(".")[3:4]
+    if named and named[0].isdecimal() and int(named[0]) == int(time.time()):
+        time.sleep(1.0 - time.time() % 1.0)
