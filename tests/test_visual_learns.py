@@ -18,6 +18,6 @@ def test_a_policy_learns_to_reach_what_it_sees(policy, steps, score, monkeypatch
     visual = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(visual)
     torch.set_num_threads(1)
-    result = visual.train("image-reach", policy, 1, steps, workers=False)
+    result = visual.train("image-reach", policy, 1, steps, workers=False, device="cpu")
     assert result["curve"][0][2] < 2 * score
     assert result["eval"] > score
