@@ -283,7 +283,12 @@ def massive(args):
                 continue
             look = spent + args.every
             score = runner.eval(256)["eval/mean_reward"]
-            updates = runner.current_learning_iteration * 20 if algo == "ppo" else runner.alg.num_updates
+            alg = runner.alg
+            updates = (
+                runner.current_learning_iteration * alg.num_learning_epochs * alg.num_mini_batches
+                if algo == "ppo"
+                else alg.num_updates
+            )
             curve.append([runner.tot_timesteps, round(spent, 2), round(score, 2), updates])
             print(f"{algo}: {spent:6.1f} s, {runner.tot_timesteps:,} steps, return {score:.1f}", flush=True)
         memory = torch.cuda.max_memory_allocated() / 2**30 if args.device.startswith("cuda") else None

@@ -72,6 +72,8 @@ class GuardedOptimizer:
         # On a CPU the cost of an optimizer is the number of tensors; on a GPU one kernel takes them all.
         self.flats = [FlatParameters(g["params"]) for g in members] if self.is_fused and device.type == "cpu" else []
         self.apart = [p for name, p in named.items() if any(name.startswith(f"{prefix}.") for prefix in apart)]
+        known = {id(p) for p in self.apart}
+        self.others = [p for p in self.parameters if id(p) not in known]
         self.masks = [flat.mask(self.apart) for flat in self.flats]
         for group, flat in zip(members, self.flats, strict=False):
             group["params"] = [flat.vector]
@@ -103,9 +105,7 @@ class GuardedOptimizer:
         return norms[0], (found * 0.0 != 0.0).to(found.dtype)  # not finite, in fewer operations than isfinite takes
 
     def _clip_each(self, max_grad_norm: float) -> list[Tensor]:
-        known = {id(p) for p in self.apart}
-        others = [p for p in self.parameters if id(p) not in known]
-        return [nn.utils.clip_grad_norm_(part, max_grad_norm) for part in (others, self.apart) if part]
+        return [nn.utils.clip_grad_norm_(part, max_grad_norm) for part in (self.others, self.apart) if part]
 
     def _clip_vectors(self, max_grad_norm: float) -> list[Tensor]:
         grads: list[Any] = [flat.vector.grad for flat in self.flats]
