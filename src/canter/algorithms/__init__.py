@@ -20,28 +20,30 @@ from canter.algorithms.tppo import TPPO, TPPOConfig
 
 
 class Entry(NamedTuple):
-    """An algorithm and the config that describes a run of it."""
+    """An algorithm, the config that describes a run of it, and the folder of its presets."""
 
     agent_class: Any
     config_class: Any
+    presets: str | None = None
+    """Folder of preset files: a name under `canter/presets`, or a path. None: the config's own defaults."""
 
 
 REGISTRY: dict[str, Entry] = {
-    "appo": Entry(APPO, APPOConfig),
-    "atppo": Entry(ATPPO, ATPPOConfig),
-    "tppo": Entry(TPPO, TPPOConfig),
-    "ppo": Entry(PPO, PPOConfig),
-    "estimatorppo": Entry(EstimatorPPO, EstimatorPPOConfig),
-    "estimatortppo": Entry(EstimatorTPPO, EstimatorTPPOConfig),
-    "dqn": Entry(DQN, DQNConfig),
-    "sac": Entry(SAC, SACConfig),
-    "td3": Entry(TD3, TD3Config),
+    "appo": Entry(APPO, APPOConfig, "ppo"),
+    "atppo": Entry(ATPPO, ATPPOConfig, "ppo"),
+    "tppo": Entry(TPPO, TPPOConfig, "ppo"),
+    "ppo": Entry(PPO, PPOConfig, "ppo"),
+    "estimatorppo": Entry(EstimatorPPO, EstimatorPPOConfig, "ppo"),
+    "estimatortppo": Entry(EstimatorTPPO, EstimatorTPPOConfig, "ppo"),
+    "dqn": Entry(DQN, DQNConfig, "dqn"),
+    "sac": Entry(SAC, SACConfig, "sac"),
+    "td3": Entry(TD3, TD3Config, "td3"),
 }
 
 
-def register_algorithm(name: str, agent_class: type, config_class: type) -> None:
-    """Make an algorithm known to runners and configurations by name."""
-    REGISTRY[name.lower()] = Entry(agent_class, config_class)
+def register_algorithm(name: str, agent_class: type, config_class: type, presets: str | None = None) -> None:
+    """Make an algorithm known to runners, configurations and the command line by name."""
+    REGISTRY[name.lower()] = Entry(agent_class, config_class, presets)
 
 
 __all__ = [

@@ -1,0 +1,78 @@
+"""How much code one eager PPO iteration runs through: files, functions and depth of calls.
+
+Trains PPO on CartPole-v1 and traces the second iteration between the callbacks `pre_rollout` and `post_update` with
+`sys.setprofile`. Only canter's own functions count; comprehensions belong to the function they stand in.
+
+    python benchmarks/iteration_profile.py [--calls]
+"""
+
+import argparse
+import sys
+from collections import Counter
+from pathlib import Path
+
+import canter
+from canter.envs import wrap_env
+from canter.presets import load_preset
+from canter.runners import OnPolicyRunner
+
+SOURCE = str(Path(canter.__file__).parent)
+INNER = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
+
+
+class CallTrace:
+    """Counts calls of canter's functions and how deep they nest."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.depth = self.deepest = 0
+        self.deepest_stack: list[str] = []
+        self.stack: list[str] = []
+        self.iteration = 0
+
+    def start(self, runner) -> None:
+        self.iteration += 1
+        if self.iteration == 2:  # in the first one, buffers are allocated
+            sys.setprofile(self._trace)
+
+    def stop(self, runner, metrics) -> None:
+        sys.setprofile(None)
+
+    def _trace(self, frame, event, arg) -> None:
+        code = frame.f_code
+        if event not in ("call", "return") or not code.co_filename.startswith(SOURCE) or code.co_name in INNER:
+            return
+        if event == "call":
+            name = (code.co_filename[len(SOURCE) + 1 :], code.co_qualname)
+            if self.stack or code.co_name != "fire":
+                self.calls[name] += 1
+            self.stack.append(code.co_qualname)
+            if len(self.stack) > self.deepest:
+                self.deepest, self.deepest_stack = len(self.stack), list(self.stack)
+        elif self.stack:
+            self.stack.pop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--calls", action="store_true", help="list every function and how often it ran")
+    options = parser.parse_args()
+    settings = load_preset("CartPole-v1")
+    settings["algorithm"]["execution"] = "eager"
+    env = wrap_env("CartPole-v1", num_envs=settings["num_envs"])
+    runner = OnPolicyRunner(env, settings, show_progress=False)
+    trace = CallTrace()
+    runner.add_callback("pre_rollout", trace.start)
+    runner.add_callback("post_update", trace.stop)
+    runner.learn(2)
+    files = sorted({file for file, _ in trace.calls})
+    if options.calls:
+        for (file, name), count in sorted(trace.calls.items()):
+            print(f"{count:7d}  {file}:{name}")
+    print(f"{len(files)} files, {len(trace.calls)} functions, depth {trace.deepest}")
+    print("files:", ", ".join(files))
+    print("deepest:", " > ".join(trace.deepest_stack))
+
+
+if __name__ == "__main__":
+    main()
