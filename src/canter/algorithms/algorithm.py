@@ -1,21 +1,27 @@
-"""What every algorithm has in common: saving, loading, modes, and the documented short cuts to a runner."""
+"""Base of every algorithm: its settings, live while it trains; saving and loading; the short cuts to a runner."""
 
 from __future__ import annotations
 
 import dataclasses
+import types
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from canter.algorithms.foreign import import_state
-from canter.algorithms.settings import CommonRunSettings
+from canter.envs.vec_env import StepRecord
+from canter.envs.wrap import wrap_env
 from canter.utils.checkpoint import check_compatible
+from canter.utils.config import check_value, combined_settings, setting, settings
+from canter.utils.devices import resolve_device
 from canter.utils.graphs import Executor
 
-# Part of a policy -> how to have none of it, and how to have it.
+EXECUTIONS = ("auto", "eager", "graph", "compile")
+PRECISIONS = ("tf32", "fp32", "bf16")
+# Normaliser of a policy -> the setting that leaves it out, and the one that installs it.
 NORMALIZERS = {
     "obs_normalizer": ("empirical_normalization=False", "empirical_normalization=True"),
     "critic_obs_normalizer": ("empirical_normalization=False", "empirical_normalization=True"),
@@ -23,41 +29,183 @@ NORMALIZERS = {
 }
 
 
+@settings
+class CommonRunSettings:
+    """Settings of any run: logging, saving, evaluation."""
+
+    seed: int | None = None
+    """Seed of weights, exploration, minibatches and environments; None draws one."""
+    device: str | None = None
+    """Device to learn on; None takes a GPU if there is one."""
+    keep_checkpoints: int | None = None
+    """Number of periodic checkpoints to keep; None keeps all."""
+    eval_episodes: int = 10
+    """Episodes of a periodic evaluation."""
+    extra_log_keys: tuple[str, ...] = ("episode", "log")
+    """Keys of the environment's extras that are logged."""
+    logger_backend: str | tuple[str, ...] = "tensorboard"
+    """tensorboard, wandb, swanlab, neptune, or several; metrics.jsonl is always written."""
+    logger_kwargs: dict[str, Any] | None = None
+    """Options of the logging backend; nested by backend name if there are several."""
+    inference_mode_rollout: bool = True
+    """Collect under torch.inference_mode."""
+    callback_errors: str = "raise"
+    """Handling of an exception in a callback: "raise" or "warn"."""
+    trial_metric: str | None = None
+    """Metric reported to a hyper-parameter search; None: velrmsd if the environment has it, else episode/mean_reward."""
+    git_diff: bool = True
+    """Keep the diff of uncommitted changes in the run directory; it is never sent to a logging service."""
+
+
+@settings
+class AlgorithmSettings:
+    """Settings of every algorithm."""
+
+    gamma: float = setting(0.99, low=0.0, high=1.0)
+    """Discount."""
+    optimizer_class_name: str = setting("Adam", fixed=True)
+    """Any optimizer of torch.optim."""
+    empirical_normalization: bool = setting(False, fixed=True)
+    """Normalise observations by running statistics, kept in the policy; stored observations stay raw."""
+    execution: str = setting("auto", choices=EXECUTIONS, fixed=True)
+    """How hot functions run: "eager", "graph" (CUDA graphs; on a CPU recordings), "compile" (compiled too), "auto"."""
+    precision: str = setting("tf32", choices=PRECISIONS, fixed=True)
+    """Of matrix products on a GPU: "tf32", "fp32" or "bf16"; weights, log-probabilities and losses stay float32."""
+
+
 class Algorithm:
-    """Settings plus loss terms; what is saved is the table `checkpoint_parts`."""
+    """Holds its settings as `cfg`; a setting is read and assigned as an attribute, `alg.gamma = 0.98`.
 
-    device: Any
-    executor: Executor
-    generators: dict[str, torch.Generator]
-    learning_rate: float
-    current_learning_iteration: int
+    A float setting also lives on the device as `live.<name>`, a 0-dim tensor that recorded and captured functions read,
+    so changing one costs nothing. Any other setting is part of the key of a recording. A setting from which something
+    was built at construction cannot change.
+    """
 
+    settings_class: ClassVar[type] = AlgorithmSettings
+    """Settings with their documented defaults."""
+    config_class: ClassVar[type]
+    """Settings of the algorithm and of a run of it."""
+    cfg: Any
+    extensions: dict[str, Any]
+    policy: Any
+
+    def __init__(self, cfg: Any, given: Mapping[str, Any], device: Any, seed: int | None, env: Any) -> None:
+        self.extensions = {}
+        self.cfg = self._own_config(cfg, given)
+        of_run = {name for base in type(self.cfg).__mro__ if is_run_settings(base) for name in field_names(base)}
+        self.setting_fields = {f.name: f for f in dataclasses.fields(self.cfg) if f.name not in of_run}
+        self.device = resolve_device(device if device is not None else getattr(self.cfg, "device", None))
+        self.seed = getattr(self.cfg, "seed", None) if seed is None else seed
+        self.stream_seed = int(torch.randint(2**62, ()).item()) if self.seed is None else self.seed
+        self.env = None if env is None else wrap_env(env, self.device)
+        self.executor = Executor(self.device, self.cfg.execution, self.cfg.precision)
+        self.generators: dict[str, torch.Generator] = {}
+        self.live = types.SimpleNamespace()
+        self.live_values: dict[str, Any] = {}
+        self.sync_settings()
+        self.on_record: list[Callable[[StepRecord], None]] = []
+        """Tensor functions called with every record, inside the recorded step."""
+        self.current_learning_iteration = 0
+        self._runner: Any = None
+
+    # ------------------------------------------------------------------ settings
+    @classmethod
+    def full_settings_class(cls) -> type:
+        """Settings of the algorithm and of the extensions its class names, with the documented defaults."""
+        return cls.settings_class
+
+    def _own_config(self, cfg: Any, given: Mapping[str, Any]) -> Any:
+        """A config of this object's own: a copy of `cfg` with the settings it lacks, or the documented defaults."""
+        wanted = self.full_settings_class()
+        if cfg is None:
+            return combined_settings(type(self).__name__, wanted)(**given)
+        values = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
+        for name in given.keys() & values.keys():
+            raise ValueError(f"give {name} in cfg, not beside it")
+        return combined_settings(type(cfg).__name__, type(cfg), wanted)(**values, **given)
+
+    def __getattr__(self, name: str) -> Any:
+        """A setting, an extension by its name, or an attribute of an extension."""
+        state = self.__dict__
+        holders = [state.get("cfg"), *(e.cfg for e in state.get("extensions", {}).values())]
+        for holder in holders:
+            if name in getattr(holder, "__dataclass_fields__", ()):
+                return getattr(holder, name)
+        if not name.startswith("_"):
+            for extension in state.get("extensions", {}).values():
+                if extension.name == name:
+                    return extension
+                if hasattr(extension, name):
+                    return getattr(extension, name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign an attribute; a setting is checked and takes effect at once."""
+        fields = self.__dict__.get("setting_fields", {})
+        if name not in fields or hasattr(type(self), name):
+            object.__setattr__(self, name, value)
+            return
+        field = fields[name]
+        if field.metadata.get("fixed"):
+            owner = type(self).__name__
+            raise AttributeError(f"{owner} was built with {name}={getattr(self, name)!r}; make a new {owner} to change it")
+        setattr(self._holder(name), name, check_value(type(self).__name__, field, value))
+        self.sync_settings()
+
+    def _holder(self, name: str) -> Any:
+        """The config that has a setting: the algorithm's, or that of an extension given as an object."""
+        holders = (self.cfg, *(extension.cfg for extension in self.extensions.values()))
+        return next(holder for holder in holders if hasattr(holder, name))
+
+    def sync_settings(self) -> None:
+        """Copy changed float settings to the device, and give the executor every other one as a recording's key."""
+        key: list[Any] = []
+        for name, field in self.setting_fields.items():
+            value = getattr(self._holder(name), name)
+            if "float" in str(field.type) and not isinstance(value, (tuple, list, str)) and not callable(value):
+                key.append(value and True)  # None, zero, or neither: a loss of weight zero is left out
+                if value is not None and self.live_values.get(name) != value:
+                    self._set_live(name, float(value))
+            elif not (field.metadata.get("host") or field.metadata.get("fixed")):
+                key.append(value if isinstance(value, (str, int, tuple, type(None))) else repr(value))
+        self.executor.constants = (*key, *self.recording_key())
+
+    def _set_live(self, name: str, value: float) -> None:
+        self.live_values[name] = value
+        if hasattr(self.live, name):
+            getattr(self.live, name).fill_(value)
+        else:
+            with torch.inference_mode(False):
+                setattr(self.live, name, torch.tensor(value, device=self.device))
+
+    def recording_key(self) -> tuple[Any, ...]:
+        """What else recorded functions depend on, as hashable values. Extended by subclasses."""
+        return ()
+
+    def new_generator(self, purpose: str, is_recorded: bool = True) -> torch.Generator:
+        """A random stream of its own, derived from the seed and saved with the others."""
+        made = torch.Generator(self.device).manual_seed((self.stream_seed + 7919 * len(self.generators)) % 2**63)
+        self.generators[purpose] = made
+        if is_recorded:
+            self.executor.generators.append(made)
+        return made
+
+    # ------------------------------------------------------------------ saving
     def checkpoint_parts(self) -> dict[str, Any]:
-        """Name in the checkpoint -> the object whose state it is. Extended by subclasses."""
+        """Name in the checkpoint -> the object whose state is saved. Extended by subclasses."""
         raise NotImplementedError
-
-    def take_settings(self, cfg: Any) -> None:
-        """The settings in `cfg` that are the algorithm's; one given to the constructor as well is an error."""
-        shared = {f.name for f in dataclasses.fields(cfg)} - {f.name for f in dataclasses.fields(CommonRunSettings)}
-        for f in (f for f in dataclasses.fields(self) if f.name in shared):  # pyright: ignore[reportArgumentType]
-            if getattr(self, f.name) != f.default:
-                raise ValueError(f"give {f.name} in cfg, not beside it")
-            setattr(self, f.name, getattr(cfg, f.name))
-        for name in ("seed", "device"):
-            if getattr(self, name) is None:
-                setattr(self, name, getattr(cfg, name, None))
 
     def modules(self) -> list[nn.Module]:
         """Every network that has a training mode."""
         return [part for part in self.checkpoint_parts().values() if isinstance(part, nn.Module)]
 
     def train_mode(self) -> None:
-        """Networks and normalisers learn."""
+        """Let networks and normalisers learn."""
         for module in self.modules():
             module.train()
 
     def eval_mode(self) -> None:
-        """Networks and normalisers stand still."""
+        """Freeze networks and normalisers."""
         for module in self.modules():
             module.eval()
 
@@ -67,7 +215,7 @@ class Algorithm:
         return state | {"learning_rate": self.learning_rate}
 
     def load_state_dict(self, state: Mapping[str, Any], load_optimizer: bool = True) -> None:
-        """Take over a saved state: all of it, or none and an error that names every difference."""
+        """Load a saved state: all of it, or nothing and an error that names every difference."""
         parts = self.checkpoint_parts()
         state = import_state(state)
         if "lr_scheduler_state_dict" in state and "lr_scheduler_state_dict" not in parts:
@@ -76,8 +224,7 @@ class Algorithm:
             )
         usable = {}
         for name, part in parts.items():
-            is_optimizer = "optimizer" in name
-            if is_optimizer and not load_optimizer:
+            if "optimizer" in name and not load_optimizer:
                 continue
             if name not in state:
                 if name == "model_state_dict":
@@ -88,43 +235,40 @@ class Algorithm:
             usable[name] = part
         for name, part in usable.items():
             part.load_state_dict(state[name])
-        self.executor.forget()  # graphs hold the moments that were replaced
+        self.executor.forget()  # recordings hold the moments that were replaced
         self._after_load(state, load_optimizer)
 
     def _check_part(self, name: str, part: Any, state: Mapping[str, Any]) -> None:
         if isinstance(part, nn.Module):
             owner = type(part).__name__
-            for normalizer, setting in NORMALIZERS.items():
+            for normalizer, remedies in NORMALIZERS.items():
                 ours = any(key.startswith(f"{normalizer}.") for key in part.state_dict())
                 theirs = any(key.startswith(f"{normalizer}.") for key in state)
                 if ours != theirs:
                     has = "has" if theirs else "lacks"
                     raise ValueError(
                         f"the checkpoint {has} statistics for {normalizer}, {owner} does the opposite: "
-                        f"set {setting[theirs]}"
+                        f"set {remedies[theirs]}"
                     )
             check_compatible(part.state_dict(), state, owner)
         elif hasattr(part, "check_state"):
             part.check_state(state)
 
     def _after_load(self, state: Mapping[str, Any], load_optimizer: bool) -> None:
-        """What else follows from a loaded state."""
+        """Update what is derived from the loaded state."""
 
     def resume_state(self) -> dict[str, Any]:
-        """What exact continuation needs beyond the learned state."""
+        """State that exact continuation needs beyond what was learned."""
         return {"generators": {name: generator.get_state() for name, generator in self.generators.items()}}
 
     def load_resume_state(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `resume_state` was taken."""
+        """Continue exactly from a `resume_state`."""
         for name, value in state["generators"].items():
             self.generators[name].set_state(value.cpu())
 
     # ------------------------------------------------------------------ short cuts to a runner
-    env: Any = None
-    _runner: Any = None
-
     def runner(self) -> Any:
-        """A runner of this algorithm and its environment."""
+        """The runner of this algorithm and its environment, made at the first call."""
         raise NotImplementedError
 
     def learn(self, *args: Any, **kwargs: Any) -> Any:
@@ -142,3 +286,13 @@ class Algorithm:
     def load(self, path: str) -> Any:
         """Read a checkpoint."""
         return self.runner().load(path)
+
+
+def is_run_settings(cls: type) -> bool:
+    """Whether a settings class describes a run and no algorithm."""
+    return issubclass(cls, CommonRunSettings) and not issubclass(cls, AlgorithmSettings)
+
+
+def field_names(cls: type) -> set[str]:
+    """Names of a settings class's fields."""
+    return {f.name for f in dataclasses.fields(cls)}

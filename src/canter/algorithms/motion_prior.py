@@ -1,67 +1,171 @@
-"""What learns the style of a motion: a discriminator with its optimizer, feature normaliser, expert data and replay."""
+"""Adversarial motion priors: a discriminator rewards motion that looks like the reference clips (Peng 2021)."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from canter.algorithms.imitation_settings import MotionPriorSettings
+from canter.algorithms.extension import Extension, Terms
 from canter.algorithms.optim import GuardedOptimizer, backward
-from canter.modules.amp_discriminator import AMPDiscriminator
+from canter.envs.vec_env import StepRecord
 from canter.modules.normalizer import EmpiricalNormalization
+from canter.modules.policy import PolicyOutput
+from canter.storage.amp_rollout_storage import AmpRolloutStorage
+from canter.storage.fields import MiniBatch
 from canter.storage.replay_buffer import ReplayBuffer
+from canter.storage.rollout_storage import RolloutStorage
+from canter.utils.config import setting, settings
+from canter.utils.metrics import MeanMeter
+from canter.utils.returns import masked_mean
+from canter.utils.tree import Obs
 
 LARGEST_FEATURE = 10.0  # in standard deviations; one broken joint reading must not decide everything
-PACE = 0.05  # weight of the newest minibatch in the running accuracy
+ACCURACY_RATE = 0.05  # weight of the newest minibatch in the running accuracy
+REWARD_NAMES = ("Episode_Reward/style_reward", "Episode_Reward/task_reward")
+LOSS_NAMES = ("discriminator_expert_loss", "discriminator_policy_loss", "discriminator_grad_pen_loss")
 
 
-class MotionPrior:
-    """A policy's discriminator and everything its learning needs; the public methods are tensor code.
+@settings
+class MotionPriorSettings:
+    """Hyperparameters of adversarial motion priors."""
 
-    Args:
-        discriminator: The policy's.
-        given: Its settings.
-        learning_rate: Where its own rate starts if none is given.
-        generator: Stream of expert and replay samples.
-        device: Where everything is.
-    """
+    discriminator_loss_coef: float = 1.0
+    """Weight of the discriminator's three losses; 0 freezes it."""
+    discriminator_optimizer: str = setting("own", choices=("own", "shared"), fixed=True)
+    """"own": its own Adam, which the KL schedule does not change; "shared": the policy's, as documented."""
+    discriminator_learning_rate: float | None = None
+    """Step size of its own optimizer; the policy's first one if None."""
+    discriminator_max_grad_norm: float = 1.0
+    """Its gradients are scaled down to this norm."""
+    discriminator_weight_decay: float = setting(1e-4, fixed=True)
+    """Weight decay of its hidden layers."""
+    discriminator_head_weight_decay: float = setting(1e-2, fixed=True)
+    """Weight decay of its last layer."""
+    discriminator_accuracy_limit: float = 0.95
+    """While its accuracy is above this it is updated less often; 1 never slows it."""
+    discriminator_slow_down: int = 4
+    """One of so many minibatches updates it while it is that accurate."""
+    separate_amp_normalizers: bool = setting(False, fixed=True)
+    """A normaliser each for policy and expert, as documented; it hides differences of mean and scale."""
+    amp_obs_dim: int | None = setting(None, fixed=True)
+    """Width D of a feature window; the discriminator's if None."""
+    amp_replay_buffer_size: int = setting(0, fixed=True)
+    """Past windows of the policy to mix with fresh ones, half and half; 0 for none."""
+    amp_motion_loader: Any = setting(None, fixed=True)
+    """Expert data where the environment gives none: an `AMPLoader`, its settings, or windows (M, D)."""
+    amp_num_frames: int = setting(2, fixed=True)
+    """Frames of a window sampled from a loader."""
+    amp_preload: int = setting(100_000, fixed=True)
+    """Windows sampled from a loader, once."""
+    mimic_loss_coef: float = 0.0
+    """Weight of the documented mimic loss, which has no gradient: both its sides are data. Use mimic_reward_coef."""
+    mimic_reward_coef: float = 0.0
+    """The distance to the reference at the same step, times this, is subtracted from the reward."""
+    dagger_loss_coef: float = 0.0
+    """Weight of the distance to the teacher's action; needs a teacher, that is ATPPO."""
 
-    def __init__(
-        self,
-        discriminator: AMPDiscriminator,
-        given: MotionPriorSettings,
-        learning_rate: float,
-        generator: torch.Generator,
-        device: torch.device,
-    ) -> None:
-        self.discriminator, self.generator, self.device = discriminator, generator, device
-        self.width = discriminator.input_dim
-        self.limit, self.slow_down = given.discriminator_accuracy_limit, given.discriminator_slow_down
-        self.max_grad_norm = given.discriminator_max_grad_norm
-        names = ("policy", "expert") if given.separate_amp_normalizers else ("both",)
-        self.normalizers = {name: EmpiricalNormalization([self.width], until=1e8).to(device) for name in names}
-        self.optimizer: GuardedOptimizer | None = None
-        if given.discriminator_optimizer == "own":
-            decays = {"trunk": given.discriminator_weight_decay, "head": given.discriminator_head_weight_decay}
-            present = {name.split(".")[0] for name, _ in discriminator.named_parameters()}
+
+class MotionPrior(Extension):
+    """A policy's discriminator with its optimizer, feature normalisers, expert data and replay of past motion."""
+
+    name = "motion_prior"
+    settings_class = MotionPriorSettings
+    storage_class = AmpRolloutStorage
+
+    def excluded_parameters(self, policy: Any) -> list[str]:
+        """The discriminator, where it has an optimizer of its own."""
+        return ["discriminator"] if self.learns_separately else []
+
+    @property
+    def learns_separately(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether the discriminator has an optimizer of its own."""
+        return self.cfg.discriminator_optimizer == "own"
+
+    def attach(self, alg: Any) -> None:
+        """Build the optimizer, the normalisers and the expert data."""
+        super().attach(alg)
+        cfg, self.discriminator = self.cfg, getattr(alg.policy, "discriminator", None)
+        if self.discriminator is None:
+            raise ValueError(
+                f"{type(alg).__name__} needs a policy with a discriminator, such as AmpActorCritic; "
+                f"{type(alg.policy).__name__} has none"
+            )
+        self.width = self.discriminator.input_dim
+        if cfg.amp_obs_dim not in (None, self.width):
+            raise ValueError(f"amp_obs_dim is {cfg.amp_obs_dim}, the discriminator's input is {self.width}")
+        if cfg.dagger_loss_coef and not getattr(alg.extensions.get("teacher"), "policies", None):
+            raise ValueError("dagger_loss_coef needs a teacher, or the policy would imitate itself: use ATPPO")
+        if cfg.mimic_loss_coef:
+            warnings.warn("mimic_loss has no gradient, it is only reported; use mimic_reward_coef", stacklevel=4)
+        self.generator, self.device = alg.new_generator("motion"), alg.device
+        names = ("policy", "expert") if cfg.separate_amp_normalizers else ("both",)
+        self.normalizers = {name: EmpiricalNormalization([self.width], until=1e8).to(self.device) for name in names}
+        self.own_optimizer: GuardedOptimizer | None = None
+        if self.learns_separately:
+            decays = {"trunk": cfg.discriminator_weight_decay, "head": cfg.discriminator_head_weight_decay}
+            present = {name.split(".")[0] for name, _ in self.discriminator.named_parameters()}
             groups = {part: {"weight_decay": decay} for part, decay in decays.items() if part in present}
-            rate = given.discriminator_learning_rate or learning_rate
-            self.optimizer = GuardedOptimizer(discriminator, "Adam", rate, groups)
-        self.accuracy = torch.full((), 0.5, device=device)
-        self.count = torch.zeros((), device=device)
-        self.bank = expert_bank(given, self.width, device)
-        size = given.amp_replay_buffer_size
-        self.replay = ReplayBuffer((self.width + 1) // 2, size, device) if size else None
-        self.has_past = torch.zeros((), dtype=torch.bool, device=device)
+            self.rate = cfg.discriminator_learning_rate or alg.cfg.learning_rate
+            self.own_optimizer = GuardedOptimizer(self.discriminator, "Adam", self.rate, groups)
+        self.accuracy = torch.full((), 0.5, device=self.device)
+        self.count = torch.zeros((), device=self.device)
+        self.bank = expert_bank(cfg, self.width, self.device)
+        size = cfg.amp_replay_buffer_size
+        self.replay = ReplayBuffer((self.width + 1) // 2, size, self.device) if size else None
+        self.has_past = torch.zeros((), dtype=torch.bool, device=self.device)
+        alg.loss_weights |= dict.fromkeys(LOSS_NAMES, alg.live.discriminator_loss_coef)
+        self.rewards = MeanMeter()
+        self.last_rewards = torch.zeros(2, device=self.device)
 
-    # ------------------------------------------------------------------ features
-    def normalized(self, features: Tensor, whose: str) -> Tensor:
-        """(..., D) raw features of the policy or the expert, as the discriminator sees them."""
-        normalizer = self.normalizers.get("both") or self.normalizers[whose]
+    def storage_arguments(self) -> dict[str, Any]:
+        """Width of the stored feature windows."""
+        return {"amp_obs_shape": (self.width,)}
+
+    @property
+    def ref_obs_normalizer(self) -> EmpiricalNormalization:
+        """Normaliser of the policy's features."""
+        return self.normalizers.get("both") or self.normalizers["policy"]
+
+    @property
+    def ref_motion_normalizer(self) -> EmpiricalNormalization:
+        """Normaliser of the expert's features."""
+        return self.normalizers.get("both") or self.normalizers["expert"]
+
+    def normalized(self, features: Tensor, owner: str) -> Tensor:
+        """(..., D) raw features of the "policy" or the "expert", normalised for the discriminator."""
+        normalizer = self.normalizers.get("both") or self.normalizers[owner]
         return normalizer.normalize(features).clamp(-LARGEST_FEATURE, LARGEST_FEATURE)
+
+    # ------------------------------------------------------------------ collecting
+    def after_act(self, step: dict[str, Any], obs: Obs, critic_obs: Obs) -> None:
+        """Label the step with its own action, where no teacher did."""
+        step.setdefault("action_labels", step["actions"])
+
+    def record_fields(self, record: StepRecord) -> dict[str, Tensor]:
+        """Motion features of the step: the policy's, from the episode the step belongs to, and the expert's."""
+        ref_obs = self._flat((record.extras.get("observations") or {}).get("ref_obs"), "observations']['ref_obs")
+        final = record.extras.get("final_observation")
+        final = final.get("ref_obs") if isinstance(final, Mapping) else None
+        if final is None:  # features after an episode's end belong to the next episode
+            valid = record.valid & ~record.done
+        else:
+            valid = record.valid
+            ref_obs = torch.where(record.done.unsqueeze(1), self._flat(final, "final_observation']['ref_obs"), ref_obs)
+        expert = record.extras.get("ref_motion")
+        expert = self.expert_rows(len(ref_obs)) if expert is None else self._flat(expert, "ref_motion")
+        return {"ref_obs": ref_obs, "ref_motion": expert, "ref_valid": valid}
+
+    def _flat(self, features: Any, name: str) -> Tensor:
+        if features is None:
+            raise KeyError(f"the environment gives no motion features: extras['{name}'] is missing")
+        flat = torch.as_tensor(features, device=self.device).flatten(1).float()
+        if flat.shape[1] != self.width:
+            raise ValueError(f"extras['{name}'] is {flat.shape[1]} wide, the discriminator's input {self.width}")
+        return flat
 
     def expert_rows(self, count: int) -> Tensor:
         """(count, D) windows from the loaded clips."""
@@ -70,18 +174,60 @@ class MotionPrior:
         draws = torch.rand(count, generator=self.generator, device=self.device, dtype=torch.float64)
         return self.bank[(draws * len(self.bank)).long()]
 
-    def observe(self, policy: Tensor, expert: Tensor, valid: Tensor) -> None:
-        """Take a rollout (T, N, D) into the statistics, and its valid windows into the replay."""
-        for whose, features, mask in (("policy", policy, valid), ("expert", expert, None)):
-            (self.normalizers.get("both") or self.normalizers[whose]).update(features, mask)
-        if self.replay is not None:
-            rows = torch.nn.functional.pad(policy[valid], (0, self.width % 2))
-            self.replay.insert(*rows.chunk(2, dim=-1))
-            self.has_past.fill_(len(rows) > 0 or bool(self.has_past))
+    def reward(self, reward: Tensor, record: StepRecord) -> Tensor:
+        """Blend of style and task reward; rows whose features are unknown get no style reward."""
+        valid = record.extras["ref_valid"]
+        features = self.normalized(record.extras["ref_obs"], "policy")
+        style, task, total = self.discriminator.predict_style_reward(features, reward)
+        total = torch.where(valid, total, self.discriminator.task_reward_lerp * task)
+        if self.cfg.mimic_reward_coef:
+            error = torch.where(valid, self._mimic_error(record.extras), 0.0)
+            total = total - self.alg.live.mimic_reward_coef * error
+        means = [masked_mean(style, valid), masked_mean(task, record.valid)]
+        self.last_rewards.copy_(torch.stack(means))
+        self.rewards.add(dict(zip(REWARD_NAMES, means, strict=True)))
+        return total
+
+    def _mimic_error(self, rows: Mapping[str, Tensor]) -> Tensor:
+        policy = self.normalized(rows["ref_obs"], "policy")
+        return torch.linalg.vector_norm(policy - self.normalized(rows["ref_motion"], "expert"), dim=-1)
+
+    def step_metrics(self) -> dict[str, float]:
+        """Style and task reward of the last step."""
+        return dict(zip(REWARD_NAMES, self.last_rewards.tolist(), strict=True))
 
     # ------------------------------------------------------------------ learning
+    def recording_key(self) -> tuple[Any, ...]:
+        """Copy a changed learning rate to the discriminator's optimizer."""
+        wanted = self.cfg.discriminator_learning_rate
+        if self.own_optimizer is not None and wanted is not None and wanted != self.rate:
+            self.rate = wanted
+            self.own_optimizer.lr.fill_(wanted)
+        return ()
+
+    def loss_terms(self, terms: Terms, batch: MiniBatch, out: PolicyOutput) -> None:
+        """Add the distances to the reference and to the teacher, and keep the features for the discriminator."""
+        rows = {name: getattr(batch, name) for name in ("ref_obs", "ref_motion")}
+        valid = batch.ref_valid.squeeze(-1)  # pyright: ignore[reportAttributeAccessIssue]
+        with torch.no_grad():
+            terms.stats["mimic_error"] = error = masked_mean(self._mimic_error(rows), valid)
+        if self.cfg.mimic_loss_coef:
+            terms.losses["mimic_loss"] = error
+        if self.cfg.dagger_loss_coef:
+            difference = self.alg.policy.distribution.mode(out.params) - batch.action_labels  # pyright: ignore[reportAttributeAccessIssue]
+            terms.losses["dagger_loss"] = batch.mean(torch.linalg.vector_norm(difference, dim=-1))
+        terms.inter_vars.update(rows, ref_valid=valid)
+
+    def late_terms(self, terms: Terms) -> None:
+        """Add the discriminator's losses; the gradient of a gradient cannot be compiled."""
+        if self.cfg.discriminator_loss_coef:
+            kept = terms.inter_vars
+            losses, stats = self.losses(kept["ref_motion"], kept["ref_obs"], kept["ref_valid"])
+            terms.losses.update(losses)
+            terms.stats.update(stats)
+
     def losses(self, expert: Tensor, policy: Tensor, valid: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The three losses on raw features (..., D), fresh and replayed, and how well it tells them apart."""
+        """The discriminator's three losses on raw features (..., D), fresh and replayed, and its accuracy."""
         expert, policy, valid = expert.reshape(-1, self.width), policy.reshape(-1, self.width), valid.reshape(-1)
         if self.replay is not None:
             past = torch.cat(self.replay.sample(len(policy), self.generator), -1)[:, : self.width]
@@ -91,46 +237,74 @@ class MotionPrior:
             self.normalized(expert, "expert"), self.normalized(policy, "policy"), valid
         )
 
-    def descend(self, loss: Tensor, accuracy: Tensor) -> dict[str, Tensor]:
-        """One step of its own optimizer, left out now and then while it is too good."""
-        assert self.optimizer is not None
-        backward(loss, self.optimizer)
-        norm, skipped = self.optimizer.clip(self.max_grad_norm)
-        self.accuracy.lerp_(accuracy, PACE)
+    def learn(self, terms: Terms) -> Terms | None:
+        """Take a step of the discriminator's own optimizer, skipped now and then while it is too accurate."""
+        if self.own_optimizer is None or not self.cfg.discriminator_loss_coef:
+            return None
+        own = Terms({}, terms.inter_vars, {})
+        self.late_terms(own)
+        backward(self.alg.weighted_sum(own.losses), self.own_optimizer)
+        norm, skipped = self.own_optimizer.clip(self.alg.live.discriminator_max_grad_norm)
+        self.accuracy.lerp_(own.stats["amp/accuracy"], ACCURACY_RATE)
         self.count += 1
-        paused = (self.accuracy > self.limit) & (self.count.remainder(self.slow_down) != 0)
-        self.optimizer.apply(torch.maximum(skipped, paused.to(skipped.dtype)))
-        return {"amp/grad_norm": norm, "amp/updates": 1.0 - paused.to(norm.dtype)}
+        is_off_beat = self.count.remainder(self.cfg.discriminator_slow_down) != 0
+        paused = (self.accuracy > self.alg.live.discriminator_accuracy_limit) & is_off_beat
+        self.own_optimizer.apply(torch.maximum(skipped, paused.to(skipped.dtype)))
+        own.stats.update({"amp/grad_norm": norm, "amp/updates": 1.0 - paused.to(norm.dtype)})
+        return own
+
+    def end_update(self, rollout: RolloutStorage) -> None:
+        """Take the rollout's features into the statistics, and its valid windows into the replay."""
+        data, used = rollout.data, rollout.newest
+        self.observe(data["ref_obs"][used], data["ref_motion"][used], data["ref_valid"][used].squeeze(-1))
+
+    def observe(self, policy: Tensor, expert: Tensor, valid: Tensor) -> None:
+        """Take features (T, N, D) into the statistics, and the policy's valid ones into the replay."""
+        for owner, features, mask in (("policy", policy, valid), ("expert", expert, None)):
+            (self.normalizers.get("both") or self.normalizers[owner]).update(features, mask)
+        if self.replay is not None:
+            rows = torch.nn.functional.pad(policy[valid], (0, self.width % 2))
+            self.replay.insert(*rows.chunk(2, dim=-1))
+            self.has_past.fill_(len(rows) > 0 or bool(self.has_past))
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Mean style and task reward of the rollout."""
+        means = {name: value for name, value in self.rewards.averages().items() if name != "count"}
+        self.rewards.reset()
+        return means
 
     # ------------------------------------------------------------------ saving
-    def parts(self) -> dict[str, Any]:
-        """What of it is saved beside the policy."""
+    def checkpoint_parts(self) -> dict[str, Any]:
+        """Feature normalisers and the discriminator's optimizer; the discriminator is part of the policy."""
         names = {"both": "amp_norm", "policy": "ref_obs_norm", "expert": "ref_motion_norm"}
         parts: dict[str, Any] = {f"{names[name]}_state_dict": part for name, part in self.normalizers.items()}
-        if self.optimizer is not None:
-            parts["discriminator_optimizer_state_dict"] = self.optimizer
+        if self.own_optimizer is not None:
+            parts["discriminator_optimizer_state_dict"] = self.own_optimizer
         return parts
 
-    def state(self) -> dict[str, Any]:
-        """What exact continuation needs besides."""
+    def resume_state(self) -> dict[str, Any]:
+        """Running accuracy, step count, and the replay."""
         state = {"accuracy": self.accuracy, "count": self.count}
         if self.replay is not None:
             kept = slice(0, self.replay.num_samples)
             state |= {"states": self.replay.states[kept], "next_states": self.replay.next_states[kept]}
-        return {name: value.clone() for name, value in state.items()}
+        return {"motion": {name: value.clone() for name, value in state.items()}}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken."""
-        self.accuracy.copy_(state["accuracy"])
-        self.count.copy_(state["count"])
-        if self.replay is not None and "states" in state and len(state["states"]):
-            self.replay.insert(state["states"].to(self.device), state["next_states"].to(self.device))
+    def load_resume_state(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly from a `resume_state`."""
+        saved = state.get("motion")
+        if saved is None:
+            return
+        self.accuracy.copy_(saved["accuracy"])
+        self.count.copy_(saved["count"])
+        if self.replay is not None and len(saved.get("states", ())):
+            self.replay.insert(saved["states"].to(self.device), saved["next_states"].to(self.device))
             self.has_past.fill_(True)
 
 
-def expert_bank(given: MotionPriorSettings, width: int, device: torch.device) -> Tensor | None:
-    """(M, D) expert windows from what `amp_motion_loader` says, None where the environment is to give them."""
-    source = given.amp_motion_loader
+def expert_bank(cfg: MotionPriorSettings, width: int, device: torch.device) -> Tensor | None:
+    """(M, D) expert windows from `amp_motion_loader`; None where the environment gives them."""
+    source = cfg.amp_motion_loader
     if source is None:
         return None
     if isinstance(source, Mapping):
@@ -138,7 +312,7 @@ def expert_bank(given: MotionPriorSettings, width: int, device: torch.device) ->
 
         source = AMPLoader(**{"device": device, **source})
     if hasattr(source, "expert_features"):
-        source = source.expert_features(given.amp_preload, given.amp_num_frames)
+        source = source.expert_features(cfg.amp_preload, cfg.amp_num_frames)
     bank = torch.as_tensor(source, dtype=torch.float32, device=device)
     if bank.dim() != 2 or bank.shape[1] != width or not len(bank):
         raise ValueError(f"expert windows have shape {tuple(bank.shape)}, the discriminator wants (M, {width})")

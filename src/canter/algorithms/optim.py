@@ -1,4 +1,4 @@
-"""Optimizers whose learning rate is a device scalar, so that the device can change it by itself."""
+"""Optimizers whose learning rate is a device scalar, so that captured code can change it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNFIT = {
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """The class in torch.optim of this name, in any case."""
+    """The class of torch.optim with this name; upper and lower case are the same."""
     if name.lower() not in OPTIMIZERS:
         near = difflib.get_close_matches(name.lower(), OPTIMIZERS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -38,15 +38,16 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 class GuardedOptimizer:
-    """Clip, guard and step in tensor code: a gradient that is not finite changes nothing and is counted.
+    """Clips gradients and steps in tensor code; a gradient that is not finite changes nothing and is counted.
 
     Args:
         module: Its parameters are optimised.
-        class_name: Which optimizer.
-        learning_rate: Where the shared rate starts.
+        class_name: Name of the optimizer in torch.optim.
+        learning_rate: First value of the shared rate.
         groups: Options by parameter name prefix; a group with its own `lr` keeps it.
-        apart: Prefixes of parameters that only a loss of their own moves: their gradients are clipped by themselves,
-            and do not use up the norm of the others.
+        separate: Prefixes of parameters that only a loss of their own moves: their gradients are clipped by a norm of
+            their own and do not use up the norm of the others.
+        excluded: Prefixes of parameters that are not optimised.
     """
 
     def __init__(
@@ -55,9 +56,12 @@ class GuardedOptimizer:
         class_name: str,
         learning_rate: float,
         groups: Mapping[str, Mapping[str, Any]] | None = None,
-        apart: Sequence[str] = (),
+        separate: Sequence[str] = (),
+        excluded: Sequence[str] = (),
     ) -> None:
-        named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        named = {
+            name: p for name, p in module.named_parameters() if p.requires_grad and not has_prefix(name, excluded)
+        }
         self.parameters = list(named.values())
         device = self.parameters[0].device
         cls: Any = optimizer_class(class_name)
@@ -71,15 +75,32 @@ class GuardedOptimizer:
         self.sizes = [[p.shape for p in group["params"]] for group in members]
         # On a CPU the cost of an optimizer is the number of tensors; on a GPU one kernel takes them all.
         self.flats = [FlatParameters(g["params"]) for g in members] if self.is_fused and device.type == "cpu" else []
-        self.apart = [p for name, p in named.items() if any(name.startswith(f"{prefix}.") for prefix in apart)]
-        known = {id(p) for p in self.apart}
+        self.separate = [p for name, p in named.items() if has_prefix(name, separate)]
+        known = {id(p) for p in self.separate}
         self.others = [p for p in self.parameters if id(p) not in known]
-        self.masks = [flat.mask(self.apart) for flat in self.flats]
+        self.masks = [flat.mask(self.separate) for flat in self.flats]
         for group, flat in zip(members, self.flats, strict=False):
             group["params"] = [flat.vector]
         self.optimizer = cls(members, lr=rate, **options)
         self.shared = [group for group in self.optimizer.param_groups if not group.get("own_rate")]
         self.flags = [{k: g[k] for k in OWN_FLAGS if k in g} for g in self.optimizer.param_groups]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups; a learning rate assigned to one takes effect with the next iteration."""
+        return self.optimizer.param_groups
+
+    def take_assigned_rates(self) -> None:
+        """Copy learning rates that were assigned to `param_groups` into the tensors that captured code reads."""
+        for group, flags in zip(self.optimizer.param_groups, self.flags, strict=True):
+            rate, own = group["lr"], flags["lr"]
+            if torch.is_tensor(own) and rate is not own:
+                own.fill_(float(rate))
+                group["lr"] = own
+            elif not torch.is_tensor(own) and rate != own:
+                flags["lr"] = rate
+                if not group.get("own_rate"):
+                    self.lr.fill_(rate)
 
     def take_grads(self, grads: Sequence[Tensor | None]) -> None:
         """The gradients of `parameters`, None where the loss does not depend on one."""
@@ -95,39 +116,34 @@ class GuardedOptimizer:
                 taken.add(grad.data_ptr())
             parameter.grad = grad
 
-    def clip(self, max_grad_norm: float) -> tuple[Tensor, Tensor]:
-        """Scale the gradients down to a norm; the norm before, and whether (0 or 1) the step must be skipped.
+    def clip(self, max_grad_norm: Tensor | float) -> tuple[Tensor, Tensor]:
+        """Scale the gradients down to a norm; returns the norm before, and 1 if the step must be skipped, else 0.
 
-        The norm is without those that are clipped apart.
+        The returned norm leaves out the separately clipped parameters.
         """
-        norms = self._clip_vectors(max_grad_norm) if self.flats else self._clip_each(max_grad_norm)
+        grads: list[Any] = [flat.vector.grad for flat in self.flats]
+        if not self.flats:
+            norms = [clip_gradients(part, max_grad_norm) for part in (self.others, self.separate) if part]
+        elif not self.separate:
+            norms = [total_norm(grads)]
+            for grad in grads:
+                grad.mul_((max_grad_norm / (norms[0] + 1e-6)).clamp(max=1.0))
+        else:  # masks, not slices: compilers write in place only to memory that goes by one name
+            pairs = list(zip(self.masks, grads, strict=True))
+            norms = [
+                total_norm([torch.where(mask, 0.0, grad) for mask, grad in pairs]),
+                total_norm([torch.where(mask, grad, 0.0) for mask, grad in pairs]),
+            ]
+            others, own = ((max_grad_norm / (norm + 1e-6)).clamp(max=1.0) for norm in norms)
+            for mask, grad in pairs:
+                grad.mul_(torch.where(mask, own, others))
         found = norms[0] if len(norms) == 1 else norms[0] + norms[1]
         return norms[0], (found * 0.0 != 0.0).to(found.dtype)  # not finite, in fewer operations than isfinite takes
 
-    def _clip_each(self, max_grad_norm: float) -> list[Tensor]:
-        return [nn.utils.clip_grad_norm_(part, max_grad_norm) for part in (self.others, self.apart) if part]
-
-    def _clip_vectors(self, max_grad_norm: float) -> list[Tensor]:
-        grads: list[Any] = [flat.vector.grad for flat in self.flats]
-        if not self.apart:
-            norm = total_norm(grads)
-            for grad in grads:
-                grad.mul_(clip_scale(norm, max_grad_norm))
-            return [norm]
-        # Masks, not slices: compilers write in place only to memory that goes by one name.
-        pairs = list(zip(self.masks, grads, strict=True))
-        norms = [
-            total_norm([torch.where(mask, 0.0, grad) for mask, grad in pairs]),
-            total_norm([torch.where(mask, grad, 0.0) for mask, grad in pairs]),
-        ]
-        others, own = (clip_scale(norm, max_grad_norm) for norm in norms)
-        for mask, grad in pairs:
-            grad.mul_(torch.where(mask, own, others))
-        return norms
-
     def apply(self, skipped: Tensor) -> None:
-        """Take the step that the gradients say, unless it is to be skipped."""
-        self._hand_over_rate()
+        """Take a step along the gradients, unless `skipped` is 1."""
+        if not self.has_tensor_rate:
+            self._set_number_rates()
         if self.is_fused:
             # A fused optimizer looks at found_inf on the device, as torch.amp.GradScaler does.
             self.optimizer.found_inf = skipped  # pyright: ignore[reportAttributeAccessIssue]
@@ -138,20 +154,21 @@ class GuardedOptimizer:
         for parameter, value in frozen:  # which their moments would move on
             parameter.data.copy_(value)
 
-    def _hand_over_rate(self) -> None:
-        """Give the rate to an optimizer that wants a number."""
-        if not self.has_tensor_rate:
-            for group in self.shared:
-                group["lr"] = float(self.lr)
+    def _set_number_rates(self) -> None:
+        """Set the rates of an optimizer that takes them as numbers."""
+        for group, flags in zip(self.optimizer.param_groups, self.flags, strict=True):
+            if not group.get("own_rate"):
+                group["lr"] = flags["lr"] = float(self.lr)
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, by parameter."""
-        self._hand_over_rate()
+        if not self.has_tensor_rate:
+            self._set_number_rates()
         state = self.optimizer.state_dict()
         return split_state(state, self.flats) if self.flats else state
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise if `state` is of other parameters, before anything is changed."""
+        """Raise an error if `state` belongs to other parameters; nothing is changed."""
         want = [len(shapes) for shapes in self.sizes]
         got = [len(group["params"]) for group in state["param_groups"]]
         if want != got:
@@ -164,7 +181,7 @@ class GuardedOptimizer:
                     raise RuntimeError(f"the optimizer state {name!r} of parameter {index} has shape {shapes}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over moments and rates; the rate tensors and device flags stay this optimizer's own."""
+        """Load moments and rates; the rate tensors and device flags stay this optimizer's own."""
         rates = [torch.as_tensor(group["lr"]) for group in state["param_groups"]]
         self.optimizer.load_state_dict(join_state(state, self.flats) if self.flats else dict(state))
         for group, flags, rate in zip(self.optimizer.param_groups, self.flags, rates, strict=True):
@@ -181,21 +198,28 @@ class GuardedOptimizer:
             self.lr.copy_(torch.as_tensor(self.shared[0]["lr"]))
 
 
+def has_prefix(name: str, prefixes: Sequence[str]) -> bool:
+    """Whether a parameter belongs to one of the named parts."""
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
+
+
 def total_norm(grads: Sequence[Tensor]) -> Tensor:
-    """The norm of gradients together."""
+    """The norm of several gradients together."""
     norms = [torch.linalg.vector_norm(grad) for grad in grads]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
-def clip_scale(norm: Tensor, max_grad_norm: float) -> Tensor:
-    """What gradients of this norm are multiplied by."""
-    return (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+def clip_gradients(parameters: Sequence[nn.Parameter], max_grad_norm: Tensor | float) -> Tensor:
+    """Scale gradients down to a norm, which may be a device scalar; returns the norm before."""
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
+    nn.utils.clip_grads_with_norm_(parameters, 1.0, norm / max_grad_norm)  # it takes the maximum as a number only
+    return norm
 
 
 def backward(loss: Tensor, *optimizers: GuardedOptimizer) -> None:
     """Give every optimizer the gradients of its parameters.
 
-    Not `loss.backward()`, which adds to what was there and so has to be preceded by zeros: twice the operations.
+    `loss.backward()` would add to the old gradients, which then have to be zeroed: twice the operations.
     """
     parameters = [p for optimizer in optimizers for p in optimizer.parameters]
     wanted = [p for p in parameters if p.requires_grad]  # the others were frozen after the optimizer was made
@@ -215,7 +239,7 @@ def split_groups(
     rest = dict(named)
     result: list[dict[str, Any]] = []
     for prefix, options in (groups or {}).items():
-        members = [rest.pop(name) for name in list(rest) if name == prefix or name.startswith(prefix + ".")]
+        members = [rest.pop(name) for name in list(rest) if has_prefix(name, [prefix])]
         if not members:
             tops = sorted({name.split(".")[0] for name in named})
             raise ValueError(f"no parameter name starts with {prefix!r}; the policy has {', '.join(tops)}")

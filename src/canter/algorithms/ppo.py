@@ -1,188 +1,566 @@
-"""Proximal policy optimisation (Schulman 2017) as named, weighted loss terms."""
+"""Proximal policy optimisation (Schulman 2017): acting, recording, returns, minibatches, losses and update."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from canter.algorithms.on_policy import OnPolicyAlgorithm
+from canter.algorithms.algorithm import Algorithm, AlgorithmSettings, CommonRunSettings
+from canter.algorithms.extension import Extension, Terms, overrides
 from canter.algorithms.optim import GuardedOptimizer, backward
-from canter.algorithms.settings import PPOConfig, PPOSettings
-from canter.envs.wrap import wrap_env
-from canter.modules.policy import Policy, PolicyOutput
-from canter.storage.fields import MiniBatch
-from canter.utils.config import settings
-from canter.utils.devices import resolve_device
-from canter.utils.returns import normalize_advantages
+from canter.algorithms.rnd import RND, RNDSettings
+from canter.algorithms.symmetry import Symmetry, SymmetrySettings
+from canter.envs.records import step_record
+from canter.envs.vec_env import StepRecord
+from canter.modules.build import build_normalizer, build_pair, env_shapes
+from canter.modules.normalizer import NoNormalization, ReturnScaler
+from canter.modules.policy import Hidden, Policy, PolicyOutput
+from canter.modules.value_normalizer import VALUE_NORMALIZATIONS, install_value_normalizer
+from canter.storage.fields import MiniBatch, Transition
+from canter.storage.queue_rollout_storage import QueueRolloutStorage
+from canter.storage.rollout_storage import RolloutStorage
+from canter.utils.config import combined_settings, setting, settings
+from canter.utils.metrics import MeanMeter
+from canter.utils.returns import masked_mean, normalize_advantages
+from canter.utils.tree import Obs, tree_map
 
-__all__ = ["PPO", "PPOConfig", "PPOSettings", "Terms"]
-
-
-class Terms(NamedTuple):
-    """What a minibatch's loss is made of: named losses to weigh, intermediates, and statistics to report."""
-
-    losses: dict[str, Tensor]
-    inter_vars: dict[str, Tensor]
-    stats: dict[str, Tensor]
+SCHEDULES = ("fixed", "constant", "linear", "adaptive")
+BOOTSTRAPS = ("auto", "final_obs", "current_value", "none")
 
 
 @settings
-class PPO(OnPolicyAlgorithm):
-    """PPO on a policy, `PPO(actor_critic, clip_param=0.1)`, or on an environment, `PPO(env=env, actor_class=...)`."""
+class RunSettings(CommonRunSettings):
+    """Settings of a run of rollouts: lengths, logging, saving, evaluation."""
 
-    actor_critic: Policy | None = dataclasses.field(default=None, kw_only=False)  # pyright: ignore[reportIncompatibleVariableOverride]
+    num_steps_per_env: int = 24
+    """Steps of each environment between two updates."""
+    max_iterations: int | None = None
+    """Iterations of the whole run, where `learn` is given none; linear schedules end here."""
+    log_interval: int = 1
+    """Iterations between two log entries."""
+    save_interval: int = 100
+    """Iterations between two checkpoints; 0 saves only at the end."""
+    eval_interval: int | None = None
+    """Iterations between two evaluations; None evaluates only on request."""
 
-    def __post_init__(self) -> None:
-        if self.cfg is not None:
-            self.take_settings(self.cfg)
-        self.device = resolve_device(self.device)
-        self._check()
-        if self.env is not None:
-            self.env = wrap_env(self.env, self.device)
-        if self.actor_critic is None:
-            self.actor_critic = self._build_pair()
-        self.init_collection(self.actor_critic.to(self.device), self.seed)
+
+@settings
+class PPOSettings(RNDSettings, SymmetrySettings, AlgorithmSettings):
+    """Hyperparameters of PPO, with the documented defaults."""
+
+    num_learning_epochs: int = setting(1, low=1, host=True)
+    """Passes over each rollout."""
+    num_mini_batches: int = setting(1, low=1, host=True)
+    """Minibatches per pass."""
+    clip_param: float = setting(0.2, low=0.0)
+    """Clip range of the probability ratio and of the value step."""
+    gamma: float = 0.998
+    """Discount."""
+    lam: float = setting(0.95, low=0.0, high=1.0)
+    """Decay of the advantage estimate."""
+    value_loss_coef: float = setting(1.0, low=0.0)
+    """Weight of the value loss, a mean square."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    learning_rate: float = setting(1e-3, low=0.0)
+    """Step size; the first one, if a schedule changes it."""
+    max_grad_norm: float = setting(1.0, low=0.0)
+    """Gradients are scaled down to this global norm."""
+    use_clipped_value_loss: bool = True
+    """Clip the value step by `clip_param` too."""
+    clip_min_std: float | tuple[float, ...] = 1e-15
+    """Lower bound of the exploration noise, one number or one per action."""
+    clip_max_std: float | tuple[float, ...] | None = None
+    """Upper bound of the exploration noise."""
+    schedule: str = setting("fixed", choices=SCHEDULES)
+    """Learning rate: "fixed" (or "constant"), "linear" to 0, or "adaptive" by the KL step."""
+    desired_kl: float = 0.01
+    """KL step that the adaptive schedule aims at."""
+    clip_schedule: str = setting("fixed", choices=("fixed", "linear"), host=True)
+    """Clip range: "fixed" or "linear" to 0."""
+    target_kl: float | None = setting(None, host=True)
+    """Stop the passes over a rollout once the mean KL of one exceeds this."""
+    normalize_advantage_per_mini_batch: bool = False
+    """Normalise advantages in each minibatch instead of over the rollout."""
+    normalize_rewards: bool = setting(False, fixed=True)
+    """Divide rewards by the running standard deviation of the discounted return."""
+    value_normalization: str = setting("off", choices=VALUE_NORMALIZATIONS, fixed=True)
+    """Learn returns of mean 0 and std 1: "off", "running", or "popart", which keeps every value as statistics move."""
+    timeout_bootstrap: str = setting("auto", choices=BOOTSTRAPS)
+    """Value added where an episode was cut off: "final_obs", "current_value", "none", or "auto": the best there is."""
+    parameter_groups: dict[str, dict[str, Any]] | None = setting(None, fixed=True)
+    """Optimizer options by parameter name prefix, e.g. {"critic": {"lr": 1e-3, "weight_decay": 1e-4}}."""
+
+
+@settings
+class PPOConfig(PPOSettings, RunSettings):
+    """A whole PPO run in one object; defaults that suit most tasks."""
+
+    num_learning_epochs: int = 5
+    num_mini_batches: int = 4
+    gamma: float = 0.99
+    learning_rate: float = 3e-4
+    schedule: str = "adaptive"
+    log_interval: int = 10
+
+
+class PPO(Algorithm):
+    """PPO on a policy, `PPO(actor_critic, clip_param=0.1)`, or on an environment, `PPO(env=env, actor_class=...)`.
+
+    Args:
+        actor_critic: The policy to train; or `actor` and `critic`, or their classes and an environment or spaces.
+        cfg: A config object instead of settings as keywords.
+        env: Anything `wrap_env` accepts; needed for `learn` and `eval`.
+        device: Device to learn on.
+        seed: Seed of exploration noise and minibatch order; drawn from torch's generator if None.
+        extensions: `Extension` objects, in the order in which their hooks run.
+        actor: Network of the actor.
+        critic: Network of the critic.
+        actor_class: Class of the actor; see `canter.modules.actors`.
+        critic_class: Class of the critic.
+        actor_cfg: Settings of the actor.
+        critic_cfg: Settings of the critic.
+        obs_space: Observation space, if not the environment's.
+        action_space: Action space, if not the environment's.
+        log_dir: Run directory of `learn`.
+        **given: Settings, the fields of `PPOSettings` and of the extensions.
+    """
+
+    settings_class = PPOSettings
+    config_class = PPOConfig
+    extension_classes: ClassVar[tuple[type[Extension], ...]] = (RND, Symmetry)
+    """Extensions whose settings are this class's own; those of all base classes are used."""
+
+    def __init__(
+        self,
+        actor_critic: Policy | None = None,
+        *,
+        cfg: Any = None,
+        env: Any = None,
+        device: Any = None,
+        seed: int | None = None,
+        extensions: Sequence[Extension] = (),
+        actor: Any = None,
+        critic: Any = None,
+        actor_class: Any = None,
+        critic_class: Any = None,
+        actor_cfg: Mapping[str, Any] | None = None,
+        critic_cfg: Mapping[str, Any] | None = None,
+        obs_space: Any = None,
+        action_space: Any = None,
+        log_dir: str | None = None,
+        **given: Any,
+    ) -> None:
+        super().__init__(cfg, given, device or getattr(cfg, "device", None) or "cpu", seed, env)
+        self.log_dir = log_dir
+        if actor_critic is None:
+            actor_critic = build_pair(
+                self.env, actor, critic, actor_class, critic_class, actor_cfg, critic_cfg, obs_space, action_space
+            )
+        self.policy = actor_critic.to(self.device)
+        install_value_normalizer(self.policy, self.cfg.value_normalization)
+        declared = [cls(self.cfg) for cls in self.all_extension_classes()]
+        self.extensions = {e.name: e for e in (*declared, *extensions) if e.is_enabled()}
+        for extension in extensions:
+            self.setting_fields |= extension.cfg.__dataclass_fields__
+        self.needs_next_obs = any(e.needs_next_obs for e in self.extensions.values())
+        self.new_generator("action")
+        self.new_generator("shuffle", is_recorded=False)
         self.optimizer = GuardedOptimizer(
-            self.policy, self.optimizer_class_name, self.learning_rate, self.parameter_groups, self.clipped_apart()
+            self.policy,
+            self.cfg.optimizer_class_name,
+            self.cfg.learning_rate,
+            self.cfg.parameter_groups,
+            separate=[name for e in self.extensions.values() for name in e.separately_clipped(self.policy)],
+            excluded=[name for e in self.extensions.values() for name in e.excluded_parameters(self.policy)],
         )
-        self.lr, self.initial_learning_rate = self.optimizer.lr, self.learning_rate
-        self.clip = torch.tensor(self.clip_param, device=self.device)
-        self.min_std, self.max_std = self._bound(self.clip_min_std), self._bound(self.clip_max_std)
-        self.loss_weights = {
-            "surrogate_loss": 1.0,
-            "value_loss": self.value_loss_coef,
-            "entropy": self.entropy_coef,
-            "rnd_loss": 1.0,
-            "mirror_loss": 0.0 if self.symmetry is None else self.symmetry.cfg.mirror_loss_coef,
-        }
-        if not self.policy.is_recurrent:  # LSTM and GRU cannot be compiled
-            self.forward = self.executor.compile(self.forward)
-            self.flat_loss = self.executor.compile(self.flat_loss)
+        self.lr, self._learning_rate = self.optimizer.lr, self.cfg.learning_rate
+        self.clip = torch.tensor(self.cfg.clip_param, device=self.device)
+        self.clip_fraction_left = 1.0
+        self.loss_weights: dict[str, float | Tensor] = {"surrogate_loss": 1.0}
+        self.known_weights: dict[str, float] = {}
+        self.zero_weights: frozenset[str] = frozenset()
+        self.std_bounds: dict[tuple[float, ...], Tensor] = {}
+        self.storage: RolloutStorage | None = None
+        self.transition = Transition()
+        self.return_scaler: ReturnScaler | None = None
+        self.meters: dict[Any, MeanMeter] = {}
+        self.meter = MeanMeter()
+        self.used_current_value = torch.zeros((), dtype=torch.bool, device=self.device)
         self.has_warned = False
+        self.forward: Any = self.policy
+        for extension in self.extensions.values():
+            extension.attach(self)
+        if not self.policy.is_recurrent:  # LSTM and GRU cannot be compiled
+            if self.executor.compiles:
+                self.forward = self.executor.compile(self.policy.forward)
+            self.minibatch_loss = self.executor.compile(self.minibatch_loss)
+        self.sync_settings()
         if self.env is not None:
             self.prepare(self.env, getattr(self.cfg, "num_steps_per_env", 24))
 
-    # ------------------------------------------------------------------ learning
+    @classmethod
+    def all_extension_classes(cls) -> tuple[type[Extension], ...]:
+        """Extensions named by the class and its bases, those of the bases first."""
+        named = (e for base in reversed(cls.__mro__) for e in vars(base).get("extension_classes", ()))
+        return tuple(dict.fromkeys(named))
+
+    def _own_config(self, cfg: Any, given: Mapping[str, Any]) -> Any:
+        own = super()._own_config(cfg, given)
+        for extension in self.all_extension_classes():
+            extension.adjust_config(own)
+        return own
+
+    @classmethod
+    def full_settings_class(cls) -> type:
+        """Settings of PPO and of the extensions its class names, with the documented defaults."""
+        parts = [extension.settings_class for extension in reversed(cls.all_extension_classes())]
+        return combined_settings(cls.__name__, *parts, cls.settings_class)
+
+    # ------------------------------------------------------------------ storage
+    def prepare(self, env: Any, num_steps_per_env: int, **storage_cfg: Any) -> None:
+        """Allocate storage for an environment, and install normalisers in a policy that has none."""
+        obs_shape, critic_shape = env_shapes(env)
+        present = (self.policy.obs_normalizer, self.policy.critic_obs_normalizer)
+        if all(isinstance(normalizer, NoNormalization) for normalizer in present):  # others may have statistics already
+            self.init_obs_norm(obs_shape, obs_shape if critic_shape is None else critic_shape)
+        self.init_storage(
+            env.num_envs,
+            num_steps_per_env,
+            obs_shape,
+            critic_shape,
+            self.policy.distribution.action_shape,
+            has_invalid_steps=env.has_invalid_steps,
+            **storage_cfg,
+        )
+
+    def init_obs_norm(self, num_obs: Any, num_critic_obs: Any) -> None:
+        """Install the policy's normalisers for widths or shapes; identities where normalisation is off."""
+        self.executor.forget()
+        for name, shape in (("obs_normalizer", num_obs), ("critic_obs_normalizer", num_critic_obs)):
+            normalizer = build_normalizer(shape) if self.cfg.empirical_normalization else NoNormalization()
+            setattr(self.policy, name, normalizer.to(self.device))
+
+    def init_storage(
+        self,
+        num_envs: int,
+        num_transitions_per_env: int,
+        actor_obs_shape: Any,
+        critic_obs_shape: Any,
+        action_shape: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Allocate the rollout, with the fields of the extensions."""
+        self.executor.forget()  # recordings hold the tensors of the old storage
+        extensions = self.extensions.values()
+        storage_class = max((RolloutStorage, *(e.storage_class for e in extensions)), key=lambda cls: len(cls.__mro__))
+        arguments = {name: value for e in extensions for name, value in e.storage_arguments().items()}
+        self.storage = storage_class(
+            num_envs,
+            num_transitions_per_env,
+            actor_obs_shape,
+            critic_obs_shape,
+            action_shape,
+            self.device,
+            param_shapes=self.policy.distribution.param_shapes,
+            action_dtype=self.policy.distribution.action_dtype,
+            hidden_shapes={name: memory.state_shape for name, memory in self.policy.memories.items()},
+            random_masks=self.policy.random_mask_probs,
+            extra_fields={name: field for e in extensions for name, field in e.declare_fields().items()},
+            **{**arguments, **kwargs},
+        )
+        if self.cfg.normalize_rewards:
+            self.return_scaler = ReturnScaler(num_envs, self.live.gamma).to(self.device)
+        for extension in extensions:
+            extension.begin(self.storage)
+
+    @property
+    def rollout(self) -> RolloutStorage:
+        """The storage, once it is allocated."""
+        if self.storage is None:
+            raise RuntimeError(f"{type(self).__name__} has no storage yet; call init_storage(...) or give it an env")
+        return self.storage
+
+    # ------------------------------------------------------------------ acting
+    @torch.no_grad()  # a stored tensor with a graph would keep every rollout alive
+    def act(self, obs: Obs, critic_obs: Obs | None = None) -> Tensor:
+        """Sample actions for N environments and begin their transition."""
+        storage = self.storage or self.rollout
+        if storage.step == 0:
+            self.sync_settings()
+        hidden = self.policy.hidden(storage.num_envs) if storage.hidden_shapes else {}
+        step = self.executor.run("act", self.act_step, obs, None if critic_obs is obs else critic_obs, hidden)
+        self.transition.__dict__ = step
+        if hidden:
+            self.policy.set_hidden(step["next_hidden"])
+        return step["for_env"].clone()  # the environment may keep it, or write to it
+
+    def act_step(self, obs: Obs, critic_obs: Obs | None, hidden: Hidden) -> dict[str, Any]:
+        """The first half of a transition, and the actions in the form that the environment takes."""
+        policy, noise = self.policy, self.generators["action"]
+        masks = policy.draw_random_masks(obs, noise) if policy.random_mask_probs else {}
+        with self.executor.autocast():
+            out: PolicyOutput = self.forward(obs, critic_obs, hidden, None, masks)
+        actions = policy.sample_action(out.params, noise)
+        step = {
+            "observations": obs,
+            "critic_observations": obs if critic_obs is None else critic_obs,
+            "params": out.params,
+            "values": out.value,
+            "actions": actions,
+            "actions_log_prob": policy.distribution.log_prob(out.params, actions),
+            "hidden": hidden,
+            "random_masks": masks,
+            "next_hidden": out.hidden,
+            "for_env": policy.distribution.to_env(actions),
+        }
+        for extension in self.extensions.values():
+            extension.after_act(step, obs, step["critic_observations"])
+        return step
+
+    # ------------------------------------------------------------------ recording
+    def process_env_step(
+        self, rewards: Tensor, dones: Tensor, infos: dict[str, Any], next_obs: Any = None, next_critic_obs: Any = None
+    ) -> None:
+        """Finish the transition with the values that an environment's step returned."""
+        t = self.transition
+        obs = t.observations if next_obs is None else next_obs  # for their shapes, where the next ones are not given
+        critic_obs = t.critic_observations if next_critic_obs is None else next_critic_obs
+        record = step_record(obs, critic_obs, rewards, dones, infos)
+        self.process_step(record if next_obs is not None else record._replace(obs=None, critic_obs=None))  # pyright: ignore[reportArgumentType]
+        for extension in self.extensions.values():
+            metrics = extension.step_metrics()
+            if metrics:
+                infos.setdefault("log", {}).update(metrics)
+
+    @torch.no_grad()
+    def process_step(self, record: StepRecord, transition: Mapping[str, Any] | None = None) -> None:
+        """Finish a transition, the newest or the one given, with the record of the step it led to."""
+        storage = self.storage or self.rollout
+        storage.check_space()
+        extras = {name: value for e in self.extensions.values() for name, value in e.record_fields(record).items()}
+        reached: Any = record.critic_obs if self.needs_next_obs else None
+        needed = record._replace(obs=None, critic_obs=reached, extras=extras)  # pyright: ignore[reportArgumentType]
+        step = vars(self.transition) if transition is None else transition
+        hidden = self.executor.run("process", self.record_step, step, needed)
+        storage.step += 1
+        if transition is None:
+            self.transition = Transition()
+        if hidden:
+            self.policy.set_hidden(hidden)
+
+    def record_step(self, step: Mapping[str, Any], record: StepRecord) -> Hidden:
+        """Write one row of the storage; returns the state of the memories for the next step."""
+        storage, extensions = self.storage or self.rollout, self.extensions.values()
+        ends, rewards, valid = record.terminated | record.truncated, record.reward, None
+        for extension in extensions:
+            rewards = extension.reward(rewards, record)
+        if storage.has_invalid_steps:  # a step that only resets begins and ends a trajectory of its own
+            valid = record.valid
+        if self.return_scaler is not None:
+            rewards = self.return_scaler(rewards, ends, valid)
+        for extension in extensions:
+            bonus = extension.bonus(record)
+            rewards = rewards if bonus is None else rewards + bonus
+        rewards = self.bootstrapped(rewards, step, record)
+        ends = ends if valid is None else ends | ~valid
+        storage.write(storage.row({**step, **record.extras, "rewards": rewards, "dones": ends, "valid": record.valid}))
+        for note in self.on_record:
+            note(record)
+        for extension in extensions:
+            extension.after_record(record)
+        return {name: state.masked_fill(ends.view(-1, 1, 1, 1), 0.0) for name, state in step["next_hidden"].items()}
+
+    def bootstrapped(self, rewards: Tensor, step: Mapping[str, Any], record: StepRecord) -> Tensor:
+        """Rewards (N,) plus the discounted value of the state in which a time limit stopped an episode."""
+        mode, final = self.cfg.timeout_bootstrap, record.final_critic_obs
+        if mode == "none":
+            return rewards
+        if final is not None and mode != "current_value":
+            with self.executor.autocast():
+                values = self.policy.value(final, step["next_hidden"])[0]
+        else:
+            values = step["values"]
+            if mode != "current_value":
+                self.used_current_value |= record.truncated.any()
+        return torch.where(record.truncated, rewards + self.live.gamma * values.squeeze(-1), rewards)
+
+    @property
+    def can_lag(self) -> bool:
+        """Whether a step may be recorded after the next actions were chosen: they depend on nothing it writes."""
+        is_stateful = bool(self.rollout.hidden_shapes) or self.executor.uses_graphs
+        return not is_stateful and not any(overrides(e, "after_record") for e in self.extensions.values())
+
+    def take_transition(self) -> dict[str, Any]:
+        """The transition begun by `act`, to be finished later; another one can be begun."""
+        taken = vars(self.transition)
+        self.transition = Transition()
+        return taken
+
+    # ------------------------------------------------------------------ returns
+    @torch.no_grad()
+    def compute_returns(self, last_critic_obs: Obs) -> None:
+        """Compute returns and advantages of the rollout; no memory advances."""
+        hidden = self.policy.hidden(self.rollout.num_envs) if self.rollout.hidden_shapes else {}
+        self.executor.run("returns", self.returns_step, last_critic_obs, hidden, self.rollout.step)
+
+    def returns_step(self, last_critic_obs: Obs, hidden: Hidden, num_steps: int) -> None:
+        """Fill returns and advantages of the `num_steps` steps that were written."""
+        if not self.uses_rewards:
+            return
+        with self.executor.autocast():
+            last_values = self.policy.value(last_critic_obs, hidden)[0]
+        per_rollout = not self.cfg.normalize_advantage_per_mini_batch
+        self.rollout.compute_returns(last_values, self.live.gamma, self.live.lam, normalize=per_rollout)
+
+    @property
+    def uses_rewards(self) -> bool:
+        """Whether PPO's own losses are part of the total."""
+        return all(extension.uses_rewards for extension in self.extensions.values())
+
+    @torch.no_grad()
+    def collect(self, env: Any, obs: Obs, critic_obs: Obs) -> tuple[Obs, Obs]:
+        """Collect a rollout and compute its returns in one function, for an environment whose step is tensor code."""
+        generator = getattr(env, "generator", None)
+        if generator is not None and generator not in self.executor.generators:
+            self.executor.generators.append(generator)
+        self.sync_settings()
+        storage, given = self.rollout, None if critic_obs is obs else critic_obs
+        storage.step = storage.num_transitions_per_env
+        hidden = self.policy.hidden(storage.num_envs)
+        obs, given, hidden = self.executor.run("rollout", self.rollout_steps, env, obs, given, hidden)
+        self.policy.set_hidden(hidden)
+        return obs, obs if given is None else given
+
+    def rollout_steps(self, env: Any, obs: Obs, critic_obs: Obs | None, hidden: Hidden) -> tuple[Any, Any, Hidden]:
+        """Act, step and record T times; then compute the returns."""
+        for _ in range(self.rollout.num_transitions_per_env):
+            step = self.act_step(obs, critic_obs, hidden)
+            record = env.step(step["for_env"].clone())  # it may write to what it gets
+            extras = {name: value for e in self.extensions.values() for name, value in e.record_fields(record).items()}
+            hidden = self.record_step(step, record._replace(extras=extras))
+            obs, critic_obs = record.obs, None if record.critic_obs is record.obs else record.critic_obs
+        self.returns_step(obs if critic_obs is None else critic_obs, hidden, self.rollout.step)
+        return obs, critic_obs, hidden
+
+    # ------------------------------------------------------------------ update
     def update(self, current_learning_iteration: int | None = None) -> tuple[dict[str, float], dict[str, float]]:
-        """Learn from the rollout; mean losses and mean statistics."""
+        """Learn from the rollout; returns mean losses and mean statistics."""
         if current_learning_iteration is not None:
             self.current_learning_iteration = current_learning_iteration
-        self.note_constants()
+        extensions, storage = self.extensions.values(), self.rollout
+        for extension in extensions:
+            extension.begin_update(self.current_learning_iteration)
+        self.sync_settings()
+        mode = tuple(extension.recording_key() for extension in extensions)  # in another mode losses have other names
+        self.meter = self.meters.setdefault(mode, MeanMeter())
         self.meter.reset()
-        for deals in self.deal(self.num_learning_epochs):
-            before = self.meter.means() if self.target_kl is not None else {}
-            for deal in deals:
-                self.executor.run("learn", self.learn_step, *deal)
-            if self.target_kl is not None and self._epoch_kl(before) > self.target_kl:
+        target_kl = self.cfg.target_kl if self.uses_rewards else None
+        for minibatches in self.sample_minibatches(self.cfg.num_learning_epochs):
+            before = {} if target_kl is None else self.meter.means()
+            for minibatch in minibatches:
+                self.executor.run("learn", self.learn_step, *minibatch)
+            if target_kl is not None and self._epoch_kl(before) > target_kl:
                 break
         report = self._report()
         self._update_normalizers()
-        self.rollout.clear()
+        for extension in extensions:
+            extension.end_update(storage)
+        size = len(storage.data["rewards"])
+        storage.clear()
+        if len(storage.data["rewards"]) != size:
+            self.executor.forget()  # recordings hold the tensors of the smaller ring
         return report
 
-    def deal(self, num_epochs: int = 1) -> list[list[tuple[Any, ...]]]:
-        """What each minibatch of each pass is made of: steps; or environments, their trajectories and T."""
-        shuffle, parts = self.generators["shuffle"], self.num_mini_batches
+    def sample_minibatches(self, num_epochs: int = 1) -> list[list[tuple[Any, ...]]]:
+        """Arguments of `learn_step` for every minibatch of every pass: steps; or environments, trajectories and T."""
+        shuffle, count, storage = self.generators["shuffle"], self.cfg.num_mini_batches, self.rollout
+        if isinstance(storage, QueueRolloutStorage):
+            storage.untie_buffer_loop()
         if not self.policy.is_recurrent:
-            return [[(index,) for index in self.rollout.deal_steps(parts, shuffle)] for _ in range(num_epochs)]
-        dealt = self.rollout.deal_envs(parts, num_epochs, shuffle)
-        deals = [(envs, self.executor.bucket(total, len(envs)), self.rollout.filled) for envs, total in dealt]
-        return [deals[i : i + parts] for i in range(0, len(deals), parts)]
+            return [[(index,) for index in storage.step_minibatches(count, shuffle)] for _ in range(num_epochs)]
+        sampled = storage.env_minibatches(count, num_epochs, shuffle)
+        args = [(envs, self.executor.bucket(total, len(envs)), storage.filled) for envs, total in sampled]
+        return [args[i : i + count] for i in range(0, len(args), count)]
 
     def mini_batches(self) -> Iterator[MiniBatch]:
         """The minibatches of one pass."""
-        for index, *trajectories in self.deal()[0]:
+        for index, *trajectories in self.sample_minibatches()[0]:
             yield self.rollout.take_envs(index, trajectories[0]) if trajectories else self.rollout.take(index)
 
     def learn_step(self, index: Tensor, total: int | None = None, num_steps: int | None = None) -> None:
-        """One gradient step on flat steps `index`, or on the `total` trajectories of environments `index`."""
-        if total is None:
-            terms, loss = self.flat_loss(index)
-        else:
-            terms, loss = self.batch_loss(self.rollout.take_envs(index, total))
-        self.meter.add(self.descend(terms, loss))
+        """Take one gradient step on flat steps `index`, or on the `total` trajectories of environments `index`."""
+        self.meter.add(self.optimizer_step(*self.minibatch_loss(index, total)))
 
-    def flat_loss(self, index: Tensor) -> tuple[Terms, Tensor]:
-        """Terms of the steps at flat indices and their weighted sum."""
-        return self.batch_loss(self.rollout.take(index))
-
-    def batch_loss(self, batch: MiniBatch) -> tuple[Terms, Tensor]:
-        """Terms of a minibatch and their weighted sum."""
-        terms = self.compute_losses(batch)
-        return terms, self.weigh(terms.losses)
-
-    def clipped_apart(self) -> list[str]:
-        """Parts of the policy whose gradients are clipped by themselves. Extended by subclasses."""
-        return []
+    def minibatch_loss(self, index: Tensor, total: int | None = None) -> tuple[Terms, Tensor]:
+        """Loss terms of a minibatch and their weighted sum."""
+        batch = self.rollout.take(index) if total is None else self.rollout.take_envs(index, total)
+        terms = Terms(*self.compute_losses(batch, late_terms=False))
+        return terms, self.weighted_sum(terms.losses)
 
     def minibatch_step(self, batch: MiniBatch) -> dict[str, Tensor]:
-        """One gradient step on a minibatch; its losses and statistics."""
-        return self.descend(*self.batch_loss(batch))
+        """Take one gradient step on a minibatch; returns its losses and statistics."""
+        terms = Terms(*self.compute_losses(batch, late_terms=False))
+        return self.optimizer_step(terms, self.weighted_sum(terms.losses))
 
-    def descend(self, terms: Terms, total: Tensor) -> dict[str, Tensor]:
-        """Step down the total loss: nothing is kept on self but parameters, moments and the learning rate."""
-        others = [] if self.rnd is None else [self.rnd.optimizer]
-        backward(total, self.optimizer, *others)
-        norm, skipped = self.optimizer.clip(self.max_grad_norm)
-        if self.schedule == "adaptive":
-            self.adapt_learning_rate(terms.stats["kl"])
-        self.optimizer.apply(skipped)
-        for optimizer in others:
-            optimizer.apply(optimizer.clip(math.inf)[1])
-        self.policy.clip_std(min=self.min_std, max=self.max_std)
-        stats = {**terms.stats, "grad_norm": norm, "nonfinite_updates": skipped}
-        losses = {f"losses/{name}": loss for name, loss in {**terms.losses, "total_loss": total}.items()}
-        return losses | {f"stats/{name}": value for name, value in stats.items()}
+    def compute_losses(self, minibatch: MiniBatch, late_terms: bool = True) -> Terms:
+        """Losses, intermediate results and statistics of a minibatch, from one pass of the policy.
 
-    def _epoch_kl(self, before: Mapping[str, float]) -> float:
-        """Mean KL of the pass since `before`, from the running means."""
-        now, name = self.meter.means(), "stats/approx_kl"
-        added = now["count"] - before.get("count", 0.0)
-        return (now[name] * now["count"] - before.get(name, 0.0) * before.get("count", 0.0)) / added
-
-    def weigh(self, losses: Mapping[str, Tensor]) -> Tensor:
-        """The sum of the losses, each times its weight; a loss without a weight is an error."""
-        weighed = [(loss, self.loss_weights[name]) for name, loss in losses.items()]
-        # A loss of weight 0 is only reported; without its gradient the pass back is shorter.
-        parts = [loss * w for loss, w in weighed if torch.is_tensor(w) or w != 0.0]
-        return functools.reduce(torch.add, parts) if parts else weighed[0][0] * 0.0
-
-    def compute_losses(self, minibatch: MiniBatch) -> Terms:
-        """Losses, intermediates and statistics of a minibatch."""
-        out = self.batch_output(minibatch)
-        terms = self.loss_terms(minibatch, out)
-        return terms if self.symmetry is None else self.symmetry.extend(terms, minibatch, out, self)
+        Terms that cannot be compiled (`Extension.late_terms`) are left out where `optimizer_step` adds them.
+        """
+        minibatch.learned = minibatch.valid
+        for extension in self.extensions.values():
+            extension.before_forward(minibatch)
+        terms = self.loss_terms(minibatch, self.batch_output(minibatch))
+        if late_terms:
+            for extension in self.extensions.values():
+                extension.late_terms(terms)
+        return terms
 
     def batch_output(self, batch: MiniBatch) -> PolicyOutput:
         """The policy's pass over a minibatch."""
         with self.executor.autocast():
-            return self.policy(batch.obs, batch.critic_obs, batch.hidden, batch.trajectories, batch.tosses)
+            return self.policy(batch.obs, batch.critic_obs, batch.hidden, batch.trajectories, batch.random_masks)
 
     def loss_terms(self, batch: MiniBatch, out: PolicyOutput) -> Terms:
-        """Every term named in `loss_weights`. Subclasses extend it through super()."""
-        distribution, clip = self.policy.distribution, self.clip
+        """Every loss term, of PPO and of the extensions. A subclass adds to it through super()."""
+        if self.uses_rewards:
+            terms = self.ppo_terms(batch, out)
+        else:
+            terms = Terms({}, {}, {"kl": torch.zeros_like(self.lr)})  # 0 leaves an adaptive learning rate unchanged
+        for extension in self.extensions.values():
+            extension.loss_terms(terms, batch, out)
+        return terms
+
+    def ppo_terms(self, batch: MiniBatch, out: PolicyOutput) -> Terms:
+        """Surrogate loss, value loss and entropy of a minibatch."""
+        distribution, clip, cfg = self.policy.distribution, self.clip, self.cfg
         advantages = batch.advantages.squeeze(-1)
-        if self.normalize_advantage_per_mini_batch:
-            advantages = normalize_advantages(advantages, batch.valid)
+        if cfg.normalize_advantage_per_mini_batch:
+            advantages = normalize_advantages(advantages, batch.learned)
         log_ratio = distribution.log_prob(out.params, batch.actions) - batch.old_actions_log_prob.squeeze(-1)
-        if batch.valid is not None:  # the mean leaves these out, but not the NaN gradient of a ratio that overflows
-            log_ratio = log_ratio.masked_fill(~batch.valid, 0.0)
+        if batch.learned is not None:  # the mean leaves these out, but not the NaN gradient of a ratio that overflows
+            log_ratio = log_ratio.masked_fill(~batch.learned, 0.0)
+            advantages = advantages.masked_fill(~batch.learned, 0.0)
         ratio = log_ratio.exp()
         surrogate = -advantages * ratio
         # The larger of this and the clipped one: only the bound on the advantage's side can be reached (eq. 7).
         bound = -advantages * (1 + clip * advantages.sign())
-        normalize: Any = self.policy.value_normalizer.normalize
-        value, old_value, returns = (normalize(x).squeeze(-1) for x in (out.value, batch.values, batch.returns))
+        value, old_value, returns = out.value.squeeze(-1), batch.values.squeeze(-1), batch.returns.squeeze(-1)
+        if cfg.value_normalization != "off":
+            normalize: Any = self.policy.value_normalizer.normalize
+            value, old_value, returns = (normalize(x.unsqueeze(-1)).squeeze(-1) for x in (value, old_value, returns))
         value_error = (value - returns).square()
         clipped = -advantages * torch.clamp(ratio.detach(), 1 - clip, 1 + clip)
         inter_vars = {"ratio": ratio, "surrogate": surrogate, "surrogate_clipped": clipped}
-        if self.use_clipped_value_loss:
+        if cfg.use_clipped_value_loss:
             value_clipped = old_value + torch.clamp(value - old_value, -clip, clip)
             value_error = torch.maximum(value_error, (value_clipped - returns).square())
             inter_vars["value_clipped"] = value_clipped
@@ -192,45 +570,219 @@ class PPO(OnPolicyAlgorithm):
         }
         if self.policy.has_entropy:
             losses["entropy"] = -batch.mean(distribution.entropy(out.params))
-        if self.rnd is not None:
-            losses["rnd_loss"] = self.rnd.loss(batch.critic_obs, batch.valid)  # pyright: ignore[reportArgumentType]
         with torch.no_grad():
             stats = {
                 "approx_kl": batch.mean(ratio - 1 - log_ratio),
                 "clip_fraction": batch.mean(((ratio - 1).abs() > clip).float()),
             }
-            if self.schedule == "adaptive":
+            if cfg.schedule == "adaptive":
                 kl = distribution.kl(batch.old_params, out.params)
                 inter_vars["kl"], stats["kl"] = kl, batch.mean(kl)
         return Terms(losses, inter_vars, stats)
 
+    def weighted_sum(self, losses: Mapping[str, Tensor]) -> Tensor:
+        """The sum of the losses, each times its weight; a loss without a weight is an error."""
+        for name in losses.keys() - self.loss_weights.keys():
+            if f"{name}_coef" not in self.setting_fields:
+                raise KeyError(f"loss {name!r} has no weight: set loss_weights[{name!r}] or declare {name}_coef")
+            self.loss_weights[name] = getattr(self.live, f"{name}_coef")
+        # A loss of weight zero is only reported: without its gradient the backward pass is shorter.
+        parts = [loss * self.loss_weights[name] for name, loss in losses.items() if name not in self.zero_weights]
+        return functools.reduce(torch.add, parts) if parts else next(iter(losses.values())) * 0.0
+
+    def optimizer_step(self, terms: Terms, total: Tensor) -> dict[str, Tensor]:
+        """Minimise the total loss by one step of every optimizer; returns the losses and statistics."""
+        extensions = self.extensions.values()
+        late = Terms({}, terms.inter_vars, {})
+        for extension in extensions:
+            if not extension.learns_separately:
+                extension.late_terms(late)
+        if late.losses:
+            total = total + self.weighted_sum(late.losses)
+        others = [extension.optimizer for extension in extensions if extension.optimizer is not None]
+        backward(total, self.optimizer, *others)
+        norm, skipped = self.optimizer.clip(self.live.max_grad_norm)
+        if self.cfg.schedule == "adaptive":
+            self.adapt_learning_rate(terms.stats["kl"])
+        self.optimizer.apply(skipped)
+        for optimizer in others:
+            optimizer.apply(optimizer.clip(math.inf)[1])
+        self.policy.clip_std(min=self.min_std, max=self.max_std)
+        losses = {**terms.losses, **late.losses, "total_loss": total}
+        stats = {**terms.stats, **late.stats, "grad_norm": norm, "nonfinite_updates": skipped}
+        for extension in extensions:
+            own = extension.learn(terms)
+            if own is not None:
+                losses, stats = losses | own.losses, stats | own.stats
+        report = {f"losses/{name}": loss for name, loss in losses.items()}
+        return report | {f"stats/{name}": value for name, value in stats.items()}
+
+    # ------------------------------------------------------------------ schedules and live settings
     @torch.no_grad()
     def adapt_learning_rate(self, kl: Tensor) -> None:
-        """Keep the policy's KL step near desired_kl; decided on the device."""
-        slower, faster = kl > 2 * self.desired_kl, (kl < self.desired_kl / 2) & (kl > 0)
+        """Change the learning rate so that the KL step stays near `desired_kl`; decided on the device."""
+        slower, faster = kl > 2 * self.live.desired_kl, (kl < self.live.desired_kl / 2) & (kl > 0)
         factor = torch.where(slower, 1 / 1.5, torch.where(faster, 1.5, 1.0))
         bounded = (self.lr * factor).clamp(1e-5, 1e-2)
         self.lr.copy_(torch.where(slower | faster, bounded, self.lr))
 
     def adjust_learning_rate(self, progress: float) -> None:
-        """Move what is scheduled by the fraction of the run that is done."""
+        """Set linear schedules for the fraction of the run that is done."""
         left = max(0.0, 1.0 - progress)
-        if self.schedule == "linear":
-            self.lr.fill_(self.initial_learning_rate * left)
-            self.learning_rate = self.initial_learning_rate * left
-        if self.clip_schedule == "linear":
-            self.clip.fill_(self.clip_param * left)
+        if self.cfg.schedule == "linear":
+            self._learning_rate = self.cfg.learning_rate * left
+            self.lr.fill_(self._learning_rate)
+        if self.cfg.clip_schedule == "linear":
+            self.clip_fraction_left = left
+            self.clip.fill_(self.cfg.clip_param * left)
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate as of the last report; assign it to change it."""
+        return self._learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        self._learning_rate = self.cfg.learning_rate = rate
+        self.lr.fill_(rate)
+
+    def read_learning_rate(self) -> None:
+        """Read the learning rate from the device."""
+        self._learning_rate = float(self.lr)
+
+    @property
+    def initial_learning_rate(self) -> float:
+        """The learning rate that schedules start from."""
+        return self.cfg.learning_rate
+
+    def recording_key(self) -> tuple[Any, ...]:
+        """Tensors, training modes, weights of zero and modes of the extensions that recorded functions depend on."""
+        if "forward" not in self.__dict__:  # still under construction
+            return ()
+        self.optimizer.take_assigned_rates()
+        self.clip.fill_(self.cfg.clip_param * self.clip_fraction_left)
+        self.min_std, self.max_std = self._std_bound("clip_min_std"), self._std_bound("clip_max_std")
+        for name, weight in list(self.loss_weights.items()):
+            if isinstance(weight, float | int):
+                if self.known_weights.setdefault(name, weight) != weight:  # it is being changed: keep it on the device
+                    self.loss_weights[name] = torch.tensor(float(weight), device=self.device)
+        floats = {name: w for name, w in self.loss_weights.items() if not torch.is_tensor(w)}
+        self.zero_weights = frozenset(
+            [name for name, weight in floats.items() if weight == 0.0]
+            + [f.removesuffix("_coef") for f, value in self.live_values.items() if value == 0.0 and f.endswith("_coef")]
+        )
+        modules = [m for part in (self.policy, self.return_scaler) if part is not None for m in part.modules()]
+        tensors = tuple((p.data_ptr(), p.requires_grad) for p in self.policy.parameters())  # layers frozen or replaced
+        modes = tuple(module.training for module in modules)
+        own = tuple(extension.recording_key() for extension in self.extensions.values())
+        return (*floats.items(), self.zero_weights, modes, tensors, own)
+
+    def _std_bound(self, name: str) -> Tensor | None:
+        bound = getattr(self.cfg, name)
+        if not isinstance(bound, tuple):
+            return None if bound is None else getattr(self.live, name)
+        return self.std_bounds.setdefault(bound, torch.tensor(bound, device=self.device))
+
+    # ------------------------------------------------------------------ reports and statistics
+    def _epoch_kl(self, before: Mapping[str, float]) -> float:
+        """Mean KL of the pass since `before`, from the running means."""
+        now, name = self.meter.means(), "stats/approx_kl"
+        added = now["count"] - before.get("count", 0.0)
+        return (now[name] * now["count"] - before.get(name, 0.0) * before.get("count", 0.0)) / added
+
+    def _report(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Mean losses and statistics of the update, read from the device at once."""
+        storage = self.rollout
+        used = storage.newest
+        valid = storage.valid[used].squeeze(-1) if storage.has_invalid_steps else None
+        scalars = self.meter.averages() | {
+            "stats/learning_rate": self.lr,
+            "stats/used_current_value": self.used_current_value,
+            "stats/rollout/mean_value": masked_mean(storage.data["values"][used], valid),
+        }
+        if "sigma" in storage.param_shapes:
+            scalars["stats/policy/mean_noise_std"] = masked_mean(storage.data["sigma"][used], valid)
+        for extension in self.extensions.values():
+            scalars |= {f"stats/{name}": value for name, value in extension.metrics().items()}
+        read = dict(zip(scalars, torch.stack([v.float() for v in scalars.values()]).tolist(), strict=True))
+        losses: dict[str, float] = defaultdict(float)
+        stats: dict[str, float] = defaultdict(float)
+        count = read.pop("count")
+        for name, value in read.items():
+            kind, _, rest = name.partition("/")
+            (losses if kind == "losses" else stats)[rest] = value
+        stats["nonfinite_updates"] *= count
+        self._learning_rate = stats["learning_rate"]
+        if stats.pop("used_current_value", 0.0) and not self.has_warned:
+            self.has_warned = True
+            warnings.warn(
+                "episodes were cut off but the environment gave no final observation: their value is taken from the "
+                "state before the last step. Let the environment put the observation before the reset in "
+                "extras['final_obs']",
+                stacklevel=2,
+            )
+        return losses, stats
+
+    def _update_normalizers(self) -> None:
+        """Update the normalisers of observations and values from the newest rollout."""
+        storage = self.rollout
+        used = storage.newest
+        valid = storage.valid[used].squeeze(-1) if storage.has_invalid_steps else None
+        if self.cfg.empirical_normalization:
+            obs, critic_obs = self.newest_observations()
+            self.policy.update_normalizers(obs, critic_obs, valid)
+        if self.cfg.value_normalization != "off":
+            self.policy.value_normalizer.update(storage.data["returns"][used], valid)  # pyright: ignore[reportCallIssue]
+
+    def newest_observations(self) -> tuple[Any, Any]:
+        """(T, N, ...) observations of the last rollout, the actor's and the critic's."""
+        used, critic = self.rollout.newest, self.rollout.privileged_observations
+        obs = tree_map(lambda leaf: leaf[used], self.rollout.observations)
+        return obs, obs if critic is None else tree_map(lambda leaf: leaf[used], critic)
+
+    @property
+    def obs_normalizer(self) -> Any:
+        """The policy's observation normaliser."""
+        return self.policy.obs_normalizer
+
+    @property
+    def critic_obs_normalizer(self) -> Any:
+        """The policy's critic observation normaliser."""
+        return self.policy.critic_obs_normalizer
 
     # ------------------------------------------------------------------ saving
     def checkpoint_parts(self) -> dict[str, Any]:
-        """Policy with its normalisers, optimizer, and what is switched on."""
+        """Policy with its normalisers, optimizer, and the parts of the extensions."""
         parts: dict[str, Any] = {"model_state_dict": self.policy, "optimizer_state_dict": self.optimizer}
-        if self.rnd is not None:
-            parts |= {"rnd_state_dict": self.rnd, "rnd_optimizer_state_dict": self.rnd.optimizer}
         if self.return_scaler is not None:
             parts["return_scaler_state_dict"] = self.return_scaler
+        for extension in self.extensions.values():
+            parts |= extension.checkpoint_parts()
         return parts
 
     def _after_load(self, state: Mapping[str, Any], load_optimizer: bool) -> None:
         if load_optimizer:
-            self.learning_rate = float(self.lr)
+            self.read_learning_rate()
+
+    def resume_state(self) -> dict[str, Any]:
+        """Random streams, the state of the memories, and the extensions' state."""
+        hidden = {name: memory.state for name, memory in self.policy.memories.items() if memory.state is not None}
+        own = {name: value for e in self.extensions.values() for name, value in e.resume_state().items()}
+        return super().resume_state() | {"hidden": hidden} | own
+
+    def load_resume_state(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly from a `resume_state`."""
+        super().load_resume_state(state)
+        self.policy.set_hidden({name: value.to(self.device) for name, value in state["hidden"].items()})
+        for extension in self.extensions.values():
+            extension.load_resume_state(state)
+
+    def runner(self) -> Any:
+        """The on-policy runner of this algorithm and its environment, made at the first call."""
+        from canter.runners.on_policy_runner import OnPolicyRunner  # the runner imports the algorithms
+
+        if self.env is None:
+            raise ValueError("PPO.learn and PPO.eval need an environment: PPO(env=..., ...), or use OnPolicyRunner")
+        if self._runner is None:
+            self._runner = OnPolicyRunner(self.env, agent=self, log_dir=self.log_dir)
+        return self._runner

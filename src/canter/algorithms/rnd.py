@@ -1,4 +1,4 @@
-"""Random network distillation: a reward for states that a predictor does not know yet (Burda 2018)."""
+"""Random network distillation: a reward for states that a predictor cannot predict yet (Burda 2018)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from canter.algorithms.extension import Extension, Terms
 from canter.algorithms.optim import GuardedOptimizer
+from canter.envs.vec_env import StepRecord
 from canter.modules.mlp import mlp
 from canter.modules.normalizer import EmpiricalNormalization, NoNormalization, ReturnScaler
-from canter.utils.config import check_settings, settings
+from canter.modules.policy import PolicyOutput
+from canter.storage.fields import MiniBatch
+from canter.storage.rollout_storage import RolloutStorage
+from canter.utils.config import check_settings, setting, settings
+from canter.utils.metrics import MeanMeter
 from canter.utils.returns import masked_mean
+from canter.utils.tree import tree_where
 
 WEIGHT_SCHEDULES = ("constant", "step", "linear")
+
+
+@settings
+class RNDSettings:
+    """The setting that switches random network distillation on."""
+
+    rnd_cfg: dict[str, Any] | None = setting(None, fixed=True)
+    """Random network distillation, the fields of `RNDConfig`; off if None."""
 
 
 @settings
@@ -45,7 +60,7 @@ class RNDConfig:
     """Learning rate of the predictor."""
 
 
-class RND(nn.Module):
+class RNDModel(nn.Module):
     """Predictor, frozen target, their normalisers and the predictor's optimizer."""
 
     def __init__(self, cfg: RNDConfig, device: torch.device | str = "cpu") -> None:
@@ -79,7 +94,7 @@ class RND(nn.Module):
 
     @torch.no_grad()
     def intrinsic_reward(self, states: Tensor, done: Tensor, valid: Tensor | None = None) -> Tensor:
-        """(N,) weighted novelty of the states just reached; rows that are not valid teach the statistics nothing."""
+        """(N,) weighted prediction error of the states just reached; invalid rows do not enter the statistics."""
         self.state_normalizer.update(states, valid)
         seen = self.state_normalizer.normalize(states)
         reward = torch.linalg.vector_norm(self.target(seen) - self.predictor(seen), dim=-1)
@@ -90,13 +105,88 @@ class RND(nn.Module):
         return weighted
 
     def loss(self, states: Tensor, valid: Tensor | None = None) -> Tensor:
-        """How far the predictor is from the target; only the predictor has a gradient."""
+        """Mean square distance of the predictor to the target; only the predictor has a gradient."""
         seen = self.state_normalizer.normalize(states.detach())
         return masked_mean((self.predictor(seen) - self.target(seen)).square().mean(-1), valid)
 
 
+class RND(Extension):
+    """Adds the prediction error of reached states to the reward; the predictor learns with the policy."""
+
+    name = "rnd"
+    settings_class = RNDSettings
+    needs_next_obs = True
+    model: RNDModel
+
+    def is_enabled(self) -> bool:
+        """Whether `rnd_cfg` is given."""
+        return self.cfg.rnd_cfg is not None
+
+    def attach(self, alg: Any) -> None:
+        """Give the loss its weight; the networks are built with the storage, which knows the observation's width."""
+        super().attach(alg)
+        alg.loss_weights["rnd_loss"] = 1.0
+        self.rewards = MeanMeter()
+        self.is_built = False
+
+    def begin(self, storage: RolloutStorage) -> None:
+        """Build predictor and target for the critic's observation."""
+        if self.is_built:
+            return
+        shapes = [f.shape for f in storage.fields.values() if f.batch == "critic_obs"]
+        shapes = shapes or [f.shape for f in storage.fields.values() if f.batch == "obs"]
+        if len(shapes) != 1 or len(shapes[0]) != 1:
+            raise ValueError(
+                "rnd_cfg needs a critic observation that is one flat vector; flatten it, or leave rnd_cfg out"
+            )
+        cfg = RNDConfig(**{"num_states": shapes[0][0], "num_envs": storage.num_envs, **self.cfg.rnd_cfg})
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.alg.stream_seed)
+            self.model = RNDModel(cfg, self.alg.device)
+        self.optimizer, self.is_built = self.model.optimizer, True
+
+    def bonus(self, record: StepRecord) -> Tensor:
+        """(N,) weighted prediction error of the states reached, the final ones where an episode ended."""
+        reached: Any = record.critic_obs
+        if reached is None:
+            raise ValueError("rnd_cfg rewards the states reached: give process_env_step next_obs and next_critic_obs")
+        done = record.done
+        if record.final_critic_obs is not None:
+            reached = tree_where(done, record.final_critic_obs, reached)
+        bonus = self.model.intrinsic_reward(reached, done, record.valid)
+        self.rewards.add(
+            {
+                "rnd/mean_intrinsic_reward": masked_mean(bonus, record.valid),
+                "rnd/mean_extrinsic_reward": masked_mean(record.reward, record.valid),
+                "rnd/weight": self.model.weight(),
+            }
+        )
+        return bonus
+
+    def loss_terms(self, terms: Terms, batch: MiniBatch, out: PolicyOutput) -> None:
+        """Add the predictor's loss."""
+        if self.alg.uses_rewards:
+            terms.losses["rnd_loss"] = self.model.loss(batch.critic_obs, batch.valid)  # pyright: ignore[reportArgumentType]
+
+    def recording_key(self) -> tuple[Any, ...]:
+        """Whether the normalisers learn."""
+        return tuple(module.training for module in self.model.modules()) if self.is_built else ()
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Mean rewards of the rollout and the weight."""
+        means = {name: value for name, value in self.rewards.averages().items() if name != "count"}
+        self.rewards.reset()
+        return means
+
+    def checkpoint_parts(self) -> dict[str, Any]:
+        """Networks with their normalisers, and the optimizer."""
+        if not self.is_built:
+            return {}
+        return {"rnd_state_dict": self.model, "rnd_optimizer_state_dict": self.model.optimizer}
+
+
 def checked_schedule(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A weight schedule with every entry it needs, or an error that names what is wrong."""
+    """A complete weight schedule, or an error that names the missing or unknown entry."""
     known = ("mode", "initial_step", "final_step", "final_value")
     schedule = {"mode": "constant", "initial_step": 0, **check_settings("weight_schedule", given, known)}
     if schedule["mode"] not in WEIGHT_SCHEDULES:

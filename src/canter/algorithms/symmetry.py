@@ -1,29 +1,39 @@
-"""Left-right symmetry: every step is also learned from as its mirror image."""
+"""Left-right symmetry: the policy also learns from the mirror image of every step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from canter.algorithms.extension import Extension, Terms
 from canter.algorithms.mirrors import ActionMirror, BetaMirror, observation_mirror
 from canter.modules.distributions import Beta
 from canter.modules.memory import Carried
-from canter.modules.policy import Hidden, Policy, PolicyOutput
+from canter.modules.policy import PolicyOutput
 from canter.storage.fields import MiniBatch
-from canter.utils.config import settings
+from canter.storage.rollout_storage import RolloutStorage
+from canter.utils.config import setting, settings
 from canter.utils.obs_layout import ObsLayout
+from canter.utils.tree import Obs
 
 PREFIX = "mirrored_"
 AVERAGED = ("surrogate_loss", "value_loss")
 
 
 @settings
+class SymmetrySettings:
+    """The setting that switches symmetry on."""
+
+    symmetry_cfg: dict[str, Any] | None = setting(None, fixed=True)
+    """Learn from mirror images too: mirrors of `obs`, `critic_obs` and `actions`, `augment`, `mirror_loss_coef`."""
+
+
+@settings
 class SymmetryConfig:
-    """The mirror of observations and actions, and what is done with it."""
+    """Mirrors of observations and actions, and how they are used."""
 
     obs: Any
     """Mirror of every component of the actor's observation, by name."""
@@ -38,50 +48,57 @@ class SymmetryConfig:
 
 
 class _Twin(Carried):
-    """The state of a memory that has seen the mirror image of everything."""
+    """The state of a memory that sees the mirror images."""
 
     def __init__(self, memory: Carried) -> None:
         self.memory, self.state_shape = memory, memory.state_shape
 
     def zero_state(self, num_envs: int) -> Tensor:
-        """As the memory's."""
+        """Zeros, as the memory begins."""
         return self.memory.zero_state(num_envs)
 
 
-class Symmetry:
-    """Mirror images of observations, actions and minibatches, and the losses made with them."""
+class Symmetry(Extension):
+    """Averages PPO's losses with those of mirrored minibatches, and adds a loss of asymmetry."""
 
-    def __init__(self, cfg: Mapping[str, Any], policy: Policy, device: torch.device | str) -> None:
-        self.cfg = SymmetryConfig(**cfg)
+    name = "symmetry"
+    settings_class = SymmetrySettings
+
+    def is_enabled(self) -> bool:
+        """Whether `symmetry_cfg` is given."""
+        return self.cfg.symmetry_cfg is not None
+
+    def attach(self, alg: Any) -> None:
+        """Build the mirrors for the policy's observations and actions."""
+        super().attach(alg)
+        policy, device = alg.policy, alg.device
+        self.mirrors = cfg = SymmetryConfig(**self.cfg.symmetry_cfg)
         layout, critic_layout = layouts(policy)
-        if self.cfg.critic_obs is None and critic_layout.shapes != layout.shapes:
+        if cfg.critic_obs is None and critic_layout.shapes != layout.shapes:
             raise ValueError(
                 f"the critic sees {list(critic_layout.shapes)}; give symmetry_cfg critic_obs mirrors for them"
             )
-        self.policy = policy
-        self.obs = observation_mirror(layout, self.cfg.obs, "obs").to(device)
-        critic = self.cfg.obs if self.cfg.critic_obs is None else self.cfg.critic_obs
+        if not cfg.augment and not cfg.mirror_loss_coef:
+            raise ValueError("symmetry_cfg neither augments nor has a mirror_loss_coef; leave it out, or set one")
+        self.obs = observation_mirror(layout, cfg.obs, "obs").to(device)
+        critic = cfg.obs if cfg.critic_obs is None else cfg.critic_obs
         self.critic_obs = observation_mirror(critic_layout, critic, "critic_obs").to(device)
         kind = BetaMirror if isinstance(policy.distribution, Beta) else ActionMirror
-        self.actions = kind(policy.distribution, self.cfg.actions, device)
-        if not self.cfg.augment and not self.cfg.mirror_loss_coef:
-            raise ValueError("symmetry_cfg neither augments nor has a mirror_loss_coef; leave it out, or set one")
+        self.actions = kind(policy.distribution, cfg.actions, device)
         memories = {name: memory for name, memory in policy.memories.items() if name not in policy.carried}
         self.twins = {name: PREFIX + name for name in memories}
         policy.carried |= {PREFIX + name: _Twin(memory) for name, memory in memories.items()}
+        alg.loss_weights["mirror_loss"] = cfg.mirror_loss_coef
 
-    def follow(
-        self, forward: Callable[..., PolicyOutput], obs: Any, critic_obs: Any, hidden: Hidden, tosses: Any
-    ) -> Hidden:
-        """State of the memories that see the mirror images, one step on; nothing without memories."""
-        if not self.twins:
-            return {}
-        own = {name: hidden[twin] for name, twin in self.twins.items()}
-        out = forward(self.obs(obs), self.critic_obs(obs if critic_obs is None else critic_obs), own, tosses)
-        return {twin: out.hidden[name] for name, twin in self.twins.items()}
+    def after_act(self, step: dict[str, Any], obs: Obs, critic_obs: Obs) -> None:
+        """Advance the memories that see the mirror images."""
+        if self.twins:
+            own = {name: step["hidden"][twin] for name, twin in self.twins.items()}
+            out = self.alg.forward(self.obs(obs), self.critic_obs(critic_obs), own, None, step["random_masks"])  # pyright: ignore[reportArgumentType]
+            step["next_hidden"] = step["next_hidden"] | {twin: out.hidden[name] for name, twin in self.twins.items()}
 
     def mirrored(self, batch: MiniBatch) -> MiniBatch:
-        """The minibatch as the mirrored robot would have lived it."""
+        """The minibatch as the mirrored robot would have recorded it."""
         images = {
             "obs": self.obs(batch.obs),  # pyright: ignore[reportArgumentType]
             "critic_obs": self.critic_obs(batch.critic_obs),  # pyright: ignore[reportArgumentType]
@@ -91,22 +108,28 @@ class Symmetry:
         }
         return MiniBatch(**{**vars(batch), **images})
 
-    def extend(self, terms: Any, batch: MiniBatch, out: PolicyOutput, learner: Any) -> Any:
-        """The terms of a minibatch together with those of its mirror image; statistics stay those of the original."""
+    def loss_terms(self, terms: Terms, batch: MiniBatch, out: PolicyOutput) -> None:
+        """Average PPO's losses with those of the mirror image; statistics stay those of the original."""
         image = self.mirrored(batch)
-        seen = learner.batch_output(image)
-        losses = dict(terms.losses)
-        if self.cfg.augment:
-            others = learner.loss_terms(image, seen).losses
-            losses |= {name: 0.5 * (losses[name] + others[name]) for name in AVERAGED}
+        seen = self.alg.batch_output(image)
+        if self.mirrors.augment and self.alg.uses_rewards:
+            others = self.alg.ppo_terms(image, seen).losses
+            terms.losses.update({name: 0.5 * (terms.losses[name] + others[name]) for name in AVERAGED})
         # The original is the target: it is where the policy was.
         target = self.actions.params({name: p.detach() for name, p in out.params.items()})
-        losses["mirror_loss"] = batch.mean(self.actions.difference(self.policy.distribution, target, seen.params))
-        return terms._replace(losses=losses)
+        difference = self.actions.difference(self.alg.policy.distribution, target, seen.params)
+        terms.losses["mirror_loss"] = batch.mean(difference)
+
+    def end_update(self, rollout: RolloutStorage) -> None:
+        """Take the mirror images into the normalisers, so that normalising one gives the mirror image."""
+        if self.alg.cfg.empirical_normalization:
+            obs, critic_obs = self.alg.newest_observations()
+            valid = rollout.valid[rollout.newest].squeeze(-1) if rollout.has_invalid_steps else None
+            self.alg.policy.update_normalizers(self.obs(obs), self.critic_obs(critic_obs), valid)
 
 
 def layouts(policy: Any) -> tuple[ObsLayout, ObsLayout]:
-    """Components of the observation and of the critic's; one called "obs" where the policy names none."""
+    """Layouts of the actor's and the critic's observation; one component "obs" where the policy names none."""
     if hasattr(policy, "obs_layout"):
         return policy.obs_layout, policy.critic_obs_layout
     found = [getattr(part, "obs_space", None) for part in (policy.actor, policy.critic)]

@@ -1,4 +1,4 @@
-"""Settings are dataclass fields, declared once; a name that nobody declared is an error that suggests the nearest."""
+"""Settings are dataclass fields with a range or a list of choices; an unknown name is an error with a suggestion."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     "bool": (bool,), "int": (int,), "float": (float, int), "str": (str,), "None": (type(None),),
 }  # fmt: skip
 
-# What users of ApexRL write, and its spelling here.
+# ApexRL's spelling of a setting -> canter's.
 OTHER_SPELLINGS = {
     "num_steps": "num_steps_per_env",
     "num_epochs": "num_learning_epochs",
@@ -37,7 +38,7 @@ OTHER_SPELLINGS = {
 
 
 def unknown_setting(owner: str, name: str, known: Iterable[str]) -> TypeError:
-    """The error for a setting that `owner` does not have."""
+    """The TypeError for a setting that `owner` does not have."""
     names = sorted(known)
     other = OTHER_SPELLINGS.get(name)
     near = [other] if other in names else difflib.get_close_matches(name, names, n=1)
@@ -46,7 +47,7 @@ def unknown_setting(owner: str, name: str, known: Iterable[str]) -> TypeError:
 
 
 def check_settings(owner: str, given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """`given` without unknown names that are None; any other unknown name is an error."""
+    """Return `given` without unknown names whose value is None; any other unknown name is an error."""
     known = set(known)
     for name, value in given.items():
         if name not in known and value is not None:
@@ -55,7 +56,7 @@ def check_settings(owner: str, given: Mapping[str, Any], known: Iterable[str]) -
 
 
 def setting_names(cls: type) -> set[str]:
-    """Every keyword that the constructors along the class's inheritance accept."""
+    """Keywords accepted by the constructors of a class and its bases."""
     names: set[str] = set()
     for base in cls.__mro__:
         if base.__module__.startswith("torch.") or base is object:
@@ -67,46 +68,95 @@ def setting_names(cls: type) -> set[str]:
 
 
 def refuse_unknown(cls: type, unknown: Iterable[str]) -> None:
-    """Raise for constructor keywords that no class of the policy takes."""
+    """Raise an error for constructor keywords that no base of the class accepts."""
     for name in unknown:
         raise unknown_setting(cls.__name__, name, setting_names(cls))
 
 
-def of_kind(owner: str, field: dataclasses.Field[Any], value: Any) -> Any:
-    """The value, if it is of the declared kind; numbers may come as text, since YAML reads 1e-4 as that."""
+def setting(
+    default: Any,
+    *,
+    low: float | None = None,
+    high: float = math.inf,
+    choices: tuple[str, ...] | None = None,
+    fixed: bool = False,
+    host: bool = False,
+) -> Any:
+    """Declare a setting with its range or choices.
+
+    Args:
+        default: The default value.
+        low: Lowest value of a number, or of every number in a tuple.
+        high: Highest value.
+        choices: The allowed strings.
+        fixed: The value cannot change after construction, because something was built from it.
+        host: Only host code reads the value, so recorded and captured functions do not depend on it.
+    """
+    metadata = {"low": low, "high": high, "choices": choices, "fixed": fixed, "host": host}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def check_value(owner: str, field: dataclasses.Field[Any], value: Any) -> Any:
+    """Return the value converted to the declared type, or raise an error that names the setting and its range.
+
+    A number may be given as text, because YAML reads 1e-4 as text.
+    """
     kinds = {kind.strip() for kind in str(field.type).split("|")}
-    if not kinds <= set(KINDS):
-        return value
-    if isinstance(value, str) and "str" not in kinds and kinds & {"int", "float"}:
-        with contextlib.suppress(ValueError):
-            value = float(value)
-    if isinstance(value, float) and "float" not in kinds and "int" in kinds and value.is_integer():
-        value = int(value)
-    allowed = tuple(kind for name in kinds for kind in KINDS[name])
-    if not isinstance(value, allowed) or (isinstance(value, bool) and "bool" not in kinds):
-        raise TypeError(f"{owner}: {field.name} must be {field.type}, got {value!r}")
+    if kinds <= set(KINDS):
+        if isinstance(value, str) and "str" not in kinds and kinds & {"int", "float"}:
+            with contextlib.suppress(ValueError):
+                value = float(value)
+        if isinstance(value, float) and "float" not in kinds and "int" in kinds and value.is_integer():
+            value = int(value)
+        allowed = tuple(kind for name in kinds for kind in KINDS[name])
+        if not isinstance(value, allowed) or (isinstance(value, bool) and "bool" not in kinds):
+            raise TypeError(f"{owner}: {field.name} must be {field.type}, got {value!r}")
+    choices, low = field.metadata.get("choices"), field.metadata.get("low")
+    if choices is not None and value is not None and value not in choices:
+        raise ValueError(f"{field.name} must be one of {', '.join(choices)}, got {value!r}")
+    if low is not None:
+        high = field.metadata["high"]
+        numbers = value if isinstance(value, (tuple, list)) else () if value is None else (value,)
+        if not all(low <= number <= high for number in numbers):  # false for NaN too
+            kind = "number" if "float" in kinds else "whole number"
+            limits = f"from {low:g} to {high:g}" if high < math.inf else f"of at least {low:g}"
+            raise ValueError(f"{field.name} must be a {kind} {limits}, got {value!r}")
     return value
 
 
-@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))
+@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field, setting))
 def settings(cls: T) -> T:
-    """A keyword-only dataclass whose constructor refuses unknown names with a suggestion."""
-    # No repr and no eq: algorithms hold networks, and identity is what equality of two of them means.
+    """Make a keyword-only dataclass whose constructor checks names, types, ranges and choices.
+
+    A subclass that changes only a default keeps the declared range, choices and flags.
+    """
     made = dataclasses.dataclass(kw_only=True, eq=False, repr=False)(cls)
+    for field in dataclasses.fields(made):
+        if not field.metadata:
+            declared = (base.__dict__.get("__dataclass_fields__", {}).get(field.name) for base in made.__mro__[1:])
+            field.metadata = next((d.metadata for d in declared if d is not None and d.metadata), field.metadata)
     plain_init = made.__init__
 
     @functools.wraps(plain_init)
     def init(self: Any, *args: Any, **given: Any) -> None:
         owner, known = type(self).__name__, {f.name: f for f in dataclasses.fields(self) if f.init}
         checked = check_settings(owner, given, known)
-        plain_init(self, *args, **{name: of_kind(owner, known[name], value) for name, value in checked.items()})
+        plain_init(self, *args, **{name: check_value(owner, known[name], value) for name, value in checked.items()})
 
     made.__init__ = init
     return made
 
 
+@functools.cache
+def combined_settings(name: str, *parts: type) -> type:
+    """A settings class with the fields of several; a part that another one already contains is left out."""
+    needed = [p for i, p in enumerate(parts) if not any(issubclass(q, p) for j, q in enumerate(parts) if j != i)]
+    needed = list(dict.fromkeys(needed)) or [parts[0]]
+    return needed[0] if len(needed) == 1 else settings(type(name, tuple(needed), {"__doc__": f"Settings of {name}."}))
+
+
 def build(registry: Mapping[str, type], class_name: str, given: Mapping[str, Any], *args: Any) -> Any:
-    """Construct `registry[class_name]`, strictly: an unknown class or setting is an error that says what exists."""
+    """Construct `registry[class_name]`; an unknown class or setting is an error that lists what exists."""
     if class_name not in registry:
         near = difflib.get_close_matches(class_name, registry, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(registry))}"

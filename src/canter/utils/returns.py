@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 
-def gae(rewards: Tensor, values: Tensor, dones: Tensor, last_values: Tensor, gamma: float, lam: float) -> Tensor:
+def gae(rewards: Tensor, values: Tensor, dones: Tensor, last_values: Tensor, gamma: Tensor | float, lam: Tensor | float) -> Tensor:
     """Generalised advantage estimates (Schulman 2016, eq. 16); all (T, N, 1) but last_values (N, 1).
 
     A done cuts the trace; what a truncated episode is still worth must already be in its last reward.
     """
     alive = torch.logical_not(dones).to(rewards.dtype)
     next_values = torch.cat([values[1:], last_values.unsqueeze(0)])
-    deltas = torch.addcmul(rewards - values, alive, next_values, value=gamma)
+    deltas = torch.addcmul(rewards - values, alive * gamma, next_values)
     decay = alive * (gamma * lam)
     advantages = torch.empty_like(deltas)
     advantage = torch.zeros_like(last_values)
