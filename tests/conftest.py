@@ -160,9 +160,9 @@ def run_without_waiting(collect):
             obs, critic_obs = record.obs, record.critic_obs
         with NoHostSync():
             alg.compute_returns(critic_obs)
-        for deal in alg.deal()[0]:  # a recurrent pass reads its trajectory counts once, here
+        for minibatch in alg.sample_minibatches()[0]:  # a recurrent pass reads its trajectory counts once, here
             with NoHostSync():
-                alg.learn_step(*deal)
+                alg.learn_step(*minibatch)
 
     return run
 

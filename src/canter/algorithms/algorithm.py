@@ -85,6 +85,8 @@ class Algorithm:
     """Settings with their documented defaults."""
     config_class: ClassVar[type]
     """Settings of the algorithm and of a run of it."""
+    learns_from_replay: ClassVar[bool] = False
+    """Whether the algorithm is off-policy."""
     cfg: Any
     extensions: dict[str, Any]
     policy: Any

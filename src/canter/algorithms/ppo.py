@@ -19,7 +19,7 @@ from canter.algorithms.rnd import RND, RNDSettings
 from canter.algorithms.symmetry import Symmetry, SymmetrySettings
 from canter.envs.records import step_record
 from canter.envs.vec_env import StepRecord
-from canter.modules.build import build_normalizer, build_pair, env_shapes
+from canter.modules.build import build_normalizer, build_policy, env_shapes
 from canter.modules.normalizer import NoNormalization, ReturnScaler
 from canter.modules.policy import Hidden, Policy, PolicyOutput
 from canter.modules.value_normalizer import VALUE_NORMALIZATIONS, install_value_normalizer
@@ -161,7 +161,7 @@ class PPO(Algorithm):
         super().__init__(cfg, given, device or getattr(cfg, "device", None) or "cpu", seed, env)
         self.log_dir = log_dir
         if actor_critic is None:
-            actor_critic = build_pair(
+            actor_critic = build_policy(
                 self.env, actor, critic, actor_class, critic_class, actor_cfg, critic_cfg, obs_space, action_space
             )
         self.policy = actor_critic.to(self.device)

@@ -11,7 +11,7 @@ from typing import Any
 
 import tyro
 
-from canter.algorithms.imitation_settings import TPPOConfig
+from canter.algorithms.tppo import TPPOConfig
 from canter.cli.errors import UserError
 from canter.cli.options import parse
 from canter.cli.runs import SavedRun, find_checkpoint, new_run_directory, new_runner, open_env, read_run

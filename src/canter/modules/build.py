@@ -118,6 +118,31 @@ def build_pair(
     return ActorCriticPair(actor, critic)
 
 
+def build_policy(
+    env: Any,
+    actor: Any = None,
+    critic: Any = None,
+    actor_class: Any = None,
+    critic_class: Any = None,
+    actor_cfg: Mapping[str, Any] | None = None,
+    critic_cfg: Mapping[str, Any] | None = None,
+    obs_space: Any = None,
+    action_space: Any = None,
+) -> Policy:
+    """A policy from two networks, or from their classes and the spaces of an environment."""
+    if actor is not None and critic is not None:
+        return ActorCriticPair(actor, critic)
+    missing = [name for name, cls in (("actor_class", actor_class), ("critic_class", critic_class)) if cls is None]
+    if env is None and (obs_space is None or action_space is None):
+        missing.append("env (or obs_space and action_space)")
+    if missing:
+        raise ValueError(f"PPO needs a policy: PPO(actor_critic, ...), or {' and '.join(missing)}")
+    obs_space = obs_space or env.obs_space
+    critic_space = obs_space if env is None else env.critic_obs_space
+    action_space = action_space or env.action_space
+    return build_pair(obs_space, critic_space, action_space, actor_class, critic_class, actor_cfg, critic_cfg)
+
+
 def space_shapes(space: spaces.Space) -> Any:
     """Shape and dtype of every leaf of an observation space, as the storage declares them."""
     if isinstance(space, spaces.Dict):

@@ -1,20 +1,21 @@
-"""From what a user writes (a dict of either documented layout, or a config object) to one plan of a run."""
+"""Turns a training dict of either documented layout, or a config object, into one plan of a run."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from canter.algorithms import REGISTRY
-from canter.algorithms.off_policy_settings import OffPolicyRunSettings, OffPolicySettings
+from canter.algorithms import REGISTRY, Entry
+from canter.algorithms.algorithm import CommonRunSettings, field_names, is_run_settings
 from canter.algorithms.profiles import profile_settings
-from canter.algorithms.settings import PPOConfig, RunSettings
 from canter.modules.build import NETWORKS
-from canter.utils.config import check_settings, unknown_setting
+from canter.utils.config import check_settings, combined_settings, unknown_setting
 
-# Keys that launchers put into a training dict for themselves.
+# Keys of launch scripts, which a training dict may contain.
 LAUNCHER_KEYS = {
     "class_name", "runner_class_name", "experiment_name", "run_name", "resume", "load_run", "load_checkpoint",
     "checkpoint", "clip_actions", "upload_model", "run", "task", "num_envs", "total_timesteps",
@@ -24,13 +25,12 @@ LOWEST = {
     "num_steps_per_env": 1, "log_interval": 0, "save_interval": 0, "keep_checkpoints": 2, "eval_interval": 1,
     "eval_episodes": 1, "max_iterations": 0, "max_timesteps": 0,
 }  # fmt: skip
-RUN_NAMES = {f.name for cls in (RunSettings, OffPolicyRunSettings) for f in dataclasses.fields(cls)}
 PROJECT_KEYS = {"wandb_project": "wandb", "neptune_project": "neptune"}
 
 
 @dataclasses.dataclass
 class RunPlan:
-    """Everything a runner needs to know, and what `config.yaml` holds."""
+    """The complete description of a run, as `config.yaml` holds it."""
 
     algorithm: str
     cfg: Any
@@ -42,7 +42,7 @@ class RunPlan:
     def to_dict(self) -> dict[str, Any]:
         """The flat documented layout, complete, in plain containers; `parse_train_cfg` reads it back."""
         values = {f.name: plain(getattr(self.cfg, f.name)) for f in dataclasses.fields(self.cfg)}
-        algorithm_names = values.keys() - RUN_NAMES
+        algorithm_names = values.keys() - run_fields(type(self.cfg))
         return {
             "algorithm": {"class_name": self.algorithm} | {k: v for k, v in values.items() if k in algorithm_names},
             "policy": plain(self.policy),
@@ -53,7 +53,7 @@ class RunPlan:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON and YAML know it; anything else by its name."""
+    """The value in containers and types of JSON and YAML; any other object by its name."""
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -64,7 +64,7 @@ def plain(value: Any) -> Any:
 
 
 def find_algorithm(name: str) -> str:
-    """The registered name meant; unknown ones are an error that lists them."""
+    """The registered name, in lower case; an unknown one is an error that lists the known ones."""
     if name.lower() not in REGISTRY:
         near = difflib.get_close_matches(name.lower(), REGISTRY, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -100,7 +100,7 @@ def parse_train_cfg(train_cfg: Mapping[str, Any]) -> RunPlan:
 def make_plan(
     train_cfg: Any, cfg: Any, algorithm: str | None, agent: Any, networks: Mapping[str, Any], default: str = "ppo"
 ) -> RunPlan:
-    """The plan of a run from whichever of the documented ways in was taken."""
+    """The plan of a run from a training dict, a config object, an algorithm's name or a ready algorithm."""
     if dataclasses.is_dataclass(train_cfg):
         train_cfg, cfg = None, train_cfg
     if train_cfg is not None:
@@ -109,7 +109,7 @@ def make_plan(
         default = next((key for key, entry in REGISTRY.items() if type(cfg) is entry.config_class), default)
     name = find_algorithm(algorithm or default)
     if agent is not None:
-        return RunPlan(type(agent).__name__, cfg or agent.cfg or config_of(agent), {})
+        return RunPlan(type(agent).__name__, cfg or config_of(agent), {})
     entry = REGISTRY[name]
     if is_off_policy(entry.agent_class):
         known = {key: value for key, value in networks.items() if value is not None}
@@ -122,20 +122,19 @@ def make_plan(
 
 def is_off_policy(agent_class: Any) -> bool:
     """Whether an algorithm learns from replay."""
-    return issubclass(agent_class, OffPolicySettings)
+    return agent_class.learns_from_replay
 
 
 def config_of(agent: Any) -> Any:
-    """The settings of an algorithm that was built without a config object, as one."""
-    classes = {entry.agent_class: entry.config_class for entry in REGISTRY.values()}
-    config_class = classes.get(type(agent), PPOConfig)
-    names = [f.name for f in dataclasses.fields(config_class) if f.name != "device" and hasattr(agent, f.name)]
-    values = {name: getattr(agent, name) for name in names}
-    return config_class(**values | {"learning_rate": agent.initial_learning_rate})
+    """The agent's config; one that was built from settings alone gets the run settings of its config class."""
+    if isinstance(agent.cfg, CommonRunSettings):
+        return agent.cfg
+    values = {f.name: getattr(agent.cfg, f.name) for f in dataclasses.fields(agent.cfg)}
+    return combined_settings(agent.config_class.__name__, agent.config_class, type(agent.cfg))(**values)
 
 
 def check_run(cfg: Any) -> None:
-    """Refuse numbers that would stop a run later on."""
+    """Raise an error for a number with which the run would fail later."""
     for name, low in LOWEST.items():
         value = getattr(cfg, name, None)
         if value is not None and (not isinstance(value, int) or value < low):
@@ -143,7 +142,7 @@ def check_run(cfg: Any) -> None:
 
 
 def named_network(value: Any) -> Any:
-    """An actor or critic class, given itself or by the name of one of ours."""
+    """A network class, given as a class or by the name of one of ours."""
     if not isinstance(value, str):
         return value
     if value not in NETWORKS:
@@ -152,8 +151,8 @@ def named_network(value: Any) -> Any:
 
 
 def config_from(name: str, algorithm: Mapping[str, Any], top: dict[str, Any]) -> Any:
-    """The config object; what the dict leaves open keeps the documented defaults of the algorithm itself."""
-    config_class = REGISTRY[name].config_class
+    """The config object of a training dict; settings that the dict leaves out get their documented defaults."""
+    entry = REGISTRY[name]
     kwargs = dict(top.pop("logger_kwargs", None) or {})
     for key, backend in PROJECT_KEYS.items():
         project = top.pop(key, None)
@@ -161,9 +160,7 @@ def config_from(name: str, algorithm: Mapping[str, Any], top: dict[str, Any]) ->
             kwargs.setdefault(backend, {}).setdefault("project", project)
     if "logger" in top:
         top["logger_backend"] = top.pop("logger")
-    run_names = RUN_NAMES & {f.name for f in dataclasses.fields(config_class)}
-    own = {f.name: f for f in dataclasses.fields(REGISTRY[name].agent_class) if f.name not in run_names}
-    defaults = {f.name: own[f.name].default for f in dataclasses.fields(config_class) if f.name in own}
+    run_names, defaults = run_fields(entry.config_class), documented_defaults(entry)
     given = {key: value for key, value in top.items() if key not in LAUNCHER_KEYS}
     shared = {key: given.pop(key) for key in list(given) if key in defaults}  # e.g. empirical_normalization at the top
     for key, value in given.items():
@@ -171,16 +168,48 @@ def config_from(name: str, algorithm: Mapping[str, Any], top: dict[str, Any]) ->
             raise unknown_setting("the training configuration", key, run_names | set(defaults) | LAUNCHER_KEYS)
     algorithm = dict(algorithm)
     profile = profile_settings(name, algorithm.pop("profile", None))
-    told = check_settings(REGISTRY[name].agent_class.__name__, algorithm, defaults)
-    settings = tuples({**defaults, **profile, **shared, **told})
+    own = check_settings(entry.agent_class.__name__, algorithm, defaults)
+    report_defaults(entry, defaults, {**profile, **shared, **own})
+    settings = tuples({**defaults, **profile, **shared, **own})
     run = {k: v for k, v in given.items() if k in run_names}
     if "num_steps_per_env" in run_names:
         run.setdefault("log_interval", 1)  # the documented default of a training dict
     if kwargs:
         run["logger_kwargs"] = kwargs
-    return config_class(**settings, **tuples(run))
+    return entry.config_class(**settings, **tuples(run))
+
+
+def run_fields(config_class: type) -> set[str]:
+    """Names of the settings in a config that belong to the run, not to the algorithm."""
+    return {name for base in config_class.__mro__ if is_run_settings(base) for name in field_names(base)}
+
+
+def documented_defaults(entry: Entry) -> dict[str, Any]:
+    """Defaults of an algorithm's settings in a training dict: the documented ones of ours, its config's for others."""
+    run_names = run_fields(entry.config_class)
+    source = entry.config_class
+    if source is entry.agent_class.config_class:
+        source = entry.agent_class.full_settings_class()
+    defaults = {f.name: f.default for f in dataclasses.fields(entry.config_class)}
+    defaults |= {f.name: f.default for f in dataclasses.fields(source)}
+    return {name: value for name, value in defaults.items() if name not in run_names}
+
+
+def report_defaults(entry: Entry, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Warn once which documented defaults a training dict gets for epochs, minibatches and schedule."""
+    names = ("num_learning_epochs", "num_mini_batches", "schedule")
+    missing = {name: defaults[name] for name in names if name in defaults and name not in given}
+    if missing and set(names) <= defaults.keys():
+        values = ", ".join(f"{name}={value!r}" for name, value in missing.items())
+        warn_once(f"the training dict leaves out settings of {entry.agent_class.__name__}: using {values}")
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Warn with a message the first time it occurs in this process."""
+    warnings.warn(message, stacklevel=7)
 
 
 def tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Lists, which YAML and JSON have, as the tuples that settings hold."""
+    """The values with lists, as YAML and JSON have them, turned into tuples."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
