@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from canter.algorithms.settings import PPOConfig
+from canter.algorithms.ppo import PPOConfig
 from canter.cli.__main__ import COMMANDS
 from canter.cli.options import parse_train
 from canter.modules.build import POLICIES

@@ -122,10 +122,8 @@ def test_steps_that_only_reset_change_nothing(make_ppo, collect, snapshot, diffe
     }
     results = []
     for spoilt in (False, True):
-        alg, env = make_ppo(kind, 4, 8, end_prob=0.4, has_invalid_steps=True, **settings)
-        if kind != "dict":
-            alg.rnd_cfg = {"weight": 0.1, "state_normalization": True}
-            alg.prepare(env, 8)
+        rnd = {} if kind == "dict" else {"rnd_cfg": {"weight": 0.1, "state_normalization": True}}
+        alg, env = make_ppo(kind, 4, 8, end_prob=0.4, has_invalid_steps=True, **settings, **rnd)
         collect(alg, env)
         if spoilt:
             assert spoil_invalid_rows(alg.rollout) >= 4

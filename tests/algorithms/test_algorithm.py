@@ -182,7 +182,7 @@ def test_a_clean_load_warns_of_nothing(make_ppo, trained):
 
 def test_modes_reach_every_network(make_ppo):
     alg, _ = make_ppo(rnd_cfg={"weight": 1.0, "state_normalization": True}, **ON)
-    parts = [alg.policy, alg.policy.obs_normalizer, alg.rnd, alg.rnd.state_normalizer, alg.return_scaler]
+    parts = [alg.policy, alg.policy.obs_normalizer, alg.rnd.model, alg.rnd.model.state_normalizer, alg.return_scaler]
     alg.eval_mode()
     assert not any(part.training for part in parts)
     alg.train_mode()
@@ -190,7 +190,8 @@ def test_modes_reach_every_network(make_ppo):
 
 
 def test_the_base_says_what_a_subclass_owes():
-    for call in (Algorithm().checkpoint_parts, Algorithm().runner):
+    base = Algorithm(None, {}, "cpu", 0, None)
+    for call in (base.checkpoint_parts, base.runner):
         with pytest.raises(NotImplementedError):
             call()
 

@@ -64,7 +64,7 @@ def separable(noise_env, **settings):
 
 
 def test_the_documented_defaults():  # row P30
-    defaults = {f.name: f.default for f in dataclasses.fields(APPO)}
+    defaults = {f.name: f.default for f in dataclasses.fields(APPO.full_settings_class())}
     assert (defaults["discriminator_loss_coef"], defaults["mimic_loss_coef"], defaults["amp_obs_dim"]) == (
         1.0,
         0.0,
@@ -73,8 +73,8 @@ def test_the_documented_defaults():  # row P30
 
 
 def test_the_width_of_features_is_the_discriminators(make_appo):  # row P30
-    assert make_appo()[0].prior.width == 6
-    assert make_appo(amp_obs_dim=6)[0].prior.width == 6
+    assert make_appo()[0].motion_prior.width == 6
+    assert make_appo(amp_obs_dim=6)[0].motion_prior.width == 6
     with pytest.raises(ValueError, match="amp_obs_dim is 7, the discriminator's input is 6"):
         make_appo(amp_obs_dim=7)
 
@@ -198,7 +198,7 @@ def test_the_weight_of_the_discriminators_losses_is_a_weight(make_appo, collect,
         assert (terms.losses.keys() >= D_LOSSES) == (coef != 0.0)
         assert not D_LOSSES & terms.losses.keys() or coef
         parameters = list(alg.policy.discriminator.parameters())
-        total = alg.weigh(terms.losses)
+        total = alg.weighted_sum(terms.losses)
         gradients[coef] = torch.autograd.grad(total, parameters, allow_unused=True)
         before = [p.detach().clone() for p in parameters]
         losses, _ = alg.update(0)
@@ -229,8 +229,8 @@ def test_two_normalisers_hide_what_one_shows(make_appo, collect, noise_env):  # 
             collect(alg, env)
             alg.update(iteration)
         collect(alg, env)
-        policy = alg.prior.normalized(alg.rollout.ref_obs, "policy")
-        expert = alg.prior.normalized(alg.rollout.ref_motion, "expert")
+        policy = alg.motion_prior.normalized(alg.rollout.ref_obs, "policy")
+        expert = alg.motion_prior.normalized(alg.rollout.ref_motion, "expert")
         apart[separate] = (policy.mean() - expert.mean()).abs().item()
     assert apart[False] > 1.9
     assert apart[True] < 0.5
@@ -239,20 +239,20 @@ def test_two_normalisers_hide_what_one_shows(make_appo, collect, noise_env):  # 
 def test_statistics_are_taken_once_per_iteration_from_equal_shares(make_appo, collect, noise_env):
     alg, env = make_appo(env=separable(noise_env), num_learning_epochs=3)
     collect(alg, env)
-    assert alg.prior.normalizers["both"].count == 0
+    assert alg.motion_prior.normalizers["both"].count == 0
     alg.update(0)
     used = alg.rollout.ref_valid.sum() + 24
-    assert alg.prior.normalizers["both"].count == used
-    assert alg.prior.normalizers["both"].mean.abs().max() < 0.35  # of -1 and 1
+    assert alg.motion_prior.normalizers["both"].count == used
+    assert alg.motion_prior.normalizers["both"].mean.abs().max() < 0.35  # of -1 and 1
     alg.eval_mode()
     collect(alg, env)
     alg._update_normalizers()
-    assert alg.prior.normalizers["both"].count == used
+    assert alg.motion_prior.normalizers["both"].count == used
 
 
 def test_a_broken_reading_is_bounded(make_appo):
     alg, _ = make_appo()
-    seen = alg.prior.normalized(torch.tensor([1e9, -1e9, 0.0] * 2), "policy")
+    seen = alg.motion_prior.normalized(torch.tensor([1e9, -1e9, 0.0] * 2), "policy")
     assert seen.tolist() == [LARGEST_FEATURE, -LARGEST_FEATURE, 0.0] * 2
 
 
@@ -266,9 +266,9 @@ def test_mimic_loss_is_a_number_without_a_gradient(make_appo, collect):  # row P
             alg, env = make_appo()
         collect(alg, env)
         terms = alg.compute_losses(next(alg.mini_batches()))
-        results[coef] = terms, torch.autograd.grad(alg.weigh(terms.losses), list(alg.policy.parameters()))
+        results[coef] = terms, torch.autograd.grad(alg.weighted_sum(terms.losses), list(alg.policy.parameters()))
         batch = next(alg.mini_batches())
-        rows = [alg.prior.normalized(getattr(batch, name), "policy") for name in ("ref_obs", "ref_motion")]
+        rows = [alg.motion_prior.normalized(getattr(batch, name), "policy") for name in ("ref_obs", "ref_motion")]
         error = torch.linalg.vector_norm(rows[0] - rows[1], dim=-1)[batch.ref_valid.squeeze(-1)].mean()
         torch.testing.assert_close(terms.stats["mimic_error"], error)
     assert "mimic_loss" in results[3.0][0].losses
@@ -305,8 +305,13 @@ def test_dagger_needs_a_teacher(make_appo, collect):  # row P38, BUG-24
 
 def test_the_inheritance_is_the_documented_one():  # row P40
     assert APPO.__mro__.index(APPOAlgoMixin) < APPO.__mro__.index(PPO)
-    order = [ATPPO.__mro__.index(cls) for cls in (APPOAlgoMixin, TPPO, PPO)]
-    assert order == sorted(order)
+    assert [cls.name for cls in ATPPO.all_extension_classes()] == ["rnd", "symmetry", "teacher", "motion_prior"]
+
+    class Mine(APPOAlgoMixin, TPPO):
+        pass
+
+    assert Mine.all_extension_classes() == ATPPO.all_extension_classes()
+    assert all(len(cls.__mro__) <= 5 for cls in (PPO, TPPO, APPO, ATPPO))
 
 
 def test_labels_beside_motion_come_from_the_teacher(make_appo, collect):  # row P41, BUG-23
@@ -332,20 +337,20 @@ def test_the_kl_schedule_does_not_touch_the_discriminator(make_appo, collect):  
         collect(alg, env)
         alg.update(iteration)
     assert alg.learning_rate < 1e-3
-    assert float(alg.prior.optimizer.lr) == pytest.approx(2e-4)
+    assert float(alg.motion_prior.own_optimizer.lr) == pytest.approx(2e-4)
     ours = {id(p) for p in alg.policy.discriminator.parameters()}
     assert not ours & {id(p) for p in alg.optimizer.parameters}
-    assert ours == {id(p) for p in alg.prior.optimizer.parameters}
+    assert ours == {id(p) for p in alg.motion_prior.own_optimizer.parameters}
     shared, _ = make_appo(discriminator_optimizer="shared")
-    assert shared.prior.optimizer is None
+    assert shared.motion_prior.own_optimizer is None
     assert {id(p) for p in shared.policy.discriminator.parameters()} <= {id(p) for p in shared.optimizer.parameters}
-    with pytest.raises(ValueError, match="'own' or 'shared'"):
+    with pytest.raises(ValueError, match="one of own, shared"):
         make_appo(discriminator_optimizer="both")
 
 
 def test_weight_decay_is_by_part(make_appo):
     alg, _ = make_appo(discriminator_weight_decay=0.125, discriminator_head_weight_decay=0.25)
-    assert [g["weight_decay"] for g in alg.prior.optimizer.optimizer.param_groups] == [0.125, 0.25]
+    assert [g["weight_decay"] for g in alg.motion_prior.own_optimizer.optimizer.param_groups] == [0.125, 0.25]
 
 
 def test_its_gradients_have_a_norm_of_their_own(make_appo, collect):
@@ -370,7 +375,7 @@ def test_a_discriminator_that_is_too_good_is_updated_less_often(make_appo, colle
             collect(alg, env)
             _, stats = alg.update(iteration)
         shares[limit] = stats["amp/updates"]
-        taken = alg.prior.optimizer.state_dict()["state"][0]["step"].item()
+        taken = alg.motion_prior.own_optimizer.state_dict()["state"][0]["step"].item()
         assert taken == 30 * 8 if limit == 1.0 else 30 * 8 * 0.25 < taken < 30 * 8 * 0.6
         assert stats["amp/accuracy"] == 1.0
     assert shares == {0.9: 0.25, 1.0: 1.0}
@@ -415,14 +420,14 @@ def test_past_windows_are_mixed_with_fresh_ones(make_appo, collect, noise_env, w
         seen.clear()
         alg.update(iteration)
         assert [len(rows) for rows in seen] == [24, 48, 24]  # expert, policy with as many past ones, penalty
-        assert 0 < alg.prior.replay.num_samples <= 30
+        assert 0 < alg.motion_prior.replay.num_samples <= 30
         assert valid < 24
-    kept = torch.cat([alg.prior.replay.states, alg.prior.replay.next_states], 1)[:, :width]
+    kept = torch.cat([alg.motion_prior.replay.states, alg.motion_prior.replay.next_states], 1)[:, :width]
     assert (kept == kept[:, :1]).all()
     assert kept[:, 0].min() >= 7  # the oldest were overwritten
     other, _ = make_appo(discriminator={"input_dim": width}, amp_replay_buffer_size=30)
     other.load_resume_state(alg.resume_state())
-    assert torch.equal(other.prior.replay.states.sort(0)[0], alg.prior.replay.states.sort(0)[0])
+    assert torch.equal(other.motion_prior.replay.states.sort(0)[0], alg.motion_prior.replay.states.sort(0)[0])
 
 
 def test_before_there_is_a_past_only_fresh_windows_count(make_appo, collect, noise_env):
@@ -445,7 +450,7 @@ def test_normaliser_and_optimizer_are_saved(make_appo, collect, snapshot, differ
     other, _ = make_appo(**settings)
     other.load_state_dict(alg.state_dict())
     assert differing(snapshot(alg), snapshot(other)) == []
-    assert next(iter(other.prior.normalizers.values())).count > 0
+    assert next(iter(other.motion_prior.normalizers.values())).count > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -458,4 +463,4 @@ def test_the_config_of_a_run_reaches_the_algorithm(noise_env):
     cfg = APPOConfig(discriminator_loss_coef=0.5, num_learning_epochs=2, discriminator_optimizer="shared")
     alg = APPO(AmpActorCritic(3, 5, 2, amp_discriminator=DISCRIMINATOR), cfg=cfg)
     assert (alg.discriminator_loss_coef, alg.num_learning_epochs) == (0.5, 2)
-    assert alg.prior.optimizer is None
+    assert alg.motion_prior.own_optimizer is None

@@ -29,7 +29,7 @@ def one_iteration(alg, env, guard):
         guarded(alg.process_step, record)
         obs, critic_obs = record.obs, record.critic_obs
     guarded(alg.compute_returns, critic_obs)
-    for deal in alg.deal()[0]:  # a recurrent pass reads its trajectory counts once, here
+    for deal in alg.sample_minibatches()[0]:  # a recurrent pass reads its trajectory counts once, here
         guarded(alg.learn_step, *deal)
     guarded(alg._update_normalizers)
     alg.rollout.clear()

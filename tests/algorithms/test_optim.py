@@ -57,11 +57,11 @@ def test_steps_are_those_of_the_plain_optimizer(name):  # row P24
 
 @pytest.mark.parametrize("class_name", ["Adam", "NAdam"])  # with parameters in one vector, and each for itself
 @pytest.mark.parametrize("groups", [None, {"actor": {"lr": 0.1}}])
-def test_what_is_clipped_apart_uses_up_nobody_elses_norm(class_name, groups):
+def test_what_is_separately_clipped_uses_up_nobody_elses_norm(class_name, groups):
     torch.manual_seed(0)
     net = Net()
     optimizer = GuardedOptimizer(net, class_name, 0.01, groups, ["critic"])
-    assert [p.shape for p in optimizer.apart] == [(2, 3), (2,)]
+    assert [p.shape for p in optimizer.separate] == [(2, 3), (2,)]
 
     def clipped(scale, largest):
         loss = net.actor(torch.ones(5, 3)).sum() + net.std.sum() + scale * net.critic(torch.ones(5, 3)).sum()

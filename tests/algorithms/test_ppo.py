@@ -55,12 +55,12 @@ def test_defaults_are_the_documented_ones():  # row P05
         "optimizer_class_name": "Adam",
         "schedule": "fixed",
         "desired_kl": 0.01,
-        "device": "cpu",
         "empirical_normalization": False,
     }
-    parameters = inspect.signature(PPO).parameters
-    assert {name: parameters[name].default for name in documented} == documented
-    assert next(iter(parameters)) == "actor_critic"
+    alg = PPO(ActorCritic(1, 1))
+    assert {name: getattr(alg, name) for name in documented} == documented
+    assert alg.device == torch.device("cpu")
+    assert next(iter(inspect.signature(PPO).parameters)) == "actor_critic"
 
 
 @pytest.mark.parametrize(
@@ -222,8 +222,8 @@ def test_the_learning_rate_follows_the_kl(kl, before, after):  # row P17
 
 def count_minibatches(alg):
     calls = []
-    step = alg.descend
-    alg.descend = lambda *loss: calls.append(step(*loss)) or calls[-1]
+    step = alg.optimizer_step
+    alg.optimizer_step = lambda *loss: calls.append(step(*loss)) or calls[-1]
     return calls
 
 
@@ -284,8 +284,8 @@ def test_the_kl_that_stops_is_the_last_passs(make_ppo, collect):
     alg, env = make_ppo(num_learning_epochs=5, num_mini_batches=2, target_kl=0.04, execution="eager")
     collect(alg, env)
     kls = iter([0.01, 0.01, 0.04, 0.05, 0.0, 0.0])  # passes of mean 0.01, then 0.045: the mean of both is below 0.04
-    descend = alg.descend
-    alg.descend = lambda terms, total: descend(terms, total) | {"stats/approx_kl": torch.tensor(next(kls))}
+    descend = alg.optimizer_step
+    alg.optimizer_step = lambda terms, total: descend(terms, total) | {"stats/approx_kl": torch.tensor(next(kls))}
     alg.update(0)
     assert len(list(kls)) == 2
 
@@ -337,7 +337,7 @@ def test_each_loss_reaches_its_own_parameters_by_its_weight(make_ppo, collect, n
         collect(alg, env)
         (batch,) = alg.mini_batches()
         alg.loss_weights = dict.fromkeys(alg.loss_weights, 0.0) | {name: weight}
-        alg.weigh(alg.compute_losses(batch).losses).backward()
+        alg.weighted_sum(alg.compute_losses(batch).losses).backward()
         return {key: p.grad.clone() for key, p in alg.policy.named_parameters() if p.grad is not None and p.grad.any()}
 
     once, twice = gradient(1.0), gradient(2.0)
@@ -352,7 +352,7 @@ def test_each_loss_reaches_its_own_parameters_by_its_weight(make_ppo, collect, n
 def test_a_loss_without_a_weight_is_an_error(make_ppo):
     alg, _ = make_ppo()
     with pytest.raises(KeyError, match="mimic_loss"):
-        alg.weigh({"mimic_loss": torch.ones(())})
+        alg.weighted_sum({"mimic_loss": torch.ones(())})
 
 
 def test_gradients_are_clipped_before_the_step(make_ppo, collect):  # row P16

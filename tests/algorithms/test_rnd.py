@@ -5,7 +5,7 @@ import torch
 
 from canter.algorithms.optim import backward
 from canter.algorithms.ppo import PPO
-from canter.algorithms.rnd import RND, RNDConfig
+from canter.algorithms.rnd import RNDConfig, RNDModel
 
 LINEAR = {"mode": "linear", "initial_step": 2, "final_step": 6, "final_value": 0.0}
 
@@ -13,7 +13,7 @@ LINEAR = {"mode": "linear", "initial_step": 2, "final_step": 6, "final_value": 0
 def made(**settings):
     torch.manual_seed(0)
     dims = {"predictor_hidden_dims": (8,), "target_hidden_dims": (8,), "num_outputs": 4}
-    return RND(RNDConfig(**{"num_states": 3, "num_envs": 5, "weight": 2.0, **dims, **settings}))
+    return RNDModel(RNDConfig(**{"num_states": 3, "num_envs": 5, "weight": 2.0, **dims, **settings}))
 
 
 def test_the_reward_is_the_weighted_distance_between_target_and_predictor():  # section 7.8
@@ -115,10 +115,10 @@ def test_ppo_adds_the_reward_for_the_state_reached(make_ppo):
         alg.act(obs, critic_obs)
         record = env.step(None)
         reached = torch.where(record.done[:, None], record.final_critic_obs, record.critic_obs)
-        novelty = torch.linalg.vector_norm(alg.rnd.target(reached) - alg.rnd.predictor(reached), dim=-1)
+        novelty = torch.linalg.vector_norm(alg.rnd.model.target(reached) - alg.rnd.model.predictor(reached), dim=-1)
         alg.process_step(record)
         torch.testing.assert_close(alg.rollout.rewards[step, :, 0], record.reward + 3.0 * novelty.detach())
-    assert alg.rnd.cfg.num_states == 5  # the critic's observation
+    assert alg.rnd.model.cfg.num_states == 5  # the critic's observation
 
 
 def test_ppo_bootstraps_after_adding_the_reward(make_ppo):
@@ -127,7 +127,7 @@ def test_ppo_bootstraps_after_adding_the_reward(make_ppo):
     ended = torch.ones(4, dtype=torch.bool)
     record = env.step(None)._replace(truncated=ended, terminated=~ended)
     final = record.final_critic_obs
-    novelty = torch.linalg.vector_norm(alg.rnd.target(final) - alg.rnd.predictor(final), dim=-1)
+    novelty = torch.linalg.vector_norm(alg.rnd.model.target(final) - alg.rnd.model.predictor(final), dim=-1)
     alg.process_step(record)
     expected = record.reward + 3.0 * novelty + 0.5 * alg.policy.value(final)[0].squeeze(-1)
     torch.testing.assert_close(alg.rollout.rewards[0, :, 0], expected.detach())
@@ -135,10 +135,10 @@ def test_ppo_bootstraps_after_adding_the_reward(make_ppo):
 
 def test_an_update_trains_the_predictor_and_reports(make_ppo, collect):
     alg, env = make_ppo("mlp", num_learning_epochs=2, num_mini_batches=2, rnd_cfg={"weight": 0.5})
-    before = [p.detach().clone() for p in alg.rnd.predictor.parameters()]
+    before = [p.detach().clone() for p in alg.rnd.model.predictor.parameters()]
     collect(alg, env)
     losses, stats = alg.update(0)
-    assert not any(torch.equal(a, b) for a, b in zip(before, alg.rnd.predictor.parameters(), strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(before, alg.rnd.model.predictor.parameters(), strict=True))
     assert stats["rnd/weight"] == 0.5
     assert stats["rnd/mean_intrinsic_reward"] > 0
     assert losses["rnd_loss"] > 0
@@ -147,14 +147,14 @@ def test_an_update_trains_the_predictor_and_reports(make_ppo, collect):
     env.step = lambda actions: rewards.append(step(actions)) or rewards[-1]
     collect(alg, env)
     _, stats = alg.update(1)
-    assert alg.rnd.steps == 12
+    assert alg.rnd.model.steps == 12
     mean = torch.stack([record.reward for record in rewards]).mean()
     assert stats["rnd/mean_extrinsic_reward"] == pytest.approx(float(mean), rel=1e-5)  # of this rollout alone
 
 
 def test_without_settings_there_is_none(make_ppo):  # row P29
     alg, _ = make_ppo("mlp")
-    assert alg.rnd is None
+    assert "rnd" not in alg.extensions
     assert not any(name.startswith("rnd") for name in alg.state_dict())
 
 
@@ -169,7 +169,7 @@ def test_its_state_is_saved_and_restored(make_ppo, collect, snapshot, differing)
     assert differing(snapshot(alg), snapshot(other))
     other.load_state_dict(state)
     assert differing(snapshot(alg), snapshot(other)) == []
-    assert other.rnd.steps == 6
+    assert other.rnd.model.steps == 6
 
 
 def test_a_setting_that_does_not_exist_is_refused(make_ppo):
@@ -196,7 +196,7 @@ def test_its_weights_come_from_the_algorithms_seed_alone(make_policy, noise_env)
         before = torch.get_rng_state()
         alg.prepare(noise_env("mlp"), 6)
         assert torch.equal(torch.get_rng_state(), before)
-        return torch.cat([p.detach().flatten() for p in alg.rnd.parameters()])
+        return torch.cat([p.detach().flatten() for p in alg.rnd.model.parameters()])
 
     assert torch.equal(weights(3, 1), weights(3, 2))
     assert not torch.equal(weights(3, 1), weights(4, 1))

@@ -56,16 +56,16 @@ def test_each_loss_moves_only_its_own_parameters(kind, num_atoms):
     alg = run(make(kind, num_atoms=num_atoms), 10)
     drawn, noise = next(alg.batches(1)), torch.randn(16, 2)
     before = parts(alg)
-    alg.descend("critic_optimizer", alg.critic_loss(drawn, noise)[0])
+    alg.optimizer_step("critic_optimizer", alg.critic_loss(drawn, noise)[0])
     assert changed(before, parts(alg)) == {"critics"}
     before = parts(alg)
     with frozen(alg.critics):
         loss, _ = alg.actor_loss(drawn, noise)
-    alg.descend("actor_optimizer", loss)
+    alg.optimizer_step("actor_optimizer", loss)
     assert changed(before, parts(alg)) == {"actor"}
     before = parts(alg)
     if kind == "sac":
-        alg.descend("alpha_optimizer", alg.alpha_loss(torch.tensor(0.3)))
+        alg.optimizer_step("alpha_optimizer", alg.alpha_loss(torch.tensor(0.3)))
         assert changed(before, parts(alg)) == {"temperature"}
         before = parts(alg)
     alg.follow()
@@ -113,7 +113,7 @@ def test_the_temperature_falls_above_the_entropy_aimed_at_and_rises_below():
     alg = make()
     for log_prob, sign in ((-(alg.entropy_aim + 1.0), -1), (-(alg.entropy_aim - 1.0), 1)):
         before = alg.temperature.log_alpha.item()
-        alg.descend("alpha_optimizer", alg.alpha_loss(torch.tensor(log_prob)))
+        alg.optimizer_step("alpha_optimizer", alg.alpha_loss(torch.tensor(log_prob)))
         assert math.copysign(1, alg.temperature.log_alpha.item() - before) == sign
 
 

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from canter.algorithms.ppo import PPO
-from canter.algorithms.symmetry import Symmetry
 from canter.envs.torch_envs import PointRobot
 from canter.modules.actor_critic import ActorCritic
 
@@ -33,7 +32,7 @@ def test_augmented_losses_are_the_mean_of_both_images(make_ppo, collect):
     collect(alg, env)
     batch = batch_of(alg)
     image = alg.symmetry.mirrored(batch)
-    both = [alg.loss_terms(b, alg.batch_output(b)) for b in (batch, image)]
+    both = [alg.ppo_terms(b, alg.batch_output(b)) for b in (batch, image)]
     given = alg.compute_losses(batch)
     for name in ("surrogate_loss", "value_loss"):
         assert both[0].losses[name] != both[1].losses[name]
@@ -58,7 +57,7 @@ def test_the_mirror_loss_is_the_squared_difference_of_means(make_ppo, collect):
     plain = alg.loss_terms(batch, alg.batch_output(batch)).losses
     assert given["surrogate_loss"] == plain["surrogate_loss"]
     total = plain["surrogate_loss"] + plain["value_loss"] + 0.5 * expected
-    torch.testing.assert_close(alg.weigh(given), total)
+    torch.testing.assert_close(alg.weighted_sum(given), total)
 
 
 def test_a_symmetric_policy_has_no_mirror_loss_and_the_same_losses_on_both_sides(make_ppo, collect):
@@ -99,7 +98,7 @@ def test_memories_of_mirror_images_follow_the_rollout(make_ppo, collect, noise_e
             stepped.append({**out.params, "value": out.value})
             ended = alg.rollout.dones[t].view(-1, 1, 1, 1)
             hidden = {name: state.masked_fill(ended, 0.0) for name, state in out.hidden.items()}
-        for envs, total in alg.rollout.deal_envs(2):
+        for envs, total in alg.rollout.env_minibatches(2):
             image = alg.symmetry.mirrored(alg.rollout.take_envs(envs, total))
             out = alg.batch_output(image)
             for name, value in {**out.params, "value": out.value}.items():
@@ -135,14 +134,14 @@ def test_components_are_those_of_the_environment():
     policy = ActorCritic(6, 9, 2, obs_segments=env.obs_segments, critic_obs_segments=env.critic_obs_segments)
     flip = {"velocity": [1, -1], "command": [1, -1], "last_action": [1, -1]}
     critic = {**flip, "true_velocity": [1, -1], "friction": "same"}
-    made = Symmetry({"obs": flip, "critic_obs": critic, "actions": [1, -1]}, policy, "cpu")
+    made = PPO(policy, symmetry_cfg={"obs": flip, "critic_obs": critic, "actions": [1, -1]}).symmetry
     assert made.critic_obs.signs == [1, -1, 1, -1, 1, -1, 1, -1, 1]
     with pytest.raises(ValueError, match="give symmetry_cfg critic_obs mirrors"):
-        Symmetry({"obs": flip, "actions": [1, -1]}, policy, "cpu")
+        PPO(policy, symmetry_cfg={"obs": flip, "actions": [1, -1]}).symmetry
     with pytest.raises(
         ValueError, match=r"critic_obs has a mirror for each .* missing \['friction', 'true_velocity'\]"
     ):
-        Symmetry({"obs": flip, "critic_obs": flip, "actions": [1, -1]}, policy, "cpu")
+        PPO(policy, symmetry_cfg={"obs": flip, "critic_obs": flip, "actions": [1, -1]}).symmetry
 
 
 def test_a_symmetry_that_does_nothing_or_is_misspelt_is_refused(make_ppo):
@@ -162,5 +161,5 @@ def test_an_actor_and_a_critic_given_apart_call_their_observation_obs(make_ppo):
 
     space = spaces.Box(-1, 1, (3,))
     pair = build_pair(space, space, spaces.Box(-1, 1, (2,)), MLPActor, MLPCritic)
-    made = Symmetry({"obs": {"obs": [1, -1, 1]}, "actions": [1, -1]}, pair, "cpu")
+    made = PPO(pair, symmetry_cfg={"obs": {"obs": [1, -1, 1]}, "actions": [1, -1]}).symmetry
     assert made.critic_obs.signs == [1, -1, 1]

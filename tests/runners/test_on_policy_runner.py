@@ -131,7 +131,7 @@ def test_an_agent_that_moves_to_other_environments_keeps_what_it_has_seen():
 def test_the_config_of_a_ready_agent_is_its_own():
     agent = PPO(ActorCritic(6, 9, 2, actor_hidden_dims=[8], critic_hidden_dims=[8]), clip_param=0.1, learning_rate=0.5)
     agent.lr.fill_(0.25)
-    agent.learning_rate = 0.25  # where a schedule has moved it
+    agent.read_learning_rate()  # a schedule has moved it
     config = OnPolicyRunner(PointRobot(3), agent, show_progress=False).config()["algorithm"]
     assert (config["clip_param"], config["learning_rate"], config["num_learning_epochs"]) == (0.1, 0.5, 1)
 

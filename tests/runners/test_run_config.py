@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from canter.algorithms import PPO, REGISTRY, PPOConfig, register_algorithm
-from canter.algorithms.settings import PPOSettings, RunSettings
+from canter.algorithms.ppo import PPOSettings, RunSettings
 from canter.envs.torch_envs import PointRobot
 from canter.modules.actor_critic import ActorCritic
 from canter.modules.actors import MLPActor, MLPCritic

@@ -15,7 +15,7 @@ from canter.algorithms.foreign import import_state
 from canter.envs.vec_env import StepRecord
 from canter.envs.wrap import wrap_env
 from canter.utils.checkpoint import check_compatible
-from canter.utils.config import check_value, combined_settings, setting, settings
+from canter.utils.config import check_settings, check_value, combined_settings, setting, settings
 from canter.utils.devices import resolve_device
 from canter.utils.graphs import Executor
 
@@ -52,7 +52,7 @@ class CommonRunSettings:
     callback_errors: str = "raise"
     """Handling of an exception in a callback: "raise" or "warn"."""
     trial_metric: str | None = None
-    """Metric reported to a hyper-parameter search; None: velrmsd if the environment has it, else episode/mean_reward."""
+    """Metric for a hyper-parameter search; None: velrmsd where the environment has it, else episode/mean_reward."""
     git_diff: bool = True
     """Keep the diff of uncommitted changes in the run directory; it is never sent to a logging service."""
 
@@ -119,8 +119,9 @@ class Algorithm:
     def _own_config(self, cfg: Any, given: Mapping[str, Any]) -> Any:
         """A config of this object's own: a copy of `cfg` with the settings it lacks, or the documented defaults."""
         wanted = self.full_settings_class()
+        given = check_settings(type(self).__name__, given, field_names(wanted))
         if cfg is None:
-            return combined_settings(type(self).__name__, wanted)(**given)
+            return wanted(**given)
         values = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
         for name in given.keys() & values.keys():
             raise ValueError(f"give {name} in cfg, not beside it")
@@ -150,7 +151,8 @@ class Algorithm:
         field = fields[name]
         if field.metadata.get("fixed"):
             owner = type(self).__name__
-            raise AttributeError(f"{owner} was built with {name}={getattr(self, name)!r}; make a new {owner} to change it")
+            built = f"{name}={getattr(self, name)!r}"
+            raise AttributeError(f"{owner} was built with {built}; make a new {owner} to change it")
         setattr(self._holder(name), name, check_value(type(self).__name__, field, value))
         self.sync_settings()
 

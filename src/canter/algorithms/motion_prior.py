@@ -88,7 +88,8 @@ class MotionPrior(Extension):
     def attach(self, alg: Any) -> None:
         """Build the optimizer, the normalisers and the expert data."""
         super().attach(alg)
-        cfg, self.discriminator = self.cfg, getattr(alg.policy, "discriminator", None)
+        cfg = self.cfg
+        self.discriminator: Any = getattr(alg.policy, "discriminator", None)
         if self.discriminator is None:
             raise ValueError(
                 f"{type(alg).__name__} needs a policy with a discriminator, such as AmpActorCritic; "

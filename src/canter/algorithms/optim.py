@@ -59,9 +59,7 @@ class GuardedOptimizer:
         separate: Sequence[str] = (),
         excluded: Sequence[str] = (),
     ) -> None:
-        named = {
-            name: p for name, p in module.named_parameters() if p.requires_grad and not has_prefix(name, excluded)
-        }
+        named = {name: p for name, p in module.named_parameters() if p.requires_grad and not has_prefix(name, excluded)}
         self.parameters = list(named.values())
         device = self.parameters[0].device
         cls: Any = optimizer_class(class_name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections import defaultdict
@@ -184,7 +183,11 @@ class PPO(Algorithm):
         self.lr, self._learning_rate = self.optimizer.lr, self.cfg.learning_rate
         self.clip = torch.tensor(self.cfg.clip_param, device=self.device)
         self.clip_fraction_left = 1.0
-        self.loss_weights: dict[str, float | Tensor] = {"surrogate_loss": 1.0}
+        self.loss_weights: dict[str, float | Tensor] = {
+            "surrogate_loss": 1.0,
+            "value_loss": self.live.value_loss_coef,
+            "entropy": self.live.entropy_coef,
+        }
         self.known_weights: dict[str, float] = {}
         self.zero_weights: frozenset[str] = frozenset()
         self.std_bounds: dict[tuple[float, ...], Tensor] = {}
@@ -515,7 +518,6 @@ class PPO(Algorithm):
 
         Terms that cannot be compiled (`Extension.late_terms`) are left out where `optimizer_step` adds them.
         """
-        minibatch.learned = minibatch.valid
         for extension in self.extensions.values():
             extension.before_forward(minibatch)
         terms = self.loss_terms(minibatch, self.batch_output(minibatch))
@@ -531,10 +533,8 @@ class PPO(Algorithm):
 
     def loss_terms(self, batch: MiniBatch, out: PolicyOutput) -> Terms:
         """Every loss term, of PPO and of the extensions. A subclass adds to it through super()."""
-        if self.uses_rewards:
-            terms = self.ppo_terms(batch, out)
-        else:
-            terms = Terms({}, {}, {"kl": torch.zeros_like(self.lr)})  # 0 leaves an adaptive learning rate unchanged
+        without_rewards = Terms({}, {}, {"kl": torch.zeros_like(self.lr)})  # 0 leaves an adaptive rate unchanged
+        terms = self.ppo_terms(batch, out) if self.uses_rewards else without_rewards
         for extension in self.extensions.values():
             extension.loss_terms(terms, batch, out)
         return terms
@@ -542,13 +542,13 @@ class PPO(Algorithm):
     def ppo_terms(self, batch: MiniBatch, out: PolicyOutput) -> Terms:
         """Surrogate loss, value loss and entropy of a minibatch."""
         distribution, clip, cfg = self.policy.distribution, self.clip, self.cfg
-        advantages = batch.advantages.squeeze(-1)
+        advantages, learned = batch.advantages.squeeze(-1), batch.valid if batch.learned is None else batch.learned
         if cfg.normalize_advantage_per_mini_batch:
-            advantages = normalize_advantages(advantages, batch.learned)
+            advantages = normalize_advantages(advantages, learned)
         log_ratio = distribution.log_prob(out.params, batch.actions) - batch.old_actions_log_prob.squeeze(-1)
-        if batch.learned is not None:  # the mean leaves these out, but not the NaN gradient of a ratio that overflows
-            log_ratio = log_ratio.masked_fill(~batch.learned, 0.0)
-            advantages = advantages.masked_fill(~batch.learned, 0.0)
+        if learned is not None:  # the mean leaves these out, but not the NaN gradient of a ratio that overflows
+            log_ratio = log_ratio.masked_fill(~learned, 0.0)
+            advantages = advantages.masked_fill(~learned, 0.0)
         ratio = log_ratio.exp()
         surrogate = -advantages * ratio
         # The larger of this and the clipped one: only the bound on the advantage's side can be reached (eq. 7).
@@ -586,9 +586,13 @@ class PPO(Algorithm):
             if f"{name}_coef" not in self.setting_fields:
                 raise KeyError(f"loss {name!r} has no weight: set loss_weights[{name!r}] or declare {name}_coef")
             self.loss_weights[name] = getattr(self.live, f"{name}_coef")
-        # A loss of weight zero is only reported: without its gradient the backward pass is shorter.
-        parts = [loss * self.loss_weights[name] for name, loss in losses.items() if name not in self.zero_weights]
-        return functools.reduce(torch.add, parts) if parts else next(iter(losses.values())) * 0.0
+        total = None
+        for name, loss in losses.items():
+            weight = self.loss_weights[name]
+            # A loss of weight zero is only reported: without its gradient the backward pass is shorter.
+            if not (name in self.zero_weights if torch.is_tensor(weight) else weight == 0.0):
+                total = loss * weight if total is None else total + loss * weight
+        return next(iter(losses.values())) * 0.0 if total is None else total
 
     def optimizer_step(self, terms: Terms, total: Tensor) -> dict[str, Tensor]:
         """Minimise the total loss by one step of every optimizer; returns the losses and statistics."""
@@ -663,13 +667,13 @@ class PPO(Algorithm):
         self.clip.fill_(self.cfg.clip_param * self.clip_fraction_left)
         self.min_std, self.max_std = self._std_bound("clip_min_std"), self._std_bound("clip_max_std")
         for name, weight in list(self.loss_weights.items()):
-            if isinstance(weight, float | int):
-                if self.known_weights.setdefault(name, weight) != weight:  # it is being changed: keep it on the device
-                    self.loss_weights[name] = torch.tensor(float(weight), device=self.device)
+            is_number = not torch.is_tensor(weight)
+            if is_number and self.known_weights.setdefault(name, weight) != weight:  # changed: keep it on the device
+                self.loss_weights[name] = torch.tensor(float(weight), device=self.device)
         floats = {name: w for name, w in self.loss_weights.items() if not torch.is_tensor(w)}
+        zeros = [getattr(self.live, name) for name, value in self.live_values.items() if value == 0.0]
         self.zero_weights = frozenset(
-            [name for name, weight in floats.items() if weight == 0.0]
-            + [f.removesuffix("_coef") for f, value in self.live_values.items() if value == 0.0 and f.endswith("_coef")]
+            name for name, weight in self.loss_weights.items() if any(weight is zero for zero in zeros)
         )
         modules = [m for part in (self.policy, self.return_scaler) if part is not None for m in part.modules()]
         tensors = tuple((p.data_ptr(), p.requires_grad) for p in self.policy.parameters())  # layers frozen or replaced

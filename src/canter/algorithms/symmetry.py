@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from gymnasium import spaces
 from torch import Tensor
 

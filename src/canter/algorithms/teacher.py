@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +214,9 @@ class Teacher(Extension):
             for name, state in hidden.items():
                 state.copy_(after[name])
             sampled = self.cfg.action_labels_from_sample
-            labels.append(policy.distribution.sample(params, generator) if sampled else policy.distribution.mode(params))
+            labels.append(
+                policy.distribution.sample(params, generator) if sampled else policy.distribution.mode(params)
+            )
         if len(labels) == 1:
             return labels[0]
         return torch.stack(labels, 1)[torch.arange(len(labels[0]), device=labels[0].device), self.selected(obs)]
