@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from canter.algorithms import APPO, ATPPO, DQN, PPO, SAC, TD3, TPPO, EstimatorPPO, EstimatorTPPO, PPOConfig
+from canter.algorithms import APPO, ATPPO, PPO, TPPO, EstimatorPPO, EstimatorTPPO, PPOConfig
 from canter.algorithms import REGISTRY, register_algorithm
 from canter.algorithms.algorithm import Algorithm
 from canter.algorithms.extension import Extension

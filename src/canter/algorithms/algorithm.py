@@ -15,7 +15,7 @@ from canter.algorithms.foreign import import_state
 from canter.envs.vec_env import StepRecord
 from canter.envs.wrap import wrap_env
 from canter.utils.checkpoint import check_compatible
-from canter.utils.config import check_settings, check_value, combined_settings, setting, settings
+from canter.utils.config import check_settings, check_value, combined_settings, declared_kinds, setting, settings
 from canter.utils.devices import resolve_device
 from canter.utils.graphs import Executor
 
@@ -166,7 +166,7 @@ class Algorithm:
         key: list[Any] = []
         for name, field in self.setting_fields.items():
             value = getattr(self._holder(name), name)
-            if "float" in str(field.type) and not isinstance(value, (tuple, list, str)) and not callable(value):
+            if "float" in declared_kinds(field) and not isinstance(value, (tuple, list, str)) and not callable(value):
                 key.append(value and True)  # None, zero, or neither: a loss of weight zero is left out
                 if value is not None and self.live_values.get(name) != value:
                     self._set_live(name, float(value))
@@ -179,8 +179,12 @@ class Algorithm:
         if hasattr(self.live, name):
             getattr(self.live, name).fill_(value)
         else:
-            with torch.inference_mode(False):
-                setattr(self.live, name, torch.tensor(value, device=self.device))
+            setattr(self.live, name, self.device_scalar(value))
+
+    def device_scalar(self, value: float) -> torch.Tensor:
+        """A 0-dim tensor that recorded functions read; `fill_` changes it."""
+        with torch.inference_mode(False):
+            return torch.tensor(float(value), device=self.device)
 
     def recording_key(self) -> tuple[Any, ...]:
         """What else recorded functions depend on, as hashable values. Extended by subclasses."""

@@ -181,7 +181,7 @@ class PPO(Algorithm):
             excluded=[name for e in self.extensions.values() for name in e.excluded_parameters(self.policy)],
         )
         self.lr, self._learning_rate = self.optimizer.lr, self.cfg.learning_rate
-        self.clip = torch.tensor(self.cfg.clip_param, device=self.device)
+        self.clip = self.device_scalar(self.cfg.clip_param)
         self.clip_fraction_left = 1.0
         self.loss_weights: dict[str, float | Tensor] = {
             "surrogate_loss": 1.0,
@@ -462,8 +462,7 @@ class PPO(Algorithm):
         for extension in extensions:
             extension.begin_update(self.current_learning_iteration)
         self.sync_settings()
-        mode = tuple(extension.recording_key() for extension in extensions)  # in another mode losses have other names
-        self.meter = self.meters.setdefault(mode, MeanMeter())
+        self.meter = self.meters.setdefault(self.executor.constants, MeanMeter())  # other settings, other names
         self.meter.reset()
         target_kl = self.cfg.target_kl if self.uses_rewards else None
         for minibatches in self.sample_minibatches(self.cfg.num_learning_epochs):
@@ -669,7 +668,7 @@ class PPO(Algorithm):
         for name, weight in list(self.loss_weights.items()):
             is_number = not torch.is_tensor(weight)
             if is_number and self.known_weights.setdefault(name, weight) != weight:  # changed: keep it on the device
-                self.loss_weights[name] = torch.tensor(float(weight), device=self.device)
+                self.loss_weights[name] = self.device_scalar(weight)
         floats = {name: w for name, w in self.loss_weights.items() if not torch.is_tensor(w)}
         zeros = [getattr(self.live, name) for name, value in self.live_values.items() if value == 0.0]
         self.zero_weights = frozenset(

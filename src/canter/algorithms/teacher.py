@@ -140,12 +140,12 @@ class Teacher(Extension):
         for purpose in ("teacher", "resample"):
             alg.new_generator(purpose)
         self.act_prob = GET_PROB_FUNC(cfg.teacher_act_prob, cfg.update_times_scale)
-        self.teacher_prob = torch.tensor(self.act_prob(0), device=alg.device)
+        self.teacher_prob = alg.device_scalar(self.act_prob(0))
         self.use_teacher_act_mask = torch.zeros(0, dtype=torch.bool, device=alg.device)
         self.policies = self._load_policies()
         self.hidden: list[dict[str, Tensor]] = []
         self.ids = self._id_columns()
-        alg.loss_weights["distillation_loss"] = torch.tensor(self._distillation_coef(0), device=alg.device)
+        alg.loss_weights["distillation_loss"] = alg.device_scalar(self._distillation_coef(0))
         for student in cfg.distill_latent_obs_component_mapping or {}:
             alg.loss_weights[f"distill_latent_{student}"] = alg.live.distill_latent_coef
             for owner, policy in (("student", alg.policy), *(("teacher", policy) for policy in self.policies[:1])):

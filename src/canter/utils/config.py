@@ -96,12 +96,19 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def declared_kinds(field: dataclasses.Field[Any]) -> list[str]:
+    """Names of the types a setting may have, whether its module evaluates annotations or not."""
+    declared: Any = field.type
+    text = declared.__name__ if isinstance(declared, type) else str(declared)
+    return [kind.strip() for kind in text.split("|")]
+
+
 def check_value(owner: str, field: dataclasses.Field[Any], value: Any) -> Any:
     """Return the value converted to the declared type, or raise an error that names the setting and its range.
 
     A number may be given as text, because YAML reads 1e-4 as text.
     """
-    kinds = {kind.strip() for kind in str(field.type).split("|")}
+    kinds = set(declared_kinds(field))
     if kinds <= set(KINDS):
         if isinstance(value, str) and "str" not in kinds and kinds & {"int", "float"}:
             with contextlib.suppress(ValueError):
