@@ -336,8 +336,9 @@ def test_each_loss_reaches_its_own_parameters_by_its_weight(make_ppo, collect, n
         alg, env = make_ppo()
         collect(alg, env)
         (batch,) = alg.mini_batches()
-        alg.loss_weights = dict.fromkeys(alg.loss_weights, 0.0) | {name: weight}
-        alg.weighted_sum(alg.compute_losses(batch).losses).backward()
+        terms = alg.compute_losses(batch)
+        alg.loss_weights.update(dict.fromkeys(terms.losses, 0.0) | {name: weight})
+        alg.weighted_sum(terms.losses).backward()
         return {key: p.grad.clone() for key, p in alg.policy.named_parameters() if p.grad is not None and p.grad.any()}
 
     once, twice = gradient(1.0), gradient(2.0)

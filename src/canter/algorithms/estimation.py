@@ -8,7 +8,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from canter.algorithms.extension import Extension, Terms
+from canter.algorithms.extension import Extension
+from canter.algorithms.losses import Terms
 from canter.modules.policy import PolicyOutput
 from canter.modules.prediction import Estimate, rescale
 from canter.storage.fields import MiniBatch

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from canter.algorithms.losses import Terms
 from canter.envs.vec_env import StepRecord
 from canter.modules.policy import PolicyOutput
 from canter.storage.fields import Field, MiniBatch
 from canter.storage.rollout_storage import RolloutStorage
 from canter.utils.config import settings
 from canter.utils.tree import Obs
-
-
-class Terms(NamedTuple):
-    """Loss terms of a minibatch: losses by name, intermediate results, and statistics to report."""
-
-    losses: dict[str, Tensor]
-    inter_vars: dict[str, Any]
-    stats: dict[str, Tensor]
 
 
 @settings

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canter.algorithms.extension import Extension, Terms
+from canter.algorithms.extension import Extension
+from canter.algorithms.losses import Terms
 from canter.algorithms.optim import GuardedOptimizer, backward
 from canter.envs.vec_env import StepRecord
 from canter.modules.normalizer import EmpiricalNormalization

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from canter.algorithms.algorithm import Algorithm, AlgorithmSettings, CommonRunSettings
-from canter.algorithms.extension import Extension, Terms, overrides
+from canter.algorithms.extension import Extension, overrides
+from canter.algorithms.losses import LossWeights, Terms
 from canter.algorithms.optim import GuardedOptimizer, backward
 from canter.algorithms.rnd import RND, RNDSettings
 from canter.algorithms.symmetry import Symmetry, SymmetrySettings
@@ -183,13 +184,7 @@ class PPO(Algorithm):
         self.lr, self._learning_rate = self.optimizer.lr, self.cfg.learning_rate
         self.clip = self.device_scalar(self.cfg.clip_param)
         self.clip_fraction_left = 1.0
-        self.loss_weights: dict[str, float | Tensor] = {
-            "surrogate_loss": 1.0,
-            "value_loss": self.live.value_loss_coef,
-            "entropy": self.live.entropy_coef,
-        }
-        self.known_weights: dict[str, float] = {}
-        self.zero_weights: frozenset[str] = frozenset()
+        self.loss_weights = LossWeights(self)
         self.std_bounds: dict[tuple[float, ...], Tensor] = {}
         self.storage: RolloutStorage | None = None
         self.transition = Transition()
@@ -580,18 +575,8 @@ class PPO(Algorithm):
         return Terms(losses, inter_vars, stats)
 
     def weighted_sum(self, losses: Mapping[str, Tensor]) -> Tensor:
-        """The sum of the losses, each times its weight; a loss without a weight is an error."""
-        for name in losses.keys() - self.loss_weights.keys():
-            if f"{name}_coef" not in self.setting_fields:
-                raise KeyError(f"loss {name!r} has no weight: set loss_weights[{name!r}] or declare {name}_coef")
-            self.loss_weights[name] = getattr(self.live, f"{name}_coef")
-        total = None
-        for name, loss in losses.items():
-            weight = self.loss_weights[name]
-            # A loss of weight zero is only reported: without its gradient the backward pass is shorter.
-            if not (name in self.zero_weights if torch.is_tensor(weight) else weight == 0.0):
-                total = loss * weight if total is None else total + loss * weight
-        return next(iter(losses.values())) * 0.0 if total is None else total
+        """The sum of the losses, each times its entry in `loss_weights`."""
+        return self.loss_weights.weighted_sum(losses)
 
     def optimizer_step(self, terms: Terms, total: Tensor) -> dict[str, Tensor]:
         """Minimise the total loss by one step of every optimizer; returns the losses and statistics."""
@@ -665,20 +650,11 @@ class PPO(Algorithm):
         self.optimizer.take_assigned_rates()
         self.clip.fill_(self.cfg.clip_param * self.clip_fraction_left)
         self.min_std, self.max_std = self._std_bound("clip_min_std"), self._std_bound("clip_max_std")
-        for name, weight in list(self.loss_weights.items()):
-            is_number = not torch.is_tensor(weight)
-            if is_number and self.known_weights.setdefault(name, weight) != weight:  # changed: keep it on the device
-                self.loss_weights[name] = self.device_scalar(weight)
-        floats = {name: w for name, w in self.loss_weights.items() if not torch.is_tensor(w)}
-        zeros = [getattr(self.live, name) for name, value in self.live_values.items() if value == 0.0]
-        self.zero_weights = frozenset(
-            name for name, weight in self.loss_weights.items() if any(weight is zero for zero in zeros)
-        )
         modules = [m for part in (self.policy, self.return_scaler) if part is not None for m in part.modules()]
         tensors = tuple((p.data_ptr(), p.requires_grad) for p in self.policy.parameters())  # layers frozen or replaced
         modes = tuple(module.training for module in modules)
         own = tuple(extension.recording_key() for extension in self.extensions.values())
-        return (*floats.items(), self.zero_weights, modes, tensors, own)
+        return (*self.loss_weights.sync(), modes, tensors, own)
 
     def _std_bound(self, name: str) -> Tensor | None:
         bound = getattr(self.cfg, name)

@@ -7,7 +7,8 @@ from typing import Any
 from gymnasium import spaces
 from torch import Tensor
 
-from canter.algorithms.extension import Extension, Terms
+from canter.algorithms.extension import Extension
+from canter.algorithms.losses import Terms
 from canter.algorithms.mirrors import ActionMirror, BetaMirror, observation_mirror
 from canter.modules.distributions import Beta
 from canter.modules.memory import Carried

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from canter.algorithms.extension import Extension, Terms
+from canter.algorithms.extension import Extension
 from canter.algorithms.foreign import import_state
+from canter.algorithms.losses import Terms
 from canter.algorithms.ppo import PPOSettings
 from canter.algorithms.schedules import GET_PROB_FUNC
 from canter.envs.vec_env import StepRecord
