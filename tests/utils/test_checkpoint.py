@@ -55,7 +55,7 @@ def quiet_newest(directory):
         return newest_valid_checkpoint(directory)
 
 
-def test_round_trip_is_bitwise_and_plain_torch_reads_the_file(tmp_path):  # rows R12, L18, L21
+def test_round_trip_is_bitwise_and_plain_torch_reads_the_file(tmp_path):
     path = tmp_path / "model_1.pt"
     state = small_state()
     save_checkpoint(path, state)
@@ -68,10 +68,10 @@ def test_round_trip_is_bitwise_and_plain_torch_reads_the_file(tmp_path):  # rows
         assert torch.equal(saved["exp_avg_sq"], read["exp_avg_sq"])
         assert saved["step"] == read["step"]
     assert "format_version" not in state
-    assert verify_checkpoint(path) == (True, path.stat().st_size)
+    assert verify_checkpoint(path) is True
 
 
-def test_map_location_is_honoured(tmp_path):  # row R13
+def test_map_location_is_honoured(tmp_path):
     save_checkpoint(tmp_path / "a.pt", {"weight": torch.ones(2)})
     assert load_checkpoint(tmp_path / "a.pt", map_location="meta")["weight"].device.type == "meta"
 
@@ -160,7 +160,7 @@ def test_bytes_after_the_end_are_detected(tmp_path):
 def test_foreign_archive_is_accepted_untrusted_and_its_damage_detected(tmp_path):
     path = tmp_path / "foreign.pt"
     torch.save({"iteration": 7, "actor_state_dict": {"w": torch.arange(1000.0)}}, path)
-    assert verify_checkpoint(path).trusted is False
+    assert verify_checkpoint(path) is False
     assert load_checkpoint(path)["iteration"] == 7
     data = path.read_bytes()
     inside = data.index(torch.arange(1000.0).numpy().tobytes()) + 2000
@@ -169,7 +169,7 @@ def test_foreign_archive_is_accepted_untrusted_and_its_damage_detected(tmp_path)
         load_checkpoint(path)
 
 
-def test_pickle_that_runs_code_is_refused(tmp_path):  # row L21
+def test_pickle_that_runs_code_is_refused(tmp_path):
     class Bomb:
         def __reduce__(self):
             return (os.mkdir, (str(tmp_path / "ran"),))

@@ -17,7 +17,7 @@ def obs():
     return 100 * torch.arange(2.0).view(2, 1) + torch.arange(8.0)  # value = 100 * row + column
 
 
-def test_segments_follow_one_another():  # row O01
+def test_segments_follow_one_another():
     layout = ObsLayout(SEGMENTS)
     assert [layout.slice(name) for name in "abc"] == [slice(0, 3), slice(3, 7), slice(7, 8)]
     assert layout.shapes == {"a": (3,), "b": (2, 2), "c": (1,)}
@@ -25,7 +25,7 @@ def test_segments_follow_one_another():  # row O01
     assert layout.size(["c", "b"]) == 5
 
 
-def test_ints_lists_and_numpy_integers_become_tuples_of_ints():  # row O06
+def test_ints_lists_and_numpy_integers_become_tuples_of_ints():
     layout = ObsLayout({"x": 3, "y": list(np.array([2, 2])), "z": np.int64(4), "s": ()})
     assert layout.shapes == {"x": (3,), "y": (2, 2), "z": (4,), "s": ()}
     assert all(type(n) is int for shape in layout.shapes.values() for n in shape)
@@ -34,7 +34,7 @@ def test_ints_lists_and_numpy_integers_become_tuples_of_ints():  # row O06
 
 
 @pytest.mark.parametrize("error", [KeyError, AssertionError, UnknownSegmentError])
-def test_unknown_names_are_errors_that_list_the_known(error, obs):  # row O02
+def test_unknown_names_are_errors_that_list_the_known(error, obs):
     layout = ObsLayout(SEGMENTS)
     for call in (
         lambda: layout.slice("zz"),
@@ -46,7 +46,7 @@ def test_unknown_names_are_errors_that_list_the_known(error, obs):  # row O02
             call()
 
 
-def test_take_keeps_segment_order_and_takes_each_once(obs):  # row O03
+def test_take_keeps_segment_order_and_takes_each_once(obs):
     layout = ObsLayout(SEGMENTS)
     assert layout.take(obs, ["c", "a", "c"])[1].tolist() == [100, 101, 102, 107]
     assert layout.take(obs, "b")[0].tolist() == [3, 4, 5, 6]
@@ -54,7 +54,7 @@ def test_take_keeps_segment_order_and_takes_each_once(obs):  # row O03
     assert layout.take(obs.expand(5, 2, 8), ["a", "c"]).shape == (5, 2, 4)
 
 
-def test_put_changes_the_named_columns_of_a_copy(obs):  # row O04
+def test_put_changes_the_named_columns_of_a_copy(obs):
     layout = ObsLayout(SEGMENTS)
     before = obs.clone()
     out = layout.put(obs, ["c", "a"], torch.tensor([-1.0, -2.0, -3.0, -4.0]).expand(2, 4))

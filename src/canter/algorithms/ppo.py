@@ -18,8 +18,8 @@ from canter.envs.wrap import wrap_env
 from canter.modules.policy import Policy, PolicyOutput
 from canter.storage.fields import MiniBatch
 from canter.utils.config import settings
-from canter.utils.devices import resolve_device
 from canter.utils.returns import normalize_advantages
+from canter.utils.runtime import resolve_device
 
 __all__ = ["PPO", "PPOConfig", "PPOSettings", "Terms"]
 
