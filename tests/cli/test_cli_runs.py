@@ -20,7 +20,7 @@ from canter.cli.plot import label_of
 from canter.cli.runs import load_policy, nearest_task, new_run_directory, read_run, safe_name
 from canter.utils.checkpoint import find_checkpoints, load_checkpoint
 from canter.utils.files import DiskFullError, RunLock
-from canter.utils.logging.jsonl import read_rows
+from canter.utils.logging import read_rows
 
 
 def steps_of(run):
