@@ -28,7 +28,7 @@ def names(directory):
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_write_replaces_the_file_and_leaves_nothing_else(tmp_path):
+def test_write_replaces_the_file_and_leaves_no_temporary_file(tmp_path):
     path = tmp_path / "a.txt"
     atomic_write(path, put(b"old"))
     atomic_write(path, put(b"new"))
@@ -36,7 +36,12 @@ def test_write_replaces_the_file_and_leaves_nothing_else(tmp_path):
     assert names(tmp_path) == ["a.txt"]
 
 
-def test_write_makes_the_missing_directory(tmp_path):
+def test_write_accepts_bytes(tmp_path):
+    atomic_write(tmp_path / "a.txt", b"new")
+    assert (tmp_path / "a.txt").read_bytes() == b"new"
+
+
+def test_write_creates_the_missing_directory(tmp_path):
     atomic_write(tmp_path / "deleted" / "run" / "a.txt", put(b"x"))
     assert (tmp_path / "deleted" / "run" / "a.txt").read_bytes() == b"x"
 
@@ -100,7 +105,7 @@ def test_mode_is_0666_without_the_umask(tmp_path, umask, mode):
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_full_disk_is_named_with_path_and_bytes(tmp_path, monkeypatch, code):
+def test_full_disk_error_gives_path_and_bytes(tmp_path, monkeypatch, code):
     path = tmp_path / "model_2.pt"
     path.write_bytes(b"old")
 
@@ -119,7 +124,7 @@ def test_full_disk_is_named_with_path_and_bytes(tmp_path, monkeypatch, code):
     assert names(tmp_path) == ["model_2.pt"]
 
 
-def test_full_disk_is_named_even_if_the_writer_hides_it(tmp_path, monkeypatch):
+def test_full_disk_error_is_raised_even_if_the_writer_hides_the_cause(tmp_path, monkeypatch):
     import resource
 
     def write(file):
@@ -129,7 +134,7 @@ def test_full_disk_is_named_even_if_the_writer_hides_it(tmp_path, monkeypatch):
         except OSError:
             raise RuntimeError("unexpected pos 704 vs 598") from None
 
-    # A limit on the size of files gives a real failure of a real write, under another number.
+    # A file size limit makes a real write fail, with another errno.
     monkeypatch.setattr("canter.utils.files._is_disk_full", lambda e: isinstance(e, OSError) and e.errno == errno.EFBIG)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
@@ -141,7 +146,7 @@ def test_full_disk_is_named_even_if_the_writer_hides_it(tmp_path, monkeypatch):
     assert names(tmp_path) == []
 
 
-def test_other_errors_are_not_called_a_full_disk(tmp_path, monkeypatch):
+def test_other_errors_are_not_reported_as_a_full_disk(tmp_path, monkeypatch):
     def denied(handle):
         raise OSError(errno.EIO, "broken disk")
 
@@ -229,7 +234,7 @@ def test_released_lock_can_be_taken_and_names_the_new_holder(tmp_path):
         assert (tmp_path / ".lock").read_text().startswith(f"pid {os.getpid()} on host ")
 
 
-def test_lock_is_free_after_its_holder_was_killed(tmp_path):
+def test_lock_is_released_when_its_holder_is_killed(tmp_path):
     code = f"from canter.utils.files import RunLock as L; lock = L({str(tmp_path)!r}); print(1, flush=True); input()"
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdin is not None
@@ -258,7 +263,7 @@ def test_forked_worker_neither_frees_nor_keeps_the_lock(tmp_path):
         os.read(from_child, 1)
         with pytest.raises(RunLockedError):
             RunLock(tmp_path)
-        lock._close()  # what the end of the process does: no unlocking
+        lock._close()  # as at the end of the process: closed without unlocking
         RunLock(tmp_path).release()
     finally:
         for handle in (from_child, to_parent, from_parent, to_child):
@@ -319,7 +324,7 @@ def test_commit_dirty_flag_and_names_are_stored_without_the_content(tmp_path, re
     assert "untracked content" not in text
 
 
-def test_diff_is_stored_on_request(tmp_path, repository):
+def test_diff_is_stored_with_with_diff(tmp_path, repository):
     (repository / "pkg" / "a.py").write_text("x = 'changed'\n")
     (repository / "new.txt").write_text("untracked content")
     text = store_code_state(tmp_path / "run", [repository], with_diff=True)[0].read_text()
@@ -327,7 +332,7 @@ def test_diff_is_stored_on_request(tmp_path, repository):
     assert "untracked content" not in text
 
 
-def test_clean_repository_says_so(tmp_path, repository):
+def test_clean_repository_is_marked_not_dirty(tmp_path, repository):
     assert "dirty: no\n" in store_code_state(tmp_path / "run", [repository])[0].read_text()
 
 
@@ -369,7 +374,7 @@ def test_existing_file_is_not_overwritten(tmp_path, repository):
     assert first[0].read_text() == before
 
 
-def test_two_repositories_of_one_name_get_two_files_and_one_given_twice_one(tmp_path):
+def test_repositories_of_the_same_name_get_separate_files_once_each(tmp_path):
     a, b = make_repository(tmp_path / "a" / "walker"), make_repository(tmp_path / "b" / "walker")
     paths = store_code_state(tmp_path / "run", [a, a / "pkg", b, b])
     assert len(set(paths)) == len(paths) == 2

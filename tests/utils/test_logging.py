@@ -270,13 +270,13 @@ def test_flat_settings_go_to_a_single_backend_and_are_ambiguous_for_two():
         Logger(["recorder", "other"], logger_kwargs={"project": "p", "other": {}})
 
 
-def test_no_backend_and_no_directory_is_a_quiet_logger():
+def test_logger_without_backend_and_directory_writes_nothing():
     with Logger(None) as logger:
         logger.log_scalars({"a": 1.0}, 1)
     assert logger.backends == {}
 
 
-def test_import_brings_in_no_backend_package():
+def test_import_of_the_logger_imports_no_backend_package():
     code = (
         "import sys, canter.utils.logging, canter.utils.console, canter.utils.plots\n"
         "print([m for m in ('wandb', 'swanlab', 'neptune', 'tensorboard', 'matplotlib') if m in sys.modules])"
@@ -298,7 +298,7 @@ def test_nonfinite_scalars_are_dropped_and_counted():
     ]
 
 
-def test_what_is_not_a_number_is_an_error_with_its_tag():
+def test_non_numeric_value_is_an_error_with_its_tag():
     logger = Logger("recorder")
     with pytest.raises(TypeError, match="'a'.*'high'"):
         logger.log_scalars({"a": "high"}, 1)
@@ -427,7 +427,7 @@ def test_backend_that_recovers_stays_on():
     assert [step for step, _ in broken.rows] == [3, 7, 11, 15, 19]
 
 
-def test_failure_to_close_does_not_keep_others_open():
+def test_failure_to_close_one_backend_still_closes_the_others():
     class Stuck(Recorder):
         def close(self):
             raise RuntimeError("network")
@@ -453,7 +453,7 @@ def test_steps_in_the_file_never_decrease_and_lines_carry_the_time(tmp_path):
     assert first["time"] > 1.7e9
 
 
-def test_resume_appends_after_dropping_the_torn_line_and_later_steps(tmp_path):
+def test_resume_drops_the_incomplete_line_and_later_steps_then_appends(tmp_path):
     with Logger(None, tmp_path) as logger:
         for step in (10, 20, 30):
             logger.add_scalar("a", step, step)
@@ -467,23 +467,26 @@ def test_resume_appends_after_dropping_the_torn_line_and_later_steps(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
 
 
-def test_line_after_a_torn_one_is_whole(tmp_path):
+def test_incomplete_last_line_is_removed_before_the_next_one(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"a": 1.0, "step": 1}\n{"a": 2.0, "st')
     Logger(None, tmp_path).add_scalar("a", 3, 3)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["a"] for line in lines] == [1.0, 3.0]
 
 
-def test_same_logger_can_go_back_to_an_earlier_step(tmp_path):
+def test_truncate_lets_the_same_logger_continue_at_an_earlier_step(tmp_path):
     logger = Logger("recorder", tmp_path)
     logger.add_scalar("a", 1, 50)
     logger.truncate_after(20)
     logger.add_scalar("a", 2, 30)
     assert [row["step"] for row in rows_of(tmp_path)] == [30]
-    assert [step for step, _ in logger.backends["recorder"].rows] == [50, 50]  # cannot forget, so must not go back
+    assert [step for step, _ in logger.backends["recorder"].rows] == [
+        50,
+        50,
+    ]  # cannot delete records, so its step must not decrease
 
 
-def test_line_cut_by_a_full_disk_is_taken_back(tmp_path):
+def test_line_cut_by_a_full_disk_is_removed(tmp_path):
     logger = Logger(None, tmp_path)
     logger.add_scalar("a", 1, 1)
     metrics = logger.backends["jsonl"]
@@ -544,7 +547,7 @@ def test_tensorboard_files_read_back(tmp_path):
     assert '"api_key": "<redacted>"' in text
 
 
-def test_tensorboard_hides_what_a_resumed_run_does_again(tmp_path):
+def test_tensorboard_hides_events_beyond_the_resumed_step(tmp_path):
     with Logger("tensorboard", tmp_path) as logger:
         for step in (10, 20, 30):
             logger.add_scalar("a", step, step)
@@ -553,7 +556,7 @@ def test_tensorboard_hides_what_a_resumed_run_does_again(tmp_path):
     assert [event.value for event in events(tmp_path).Scalars("a")] == [10.0, 20.0, 26.0]
 
 
-def test_a_resumed_run_s_events_sort_last_whatever_was_written_in_the_same_second(tmp_path):
+def test_event_files_of_a_resumed_run_sort_last(tmp_path):
     for _ in range(12):  # names end in a count, and "10" sorts before "9"
         with Logger("tensorboard", tmp_path / "others"):
             pass
@@ -605,7 +608,7 @@ def test_wandb_offline_writes_a_run(tmp_path, monkeypatch):
     assert not list(files.glob("**/*.patch"))
     record = next(files.glob("run-*.wandb"))
     deadline = time.monotonic() + 30
-    while b"train/a" not in record.read_bytes():  # W&B writes from a process of its own
+    while b"train/a" not in record.read_bytes():  # W&B writes from a separate process
         assert time.monotonic() < deadline, "the scalars are not in W&B's record"
         time.sleep(0.2)
 

@@ -13,17 +13,17 @@ from canter.utils.runtime import StopSignal, resolve_device, rng_state, seed_eve
 # Devices
 
 
-def test_a_device_may_be_a_name_or_itself():
+def test_device_is_resolved_from_a_name_or_a_device():
     assert resolve_device("cpu") == resolve_device(torch.device("cpu")) == torch.device("cpu")
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
-def test_none_takes_a_gpu_if_there_is_one(monkeypatch, has_gpu):
+def test_none_selects_a_gpu_if_there_is_one(monkeypatch, has_gpu):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     assert resolve_device().type == ("cuda" if has_gpu else "cpu")
 
 
-def test_a_device_that_is_not_there_is_an_error_that_says_what_is(monkeypatch):
+def test_unavailable_device_is_an_error_that_lists_the_available_ones(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="device 'cuda' is not available; there are: cpu$"):
         resolve_device("cuda")
@@ -34,7 +34,7 @@ def test_a_device_that_is_not_there_is_an_error_that_says_what_is(monkeypatch):
         resolve_device("cuda:2")
 
 
-def test_a_word_that_is_no_device_is_an_error():
+def test_unknown_device_name_is_an_error():
     with pytest.raises(ValueError, match="unknown device 'gpu'; use 'cpu', 'cuda' or 'cuda:<index>'"):
         resolve_device("gpu")
 
@@ -61,7 +61,7 @@ def test_seed_out_of_range_is_refused(seed):
         seed_everything(seed)
 
 
-def test_state_survives_a_checkpoint_and_continues_exactly(tmp_path):
+def test_generators_continue_exactly_from_a_checkpoint(tmp_path):
     seed_everything(5)
     draw()  # leaves a cached second gaussian in python's and numpy's generator
     save_checkpoint(tmp_path / "model_1.pt", {"rng": rng_state()})
@@ -90,7 +90,7 @@ BOTH = [signal.SIGTERM, signal.SIGINT]
 
 @pytest.fixture(autouse=True)
 def handlers():
-    """Whatever a test does, the handlers are as before."""
+    """Restores the signal handlers after each test."""
     before = {number: signal.getsignal(number) for number in BOTH}
     yield before
     for number, handler in before.items():
@@ -107,7 +107,7 @@ def test_the_first_signal_only_sets_the_flag(number):
 
 
 @pytest.mark.parametrize("ends_in_error", [True, False])
-def test_handlers_are_restored_however_it_ends(handlers, ends_in_error):
+def test_handlers_are_restored_on_exit_and_on_error(handlers, ends_in_error):
     try:
         with StopSignal():
             assert all(signal.getsignal(number) != handlers[number] for number in BOTH)
@@ -118,7 +118,7 @@ def test_handlers_are_restored_however_it_ends(handlers, ends_in_error):
     assert all(signal.getsignal(number) == handlers[number] for number in BOTH)
 
 
-def test_a_second_interrupt_is_what_it_was_before():
+def test_second_interrupt_raises_keyboard_interrupt():
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background ignore it
     with StopSignal() as stop:
         signal.raise_signal(signal.SIGINT)
@@ -156,13 +156,13 @@ def test_an_ignored_signal_does_not_break_the_handler():
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 
 
-def test_two_may_be_entered_one_inside_the_other():
+def test_stop_signals_can_be_nested():
     with StopSignal() as outer, StopSignal() as inner:
         signal.raise_signal(signal.SIGTERM)
         assert (outer.requested, inner.requested) == (signal.SIGTERM, signal.SIGTERM)
 
 
-def test_another_thread_has_no_handlers_and_no_errors(handlers):
+def test_another_thread_installs_no_handlers_and_raises_no_error(handlers):
     seen = []
 
     def work():

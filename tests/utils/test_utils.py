@@ -1,4 +1,4 @@
-"""The documented helpers: observation segments, named tuples of arrays, stored images."""
+"""Observation segments, named tuples of arrays, compressed images."""
 
 import copy
 import pickle
@@ -89,7 +89,7 @@ def test_a_field_may_not_hide_a_method():
 
 
 @pytest.mark.parametrize("as_array", [np.asarray, torch.tensor])
-def test_images_survive_compression_to_half_a_step(as_array):
+def test_compression_error_is_at_most_half_a_step(as_array):
     image = as_array([[0.0, 0.1, 0.5], [0.999, 1.0, 0.004]])
     small = compress_normalized_image(image)
     assert small.tolist() == [[0, 26, 128], [255, 255, 1]]

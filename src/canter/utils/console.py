@@ -38,8 +38,6 @@ class Console:
 
     Args:
         total_iterations: Number of the last iteration.
-        title: Text above the progress bar.
-        enabled: False shows nothing.
         start_iteration: Number of iterations completed before this training.
         stream: The output stream; None is standard output.
         unit: Name of an iteration in the display.

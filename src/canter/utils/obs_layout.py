@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, SupportsInt
@@ -31,12 +32,9 @@ class ObsLayout:
     def __init__(self, segments: Segments) -> None:
         self.shapes = {name: _shape(shape) for name, shape in segments.items()}
         self.sizes = {name: math.prod(shape) for name, shape in self.shapes.items()}
-        self.width = sum(self.sizes.values())
-        self._slices: dict[str, slice] = {}
-        start = 0
-        for name, size in self.sizes.items():
-            self._slices[name] = slice(start, start + size)
-            start += size
+        ends = list(itertools.accumulate(self.sizes.values(), initial=0))
+        self.width = ends[-1]
+        self._slices = {name: slice(*ends[i : i + 2]) for i, name in enumerate(self.sizes)}
 
     def __contains__(self, name: object) -> bool:
         return name in self.shapes
