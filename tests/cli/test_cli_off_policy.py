@@ -9,7 +9,7 @@ from canter.cli.__main__ import main
 from canter.cli.options import parse_train
 from canter.cli.runs import find_checkpoint, load_policy, read_run
 from canter.utils.checkpoint import load_checkpoint
-from canter.utils.logging.jsonl import read_rows
+from canter.utils.logging import read_rows
 
 TINY = ["--num-envs", "2", "--learning-starts", "20", "--batch-size", "8", "--log-interval", "20", "--no-video"]
 TINY += ["--final-episodes", "2", "--eval-episodes", "2", "--buffer-size", "500", "--name", "r"]

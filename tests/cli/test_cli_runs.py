@@ -20,7 +20,7 @@ from canter.cli.plot import label_of
 from canter.cli.runs import load_policy, nearest_task, new_run_directory, read_run, safe_name
 from canter.utils.checkpoint import find_checkpoints, load_checkpoint
 from canter.utils.files import DiskFullError, RunLock
-from canter.utils.logging.jsonl import read_rows
+from canter.utils.logging import read_rows
 
 
 def steps_of(run):
@@ -237,7 +237,10 @@ def mistake(capsys, *args):
         (["train", "CartPole-v1", "--final-episodes", "-1"], "--final-episodes must be at least 0"),
         (["train", "CartPole-v1", "--threads", "0"], "--threads must be at least 1"),
         (["train", "CartPole-v1", "--num-mini-batches", "0"], "num_mini_batches must be at least 1"),
-        (["train", "CartPole-v1", "--logger-backend", "tensorbord"], "there are neptune, swanlab, tensorboard, wandb"),
+        (
+            ["train", "CartPole-v1", "--logger-backend", "tensorbord"],
+            "registered are jsonl, neptune, swanlab",
+        ),
         (["eval", "runs/nothing"], "there is no run directory runs/nothing"),
         (["resume", "."], "no config.yaml"),
         (["plot", "nothing"], "there is no run in nothing"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from canter.utils.checkpoint import save_checkpoint
-from canter.utils.rng import seed_everything
+from canter.utils.runtime import seed_everything
 
 HALF = 2
 HALFWAY = f"model_{HALF}.pt"

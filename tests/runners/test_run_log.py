@@ -11,7 +11,8 @@ import yaml
 
 from canter.envs.torch_envs import PointRobot
 from canter.runners.run_config import parse_train_cfg
-from canter.utils.logging import Backend, Logger
+from canter.utils.logging import Backend
+from canter.utils.logging.backends import BACKENDS
 
 DOCUMENTED = {
     "train/policy_loss",
@@ -64,7 +65,8 @@ class Recorder(Backend):
 
 @pytest.fixture
 def recorder(monkeypatch):
-    monkeypatch.setattr(Logger, "registry", {**Logger.registry, "recorder": Recorder, "second": Recorder})
+    monkeypatch.setitem(BACKENDS, "recorder", Recorder)
+    monkeypatch.setitem(BACKENDS, "second", Recorder)
     monkeypatch.setattr(Recorder, "opened", [])
     return Recorder
 
@@ -155,15 +157,14 @@ def test_the_configuration_rebuilds_the_run(make_runner, tmp_path):
 def test_a_backend_is_chosen_by_name_with_its_project(make_runner, tmp_path, monkeypatch, name):  # row L01
     started = []
     monkeypatch.setenv("NEPTUNE_API_TOKEN", "x")
-    target = f"canter.utils.logging.{name}:{name.capitalize()}Backend"
-    assert Logger.registry[name] == target
+    assert BACKENDS[name].__name__ == f"_{name.capitalize()}Backend"
 
     class Fake(Recorder):
         def __init__(self, log_dir, **settings):
             super().__init__(log_dir)
             started.append(settings)
 
-    monkeypatch.setattr(Logger, "registry", {**Logger.registry, name: Fake})
+    monkeypatch.setitem(BACKENDS, name, Fake)
     key = {f"{name}_project": "legs"} if name != "swanlab" else {"logger_kwargs": {"swanlab": {"project": "legs"}}}
     make_runner(log_dir=tmp_path, logger=name, **key).learn(1)
     assert started == [{"project": "legs"}]

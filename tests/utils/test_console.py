@@ -48,7 +48,7 @@ def plain(text):
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
-def test_without_a_terminal_each_log_is_one_line(monkeypatch):
+def test_without_a_terminal_each_log_entry_is_one_line(monkeypatch):
     clock, stream = Clock(monkeypatch), io.StringIO()
     with Console(200, stream=stream) as console:
         clock.now += 2.0
@@ -78,7 +78,7 @@ def test_resumed_training_estimates_from_its_own_iterations(monkeypatch):
     assert console.rate() == pytest.approx(5000.0)
 
 
-def test_clock_that_stands_still_gives_no_number_and_no_error(monkeypatch):
+def test_rate_and_time_left_are_nan_if_the_clock_does_not_advance(monkeypatch):
     Clock(monkeypatch)
     console = Console(10, enabled=False)
     console.update(1, 100)
@@ -121,7 +121,7 @@ def test_live_display_is_redrawn_at_most_four_times_a_second(monkeypatch, termin
     assert len(frames) == 5  # the last state is always drawn
 
 
-def test_message_appears_above_the_live_display_as_it_is(terminal):
+def test_message_appears_unchanged_above_the_live_display(terminal):
     with Console(10, stream=terminal) as console:
         console.message("saved [bold]runs/x[/bold]")
     assert "saved [bold]runs/x[/bold]" in plain(terminal.getvalue())
@@ -154,7 +154,7 @@ def test_disabled_console_writes_nothing():
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_stream_closed_in_between_does_not_stop_the_training(live, terminal):
+def test_stream_closed_during_training_raises_no_error(live, terminal):
     stream = terminal if live else io.StringIO()
     before = sys.stdout
     console = Console(10, stream=stream)
@@ -167,7 +167,7 @@ def test_stream_closed_in_between_does_not_stop_the_training(live, terminal):
     assert sys.stdout is before
 
 
-def test_missing_or_broken_standard_output_does_not_matter(monkeypatch):
+def test_missing_or_broken_standard_output_raises_no_error(monkeypatch):
     class Broken(io.StringIO):
         def write(self, text):
             raise BrokenPipeError
@@ -249,5 +249,5 @@ def test_table_aligns_names_at_pad_and_keeps_the_width():
         (math.inf, "inf"),
     ],
 )
-def test_numbers_are_short(value, text):
+def test_numbers_have_four_significant_digits(value, text):
     assert format_number(value) == text

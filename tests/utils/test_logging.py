@@ -7,17 +7,29 @@ import sys
 import time
 import types
 import warnings
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from canter.utils.logging import Backend, Logger, ScalarAverager, flatten_extras, redact, sanitize_tag
-from canter.utils.logging.jsonl import read_rows
+from canter.envs.torch_envs import PointRobot
+from canter.runners import OnPolicyRunner
+from canter.utils.logging import (
+    Backend,
+    Logger,
+    ScalarAverager,
+    flatten_extras,
+    read_rows,
+    redact,
+    register_logger,
+    sanitize_tag,
+)
+from canter.utils.logging.backends import BACKENDS
 
 
 class Recorder(Backend):
-    """Keeps what it is given."""
+    """Records every call."""
 
     def __init__(self, log_dir, **kwargs):
         super().__init__(log_dir)
@@ -54,10 +66,11 @@ class Other(Recorder):
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch):
-    monkeypatch.setattr(Logger, "registry", dict(Logger.registry))
-    Logger.register_backend("recorder", Recorder)
-    Logger.register_backend("other", Other)
+def registered():
+    with mock.patch.dict(BACKENDS):
+        register_logger("recorder", Recorder)
+        register_logger("other", Other)
+        yield
 
 
 def rows_of(directory):
@@ -90,7 +103,7 @@ class FakeRun:
 
 
 @pytest.mark.parametrize("name", ["wandb", "swanlab"])
-def test_backend_is_chosen_by_name_and_gets_its_settings(tmp_path, monkeypatch, name):  # rows L01, L10, L27
+def test_backend_is_chosen_by_name_and_gets_its_settings(tmp_path, monkeypatch, name):
     runs = []
 
     def init(**kwargs):
@@ -136,7 +149,7 @@ class FakeNeptuneRun:
         self.stopped = True
 
 
-def test_neptune_appends_series_uploads_files_and_needs_its_token(tmp_path, monkeypatch):  # rows L01, L27
+def test_neptune_appends_series_uploads_files_and_needs_its_token(tmp_path, monkeypatch):
     runs = []
 
     def init_run(**kwargs):
@@ -164,13 +177,13 @@ def test_neptune_appends_series_uploads_files_and_needs_its_token(tmp_path, monk
 
 
 @pytest.mark.parametrize("name", ["wandb", "swanlab", "neptune"])
-def test_missing_package_names_the_extra(tmp_path, monkeypatch, name):  # row L02
+def test_missing_package_names_the_extra(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=rf'pip install "canter\[{name}\]"'):
         Logger(name, tmp_path)
 
 
-def test_missing_package_in_a_list_is_skipped_with_a_warning_unless_none_is_left(tmp_path, monkeypatch):  # row L02
+def test_missing_package_in_a_list_is_skipped_with_a_warning_unless_none_is_left(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "swanlab", None)
     with pytest.warns(UserWarning, match=r"canter\[wandb\]"):
@@ -180,14 +193,60 @@ def test_missing_package_in_a_list_is_skipped_with_a_warning_unless_none_is_left
         Logger(["wandb", "swanlab"], tmp_path)
 
 
-def test_unknown_name_lists_the_known_and_foreign_class_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="'tensorbord'.*neptune.*swanlab, tensorboard, wandb"):
+def test_unknown_name_lists_the_registered_ones_and_how_to_add_one(tmp_path):
+    names = "jsonl, neptune, other, recorder, swanlab, tensorboard, wandb"
+    with pytest.raises(ValueError, match=f"named 'tensorbord'; registered are {names}. .*register_logger"):
         Logger("tensorbord", tmp_path)
-    with pytest.raises(TypeError, match="must be a subclass"):
-        Logger.register_backend("mine", dict)  # pyright: ignore[reportArgumentType]
 
 
-def test_backends_of_a_list_get_the_same_scalars(tmp_path):  # row L03
+def test_class_that_is_no_backend_is_refused():
+    with pytest.raises(TypeError, match="'mine' must be a subclass"):
+        register_logger("mine", dict)  # pyright: ignore[reportArgumentType]
+
+
+class Csv(Backend):
+    """A user's backend: one row per scalar in a CSV file."""
+
+    def __init__(self, log_dir, filename="metrics.csv"):
+        super().__init__(log_dir)
+        self.path = log_dir / filename
+
+    def log_scalars(self, scalars, step):
+        with open(self.path, "a") as file:
+            file.writelines(f"{step},{tag},{value}\n" for tag, value in scalars.items())
+
+
+def test_runner_trains_with_a_registered_backend_and_its_settings(tmp_path):
+    register_logger("csv", Csv)
+    cfg = {
+        "num_steps_per_env": 4,
+        "logger_backend": "csv",
+        "logger_kwargs": {"filename": "run.csv"},
+        "policy": {"actor_hidden_dims": [4], "critic_hidden_dims": [4]},
+    }
+    runner = OnPolicyRunner(PointRobot(2), cfg, log_dir=tmp_path, device="cpu", show_progress=False)
+    runner.add_callback("post_update", lambda runner, stats: stats.update({"mine/answer": 42.0}))
+    runner.learn(2)
+    rows = [line.split(",") for line in (tmp_path / "run.csv").read_text().splitlines()]
+    assert [(step, value) for step, tag, value in rows if tag == "mine/answer"] == [("8", "42.0"), ("16", "42.0")]
+    assert {"train/policy_loss", "time/fps"} <= {tag for _, tag, _ in rows}
+    assert not list(tmp_path.glob("events.*"))
+    with pytest.raises(TypeError, match="filname"):
+        Logger("csv", tmp_path, {"filname": "run.csv"})
+
+
+def test_jsonl_is_a_backend_by_name_and_is_opened_once(tmp_path):
+    with Logger("jsonl", tmp_path) as logger:
+        assert list(logger.backends) == ["jsonl"]
+        logger.log_scalars({"a": 1.0}, 1)
+    assert rows_of(tmp_path) == [{"a": 1.0, "step": 1}]
+    with pytest.raises(TypeError, match="has no setting 'indent'"):
+        Logger("jsonl", tmp_path, {"indent": 2})
+    with pytest.raises(ValueError, match="jsonl backend needs a log_dir"):
+        Logger("jsonl")
+
+
+def test_backends_of_a_list_get_the_same_scalars(tmp_path):
     logger = Logger(["recorder", "other"], tmp_path)
     logger.log_scalars({"a": 1, "b": torch.tensor(2.5), "c": np.float32(3.0)}, 7)
     want = [(7, {"a": 1.0, "b": 2.5, "c": 3.0})]
@@ -205,21 +264,21 @@ def test_nested_settings_reach_only_their_backend():
 def test_flat_settings_go_to_a_single_backend_and_are_ambiguous_for_two():
     assert Logger("recorder", logger_kwargs={"project": "p"}).backends["recorder"].kwargs == {"project": "p"}
     assert Logger(["recorder"], logger_kwargs={"other": {}}).backends["recorder"].kwargs == {}
-    with pytest.raises(ValueError, match="must say whose they are, for example {'other': {'project': 'p'}}"):
+    with pytest.raises(ValueError, match="must be nested by name, for example {'other': {'project': 'p'}}"):
         Logger(["recorder", "other"], logger_kwargs={"project": "p"})
     with pytest.raises(ValueError, match="mixes 'project'"):
         Logger(["recorder", "other"], logger_kwargs={"project": "p", "other": {}})
 
 
-def test_no_backend_and_no_directory_is_a_quiet_logger():
+def test_logger_without_backend_and_directory_writes_nothing():
     with Logger(None) as logger:
         logger.log_scalars({"a": 1.0}, 1)
-    assert logger.metrics is None
+    assert logger.backends == {}
 
 
-def test_import_brings_in_no_backend_package():
+def test_import_of_the_logger_imports_no_backend_package():
     code = (
-        "import sys, canter.utils.logging, canter.utils.console, canter.utils.plots, canter.utils.git_state\n"
+        "import sys, canter.utils.logging, canter.utils.console, canter.utils.plots\n"
         "print([m for m in ('wandb', 'swanlab', 'neptune', 'tensorboard', 'matplotlib') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -239,7 +298,7 @@ def test_nonfinite_scalars_are_dropped_and_counted():
     ]
 
 
-def test_what_is_not_a_number_is_an_error_with_its_tag():
+def test_non_numeric_value_is_an_error_with_its_tag():
     logger = Logger("recorder")
     with pytest.raises(TypeError, match="'a'.*'high'"):
         logger.log_scalars({"a": "high"}, 1)
@@ -340,7 +399,7 @@ class Broken(Recorder):
 
 
 def test_failing_backend_is_reported_once_counted_and_switched_off(tmp_path):
-    Logger.register_backend("broken", Broken)
+    register_logger("broken", Broken)
     logger = Logger(["broken", "recorder"], tmp_path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -356,7 +415,7 @@ def test_failing_backend_is_reported_once_counted_and_switched_off(tmp_path):
 
 
 def test_backend_that_recovers_stays_on():
-    Logger.register_backend("broken", Broken)
+    register_logger("broken", Broken)
     logger = Logger("broken")
     broken = logger.backends["broken"]
     with warnings.catch_warnings():
@@ -368,12 +427,12 @@ def test_backend_that_recovers_stays_on():
     assert [step for step, _ in broken.rows] == [3, 7, 11, 15, 19]
 
 
-def test_failure_to_close_does_not_keep_others_open():
+def test_failure_to_close_one_backend_still_closes_the_others():
     class Stuck(Recorder):
         def close(self):
             raise RuntimeError("network")
 
-    Logger.register_backend("stuck", Stuck)
+    register_logger("stuck", Stuck)
     logger = Logger(["stuck", "recorder"])
     recorder = logger.backends["recorder"]
     with pytest.warns(UserWarning, match="network"):
@@ -385,7 +444,7 @@ def test_failure_to_close_does_not_keep_others_open():
 # metrics.jsonl
 
 
-def test_steps_in_the_file_never_decrease_and_lines_carry_the_time(tmp_path):  # row L10
+def test_steps_in_the_file_never_decrease_and_lines_carry_the_time(tmp_path):
     logger = Logger(None, tmp_path)
     for step in (10, 30, 20):
         logger.add_scalar("a", step, step)
@@ -394,7 +453,7 @@ def test_steps_in_the_file_never_decrease_and_lines_carry_the_time(tmp_path):  #
     assert first["time"] > 1.7e9
 
 
-def test_resume_appends_after_dropping_the_torn_line_and_later_steps(tmp_path):
+def test_resume_drops_the_incomplete_line_and_later_steps_then_appends(tmp_path):
     with Logger(None, tmp_path) as logger:
         for step in (10, 20, 30):
             logger.add_scalar("a", step, step)
@@ -402,34 +461,35 @@ def test_resume_appends_after_dropping_the_torn_line_and_later_steps(tmp_path):
         file.write(b'{"a": 40.0, "st')
     with Logger(None, tmp_path) as logger:
         assert [row["step"] for row in rows_of(tmp_path)] == [10, 20, 30]
-        assert logger.metrics is not None
-        logger.metrics.truncate_after(20)
+        logger.backends["jsonl"].truncate_after(20)
         logger.add_scalar("a", 25, 25)
     assert [row["a"] for row in rows_of(tmp_path)] == [10.0, 20.0, 25.0]
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
 
 
-def test_line_after_a_torn_one_is_whole(tmp_path):
+def test_incomplete_last_line_is_removed_before_the_next_one(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"a": 1.0, "step": 1}\n{"a": 2.0, "st')
     Logger(None, tmp_path).add_scalar("a", 3, 3)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["a"] for line in lines] == [1.0, 3.0]
 
 
-def test_same_logger_can_go_back_to_an_earlier_step(tmp_path):
+def test_truncate_lets_the_same_logger_continue_at_an_earlier_step(tmp_path):
     logger = Logger("recorder", tmp_path)
     logger.add_scalar("a", 1, 50)
     logger.truncate_after(20)
     logger.add_scalar("a", 2, 30)
     assert [row["step"] for row in rows_of(tmp_path)] == [30]
-    assert [step for step, _ in logger.backends["recorder"].rows] == [50, 50]  # cannot forget, so must not go back
+    assert [step for step, _ in logger.backends["recorder"].rows] == [
+        50,
+        50,
+    ]  # cannot delete records, so its step must not decrease
 
 
-def test_line_cut_by_a_full_disk_is_taken_back(tmp_path):
+def test_line_cut_by_a_full_disk_is_removed(tmp_path):
     logger = Logger(None, tmp_path)
     logger.add_scalar("a", 1, 1)
-    metrics = logger.metrics
-    assert metrics is not None
+    metrics = logger.backends["jsonl"]
     whole = metrics._file
 
     class Cut:
@@ -468,7 +528,7 @@ def events(directory):
     return accumulator
 
 
-def test_tensorboard_files_read_back(tmp_path):  # row L01
+def test_tensorboard_files_read_back(tmp_path):
     with Logger("tensorboard", tmp_path, {"filename_suffix": ".x"}, config={"lr": 0.5, "api_key": "k"}) as logger:
         logger.log_scalars({"train/a": 1.5, "train/b": 2.5}, 24)
         logger.add_scalar("train/a", 3.5, 48)
@@ -487,7 +547,7 @@ def test_tensorboard_files_read_back(tmp_path):  # row L01
     assert '"api_key": "<redacted>"' in text
 
 
-def test_tensorboard_hides_what_a_resumed_run_does_again(tmp_path):
+def test_tensorboard_hides_events_beyond_the_resumed_step(tmp_path):
     with Logger("tensorboard", tmp_path) as logger:
         for step in (10, 20, 30):
             logger.add_scalar("a", step, step)
@@ -496,7 +556,7 @@ def test_tensorboard_hides_what_a_resumed_run_does_again(tmp_path):
     assert [event.value for event in events(tmp_path).Scalars("a")] == [10.0, 20.0, 26.0]
 
 
-def test_a_resumed_run_s_events_sort_last_whatever_was_written_in_the_same_second(tmp_path):
+def test_event_files_of_a_resumed_run_sort_last(tmp_path):
     for _ in range(12):  # names end in a count, and "10" sorts before "9"
         with Logger("tensorboard", tmp_path / "others"):
             pass
@@ -514,7 +574,7 @@ def test_tensorboard_needs_a_directory():
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_wandb_offline_writes_a_run(tmp_path, monkeypatch):  # rows L01, L10, L27
+def test_wandb_offline_writes_a_run(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -548,12 +608,12 @@ def test_wandb_offline_writes_a_run(tmp_path, monkeypatch):  # rows L01, L10, L2
     assert not list(files.glob("**/*.patch"))
     record = next(files.glob("run-*.wandb"))
     deadline = time.monotonic() + 30
-    while b"train/a" not in record.read_bytes():  # W&B writes from a process of its own
+    while b"train/a" not in record.read_bytes():  # W&B writes from a separate process
         assert time.monotonic() < deadline, "the scalars are not in W&B's record"
         time.sleep(0.2)
 
 
-def test_swanlab_offline_writes_a_run(tmp_path, monkeypatch):  # row L01
+def test_swanlab_offline_writes_a_run(tmp_path, monkeypatch):
     pytest.importorskip("swanlab")
     monkeypatch.setenv("HOME", str(tmp_path))
     with warnings.catch_warnings(record=True) as caught:
@@ -580,7 +640,7 @@ EXTRAS = {
 }
 
 
-def test_only_the_listed_keys_are_taken():  # row L14
+def test_only_the_listed_keys_are_taken():
     assert flatten_extras(EXTRAS, ("episode", "log")) == {
         "extra/episode/rew": 2.0,
         "extra/episode/count": 4.0,
@@ -591,7 +651,7 @@ def test_only_the_listed_keys_are_taken():  # row L14
     assert flatten_extras({}, ("episode",)) == {}
 
 
-def test_listed_keys_are_flattened_with_means_fractions_and_extremes():  # row L15
+def test_listed_keys_are_flattened_with_means_fractions_and_extremes():
     assert flatten_extras(EXTRAS, ("reward_components", "time_outs")) == {
         "extra/reward_components/velocity": 3.0,
         "extra/reward_components/bad_max": 9.0,
@@ -599,7 +659,7 @@ def test_listed_keys_are_flattened_with_means_fractions_and_extremes():  # row L
     }
 
 
-def test_payloads_and_what_is_no_number_are_skipped():  # row L16
+def test_payloads_and_what_is_no_number_are_skipped():
     extras = {
         "final_observation": torch.ones(2),
         "log": {

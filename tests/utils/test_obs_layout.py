@@ -1,4 +1,4 @@
-"""Names for the parts of a flat observation."""
+"""Named segments of a flat observation."""
 
 from collections import OrderedDict
 
@@ -17,7 +17,7 @@ def obs():
     return 100 * torch.arange(2.0).view(2, 1) + torch.arange(8.0)  # value = 100 * row + column
 
 
-def test_segments_follow_one_another():  # row O01
+def test_segments_are_contiguous():
     layout = ObsLayout(SEGMENTS)
     assert [layout.slice(name) for name in "abc"] == [slice(0, 3), slice(3, 7), slice(7, 8)]
     assert layout.shapes == {"a": (3,), "b": (2, 2), "c": (1,)}
@@ -25,7 +25,7 @@ def test_segments_follow_one_another():  # row O01
     assert layout.size(["c", "b"]) == 5
 
 
-def test_ints_lists_and_numpy_integers_become_tuples_of_ints():  # row O06
+def test_ints_lists_and_numpy_integers_become_tuples_of_ints():
     layout = ObsLayout({"x": 3, "y": list(np.array([2, 2])), "z": np.int64(4), "s": ()})
     assert layout.shapes == {"x": (3,), "y": (2, 2), "z": (4,), "s": ()}
     assert all(type(n) is int for shape in layout.shapes.values() for n in shape)
@@ -34,7 +34,7 @@ def test_ints_lists_and_numpy_integers_become_tuples_of_ints():  # row O06
 
 
 @pytest.mark.parametrize("error", [KeyError, AssertionError, UnknownSegmentError])
-def test_unknown_names_are_errors_that_list_the_known(error, obs):  # row O02
+def test_unknown_names_are_errors_that_list_the_segments(error, obs):
     layout = ObsLayout(SEGMENTS)
     for call in (
         lambda: layout.slice("zz"),
@@ -46,7 +46,7 @@ def test_unknown_names_are_errors_that_list_the_known(error, obs):  # row O02
             call()
 
 
-def test_take_keeps_segment_order_and_takes_each_once(obs):  # row O03
+def test_take_keeps_segment_order_and_takes_each_once(obs):
     layout = ObsLayout(SEGMENTS)
     assert layout.take(obs, ["c", "a", "c"])[1].tolist() == [100, 101, 102, 107]
     assert layout.take(obs, "b")[0].tolist() == [3, 4, 5, 6]
@@ -54,7 +54,7 @@ def test_take_keeps_segment_order_and_takes_each_once(obs):  # row O03
     assert layout.take(obs.expand(5, 2, 8), ["a", "c"]).shape == (5, 2, 4)
 
 
-def test_put_changes_the_named_columns_of_a_copy(obs):  # row O04
+def test_put_changes_the_named_columns_of_a_copy(obs):
     layout = ObsLayout(SEGMENTS)
     before = obs.clone()
     out = layout.put(obs, ["c", "a"], torch.tensor([-1.0, -2.0, -3.0, -4.0]).expand(2, 4))
@@ -63,20 +63,20 @@ def test_put_changes_the_named_columns_of_a_copy(obs):  # row O04
     torch.testing.assert_close(layout.put(obs, ["a", "b", "c"], obs), obs)
 
 
-def test_put_lets_gradients_through_to_both(obs):
+def test_put_passes_gradients_to_observation_and_values(obs):
     values, obs = torch.zeros(2, 1, requires_grad=True), obs.requires_grad_()
     ObsLayout(SEGMENTS).put(obs, ["c"], values).sum().backward()
     assert values.grad.tolist() == [[1.0], [1.0]]
     assert obs.grad[0].tolist() == [1, 1, 1, 1, 1, 1, 1, 0]
 
 
-def test_split_names_every_part(obs):
+def test_split_returns_every_segment_by_name(obs):
     parts = ObsLayout(SEGMENTS).split(obs)
     assert list(parts) == ["a", "b", "c"]
     assert parts["c"].tolist() == [[7.0], [107.0]]
 
 
-def test_a_wrong_width_is_an_error_that_says_both(obs):
+def test_a_wrong_width_is_an_error_with_both_widths(obs):
     layout = ObsLayout(SEGMENTS)
     for call in (lambda: layout.split(obs[:, :7]), lambda: layout.take(obs[:, :7], ["a"])):
         with pytest.raises(ValueError, match="7 wide.*sum to 8"):
@@ -102,7 +102,7 @@ def test_a_nested_dict_has_dotted_names():
 
 
 @pytest.mark.parametrize("lead", [(3,), (4, 3)])
-def test_a_bare_image_is_flattened_behind_any_leading_dimensions(lead):
+def test_an_image_is_flattened_for_any_leading_dimensions(lead):
     layout = ObsLayout({"eye": (2, 3, 5)})
     image = torch.randint(256, (*lead, 2, 3, 5), dtype=torch.uint8)
     assert layout.flat(image).shape == (*lead, 30)
@@ -111,7 +111,7 @@ def test_a_bare_image_is_flattened_behind_any_leading_dimensions(lead):
     assert layout.flat(vectors) is vectors
 
 
-def test_layouts_of_what_a_stage_makes():
+def test_resized_and_part_return_new_layouts():
     layout = ObsLayout({"a": 2, "b": (3, 2), "c": 1})
     assert layout.resized({"b": (4,), "d": 5}).shapes == {"a": (2,), "b": (4,), "c": (1,), "d": (5,)}
     assert layout.part(["c", "a"]).shapes == {"a": (2,), "c": (1,)}

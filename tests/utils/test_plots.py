@@ -30,7 +30,7 @@ def test_run_without_metrics_is_an_error_with_its_path(tmp_path):
         read_metrics(tmp_path)
 
 
-def test_smoothing_keeps_straight_middles_and_averages_what_is_there():
+def test_smoothing_keeps_straight_lines_and_cuts_the_window_at_the_ends():
     assert smooth(np.arange(5.0)).tolist() == [0, 1, 2, 3, 4]
     line = np.arange(100.0)  # window 3
     assert smooth(line)[1:-1] == pytest.approx(line[1:-1])
@@ -40,7 +40,7 @@ def test_smoothing_keeps_straight_middles_and_averages_what_is_there():
     assert smooth(spike)[48:53].tolist() == [0, 1, 1, 1, 0]
 
 
-def test_common_grid_is_the_stretch_all_runs_cover():
+def test_common_grid_is_the_range_that_all_runs_cover():
     grid = common_grid([np.array([0.0, 50.0]), np.array([10.0, 80.0])])
     assert grid is not None
     assert (grid[0], grid[-1]) == (10.0, 50.0)
@@ -112,7 +112,7 @@ def test_learning_rate_over_decades_is_logarithmic(tmp_path):
     assert axes_of([flat], ["train/learning_rate"])[0].get_yscale() == "linear"
 
 
-def test_picture_is_written_and_global_style_left_alone(tmp_path):
+def test_image_is_written_and_global_style_is_unchanged(tmp_path):
     import matplotlib
 
     others = {"episode/mean_length": 3.0, "train/value_loss": 1.0, "train/approx_kl": 0.01, "time/fps": 1e5}
@@ -131,7 +131,7 @@ def test_suffix_chooses_the_format_and_one_point_is_visible(tmp_path):
     assert axes_of([run], ["episode/mean_reward"])[0].lines[-1].get_marker() == "o"
 
 
-def test_bad_requests_say_what_there_is(tmp_path):
+def test_invalid_arguments_are_errors_that_list_the_choices(tmp_path):
     run = make_run(tmp_path / "a", [1.0], tag="my/metric")
     with pytest.raises(ValueError, match="no run to plot"):
         plot_runs([], tmp_path / "x.png")

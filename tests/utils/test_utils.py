@@ -1,4 +1,4 @@
-"""The documented helpers: observation segments, named tuples of arrays, stored images."""
+"""Observation segments, named tuples of arrays, compressed images."""
 
 import copy
 import pickle
@@ -22,13 +22,13 @@ State = namedarraytuple("State", ["actor", "critic"])
 Cell = namedarraytuple("Cell", "hidden cell")
 
 
-def test_get_obs_slice_gives_columns_and_shape():  # row O01
+def test_get_obs_slice_gives_columns_and_shape():
     assert get_obs_slice(SEGMENTS, "b") == (slice(3, 7), (2, 2))
-    with pytest.raises(AssertionError, match=r"\['a', 'b', 'c'\]"):  # row O02
+    with pytest.raises(AssertionError, match=r"\['a', 'b', 'c'\]"):
         get_obs_slice(SEGMENTS, "zz")
 
 
-def test_subobs_are_concatenated_in_segment_order():  # row O03
+def test_subobs_are_concatenated_in_segment_order():
     obs = torch.arange(8.0).expand(2, 5, 8)
     assert get_subobs_by_components(obs, ["c", "a"], SEGMENTS)[1, 4].tolist() == [0, 1, 2, 7]
     assert get_subobs_size(SEGMENTS, ["c", "a"]) == 4
@@ -36,7 +36,7 @@ def test_subobs_are_concatenated_in_segment_order():  # row O03
         get_subobs_size(SEGMENTS, ["c", "d"])
 
 
-def test_estimates_replace_only_their_segments():  # row O04
+def test_estimates_replace_only_their_segments():
     obs = torch.arange(8.0).expand(2, 8)
     out = substitute_estimated_state(obs, ["c", "a"], torch.full((2, 4), -1.0), SEGMENTS)
     assert out[0].tolist() == [-1, -1, -1, 3, 4, 5, 6, -1]
@@ -46,14 +46,14 @@ def nested():
     return State(Cell(torch.arange(4.0), 10 + torch.arange(4.0)), None)
 
 
-def test_indexing_reaches_every_field_and_skips_none():  # row M11
+def test_indexing_reaches_every_field_and_skips_none():
     part = nested()[1:3]
     assert type(part) is State
     assert type(part.actor) is Cell
     assert (part.actor.hidden.tolist(), part.actor.cell.tolist(), part.critic) == ([1, 2], [11, 12], None)
 
 
-def test_assignment_reaches_every_field():  # row M11
+def test_assignment_reaches_every_field():
     x = nested()
     x[0] = 0
     x[1] = State(Cell(torch.tensor(7.0), torch.tensor(8.0)), None)
@@ -65,7 +65,7 @@ def test_assignment_reaches_every_field():  # row M11
         x[0] = (1, 2, 3)
 
 
-def test_names_items_positions_and_replace():  # row M11
+def test_names_items_positions_and_replace():
     x = nested()
     assert "actor" in x
     assert "hidden" not in x
@@ -77,7 +77,7 @@ def test_names_items_positions_and_replace():  # row M11
     assert critic is None
 
 
-def test_instances_pickle_and_copy():  # row M11
+def test_instances_pickle_and_copy():
     for twin in (pickle.loads(pickle.dumps(nested())), copy.deepcopy(nested())):  # noqa: S301, our own bytes
         assert type(twin) is State
         assert torch.equal(twin.actor.cell, nested().actor.cell)
@@ -89,7 +89,7 @@ def test_a_field_may_not_hide_a_method():
 
 
 @pytest.mark.parametrize("as_array", [np.asarray, torch.tensor])
-def test_images_survive_compression_to_half_a_step(as_array):
+def test_compression_error_is_at_most_half_a_step(as_array):
     image = as_array([[0.0, 0.1, 0.5], [0.999, 1.0, 0.004]])
     small = compress_normalized_image(image)
     assert small.tolist() == [[0, 26, 128], [255, 255, 1]]

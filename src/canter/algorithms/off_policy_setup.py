@@ -21,9 +21,9 @@ from canter.modules.policy import Policy
 from canter.storage.offline import fill_replay
 from canter.storage.replay import TransitionReplayBuffer
 from canter.utils.config import settings
-from canter.utils.devices import resolve_device
 from canter.utils.graphs import Executor
 from canter.utils.metrics import MeanMeter
+from canter.utils.runtime import resolve_device
 
 REPLAY = "replay_buffer"
 STATISTICS = 10_000  # recorded steps that the statistics of observations begin with

@@ -19,7 +19,7 @@ from canter.cli.errors import UserError, user_errors
 from canter.cli.options import PRESET_KEYS, given, parse, preset_for
 from canter.cli.runs import open_runner
 from canter.runners import Runner, StopTraining
-from canter.utils.devices import resolve_device, usable_cores
+from canter.utils.runtime import resolve_device, usable_cores
 
 Execution = Literal["auto", "eager", "graph", "compile"]
 GPU_ENVS, CPU_ENVS = 4096, 256

@@ -11,7 +11,7 @@ import tyro
 from canter.cli.errors import UserError, user_errors
 from canter.cli.options import parse
 from canter.cli.runs import nearest_run
-from canter.utils.logging.jsonl import METRICS_NAME
+from canter.utils.logging import METRICS_NAME
 from canter.utils.plots import plot_runs
 
 

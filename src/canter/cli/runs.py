@@ -26,7 +26,7 @@ from canter.envs.wrap import make_env
 from canter.runners import Runner, build_runner
 from canter.runners.run_config import find_algorithm
 from canter.utils.checkpoint import newest_valid_checkpoint
-from canter.utils.devices import resolve_device
+from canter.utils.runtime import resolve_device
 
 EVAL_ENVS = 10
 EVAL_SEED_OFFSET = 1_000_003

@@ -16,7 +16,7 @@ from canter.envs.torch_envs import TORCH_ENVS
 from canter.envs.vec_env import VecEnv
 from canter.envs.vector import GymVectorEnvAdapter
 from canter.envs.wrappers import ToDevice
-from canter.utils.devices import usable_cores
+from canter.utils.runtime import usable_cores
 
 LOOKED_FOR = """\
 - a canter.envs.VecEnv

@@ -12,7 +12,7 @@ import torch
 from canter.algorithms.foreign import import_state
 from canter.utils.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from canter.utils.files import remove_stale_temps, safe_join
-from canter.utils.rng import rng_state, set_rng_state
+from canter.utils.runtime import rng_state, set_rng_state
 from canter.utils.tree import tree_map
 
 if TYPE_CHECKING:

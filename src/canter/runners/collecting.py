@@ -19,7 +19,7 @@ from canter.runners.run_config import RunPlan, find_algorithm
 from canter.runners.run_env import open_env, randomize_ages, seed_env
 from canter.runners.runner import Runner
 from canter.runners.step_stats import StepStats
-from canter.utils.devices import resolve_device
+from canter.utils.runtime import resolve_device
 from canter.utils.tree import Obs
 
 

@@ -20,7 +20,7 @@ from canter.storage.rollout_files.catalog import trajectory_folders
 from canter.storage.rollout_files.writer import TrajectoryWriter
 from canter.utils.console import Console, table
 from canter.utils.obs_layout import ObsLayout
-from canter.utils.signals import StopSignal
+from canter.utils.runtime import StopSignal
 from canter.utils.tree import Obs
 
 

@@ -8,8 +8,7 @@ from typing import Any, BinaryIO
 
 import yaml
 
-from canter.utils.files import atomic_write
-from canter.utils.git_state import store_code_state
+from canter.utils.files import atomic_write, store_code_state
 from canter.utils.logging import Logger
 
 

@@ -13,7 +13,7 @@ from canter.runners.runner_tools import RunnerTools
 from canter.runners.trials import StopTraining, pruned_exception, report_trial
 from canter.utils.console import Console
 from canter.utils.files import RunLock
-from canter.utils.signals import StopSignal
+from canter.utils.runtime import StopSignal
 
 
 class _Metrics(NamedTuple):

@@ -18,7 +18,7 @@ from canter.runners.run_config import RunPlan, check_run
 from canter.runners.run_log import RunLog
 from canter.utils.console import table
 from canter.utils.logging import Logger
-from canter.utils.rng import preserved_rng
+from canter.utils.runtime import preserved_rng
 
 
 class RunnerTools(ABC):

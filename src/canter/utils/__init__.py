@@ -1,1 +1,1 @@
-"""What everything else stands on: trees, settings, files, logging, graphs."""
+"""Shared utilities: settings, observation layouts, files, checkpoints, logging."""

@@ -1,8 +1,8 @@
-"""Checkpoints: written whole, read without running code, and never believed without their checksum.
+"""Checkpoints: written atomically, verified by checksum, and loaded without running code.
 
-A file is an ordinary `torch.save` archive. Its last bytes, which the zip format calls the archive comment, are
-`canter-sha256:` and the SHA-256 of everything before the digest, so that `torch.load` reads it as it is and one flipped
-bit anywhere is found: torch alone notices almost none of them.
+A file is an ordinary `torch.save` archive. Its zip comment (the last bytes) is `canter-sha256:` and the SHA-256 of
+everything before the digest. `torch.load` reads the file unchanged, and any flipped bit is detected; torch alone misses
+almost all of them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from canter.utils.files import atomic_write
+from canter.utils.files import StrPath, atomic_write
 
 FORMAT_VERSION = 1
 MARK = b"canter-sha256:"
@@ -34,16 +34,8 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be used; the message names the file and the reason."""
 
 
-class CheckpointInfo(NamedTuple):
-    """What verifying a file told."""
-
-    trusted: bool
-    """Whether it carries canter's checksum; a foreign archive has only its members' CRC-32."""
-    size: int
-
-
-def save_checkpoint(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
-    """Write `state` and the format version to `path`, whole or not at all.
+def save_checkpoint(path: StrPath, state: Mapping[str, Any]) -> None:
+    """Write `state` and the format version to `path` atomically.
 
     Raises TypeError naming the key of anything that is not a tensor, str, int, float, bool, None, list, tuple or dict.
     """
@@ -51,16 +43,19 @@ def save_checkpoint(path: str | os.PathLike[str], state: Mapping[str, Any]) -> N
 
     def write(file: BinaryIO) -> None:
         torch.save(content, file)
-        _append_checksum(file)
+        end = file.seek(0, os.SEEK_END)
+        file.seek(end - 2)
+        file.write(_COMMENT_SIZE.to_bytes(2, "little") + MARK)
+        file.write(_digest(file, end + len(MARK)))
 
     atomic_write(path, write, expected_size=_tensor_bytes(content))
 
 
 def _to_plain(value: Any, key: str) -> Any:
-    kind = type(value)  # exact types: numpy's float64 is a float to isinstance, but not to a safe loader
+    kind = type(value)  # exact types: isinstance takes numpy's float64 for a float, the safe loader does not
     if kind in (Tensor, torch.nn.Parameter):
         tensor = value.detach()
-        # A slice would drag its whole storage into the file.
+        # Saving a slice would save its whole storage.
         return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
     if kind in (dict, OrderedDict):
         for name in value:
@@ -84,15 +79,8 @@ def _tensor_bytes(value: Any) -> int:
     return sum(_tensor_bytes(part) for part in parts)
 
 
-def _append_checksum(file: BinaryIO) -> None:
-    end = file.seek(0, os.SEEK_END)
-    file.seek(end - 2)
-    file.write(_COMMENT_SIZE.to_bytes(2, "little") + MARK)
-    file.write(_digest(file, end + len(MARK)))
-
-
 def _digest(file: BinaryIO, length: int) -> bytes:
-    """Hex SHA-256 of the first `length` bytes, the position left after them."""
+    """Return the hex SHA-256 of the first `length` bytes; the position is after them."""
     sha = hashlib.sha256()
     file.seek(0)
     while length > 0 and (chunk := file.read(min(length, 1 << 20))):
@@ -101,20 +89,23 @@ def _digest(file: BinaryIO, length: int) -> bytes:
     return sha.hexdigest().encode()
 
 
-def verify_checkpoint(path: str | os.PathLike[str]) -> CheckpointInfo:
-    """Read every byte of `path` against its checksum; CheckpointError if the file is damaged."""
+def verify_checkpoint(path: StrPath) -> bool:
+    """Check every byte of `path`; CheckpointError if it is damaged.
+
+    Returns True for a file with canter's checksum, False for a foreign archive, which has only CRC-32 checksums.
+    """
     with _open(Path(path)) as file:
         return _verify(file, Path(path))
 
 
-def load_checkpoint(path: str | os.PathLike[str], map_location: Any = None) -> dict[str, Any]:
-    """The content of a verified checkpoint, read with `weights_only=True`.
+def load_checkpoint(path: StrPath, map_location: Any = None) -> dict[str, Any]:
+    """Return the content of a verified checkpoint, loaded with `weights_only=True`.
 
-    An archive that other software wrote with `torch.save` is accepted if its members' CRC-32 are right.
+    An archive that other software wrote with `torch.save` is accepted if its CRC-32 checksums match.
     """
     path = Path(path)
     with _open(path) as file:
-        # One descriptor for both: the name may come to mean a newer file in between.
+        # The same descriptor for both steps, because the file may be replaced in between.
         _verify(file, path)
         file.seek(0)
         try:
@@ -137,7 +128,7 @@ def _open(path: Path) -> BinaryIO:
     return open(path, "rb")
 
 
-def _verify(file: BinaryIO, path: Path) -> CheckpointInfo:
+def _verify(file: BinaryIO, path: Path) -> bool:
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _COMMENT_SIZE))
     tail = file.read(_COMMENT_SIZE)
@@ -146,18 +137,13 @@ def _verify(file: BinaryIO, path: Path) -> CheckpointInfo:
     if tail.startswith(MARK):
         if _digest(file, size - 64) != tail[len(MARK) :]:
             raise CheckpointError(f"checkpoint {path} is damaged: its SHA-256 does not match ({size} bytes)")
-        return CheckpointInfo(trusted=True, size=size)
-    # Only an archive that ends with its end record, without a comment, can have been written by plain `torch.save`.
+        return True
+    # Plain `torch.save` writes archives that end with the end record and have no comment.
     if not (tail[-_END_SIZE:].startswith(_END_SIGNATURE) and tail.endswith(b"\0\0")):
         raise CheckpointError(f"checkpoint {path} is truncated, damaged or not a torch.save archive ({size} bytes)")
-    _verify_members(file, path, size)
-    return CheckpointInfo(trusted=False, size=size)
-
-
-def _verify_members(file: BinaryIO, path: Path, size: int) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
-            # torch stores members uncompressed, so an archive that unpacks to more than itself is a bomb.
+            # torch stores members uncompressed, so an archive that unpacks to more than itself is a zip bomb.
             is_bomb = sum(member.file_size for member in archive.infolist()) > size
             damaged = None if is_bomb else archive.testzip()
     except (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError) as error:
@@ -166,10 +152,11 @@ def _verify_members(file: BinaryIO, path: Path, size: int) -> None:
         raise CheckpointError(f"checkpoint {path} claims more content than its {size} bytes")
     if damaged is not None:
         raise CheckpointError(f"checkpoint {path} is damaged: the CRC-32 of {damaged!r} does not match")
+    return False
 
 
-def find_checkpoints(directory: str | os.PathLike[str]) -> list[tuple[int, Path]]:
-    """Every `model_<number>.pt` in `directory` with its number, in numeric order."""
+def find_checkpoints(directory: StrPath) -> list[tuple[int, Path]]:
+    """Return the number and path of every `model_<number>.pt` in `directory`, in numeric order."""
     found = []
     for path in Path(directory).iterdir():
         if match := _NAME.fullmatch(path.name):
@@ -180,12 +167,11 @@ def find_checkpoints(directory: str | os.PathLike[str]) -> list[tuple[int, Path]
     return sorted(found)
 
 
-def newest_valid_checkpoint(directory: str | os.PathLike[str]) -> Path:
-    """The checkpoint with the highest number that verifies; a damaged newer one is skipped with a warning.
+def newest_valid_checkpoint(directory: StrPath) -> Path:
+    """Return the valid checkpoint with the highest number; damaged newer ones are skipped with a warning.
 
-    Raises FileNotFoundError if there is none at all, CheckpointError if there are some but none is valid.
+    Raises FileNotFoundError if there is no checkpoint, CheckpointError if none is valid.
     """
-    directory = Path(directory)
     found = find_checkpoints(directory)
     if not found:
         raise FileNotFoundError(f"no model_<number>.pt in {directory}")
@@ -207,8 +193,8 @@ def _reason_invalid(path: Path) -> str | None:
     return None
 
 
-def prune_checkpoints(directory: str | os.PathLike[str], keep_last: int) -> list[Path]:
-    """Delete all but the `keep_last` newest checkpoints and the newest that verifies; return what was deleted."""
+def prune_checkpoints(directory: StrPath, keep_last: int) -> list[Path]:
+    """Delete all but the `keep_last` newest checkpoints and the newest valid one; return the deleted paths."""
     if keep_last < 2:
         raise ValueError(f"keep_last must be at least 2 so that one is left if the newest is damaged, got {keep_last}")
     found = find_checkpoints(directory)
@@ -231,20 +217,18 @@ def prune_checkpoints(directory: str | os.PathLike[str], keep_last: int) -> list
 
 
 def check_compatible(current: Mapping[str, Tensor], loaded: Mapping[str, Tensor], owner: str) -> None:
-    """Raise one RuntimeError that lists every tensor of `loaded` that does not fit `owner`'s; change nothing."""
-    problems = [f"missing {name}, want {tuple(current[name].shape)}" for name in current if name not in loaded]
-    problems += [f"unexpected {name}, got {_shape(loaded[name])}" for name in loaded if name not in current]
+    """Raise one RuntimeError that lists every tensor of `loaded` that does not fit `current`; change nothing."""
+    want = {name: tuple(tensor.shape) for name, tensor in current.items()}
+    got = {name: tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__ for name, v in loaded.items()}
+    problems = [f"missing {name}, want {want[name]}" for name in want if name not in got]
+    problems += [f"unexpected {name}, got {got[name]}" for name in got if name not in want]
     problems += [
-        f"shape of {name}: want {tuple(current[name].shape)}, got {_shape(loaded[name])}"
-        for name in current
-        if name in loaded and _shape(loaded[name]) != tuple(current[name].shape)
+        f"shape of {name}: want {want[name]}, got {got[name]}"
+        for name in want
+        if name in got and got[name] != want[name]
     ]
     if problems:
         lines = "\n  ".join(problems)
         raise RuntimeError(
             f"the checkpoint does not fit {owner} ({len(problems)} tensors); nothing was loaded:\n  {lines}"
         )
-
-
-def _shape(value: Any) -> Any:
-    return tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__

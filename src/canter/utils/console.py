@@ -1,4 +1,4 @@
-"""What a person watching a training sees: a calm live display on a terminal, one line per log elsewhere."""
+"""Progress of a training on the console: a live display on a terminal, one line per log entry elsewhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -16,10 +15,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _REDRAW_S = 0.25
-_BROKEN_STREAM = (OSError, ValueError, AttributeError)  # closed, torn off, replaced, unable to encode
+_BROKEN_STREAM = (OSError, ValueError, AttributeError)  # closed, disconnected, replaced, or unable to encode
 _MAX_CELLS = 18
-_LINE_CELLS = 7  # a line of a log file is read whole
-# Shown first, in this order, under these names; then everything else of the groups below.
+_LINE_CELLS = 7  # metrics per line without a terminal
+# Metrics shown first, with their display names; the other metrics of `_GROUPS` follow.
 _NAMES = {
     "episode/mean_reward": "return",
     "episode/mean_length": "episode length",
@@ -35,15 +34,13 @@ _GROUPS = ("train/", "policy/", "exploration/", "eval/", "Episode_Reward/")
 
 
 class Console:
-    """Shows the progress of a training on `stream` (standard output); nothing that happens to it stops the training.
+    """Shows the progress of a training. A failing stream disables the display and does not stop the training.
 
     Args:
-        total_iterations: The iteration at which the training will be complete.
-        title: A few words above the bar.
-        enabled: False shows nothing.
-        start_iteration: Iterations that were complete when this training began.
-        stream: Where to write, if not standard output.
-        unit: What is counted.
+        total_iterations: Number of the last iteration.
+        start_iteration: Number of iterations completed before this training.
+        stream: The output stream; None is standard output.
+        unit: Name of an iteration in the display.
     """
 
     def __init__(
@@ -63,9 +60,8 @@ class Console:
         self.metrics: dict[str, float] = {}
         self._stream = sys.stdout if stream is None else stream
         self._enabled = enabled and self._stream is not None
-        self._marks: deque[tuple[float, int, int | None]] = deque(
-            [(time.monotonic(), start_iteration, None)], maxlen=50
-        )
+        self._marks: deque[tuple[float, int, int | None]] = deque(maxlen=50)  # time, iteration, environment steps
+        self._marks.append((time.monotonic(), start_iteration, None))
         self._drawn_at = -math.inf
         self._live: Any = None
         if self._enabled:
@@ -73,13 +69,13 @@ class Console:
 
     @property
     def is_live(self) -> bool:
-        """Whether the display is redrawn in place."""
+        """Whether the display is live, redrawn in place."""
         return self._live is not None
 
     def update(self, iteration: int, timesteps: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Show that `iteration` iterations and `timesteps` environment steps are done.
+        """Show the number of completed iterations and environment steps, and new metrics.
 
-        Values that are not in `metrics` keep what was last shown. Without a terminal, only a call with metrics prints.
+        Metrics that are not given keep their last value. Without a terminal, only a call with metrics prints a line.
         """
         self.iteration, self.timesteps = iteration, timesteps
         self._marks.append((time.monotonic(), iteration, timesteps))
@@ -92,14 +88,14 @@ class Console:
             self._guard(self._redraw)
 
     def message(self, text: str) -> None:
-        """Show a line of text above the display."""
+        """Show a line of text above the live display."""
         if self._enabled and self._live is None:
             self._guard(lambda: self._print(text))
         elif self._enabled:
             self._guard(lambda: self._live.console.print(self._writable(text), markup=False, highlight=False))
 
     def close(self) -> None:
-        """Draw the last state and give the terminal back; harmless when repeated."""
+        """Draw the last state and restore the terminal; may be called twice."""
         atexit.unregister(self.close)
         if self._live is not None:
             self._guard(self._redraw)
@@ -110,11 +106,11 @@ class Console:
     def __enter__(self) -> Console:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def rate(self) -> float:
-        """Environment steps per second over the last updates; NaN before there are two."""
+        """Return environment steps per second over the last updates; NaN before the second update."""
         (start, _, before), (end, _, after) = self._marks[0], self._marks[-1]
         if before is None and len(self._marks) > 2:
             start, _, before = self._marks[1]
@@ -123,7 +119,7 @@ class Console:
         return (after - before) / (end - start)
 
     def seconds_left(self) -> float:
-        """Estimated seconds until the last iteration; NaN before it can be told."""
+        """Return the estimated seconds until the last iteration; NaN before the first one is complete."""
         (start, before, _), (end, after, _) = self._marks[0], self._marks[-1]
         if after <= before or end <= start:
             return math.nan
@@ -134,8 +130,13 @@ class Console:
             draw()
         except _BROKEN_STREAM:
             live, self._live, self._enabled = self._live, None, False
-            if live is not None:
-                _abandon(live)
+            if live is None:
+                return
+            # Live has replaced sys.stdout, which must be restored even if the last frame cannot be drawn.
+            try:
+                live.stop()
+            except _BROKEN_STREAM:
+                live._disable_redirect_io()
 
     def _start(self) -> None:
         if not self._stream.isatty():
@@ -147,7 +148,7 @@ class Console:
         if console.is_dumb_terminal or not console.is_terminal:
             return
         self._live = Live(self._picture(), console=console, auto_refresh=False, vertical_overflow="crop")
-        atexit.register(self.close)  # an uncaught error must not leave the cursor hidden
+        atexit.register(self.close)  # shows the cursor again after an uncaught error
         self._live.start()
 
     def _redraw(self) -> None:
@@ -194,21 +195,13 @@ def _grid(*ratios: int | None) -> Table:
 
     grid = Table.grid(expand=True, padding=(0, 2))
     for index, ratio in enumerate(ratios):
-        # Names are cropped, because an ellipsis is not ASCII; numbers, which have no ratio, keep their width.
+        # Names are cropped because an ellipsis is not ASCII. Numbers (no ratio) keep their width.
         grid.add_column(no_wrap=True, overflow="crop", justify="right" if index % 2 else "left", ratio=ratio)
     return grid
 
 
-def _abandon(live: Any) -> None:
-    # Live took over sys.stdout; it must be given back even though the last frame cannot be drawn any more.
-    try:
-        live.stop()
-    except _BROKEN_STREAM:
-        live._disable_redirect_io()
-
-
 def shown_metrics(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
-    """The few metrics worth a person's attention, with short names, in a fixed order."""
+    """Return the metrics of the display with their short names, in a fixed order."""
     first = [(_NAMES[tag], metrics[tag]) for tag in _NAMES if tag in metrics]
     rest = [
         (tag.split("/", 1)[1].replace("_", " "), value)
@@ -220,14 +213,14 @@ def shown_metrics(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
 
 
 def table(metrics: Mapping[str, float], width: int = 80, pad: int = 35) -> str:
-    """All metrics as text, a name right-aligned in `pad` columns and its value, between two rules of `width`."""
+    """Format all metrics as a table: names right-aligned in `pad` columns, rules of `width` above and below."""
     title = f"Iteration {format_number(metrics['iteration'])}" if "iteration" in metrics else "Training"
     rows = [f"{name + ':':>{pad}} {format_number(value)}" for name, value in metrics.items() if name != "iteration"]
     return "\n".join(line[:width] for line in ["#" * width, title.center(width).rstrip(), "", *rows, "-" * width])
 
 
 def format_number(value: float) -> str:
-    """Four significant digits, thousands separated, tiny and huge numbers with an exponent."""
+    """Format a number with four significant digits, thousands separators, and an exponent if tiny or huge."""
     value = float(value)
     size = abs(value)
     if not math.isfinite(value):

@@ -1,4 +1,4 @@
-"""Files of a run directory: every one is replaced whole or not at all, inside its directory, by one process."""
+"""Files of a run directory: atomic writes, safe names, the lock of the directory, and the state of the code (git)."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import contextlib
 import errno
 import hashlib
 import io
+import logging
 import os
 import re
 import secrets
 import shutil
 import socket
+import subprocess
+import tempfile
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path, PureWindowsPath
-from types import TracebackType
 from typing import BinaryIO, cast
 
 try:
@@ -23,13 +25,15 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-# Process ids mean nothing on another host that shares the directory.
+StrPath = str | os.PathLike[str]
+
+# Process ids are valid on one host only; several hosts may share the directory.
 _HOST_TAG = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 _TEMP_NAME = re.compile(r"\.tmp-([0-9a-f]{8})-([0-9]{1,10})-[0-9a-f]{8}")
 
 
 class DiskFullError(OSError):
-    """A file could not be written for lack of space; what was there before is intact."""
+    """A file could not be written because the disk is full; the previous file is intact."""
 
 
 class RunLockedError(RuntimeError):
@@ -37,7 +41,7 @@ class RunLockedError(RuntimeError):
 
 
 class _TempFile(io.FileIO):
-    """Remembers how far the writer got and the first failure, which C++ writers replace with their own error."""
+    """Remembers the highest position written and the first failure, which C++ writers replace with their own error."""
 
     reached = 0
     failure: OSError | None = None
@@ -51,23 +55,26 @@ class _TempFile(io.FileIO):
             raise
 
 
-def atomic_write(path: str | os.PathLike[str], write: Callable[[BinaryIO], None], expected_size: int = 0) -> None:
-    """Replace `path` by what `write` puts into the open file it is given; on any error `path` keeps what it had.
+def atomic_write(path: StrPath, content: bytes | Callable[[BinaryIO], object], expected_size: int = 0) -> None:
+    """Replace the file `path` completely, or leave it unchanged on any error.
 
     Args:
-        path: The file to replace; its directory is made if it is missing.
-        write: Gets a binary file open for reading and writing.
-        expected_size: Bytes the writer needs, if known; used in the message about a full disk.
+        path: The file to replace; a missing directory is created.
+        content: The bytes, or a function that writes into a binary file open for reading and writing.
+        expected_size: Number of bytes, if known; used in the error message of a full disk.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = path.parent / f".tmp-{_HOST_TAG}-{os.getpid()}-{secrets.token_hex(4)}"
-    # The kernel applies the umask to 0666 here; reading it in order to chmod would change it for other threads.
+    # The kernel applies the umask to 0666. Reading the umask for a chmod would change it for other threads.
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
     raw = _TempFile(os.open(temp, flags | getattr(os, "O_BINARY", 0), 0o666), "r+b")
     try:
         with io.BufferedRandom(raw) as file:
-            write(cast("BinaryIO", file))
+            if isinstance(content, bytes):
+                file.write(content)
+            else:
+                content(cast("BinaryIO", file))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temp, path)
@@ -76,24 +83,17 @@ def atomic_write(path: str | os.PathLike[str], write: Callable[[BinaryIO], None]
             raw.close()
         with contextlib.suppress(OSError):
             temp.unlink()
-        if _is_disk_full(raw.failure) or _is_disk_full(error):
-            raise _disk_full(path, max(expected_size, raw.reached)) from error
-        raise
+        if not (_is_disk_full(raw.failure) or _is_disk_full(error)):
+            raise
+        free, needed = shutil.disk_usage(path.parent).free, max(expected_size, raw.reached)
+        before = "the previous file is intact" if path.exists() else "there was no previous file"
+        text = f"disk full: {free} bytes free, {needed} or more needed; {before}. Free some space and save again"
+        raise DiskFullError(errno.ENOSPC, text, str(path)) from error
     _sync_directory(path.parent)
 
 
 def _is_disk_full(error: BaseException | None) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
-
-
-def _disk_full(path: Path, needed: int) -> DiskFullError:
-    free = shutil.disk_usage(path.parent).free
-    before = "the previous file is intact" if path.exists() else "there was no previous file"
-    return DiskFullError(
-        errno.ENOSPC,
-        f"disk full: {free} bytes free, {needed} or more needed; {before}. Free some space and save again",
-        str(path),
-    )
 
 
 def _sync_directory(directory: Path) -> None:
@@ -110,8 +110,8 @@ def _sync_directory(directory: Path) -> None:
         os.close(handle)
 
 
-def remove_stale_temps(directory: str | os.PathLike[str]) -> list[Path]:
-    """Remove temporary files that processes of this host left behind when they died; return their paths."""
+def remove_stale_temps(directory: StrPath) -> list[Path]:
+    """Remove the temporary files of dead processes of this host; return their paths."""
     removed = []
     for path in sorted(Path(directory).glob(".tmp-*")):
         match = _TEMP_NAME.fullmatch(path.name)
@@ -134,14 +134,13 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def safe_join(root: str | os.PathLike[str], name: str) -> Path:
-    """`root / name`, where `name` is data and must stay inside `root`; ValueError if it would not."""
-    parts = name.split("/")
+def safe_join(root: StrPath, name: str) -> Path:
+    """Return `root / name`; ValueError if the untrusted `name` leads out of `root`."""
     if not name or "\0" in name or "\\" in name:
         raise ValueError(f"unsafe file name {name!r}: it is empty or holds NUL or a backslash")
     if len(name.encode(errors="surrogateescape")) > 255:
         raise ValueError(f"unsafe file name {name[:40]!r}...: longer than 255 bytes")
-    if name.startswith("/") or PureWindowsPath(name).is_absolute() or ".." in parts:
+    if name.startswith("/") or PureWindowsPath(name).is_absolute() or ".." in name.split("/"):
         raise ValueError(f"unsafe file name {name!r}: it must be relative and without '..'")
     base = Path(root)
     joined = base / name
@@ -151,20 +150,19 @@ def safe_join(root: str | os.PathLike[str], name: str) -> Path:
 
 
 class RunLock:
-    """Holds a run directory for one writer until `release` or the end of the process, however it ends.
+    """Locks a run directory for one writer until `release` or the end of the process.
 
-    Raises RunLockedError, naming the holder's process and host, if another has it.
+    Raises RunLockedError, which names the process and host of the holder, if the directory is locked.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: StrPath) -> None:
         self.path = Path(directory) / ".lock"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._handle: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
         try:
             self._lock(self._handle)
         except BaseException:
-            os.close(self._handle)
-            self._handle = None
+            self._close()
             raise
         _open_locks.add(self)
 
@@ -185,9 +183,9 @@ class RunLock:
         os.pwrite(handle, f"pid {os.getpid()} on host {socket.gethostname()}\n".encode(), 0)
 
     def release(self) -> None:
-        """Let another process have the directory; harmless when repeated."""
+        """Unlock the directory; may be called twice."""
         if self._handle is not None and fcntl is not None:
-            # Explicitly, as a copy of the descriptor in a worker being forked would keep the lock a little longer.
+            # Explicitly, because a forked worker's copy of the descriptor would keep the lock until it is closed.
             with contextlib.suppress(OSError):
                 fcntl.flock(self._handle, fcntl.LOCK_UN)
         self._close()
@@ -200,7 +198,7 @@ class RunLock:
     def __enter__(self) -> RunLock:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.release()
 
 
@@ -208,11 +206,121 @@ _open_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
 def _close_inherited_locks() -> None:
-    # A forked worker shares the descriptor: if it outlived the run, it would keep the directory locked. It must
-    # not unlock, which would take the lock from the run.
+    # A forked worker that outlives the run would keep the directory locked through its copy of the descriptor. It must
+    # close, not unlock: unlocking would release the run's lock.
     for lock in list(_open_locks):
         lock._close()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_inherited_locks)
+
+
+_log = logging.getLogger(__name__)
+_GIT_TIMEOUT_S = 10.0
+_MAX_GIT_BYTES = 1_000_000
+_MAX_DIFF_LINE = 500
+_SECRET = re.compile(
+    r"(token|secret|passw(or)?d|api_?key|credential|authorization)\w*[\"']?\s*[:=]"
+    r"|AKIA[0-9A-Z]{16}|gh[pousr]_[A-Za-z0-9]{20}|github_pat_|glpat-|hf_[A-Za-z0-9]{20}|sk-[A-Za-z0-9_-]{20}|xox[abprs]-"
+    r"|://[^/\s:@]+:[^/\s@]+@",
+    re.IGNORECASE,
+)
+_SECRET_FILES = [
+    f":(exclude,glob,icase)**/{name}" for name in (".env*", "*.env", "*.pem", "*.key", "id_rsa*", ".netrc")
+]
+
+
+def store_code_state(log_dir: StrPath, repos: Iterable[StrPath], with_diff: bool = False) -> list[Path]:
+    """Write `log_dir/git/<repository>.diff` (commit, dirty flag, changed files) for each repository; return the paths.
+
+    Paths outside a repository and git errors are skipped with a log message; an existing file is kept. Never raises.
+
+    Args:
+        log_dir: The run directory.
+        repos: Files or directories inside the repositories, for example a module's `__file__`.
+        with_diff: Also store the changes of tracked files, at most 1 MB, without lines that look like secrets.
+    """
+    written: list[Path] = []
+    names: dict[str, Path] = {}
+    for given in repos:
+        root = find_repository(given)
+        if root is None:
+            _log.info("%s is in no git repository; its code state is not stored", given)
+            continue
+        name = root.name or "root"
+        if names.setdefault(name, root) != root:
+            name += "-" + hashlib.sha256(str(root).encode()).hexdigest()[:6]
+        path = Path(log_dir) / "git" / f"{name}.diff"
+        try:
+            if not path.exists():
+                atomic_write(path, _describe_repository(root, with_diff).encode())
+                written.append(path)
+        except (OSError, subprocess.SubprocessError) as error:
+            _log.info("the code state of %s is not stored: %s", root, error)
+    return written
+
+
+def find_repository(path: StrPath) -> Path | None:
+    """Return the nearest directory at or above `path` that holds `.git`, or None."""
+    try:
+        start = Path(path).resolve()
+        for directory in (start, *start.parents):
+            # An installed package does not belong to the project around its virtual environment.
+            if directory.name in ("site-packages", "dist-packages"):
+                return None
+            if (directory / ".git").exists():
+                return directory
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL in the name, a loop of links
+        _log.info("cannot look for a repository around %s: %s", path, error)
+    return None
+
+
+def _describe_repository(root: Path, with_diff: bool) -> str:
+    try:
+        commit = _git(root, "rev-parse", "HEAD").strip()
+    except subprocess.SubprocessError:
+        commit = "none yet"
+    status = _git(root, "status", "--porcelain")
+    lines = [f"repository: {root.name}", f"commit: {commit}", f"dirty: {'yes' if status.strip() else 'no'}", ""]
+    lines += ["# git status --porcelain", status.rstrip("\n")]
+    if with_diff and commit != "none yet":
+        diff = _git(root, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD", "--", ".", *_SECRET_FILES)
+        lines += ["", "# git diff HEAD", _without_secrets(diff)]
+    return "\n".join(lines) + "\n"
+
+
+def _git(root: Path, *args: str) -> str:
+    """Run git and return the first megabyte of its output."""
+    # A repository's own settings must not make git run programs.
+    command = ["git", "--no-pager", "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}", *args]
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
+    null = subprocess.DEVNULL
+    with tempfile.TemporaryFile() as output:
+        subprocess.run(
+            command,
+            cwd=root,
+            env=environment,
+            stdin=null,
+            stdout=output,
+            stderr=null,
+            timeout=_GIT_TIMEOUT_S,
+            check=True,
+        )
+        size = output.seek(0, os.SEEK_END)
+        output.seek(0)
+        text = output.read(_MAX_GIT_BYTES).decode(errors="replace")
+    return text if size <= _MAX_GIT_BYTES else f"{text}\n<cut at {_MAX_GIT_BYTES} of {size} bytes>\n"
+
+
+def _without_secrets(diff: str) -> str:
+    kept = []
+    in_key = False
+    for line in diff.splitlines():
+        in_key = in_key or ("-----BEGIN" in line and "PRIVATE KEY" in line)
+        if in_key or _SECRET.search(line):
+            kept.append(line[:1] + "<removed: looks like a secret>")
+        else:
+            kept.append(line if len(line) <= _MAX_DIFF_LINE else line[:_MAX_DIFF_LINE] + "<cut>")
+        in_key = in_key and "-----END" not in line
+    return "\n".join(kept)

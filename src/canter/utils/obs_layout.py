@@ -1,7 +1,8 @@
-"""Names for the parts of a flat observation vector."""
+"""Named segments of a flat observation vector."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, SupportsInt
@@ -16,7 +17,7 @@ Segments = Mapping[str, Shape]
 
 
 class UnknownSegmentError(KeyError, AssertionError):
-    """A name that the observation has no segment for."""
+    """The observation has no segment of this name."""
 
     def __init__(self, name: str, known: Iterable[str]) -> None:
         super().__init__(f"observation has no segment {name!r}; it has {list(known)}")
@@ -26,17 +27,14 @@ class UnknownSegmentError(KeyError, AssertionError):
 
 
 class ObsLayout:
-    """Where each named segment sits in a flat observation; a shape is an int, a tuple or a list."""
+    """Positions of the named segments in a flat observation; a shape is an int, a tuple or a list."""
 
     def __init__(self, segments: Segments) -> None:
         self.shapes = {name: _shape(shape) for name, shape in segments.items()}
         self.sizes = {name: math.prod(shape) for name, shape in self.shapes.items()}
-        self.width = sum(self.sizes.values())
-        self._slices: dict[str, slice] = {}
-        start = 0
-        for name, size in self.sizes.items():
-            self._slices[name] = slice(start, start + size)
-            start += size
+        ends = list(itertools.accumulate(self.sizes.values(), initial=0))
+        self.width = ends[-1]
+        self._slices = {name: slice(*ends[i : i + 2]) for i, name in enumerate(self.sizes)}
 
     def __contains__(self, name: object) -> bool:
         return name in self.shapes
@@ -45,31 +43,31 @@ class ObsLayout:
         return f"ObsLayout({self.shapes})"
 
     def size(self, names: Sequence[str]) -> int:
-        """Total width of the named segments."""
+        """Return the total width of the named segments."""
         return sum(self.sizes[name] for name in self.ordered(names))
 
     def slice(self, name: str) -> slice:
-        """The columns of one segment."""
+        """Return the columns of one segment."""
         if name not in self._slices:
             raise UnknownSegmentError(name, self.shapes)
         return self._slices[name]
 
     def ordered(self, names: Sequence[str]) -> list[str]:
-        """The names in the order of the segments, each once."""
+        """Return the names in segment order, without duplicates."""
         wanted = {names} if isinstance(names, str) else set(names)
         for name in sorted(wanted - self.shapes.keys()):
             raise UnknownSegmentError(name, self.shapes)
         return [name for name in self.shapes if name in wanted]
 
     def split(self, obs: Tensor) -> dict[str, Tensor]:
-        """Every segment by name, as flat views (..., size)."""
+        """Return every segment by name, as flat views (..., size)."""
         self._check_width(obs)
         return dict(zip(self.sizes, obs.split(list(self.sizes.values()), dim=-1), strict=True))
 
     def flat(self, obs: Any) -> Tensor:
-        """One vector (..., width) of an observation that may be a dict by segment name or a bare image.
+        """Convert an observation (flat tensor, image or dict by segment name) to a tensor (..., width).
 
-        Bytes become numbers from 0 to 1. A flat tensor of floats is returned as it is.
+        uint8 values are scaled to [0, 1]. A flat float tensor is returned unchanged.
         """
         if isinstance(obs, Tensor):
             whole = next(iter(self.shapes.values())) if len(self.shapes) == 1 else (self.width,)
@@ -81,21 +79,21 @@ class ObsLayout:
         return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
 
     def resized(self, shapes: Segments) -> ObsLayout:
-        """The layout with some segments of other shapes; names that it lacks come after the others."""
+        """Return a layout with the given shapes; new names come last."""
         return ObsLayout({**self.shapes, **shapes})
 
     def part(self, names: Sequence[str]) -> ObsLayout:
-        """The layout of what `take` returns for these names."""
+        """Return the layout of the result of `take(obs, names)`."""
         return ObsLayout({name: self.shapes[name] for name in self.ordered(names)})
 
     def take(self, obs: Tensor, names: Sequence[str]) -> Tensor:
-        """The columns of the named segments, in segment order whatever the order of the names."""
+        """Return the columns of the named segments, in segment order."""
         self._check_width(obs)
         parts = [obs[..., self._slices[name]] for name in self.ordered(names)]
         return torch.cat(parts, dim=-1) if len(parts) > 1 else (parts or [obs[..., :0]])[0]
 
     def put(self, obs: Tensor, names: Sequence[str], values: Tensor) -> Tensor:
-        """A copy of the observation whose named segments are consecutive pieces of `values`, in segment order."""
+        """Return a copy whose named segments are replaced by consecutive columns of `values`, in segment order."""
         parts, order = self.split(obs), self.ordered(names)
         if values.shape[-1] != self.size(order):
             raise ValueError(f"segments {order} are {self.size(order)} wide, but got {values.shape[-1]} values")
@@ -114,5 +112,5 @@ def _flat_leaf(leaf: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _shape(shape: Shape) -> tuple[int, ...]:
-    # Python ints, because numpy integers fail the type checks of nn.LSTM.
+    # nn.LSTM rejects numpy integers.
     return tuple(int(n) for n in shape) if isinstance(shape, Sequence) else (int(shape),)

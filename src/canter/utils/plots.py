@@ -1,23 +1,22 @@
-"""Learning curves from the `metrics.jsonl` of one or several runs."""
+"""Plots of learning curves from the `metrics.jsonl` of one or several runs."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from canter.utils.files import atomic_write
-from canter.utils.logging.jsonl import METRICS_NAME, read_rows
+from canter.utils.files import StrPath, atomic_write
+from canter.utils.logging.backends import METRICS_NAME, read_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart, without its yellow (too faint on white).
+# The colour-blind-safe palette of Okabe and Ito, without yellow (too faint on white).
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _TITLES = {
     "episode/mean_reward": "Episode return",
@@ -63,8 +62,8 @@ class _Run(NamedTuple):
     series: dict[str, tuple[list[int], list[float]]]
 
 
-def read_metrics(run_dir: str | os.PathLike[str]) -> dict[str, tuple[list[int], list[float]]]:
-    """Every metric of a run with its environment steps and values, in the order they were logged."""
+def read_metrics(run_dir: StrPath) -> dict[str, tuple[list[int], list[float]]]:
+    """Return the environment steps and values of every metric of a run, in the order of logging."""
     path = Path(run_dir)
     path = path / METRICS_NAME if path.is_dir() else path
     if not path.is_file():
@@ -80,21 +79,21 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> dict[str, tuple[list[int], 
 
 
 def plot_runs(
-    run_dirs: Sequence[str | os.PathLike[str]],
-    path: str | os.PathLike[str],
+    run_dirs: Sequence[StrPath],
+    path: StrPath,
     metrics: Sequence[str] | None = None,
     labels: Sequence[str] | None = None,
 ) -> Path:
-    """Draw the learning curves of `run_dirs` into the picture `path` (.png, .svg or .pdf) and return its path.
+    """Plot the learning curves of `run_dirs` into the image `path` (.png, .svg or .pdf) and return its path.
 
-    A single run is drawn as it was logged (faint) and smoothed. Runs of one label are seeds of one experiment and are
-    drawn as their mean with a band of one standard deviation either way.
+    A single run is drawn raw (faint) and smoothed. Runs with the same label are seeds of one experiment; they are drawn
+    as their mean with a band of one standard deviation.
 
     Args:
         run_dirs: Run directories, or `metrics.jsonl` files.
-        path: The picture to write.
-        metrics: Tags to draw; by default the usual ones that are there.
-        labels: One per run; by default the directory's name.
+        path: The image to write.
+        metrics: Tags to plot; by default all known ones that were logged.
+        labels: One per run; by default the directory name.
     """
     runs = _load(run_dirs, labels)
     tags = _choose(runs, metrics)
@@ -111,7 +110,7 @@ def plot_runs(
     return path
 
 
-def _load(run_dirs: Sequence[str | os.PathLike[str]], labels: Sequence[str] | None) -> list[_Run]:
+def _load(run_dirs: Sequence[StrPath], labels: Sequence[str] | None) -> list[_Run]:
     if not run_dirs:
         raise ValueError("there is no run to plot")
     if labels is not None and len(labels) != len(run_dirs):
@@ -161,7 +160,7 @@ def _draw(runs: list[_Run], tags: list[str]) -> Figure:
 
 
 def _layout(count: int) -> tuple[int, int, list[tuple[slice, slice]]]:
-    """Rows, columns and the place of each panel; the first of many is four times as large as the others."""
+    """Return rows, columns and the position of each panel; the first of many is four times as large as the others."""
     if count <= 3:
         return 1, count, [(slice(0, 1), slice(i, i + 1)) for i in range(count)]
     columns = 3 if count <= 5 else 4
@@ -177,7 +176,7 @@ def _draw_group(axes: Axes, tag: str, group: list[_Run], color: str, style: str)
     curves = [(steps, values) for steps, values in curves if len(steps)]
     if not curves:
         return None
-    marker = "o" if len(curves[0][0]) == 1 else None  # a line of one point would be invisible
+    marker = "o" if len(curves[0][0]) == 1 else None  # a line through one point is invisible
     shared = common_grid([steps for steps, _ in curves])
     if len(curves) == 1 or shared is None:
         line = None
@@ -198,13 +197,13 @@ def _finite(steps: list[int], values: list[float]) -> tuple[np.ndarray, np.ndarr
 
 
 def common_grid(steps: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Steps that all curves cover, evenly spaced; None if they have no stretch in common."""
+    """Return evenly spaced steps in the range that all curves cover; None if they have no common range."""
     first, last = max(s[0] for s in steps), min(s[-1] for s in steps)
     return np.linspace(first, last, _GRID_POINTS) if last > first else None
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """A centred moving average over a fortieth of the curve, over what there is of the window at its ends."""
+    """Return the centred moving average over 1/40 of the curve; the window is cut at the ends."""
     window = max(1, len(values) // 40) | 1
     kernel = np.ones(window)
     return np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")

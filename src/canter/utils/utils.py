@@ -1,11 +1,11 @@
-"""The documented helpers for observation segments, named tuples of arrays, and stored images."""
+"""Functions for observation segments, named tuples of arrays, and compressed images."""
 
 from __future__ import annotations
 
 import sys
 from collections import namedtuple
 from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,32 +13,34 @@ from torch import Tensor
 
 from canter.utils.obs_layout import ObsLayout, Segments
 
+Image = TypeVar("Image", np.ndarray, Tensor)
+
 
 def get_obs_slice(segments: Segments, name: str) -> tuple[slice, tuple[int, ...]]:
-    """The columns of one segment in the flat observation, and its shape."""
+    """Return the columns of one segment in the flat observation, and its shape."""
     layout = ObsLayout(segments)
     return layout.slice(name), layout.shapes[name]
 
 
 def get_subobs_size(segments: Segments, names: Sequence[str]) -> int:
-    """Total width of the named segments."""
+    """Return the total width of the named segments."""
     return ObsLayout(segments).size(names)
 
 
 def get_subobs_by_components(observations: Tensor, component_names: Sequence[str], obs_segments: Segments) -> Tensor:
-    """The columns of the named segments, in segment order whatever the order of the names."""
+    """Return the columns of the named segments, in segment order."""
     return ObsLayout(obs_segments).take(observations, component_names)
 
 
 def substitute_estimated_state(
     observations: Tensor, target_components: Sequence[str], estimated_state: Tensor, obs_segments: Segments
 ) -> Tensor:
-    """A copy of the observations whose target segments are consecutive pieces of the estimate, in segment order."""
+    """Return a copy whose target segments are replaced by consecutive columns of the estimate, in segment order."""
     return ObsLayout(obs_segments).put(observations, target_components, estimated_state)
 
 
 class _ArrayFields(tuple):
-    """What `namedarraytuple` adds to a named tuple: indexing reaches into every field that is not None."""
+    """Methods of the classes made by `namedarraytuple`."""
 
     __slots__ = ()
     _fields: tuple[str, ...]
@@ -48,7 +50,7 @@ class _ArrayFields(tuple):
         return make(*(None if value is None else value[loc] for value in self))
 
     def __setitem__(self, loc: Any, value: Any) -> None:
-        # A tuple is spread over the fields; anything else goes to every one.
+        # A tuple holds one value per field; any other value goes to every field.
         spread = isinstance(value, tuple)
         if spread and len(value) != len(self):
             raise ValueError(f"{type(self).__name__} has fields {self._fields}, but got {len(value)} values")
@@ -63,19 +65,19 @@ class _ArrayFields(tuple):
         return name in self._fields
 
     def get(self, index: int) -> Any:
-        """The field at a position, which plain indexing of a tuple would give."""
+        """Return the field at a position, as indexing a plain tuple does."""
         return tuple.__getitem__(self, index)
 
     def items(self) -> Iterator[tuple[str, Any]]:
-        """Field names and values."""
+        """Iterate over field names and values."""
         return zip(self._fields, self, strict=True)
 
 
 def namedarraytuple(name: str, fields: Sequence[str] | str) -> Any:
-    """A named tuple class of arrays: `x[i]` and `x[i] = y` apply to every field, `"field" in x` tests names.
+    """Make a named tuple class of arrays: `x[i]` and `x[i] = y` apply to every field, `"field" in x` tests names.
 
-    Fields may be arrays, other such tuples, or None, which indexing skips. Bind the result to a module-level variable
-    of the same name, so that instances can be pickled.
+    Fields are arrays, other such tuples, or None, which indexing skips. Instances can be pickled if the result is bound
+    to a module-level variable of the same name.
     """
     plain = namedtuple(name, fields)
     taken = [field for field in plain._fields if field in ("get", "items", "index", "count")]
@@ -85,23 +87,15 @@ def namedarraytuple(name: str, fields: Sequence[str] | str) -> Any:
     return type(name, (_ArrayFields, plain), {"__slots__": (), "__module__": module, "__doc__": plain.__doc__})
 
 
-@overload
-def compress_normalized_image(image: np.ndarray) -> np.ndarray: ...
-@overload
-def compress_normalized_image(image: Tensor) -> Tensor: ...
-def compress_normalized_image(image: Any) -> Any:
-    """An image with values in [0, 1] as uint8, rounded to the nearest of 255 steps."""
+def compress_normalized_image(image: Image) -> Image:
+    """Convert an image with values in [0, 1] to uint8, rounded to the nearest of 255 steps."""
     if isinstance(image, Tensor):
         return (image.clamp(0.0, 1.0) * 255.0).round().to(torch.uint8)
     return np.rint(np.clip(image, 0.0, 1.0) * 255.0).astype(np.uint8)
 
 
-@overload
-def decompress_normalized_image(image: np.ndarray) -> np.ndarray: ...
-@overload
-def decompress_normalized_image(image: Tensor) -> Tensor: ...
-def decompress_normalized_image(image: Any) -> Any:
-    """The float32 image in [0, 1] that `compress_normalized_image` stored."""
+def decompress_normalized_image(image: Image) -> Image:
+    """Convert a uint8 image of `compress_normalized_image` to float32 in [0, 1]."""
     if isinstance(image, Tensor):
         return image.float() / 255.0
     return image.astype(np.float32) / np.float32(255.0)

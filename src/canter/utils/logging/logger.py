@@ -1,44 +1,43 @@
-"""The logger: cleans what it is given, hands it to every backend, and lets none of them stop the training."""
+"""The logger: cleans metrics and passes them to every backend. A failing backend does not stop the training."""
 
 from __future__ import annotations
 
-import importlib
+import dataclasses
 import math
 import os
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from canter.utils.logging.backend import Backend, read_floats, redact, sanitize_tag
-from canter.utils.logging.jsonl import JsonlBackend
+from canter.utils.logging.backends import BACKENDS, Backend, register_logger
 
 _MAX_FAILURES = 5
 _MAX_TAGS = 10_000
+_MAX_TAG_LENGTH = 128
+_NOT_IN_TAGS = re.compile(r"[^A-Za-z0-9_./-]+")
+_RESERVED_TAGS = frozenset({"step", "time"})  # columns of metrics.jsonl
+_SECRET_KEY = re.compile(r"token|secret|password|passwd|api_?key|credential", re.IGNORECASE)
 DROPPED_TAG = "logging/nonfinite_dropped"
 
 
 class Logger:
-    """Sends metrics to several backends at once, and to `metrics.jsonl` whenever there is a run directory.
+    """Sends metrics to several backends, and to `metrics.jsonl` whenever there is a run directory.
 
     Args:
-        backends: A name, several names, or None for the file alone.
-        log_dir: The run directory; None keeps nothing on disk.
-        logger_kwargs: Settings of the one backend, or `{"wandb": {...}, ...}` by name.
+        backends: One or several registered names; None writes `metrics.jsonl` only.
+        log_dir: The run directory; None writes no `metrics.jsonl`.
+        logger_kwargs: Settings of the only backend, or `{"wandb": {...}, ...}` by name.
         config: The run's settings; recorded with secrets redacted.
     """
 
-    registry: ClassVar[dict[str, type[Backend] | str]] = {
-        "tensorboard": "canter.utils.logging.tensorboard:TensorboardBackend",
-        "wandb": "canter.utils.logging.wandb:WandbBackend",
-        "swanlab": "canter.utils.logging.swanlab:SwanlabBackend",
-        "neptune": "canter.utils.logging.neptune:NeptuneBackend",
-    }
+    register_backend = staticmethod(register_logger)
 
     def __init__(
         self,
@@ -48,52 +47,36 @@ class Logger:
         config: Any = None,
     ) -> None:
         self.log_dir = None if log_dir is None else Path(log_dir)
-        names = [backends] if isinstance(backends, str) else list(dict.fromkeys(backends or ()))
-        settings = _settings_by_name(names, logger_kwargs or {}, self.registry)
-        self.metrics = None if self.log_dir is None else JsonlBackend(self.log_dir)
-        self.backends: dict[str, Backend] = {} if self.metrics is None else {"jsonl": self.metrics}
+        self.backends: dict[str, Backend] = {}
         self.failures: Counter[str] = Counter()
-        """How often each backend failed."""
+        """Number of failed calls of each backend."""
         self._failures_in_a_row: Counter[str] = Counter()
         self._dropped = 0
         self._tags: dict[str, str] = {}
-        self.backends.update(self._open(names, settings, must_have_all=isinstance(backends, str)))
+        names = [backends] if isinstance(backends, str) else list(dict.fromkeys(backends or ()))
+        self._open(_settings_by_name(names, logger_kwargs or {}), must_have_all=isinstance(backends, str))
         if config is not None:
             self.log_config(config)
 
-    @classmethod
-    def register_backend(cls, name: str, backend: type[Backend]) -> None:
-        """Make `name` mean a backend of your own."""
-        if not (isinstance(backend, type) and issubclass(backend, Backend)):
-            raise TypeError(f"the backend {name!r} must be a subclass of canter.utils.logging.Backend, got {backend!r}")
-        cls.registry[name] = backend
-
-    def _open(self, names: list[str], settings: dict[str, dict[str, Any]], must_have_all: bool) -> dict[str, Backend]:
-        opened: dict[str, Backend] = {}
+    def _open(self, settings: dict[str, dict[str, Any]], must_have_all: bool) -> None:
         missing: list[ImportError] = []
-        for name in names:
-            made = self._open_one(name, settings[name])
-            if isinstance(made, Backend):
-                opened[name] = made
-            elif must_have_all:
-                raise made
-            else:
-                missing.append(made)
-                warnings.warn(f"skipping a logging backend: {made}", stacklevel=3)
-        if missing and not opened:
+        always = {} if self.log_dir is None else {"jsonl": {}}
+        for name, kwargs in {**always, **settings}.items():
+            backend_class = BACKENDS[name]
+            try:
+                self.backends[name] = backend_class(self.log_dir, **kwargs)
+            except ImportError as error:
+                if must_have_all:
+                    raise
+                missing.append(error)
+                warnings.warn(f"skipping a logging backend: {error}", stacklevel=3)
+        if missing and len(missing) == len(settings):
             raise ImportError(f"no logging backend is left: {'; '.join(map(str, missing))}") from missing[0]
-        return opened
-
-    def _open_one(self, name: str, settings: dict[str, Any]) -> Backend | ImportError:
-        try:
-            return _resolve(self.registry[name])(self.log_dir, **settings)
-        except ImportError as error:
-            return error
 
     def log_scalars(self, scalars: Mapping[str, Any], step: int) -> None:
-        """Record numbers at an environment step; those that are not finite are dropped and counted."""
+        """Record numbers at an environment step. NaN and infinities are dropped and counted."""
         finite: dict[str, float] = {}
-        for tag, value in read_floats(scalars).items():
+        for tag, value in _read_floats(scalars).items():
             if not math.isfinite(value):
                 self._dropped += 1
             elif (clean := self._clean(tag)) is not None:
@@ -104,18 +87,18 @@ class Logger:
             self._each(lambda backend: backend.log_scalars(finite, backend.last_step), step)
 
     def add_scalar(self, tag: str, value: Any, step: int) -> None:
-        """Record one number, as a SummaryWriter does."""
+        """Record one number, with the signature of `SummaryWriter.add_scalar`."""
         self.log_scalars({tag: value}, step)
 
     log_scalar = add_scalar
 
     def log_config(self, config: Any) -> None:
-        """Record the run's settings, without secrets."""
+        """Record the run's settings without secrets."""
         plain = redact(config)
         self._each(lambda backend: backend.log_config(plain))
 
     def log_histogram(self, tag: str, values: Tensor | np.ndarray, step: int) -> None:
-        """Record a distribution; values that are not finite are left out."""
+        """Record the distribution of the finite values."""
         flat = _to_numpy(values).reshape(-1)
         flat = flat[np.isfinite(flat)]
         clean = self._clean(tag)
@@ -123,35 +106,35 @@ class Logger:
             self._each(lambda backend: backend.log_histogram(clean, flat, backend.last_step), step)
 
     def log_image(self, tag: str, image: Tensor | np.ndarray, step: int) -> None:
-        """Record a picture (H, W, 3) uint8."""
-        picture = _check_picture(tag, _to_numpy(image), dims=3)
+        """Record an image (H, W, 3) uint8."""
+        array = _check_image(tag, _to_numpy(image), dims=3)
         if (clean := self._clean(tag)) is not None:
-            self._each(lambda backend: backend.log_image(clean, picture, backend.last_step), step)
+            self._each(lambda backend: backend.log_image(clean, array, backend.last_step), step)
 
     def log_video(self, tag: str, frames: Tensor | np.ndarray, step: int, fps: int = 30) -> None:
-        """Record a film (T, H, W, 3) uint8."""
-        film = _check_picture(tag, _to_numpy(frames), dims=4)
+        """Record a video (T, H, W, 3) uint8."""
+        array = _check_image(tag, _to_numpy(frames), dims=4)
         if (clean := self._clean(tag)) is not None:
-            self._each(lambda backend: backend.log_video(clean, film, backend.last_step, fps), step)
+            self._each(lambda backend: backend.log_video(clean, array, backend.last_step, fps), step)
 
     def save_file(self, path: str | os.PathLike[str]) -> None:
-        """Upload a file where the backend can."""
+        """Upload a file to the backends that store files."""
         self._each(lambda backend: backend.save_file(Path(path)))
 
     def save_model(self, path: str | os.PathLike[str], it: int) -> None:
-        """Upload the checkpoint of iteration `it` where the backend can."""
+        """Upload the checkpoint of iteration `it` to the backends that store files."""
         self._each(lambda backend: backend.save_model(Path(path), it))
 
     def truncate_after(self, step: int) -> None:
-        """Prepare for a run that resumes at `step`: forget what lies beyond it, where the backend can."""
+        """Delete the records beyond `step`, where a run resumes, in the backends that can."""
         self._each(lambda backend: backend.truncate_after(step))
 
     def flush(self) -> None:
-        """Hand over what backends have buffered."""
+        """Write buffered records."""
         self._each(lambda backend: backend.flush())
 
     def close(self) -> None:
-        """Flush and close every backend; harmless when repeated."""
+        """Flush and close every backend; may be called twice."""
         self._each(lambda backend: backend.close())
         self.backends.clear()
 
@@ -160,7 +143,7 @@ class Logger:
     def __enter__(self) -> Logger:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _clean(self, tag: str) -> str | None:
@@ -173,7 +156,7 @@ class Logger:
 
     def _each(self, call: Callable[[Backend], None], step: int = 0) -> None:
         for name, backend in list(self.backends.items()):
-            # wandb drops points whose step is lower than one it has seen.
+            # wandb drops rows whose step is lower than an earlier one.
             backend.last_step = max(backend.last_step, int(step))
             try:
                 call(backend)
@@ -184,8 +167,8 @@ class Logger:
     def _count_failure(self, name: str, error: Exception) -> None:
         self.failures[name] += 1
         self._failures_in_a_row[name] += 1
-        reason = f"{type(error).__name__}: {error}"
         if self.failures[name] == 1:
+            reason = f"{type(error).__name__}: {error}"
             warnings.warn(f"the logging backend {name!r} failed; training goes on: {reason}", stacklevel=5)
         if self._failures_in_a_row[name] >= _MAX_FAILURES:
             del self.backends[name]
@@ -194,20 +177,14 @@ class Logger:
             )
 
 
-def _resolve(entry: type[Backend] | str) -> type[Backend]:
-    if isinstance(entry, str):
-        module, name = entry.split(":")
-        return getattr(importlib.import_module(module), name)
-    return entry
-
-
-def _settings_by_name(
-    names: list[str], given: Mapping[str, Any], registry: Mapping[str, Any]
-) -> dict[str, dict[str, Any]]:
+def _settings_by_name(names: list[str], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     for name in names:
-        if name not in registry:
-            raise ValueError(f"no logging backend is named {name!r}; there are {', '.join(sorted(registry))}")
-    nested = [key for key, value in given.items() if key in registry and isinstance(value, Mapping)]
+        if name not in BACKENDS:
+            raise ValueError(
+                f"no logging backend is named {name!r}; registered are {', '.join(sorted(BACKENDS))}. "
+                "Add your own with canter.utils.logging.register_logger"
+            )
+    nested = [key for key, value in given.items() if key in BACKENDS and isinstance(value, Mapping)]
     if nested and len(nested) < len(given):
         flat = next(key for key in given if key not in nested)
         raise ValueError(f"logger_kwargs mixes {flat!r} with settings by backend; put it under a backend's name")
@@ -216,7 +193,53 @@ def _settings_by_name(
     if len(names) == 1:
         return {names[0]: dict(given)}
     example = {names[-1] if names else "wandb": dict(given)}
-    raise ValueError(f"with {len(names)} backends logger_kwargs must say whose they are, for example {example}")
+    raise ValueError(f"with {len(names)} backends logger_kwargs must be nested by name, for example {example}")
+
+
+def sanitize_tag(tag: str) -> str:
+    """Return a metric name that every backend accepts: letters, digits and `_ . / -`, at most 128 characters."""
+    clean = _NOT_IN_TAGS.sub("_", tag)
+    clean = "/".join(part for part in clean.split("/") if part)[:_MAX_TAG_LENGTH] or "unnamed"
+    return f"{clean}_" if clean in _RESERVED_TAGS else clean
+
+
+def redact(config: Any) -> Any:
+    """Convert `config` to JSON types and replace the value of every key that names a secret."""
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        config = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    if isinstance(config, Mapping):
+        return {
+            str(key): "<redacted>" if _SECRET_KEY.search(str(key)) and part is not None else redact(part)
+            for key, part in config.items()
+        }
+    if isinstance(config, (list, tuple, set, frozenset)):
+        return [redact(part) for part in config]
+    if config is None or isinstance(config, (bool, int, float, str)):
+        return config
+    if isinstance(config, (np.generic, np.ndarray, Tensor)):
+        return config.tolist()
+    return f"{config.__module__}.{config.__qualname__}" if isinstance(config, type) else str(config)
+
+
+def _read_floats(scalars: Mapping[str, Any]) -> dict[str, float]:
+    """Convert every value to a Python float, with one transfer per device."""
+    by_device: dict[torch.device, list[str]] = {}
+    read: dict[str, float] = {}
+    for tag, value in scalars.items():
+        read[tag] = math.nan  # keeps the order of the tags
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise TypeError(f"the metric {tag!r} is a tensor of shape {tuple(value.shape)}; log its mean")
+            by_device.setdefault(value.device, []).append(tag)
+            continue
+        try:
+            read[tag] = float(value)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"the metric {tag!r} is not a number but {value!r}") from error
+    for tags in by_device.values():
+        stacked = torch.stack([scalars[tag].detach().reshape(()).double() for tag in tags])
+        read.update(zip(tags, stacked.tolist(), strict=True))
+    return read
 
 
 def _to_numpy(values: Tensor | np.ndarray) -> np.ndarray:
@@ -226,7 +249,7 @@ def _to_numpy(values: Tensor | np.ndarray) -> np.ndarray:
     return (on_host.float() if on_host.is_floating_point() else on_host).numpy()  # numpy has no bfloat16
 
 
-def _check_picture(tag: str, array: np.ndarray, dims: int) -> np.ndarray:
+def _check_image(tag: str, array: np.ndarray, dims: int) -> np.ndarray:
     if array.ndim != dims or array.shape[-1] != 3 or array.dtype != np.uint8:
         layout = "(H, W, 3)" if dims == 3 else "(T, H, W, 3)"
         raise ValueError(f"{tag!r} must be {layout} uint8, got {array.shape} {array.dtype}")

@@ -1,0 +1,338 @@
+"""The logging backends and their table. A backend's own package is imported when the backend is opened."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar
+
+import numpy as np
+
+from canter.utils.files import atomic_write
+
+METRICS_NAME = "metrics.jsonl"
+CONFIG_NAME = "config.json"
+
+
+class Backend:
+    """Base class of logging backends. A subclass implements `log_scalars` and any other method it supports.
+
+    The step is always the number of environment steps. It never decreases between calls.
+    """
+
+    last_step: int = 0
+    """The highest step so far; set by the logger."""
+
+    def __init__(self, log_dir: Path | None, **kwargs: Any) -> None:
+        if kwargs:
+            raise TypeError(f"{type(self).__name__} has no setting {next(iter(kwargs))!r}")
+        self.log_dir = log_dir
+
+    def log_scalars(self, scalars: dict[str, float], step: int) -> None:
+        """Record finite numbers by tag."""
+        raise NotImplementedError
+
+    def log_config(self, config: dict[str, Any]) -> None:
+        """Record the run's settings, given as JSON types without secrets."""
+
+    def log_histogram(self, tag: str, values: np.ndarray, step: int) -> None:
+        """Record the distribution of a flat array."""
+
+    def log_image(self, tag: str, image: np.ndarray, step: int) -> None:
+        """Record an image (H, W, 3) uint8."""
+
+    def log_video(self, tag: str, frames: np.ndarray, step: int, fps: int) -> None:
+        """Record a video (T, H, W, 3) uint8."""
+
+    def save_file(self, path: Path) -> None:
+        """Store a copy of a file with the run."""
+
+    def save_model(self, path: Path, it: int) -> None:
+        """Store a copy of the checkpoint of iteration `it` with the run."""
+
+    def truncate_after(self, step: int) -> None:
+        """Delete the records beyond `step`, which a resumed run logs again; do nothing if the service cannot."""
+
+    def flush(self) -> None:
+        """Write buffered records."""
+
+    def close(self) -> None:
+        """Write buffered records and free all resources."""
+
+
+class _JsonlBackend(Backend):
+    """Appends one JSON object per call (`step`, `time` and the scalars) to `metrics.jsonl`; writes `config.json`."""
+
+    def __init__(self, log_dir: Path | None, **kwargs: Any) -> None:
+        super().__init__(log_dir, **kwargs)
+        if log_dir is None:
+            raise ValueError("the jsonl backend needs a log_dir")
+        self.directory = log_dir
+        self.path = log_dir / METRICS_NAME
+        self._file = self._open()
+
+    def _open(self) -> BinaryIO:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "a+b") as old:
+            size = old.seek(0, os.SEEK_END)
+            old.seek(max(0, size - (1 << 20)))
+            end = old.read()
+            torn = len(end) - (end.rfind(b"\n") + 1)
+            if torn:
+                old.truncate(size - torn)
+        return open(self.path, "ab", buffering=0)
+
+    def log_scalars(self, scalars: dict[str, float], step: int) -> None:
+        # One write, so that a kill damages at most the last line.
+        line = json.dumps({**scalars, "step": step, "time": round(time.time(), 3)}, allow_nan=False).encode() + b"\n"
+        state = os.fstat(self._file.fileno())
+        if state.st_nlink == 0:  # the file or its directory was deleted during the run
+            self._file.close()
+            self._file = self._open()
+        if self._file.write(line) != len(line):
+            self._file.truncate(state.st_size)
+            raise OSError(f"only part of a line could be written to {self.path}")
+
+    def log_config(self, config: dict[str, Any]) -> None:
+        atomic_write(self.directory / CONFIG_NAME, json.dumps(config, indent=2).encode())
+
+    def truncate_after(self, step: int) -> None:
+        kept = "".join(json.dumps(row) + "\n" for row in read_rows(self.path) if row["step"] <= step)
+        self._file.close()
+        try:
+            atomic_write(self.path, kept.encode())
+        finally:
+            self._file = self._open()
+        self.last_step = min(self.last_step, step)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_rows(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """Yield every complete row of a `metrics.jsonl`; other lines are skipped."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and type(row.get("step")) is int:
+                yield row
+
+
+class _TensorboardBackend(Backend):
+    """Writes event files into the run directory; settings are those of `SummaryWriter`."""
+
+    def __init__(self, log_dir: Path | None, **kwargs: Any) -> None:
+        super().__init__(log_dir)
+        if log_dir is None:
+            raise ValueError("the tensorboard backend needs a log_dir")
+        self._settings = {"flush_secs": 10, **kwargs, "log_dir": str(log_dir)}
+        self._writer = self._open()
+
+    def _open(self, **kwargs: Any) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(**self._settings, **kwargs)
+
+    def log_scalars(self, scalars: dict[str, float], step: int) -> None:
+        for tag, value in scalars.items():
+            self._writer.add_scalar(tag, value, step)
+
+    def log_config(self, config: dict[str, Any]) -> None:
+        self._writer.add_text("config", f"```json\n{json.dumps(config, indent=2)}\n```", 0)
+
+    def log_histogram(self, tag: str, values: np.ndarray, step: int) -> None:
+        self._writer.add_histogram(tag, values, step)
+
+    def log_image(self, tag: str, image: np.ndarray, step: int) -> None:
+        self._writer.add_image(tag, image, step, dataformats="HWC")
+
+    def log_video(self, tag: str, frames: np.ndarray, step: int, fps: int) -> None:
+        # An animated GIF, because `SummaryWriter.add_video` needs another package. The module is generated code, whose
+        # names a type checker cannot see.
+        summary = importlib.import_module("tensorboard.compat.proto.summary_pb2").Summary
+        height, width = frames.shape[1:3]
+        image = summary.Image(height=height, width=width, colorspace=3, encoded_image_string=encode_gif(frames, fps))
+        self._writer._get_file_writer().add_summary(summary(value=[summary.Value(tag=tag, image=image)]), step)
+
+    def truncate_after(self, step: int) -> None:
+        # A new event file hides the events beyond `step` in older files.
+        self._writer.close()
+        # Event files are read in the order of their names, which hold the second and a count: within one second the
+        # tenth file of a process sorts before its ninth. Wait for the next second.
+        names = [path.name for path in Path(self._settings["log_dir"]).glob("events.out.tfevents.*")]
+        second = max(names, default="").split(".")[3:4]
+        if second and second[0].isdecimal() and int(second[0]) == int(time.time()):
+            time.sleep(1.0 - time.time() % 1.0)
+        self._writer = self._open(purge_step=step + 1)
+        self.last_step = min(self.last_step, step)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _RunServiceBackend(Backend):
+    """The common part of wandb and SwanLab, whose runs share `log`, `config`, `save` and `finish`."""
+
+    package: ClassVar[str]
+    video_options: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, log_dir: Path | None, **kwargs: Any) -> None:
+        super().__init__(log_dir)
+        self._package = import_optional(self.package)
+        self._run = self._package.init(**{"project": "canter", **self._init_settings(log_dir, kwargs)})
+
+    def _init_settings(self, log_dir: Path | None, given: dict[str, Any]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def log_scalars(self, scalars: dict[str, float], step: int) -> None:
+        self._run.log(dict(scalars), step=step)
+
+    def log_config(self, config: dict[str, Any]) -> None:
+        self._run.config.update(config)
+
+    def log_image(self, tag: str, image: np.ndarray, step: int) -> None:
+        self._run.log({tag: self._package.Image(image)}, step=step)
+
+    def log_video(self, tag: str, frames: np.ndarray, step: int, fps: int) -> None:
+        # An animated GIF: other formats need another package.
+        video = self._package.Video(io.BytesIO(encode_gif(frames, fps)), **self.video_options)
+        self._run.log({tag: video}, step=step)
+
+    def save_file(self, path: Path) -> None:
+        self._run.save(str(path), base_path=str(path.parent), policy="now")
+
+    def save_model(self, path: Path, it: int) -> None:
+        self.save_file(path)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _WandbBackend(_RunServiceBackend):
+    """One Weights & Biases run; settings are those of `wandb.init`."""
+
+    package = "wandb"
+    video_options: ClassVar[dict[str, Any]] = {"format": "gif"}
+
+    def _init_settings(self, log_dir: Path | None, given: dict[str, Any]) -> dict[str, Any]:
+        # By default wandb uploads a diff of the repository around the run, secrets included. `disable_code` alone does
+        # not prevent this where code saving is on.
+        private = {"settings": {"disable_code": True, "disable_git": True}}
+        place = {} if log_dir is None else {"dir": str(log_dir), "name": log_dir.name}
+        return {**private, **place, **given}
+
+    def log_config(self, config: dict[str, Any]) -> None:
+        # A resumed run may change its config.
+        self._run.config.update(config, allow_val_change=True)
+
+    def log_histogram(self, tag: str, values: np.ndarray, step: int) -> None:
+        self._run.log({tag: self._package.Histogram(values)}, step=step)
+
+
+class _SwanlabBackend(_RunServiceBackend):
+    """One SwanLab run; settings are those of `swanlab.init`."""
+
+    package = "swanlab"
+
+    def _init_settings(self, log_dir: Path | None, given: dict[str, Any]) -> dict[str, Any]:
+        if log_dir is None:
+            return given
+        place = given.get("log_dir", str(log_dir / "swanlab"))
+        Path(place).mkdir(parents=True, exist_ok=True)
+        return {**given, "log_dir": place}
+
+
+class _NeptuneBackend(Backend):
+    """One Neptune run; settings are those of `neptune.init_run`."""
+
+    def __init__(self, log_dir: Path | None, **kwargs: Any) -> None:
+        super().__init__(log_dir)
+        self._package = import_optional("neptune")
+        offline = kwargs.get("mode") in ("offline", "debug")
+        if not offline and "api_token" not in kwargs and "NEPTUNE_API_TOKEN" not in os.environ:
+            raise KeyError("neptune needs a token: set the environment variable NEPTUNE_API_TOKEN")
+        if log_dir is not None:
+            kwargs.setdefault("name", log_dir.name)
+        kwargs.setdefault("git_ref", False)  # or else Neptune uploads the diff of the working tree
+        self._run = self._package.init_run(**kwargs)
+
+    def log_scalars(self, scalars: dict[str, float], step: int) -> None:
+        for tag, value in scalars.items():
+            self._run[tag].append(value, step=step)
+
+    def log_config(self, config: dict[str, Any]) -> None:
+        # Types that Neptune lacks become text.
+        self._run["config"] = _stringify(config)
+
+    def log_image(self, tag: str, image: np.ndarray, step: int) -> None:
+        self._run[tag].append(self._package.types.File.as_image(image / 255.0), step=step)
+
+    def save_file(self, path: Path) -> None:
+        self._run[f"files/{path.name}"].upload(str(path))
+
+    def save_model(self, path: Path, it: int) -> None:
+        self._run[f"models/model_{it}"].upload(str(path))
+
+    def close(self) -> None:
+        self._run.stop()
+
+
+def _stringify(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _stringify(part) for key, part in value.items()}
+    return value if isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def import_optional(package: str) -> Any:
+    """Import an optional package; the ImportError names the install command."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ImportError(
+            f'the logging backend {package!r} is not installed ({error}); pip install "canter[{package}]"',
+            name=package,
+        ) from error
+
+
+def encode_gif(frames: Iterable[np.ndarray], fps: int) -> bytes:
+    """Encode (H, W, 3) uint8 frames as a looping GIF."""
+    from PIL import Image
+
+    images = [Image.fromarray(frame) for frame in frames]
+    if not images:
+        raise ValueError("a video needs at least one frame")
+    buffer = io.BytesIO()
+    images[0].save(buffer, "GIF", save_all=True, append_images=images[1:], duration=max(20, round(1000 / fps)), loop=0)
+    return buffer.getvalue()
+
+
+BACKENDS: dict[str, type[Backend]] = {
+    "jsonl": _JsonlBackend,
+    "tensorboard": _TensorboardBackend,
+    "wandb": _WandbBackend,
+    "swanlab": _SwanlabBackend,
+    "neptune": _NeptuneBackend,
+}
+
+
+def register_logger(name: str, backend_class: type[Backend]) -> None:
+    """Register a backend class for `logger_backend=name`.
+
+    Each run opens one instance, `backend_class(log_dir, **logger_kwargs)`.
+    """
+    if not (isinstance(backend_class, type) and issubclass(backend_class, Backend)):
+        raise TypeError(
+            f"the logging backend {name!r} must be a subclass of canter.utils.logging.Backend, got {backend_class!r}"
+        )
+    BACKENDS[name] = backend_class

@@ -1,0 +1,121 @@
+"""The process that trains: its device, its random number generators, and the signals that stop it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def resolve_device(device: torch.device | str | None = None) -> torch.device:
+    """Return the device; None selects a GPU if there is one. ValueError lists the devices if it is not available."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"unknown device {device!r}; use 'cpu', 'cuda' or 'cuda:<index>'") from error
+    if resolved.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (resolved.index or 0) >= count:
+            available = ", ".join(["cpu", *(f"cuda:{i}" for i in range(count))])
+            raise ValueError(f"device {str(device)!r} is not available; there are: {available}")
+    return resolved
+
+
+def usable_cores() -> int:
+    """Return the number of CPU cores this process may use, which may be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the global generators of Python, numpy and torch, on every device."""
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be in [0, 2**32), got {seed}")
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)  # also seeds every CUDA device, now or when CUDA starts
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the state of every global generator, in plain containers and tensors."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    words_of_numpy = torch.from_numpy(np.asarray(keys).astype(np.int64))  # torch cannot store uint32 portably
+    state: dict[str, Any] = {
+        "python": [version, list(words), gauss],
+        "numpy": [str(name), words_of_numpy, int(position), int(has_gauss), float(cached)],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore every global generator from `rng_state`; states of missing devices are ignored."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.cpu().numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"].cpu())
+    if "cuda" in state and torch.cuda.is_available():
+        for device, device_state in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
+            torch.cuda.set_rng_state(device_state.cpu(), device)
+
+
+@contextlib.contextmanager
+def preserved_rng() -> Iterator[None]:
+    """Restore the state of the global generators on exit."""
+    state = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(state)
+
+
+class StopSignal:
+    """While entered, the first SIGTERM or SIGINT sets `requested` and the second acts as before.
+
+    Handlers of the user are called too, and restored on exit.
+    """
+
+    def __init__(self) -> None:
+        self.requested: int | None = None
+        """The first signal received."""
+        self.is_urgent = False
+        """Whether a second signal was received."""
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested is not None:
+            self.is_urgent = True
+            self._restore()
+            signal.raise_signal(number)
+            return
+        self.requested = number
+        before = self._before.get(number)
+        if callable(before) and before is not signal.default_int_handler:
+            before(number, frame)
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def __exit__(self, *exc: object) -> None:
+        self._restore()
