@@ -15,12 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from canter.algorithms import REGISTRY
 from canter.algorithms.ppo import PPOConfig
 from canter.cli.__main__ import COMMANDS
 from canter.cli.options import parse_train
 from canter.modules.build import POLICIES
 from canter.runners.runner import Runner
 from canter.utils.config import OTHER_SPELLINGS, setting_names
+from canter.utils.logging.backends import BACKENDS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -35,10 +37,11 @@ def short_runs(monkeypatch, tmp_path):
     count = Runner.count_iterations
     monkeypatch.setattr(Runner, "count_iterations", lambda self, *given: min(2, count(self, *given)))
     monkeypatch.chdir(tmp_path)
-    policies = dict(POLICIES)
+    tables = [(table, dict(table)) for table in (POLICIES, REGISTRY, BACKENDS)]
     yield
-    POLICIES.clear()
-    POLICIES.update(policies)
+    for table, before in tables:
+        table.clear()
+        table.update(before)
 
 
 def pages_with(pattern):
@@ -92,7 +95,7 @@ def test_links_lead_somewhere(page):
             assert (page.parent / target).exists(), target
 
 
-# ---------------------------------------------------------------------- migration, row L30
+# ---------------------------------------------------------------------- migration
 def rows(heading):
     text = (ROOT / "docs/migration.md").read_text(encoding="utf-8")
     section = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
@@ -115,7 +118,7 @@ def resolve(path):
 
 
 @pytest.mark.parametrize("library", ["rsl_rl", "st_rl", "ApexRL"])
-def test_every_name_to_migrate_to_exists(library):  # row L30
+def test_every_name_to_migrate_to_exists(library):
     table = rows(library)
     assert len(table) >= 8
     for row in table:
@@ -125,7 +128,7 @@ def test_every_name_to_migrate_to_exists(library):  # row L30
             assert resolve(path) is not None
 
 
-def test_every_setting_to_migrate_to_exists_and_every_old_spelling_is_listed():  # row L30
+def test_every_setting_to_migrate_to_exists_and_every_old_spelling_is_listed():
     known = {f.name for f in dataclasses.fields(PPOConfig)} | setting_names(POLICIES["ActorCriticRecurrent"])
     old = set()
     for row in rows("Settings"):
@@ -140,7 +143,7 @@ def test_every_setting_to_migrate_to_exists_and_every_old_spelling_is_listed(): 
                 assert OTHER_SPELLINGS[name] in row[1]
 
 
-def test_the_metrics_to_migrate_to_are_logged(short_runs):  # row L30
+def test_the_metrics_to_migrate_to_are_logged(short_runs):
     from canter.envs import PointRobot
     from canter.runners import OnPolicyRunner
 
@@ -279,7 +282,8 @@ def test_apexrl_callbacks(apex):
 
 
 def test_apexrl_environment_metrics(cartpole, short_runs):
-    from canter.algorithms.ppo import PPOConfig
+    from canter.algorithms import REGISTRY
+from canter.algorithms.ppo import PPOConfig
     from canter.modules import MLPCritic, MLPDiscreteActor
     from canter.runners.on_policy_runner import OnPolicyRunner
 
@@ -293,7 +297,8 @@ def test_apexrl_environment_metrics(cartpole, short_runs):
 
 
 def test_apexrl_backend_selection():
-    from canter.algorithms.ppo import PPOConfig
+    from canter.algorithms import REGISTRY
+from canter.algorithms.ppo import PPOConfig
 
     cfg = PPOConfig(logger_backend="wandb", logger_kwargs={"project": "apexrl", "tags": ["ppo"]})
     assert cfg.logger_kwargs["tags"] == ["ppo"]
@@ -330,7 +335,8 @@ def test_apexrl_environment_extras(short_runs):
     """The page's `step` with reward components and a robot's height, in an environment of that style."""
     from gymnasium import spaces
 
-    from canter.algorithms.ppo import PPOConfig
+    from canter.algorithms import REGISTRY
+from canter.algorithms.ppo import PPOConfig
     from canter.modules import MLPActor, MLPCritic
     from canter.runners.on_policy_runner import OnPolicyRunner
 

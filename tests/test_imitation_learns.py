@@ -44,7 +44,7 @@ def test_the_style_is_that_of_the_clip(velocity):
 
 
 @pytest.mark.parametrize("separate", [False, True])
-def test_two_normalisers_hide_the_speed_that_one_shows(separate):  # BUG-18 put back
+def test_two_normalisers_hide_the_speed_that_one_shows(separate):
     speed = style_velocity((2.0, 0.0), separate_amp_normalizers=separate)[0]
     assert (speed > 0.8 * 2.0) != separate
 

@@ -40,7 +40,7 @@ def behaviour_errors(alg):
 
 @pytest.mark.parametrize("has_invalid_steps", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_policy_that_learns_is_the_one_that_acted(make_ppo, collect, kind, has_invalid_steps):  # C4, row S06
+def test_the_policy_that_learns_is_the_one_that_acted(make_ppo, collect, kind, has_invalid_steps):
     settings = {"learning_rate": 0.0, "num_learning_epochs": 2, "num_mini_batches": 3, "empirical_normalization": True}
     alg, env = make_ppo(kind, 6, 8, has_invalid_steps=has_invalid_steps, **settings)
     for iteration in range(3):  # from the second on, the normalisers have statistics and the memories a past
@@ -58,7 +58,7 @@ def test_the_policy_that_learns_is_the_one_that_acted(make_ppo, collect, kind, h
 
 
 @pytest.mark.parametrize("kind", ["mlp", "discrete", "multi_discrete", "squashed", "dict", "beta", "state_std"])
-def test_the_ratio_is_exactly_one_for_the_batch_that_acted(make_ppo, collect, kind):  # C4
+def test_the_ratio_is_exactly_one_for_the_batch_that_acted(make_ppo, collect, kind):
     alg, env = make_ppo(kind, 4, 6, num_mini_batches=2, learning_rate=0.0, empirical_normalization=True)
     for iteration in range(2):
         collect(alg, env)
@@ -69,7 +69,7 @@ def test_the_ratio_is_exactly_one_for_the_batch_that_acted(make_ppo, collect, ki
 
 
 @pytest.mark.parametrize("kind", RECURRENT)
-def test_two_rollouts_value_what_one_of_twice_the_length_does(make_ppo, collect, noise_env, kind):  # C15, row P13
+def test_two_rollouts_value_what_one_of_twice_the_length_does(make_ppo, collect, noise_env, kind):
     whole, env = make_ppo(kind, 4, 12)
     collect(whole, env)
     halves, env = make_ppo(kind, 4, 6, env=noise_env(kind, 4))
@@ -82,7 +82,7 @@ def test_two_rollouts_value_what_one_of_twice_the_length_does(make_ppo, collect,
 
 
 @pytest.mark.parametrize("kind", RECURRENT)
-def test_nothing_but_acting_advances_the_memories(make_ppo, collect, noise_env, kind):  # row P13
+def test_nothing_but_acting_advances_the_memories(make_ppo, collect, noise_env, kind):
     alg, env = make_ppo(kind)
     collect(alg, env, steps=3)
     before = {name: state.clone() for name, state in alg.policy.hidden(4).items()}
@@ -112,7 +112,7 @@ def spoil_invalid_rows(storage):
 
 @pytest.mark.parametrize("per_batch", [False, True])
 @pytest.mark.parametrize("kind", ["mlp", "lstm", "discrete", "dict"])
-def test_steps_that_only_reset_change_nothing(make_ppo, collect, snapshot, differing, kind, per_batch):  # peers 4.2
+def test_steps_that_only_reset_change_nothing(make_ppo, collect, snapshot, differing, kind, per_batch):
     settings = {
         "num_learning_epochs": 2,
         "num_mini_batches": 2,
@@ -199,21 +199,21 @@ def learned_value(env, **settings):
 
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
-def test_a_time_limit_does_not_lower_the_value_in_any_autoreset_mode(mode):  # C1: V = 1 / (1 - 0.9)
+def test_a_time_limit_does_not_lower_the_value_in_any_autoreset_mode(mode):  # V = 1 / (1 - 0.9)
     assert learned_value(SyncVectorEnv([Constant] * 4, autoreset_mode=mode)) == pytest.approx(10.0, abs=0.1)
 
 
-def test_a_time_limit_does_not_lower_the_value_without_final_observations():  # C1
+def test_a_time_limit_does_not_lower_the_value_without_final_observations():
     with pytest.warns(UserWarning, match="no final observation"):
         assert learned_value(ConstantBatch()) == pytest.approx(10.0, abs=0.1)
 
 
-def test_without_bootstrap_the_time_limit_does_lower_the_value():  # C1: the measure above can tell the difference
+def test_without_bootstrap_the_time_limit_does_lower_the_value():  # the measure above can tell the difference
     value = learned_value(SyncVectorEnv([Constant] * 4, autoreset_mode="SameStep"), timeout_bootstrap="none")
     assert value < 5.0
 
 
-def test_ppo_learns_to_reach_a_target():  # row P71
+def test_ppo_learns_to_reach_a_target():
     """A point on a line moves by the action; the reward is minus its distance from the target it sees."""
 
     class Reach:
@@ -293,6 +293,6 @@ sys.exit(f"changed: {changed}" if changed else 0)
 
 
 @pytest.mark.slow
-def test_importing_the_library_changes_nothing_global():  # C21
+def test_importing_the_library_changes_nothing_global():
     done = subprocess.run([sys.executable, "-c", SIDE_EFFECTS], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-500:]

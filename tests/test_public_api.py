@@ -19,7 +19,7 @@ OPTIONAL = ["wandb", "swanlab", "neptune", "optuna", "ray", "onnx", "onnxruntime
 OPTIONAL += ["envpool", "mujoco", "Box2D", "pygame", "tensordict", "h5py", "pandas"]
 SOURCE = Path(canter.__file__).parent
 
-# Documented name -> where it is imported from (decision 1: one path per concept).
+# Documented name -> where it is imported from.
 DOCUMENTED = {
     "canter.datasets": ["AMPLoader"],
     "canter.datasets.dagger_saver": ["DaggerSaver"],
@@ -180,7 +180,7 @@ def test_the_documented_signatures():
     assert names(PPO.process_env_step) == ["rewards", "dones", "infos", "next_obs", "next_critic_obs"]
 
 
-def test_the_documented_defaults_of_ppo():  # 4.1.1
+def test_the_documented_defaults_of_ppo():
     defaults = {
         "num_learning_epochs": 1,
         "num_mini_batches": 1,
@@ -234,7 +234,7 @@ print("trained")
 """
 
 
-def test_the_core_trains_without_anything_optional(tmp_path):  # F68
+def test_the_core_trains_without_anything_optional(tmp_path):
     code = CORE.format(optional=OPTIONAL)
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True, timeout=120
@@ -246,7 +246,7 @@ def test_the_core_trains_without_anything_optional(tmp_path):  # F68
     "forbidden",
     [r"weights_only\s*=\s*False", r"^\s*(import|from)\s+(pickle|cloudpickle|dill|joblib)\b", r"shell\s*=\s*True"],
 )
-def test_no_file_that_is_loaded_can_run_code(forbidden):  # decision 11
+def test_no_file_that_is_loaded_can_run_code(forbidden):
     found = [
         f"{path.relative_to(SOURCE)}:{number}"
         for path in SOURCE.rglob("*.py")

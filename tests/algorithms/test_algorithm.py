@@ -26,7 +26,7 @@ def trained(make_ppo, collect):
     return train
 
 
-def test_what_is_saved_is_what_is_switched_on(make_ppo):  # row P25
+def test_what_is_saved_is_what_is_switched_on(make_ppo):
     plain, _ = make_ppo()
     assert set(plain.state_dict()) == {"model_state_dict", "optimizer_state_dict", "learning_rate"}
     assert not any("normalizer" in name for name in plain.state_dict()["model_state_dict"])
@@ -41,7 +41,7 @@ def test_what_is_saved_is_what_is_switched_on(make_ppo):  # row P25
 
 
 @pytest.mark.parametrize("kind", ["mlp", "lstm", "discrete", "dict"])
-def test_a_round_trip_restores_every_bit(make_ppo, trained, snapshot, differing, kind):  # row P26
+def test_a_round_trip_restores_every_bit(make_ppo, trained, snapshot, differing, kind):
     alg, _ = trained(kind, **ON)
     other, _ = make_ppo(kind, seed=9, policy=None, **ON)
     with torch.no_grad():
@@ -65,7 +65,7 @@ def test_training_goes_on_bit_for_bit_after_a_load(make_ppo, trained, collect, n
     assert differing(snapshot(alg), snapshot(other)) == []
 
 
-def test_the_adapted_learning_rate_survives(make_ppo, collect, trained):  # row P28, BUG-08
+def test_the_adapted_learning_rate_survives(make_ppo, collect, trained):
     alg, _ = trained(schedule="adaptive")
     alg.lr.fill_(3.3e-4)
     alg.learning_rate = 3.3e-4
@@ -82,7 +82,7 @@ def test_the_adapted_learning_rate_survives(make_ppo, collect, trained):  # row 
     assert float(other.lr) == pytest.approx(3.3e-4)
 
 
-def test_the_optimizer_can_be_left_out(make_ppo, trained):  # BUG-48
+def test_the_optimizer_can_be_left_out(make_ppo, trained):
     alg, _ = trained(schedule="adaptive", rnd_cfg={"weight": 1.0})
     alg.lr.fill_(5e-5)
     other, _ = make_ppo(schedule="adaptive", rnd_cfg={"weight": 1.0})
@@ -147,7 +147,7 @@ def test_normalisation_on_one_side_only_is_an_error(make_ppo, trained, snapshot,
     assert differing(before, snapshot(other)) == []
 
 
-def test_a_scheduler_in_the_file_is_ignored_with_a_warning(make_ppo, trained):  # row P27
+def test_a_scheduler_in_the_file_is_ignored_with_a_warning(make_ppo, trained):
     alg, _ = trained()
     other, _ = make_ppo()
     state = {**alg.state_dict(), "lr_scheduler_state_dict": {"last_epoch": 3}}

@@ -63,7 +63,7 @@ def separable(noise_env, **settings):
     return amp_env(noise_env, ref=near(-1.0), motion=near(1.0), **settings)
 
 
-def test_the_documented_defaults():  # row P30
+def test_the_documented_defaults():
     defaults = {f.name: f.default for f in dataclasses.fields(APPO.full_settings_class())}
     assert (defaults["discriminator_loss_coef"], defaults["mimic_loss_coef"], defaults["amp_obs_dim"]) == (
         1.0,
@@ -72,7 +72,7 @@ def test_the_documented_defaults():  # row P30
     )
 
 
-def test_the_width_of_features_is_the_discriminators(make_appo):  # row P30
+def test_the_width_of_features_is_the_discriminators(make_appo):
     assert make_appo()[0].motion_prior.width == 6
     assert make_appo(amp_obs_dim=6)[0].motion_prior.width == 6
     with pytest.raises(ValueError, match="amp_obs_dim is 7, the discriminator's input is 6"):
@@ -85,7 +85,7 @@ def test_a_policy_without_a_discriminator_is_refused(make_policy):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_features_are_stored_raw_flat_and_in_order(make_appo, collect, kind):  # rows P31, E13, BUG-19
+def test_features_are_stored_raw_flat_and_in_order(make_appo, collect, kind):
     alg, env = make_appo(kind, env_cfg={"end_prob": 0.0}, buffer_dilation_ratio=None)
     collect(alg, env)
     storage = alg.rollout
@@ -98,7 +98,7 @@ def test_features_are_stored_raw_flat_and_in_order(make_appo, collect, kind):  #
     assert storage.ref_valid.all()
 
 
-def test_without_a_teacher_labels_are_the_actions(make_appo, collect):  # row P32
+def test_without_a_teacher_labels_are_the_actions(make_appo, collect):
     alg, env = make_appo()
     collect(alg, env)
     assert torch.equal(alg.rollout.action_labels, alg.rollout.actions)
@@ -106,7 +106,7 @@ def test_without_a_teacher_labels_are_the_actions(make_appo, collect):  # row P3
 
 
 @pytest.mark.parametrize("log", [{}, {"log": {"mine": 1.0}}])
-def test_style_and_task_reward_are_told_in_the_log(make_appo, log):  # row P33
+def test_style_and_task_reward_are_told_in_the_log(make_appo, log):
     alg, env = make_appo()
     alg.act(*env.get_observations())
     infos = {"observations": {"ref_obs": torch.zeros(4, 6)}, "ref_motion": torch.zeros(4, 6), **log}
@@ -119,7 +119,7 @@ def test_style_and_task_reward_are_told_in_the_log(make_appo, log):  # row P33
 
 
 @pytest.mark.parametrize("name", ["ref_obs", "ref_motion"])
-def test_missing_features_are_named(make_appo, name):  # row E14
+def test_missing_features_are_named(make_appo, name):
     alg, env = make_appo()
     alg.act(*env.get_observations())
     infos = {"observations": {"ref_obs": torch.zeros(4, 6)}, "ref_motion": torch.zeros(4, 6)}
@@ -142,7 +142,7 @@ def constant_discriminator(alg, d):
         alg.policy.discriminator.head.bias.fill_(d)
 
 
-def test_the_stored_reward_is_the_blend_and_the_record_stays_raw(make_appo):  # row P34
+def test_the_stored_reward_is_the_blend_and_the_record_stays_raw(make_appo):
     alg, env = make_appo(env_cfg={"end_prob": 0.0})
     constant_discriminator(alg, 0.0)
     seen = []
@@ -157,7 +157,7 @@ def test_the_stored_reward_is_the_blend_and_the_record_stays_raw(make_appo):  # 
         assert torch.equal(seen[-1], record.reward)
 
 
-def test_a_transition_across_a_reset_never_enters(make_appo, collect):  # AMP defect 1, spec 1.3
+def test_a_transition_across_a_reset_never_enters(make_appo, collect):
     alg, env = make_appo(env_cfg={"end_prob": 0.5}, timeout_bootstrap="none")
     constant_discriminator(alg, 1.0)
     collect(alg, env)
@@ -172,7 +172,7 @@ def test_a_transition_across_a_reset_never_enters(make_appo, collect):  # AMP de
     assert counted == again == 1.0
 
 
-def test_the_last_state_of_an_episode_is_used_where_it_is_known(make_appo, collect):  # spec 1.3
+def test_the_last_state_of_an_episode_is_used_where_it_is_known(make_appo, collect):
     alg, env = make_appo(env_cfg={"end_prob": 0.5, "gives_final": True})
     collect(alg, env)
     assert alg.rollout.ref_valid.all()
@@ -189,7 +189,7 @@ def test_steps_that_only_reset_are_left_out(make_appo, collect):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("optimizer", ["own", "shared"])
-def test_the_weight_of_the_discriminators_losses_is_a_weight(make_appo, collect, kind, optimizer):  # row P35, BUG-26
+def test_the_weight_of_the_discriminators_losses_is_a_weight(make_appo, collect, kind, optimizer):
     gradients = {}
     for coef in (1.0, 2.0, 0.0):
         alg, env = make_appo(kind, discriminator_loss_coef=coef, discriminator_optimizer=optimizer)
@@ -210,7 +210,7 @@ def test_the_weight_of_the_discriminators_losses_is_a_weight(make_appo, collect,
 
 
 @pytest.mark.parametrize("loss_type", ["lsgan", "bce", "wgan"])
-def test_the_discriminator_learns_to_tell_them_apart(make_appo, collect, noise_env, loss_type):  # row P36
+def test_the_discriminator_learns_to_tell_them_apart(make_appo, collect, noise_env, loss_type):
     cfg = {"loss_type": loss_type, "discriminator_grad_pen": 0.01}
     alg, env = make_appo(env=separable(noise_env), discriminator=cfg, discriminator_learning_rate=0.02)
     for iteration in range(50):
@@ -221,7 +221,7 @@ def test_the_discriminator_learns_to_tell_them_apart(make_appo, collect, noise_e
     assert stats["amp/accuracy"] == 1.0
 
 
-def test_two_normalisers_hide_what_one_shows(make_appo, collect, noise_env):  # BUG-18
+def test_two_normalisers_hide_what_one_shows(make_appo, collect, noise_env):
     apart = {}
     for separate in (False, True):
         alg, env = make_appo(env=separable(noise_env), separate_amp_normalizers=separate)
@@ -256,7 +256,7 @@ def test_a_broken_reading_is_bounded(make_appo):
     assert seen.tolist() == [LARGEST_FEATURE, -LARGEST_FEATURE, 0.0] * 2
 
 
-def test_mimic_loss_is_a_number_without_a_gradient(make_appo, collect):  # row P37, BUG-25
+def test_mimic_loss_is_a_number_without_a_gradient(make_appo, collect):
     results = {}
     for coef in (0.0, 3.0):
         if coef:
@@ -289,7 +289,7 @@ def test_mimic_reward_takes_the_distance_off(make_appo):
     torch.testing.assert_close(alg.rollout.rewards[0], torch.full((4, 1), -0.1 * 5.0 / 1.01))
 
 
-def test_dagger_needs_a_teacher(make_appo, collect):  # row P38, BUG-24
+def test_dagger_needs_a_teacher(make_appo, collect):
     with pytest.raises(ValueError, match="dagger_loss_coef needs a teacher"):
         make_appo(dagger_loss_coef=1.0)
     teacher = {"class_name": "ActorCritic", "num_actor_obs": 5, "num_critic_obs": 5, "num_actions": 2}
@@ -303,7 +303,7 @@ def test_dagger_needs_a_teacher(make_appo, collect):  # row P38, BUG-24
     assert {"surrogate_loss", "distillation_loss", "dagger_loss"} <= terms.losses.keys()
 
 
-def test_the_inheritance_is_the_documented_one():  # row P40
+def test_the_inheritance_is_the_documented_one():
     assert APPO.__mro__.index(APPOAlgoMixin) < APPO.__mro__.index(PPO)
     assert [cls.name for cls in ATPPO.all_extension_classes()] == ["rnd", "symmetry", "teacher", "motion_prior"]
 
@@ -314,11 +314,11 @@ def test_the_inheritance_is_the_documented_one():  # row P40
     assert all(len(cls.__mro__) <= 5 for cls in (PPO, TPPO, APPO, ATPPO))
 
 
-def test_labels_beside_motion_come_from_the_teacher(make_appo, collect):  # row P41, BUG-23
+def test_labels_beside_motion_come_from_the_teacher(make_appo, collect):
     teacher = {"class_name": "ActorCritic", "num_actor_obs": 5, "num_critic_obs": 5, "num_actions": 2}
     with pytest.warns(UserWarning, match="random"):
         alg, env = make_appo(algorithm=ATPPO, teacher_policy=teacher, teacher_act_prob=0.5, buffer_dilation_ratio=2.0)
-    assert alg.rollout.target == 12  # BUG-19: the ratio reaches the storage
+    assert alg.rollout.target == 12  # the ratio reaches the storage
     (policy,) = alg.teacher.policies
     torch.nn.init.zeros_(policy.actor[-1].weight)
     torch.nn.init.constant_(policy.actor[-1].bias, 0.7)
@@ -330,7 +330,7 @@ def test_labels_beside_motion_come_from_the_teacher(make_appo, collect):  # row 
     assert alg.rollout.capacity == 12
 
 
-def test_the_kl_schedule_does_not_touch_the_discriminator(make_appo, collect):  # AMP defect 7
+def test_the_kl_schedule_does_not_touch_the_discriminator(make_appo, collect):
     cfg = {"schedule": "adaptive", "learning_rate": 1e-3, "desired_kl": 1e-9, "num_learning_epochs": 2}
     alg, env = make_appo(**cfg, discriminator_learning_rate=2e-4)
     for iteration in range(3):
@@ -440,7 +440,7 @@ def test_before_there_is_a_past_only_fresh_windows_count(make_appo, collect, noi
 
 
 @pytest.mark.parametrize("separate", [False, True])
-def test_normaliser_and_optimizer_are_saved(make_appo, collect, snapshot, differing, separate):  # row P39, BUG-18
+def test_normaliser_and_optimizer_are_saved(make_appo, collect, snapshot, differing, separate):
     settings = {"separate_amp_normalizers": separate}
     alg, env = make_appo(**settings)
     collect(alg, env)

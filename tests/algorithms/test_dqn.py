@@ -42,7 +42,7 @@ def batch(obs=0.0, action=0, reward=1.0, after=1.0, done=0.0, discount=0.9):
 @pytest.mark.parametrize(
     ("double", "done", "want"), [(True, 0.0, 1 + 0.9 * 2.0), (False, 0.0, 1 + 0.9 * 7.0), (True, 1.0, 1.0)]
 )
-def test_the_target_takes_the_value_of_the_action_that_the_learned_network_chooses(double, done, want):  # row P66
+def test_the_target_takes_the_value_of_the_action_that_the_learned_network_chooses(double, done, want):
     alg = make(q_network_class=Table, double_dqn=double)
     with torch.no_grad():
         alg.q_network.table[1] = torch.tensor([3.0, 1.0])  # chooses action 0
@@ -50,7 +50,7 @@ def test_the_target_takes_the_value_of_the_action_that_the_learned_network_choos
     assert alg.td_target(batch(done=done)).item() == pytest.approx(want)
 
 
-def test_hard_and_soft_target_updates():  # row P67
+def test_hard_and_soft_target_updates():
     hard = make(target_update_interval=3)
     run(hard, 10)
     before = [p.clone() for p in hard.target.module.parameters()]
@@ -76,7 +76,7 @@ def run(alg, steps):
         obs, critic = record.obs, record.critic_obs
 
 
-def test_epsilon_falls_linearly_and_is_applied_per_environment():  # row P68
+def test_epsilon_falls_linearly_and_is_applied_per_environment():
     alg = make(CartPole(3000, seed=0), epsilon_start=1.0, epsilon_end=0.2, epsilon_decay_steps=100, buffer_size=9000)
     assert [alg.get_epsilon(t) for t in (0, 50, 100, 10_000)] == pytest.approx([1.0, 0.6, 0.2, 0.2])
     obs, _ = alg.env.get_observations()
@@ -90,7 +90,7 @@ def test_epsilon_falls_linearly_and_is_applied_per_environment():  # row P68
     assert alg.random_actions().unique().tolist() == [0, 1]
 
 
-def test_an_update_needs_enough_steps_and_says_the_documented_things():  # row L07
+def test_an_update_needs_enough_steps_and_says_the_documented_things():
     alg = make()
     assert alg.update() == {}
     run(alg, 10)
@@ -175,7 +175,7 @@ class Chain(TorchEnv):
 
 
 @pytest.mark.parametrize("more", [{}, {"dueling": True, "n_step": 3}, {"prioritized_replay": True}])
-def test_dqn_walks_a_chain_to_its_end(more):  # row P70
+def test_dqn_walks_a_chain_to_its_end(more):
     alg = make(Chain(8), learning_rate=5e-3, gamma=0.9, target_update_interval=20, epsilon_decay_steps=1000, **more)
     obs, critic = alg.env.get_observations()
     for _ in range(200):

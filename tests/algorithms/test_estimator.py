@@ -23,7 +23,7 @@ def collected(collect, case="StateAc-mlp", **settings):
 
 
 @pytest.mark.parametrize("case", ["StateAc-mlp", "StateAcRecurrent-lstm"])
-def test_the_loss_is_the_sum_over_components_and_the_mean_over_steps(collect, case):  # rows P59, P60, P61
+def test_the_loss_is_the_sum_over_components_and_the_mean_over_steps(collect, case):
     alg, _ = collected(collect, case)
     for batch in alg.mini_batches():
         out = alg.policy(batch.obs, batch.critic_obs, batch.hidden, batch.trajectories, batch.random_masks)
@@ -36,7 +36,7 @@ def test_the_loss_is_the_sum_over_components_and_the_mean_over_steps(collect, ca
         torch.testing.assert_close(terms.stats["estimator_error"], error)
 
 
-def test_another_loss_by_its_name_and_options(collect):  # row P59
+def test_another_loss_by_its_name_and_options(collect):
     loss = {"estimator_loss_func": "huber_loss", "estimator_loss_kwargs": {"delta": 0.1}}
     alg, _ = collected(collect, **loss)
     (batch, *_) = alg.mini_batches()
@@ -46,7 +46,7 @@ def test_another_loss_by_its_name_and_options(collect):  # row P59
 
 
 @pytest.mark.parametrize("name", ["estimator", "adaptor"])
-def test_a_weight_of_zero_teaches_nothing(collect, name):  # row P63, BUG-36
+def test_a_weight_of_zero_teaches_nothing(collect, name):
     alg, _ = collected(collect, "PrivilegeStateAcRecurrent-lstm", **{f"{name}_loss_coef": 0.0})
     parts = {"estimator": ("state_estimator", "memory_s"), "adaptor": ("adaptor", "memory_p")}
     before = {key: value.clone() for key, value in alg.policy.state_dict().items()}
@@ -55,11 +55,9 @@ def test_a_weight_of_zero_teaches_nothing(collect, name):  # row P63, BUG-36
         names = [key for key in before if key.startswith(prefixes)]
         same = [torch.equal(before[key], alg.policy.state_dict()[key]) for key in names]
         assert len(names) == 8
-        assert all(same) if which == name else not any(same)  # row M52
-
-
+        assert all(same) if which == name else not any(same)
 @pytest.mark.parametrize("case", ESTIMATING, ids=lambda case: case.id)
-def test_an_update_brings_every_estimate_nearer(collect, case):  # rows M52, M58, P61
+def test_an_update_brings_every_estimate_nearer(collect, case):
     env = KitEnv()
     alg = build_algorithm(case, env, num_mini_batches=1)
     collect(alg, env)
@@ -73,7 +71,7 @@ def test_an_update_brings_every_estimate_nearer(collect, case):  # rows M52, M58
     assert alg.update(0)[1]["estimator_error"] > 0
 
 
-def test_targets_are_normalised_as_the_actor_sees_the_component(collect):  # 4.5
+def test_targets_are_normalised_as_the_actor_sees_the_component(collect):
     alg, env = collected(collect, "PrivilegeStateAc-mlp", empirical_normalization=True)
     alg.update(0)
     collect(alg, env)

@@ -46,18 +46,18 @@ def stored_reward(alg, infos, obs=2.0, reward=1.0, done=True):
 FLAG = torch.tensor([True])
 
 
-def test_a_terminated_episode_is_not_bootstrapped():  # row E05
+def test_a_terminated_episode_is_not_bootstrapped():
     infos = {"terminated": FLAG, "truncated": ~FLAG, "final_observation": torch.full((1, 1), 5.0)}
     assert stored_reward(value_reader(), infos, obs=10.0) == 1.0
 
 
 @pytest.mark.parametrize("name", ["final_observation", "final_obs", "terminal_observation"])
-def test_a_cut_off_episode_is_worth_its_final_state(name):  # row E06, C1
+def test_a_cut_off_episode_is_worth_its_final_state(name):
     infos = {"truncated": FLAG, name: torch.full((1, 1), 5.0)}
     assert stored_reward(value_reader(), infos) == pytest.approx(1.0 + 0.9 * 5.0)
 
 
-def test_without_a_final_observation_the_state_before_the_step_stands_for_it_and_a_warning_says_so():  # row E07
+def test_without_a_final_observation_the_state_before_the_step_stands_for_it_and_a_warning_says_so():
     alg = value_reader()
     for _ in range(3):
         assert stored_reward(alg, {"time_outs": FLAG}) == pytest.approx(1.0 + 0.9 * 2.0)
@@ -71,7 +71,7 @@ def test_without_a_final_observation_the_state_before_the_step_stands_for_it_and
         alg.update(1)
 
 
-def test_a_row_both_terminated_and_truncated_is_terminated():  # row E08
+def test_a_row_both_terminated_and_truncated_is_terminated():
     infos = {"terminated": FLAG, "truncated": FLAG, "final_observation": torch.full((1, 1), 5.0)}
     assert stored_reward(value_reader(), infos) == 1.0
 
@@ -100,7 +100,7 @@ def test_the_critics_final_observation_is_the_critics():
     assert float(alg.rollout.rewards[0]) == pytest.approx(1.0 + 0.9 * 7.0)
 
 
-def test_acting_fills_the_transition(make_ppo):  # row P10
+def test_acting_fills_the_transition(make_ppo):
     alg, env = make_ppo("mlp")
     obs, critic_obs = env.get_observations()
     actions = alg.act(obs, critic_obs)
@@ -122,7 +122,7 @@ def test_without_a_critics_observation_it_sees_the_actors():
 
 
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
-def test_the_state_stored_is_the_one_before_acting(make_ppo, kind):  # rows P11, S08
+def test_the_state_stored_is_the_one_before_acting(make_ppo, kind):
     alg, env = make_ppo(kind, end_prob=0.0)
     obs, critic_obs = env.get_observations()
     before = []
@@ -137,7 +137,7 @@ def test_the_state_stored_is_the_one_before_acting(make_ppo, kind):  # rows P11,
     assert (before[1]["memory_a"] != 0).any()
 
 
-def test_processing_a_step_stores_clears_and_resets(make_ppo):  # row P12
+def test_processing_a_step_stores_clears_and_resets(make_ppo):
     alg, env = make_ppo("lstm")
     obs, critic_obs = env.get_observations()
     alg.act(obs, critic_obs)
@@ -151,7 +151,7 @@ def test_processing_a_step_stores_clears_and_resets(make_ppo):  # row P12
     assert [bool((row == 0).all()) for row in state] == [False, True, False, True]
 
 
-def test_a_final_state_is_valued_with_the_memory_of_its_own_episode(make_ppo):  # section 1.5 (b), (c)
+def test_a_final_state_is_valued_with_the_memory_of_its_own_episode(make_ppo):
     alg, env = make_ppo("lstm")
     obs, critic_obs = env.get_observations()
     alg.act(obs, critic_obs)
@@ -173,7 +173,7 @@ def test_without_a_storage_the_error_says_what_to_call():
         PPO(ActorCritic(3, 2)).compute_returns(torch.ones(4, 3))
 
 
-def test_normalisers_are_identities_where_normalisation_is_off():  # row P07
+def test_normalisers_are_identities_where_normalisation_is_off():
     alg = PPO(ActorCritic(3, 5, 2))
     alg.init_obs_norm(3, 5)
     assert isinstance(alg.obs_normalizer, nn.Identity)
@@ -181,7 +181,7 @@ def test_normalisers_are_identities_where_normalisation_is_off():  # row P07
 
 
 @pytest.mark.parametrize("widths", [(3, 5), ([3], (5,))])
-def test_normalisers_have_the_observations_shapes(widths):  # row P08
+def test_normalisers_have_the_observations_shapes(widths):
     alg = PPO(ActorCritic(3, 5, 2), empirical_normalization=True)
     alg.init_obs_norm(*widths)
     assert isinstance(alg.obs_normalizer, EmpiricalNormalization)
@@ -197,7 +197,7 @@ def first_inputs(layer):
     return seen
 
 
-def test_the_first_observation_is_normalised_too(make_ppo, collect):  # row P09
+def test_the_first_observation_is_normalised_too(make_ppo, collect):
     alg, env = make_ppo("mlp", empirical_normalization=True)
     collect(alg, env)
     alg.update(0)
@@ -214,7 +214,7 @@ def test_the_first_observation_is_normalised_too(make_ppo, collect):  # row P09
 
 
 @pytest.mark.parametrize("kind", ["mlp", "lstm", "dict"])
-def test_statistics_move_once_per_iteration_by_the_rollouts_observations(make_ppo, collect, kind):  # C5, C6
+def test_statistics_move_once_per_iteration_by_the_rollouts_observations(make_ppo, collect, kind):
     alg, env = make_ppo(kind, num_learning_epochs=3, num_mini_batches=2, empirical_normalization=True)
     norms = [m for m in alg.policy.modules() if isinstance(m, EmpiricalNormalization)]
     collect(alg, env)
@@ -227,7 +227,7 @@ def test_statistics_move_once_per_iteration_by_the_rollouts_observations(make_pp
     torch.testing.assert_close(norms[0].std.double(), rows.std(0, unbiased=False), rtol=1e-5, atol=1e-5)
 
 
-def test_statistics_stand_still_in_eval_mode(make_ppo, collect):  # C5
+def test_statistics_stand_still_in_eval_mode(make_ppo, collect):
     alg, env = make_ppo("mlp", empirical_normalization=True, normalize_rewards=True)
     alg.eval_mode()
     collect(alg, env)

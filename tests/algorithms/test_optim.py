@@ -41,7 +41,7 @@ def plain_twin(class_name, **options):
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "RMSprop", "NAdam"])
-def test_steps_are_those_of_the_plain_optimizer(name):  # row P24
+def test_steps_are_those_of_the_plain_optimizer(name):
     net, optimizer = made(name)
     twin, plain = plain_twin(name, lr=0.01)
     assert type(optimizer.optimizer) is getattr(torch.optim, name)
@@ -84,7 +84,7 @@ def test_what_is_separately_clipped_uses_up_nobody_elses_norm(class_name, groups
     optimizer.apply(torch.ones(()))
 
 
-def test_names_are_found_in_any_case_and_misspelt_ones_get_a_suggestion():  # row P24
+def test_names_are_found_in_any_case_and_misspelt_ones_get_a_suggestion():
     assert optimizer_class("adamw") is optimizer_class("AdamW") is torch.optim.AdamW
     with pytest.raises(ValueError, match=r"no optimizer 'Adm'; did you mean 'adam'\?"):
         optimizer_class("Adm")
@@ -100,7 +100,7 @@ def test_optimizers_that_cannot_train_a_policy_say_why(name, why):
         made(name)
 
 
-def test_gradients_are_scaled_down_to_the_norm_but_never_up():  # row P16
+def test_gradients_are_scaled_down_to_the_norm_but_never_up():
     for limit, expected in ((0.5, 0.5), (1e6, None)):
         net, optimizer = made()
         backward(net(torch.ones(5, 3)), optimizer)
@@ -229,7 +229,7 @@ def test_a_prefix_that_names_nothing_is_an_error():
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "RMSprop"])
-def test_a_restored_optimizer_continues_bit_for_bit(name):  # row P26
+def test_a_restored_optimizer_continues_bit_for_bit(name):
     net, optimizer = made(name, groups=GROUPS)
     for _ in range(3):
         take_step(net, optimizer)

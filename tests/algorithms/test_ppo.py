@@ -39,7 +39,7 @@ def terms(batch, **settings):
     return PPO(ActorCritic(1, 1), **settings).loss_terms(*batch)
 
 
-def test_defaults_are_the_documented_ones():  # row P05
+def test_defaults_are_the_documented_ones():
     documented = {
         "num_learning_epochs": 1,
         "num_mini_batches": 1,
@@ -67,7 +67,7 @@ def test_defaults_are_the_documented_ones():  # row P05
     ("name", "meant"),
     [("gama", "gamma"), ("clip_range", "clip_param"), ("gae_lambda", "lam"), ("ent_coef", "entropy_coef")],
 )
-def test_an_unknown_setting_is_an_error_with_a_suggestion(name, meant):  # row P06 under decision 12
+def test_an_unknown_setting_is_an_error_with_a_suggestion(name, meant):
     with pytest.raises(TypeError, match=f"PPO has no setting '{name}'; did you mean '{meant}'"):
         PPO(ActorCritic(3, 2), **{name: 0.5})
     PPO(ActorCritic(3, 2), **{name: None})
@@ -94,7 +94,7 @@ def test_a_device_given_as_such_beats_the_configs():
         PPO(ActorCritic(3, 2), cfg=PPOConfig(device="cuda:99"))
 
 
-def test_an_environment_and_two_classes_make_an_algorithm():  # rows P64, M67
+def test_an_environment_and_two_classes_make_an_algorithm():
     cfg = PPOConfig(learning_rate=3e-4, num_steps_per_env=5)
     alg = PPO(env="Pendulum-v1", cfg=cfg, actor_class=MLPActor, critic_class=MLPCritic, actor_cfg={"hidden_dims": [16]})
     assert float(alg.lr) == pytest.approx(3e-4)
@@ -131,7 +131,7 @@ def test_learning_without_an_environment_says_so():
         PPO(ActorCritic(3, 2)).learn(1)
 
 
-def test_the_surrogate_is_the_pessimistic_one():  # row P19; clip 0.2
+def test_the_surrogate_is_the_pessimistic_one():  # clip 0.2
     #   ratio 1.5, A +1: max(-1.5, -1.2) = -1.2     ratio 0.5, A -1: max(0.5, 0.8) = 0.8
     #   ratio 1.5, A -1: max(1.5, 1.2) = 1.5        ratio 0.5, A +1: max(-0.5, -0.8) = -0.5
     losses, inter_vars, stats = terms(hand_batch([1.5, 0.5, 1.5, 0.5], [1.0, -1.0, -1.0, 1.0]))
@@ -144,7 +144,7 @@ def test_the_surrogate_is_the_pessimistic_one():  # row P19; clip 0.2
     assert stats["approx_kl"] == pytest.approx(expected)
 
 
-def test_the_value_loss_is_the_mean_of_maxima():  # rows P20, C12
+def test_the_value_loss_is_the_mean_of_maxima():
     # first: V 1, old 0, R 0: clipped 0.2, max(1, 0.04) = 1; second: V 0, old 1, R 0: clipped 0.8, max(0, 0.64) = 0.64.
     # The max of the two means would be 0.5.
     batch = hand_batch([1.0, 1.0], values=[1.0, 0.0], old_values=[0.0, 1.0], returns=[0.0, 0.0])
@@ -166,12 +166,12 @@ def test_steps_that_only_reset_are_left_out_of_every_mean():
     assert stats["clip_fraction"] == 1.0
 
 
-def test_the_entropy_term_is_minus_the_mean_entropy():  # rows P21, C19
+def test_the_entropy_term_is_minus_the_mean_entropy():
     losses = terms(hand_batch([1.0, 1.0])).losses
     assert losses["entropy"] == pytest.approx(-0.5 * math.log(2 * math.pi * math.e))
 
 
-def test_a_policy_without_noise_has_no_entropy_term():  # row P21
+def test_a_policy_without_noise_has_no_entropy_term():
     class Quiet(DeterministicPolicyMixin, ActorCritic):
         pass
 
@@ -179,13 +179,13 @@ def test_a_policy_without_noise_has_no_entropy_term():  # row P21
     assert set(losses) == {"surrogate_loss", "value_loss"}
 
 
-def test_intermediates_have_the_documented_names():  # row P22
+def test_intermediates_have_the_documented_names():
     assert set(terms(hand_batch()).inter_vars) == {"ratio", "surrogate", "surrogate_clipped", "value_clipped"}
     inter_vars = terms(hand_batch(), schedule="adaptive").inter_vars
     assert set(inter_vars) == {"ratio", "surrogate", "surrogate_clipped", "value_clipped", "kl"}
 
 
-def test_the_kl_is_of_the_old_policy_from_the_new():  # C9, decision 10
+def test_the_kl_is_of_the_old_policy_from_the_new():
     batch, out = hand_batch()
     out.params["mu"], out.params["sigma"] = torch.tensor([[0.5]]), torch.tensor([[2.0]])
     kl = PPO(ActorCritic(1, 1), schedule="adaptive").loss_terms(batch, out).stats["kl"]
@@ -213,7 +213,7 @@ def test_advantages_can_be_normalised_in_each_minibatch(make_ppo, collect):
         (math.nan, 1e-3, 1e-3),
     ],
 )
-def test_the_learning_rate_follows_the_kl(kl, before, after):  # row P17
+def test_the_learning_rate_follows_the_kl(kl, before, after):
     alg = PPO(ActorCritic(1, 1), learning_rate=before, schedule="adaptive", desired_kl=0.01)
     alg.adapt_learning_rate(torch.tensor(kl))
     assert float(alg.lr) == pytest.approx(after)
@@ -227,7 +227,7 @@ def count_minibatches(alg):
     return calls
 
 
-def test_the_learning_rate_moves_once_per_minibatch(make_ppo, collect):  # row P18
+def test_the_learning_rate_moves_once_per_minibatch(make_ppo, collect):
     alg, env = make_ppo(
         num_learning_epochs=2, num_mini_batches=3, schedule="adaptive", desired_kl=1e9, learning_rate=1e-5
     )
@@ -242,7 +242,7 @@ def test_the_learning_rate_moves_once_per_minibatch(make_ppo, collect):  # row P
 
 
 @pytest.mark.parametrize("schedule", ["fixed", "constant"])
-def test_a_fixed_learning_rate_stays(make_ppo, collect, schedule):  # row P17
+def test_a_fixed_learning_rate_stays(make_ppo, collect, schedule):
     alg, env = make_ppo(schedule=schedule, learning_rate=0.5)
     collect(alg, env)
     alg.update(0)
@@ -250,7 +250,7 @@ def test_a_fixed_learning_rate_stays(make_ppo, collect, schedule):  # row P17
     assert alg.learning_rate == float(alg.lr) == 0.5
 
 
-def test_linear_schedules_end_at_zero():  # decision 9
+def test_linear_schedules_end_at_zero():
     alg = PPO(ActorCritic(1, 1), learning_rate=0.5, schedule="linear", clip_schedule="linear", clip_param=0.2)
     for progress, rate, clip in (
         (0.0, 0.5, 0.2),
@@ -290,7 +290,7 @@ def test_the_kl_that_stops_is_the_last_passs(make_ppo, collect):
     assert len(list(kls)) == 2
 
 
-def test_an_update_averages_and_clears_the_storage(make_ppo, collect):  # row P14
+def test_an_update_averages_and_clears_the_storage(make_ppo, collect):
     alg, env = make_ppo(
         num_learning_epochs=2, num_mini_batches=3, value_loss_coef=0.5, entropy_coef=0.1, execution="eager"
     )
@@ -314,7 +314,7 @@ def test_an_update_averages_and_clears_the_storage(make_ppo, collect):  # row P1
     assert losses["value_loss"] == pytest.approx(expected, rel=1e-5)  # of this update alone
 
 
-def test_a_weight_of_zero_leaves_its_part_alone(make_ppo, collect):  # row P15
+def test_a_weight_of_zero_leaves_its_part_alone(make_ppo, collect):
     alg, env = make_ppo(value_loss_coef=0.0)
     collect(alg, env)
     before = {name: p.detach().clone() for name, p in alg.policy.named_parameters()}
@@ -331,7 +331,7 @@ def test_a_weight_of_zero_leaves_its_part_alone(make_ppo, collect):  # row P15
         ("surrogate_loss", None, "actor"),
     ],
 )
-def test_each_loss_reaches_its_own_parameters_by_its_weight(make_ppo, collect, name, setting, owner):  # C17
+def test_each_loss_reaches_its_own_parameters_by_its_weight(make_ppo, collect, name, setting, owner):
     def gradient(weight):
         alg, env = make_ppo()
         collect(alg, env)
@@ -356,7 +356,7 @@ def test_a_loss_without_a_weight_is_an_error(make_ppo):
         alg.weighted_sum({"mimic_loss": torch.ones(())})
 
 
-def test_gradients_are_clipped_before_the_step(make_ppo, collect):  # row P16
+def test_gradients_are_clipped_before_the_step(make_ppo, collect):
     alg, env = make_ppo(max_grad_norm=0.01)
     collect(alg, env)
     norms = []
@@ -373,7 +373,7 @@ def test_gradients_are_clipped_before_the_step(make_ppo, collect):  # row P16
 
 
 @pytest.mark.parametrize("floor", [0.3, (0.3, 0.6)])
-def test_the_noise_is_kept_above_its_floor_after_each_step(make_ppo, collect, floor):  # row M05
+def test_the_noise_is_kept_above_its_floor_after_each_step(make_ppo, collect, floor):
     alg, env = make_ppo(clip_min_std=floor)
     collect(alg, env)
     with torch.no_grad():
@@ -390,7 +390,7 @@ def test_the_noise_is_kept_below_its_cap(make_ppo, collect):
 
 
 @pytest.mark.parametrize("kind", ["lstm", "lstm_discrete"])
-def test_one_environment_per_recurrent_minibatch_keeps_its_axis(make_ppo, collect, kind):  # row P23
+def test_one_environment_per_recurrent_minibatch_keeps_its_axis(make_ppo, collect, kind):
     alg, env = make_ppo(kind, 2, 5, num_mini_batches=2)
     collect(alg, env)
     for batch in alg.mini_batches():
@@ -399,7 +399,7 @@ def test_one_environment_per_recurrent_minibatch_keeps_its_axis(make_ppo, collec
         assert all(loss.dim() == 0 for loss in losses.values())
 
 
-def test_epochs_and_minibatches_deal_every_step_the_right_number_of_times(make_ppo, collect):  # C13
+def test_epochs_and_minibatches_deal_every_step_the_right_number_of_times(make_ppo, collect):
     alg, env = make_ppo(num_learning_epochs=3, num_mini_batches=5, execution="eager")
     collect(alg, env)
     alg.rollout.actions[..., 0] = torch.arange(24.0).view(6, 4)

@@ -16,7 +16,7 @@ def made(**settings):
     return RNDModel(RNDConfig(**{"num_states": 3, "num_envs": 5, "weight": 2.0, **dims, **settings}))
 
 
-def test_the_reward_is_the_weighted_distance_between_target_and_predictor():  # section 7.8
+def test_the_reward_is_the_weighted_distance_between_target_and_predictor():
     rnd, states = made(), torch.randn(5, 3)
     expected = 2.0 * (rnd.target(states) - rnd.predictor(states)).square().sum(-1).sqrt()
     reward = rnd.intrinsic_reward(states, torch.zeros(5, dtype=torch.bool))
@@ -152,13 +152,13 @@ def test_an_update_trains_the_predictor_and_reports(make_ppo, collect):
     assert stats["rnd/mean_extrinsic_reward"] == pytest.approx(float(mean), rel=1e-5)  # of this rollout alone
 
 
-def test_without_settings_there_is_none(make_ppo):  # row P29
+def test_without_settings_there_is_none(make_ppo):
     alg, _ = make_ppo("mlp")
     assert "rnd" not in alg.extensions
     assert not any(name.startswith("rnd") for name in alg.state_dict())
 
 
-def test_its_state_is_saved_and_restored(make_ppo, collect, snapshot, differing):  # row P29, BUG-07
+def test_its_state_is_saved_and_restored(make_ppo, collect, snapshot, differing):
     cfg = {"weight": 0.5, "state_normalization": True, "reward_normalization": True}
     alg, env = make_ppo("mlp", rnd_cfg=cfg)
     collect(alg, env)

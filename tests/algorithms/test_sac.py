@@ -99,7 +99,7 @@ def test_the_critics_learn_the_soft_target(reduction):
     assert stats["td_target_mean"].item() == pytest.approx(want.mean().item(), rel=1e-4)
 
 
-def test_an_update_says_the_documented_things():  # rows L08, P69
+def test_an_update_says_the_documented_things():
     metrics = run(make(), 10).update()
     names = {"actor_loss", "critic1_loss", "critic2_loss", "alpha", "entropy", "q_loss", "alpha_loss", "mean_q"}
     assert {f"train/{name}" for name in names} <= set(metrics)
@@ -165,7 +165,7 @@ BANDIT |= {"actor_hidden_dims": (16,), "critic_hidden_dims": (32,), "buffer_size
 @pytest.mark.parametrize(
     ("kind", "more"), [("sac", {}), ("td3", {}), ("sac", {"num_atoms": 21, "v_min": -2.0, "v_max": 0.5})]
 )
-def test_the_mean_action_of_a_bandit_is_its_best(kind, more):  # row P69
+def test_the_mean_action_of_a_bandit_is_its_best(kind, more):
     given = BANDIT | ({"auto_alpha": False, "init_alpha": 0.01} if kind == "sac" else {}) | more
     alg = run(make(kind, Bandit(8), **given), 500, learn=True)
     action = alg.act(torch.zeros(1, 1), deterministic=True).item()

@@ -39,7 +39,7 @@ def speak(alg, value):
         torch.nn.init.constant_(policy.actor[-1].bias, value)
 
 
-def test_the_documented_defaults():  # row P42
+def test_the_documented_defaults():
     names = ("teacher_policy_class_name", "label_action_with_critic_obs", "teacher_act_prob", "update_times_scale",
              "using_ppo", "distillation_loss_coef", "distill_target", "distill_latent_coef", "distill_latent_target",
              "distill_latent_obs_component_mapping", "buffer_dilation_ratio", "lr_scheduler_class_name",
@@ -50,7 +50,7 @@ def test_the_documented_defaults():  # row P42
 
 
 @pytest.mark.parametrize("where", ["inside", "beside"])
-def test_the_teacher_has_the_weights_of_its_file_and_is_frozen(make_policy, make_tppo, tmp_path, where):  # row P43
+def test_the_teacher_has_the_weights_of_its_file_and_is_frozen(make_policy, make_tppo, tmp_path, where):
     torch.manual_seed(5)
     saved = ActorCritic(5, 5, 2, actor_hidden_dims=[4], critic_hidden_dims=[4])
     torch.save({"model_state_dict": saved.state_dict()}, tmp_path / "teacher.pt")
@@ -97,7 +97,7 @@ def test_a_run_directory_is_a_teacher(make_ppo, make_tppo, noise_env, tmp_path):
 
 
 @pytest.mark.filterwarnings("default:the teacher has no teacher_ac_path")
-def test_a_missing_teacher_is_said(make_tppo):  # row P44
+def test_a_missing_teacher_is_said(make_tppo):
     with pytest.warns(UserWarning, match="has no teacher_ac_path: its weights are random"):
         make_tppo()
     with pytest.warns(UserWarning, match="TPPO has no teacher: only datasets label"):
@@ -107,7 +107,7 @@ def test_a_missing_teacher_is_said(make_tppo):  # row P44
 
 @pytest.mark.parametrize("from_critic", [True, False])
 @pytest.mark.parametrize("from_sample", [True, False])
-def test_what_the_teacher_sees_and_whether_it_explores(make_tppo, collect, from_critic, from_sample):  # row P45
+def test_what_the_teacher_sees_and_whether_it_explores(make_tppo, collect, from_critic, from_sample):
     teacher = TEACHER if from_critic else ACTOR_TEACHER
     alg, env = make_tppo(teacher_policy=teacher, label_action_with_critic_obs=from_critic,
                          action_labels_from_sample=from_sample, teacher_act_prob=0.0)  # fmt: skip
@@ -119,7 +119,7 @@ def test_what_the_teacher_sees_and_whether_it_explores(make_tppo, collect, from_
 
 
 @pytest.mark.parametrize("prob", [0.0, 1.0])
-def test_the_teacher_acts_with_its_probability(make_tppo, collect, prob):  # row P46
+def test_the_teacher_acts_with_its_probability(make_tppo, collect, prob):
     alg, env = make_tppo(teacher_act_prob=prob)
     speak(alg, 0.7)
     given = []
@@ -132,7 +132,7 @@ def test_the_teacher_acts_with_its_probability(make_tppo, collect, prob):  # row
     assert (alg.rollout.teacher_acted == (prob == 1.0)).all()
 
 
-def test_who_acts_is_drawn_at_the_start_and_again_only_when_an_episode_ends(make_tppo, collect):  # row P47
+def test_who_acts_is_drawn_at_the_start_and_again_only_when_an_episode_ends(make_tppo, collect):
     alg, env = make_tppo(teacher_act_prob=0.5, num_steps=40, env_cfg={"num_envs": 64, "end_prob": 0.2})
     assert 10 < alg.use_teacher_act_mask.sum() < 54
     collect(alg, env)
@@ -152,7 +152,7 @@ def test_the_probability_follows_its_schedule(make_tppo, collect):
 
 
 @pytest.mark.parametrize("invalid", [False, True])
-def test_the_teacher_forgets_episodes_that_ended(make_tppo, collect, invalid):  # row P48
+def test_the_teacher_forgets_episodes_that_ended(make_tppo, collect, invalid):
     teacher = {**TEACHER, "class_name": "ActorCriticRecurrent", "rnn_hidden_size": 4}
     alg, env = make_tppo(
         teacher_policy=teacher, env_cfg={"num_envs": 12, "end_prob": 0.3, "has_invalid_steps": invalid}
@@ -170,7 +170,7 @@ def test_the_teacher_forgets_episodes_that_ended(make_tppo, collect, invalid):  
         hidden = {n: s.masked_fill(alg.rollout.dones[t].view(-1, 1, 1, 1), 0.0) for n, s in hidden.items()}
 
 
-def test_an_executed_teacher_action_has_its_own_log_probability(make_tppo, collect):  # row P49, BUG-27
+def test_an_executed_teacher_action_has_its_own_log_probability(make_tppo, collect):
     alg, env = make_tppo(teacher_act_prob=0.5, env_cfg={"num_envs": 16})
     collect(alg, env)
     params = {"mu": alg.rollout.mu, "sigma": alg.rollout.sigma}
@@ -220,7 +220,7 @@ def test_steps_of_the_teacher_do_not_move_the_surrogate(make_tppo, collect):
 
 
 @pytest.mark.parametrize("kind", ["mlp", "lstm"])
-def test_pure_imitation_has_imitation_losses_alone_and_no_returns(make_tppo, collect, kind):  # row P50
+def test_pure_imitation_has_imitation_losses_alone_and_no_returns(make_tppo, collect, kind):
     alg, env = make_tppo(kind, using_ppo=False, schedule="adaptive", target_kl=0.1)
     collect(alg, env)
     assert (alg.rollout.returns == 0).all()
@@ -231,12 +231,12 @@ def test_pure_imitation_has_imitation_losses_alone_and_no_returns(make_tppo, col
 
 
 @pytest.mark.parametrize(("target", "distance"), [("real", 5.0), ("mse_sum", 25.0), ("l1", 7.0)])
-def test_distances_by_hand(target, distance):  # row P51
+def test_distances_by_hand(target, distance):
     mean, label = torch.tensor([[4.0, 5.0]]), torch.tensor([[1.0, 1.0]])
     assert DISTANCES[target](mean, label).tolist() == [distance]
 
 
-def test_tanh_distances_by_hand():  # row P51, BUG-29
+def test_tanh_distances_by_hand():
     mean, label = torch.tensor([[0.5, 0.0]]), torch.tensor([[0.0, 1.0]])
     first = -(0.5 * math.log(0.75) + 0.5 * math.log(0.25))
     bce = 2 * (first - math.log(0.5)) / 2
@@ -260,7 +260,7 @@ def test_every_target_draws_the_student_to_the_teacher(make_policy, make_tppo, c
     assert (alg.policy.act_inference(torch.randn(50, 3)) - 0.5).abs().mean() < 0.1
 
 
-def test_bad_targets_are_refused(make_tppo):  # row P51
+def test_bad_targets_are_refused(make_tppo):
     with pytest.raises(ValueError, match="distill_target must be one of real, mse_sum"):
         make_tppo(distill_target="rael")
     with pytest.raises(ValueError, match="needs a policy with mu_activation='tanh'"):
@@ -284,7 +284,7 @@ def test_discrete_actions_are_imitated_by_likelihood(make_tppo, collect, make_po
     assert (alg.policy.act_inference(torch.randn(20, 3)) == 2).all()
 
 
-def test_the_weight_of_the_distance_follows_its_schedule(make_tppo, collect):  # row P52
+def test_the_weight_of_the_distance_follows_its_schedule(make_tppo, collect):
     alg, env = make_tppo(distillation_loss_coef="linear", update_times_scale=4)
     seen = []
     for iteration in range(5):
@@ -304,7 +304,7 @@ def encoder_policy(**more):
                               critic_hidden_dims=[4], **more)  # fmt: skip
 
 
-def test_latents_are_distilled(make_tppo, collect):  # row P53
+def test_latents_are_distilled(make_tppo, collect):
     teacher = {"class_name": "EncoderActorCritic", "num_actor_obs": 5, "num_critic_obs": 5, "num_actions": 2,
                "obs_segments": {"map": (2,), "rest": (3,)}, "encoder_component_names": ["map"],
                "encoder_output_size": 4}  # fmt: skip
@@ -331,7 +331,7 @@ def test_latents_need_encoders(make_tppo):
 
 
 @pytest.mark.parametrize("kind", ["mlp", "lstm"])
-def test_the_ring_of_past_rollouts_grows(make_tppo, collect, kind):  # row P54
+def test_the_ring_of_past_rollouts_grows(make_tppo, collect, kind):
     alg, env = make_tppo(kind, buffer_dilation_ratio=2.0, using_ppo=False, empirical_normalization=True)
     sizes = []
     for iteration in range(4):
@@ -350,7 +350,7 @@ def test_old_steps_are_not_for_ppo(make_tppo):
         make_tppo(buffer_dilation_ratio=2.0)
 
 
-def test_the_learning_rate_scheduler_is_stepped_once_per_update_and_saved(make_tppo, collect):  # row P55
+def test_the_learning_rate_scheduler_is_stepped_once_per_update_and_saved(make_tppo, collect):
     settings = {
         "lr_scheduler_class_name": "StepLR",
         "lr_scheduler": {"step_size": 1, "gamma": 0.5},
@@ -374,7 +374,7 @@ def test_the_learning_rate_scheduler_is_stepped_once_per_update_and_saved(make_t
 
 
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
-def test_memories_are_resampled(make_tppo, collect, kind):  # row P56, BUG-28
+def test_memories_are_resampled(make_tppo, collect, kind):
     alg, env = make_tppo(kind, hidden_state_resample_prob=1.0)
     collect(alg, env)
     hidden = {name: torch.full((5, 2 if kind == "lstm" else 1, 1, 8), 7.0) for name in ("memory_a", "memory_c")}
@@ -392,7 +392,7 @@ def test_memories_are_resampled(make_tppo, collect, kind):  # row P56, BUG-28
 
 
 @pytest.mark.filterwarnings("ignore:TPPO has no teacher")
-def test_nested_settings_of_ppo_are_merged(make_policy):  # row P57
+def test_nested_settings_of_ppo_are_merged(make_policy):
     alg = TPPO(make_policy(), ppo={"gamma": 0.5, "lam": 0.7}, lam=0.9)
     assert (alg.gamma, alg.lam) == (0.5, 0.9)
     cfg = TPPOConfig(ppo={"gamma": 0.5, "num_learning_epochs": 7})
@@ -402,7 +402,7 @@ def test_nested_settings_of_ppo_are_merged(make_policy):  # row P57
         TPPO(make_policy(), ppo={"gama": 0.5})
 
 
-def test_the_teacher_uses_its_own_normaliser(make_tppo, tmp_path):  # row P58, BUG-09
+def test_the_teacher_uses_its_own_normaliser(make_tppo, tmp_path):
     saved = ActorCritic(5, 5, 2, actor_hidden_dims=[4], critic_hidden_dims=[4])
     norm = {"_mean": torch.full((1, 5), 10.0), "_var": torch.full((1, 5), 4.0), "_std": torch.full((1, 5), 2.0),
             "count": torch.tensor(9)}  # fmt: skip
@@ -508,7 +508,7 @@ def test_resuming_continues_exactly(make_tppo, collect, snapshot, differing, kin
     assert differing(snapshot(alg), snapshot(other)) == []
 
 
-def test_a_student_that_estimates_learns_both(make_tppo, collect):  # row P62
+def test_a_student_that_estimates_learns_both(make_tppo, collect):
     from canter.algorithms.estimator import EstimatorTPPO
     from canter.modules.state_estimator import StateAc
 

@@ -70,14 +70,14 @@ def test_a_typo_deeper_down_is_an_error_too(make_runner, section, message):
 
 @pytest.mark.parametrize("layout", ["object", "top"])
 @pytest.mark.parametrize("theirs", ["num_steps"])
-def test_another_librarys_spelling_of_a_run_setting_is_answered_with_ours(tiny, layout, theirs):  # decision 2
+def test_another_librarys_spelling_of_a_run_setting_is_answered_with_ours(tiny, layout, theirs):
     with pytest.raises(TypeError, match="no setting 'num_steps'; did you mean 'num_steps_per_env'"):
         PPOConfig(**{theirs: 1}) if layout == "object" else parse_train_cfg(tiny(**{theirs: 1}))
 
 
 @pytest.mark.parametrize("layout", ["object", "algorithm", "top", "keyword"])
 @pytest.mark.parametrize(("theirs", "ours"), sorted(OTHER_SPELLINGS.items() - {("num_steps", "num_steps_per_env")}))
-def test_the_spelling_of_another_library_is_answered_with_ours(tiny, layout, theirs, ours):  # decision 2
+def test_the_spelling_of_another_library_is_answered_with_ours(tiny, layout, theirs, ours):
     attempts = {
         "object": lambda: PPOConfig(**{theirs: 1}),
         "keyword": lambda: PPO(None, **{theirs: 1}),
@@ -88,7 +88,7 @@ def test_the_spelling_of_another_library_is_answered_with_ours(tiny, layout, the
         attempts[layout]()
 
 
-def test_an_unknown_key_that_is_none_is_ignored(tiny):  # decision 12
+def test_an_unknown_key_that_is_none_is_ignored(tiny):
     plan = parse_train_cfg(tiny(no_such_thing=None, algorithm={"neither": None}))
     assert plan.cfg.num_steps_per_env == 4
 
@@ -115,7 +115,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones(make_runner, section, m
         make_runner(**section)
 
 
-def test_unknown_algorithms_are_listed_and_new_ones_can_be_registered():  # row L32
+def test_unknown_algorithms_are_listed_and_new_ones_can_be_registered():
     with pytest.raises(ValueError, match=r"unknown algorithm 'zzz'; registered are .*ppo"):
         OnPolicyRunner(PointRobot(2), algorithm="zzz", actor_class=MLPActor, critic_class=MLPCritic)
 
@@ -140,7 +140,7 @@ def test_unknown_algorithms_are_listed_and_new_ones_can_be_registered():  # row 
 
 
 @pytest.mark.parametrize("absent", ["actor_class", "critic_class"])
-def test_a_missing_network_class_is_named(absent):  # row L33
+def test_a_missing_network_class_is_named(absent):
     classes = {"actor_class": MLPActor, "critic_class": MLPCritic}
     with pytest.raises(ValueError, match=f"needs {absent}"):
         OnPolicyRunner(PointRobot(2), algorithm="ppo", **{k: v for k, v in classes.items() if k != absent})
@@ -158,7 +158,7 @@ def test_a_missing_network_class_is_named(absent):  # row L33
         ("max_iterations", -3),
     ],
 )
-def test_an_impossible_number_is_refused_before_the_run(make_runner, name, value, tmp_path):  # F17, F64
+def test_an_impossible_number_is_refused_before_the_run(make_runner, name, value, tmp_path):
     with pytest.raises(ValueError, match=f"{name} must be a whole number of at least .*{value!r}"):
         make_runner(**{name: value})
 
@@ -175,7 +175,7 @@ def test_an_impossible_number_is_refused_before_the_run(make_runner, name, value
         ("max_grad_norm", float("nan")),
     ],
 )
-def test_a_number_that_cannot_be_learned_with_is_refused(make_runner, name, value):  # F64
+def test_a_number_that_cannot_be_learned_with_is_refused(make_runner, name, value):
     with pytest.raises(ValueError, match=f"{name} must be a .*number .*got"):
         make_runner(algorithm={name: value})
     with pytest.raises(ValueError, match=f"{name} must be a .*number .*got"):
@@ -187,7 +187,7 @@ def test_documented_numbers_pass(make_runner):
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:7", "gpu"])
-def test_a_device_that_is_not_there_is_named(tiny, device):  # F67
+def test_a_device_that_is_not_there_is_named(tiny, device):
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(ValueError, match=rf"'{device}'.*cpu"):
@@ -231,11 +231,11 @@ def test_networks_given_by_class_are_named_in_the_plan_and_found_again():
         parse_train_cfg(config)
 
 
-def test_projects_of_loggers_become_their_settings():  # row L01
+def test_projects_of_loggers_become_their_settings():
     cfg = config_from("ppo", {}, {"logger": "wandb", "wandb_project": "legs", "neptune_project": None})
     assert cfg.logger_backend == "wandb"
     assert cfg.logger_kwargs == {"wandb": {"project": "legs"}}
 
 
-def test_settings_of_the_algorithm_may_stand_at_the_top(tiny):  # row R01
+def test_settings_of_the_algorithm_may_stand_at_the_top(tiny):
     assert parse_train_cfg(tiny(empirical_normalization=True)).cfg.empirical_normalization is True

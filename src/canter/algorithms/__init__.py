@@ -2,7 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from canter.algorithms.appo import APPO, ATPPO, APPOConfig, ATPPOConfig
+from canter.algorithms.appo import APPO, ATPPO, APPOAlgoMixin, APPOConfig, ATPPOConfig
+from canter.algorithms.estimation import Estimation
 from canter.algorithms.estimator import (
     EstimatorAlgoMixin,
     EstimatorPPO,
@@ -10,9 +11,14 @@ from canter.algorithms.estimator import (
     EstimatorTPPO,
     EstimatorTPPOConfig,
 )
+from canter.algorithms.extension import Extension
+from canter.algorithms.losses import Terms
+from canter.algorithms.motion_prior import MotionPrior
 from canter.algorithms.ppo import PPO, PPOConfig
 from canter.algorithms.rnd import RND, RNDConfig
 from canter.algorithms.schedules import GET_PROB_FUNC
+from canter.algorithms.symmetry import Symmetry
+from canter.algorithms.teacher import Teacher
 from canter.algorithms.tppo import TPPO, TPPOConfig
 
 
@@ -51,19 +57,26 @@ __all__ = [
     "SAC",
     "TD3",
     "TPPO",
+    "APPOAlgoMixin",
     "APPOConfig",
     "ATPPOConfig",
     "DQNConfig",
     "Entry",
+    "Estimation",
     "EstimatorAlgoMixin",
     "EstimatorPPO",
     "EstimatorPPOConfig",
     "EstimatorTPPO",
     "EstimatorTPPOConfig",
+    "Extension",
+    "MotionPrior",
     "PPOConfig",
     "RNDConfig",
     "SACConfig",
+    "Symmetry",
     "TD3Config",
     "TPPOConfig",
+    "Teacher",
+    "Terms",
     "register_algorithm",
 ]

@@ -199,7 +199,7 @@ def report_defaults(entry: Entry, defaults: Mapping[str, Any], given: Mapping[st
     """Warn once which documented defaults a training dict gets for epochs, minibatches and schedule."""
     names = ("num_learning_epochs", "num_mini_batches", "schedule")
     missing = {name: defaults[name] for name in names if name in defaults and name not in given}
-    if missing and set(names) <= defaults.keys():
+    if missing and set(names) <= defaults.keys() and entry.config_class is entry.agent_class.config_class:
         values = ", ".join(f"{name}={value!r}" for name, value in missing.items())
         warn_once(f"the training dict leaves out settings of {entry.agent_class.__name__}: using {values}")
 
