@@ -282,8 +282,7 @@ def test_apexrl_callbacks(apex):
 
 
 def test_apexrl_environment_metrics(cartpole, short_runs):
-    from canter.algorithms import REGISTRY
-from canter.algorithms.ppo import PPOConfig
+    from canter.algorithms.ppo import PPOConfig
     from canter.modules import MLPCritic, MLPDiscreteActor
     from canter.runners.on_policy_runner import OnPolicyRunner
 
@@ -335,8 +334,7 @@ def test_apexrl_environment_extras(short_runs):
     """The page's `step` with reward components and a robot's height, in an environment of that style."""
     from gymnasium import spaces
 
-    from canter.algorithms import REGISTRY
-from canter.algorithms.ppo import PPOConfig
+    from canter.algorithms.ppo import PPOConfig
     from canter.modules import MLPActor, MLPCritic
     from canter.runners.on_policy_runner import OnPolicyRunner
 

@@ -16,8 +16,8 @@ from canter.envs.vec_env import StepRecord
 from canter.envs.wrap import wrap_env
 from canter.utils.checkpoint import check_compatible
 from canter.utils.config import check_settings, check_value, combined_settings, declared_kinds, setting, settings
-from canter.utils.runtime import resolve_device
 from canter.utils.graphs import Executor
+from canter.utils.runtime import resolve_device
 
 EXECUTIONS = ("auto", "eager", "graph", "compile")
 PRECISIONS = ("tf32", "fp32", "bf16")
@@ -85,6 +85,8 @@ class Algorithm:
     """Settings with their documented defaults."""
     config_class: ClassVar[type]
     """Settings of the algorithm and of a run of it."""
+    extension_classes: ClassVar[tuple[Any, ...]] = ()
+    """Extensions whose settings are this class's own; those of all base classes are used too."""
     learns_from_replay: ClassVar[bool] = False
     """Whether the algorithm is off-policy."""
     cfg: Any
@@ -112,20 +114,29 @@ class Algorithm:
 
     # ------------------------------------------------------------------ settings
     @classmethod
+    def all_extension_classes(cls) -> tuple[Any, ...]:
+        """Extensions named by the class and its bases, those of the bases first."""
+        named = (e for base in reversed(cls.__mro__) for e in vars(base).get("extension_classes", ()))
+        return tuple(dict.fromkeys(named))
+
+    @classmethod
     def full_settings_class(cls) -> type:
         """Settings of the algorithm and of the extensions its class names, with the documented defaults."""
-        return cls.settings_class
+        parts = [extension.settings_class for extension in reversed(cls.all_extension_classes())]
+        return combined_settings(cls.__name__, *parts, cls.settings_class)
 
     def _own_config(self, cfg: Any, given: Mapping[str, Any]) -> Any:
         """A config of this object's own: a copy of `cfg` with the settings it lacks, or the documented defaults."""
         wanted = self.full_settings_class()
         given = check_settings(type(self).__name__, given, field_names(wanted))
-        if cfg is None:
-            return wanted(**given)
-        values = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
+        values = {} if cfg is None else {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
         for name in given.keys() & values.keys():
             raise ValueError(f"give {name} in cfg, not beside it")
-        return combined_settings(type(cfg).__name__, type(cfg), wanted)(**values, **given)
+        full = wanted if cfg is None else combined_settings(type(cfg).__name__, type(cfg), wanted)
+        own = full(**values, **given)
+        for extension in self.all_extension_classes():
+            extension.adjust_config(own)
+        return own
 
     def __getattr__(self, name: str) -> Any:
         """A setting, an extension by its name, or an attribute of an extension."""

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,14 +19,14 @@ from canter.algorithms.rnd import RND, RNDSettings
 from canter.algorithms.symmetry import Symmetry, SymmetrySettings
 from canter.envs.records import step_record
 from canter.envs.vec_env import StepRecord
-from canter.modules.build import build_normalizer, build_policy, env_shapes
+from canter.modules.build import NETWORK_ARGUMENTS, build_normalizer, build_policy, env_shapes
 from canter.modules.normalizer import NoNormalization, ReturnScaler
 from canter.modules.policy import Hidden, Policy, PolicyOutput
 from canter.modules.value_normalizer import VALUE_NORMALIZATIONS, install_value_normalizer
 from canter.storage.fields import MiniBatch, Transition
 from canter.storage.queue_rollout_storage import QueueRolloutStorage
 from canter.storage.rollout_storage import RolloutStorage
-from canter.utils.config import combined_settings, setting, settings
+from canter.utils.config import setting, settings
 from canter.utils.metrics import MeanMeter
 from canter.utils.returns import masked_mean, normalize_advantages
 from canter.utils.tree import Obs, tree_map
@@ -115,28 +115,19 @@ class PPO(Algorithm):
     """PPO on a policy, `PPO(actor_critic, clip_param=0.1)`, or on an environment, `PPO(env=env, actor_class=...)`.
 
     Args:
-        actor_critic: The policy to train; or `actor` and `critic`, or their classes and an environment or spaces.
+        actor_critic: The policy to train; without one it is built from `actor` and `critic`, or from their classes.
         cfg: A config object instead of settings as keywords.
         env: Anything `wrap_env` accepts; needed for `learn` and `eval`.
         device: Device to learn on.
         seed: Seed of exploration noise and minibatch order; drawn from torch's generator if None.
         extensions: `Extension` objects, in the order in which their hooks run.
-        actor: Network of the actor.
-        critic: Network of the critic.
-        actor_class: Class of the actor; see `canter.modules.actors`.
-        critic_class: Class of the critic.
-        actor_cfg: Settings of the actor.
-        critic_cfg: Settings of the critic.
-        obs_space: Observation space, if not the environment's.
-        action_space: Action space, if not the environment's.
         log_dir: Run directory of `learn`.
-        **given: Settings, the fields of `PPOSettings` and of the extensions.
+        **given: Settings, the fields of `PPOSettings` and of the extensions; and the arguments of `build_policy`.
     """
 
     settings_class = PPOSettings
     config_class = PPOConfig
-    extension_classes: ClassVar[tuple[type[Extension], ...]] = (RND, Symmetry)
-    """Extensions whose settings are this class's own; those of all base classes are used."""
+    extension_classes = (RND, Symmetry)
 
     def __init__(
         self,
@@ -147,24 +138,13 @@ class PPO(Algorithm):
         device: Any = None,
         seed: int | None = None,
         extensions: Sequence[Extension] = (),
-        actor: Any = None,
-        critic: Any = None,
-        actor_class: Any = None,
-        critic_class: Any = None,
-        actor_cfg: Mapping[str, Any] | None = None,
-        critic_cfg: Mapping[str, Any] | None = None,
-        obs_space: Any = None,
-        action_space: Any = None,
         log_dir: str | None = None,
         **given: Any,
     ) -> None:
+        networks = {name: given.pop(name) for name in NETWORK_ARGUMENTS if name in given}
         super().__init__(cfg, given, device or getattr(cfg, "device", None) or "cpu", seed, env)
         self.log_dir = log_dir
-        if actor_critic is None:
-            actor_critic = build_policy(
-                self.env, actor, critic, actor_class, critic_class, actor_cfg, critic_cfg, obs_space, action_space
-            )
-        self.policy = actor_critic.to(self.device)
+        self.policy = (actor_critic or build_policy(self.env, **networks)).to(self.device)
         install_value_normalizer(self.policy, self.cfg.value_normalization)
         declared = [cls(self.cfg) for cls in self.all_extension_classes()]
         self.extensions = {e.name: e for e in (*declared, *extensions) if e.is_enabled()}
@@ -203,24 +183,6 @@ class PPO(Algorithm):
         self.sync_settings()
         if self.env is not None:
             self.prepare(self.env, getattr(self.cfg, "num_steps_per_env", 24))
-
-    @classmethod
-    def all_extension_classes(cls) -> tuple[type[Extension], ...]:
-        """Extensions named by the class and its bases, those of the bases first."""
-        named = (e for base in reversed(cls.__mro__) for e in vars(base).get("extension_classes", ()))
-        return tuple(dict.fromkeys(named))
-
-    def _own_config(self, cfg: Any, given: Mapping[str, Any]) -> Any:
-        own = super()._own_config(cfg, given)
-        for extension in self.all_extension_classes():
-            extension.adjust_config(own)
-        return own
-
-    @classmethod
-    def full_settings_class(cls) -> type:
-        """Settings of PPO and of the extensions its class names, with the documented defaults."""
-        parts = [extension.settings_class for extension in reversed(cls.all_extension_classes())]
-        return combined_settings(cls.__name__, *parts, cls.settings_class)
 
     # ------------------------------------------------------------------ storage
     def prepare(self, env: Any, num_steps_per_env: int, **storage_cfg: Any) -> None:

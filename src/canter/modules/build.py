@@ -118,6 +118,11 @@ def build_pair(
     return ActorCriticPair(actor, critic)
 
 
+NETWORK_ARGUMENTS = (
+    "actor", "critic", "actor_class", "critic_class", "actor_cfg", "critic_cfg", "obs_space", "action_space",
+)  # fmt: skip
+
+
 def build_policy(
     env: Any,
     actor: Any = None,
@@ -129,7 +134,19 @@ def build_policy(
     obs_space: Any = None,
     action_space: Any = None,
 ) -> Policy:
-    """A policy from two networks, or from their classes and the spaces of an environment."""
+    """A policy from two networks, or from their classes and the spaces of an environment.
+
+    Args:
+        env: The environment whose spaces are used, or None.
+        actor: Network of the actor.
+        critic: Network of the critic.
+        actor_class: Class of the actor; see `canter.modules.actors`.
+        critic_class: Class of the critic.
+        actor_cfg: Settings of the actor.
+        critic_cfg: Settings of the critic.
+        obs_space: Observation space, if not the environment's.
+        action_space: Action space, if not the environment's.
+    """
     if actor is not None and critic is not None:
         return ActorCriticPair(actor, critic)
     missing = [name for name, cls in (("actor_class", actor_class), ("critic_class", critic_class)) if cls is None]
