@@ -296,8 +296,7 @@ def test_apexrl_environment_metrics(cartpole, short_runs):
 
 
 def test_apexrl_backend_selection():
-    from canter.algorithms import REGISTRY
-from canter.algorithms.ppo import PPOConfig
+    from canter.algorithms.ppo import PPOConfig
 
     cfg = PPOConfig(logger_backend="wandb", logger_kwargs={"project": "apexrl", "tags": ["ppo"]})
     assert cfg.logger_kwargs["tags"] == ["ppo"]
