@@ -98,6 +98,12 @@ def build_policy(kind="mlp", **settings):
 
 
 @pytest.fixture
+def policy_output():
+    """`policy_output(alg, batch)`: the policy's pass over a minibatch."""
+    return lambda alg, b: alg.policy(b.obs, b.critic_obs, b.hidden, b.trajectories, b.random_masks)
+
+
+@pytest.fixture
 def make_policy():
     """`make_policy(kind, **settings)`: a seeded policy."""
 

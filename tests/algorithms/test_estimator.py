@@ -56,6 +56,8 @@ def test_a_weight_of_zero_teaches_nothing(collect, name):
         same = [torch.equal(before[key], alg.policy.state_dict()[key]) for key in names]
         assert len(names) == 8
         assert all(same) if which == name else not any(same)
+
+
 @pytest.mark.parametrize("case", ESTIMATING, ids=lambda case: case.id)
 def test_an_update_brings_every_estimate_nearer(collect, case):
     env = KitEnv()

@@ -74,7 +74,7 @@ class Forward(Extension):
 
 @pytest.mark.parametrize("kind", ["mlp", "lstm"])
 @pytest.mark.parametrize("execution", ["eager", "auto"])
-def test_a_stored_field_reaches_the_loss_at_its_step(make_policy, noise_env, collect, kind, execution):
+def test_a_stored_field_reaches_the_loss_at_its_step(make_policy, noise_env, collect, kind, execution, policy_output):
     env = noise_env(kind)
     alg = PPO(make_policy(kind), seed=1, extensions=[Smooth()], execution=execution)
     alg.prepare(env, 6)
@@ -84,7 +84,7 @@ def test_a_stored_field_reaches_the_loss_at_its_step(make_policy, noise_env, col
         wanted = torch.where(ended[:-1, :, None], 0.0, actions[:-1])
         assert torch.equal(alg.rollout.previous_action[1:], wanted)
         (batch,) = alg.mini_batches()
-        out = alg.batch_output(batch)
+        out = policy_output(alg, batch)
         by_hand = (out.mean - batch.previous_action).square().sum(-1).mean()
         torch.testing.assert_close(alg.compute_losses(batch).losses["smooth_loss"], by_hand)
         losses, _ = alg.update(iteration)

@@ -72,13 +72,13 @@ def test_recorded_steps_learn_what_eager_ones_do(name):
         torch.testing.assert_close(weights(recorded)[key], value, msg=key, rtol=1e-4, atol=1e-5)
 
 
-def test_a_value_is_learned_in_units_of_its_spread(make_ppo, collect):
+def test_a_value_is_learned_in_units_of_its_spread(make_ppo, collect, policy_output):
     alg, env = make_ppo(value_normalization="running", clip_param=0.1)
     alg.policy.value_normalizer.update(torch.tensor([[80.0], [120.0]]))  # mean 100, std 20
     collect(alg, env)
     (batch,) = alg.mini_batches()
     batch.values, batch.returns = torch.full_like(batch.values, 90.0), torch.full_like(batch.returns, 130.0)
-    out = alg.batch_output(batch)
+    out = policy_output(alg, batch)
     out = out._replace(value=torch.full_like(out.value, 110.0))
     # In units of 20: old -0.5, new 0.5, return 1.5; the clipped step ends at -0.4.
     assert alg.loss_terms(batch, out).losses["value_loss"].item() == pytest.approx((1.5 + 0.4) ** 2, rel=1e-4)
@@ -87,14 +87,14 @@ def test_a_value_is_learned_in_units_of_its_spread(make_ppo, collect):
 
 
 @pytest.mark.parametrize("kind", ["mlp", "lstm", "beta"])
-def test_statistics_of_values_stand_still_until_the_rollout_is_learned(make_ppo, collect, kind):
+def test_statistics_of_values_stand_still_until_the_rollout_is_learned(make_ppo, collect, kind, policy_output):
     alg, env = make_ppo(kind, value_normalization="popart", num_learning_epochs=2, num_mini_batches=2)
     normalizer = alg.policy.value_normalizer
     for iteration in range(3):
         before = normalizer.mean
         collect(alg, env)
         for batch in alg.mini_batches():
-            torch.testing.assert_close(alg.batch_output(batch).value, batch.values, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(policy_output(alg, batch).value, batch.values, atol=1e-5, rtol=1e-5)
         assert torch.equal(normalizer.mean, before)
         returns = alg.rollout.returns.clone()
         alg.update(iteration)

@@ -27,12 +27,12 @@ def batch_of(alg):
     return batch
 
 
-def test_augmented_losses_are_the_mean_of_both_images(make_ppo, collect):
+def test_augmented_losses_are_the_mean_of_both_images(make_ppo, collect, policy_output):
     alg, env = make_ppo(symmetry_cfg=MIRROR)
     collect(alg, env)
     batch = batch_of(alg)
     image = alg.symmetry.mirrored(batch)
-    both = [alg.ppo_terms(b, alg.batch_output(b)) for b in (batch, image)]
+    both = [alg.ppo_terms(b, policy_output(alg, b)) for b in (batch, image)]
     given = alg.compute_losses(batch)
     for name in ("surrogate_loss", "value_loss"):
         assert both[0].losses[name] != both[1].losses[name]
@@ -45,7 +45,7 @@ def test_augmented_losses_are_the_mean_of_both_images(make_ppo, collect):
     assert torch.equal(image.old_actions_log_prob, batch.old_actions_log_prob)
 
 
-def test_the_mirror_loss_is_the_squared_difference_of_means(make_ppo, collect):
+def test_the_mirror_loss_is_the_squared_difference_of_means(make_ppo, collect, policy_output):
     alg, env = make_ppo(symmetry_cfg={**MIRROR, "augment": False, "mirror_loss_coef": 0.5})
     collect(alg, env)
     batch = batch_of(alg)
@@ -54,18 +54,18 @@ def test_the_mirror_loss_is_the_squared_difference_of_means(make_ppo, collect):
     mean, image = (alg.policy(obs, batch.critic_obs).mean for obs in (batch.obs, flipped))
     expected = (image - mean * torch.tensor([1.0, -1.0])).square().sum(-1).mean()
     torch.testing.assert_close(given["mirror_loss"], expected)
-    plain = alg.loss_terms(batch, alg.batch_output(batch)).losses
+    plain = alg.loss_terms(batch, policy_output(alg, batch)).losses
     assert given["surrogate_loss"] == plain["surrogate_loss"]
     total = plain["surrogate_loss"] + plain["value_loss"] + 0.5 * expected
     torch.testing.assert_close(alg.weighted_sum(given), total)
 
 
-def test_a_symmetric_policy_has_no_mirror_loss_and_the_same_losses_on_both_sides(make_ppo, collect):
+def test_a_symmetric_policy_has_no_mirror_loss_and_the_same_losses_on_both_sides(make_ppo, collect, policy_output):
     every = {"obs": {"obs": [-1] * 3}, "critic_obs": {"obs": [-1] * 5}, "actions": [-1, -1], "mirror_loss_coef": 1.0}
     alg, env = make_ppo(policy=odd_policy(), symmetry_cfg=every, use_clipped_value_loss=False)
     collect(alg, env)
     batch = batch_of(alg)
-    given, plain = alg.compute_losses(batch).losses, alg.loss_terms(batch, alg.batch_output(batch)).losses
+    given, plain = alg.compute_losses(batch).losses, alg.loss_terms(batch, policy_output(alg, batch)).losses
     assert given["mirror_loss"] < 1e-12
     torch.testing.assert_close(given["surrogate_loss"], plain["surrogate_loss"])
 
@@ -83,7 +83,7 @@ def test_the_mirror_loss_makes_a_policy_symmetric(make_ppo, collect, kind):
 
 
 @pytest.mark.parametrize("kind", ["lstm", "gru", "lstm_beta"])
-def test_memories_of_mirror_images_follow_the_rollout(make_ppo, collect, noise_env, kind):
+def test_memories_of_mirror_images_follow_the_rollout(make_ppo, collect, noise_env, kind, policy_output):
     """Learning's sequences of images say what a policy that sees the images step by step says."""
     alg, env = make_ppo(kind, 4, 6, symmetry_cfg=MIRROR, num_mini_batches=2)
     hidden = alg.policy.initial_hidden(4)
@@ -100,7 +100,7 @@ def test_memories_of_mirror_images_follow_the_rollout(make_ppo, collect, noise_e
             hidden = {name: state.masked_fill(ended, 0.0) for name, state in out.hidden.items()}
         for envs, total in alg.rollout.env_minibatches(2):
             image = alg.symmetry.mirrored(alg.rollout.take_envs(envs, total))
-            out = alg.batch_output(image)
+            out = policy_output(alg, image)
             for name, value in {**out.params, "value": out.value}.items():
                 expected = torch.stack([step[name].expand(4, value.shape[-1]) for step in stepped])[:, envs]
                 torch.testing.assert_close(value.expand_as(expected), expected, atol=1e-5, rtol=1e-5)

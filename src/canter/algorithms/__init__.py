@@ -12,7 +12,7 @@ from canter.algorithms.estimator import (
     EstimatorTPPOConfig,
 )
 from canter.algorithms.extension import Extension
-from canter.algorithms.losses import Terms
+from canter.algorithms.algorithm import Terms
 from canter.algorithms.motion_prior import MotionPrior
 from canter.algorithms.ppo import PPO, PPOConfig
 from canter.algorithms.rnd import RND, RNDConfig

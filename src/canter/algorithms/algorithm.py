@@ -1,15 +1,15 @@
-"""Base of every algorithm: its settings, live while it trains; saving and loading; the short cuts to a runner."""
+"""Base of every algorithm: settings that stay live while it trains, loss weights, saving and loading."""
 
 from __future__ import annotations
 
 import dataclasses
-import types
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from types import NoneType, SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from canter.algorithms.foreign import import_state
 from canter.envs.vec_env import StepRecord
@@ -73,6 +73,14 @@ class AlgorithmSettings:
     """Of matrix products on a GPU: "tf32", "fp32" or "bf16"; weights, log-probabilities and losses stay float32."""
 
 
+class Terms(NamedTuple):
+    """Loss terms of a minibatch: losses by name, intermediate results, and statistics to report."""
+
+    losses: dict[str, Tensor]
+    inter_vars: dict[str, Any]
+    stats: dict[str, Tensor]
+
+
 class Algorithm:
     """Holds its settings as `cfg`; a setting is read and assigned as an attribute, `alg.gamma = 0.98`.
 
@@ -97,15 +105,23 @@ class Algorithm:
         self.extensions = {}
         self.cfg = self._own_config(cfg, given)
         of_run = {name for base in type(self.cfg).__mro__ if is_run_settings(base) for name in field_names(base)}
-        self.setting_fields = {f.name: f for f in dataclasses.fields(self.cfg) if f.name not in of_run}
+        self.setting_fields: dict[str, Any] = {}
+        self.holders: dict[str, Any] = {}
+        self.float_settings: set[str] = set()
+        self.add_settings(self.cfg, of_run)
         self.device = resolve_device(device if device is not None else getattr(self.cfg, "device", None))
         self.seed = getattr(self.cfg, "seed", None) if seed is None else seed
         self.stream_seed = int(torch.randint(2**62, ()).item()) if self.seed is None else self.seed
         self.env = None if env is None else wrap_env(env, self.device)
         self.executor = Executor(self.device, self.cfg.execution, self.cfg.precision)
         self.generators: dict[str, torch.Generator] = {}
-        self.live = types.SimpleNamespace()
+        self.live = SimpleNamespace()
         self.live_values: dict[str, Any] = {}
+        self.loss_weights: dict[str, Any] = {}
+        """Weight of each loss by name: a number, or a device scalar such as `live.entropy_coef`."""
+        self.first_weights: dict[str, float] = {}
+        self.changed_weights: dict[str, Tensor] = {}
+        self.zero_weights: frozenset[str] = frozenset()
         self.sync_settings()
         self.on_record: list[Callable[[StepRecord], None]] = []
         """Tensor functions called with every record, inside the recorded step."""
@@ -164,25 +180,27 @@ class Algorithm:
             owner = type(self).__name__
             built = f"{name}={getattr(self, name)!r}"
             raise AttributeError(f"{owner} was built with {built}; make a new {owner} to change it")
-        setattr(self._holder(name), name, check_value(type(self).__name__, field, value))
+        setattr(self.holders[name], name, check_value(type(self).__name__, field, value))
         self.sync_settings()
 
-    def _holder(self, name: str) -> Any:
-        """The config that has a setting: the algorithm's, or that of an extension given as an object."""
-        holders = (self.cfg, *(extension.cfg for extension in self.extensions.values()))
-        return next(holder for holder in holders if hasattr(holder, name))
+    def add_settings(self, cfg: Any, left_out: set[str] | None = None) -> None:
+        """Make the fields of a config live: the algorithm's own, or that of an extension given as an object."""
+        fields = {f.name: f for f in dataclasses.fields(cfg) if f.name not in (left_out or ())}
+        self.setting_fields |= fields
+        self.holders |= dict.fromkeys(fields, cfg)
+        self.float_settings |= {name for name, f in fields.items() if "float" in declared_kinds(f)}
 
     def sync_settings(self) -> None:
         """Copy changed float settings to the device, and give the executor every other one as a recording's key."""
         key: list[Any] = []
         for name, field in self.setting_fields.items():
-            value = getattr(self._holder(name), name)
-            if "float" in declared_kinds(field) and not isinstance(value, (tuple, list, str)) and not callable(value):
+            value = getattr(self.holders[name], name)
+            if isinstance(value, float | int | NoneType) and name in self.float_settings:
                 key.append(value and True)  # None, zero, or neither: a loss of weight zero is left out
                 if value is not None and self.live_values.get(name) != value:
                     self._set_live(name, float(value))
             elif not (field.metadata.get("host") or field.metadata.get("fixed")):
-                key.append(value if isinstance(value, (str, int, tuple, type(None))) else repr(value))
+                key.append(value if isinstance(value, str | int | tuple | NoneType) else repr(value))
         self.executor.constants = (*key, *self.recording_key())
 
     def _set_live(self, name: str, value: float) -> None:
@@ -196,6 +214,30 @@ class Algorithm:
         """A 0-dim tensor that recorded functions read; `fill_` changes it."""
         with torch.inference_mode(False):
             return torch.tensor(float(value), device=self.device)
+
+    def weighted_sum(self, losses: Mapping[str, Tensor]) -> Tensor:
+        """The sum of the losses, each times its weight: an entry of `loss_weights`, or the setting `<name>_coef`."""
+        total = None
+        for name, loss in losses.items():
+            if name not in self.loss_weights:
+                if f"{name}_coef" not in self.setting_fields:
+                    raise KeyError(f"loss {name!r} has no weight: set loss_weights[{name!r}] or declare {name}_coef")
+                self.loss_weights[name] = getattr(self.live, f"{name}_coef")
+            weight = self.loss_weights[name]
+            # A loss of weight zero is only reported: without its gradient the backward pass is shorter.
+            if not (name in self.zero_weights if torch.is_tensor(weight) else weight == 0.0):
+                total = loss * weight if total is None else total + loss * weight
+        return next(iter(losses.values())) * 0.0 if total is None else total
+
+    def sync_weights(self) -> tuple[Any, ...]:
+        """Move numbers in `loss_weights` that changed to the device; returns what recorded functions depend on."""
+        weights = self.loss_weights
+        for name, weight in weights.items():
+            if not torch.is_tensor(weight) and self.first_weights.setdefault(name, weight) != weight:
+                weights[name] = self.changed_weights.setdefault(name, self.device_scalar(weight)).fill_(weight)
+        zeros = [getattr(self.live, name) for name, value in self.live_values.items() if value == 0.0]
+        self.zero_weights = frozenset(name for name, w in weights.items() if any(w is zero for zero in zeros))
+        return (*((name, w.data_ptr() if torch.is_tensor(w) else w) for name, w in weights.items()), self.zero_weights)
 
     def recording_key(self) -> tuple[Any, ...]:
         """What else recorded functions depend on, as hashable values. Extended by subclasses."""

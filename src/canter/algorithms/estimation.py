@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from canter.algorithms.extension import Extension
-from canter.algorithms.losses import Terms
+from canter.algorithms.algorithm import Terms
 from canter.modules.policy import PolicyOutput
 from canter.modules.prediction import Estimate, rescale
 from canter.storage.fields import MiniBatch

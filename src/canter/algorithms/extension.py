@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from canter.algorithms.losses import Terms
+from canter.algorithms.algorithm import Terms
 from canter.envs.vec_env import StepRecord
 from canter.modules.policy import PolicyOutput
 from canter.storage.fields import Field, MiniBatch

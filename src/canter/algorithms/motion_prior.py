@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from canter.algorithms.extension import Extension
-from canter.algorithms.losses import Terms
+from canter.algorithms.algorithm import Terms
 from canter.algorithms.optim import GuardedOptimizer, backward
 from canter.envs.vec_env import StepRecord
 from canter.modules.normalizer import EmpiricalNormalization

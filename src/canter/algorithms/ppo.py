@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canter.algorithms.algorithm import Algorithm, AlgorithmSettings, CommonRunSettings
+from canter.algorithms.algorithm import Algorithm, AlgorithmSettings, CommonRunSettings, Terms
 from canter.algorithms.extension import Extension, overrides
-from canter.algorithms.losses import LossWeights, Terms
 from canter.algorithms.optim import GuardedOptimizer, backward
 from canter.algorithms.rnd import RND, RNDSettings
 from canter.algorithms.symmetry import Symmetry, SymmetrySettings
@@ -149,7 +148,7 @@ class PPO(Algorithm):
         declared = [cls(self.cfg) for cls in self.all_extension_classes()]
         self.extensions = {e.name: e for e in (*declared, *extensions) if e.is_enabled()}
         for extension in extensions:
-            self.setting_fields |= extension.cfg.__dataclass_fields__
+            self.add_settings(extension.cfg)
         self.needs_next_obs = any(e.needs_next_obs for e in self.extensions.values())
         self.new_generator("action")
         self.new_generator("shuffle", is_recorded=False)
@@ -164,8 +163,10 @@ class PPO(Algorithm):
         self.lr, self._learning_rate = self.optimizer.lr, self.cfg.learning_rate
         self.clip = self.device_scalar(self.cfg.clip_param)
         self.clip_fraction_left = 1.0
-        self.loss_weights = LossWeights(self)
-        self.std_bounds: dict[tuple[float, ...], Tensor] = {}
+        scalars = {"value_loss": self.live.value_loss_coef, "entropy": self.live.entropy_coef}
+        self.loss_weights.update({"surrogate_loss": 1.0, **scalars})
+        self.std_bounds: dict[str, Tensor | None] = {}
+        self.bounds_by_action: dict[tuple[float, ...], Tensor] = {}
         self.storage: RolloutStorage | None = None
         self.transition = Transition()
         self.return_scaler: ReturnScaler | None = None
@@ -173,6 +174,8 @@ class PPO(Algorithm):
         self.meter = MeanMeter()
         self.used_current_value = torch.zeros((), dtype=torch.bool, device=self.device)
         self.has_warned = False
+        self.uses_rewards = True
+        """Whether PPO's own losses are part of the total."""
         self.forward: Any = self.policy
         for extension in self.extensions.values():
             extension.attach(self)
@@ -380,11 +383,6 @@ class PPO(Algorithm):
         per_rollout = not self.cfg.normalize_advantage_per_mini_batch
         self.rollout.compute_returns(last_values, self.live.gamma, self.live.lam, normalize=per_rollout)
 
-    @property
-    def uses_rewards(self) -> bool:
-        """Whether PPO's own losses are part of the total."""
-        return all(extension.uses_rewards for extension in self.extensions.values())
-
     @torch.no_grad()
     def collect(self, env: Any, obs: Obs, critic_obs: Obs) -> tuple[Obs, Obs]:
         """Collect a rollout and compute its returns in one function, for an environment whose step is tensor code."""
@@ -476,16 +474,15 @@ class PPO(Algorithm):
         """
         for extension in self.extensions.values():
             extension.before_forward(minibatch)
-        terms = self.loss_terms(minibatch, self.batch_output(minibatch))
+        with self.executor.autocast():
+            out: PolicyOutput = self.policy(
+                minibatch.obs, minibatch.critic_obs, minibatch.hidden, minibatch.trajectories, minibatch.random_masks
+            )
+        terms = self.loss_terms(minibatch, out)
         if late_terms:
             for extension in self.extensions.values():
                 extension.late_terms(terms)
         return terms
-
-    def batch_output(self, batch: MiniBatch) -> PolicyOutput:
-        """The policy's pass over a minibatch."""
-        with self.executor.autocast():
-            return self.policy(batch.obs, batch.critic_obs, batch.hidden, batch.trajectories, batch.random_masks)
 
     def loss_terms(self, batch: MiniBatch, out: PolicyOutput) -> Terms:
         """Every loss term, of PPO and of the extensions. A subclass adds to it through super()."""
@@ -536,10 +533,6 @@ class PPO(Algorithm):
                 inter_vars["kl"], stats["kl"] = kl, batch.mean(kl)
         return Terms(losses, inter_vars, stats)
 
-    def weighted_sum(self, losses: Mapping[str, Tensor]) -> Tensor:
-        """The sum of the losses, each times its entry in `loss_weights`."""
-        return self.loss_weights.weighted_sum(losses)
-
     def optimizer_step(self, terms: Terms, total: Tensor) -> dict[str, Tensor]:
         """Minimise the total loss by one step of every optimizer; returns the losses and statistics."""
         extensions = self.extensions.values()
@@ -557,7 +550,8 @@ class PPO(Algorithm):
         self.optimizer.apply(skipped)
         for optimizer in others:
             optimizer.apply(optimizer.clip(math.inf)[1])
-        self.policy.clip_std(min=self.min_std, max=self.max_std)
+        if "sigma" in self.policy.distribution.param_shapes:
+            self.policy.clip_std(min=self.std_bounds["clip_min_std"], max=self.std_bounds["clip_max_std"])
         losses = {**terms.losses, **late.losses, "total_loss": total}
         stats = {**terms.stats, **late.stats, "grad_norm": norm, "nonfinite_updates": skipped}
         for extension in extensions:
@@ -611,18 +605,18 @@ class PPO(Algorithm):
             return ()
         self.optimizer.take_assigned_rates()
         self.clip.fill_(self.cfg.clip_param * self.clip_fraction_left)
-        self.min_std, self.max_std = self._std_bound("clip_min_std"), self._std_bound("clip_max_std")
+        self.uses_rewards = all(extension.uses_rewards for extension in self.extensions.values())
+        for name in ("clip_min_std", "clip_max_std"):
+            bound = getattr(self.cfg, name)
+            if isinstance(bound, tuple):
+                self.std_bounds[name] = self.bounds_by_action.setdefault(bound, torch.tensor(bound, device=self.device))
+            else:
+                self.std_bounds[name] = None if bound is None else getattr(self.live, name)
         modules = [m for part in (self.policy, self.return_scaler) if part is not None for m in part.modules()]
         tensors = tuple((p.data_ptr(), p.requires_grad) for p in self.policy.parameters())  # layers frozen or replaced
         modes = tuple(module.training for module in modules)
         own = tuple(extension.recording_key() for extension in self.extensions.values())
-        return (*self.loss_weights.sync(), modes, tensors, own)
-
-    def _std_bound(self, name: str) -> Tensor | None:
-        bound = getattr(self.cfg, name)
-        if not isinstance(bound, tuple):
-            return None if bound is None else getattr(self.live, name)
-        return self.std_bounds.setdefault(bound, torch.tensor(bound, device=self.device))
+        return (*self.sync_weights(), modes, tensors, own)
 
     # ------------------------------------------------------------------ reports and statistics
     def _epoch_kl(self, before: Mapping[str, float]) -> float:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from canter.algorithms.extension import Extension
-from canter.algorithms.losses import Terms
+from canter.algorithms.algorithm import Terms
 from canter.algorithms.optim import GuardedOptimizer
 from canter.envs.vec_env import StepRecord
 from canter.modules.mlp import mlp

@@ -7,8 +7,8 @@ from typing import Any
 from gymnasium import spaces
 from torch import Tensor
 
+from canter.algorithms.algorithm import Terms
 from canter.algorithms.extension import Extension
-from canter.algorithms.losses import Terms
 from canter.algorithms.mirrors import ActionMirror, BetaMirror, observation_mirror
 from canter.modules.distributions import Beta
 from canter.modules.memory import Carried
@@ -111,7 +111,8 @@ class Symmetry(Extension):
     def loss_terms(self, terms: Terms, batch: MiniBatch, out: PolicyOutput) -> None:
         """Average PPO's losses with those of the mirror image; statistics stay those of the original."""
         image = self.mirrored(batch)
-        seen = self.alg.batch_output(image)
+        with self.alg.executor.autocast():
+            seen = self.alg.policy(image.obs, image.critic_obs, image.hidden, image.trajectories, image.random_masks)
         if self.mirrors.augment and self.alg.uses_rewards:
             others = self.alg.ppo_terms(image, seen).losses
             terms.losses.update({name: 0.5 * (terms.losses[name] + others[name]) for name in AVERAGED})

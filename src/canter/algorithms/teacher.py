@@ -13,7 +13,7 @@ from torch import Tensor
 
 from canter.algorithms.extension import Extension
 from canter.algorithms.foreign import import_state
-from canter.algorithms.losses import Terms
+from canter.algorithms.algorithm import Terms
 from canter.algorithms.ppo import PPOSettings
 from canter.algorithms.schedules import GET_PROB_FUNC
 from canter.envs.vec_env import StepRecord
