@@ -12,8 +12,8 @@ from torch import nn
 
 from canter.algorithms.foreign import import_state
 from canter.algorithms.settings import CommonRunSettings
+from canter.execution.executor import Executor
 from canter.utils.checkpoint import check_compatible
-from canter.utils.graphs import Executor
 
 # Part of a policy -> how to have none of it, and how to have it.
 NORMALIZERS = {

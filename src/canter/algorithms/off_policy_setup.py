@@ -15,6 +15,7 @@ from canter.algorithms.optim import GuardedOptimizer
 from canter.algorithms.targets import TargetNetwork
 from canter.envs.vec_env import StepRecord
 from canter.envs.wrap import wrap_env
+from canter.execution.executor import Executor
 from canter.modules.build import build_normalizer, env_shapes
 from canter.modules.normalizer import ReturnScaler
 from canter.modules.policy import Policy
@@ -22,7 +23,6 @@ from canter.storage.offline import fill_replay
 from canter.storage.replay import TransitionReplayBuffer
 from canter.utils.config import settings
 from canter.utils.devices import resolve_device
-from canter.utils.graphs import Executor
 from canter.utils.metrics import MeanMeter
 
 REPLAY = "replay_buffer"

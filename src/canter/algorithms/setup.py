@@ -13,6 +13,7 @@ from canter.algorithms.rnd import RND, RNDConfig
 from canter.algorithms.settings import PPOSettings, check_ranges
 from canter.algorithms.symmetry import Symmetry
 from canter.envs.vec_env import StepRecord
+from canter.execution.executor import Executor
 from canter.modules.actor_critic_pair import ActorCriticPair
 from canter.modules.build import build_normalizer, build_pair, env_shapes
 from canter.modules.normalizer import NoNormalization, ReturnScaler
@@ -21,7 +22,6 @@ from canter.modules.value_normalizer import VALUE_NORMALIZATIONS, install_value_
 from canter.storage.fields import Transition
 from canter.storage.rollout_storage import RolloutStorage
 from canter.utils.config import settings
-from canter.utils.graphs import Executor
 from canter.utils.metrics import MeanMeter
 
 BOOTSTRAPS = ("auto", "final_obs", "current_value", "none")

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from canter.utils.graphs import EAGER_CALLS, MAX_GRAPHS, Executor
-from canter.utils.tape import COMPILED_AFTER, TOO_LONG, Recorder, Tape, same
-from canter.utils.tape_graph import simplify
-from canter.utils.tape_parts import split
-from canter.utils.tape_rewrite import join_copies, tile
-from canter.utils.tree import describe
+from canter.execution.cpu_compile import split
+from canter.execution.cpu_compile.rewrite import fills, merge_copies
+from canter.execution.cuda_graph import describe
+from canter.execution.executor import EAGER_CALLS, MAX_GRAPHS, Executor
+from canter.execution.recording import COMPILE_AFTER, TOO_LONG, Recorder, Recording, same_arguments
+from canter.execution.simplify import simplify
 
 CPU = torch.device("cpu")
 
@@ -21,8 +21,8 @@ CPU = torch.device("cpu")
 def record(fn, *args, compiles=False):
     leaves = []
     describe(args, leaves)
-    tape = Tape(fn, args, leaves, compiles)
-    return tape, tape.take_result()
+    recording = Recording(fn, args, leaves, compiles)
+    return recording, recording.take_result()
 
 
 def operations(fn, *inputs):
@@ -32,19 +32,19 @@ def operations(fn, *inputs):
         result = fn(*inputs)
     outputs = []
     describe(result, outputs)
-    recorder.notes.graph.output(tuple(recorder.place(leaf) for leaf in outputs))
-    simplify(recorder.notes)
+    recorder.recorded.graph.output(tuple(recorder.node_of(leaf) for leaf in outputs))
+    simplify(recorder.recorded)
     return [
         "getitem" if node.target is operator.getitem else str(node.target).split(".")[1]
-        for node in recorder.notes.graph.nodes
+        for node in recorder.recorded.graph.nodes
         if node.op == "call_function"
     ]
 
 
 def test_a_replay_is_the_function_of_its_inputs():
-    tape, result = record(lambda x, y: {"sum": x + y, "pair": (x * 2, None)}, torch.ones(2), torch.ones(2))
+    recording, result = record(lambda x, y: {"sum": x + y, "pair": (x * 2, None)}, torch.ones(2), torch.ones(2))
     assert result["sum"].tolist() == [2, 2]
-    again = tape.replay([torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])])
+    again = recording.replay([torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])])
     assert again["sum"].tolist() == [11, 22]
     assert again["pair"][0].tolist() == [2, 4]
     assert again["pair"][1] is None
@@ -52,15 +52,15 @@ def test_a_replay_is_the_function_of_its_inputs():
 
 def test_two_inputs_that_were_one_tensor_may_differ_later():
     x = torch.ones(2)
-    tape, _ = record(torch.sub, x, x)
-    assert tape.replay([torch.tensor([5.0, 5.0]), torch.tensor([1.0, 2.0])]).tolist() == [4, 3]
+    recording, _ = record(torch.sub, x, x)
+    assert recording.replay([torch.tensor([5.0, 5.0]), torch.tensor([1.0, 2.0])]).tolist() == [4, 3]
 
 
 def test_what_is_read_from_elsewhere_is_read_anew():
     scale = torch.tensor(2.0)
-    tape, _ = record(lambda x: x * scale.view(1), torch.ones(3))
+    recording, _ = record(lambda x: x * scale.view(1), torch.ones(3))
     scale.fill_(5.0)
-    assert tape.replay([torch.ones(3)]).tolist() == [5, 5, 5]
+    assert recording.replay([torch.ones(3)]).tolist() == [5, 5, 5]
 
 
 def test_writes_happen_once_per_run_and_in_order():
@@ -72,9 +72,9 @@ def test_writes_happen_once_per_run_and_in_order():
         count.add_(1)
         return before, total * 1.0
 
-    tape, (before, after) = record(add, torch.ones(3))
+    recording, (before, after) = record(add, torch.ones(3))
     assert (before[0], after[0]) == (0, 1)
-    before, after = tape.replay([torch.full((3,), 5.0)])
+    before, after = recording.replay([torch.full((3,), 5.0)])
     assert (before[0], after[0]) == (1, 6)
     assert count == 2
 
@@ -85,8 +85,8 @@ def test_numbers_that_are_computed_twice_but_written_to_stay_apart():
         a.mul_(2)
         return a, b
 
-    tape, _ = record(f, torch.ones(2))
-    assert [part.tolist() for part in tape.replay([torch.ones(2)])] == [[4, 4], [2, 2]]
+    recording, _ = record(f, torch.ones(2))
+    assert [part.tolist() for part in recording.replay([torch.ones(2)])] == [[4, 4], [2, 2]]
 
 
 def test_an_argument_that_is_written_to_between_two_readings_is_read_twice():
@@ -96,8 +96,8 @@ def test_an_argument_that_is_written_to_between_two_readings_is_read_twice():
         y.add_(1)
         return first, y.sum()
 
-    tape, _ = record(f, torch.zeros(3))
-    assert [float(part) for part in tape.replay([torch.ones(3)])] == [3, 6]
+    recording, _ = record(f, torch.zeros(3))
+    assert [float(part) for part in recording.replay([torch.ones(3)])] == [3, 6]
 
 
 def test_a_row_written_through_a_view_shows_in_the_whole():
@@ -108,8 +108,8 @@ def test_a_row_written_through_a_view_shows_in_the_whole():
         table.view(-1)[0].add_(100)
         cursor.add_(1)
 
-    tape, _ = record(write, torch.full((2,), 1.0))
-    tape.replay([torch.full((2,), 2.0)])
+    recording, _ = record(write, torch.full((2,), 1.0))
+    recording.replay([torch.full((2,), 2.0)])
     assert table.tolist() == [[201, 1], [2, 2], [0, 0], [0, 0]]
 
 
@@ -119,8 +119,8 @@ def test_every_replay_draws_new_noise_from_the_same_stream():
     def draw(x):
         return x + torch.randn(4, generator=one)
 
-    tape, first = record(draw, torch.zeros(4))
-    drawn = [first, tape.replay([torch.zeros(4)]), tape.replay([torch.zeros(4)])]
+    recording, first = record(draw, torch.zeros(4))
+    drawn = [first, recording.replay([torch.zeros(4)]), recording.replay([torch.zeros(4)])]
     assert torch.equal(torch.stack(drawn), torch.stack([torch.randn(4, generator=other) for _ in range(3)]))
 
 
@@ -131,10 +131,10 @@ def test_noise_that_nobody_reads_is_still_drawn():
         torch.randn(4, generator=generator)
         return x + torch.randn(4, generator=generator)
 
-    tape, _ = record(draw, torch.zeros(4))
+    recording, _ = record(draw, torch.zeros(4))
     other = torch.Generator().manual_seed(3)
     expected = [torch.randn(4, generator=other) for _ in range(4)]
-    assert torch.equal(tape.replay([torch.zeros(4)]), expected[3])
+    assert torch.equal(recording.replay([torch.zeros(4)]), expected[3])
 
 
 def test_what_nobody_reads_and_what_is_computed_twice_goes():
@@ -158,9 +158,9 @@ def test_a_gradient_is_operations_like_any_other():
     def grads(x, y):
         return list(torch.autograd.grad((net(x) - y).square().mean(), list(net.parameters())))
 
-    tape, _ = record(grads, torch.randn(5, 3), torch.randn(5, 1))
+    recording, _ = record(grads, torch.randn(5, 3), torch.randn(5, 1))
     x, y = torch.randn(5, 3), torch.randn(5, 1)
-    assert all(torch.equal(a, b) for a, b in zip(tape.replay([x, y]), grads(x, y), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(recording.replay([x, y]), grads(x, y), strict=True))
 
 
 @pytest.mark.parametrize("kind", ["penalty", "LSTM", "GRU", "conv"])
@@ -183,15 +183,15 @@ def test_second_derivatives_memories_and_images_are_repeated_bit_for_bit(kind):
             loss = (out[0] if isinstance(out, tuple) else out).square().sum()
         return [g for g in torch.autograd.grad(loss, list(net.parameters()), allow_unused=True) if g is not None]
 
-    tape, _ = record(grads, torch.randn(5, 4))
+    recording, _ = record(grads, torch.randn(5, 4))
     x = torch.randn(5, 4)
-    assert all(torch.equal(a, b) for a, b in zip(tape.replay([x.clone()]), grads(x.clone()), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(recording.replay([x.clone()]), grads(x.clone()), strict=True))
 
 
 def test_a_recording_made_in_inference_mode_is_replayed_in_it():
     with torch.inference_mode():
-        tape, _ = record(lambda x: F.linear(x, torch.ones(2, 2)), torch.ones(1, 2))
-        assert tape.replay([torch.full((1, 2), 3.0)]).tolist() == [[6, 6]]
+        recording, _ = record(lambda x: F.linear(x, torch.ones(2, 2)), torch.ones(1, 2))
+        assert recording.replay([torch.full((1, 2), 3.0)]).tolist() == [[6, 6]]
 
 
 @pytest.mark.parametrize(
@@ -204,10 +204,10 @@ def test_a_recording_made_in_inference_mode_is_replayed_in_it():
 )
 def test_a_function_that_looks_at_numbers_runs_and_says_why_it_is_unfit(fn, reason):
     x = torch.tensor([1.0, 2.0, -1.0])
-    tape, result = record(fn, x)
+    recording, result = record(fn, x)
     assert torch.equal(result, fn(x))
-    assert any(name in tape.unfit for name in reason.split("|"))
-    assert "decide what comes next" in tape.unfit
+    assert any(name in recording.not_replayable for name in reason.split("|"))
+    assert "reads values on the host at" in recording.not_replayable
 
 
 @pytest.mark.parametrize("execution", ["auto", "graph"])
@@ -227,9 +227,9 @@ def test_a_very_long_function_stays_eager_without_a_word():
             x = x + 1
         return x
 
-    tape, result = record(long, torch.zeros(1))
+    recording, result = record(long, torch.zeros(1))
     assert result.tolist() == [3001]
-    assert tape.unfit == TOO_LONG
+    assert recording.not_replayable == TOO_LONG
 
 
 def test_shapes_that_keep_changing_end_in_eager_runs():
@@ -248,24 +248,24 @@ def test_first_calls_and_the_recorded_one_count_once_each():
 
 def test_functions_that_torch_wraps_in_python_are_called_as_operations():
     with torch.inference_mode():  # where what is composed of others arrives as a whole
-        tape, _ = record(
+        recording, _ = record(
             lambda x, y: torch.broadcast_tensors(x, y)[0] + torch.einsum("ij,jk->ik", y, y), *torch.ones(2, 3, 3)
         )
-        assert tape.replay([torch.full((3, 3), 2.0), torch.ones(3, 3)])[0].tolist() == [5, 5, 5]
+        assert recording.replay([torch.full((3, 3), 2.0), torch.ones(3, 3)])[0].tolist() == [5, 5, 5]
 
 
 def test_methods_that_torch_wraps_in_python_are_called_as_operations():
     with torch.inference_mode():
-        tape, _ = record(lambda x: x.split([1, 2])[1] + x.norm() + x.unflatten(0, (3,)).sum(), torch.ones(3))
-        assert tape.replay([torch.zeros(3)]).tolist() == [0, 0]
+        recording, _ = record(lambda x: x.split([1, 2])[1] + x.norm() + x.unflatten(0, (3,)).sum(), torch.ones(3))
+        assert recording.replay([torch.zeros(3)]).tolist() == [0, 0]
 
 
 def test_equal_numbers_of_another_kind_are_not_the_same():
     x = torch.ones(1)
-    assert same((x, [1, 2.0]), (x, [1, 2.0]))
-    assert not same((x, 1), (x, 1.0))
-    assert not same((x, True), (x, 1))
-    assert not same((x,), (x.clone(),))
+    assert same_arguments((x, [1, 2.0]), (x, [1, 2.0]))
+    assert not same_arguments((x, 1), (x, 1.0))
+    assert not same_arguments((x, True), (x, 1))
+    assert not same_arguments((x,), (x.clone(),))
 
 
 def parts_by_name(fn, *inputs):
@@ -273,10 +273,10 @@ def parts_by_name(fn, *inputs):
     recorder = Recorder(inputs)
     with recorder:
         result = fn(*recorder.kept[: len(inputs)])
-    recorder.notes.graph.output((recorder.place(result),))
-    simplify(recorder.notes)
-    join_copies(recorder.notes)
-    parts, _ = split(recorder.notes)
+    recorder.recorded.graph.output((recorder.node_of(result),))
+    simplify(recorder.recorded)
+    merge_copies(recorder.recorded)
+    parts, _ = split(recorder.recorded)
     return {
         str(node.target).split(".")[1]: part for node, part in parts.items() if "add.Tensor" not in str(node.target)
     }
@@ -321,8 +321,8 @@ def test_pieces_of_a_vector_are_written_as_one():
     gaps = [far.view(3, 2)[1:], far[:2]]
     assert parts_by_name(lambda x: step(x, gaps), torch.ones(2, 2))["_foreach_copy_"] == 2
     for wrong in ([whole[:2]], pieces[::-1], [far[:2], whole[2:]], [whole[:2], whole[3:]]):
-        assert not tile(wrong, whole)
-    assert tile(pieces, whole)
+        assert not fills(wrong, whole)
+    assert fills(pieces, whole)
 
 
 def test_views_that_only_writes_look_at_are_taken_beside_them():
@@ -332,9 +332,9 @@ def test_views_that_only_writes_look_at_are_taken_beside_them():
         x, y = recorder.kept[:2]
         torch._foreach_copy_([table], [x.view(1, 6)])
         z = y.view(3, 2) * 2
-    recorder.notes.graph.output((recorder.place(z),))
-    simplify(recorder.notes)
-    parts, _ = split(recorder.notes)
+    recorder.recorded.graph.output((recorder.node_of(z),))
+    simplify(recorder.recorded)
+    parts, _ = split(recorder.recorded)
     assert [part for node, part in parts.items() if "view" in str(node.target)] == [2, 1]
 
 
@@ -354,15 +354,15 @@ def test_a_compiled_recording_computes_the_same_to_rounding():
         return step(x, streams[1])
 
     x = torch.randn(5, 3)
-    tape, result = record(lambda x: step(x, streams[0]), x, compiles=True)
+    recording, result = record(lambda x: step(x, streams[0]), x, compiles=True)
     for ours, theirs in zip(result, other(x), strict=True):
         assert torch.equal(ours, theirs)
-    for _ in range(COMPILED_AFTER):
-        tape.replay([x])
+    for _ in range(COMPILE_AFTER):
+        recording.replay([x])
         other(x)
-    uncompiled, before = tape.run, total.clone()
-    ours = tape.replay([x])
-    assert tape.run is not uncompiled
+    uncompiled, before = recording.run, total.clone()
+    ours = recording.replay([x])
+    assert recording.run is not uncompiled
     added = total - before
     theirs = other(x)
     for a, b in zip(ours, theirs, strict=True):
@@ -374,25 +374,26 @@ def test_what_cannot_be_compiled_is_replayed_uncompiled_with_one_message(monkeyp
     def refuse(*args, **kwargs):
         raise RuntimeError("no compiler here")
 
-    monkeypatch.setattr("canter.utils.tape_compile.compile_graph", refuse)
-    tape, _ = record(lambda x: x + 1, torch.ones(2), compiles=True)
+    monkeypatch.setattr("canter.execution.cpu_compile.compile_graph", refuse)
+    recording, _ = record(lambda x: x + 1, torch.ones(2), compiles=True)
     with pytest.warns(UserWarning, match=r"cannot be compiled \(no compiler here\); it is replayed uncompiled") as seen:
-        results = [tape.replay([torch.zeros(2)]).tolist() for _ in range(COMPILED_AFTER + 5)]
-    assert results == [[1, 1]] * (COMPILED_AFTER + 5)
+        results = [recording.replay([torch.zeros(2)]).tolist() for _ in range(COMPILE_AFTER + 5)]
+    assert results == [[1, 1]] * (COMPILE_AFTER + 5)
     assert len(seen) == 1
 
 
 def test_what_is_seldom_replayed_is_not_compiled(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "canter.utils.tape.compiled", lambda notes, args: asked.append(1) or (lambda *given: given[-1:])
+        "canter.execution.cpu_compile.compile_recording",
+        lambda recorded, args: asked.append(1) or (lambda *given: given[-1:]),
     )
-    tape, _ = record(lambda x: x * 2, torch.ones(2), compiles=True)
-    for _ in range(COMPILED_AFTER):
-        tape.replay([torch.zeros(2)])
+    recording, _ = record(lambda x: x * 2, torch.ones(2), compiles=True)
+    for _ in range(COMPILE_AFTER):
+        recording.replay([torch.zeros(2)])
     assert not asked
-    tape.replay([torch.zeros(2)])
-    tape.replay([torch.zeros(2)])
+    recording.replay([torch.zeros(2)])
+    recording.replay([torch.zeros(2)])
     assert asked == [1]
 
 
@@ -401,7 +402,7 @@ def test_random_draws_are_called_without_detours():
     recorder = Recorder([torch.ones(2)])
     with recorder:
         torch.randn(2, generator=generator)
-    calls = [node.meta["call"] for node in recorder.notes.graph.nodes if "randn" in str(node.target)]
+    calls = [node.meta["call"] for node in recorder.recorded.graph.nodes if "randn" in str(node.target)]
     assert calls == [torch.randn]
 
 
@@ -416,15 +417,15 @@ def test_kernels_are_called_directly_unless_the_compiler_wraps_them():
         total.copy_(total * 0.5 + x)
         return x.exp() + total
 
-    tape, _ = record(step, torch.zeros(2), compiles=True)
+    recording, _ = record(step, torch.zeros(2), compiles=True)
     for k in range(1, 30):
-        result = tape.replay([torch.full((2,), float(k))])
+        result = recording.replay([torch.full((2,), float(k))])
     assert table[:, 0].tolist() == [2.0 * k for k in range(30)]
     assert cursor.item() == 30
     expected = sum(k * 0.5 ** (29 - k) for k in range(30))
     torch.testing.assert_close(total, torch.full((2,), expected))
     torch.testing.assert_close(result, torch.full((2,), math.exp(29.0)) + expected)
-    kernels = tape.run.__closure__[tape.run.__code__.co_freevars.index("kernels")].cell_contents
+    kernels = recording.run.__closure__[recording.run.__code__.co_freevars.index("kernels")].cell_contents
     assert kernels.__name__ != "<lambda>"
 
 
@@ -432,12 +433,12 @@ def test_kernels_are_called_directly_unless_the_compiler_wraps_them():
 def test_kernels_are_given_only_what_lies_in_memory_as_they_expect():
     with torch.inference_mode():
         wide, dense = torch.rand(2).expand(3, 2), torch.rand(3, 2)
-        tape, _ = record(lambda x: x * 2.0, wide, compiles=True)
-        for _ in range(COMPILED_AFTER + 2):
-            assert torch.equal(tape.replay([wide]), wide * 2.0)
-        assert tape.run is not tape.plain
-        assert torch.equal(tape.replay([dense]), dense * 2.0)
-        assert torch.equal(tape.replay([dense.t().contiguous().t()]), dense * 2.0)
+        recording, _ = record(lambda x: x * 2.0, wide, compiles=True)
+        for _ in range(COMPILE_AFTER + 2):
+            assert torch.equal(recording.replay([wide]), wide * 2.0)
+        assert recording.run is not recording.uncompiled
+        assert torch.equal(recording.replay([dense]), dense * 2.0)
+        assert torch.equal(recording.replay([dense.t().contiguous().t()]), dense * 2.0)
 
 
 @pytest.mark.slow
@@ -451,11 +452,11 @@ def test_a_view_of_what_kernels_write_to_stays_a_view():
         torch._foreach_add_([view], [scaled + 1.0])
         return view.sum()
 
-    tape, _ = record(lambda x: step(x, table), torch.ones(2, 3), compiles=True)
+    recording, _ = record(lambda x: step(x, table), torch.ones(2, 3), compiles=True)
     step(torch.ones(2, 3), twin)
-    for k in range(COMPILED_AFTER + 4):
+    for k in range(COMPILE_AFTER + 4):
         x = torch.full((2, 3), 0.1 * k)
-        torch.testing.assert_close(tape.replay([x]), step(x, twin))
+        torch.testing.assert_close(recording.replay([x]), step(x, twin))
     torch.testing.assert_close(table, twin)
 
 

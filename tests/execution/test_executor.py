@@ -7,11 +7,11 @@ import torch
 
 from canter.algorithms import PPO
 from canter.envs.vec_env import StepRecord
+from canter.execution import executor as executor_module
+from canter.execution.cuda_graph import describe, rebuild
+from canter.execution.executor import EAGER_CALLS, Compiled, Executor
 from canter.modules import ActorCritic
 from canter.storage.trajectories import Trajectories
-from canter.utils import graphs
-from canter.utils.graphs import Executor
-from canter.utils.tree import describe, rebuild
 
 CPU = torch.device("cpu")
 
@@ -39,7 +39,7 @@ class Recorded:
 
 @pytest.fixture
 def executor(monkeypatch):
-    monkeypatch.setattr(graphs, "Graph", Recorded)
+    monkeypatch.setattr(executor_module, "Graph", Recorded)
     made = Executor(CPU, "graph")
     made.uses_graphs, made.records = True, False
     return made
@@ -100,7 +100,7 @@ def test_first_calls_are_real_and_later_ones_are_replays(executor):
         total.add_(x.sum())
         return {"total": total + 0}
 
-    for k in range(graphs.EAGER_CALLS):
+    for k in range(EAGER_CALLS):
         executor.run("add", add, torch.full((2,), float(k)))
     assert not executor.graphs
     assert total == 2.0  # 2 * (0 + 1): every call counted once
@@ -121,7 +121,7 @@ def test_results_of_one_graph_go_into_another_without_a_copy(executor):
 
 
 def test_shapes_that_keep_changing_end_in_eager_runs_with_one_message(executor):
-    sizes = [n for n in range(1, 40) for _ in range(graphs.EAGER_CALLS + 1)]
+    sizes = [n for n in range(1, 40) for _ in range(EAGER_CALLS + 1)]
     with pytest.warns(UserWarning, match=r"'grow' cannot be captured .*shapes changed more than 32 times") as caught:
         totals = [executor.run("grow", lambda x: x.sum(), torch.ones(n)).item() for n in sizes]
     assert totals == sizes
@@ -133,7 +133,7 @@ def test_a_capture_that_fails_is_told_once_and_runs_eagerly(executor, monkeypatc
     def broken(*args):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(graphs, "Graph", broken)
+    monkeypatch.setattr(executor_module, "Graph", broken)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     with pytest.warns(UserWarning, match="not permitted when stream is capturing") as caught:
         results = [executor.run("f", lambda x: x + 1, torch.zeros(2)).tolist() for _ in range(6)]
@@ -146,7 +146,7 @@ def test_what_cannot_be_compiled_is_told_once_and_runs_as_it_is(monkeypatch):
         raise RuntimeError("unsupported: something exotic")
 
     monkeypatch.setattr(torch, "compile", lambda fn, dynamic: refuse)
-    double = graphs.Compiled(lambda x: 2 * x)
+    double = Compiled(lambda x: 2 * x)
     with pytest.warns(UserWarning, match=r"cannot be compiled \(unsupported: something exotic\)") as caught:
         results = [double(torch.ones(1)).item() for _ in range(4)]
     assert results == [2.0] * 4
@@ -159,7 +159,7 @@ def test_an_error_of_the_function_itself_is_not_taken_for_one_of_the_compiler(mo
 
     monkeypatch.setattr(torch, "compile", lambda fn, dynamic: fn)
     with pytest.raises(KeyError, match="no such segment"):
-        graphs.Compiled(wrong)(torch.ones(1))
+        Compiled(wrong)(torch.ones(1))
 
 
 def test_a_changed_weight_or_setting_needs_another_graph_and_a_new_storage_all_new_ones(make_ppo, collect, executor):
@@ -168,7 +168,7 @@ def test_a_changed_weight_or_setting_needs_another_graph_and_a_new_storage_all_n
     alg.executor = executor
 
     def learn_graphs():
-        for _ in range(graphs.EAGER_CALLS + 1):
+        for _ in range(EAGER_CALLS + 1):
             collect(alg, env)
             alg.update(0)
         return sum(signature[0] == "learn" for signature in executor.graphs)
@@ -200,7 +200,7 @@ def test_a_record_is_a_tree_like_any_other():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mlp", "lstm", "discrete", "dict"])
 def test_compiled_on_a_cpu_learns_the_same_to_rounding(make_ppo, collect, kind, monkeypatch):
-    monkeypatch.setattr("canter.utils.tape.COMPILED_AFTER", 0)
+    monkeypatch.setattr("canter.execution.recording.COMPILE_AFTER", 0)
     results = []
     for execution in ("eager", "compile"):
         alg, env = make_ppo(
@@ -211,7 +211,7 @@ def test_compiled_on_a_cpu_learns_the_same_to_rounding(make_ppo, collect, kind, 
             collect(alg, env)
             rollout = {name: value.clone() for name, value in alg.rollout.data.items()}
             alg.update(iteration)
-        compiled = {name for (name, *_), tape in alg.executor.graphs.items() if tape.run.__name__ == "run"}
+        compiled = {name for (name, *_), recording in alg.executor.graphs.items() if recording.run.__name__ == "run"}
         assert compiled == (set() if execution == "eager" else {"act", "process", "learn", "returns"})
         results.append((alg.state_dict(), rollout))
     torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Parameters laid end to end, so that an optimizer on a CPU handles one tensor instead of many small ones."""
+"""Parameters stored in one vector, and tensor functions that torch offers only under private names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 
 class FlatParameters:
-    """One vector that the given parameters, and their gradients, become views of."""
+    """Stores parameters and their gradients in one vector each, of which the originals become views.
+
+    On a CPU the cost of an optimizer step is the number of its tensors.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.shapes = [p.shape for p in parameters]
@@ -22,29 +25,28 @@ class FlatParameters:
             p.data = value
 
     def put_grads(self, grads: Sequence[Tensor | None]) -> None:
-        """Write the parameters' gradients, zero for None."""
+        """Write the parameters' gradients; None counts as zero."""
         assert self.vector.grad is not None
         present = [(mine, grad) for mine, grad in zip(self.grads, grads, strict=True) if grad is not None]
         if len(present) < len(self.grads):
             self.vector.grad.zero_()
         if present:
-            mine, given = zip(*present, strict=True)
-            torch._foreach_copy_(list(mine), list(given))  # pyright: ignore[reportPrivateImportUsage]
+            copy_tensors([mine for mine, _ in present], [grad for _, grad in present])
         for p, grad in zip(self.parameters, self.grads, strict=True):
             p.grad = grad
 
     def mask(self, chosen: Sequence[nn.Parameter]) -> Tensor:
-        """Where in the vector some of the parameters lie."""
+        """Mask of the vector that is true for the chosen parameters."""
         known = {id(p) for p in chosen}
         parts = zip(self.parameters, self.sizes, strict=True)
         return torch.cat([torch.full((size,), id(p) in known, device=self.vector.device) for p, size in parts])
 
     def views(self, vector: Tensor) -> list[Tensor]:
-        """The vector cut into the parameters' shapes."""
+        """Views of a vector in the shapes of the parameters."""
         return [part.view(shape) for part, shape in zip(vector.split(self.sizes), self.shapes, strict=True)]
 
     def split_moments(self, moments: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """One parameter's share each of the optimizer's state of the vector."""
+        """Split the vector's optimizer state into one state per parameter."""
         shares: list[dict[str, Any]] = [{} for _ in self.sizes]
         for name, value in moments.items():
             parts = self.views(value) if torch.is_tensor(value) and value.dim() else [value] * len(shares)
@@ -53,7 +55,7 @@ class FlatParameters:
         return shares
 
     def join_moments(self, shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The inverse of `split_moments`."""
+        """Join the parameters' optimizer states into that of the vector, the inverse of `split_moments`."""
         joined: dict[str, Any] = {}
         for name, first in shares[0].items():
             if torch.is_tensor(first) and first.dim():
@@ -64,7 +66,7 @@ class FlatParameters:
 
 
 def split_state(state: Mapping[str, Any], flats: Sequence[FlatParameters]) -> dict[str, Any]:
-    """The state of an optimizer over vectors as that of one over the parameters themselves."""
+    """Convert the state dict of an optimizer over vectors into that of one over the parameters."""
     result: dict[str, Any] = {"state": {}, "param_groups": []}
     index = 0
     for group, flat in zip(state["param_groups"], flats, strict=True):
@@ -78,7 +80,7 @@ def split_state(state: Mapping[str, Any], flats: Sequence[FlatParameters]) -> di
 
 
 def join_state(state: Mapping[str, Any], flats: Sequence[FlatParameters]) -> dict[str, Any]:
-    """The inverse of `split_state`."""
+    """Convert the state dict of an optimizer over parameters into that of one over the vectors."""
     result: dict[str, Any] = {"state": {}, "param_groups": []}
     for number, (group, flat) in enumerate(zip(state["param_groups"], flats, strict=True)):
         shares = [state["state"][index] for index in group["params"] if index in state["state"]]
@@ -86,3 +88,38 @@ def join_state(state: Mapping[str, Any], flats: Sequence[FlatParameters]) -> dic
             result["state"][number] = flat.join_moments(shares)
         result["param_groups"].append({**group, "params": [number]})
     return result
+
+
+def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy a list of tensors into another, in one call where torch has one."""
+    copy = getattr(torch, "_foreach_copy_", None)
+    if copy is not None:
+        copy(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def lerp_tensors(starts: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
+    """Move a list of tensors in place by the fraction `weight` towards another, in one call where torch has one."""
+    lerp = getattr(torch, "_foreach_lerp_", None)
+    if lerp is not None:
+        lerp(starts, ends, weight)
+        return
+    for start, end in zip(starts, ends, strict=True):
+        start.lerp_(end, weight)
+
+
+def sample_dirichlet(concentration: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Draw from Dirichlet distributions (..., K) with a generator, without gradient.
+
+    The public `torch.distributions.Dirichlet` takes no generator. Where torch lacks the private function that does, the
+    public one draws with a seed from the generator; the host reads that seed, so this cannot be captured or recorded.
+    """
+    sample = getattr(torch, "_sample_dirichlet", None)
+    if sample is not None:
+        return sample(concentration, generator=generator)
+    device = concentration.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device=device)))
+        return torch.distributions.Dirichlet(concentration, validate_args=False).sample()

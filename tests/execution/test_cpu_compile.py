@@ -6,9 +6,10 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from canter.algorithms.optim import GuardedOptimizer
-from canter.utils.tape import COMPILED_AFTER, Recorder, Tape
-from canter.utils.tape_graph import simplify, straight
-from canter.utils.tape_rewrite import LONG, add_afterwards, keep_numbers, rewrite, shorten_tanh
+from canter.execution.cpu_compile import decompose
+from canter.execution.cpu_compile.rewrite import LONG_LOOP, hoist_scalars, split_addmm, tanh_as_sigmoid
+from canter.execution.recording import COMPILE_AFTER, Recorder, Recording
+from canter.execution.simplify import simplify, to_python
 
 aten = torch.ops.aten
 
@@ -18,12 +19,12 @@ def rewritten(fn, *inputs):
     recorder = Recorder(inputs)
     with recorder:
         fn(*inputs)
-    recorder.notes.graph.output(())
-    held = simplify(recorder.notes)
-    rewrite(recorder.notes)
-    names = [str(node.target) for node in recorder.notes.graph.nodes if node.op == "call_function"]
-    run = straight(recorder.notes.graph)
-    return (lambda *inputs: run(*held, *inputs)), names
+    recorder.recorded.graph.output(())
+    outside = simplify(recorder.recorded)
+    decompose(recorder.recorded)
+    names = [str(node.target) for node in recorder.recorded.graph.nodes if node.op == "call_function"]
+    run = to_python(recorder.recorded.graph)
+    return (lambda *inputs: run(*outside, *inputs)), names
 
 
 @pytest.mark.parametrize("maximize", [False, True])
@@ -122,7 +123,7 @@ def traced(fn, *inputs):
 def test_a_summand_is_added_after_the_product():
     x, w, b = torch.randn(4, 3), torch.randn(3, 5), torch.randn(5)
     module, _ = traced(lambda b, x, w: torch.addmm(b, x, w) + torch.addmm(b, x, w, beta=0.5), b, x, w)
-    add_afterwards(module.graph)
+    split_addmm(module.graph)
     module.recompile()
     targets = [node.target for node in module.graph.nodes]
     assert targets.count(aten.mm.default) == 1
@@ -134,7 +135,7 @@ def test_a_summand_is_added_after_the_product():
 def test_tanh_is_shortened_only_on_its_way_into_a_product():
     x = torch.cat([torch.linspace(-12, 12, 1001), torch.tensor([-1e30, 1e30, 0.0])]).view(-1, 4)
     module, _ = traced(lambda x: (torch.tanh(x) @ torch.eye(4), torch.tanh(x * 2)), x)
-    shorten_tanh(module.graph)
+    tanh_as_sigmoid(module.graph)
     module.recompile()
     targets = [node.target for node in module.graph.nodes]
     assert targets.count(aten.tanh.default) == targets.count(aten.sigmoid.default) == 1
@@ -148,13 +149,13 @@ def test_numbers_for_long_loops_are_computed_before_them():
         factor = 1.0 / (n + 1.0)
         return x * factor, y * factor
 
-    inputs = torch.ones(LONG), torch.ones(3), torch.tensor(3.0)
+    inputs = torch.ones(LONG_LOOP), torch.ones(3), torch.tensor(3.0)
     module, _ = traced(scale, *inputs)
-    keep_numbers(module.graph)
+    hoist_scalars(module.graph)
     module.recompile()
     kept = [node for node in module.graph.nodes if node.target is aten.as_strided.default]
     assert len(kept) == 1
-    assert [user.meta["val"].numel() for user in kept[0].users] == [LONG]
+    assert [user.meta["val"].numel() for user in kept[0].users] == [LONG_LOOP]
     assert [part[0].item() for part in module(*inputs)] == [0.25, 0.25]
 
 
@@ -174,12 +175,12 @@ def test_a_compiled_step_of_a_network_follows_the_eager_one():
     x = torch.randn(16, 6)
     for k in (0, 1):
         step(x, k)
-    tape = Tape(lambda x: step(x, 0), (x,), [x], True)
-    tape.take_result()
+    recording = Recording(lambda x: step(x, 0), (x,), [x], True)
+    recording.take_result()
     step(x, 1)
-    for _ in range(COMPILED_AFTER + 40):
+    for _ in range(COMPILE_AFTER + 40):
         x = torch.randn(16, 6)
-        torch.testing.assert_close(tape.replay([x]), step(x, 1), rtol=1e-4, atol=1e-6)
-    assert tape.run is not tape.plain
+        torch.testing.assert_close(recording.replay([x]), step(x, 1), rtol=1e-4, atol=1e-6)
+    assert recording.run is not recording.uncompiled
     for ours, theirs in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)

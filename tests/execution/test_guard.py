@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from canter.utils.debug import NoHostSync
+from canter.execution.guard import NoHostSync
 
 X, MASK, INDEX = torch.tensor([3.0, -1.0, 2.0]), torch.tensor([True, False, True]), torch.tensor([2, 0])
 
