@@ -1,4 +1,4 @@
-"""Recordings: they repeat the function bit for bit, whatever it reads, writes, draws and differentiates."""
+"""Recordings: replays equal the function bit for bit, with outside tensors, writes, random draws and gradients."""
 
 import math
 import operator
@@ -26,7 +26,7 @@ def record(fn, *args, compiles=False):
 
 
 def operations(fn, *inputs):
-    """The names of what is left of a function after it was shortened."""
+    """Names of the operations of a function after simplification."""
     recorder = Recorder(inputs)
     with recorder:
         result = fn(*inputs)
@@ -41,7 +41,7 @@ def operations(fn, *inputs):
     ]
 
 
-def test_a_replay_is_the_function_of_its_inputs():
+def test_a_replay_computes_the_function_of_its_inputs():
     recording, result = record(lambda x, y: {"sum": x + y, "pair": (x * 2, None)}, torch.ones(2), torch.ones(2))
     assert result["sum"].tolist() == [2, 2]
     again = recording.replay([torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])])
@@ -50,20 +50,20 @@ def test_a_replay_is_the_function_of_its_inputs():
     assert again["pair"][1] is None
 
 
-def test_two_inputs_that_were_one_tensor_may_differ_later():
+def test_two_inputs_that_were_one_tensor_may_differ_in_a_replay():
     x = torch.ones(2)
     recording, _ = record(torch.sub, x, x)
     assert recording.replay([torch.tensor([5.0, 5.0]), torch.tensor([1.0, 2.0])]).tolist() == [4, 3]
 
 
-def test_what_is_read_from_elsewhere_is_read_anew():
+def test_a_replay_reads_the_current_values_of_outside_tensors():
     scale = torch.tensor(2.0)
     recording, _ = record(lambda x: x * scale.view(1), torch.ones(3))
     scale.fill_(5.0)
     assert recording.replay([torch.ones(3)]).tolist() == [5, 5, 5]
 
 
-def test_writes_happen_once_per_run_and_in_order():
+def test_writes_happen_once_per_replay_and_in_order():
     total, count = torch.zeros(3), torch.zeros(())
 
     def add(x):
@@ -79,7 +79,7 @@ def test_writes_happen_once_per_run_and_in_order():
     assert count == 2
 
 
-def test_numbers_that_are_computed_twice_but_written_to_stay_apart():
+def test_repeated_operations_are_not_merged_if_a_result_is_written_to():
     def f(x):
         a, b = x + 1, x + 1
         a.mul_(2)
@@ -89,7 +89,7 @@ def test_numbers_that_are_computed_twice_but_written_to_stay_apart():
     assert [part.tolist() for part in recording.replay([torch.ones(2)])] == [[4, 4], [2, 2]]
 
 
-def test_an_argument_that_is_written_to_between_two_readings_is_read_twice():
+def test_a_tensor_written_to_between_two_reads_is_read_twice():
     def f(x):
         y = x.clone()
         first = y.sum()
@@ -124,7 +124,7 @@ def test_every_replay_draws_new_noise_from_the_same_stream():
     assert torch.equal(torch.stack(drawn), torch.stack([torch.randn(4, generator=other) for _ in range(3)]))
 
 
-def test_noise_that_nobody_reads_is_still_drawn():
+def test_unused_noise_is_still_drawn():
     generator = torch.Generator().manual_seed(3)
 
     def draw(x):
@@ -137,7 +137,7 @@ def test_noise_that_nobody_reads_is_still_drawn():
     assert torch.equal(recording.replay([torch.zeros(4)]), expected[3])
 
 
-def test_what_nobody_reads_and_what_is_computed_twice_goes():
+def test_unused_and_repeated_operations_are_removed():
     def f(x):
         x.cos()
         return x.exp().sum(), x.exp().mean()
@@ -145,13 +145,13 @@ def test_what_nobody_reads_and_what_is_computed_twice_goes():
     assert operations(f, torch.zeros(2)) == ["exp", "sum", "mean"]
 
 
-def test_constants_and_views_of_what_stays_are_taken_once():
+def test_constants_and_views_of_outside_tensors_are_evaluated_once():
     weight = nn.Parameter(torch.ones(3, 3))
     left = operations(lambda x: x @ weight.t() + torch.ones(3) * 2 + torch.ones_like(x)[0], torch.zeros(2, 3))
     assert left == ["mm", "add", "add"]
 
 
-def test_a_gradient_is_operations_like_any_other():
+def test_gradients_are_recorded():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
 
@@ -164,7 +164,7 @@ def test_a_gradient_is_operations_like_any_other():
 
 
 @pytest.mark.parametrize("kind", ["penalty", "LSTM", "GRU", "conv"])
-def test_second_derivatives_memories_and_images_are_repeated_bit_for_bit(kind):
+def test_second_derivatives_recurrent_and_convolutional_networks_are_replayed_bit_for_bit(kind):
     torch.manual_seed(0)
     net = {
         "penalty": nn.Sequential(nn.Linear(4, 8), nn.ELU(), nn.Linear(8, 1)),
@@ -202,7 +202,7 @@ def test_a_recording_made_in_inference_mode_is_replayed_in_it():
         (lambda x: x.unique(), "unique"),
     ],
 )
-def test_a_function_that_looks_at_numbers_runs_and_says_why_it_is_unfit(fn, reason):
+def test_a_function_that_reads_values_runs_and_gives_the_reason_it_cannot_be_replayed(fn, reason):
     x = torch.tensor([1.0, 2.0, -1.0])
     recording, result = record(fn, x)
     assert torch.equal(result, fn(x))
@@ -211,17 +211,17 @@ def test_a_function_that_looks_at_numbers_runs_and_says_why_it_is_unfit(fn, reas
 
 
 @pytest.mark.parametrize("execution", ["auto", "graph"])
-def test_the_executor_repeats_an_unfit_function_eagerly(execution, recwarn):
+def test_the_executor_runs_a_function_eagerly_that_cannot_be_replayed(execution, recwarn):
     executor = Executor(CPU, execution)
     inputs = [torch.full((2,), k) for k in (1.0, 2.0, 3.0, 4.0)]
     results = [executor.run("f", lambda x: x * float(x.sum()), x).tolist() for x in inputs]
     assert results == [[2, 2], [8, 8], [18, 18], [32, 32]]
     assert executor.eager_only == {"f"}
-    told = [str(w.message) for w in recwarn if "cannot be recorded" in str(w.message)]
-    assert len(told) == (execution == "graph")  # only who asked for it is told
+    messages = [str(w.message) for w in recwarn if "cannot be recorded" in str(w.message)]
+    assert len(messages) == (execution == "graph")
 
 
-def test_a_very_long_function_stays_eager_without_a_word():
+def test_a_very_long_function_is_not_replayed():
     def long(x):
         for _ in range(3001):
             x = x + 1
@@ -232,7 +232,7 @@ def test_a_very_long_function_stays_eager_without_a_word():
     assert recording.not_replayable == TOO_LONG
 
 
-def test_shapes_that_keep_changing_end_in_eager_runs():
+def test_a_function_whose_shapes_keep_changing_runs_eagerly():
     executor = Executor(CPU)
     sizes = [n for n in range(1, MAX_GRAPHS + 4) for _ in range(EAGER_CALLS + 1)]
     assert [executor.run("grow", lambda x: x.sum(), torch.ones(n)).item() for n in sizes] == sizes
@@ -240,14 +240,14 @@ def test_shapes_that_keep_changing_end_in_eager_runs():
     assert "grow" in executor.eager_only
 
 
-def test_first_calls_and_the_recorded_one_count_once_each():
+def test_eager_calls_and_the_recorded_call_take_effect_once_each():
     executor, total = Executor(CPU), torch.zeros(())
     for k in range(6):
         assert executor.run("add", lambda x: total.add_(x.sum()) * 1.0, torch.ones(2)) == 2.0 * (k + 1)
 
 
 def test_functions_that_torch_wraps_in_python_are_called_as_operations():
-    with torch.inference_mode():  # where what is composed of others arrives as a whole
+    with torch.inference_mode():  # under which composite operations are not decomposed
         recording, _ = record(
             lambda x, y: torch.broadcast_tensors(x, y)[0] + torch.einsum("ij,jk->ik", y, y), *torch.ones(2, 3, 3)
         )
@@ -260,7 +260,7 @@ def test_methods_that_torch_wraps_in_python_are_called_as_operations():
         assert recording.replay([torch.zeros(3)]).tolist() == [0, 0]
 
 
-def test_equal_numbers_of_another_kind_are_not_the_same():
+def test_equal_numbers_of_another_type_are_not_the_same_arguments():
     x = torch.ones(1)
     assert same_arguments((x, [1, 2.0]), (x, [1, 2.0]))
     assert not same_arguments((x, 1), (x, 1.0))
@@ -269,7 +269,7 @@ def test_equal_numbers_of_another_kind_are_not_the_same():
 
 
 def parts_by_name(fn, *inputs):
-    """Which part every operation of a function is put in."""
+    """Part by name of the operation."""
     recorder = Recorder(inputs)
     with recorder:
         result = fn(*recorder.kept[: len(inputs)])
@@ -282,7 +282,7 @@ def parts_by_name(fn, *inputs):
     }
 
 
-def test_parts_put_draws_first_and_what_cannot_be_compiled_last():
+def test_draws_are_split_off_first_and_uncompilable_operations_last():
     total, generator = torch.zeros(3), torch.Generator().manual_seed(0)
 
     def step(x, write):
@@ -292,24 +292,24 @@ def test_parts_put_draws_first_and_what_cannot_be_compiled_last():
 
     simple = parts_by_name(lambda x: step(x, total.add_), torch.ones(3))
     assert simple == {"randn": 0, "add_": 1, "mul": 1, "exp": 1}
-    by_another_name = parts_by_name(lambda x: step(x, total[:].view(3).add_) + total.view(1, 3), torch.ones(3))
-    assert by_another_name == {"randn": 0, "add_": 2, "mul": 2, "exp": 1}
+    through_a_view = parts_by_name(lambda x: step(x, total[:].view(3).add_) + total.view(1, 3), torch.ones(3))
+    assert through_a_view == {"randn": 0, "add_": 2, "mul": 2, "exp": 1}
     unknown = parts_by_name(lambda x: step(x, lambda y: torch._foreach_add_([total], [y])), torch.ones(3))
     assert unknown == {"randn": 0, "_foreach_add_": 2, "mul": 2, "exp": 1}
 
 
-def test_draws_see_what_was_written_before_them_and_keep_their_order():
+def test_draws_follow_the_writes_they_depend_on_and_keep_their_order():
     chance, generator = torch.full((3,), 0.5), torch.Generator().manual_seed(0)
 
     def step(x):
         chance.mul_(x)
-        first = torch.bernoulli(chance, generator=generator)  # of what was written
-        return first.exp() + torch.randn(3, generator=generator)  # after it, from the same stream
+        first = torch.bernoulli(chance, generator=generator)  # depends on the write
+        return first.exp() + torch.randn(3, generator=generator)  # from the same generator, so it must come later
 
     assert parts_by_name(step, torch.ones(3)) == {"mul_": 1, "bernoulli": 2, "exp": 2, "randn": 2}
 
 
-def test_pieces_of_a_vector_are_written_as_one():
+def test_copies_that_fill_a_vector_become_one_copy():
     whole, far = torch.zeros(6), torch.zeros(6)
     pieces = [whole[:2], whole[2:].view(2, 2)]
 
@@ -325,7 +325,7 @@ def test_pieces_of_a_vector_are_written_as_one():
     assert fills(pieces, whole)
 
 
-def test_views_that_only_writes_look_at_are_taken_beside_them():
+def test_views_that_only_uncompiled_operations_read_are_not_compiled():
     table = torch.zeros(1, 6)
     recorder = Recorder([torch.ones(2, 3), torch.ones(2, 3)])
     with recorder:
@@ -339,7 +339,7 @@ def test_views_that_only_writes_look_at_are_taken_beside_them():
 
 
 @pytest.mark.slow
-def test_a_compiled_recording_computes_the_same_to_rounding():
+def test_a_compiled_recording_computes_the_same_up_to_rounding():
     torch.manual_seed(0)
     net, total = nn.Linear(3, 4), torch.zeros(4)
     streams = [torch.Generator().manual_seed(1) for _ in range(2)]
@@ -370,7 +370,7 @@ def test_a_compiled_recording_computes_the_same_to_rounding():
     torch.testing.assert_close(added, theirs[0].sum(0))
 
 
-def test_what_cannot_be_compiled_is_replayed_uncompiled_with_one_message(monkeypatch):
+def test_a_recording_that_cannot_be_compiled_warns_once_and_is_replayed_uncompiled(monkeypatch):
     def refuse(*args, **kwargs):
         raise RuntimeError("no compiler here")
 
@@ -382,22 +382,22 @@ def test_what_cannot_be_compiled_is_replayed_uncompiled_with_one_message(monkeyp
     assert len(seen) == 1
 
 
-def test_what_is_seldom_replayed_is_not_compiled(monkeypatch):
-    asked = []
+def test_a_recording_is_compiled_only_after_enough_replays(monkeypatch):
+    compiled = []
     monkeypatch.setattr(
         "canter.execution.cpu_compile.compile_recording",
-        lambda recorded, args: asked.append(1) or (lambda *given: given[-1:]),
+        lambda recorded, args: compiled.append(1) or (lambda *given: given[-1:]),
     )
     recording, _ = record(lambda x: x * 2, torch.ones(2), compiles=True)
     for _ in range(COMPILE_AFTER):
         recording.replay([torch.zeros(2)])
-    assert not asked
+    assert not compiled
     recording.replay([torch.zeros(2)])
     recording.replay([torch.zeros(2)])
-    assert asked == [1]
+    assert compiled == [1]
 
 
-def test_random_draws_are_called_without_detours():
+def test_random_draws_are_replayed_through_the_built_in_function():
     generator = torch.Generator().manual_seed(0)
     recorder = Recorder([torch.ones(2)])
     with recorder:
@@ -408,7 +408,7 @@ def test_random_draws_are_called_without_detours():
 
 @pytest.mark.slow
 def test_kernels_are_called_directly_unless_the_compiler_wraps_them():
-    """What they write stays in place, also where a row of a table is written under a cursor."""
+    """Their writes stay in place, also those to a row of a table at a cursor."""
     table, cursor, total = torch.zeros(30, 2), torch.zeros(1, dtype=torch.long), torch.zeros(2)
 
     def step(x):
@@ -430,7 +430,7 @@ def test_kernels_are_called_directly_unless_the_compiler_wraps_them():
 
 
 @pytest.mark.slow
-def test_kernels_are_given_only_what_lies_in_memory_as_they_expect():
+def test_kernels_run_only_on_inputs_with_the_strides_they_were_compiled_for():
     with torch.inference_mode():
         wide, dense = torch.rand(2).expand(3, 2), torch.rand(3, 2)
         recording, _ = record(lambda x: x * 2.0, wide, compiles=True)
@@ -442,7 +442,7 @@ def test_kernels_are_given_only_what_lies_in_memory_as_they_expect():
 
 
 @pytest.mark.slow
-def test_a_view_of_what_kernels_write_to_stays_a_view():
+def test_a_view_of_memory_that_kernels_write_to_stays_a_view():
     table, twin = torch.zeros(2, 3), torch.zeros(2, 3)
 
     def step(x, table):
@@ -462,8 +462,8 @@ def test_a_view_of_what_kernels_write_to_stays_a_view():
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("copying", [lambda x: x.T.contiguous(), lambda x: x.T.reshape(-1)])
-def test_what_is_a_view_of_some_tensors_only_is_read_anew(copying, inference):
-    """Under inference_mode contiguous() and reshape() arrive undivided, and say that they may be views."""
+def test_operations_that_are_views_of_some_tensors_only_are_evaluated_in_every_replay(copying, inference):
+    """Under inference_mode contiguous() and reshape() are not decomposed, and their schema says they may be views."""
     state = torch.zeros(2, 3)
 
     def step(x):
@@ -475,3 +475,34 @@ def test_what_is_a_view_of_some_tensors_only_is_read_anew(copying, inference):
     with torch.inference_mode(inference):
         seen = [executor.run("step", step, torch.ones(2, 3)).flatten()[0].item() for _ in range(6)]
     assert seen == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def branch(x, state):
+    return x * 2 if state > 0 else x * 3
+
+
+def through_numpy(x, state):
+    return x + torch.from_numpy(state.detach().view(1).numpy() * 2)
+
+
+def through_a_list(x, state):
+    return x * sum(state.reshape(-1).tolist())
+
+
+def accumulated(x, state):
+    total = torch.tensor(0.0)
+    total += x.sum() * state
+    return total
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("fn", [branch, through_numpy, through_a_list, accumulated])
+def test_functions_that_read_values_give_what_eager_gives(fn, inference):
+    """The state changes its sign in mid-run, when a replay would repeat the decision of the recorded run."""
+    executor, state = Executor(CPU), torch.tensor(1.0)
+    for k in range(6):
+        state.fill_(1.0 if k < 4 else -1.0)
+        x = torch.full((2,), float(k))
+        with torch.inference_mode(inference):
+            assert torch.equal(executor.run("f", lambda x: fn(x, state), x), fn(x, state))
+    assert executor.eager_only == {"f"}

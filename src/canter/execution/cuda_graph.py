@@ -12,13 +12,9 @@ from torch import Tensor
 class Graph:
     """One function captured as a CUDA graph, for one set of input shapes.
 
-    Args:
-        fn: Pure tensor function. Capture executes no kernel, so it changes no parameter, statistic or random stream.
-        args: Its arguments.
-        leaves: The tensors in `args`, in the order of `describe`.
-        generators: Random generators that `fn` may draw from; every replay draws new numbers.
-        owned: Addresses of tensors that other graphs own. They never move, so they are read without a copy; every
-            other input is copied into a buffer of this graph.
+    Capture executes no kernel, so it changes no parameter, statistic or random stream. Inputs (`leaves`, the tensors in
+    `args`) are copied into buffers of this graph, except those whose address is in `owned`: other graphs own them, and
+    they never move. `generators` are those that `fn` may draw from.
     """
 
     def __init__(

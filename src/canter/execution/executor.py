@@ -12,15 +12,12 @@ import importlib.util
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from canter.execution.cuda_graph import Graph, describe
-
-if TYPE_CHECKING:
-    from canter.execution.recording import Recording
 
 T = TypeVar("T")
 
@@ -47,7 +44,8 @@ class Executor:
         self.is_cuda = device.type == "cuda"
         self.uses_graphs = self.is_cuda and execution != "eager"
         self.records = device.type == "cpu" and execution != "eager"
-        self.compiles = execution == "compile" or (self.is_cuda and execution == "auto" and has_triton())
+        has_triton = importlib.util.find_spec("triton") is not None  # which compiles kernels for a GPU
+        self.compiles = execution == "compile" or (self.is_cuda and execution == "auto" and has_triton)
         self.generators: list[torch.Generator] = []
         """Random generators that captured functions draw from."""
         self.constants: Any = ()
@@ -56,20 +54,19 @@ class Executor:
         """Context for matrix products in bfloat16, if `precision` is "bf16"."""
         if self.is_cuda and precision == "bf16":  # without its cache, whose casts of weights would be frozen in a graph
             self.autocast = functools.partial(torch.autocast, "cuda", torch.bfloat16, cache_enabled=False)
-        self.graphs: dict[Any, Graph | Recording] = {}
-        """Graphs or recordings by signature: function name, arguments, number of the constants, inference mode."""
         self.eager_only: set[str] = set()
         """Names of functions that cannot be captured or recorded."""
-        self.calls: dict[Any, int] = {}
-        self.captured: dict[str, int] = {}
-        self.results: dict[int, Graph] = {}
-        self.owned: set[int] = set()
+        self.graphs: dict[Any, Any] = {}  # Graph or Recording by signature
+        self.calls: dict[Any, int] = {}  # by signature
+        self.captured: dict[str, int] = {}  # number of captures by function name
+        self.results: dict[int, Graph] = {}  # by the id of the outputs that a graph returns
+        self.owned: set[int] = set()  # addresses of the tensors of all graphs
         self.constants_numbers: dict[Any, int] = {}
         self.numbered_constants: Any = None
         self.constants_number = 0
 
     def compile(self, fn: Callable[..., T]) -> Callable[..., T]:
-        """The compiled function if compilation is on; on a CPU the function itself, as recordings are compiled whole."""
+        """Compile the function if compilation is on; not on a CPU, where recordings are compiled as a whole."""
         return Compiled(fn) if self.compiles and not self.records else fn
 
     def run(self, name: str, fn: Callable[..., T], *args: Any) -> T:
@@ -86,9 +83,12 @@ class Executor:
             return graph.replay(leaves)
         self.calls[signature] = self.calls.get(signature, 0) + 1
         if self.calls[signature] > EAGER_CALLS:
-            if self.records:
+            self.captured[name] = self.captured.get(name, 0) + 1
+            if self.captured[name] > MAX_GRAPHS:
+                self._give_up(name, f"its shapes changed more than {MAX_GRAPHS} times")
+            elif self.records:
                 return self._record(signature, fn, args, leaves)
-            if self._capture(signature, fn, args, leaves):
+            elif self._capture(signature, fn, args, leaves):
                 return self.graphs[signature].replay(leaves)
         return self._run_in_precision(fn, *args) if self.is_cuda else fn(*args)
 
@@ -128,49 +128,39 @@ class Executor:
 
     def _capture(self, signature: Any, fn: Callable[..., Any], args: Any, leaves: Sequence[Tensor]) -> bool:
         """Capture the function; False if it cannot be captured."""
-        name = signature[0]
-        self.captured[name] = self.captured.get(name, 0) + 1
-        if self.captured[name] > MAX_GRAPHS:
-            return self._give_up(name, f"its shapes changed more than {MAX_GRAPHS} times")
         try:
             graph = self._run_in_precision(Graph, fn, args, leaves, self.generators, self.owned)
         except Exception as error:
             torch.cuda.synchronize(self.device)
-            return self._give_up(name, str(error).splitlines()[0] if str(error) else repr(error))
+            self._give_up(signature[0], str(error).splitlines()[0] if str(error) else repr(error))
+            return False
         self.graphs[signature] = graph
         self.results[id(graph.outputs)] = graph
         self.owned |= {leaf.data_ptr() for leaf in (*graph.inputs, *graph.output_leaves)}
         return True
 
     def _record(self, signature: Any, fn: Callable[..., T], args: Any, leaves: Sequence[Tensor]) -> T:
-        """Run the function and record it, unless it cannot be replayed or its shapes change too often."""
-        name = signature[0]
-        self.captured[name] = self.captured.get(name, 0) + 1
-        if self.captured[name] > MAX_GRAPHS:
-            self.eager_only.add(name)
-            return fn(*args)
+        """Run the function and record it."""
         try:
-            from canter.execution.recording import TOO_LONG, Recording
+            from canter.execution.recording import Recording
         except (ImportError, AttributeError) as error:
             self.records = False
             problem = f"torch {torch.__version__} lacks a private name that recording needs ({error})"
             warnings.warn(f"{problem}; functions run eagerly, slower", stacklevel=4)
             return fn(*args)
         recording = Recording(fn, args, leaves, self.compiles)
-        reason = recording.not_replayable
-        if reason and (self.execution == "auto" or reason == TOO_LONG):  # recording was not requested, or is no gain
-            self.eager_only.add(name)
-        elif reason:
-            self._give_up(name, reason)
+        if recording.not_replayable:
+            self._give_up(signature[0], recording.not_replayable)
         else:
             self.graphs[signature] = recording
         return recording.take_result()
 
-    def _give_up(self, name: str, reason: str) -> bool:
+    def _give_up(self, name: str, reason: str) -> None:
+        """Run a function eagerly from now on."""
         self.eager_only.add(name)
-        kind = "recorded" if self.records else "captured as a CUDA graph"
-        warnings.warn(f"{name!r} cannot be {kind} ({reason}); it runs eagerly, slower", stacklevel=5)
-        return False
+        if not (self.records and self.execution == "auto"):  # "auto" promises no recordings
+            kind = "recorded" if self.records else "captured as a CUDA graph"
+            warnings.warn(f"{name!r} cannot be {kind} ({reason}); it runs eagerly, slower", stacklevel=5)
 
 
 class Compiled:
@@ -192,8 +182,3 @@ class Compiled:
                 warnings.warn(f"{self.fn.__name__!r} cannot be compiled ({reason}); it runs uncompiled", stacklevel=3)
                 return result
         return self.fn(*args)
-
-
-def has_triton() -> bool:
-    """Whether GPU kernels can be compiled here."""
-    return importlib.util.find_spec("triton") is not None

@@ -45,25 +45,6 @@ class FlatParameters:
         """Views of a vector in the shapes of the parameters."""
         return [part.view(shape) for part, shape in zip(vector.split(self.sizes), self.shapes, strict=True)]
 
-    def split_moments(self, moments: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Split the vector's optimizer state into one state per parameter."""
-        shares: list[dict[str, Any]] = [{} for _ in self.sizes]
-        for name, value in moments.items():
-            parts = self.views(value) if torch.is_tensor(value) and value.dim() else [value] * len(shares)
-            for share, part in zip(shares, parts, strict=True):
-                share[name] = part
-        return shares
-
-    def join_moments(self, shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Join the parameters' optimizer states into that of the vector, the inverse of `split_moments`."""
-        joined: dict[str, Any] = {}
-        for name, first in shares[0].items():
-            if torch.is_tensor(first) and first.dim():
-                joined[name] = torch.cat([share[name].reshape(-1) for share in shares])
-            else:  # a step count, the same for every parameter
-                joined[name] = first
-        return joined
-
 
 def split_state(state: Mapping[str, Any], flats: Sequence[FlatParameters]) -> dict[str, Any]:
     """Convert the state dict of an optimizer over vectors into that of one over the parameters."""
@@ -72,9 +53,10 @@ def split_state(state: Mapping[str, Any], flats: Sequence[FlatParameters]) -> di
     for group, flat in zip(state["param_groups"], flats, strict=True):
         indices = list(range(index, index + len(flat.sizes)))
         index += len(indices)
-        moments = state["state"].get(group["params"][0])
-        if moments is not None:
-            result["state"] |= dict(zip(indices, flat.split_moments(moments), strict=True))
+        for name, value in state["state"].get(group["params"][0], {}).items():
+            parts = flat.views(value) if torch.is_tensor(value) and value.dim() else [value] * len(indices)
+            for i, part in zip(indices, parts, strict=True):
+                result["state"].setdefault(i, {})[name] = part
         result["param_groups"].append({**group, "params": indices})
     return result
 
@@ -85,29 +67,32 @@ def join_state(state: Mapping[str, Any], flats: Sequence[FlatParameters]) -> dic
     for number, (group, flat) in enumerate(zip(state["param_groups"], flats, strict=True)):
         shares = [state["state"][index] for index in group["params"] if index in state["state"]]
         if len(shares) == len(flat.sizes):
-            result["state"][number] = flat.join_moments(shares)
+            result["state"][number] = {
+                name: torch.cat([share[name].reshape(-1) for share in shares])
+                if torch.is_tensor(first) and first.dim()
+                else first  # a step count, the same for every parameter
+                for name, first in shares[0].items()
+            }
         result["param_groups"].append({**group, "params": [number]})
     return result
 
 
 def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy a list of tensors into another, in one call where torch has one."""
-    copy = getattr(torch, "_foreach_copy_", None)
-    if copy is not None:
-        copy(targets, sources)
-        return
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+    if hasattr(torch, "_foreach_copy_"):
+        torch._foreach_copy_(targets, sources)  # pyright: ignore
+    else:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
 
 
 def lerp_tensors(starts: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
     """Move a list of tensors in place by the fraction `weight` towards another, in one call where torch has one."""
-    lerp = getattr(torch, "_foreach_lerp_", None)
-    if lerp is not None:
-        lerp(starts, ends, weight)
-        return
-    for start, end in zip(starts, ends, strict=True):
-        start.lerp_(end, weight)
+    if hasattr(torch, "_foreach_lerp_"):
+        torch._foreach_lerp_(starts, ends, weight)  # pyright: ignore
+    else:
+        for start, end in zip(starts, ends, strict=True):
+            start.lerp_(end, weight)
 
 
 def sample_dirichlet(concentration: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -116,9 +101,8 @@ def sample_dirichlet(concentration: Tensor, generator: torch.Generator | None = 
     The public `torch.distributions.Dirichlet` takes no generator. Where torch lacks the private function that does, the
     public one draws with a seed from the generator; the host reads that seed, so this cannot be captured or recorded.
     """
-    sample = getattr(torch, "_sample_dirichlet", None)
-    if sample is not None:
-        return sample(concentration, generator=generator)
+    if hasattr(torch, "_sample_dirichlet"):
+        return torch._sample_dirichlet(concentration, generator=generator)  # pyright: ignore
     device = concentration.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device=device)))

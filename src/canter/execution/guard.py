@@ -18,27 +18,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 HOST_READ_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-# Host reads without such a tag. Under inference_mode, composite operations reach a dispatch mode undivided.
+# Host reads without such a tag: composite operations, which are not decomposed under inference_mode, and lift_fresh,
+# with which torch.tensor(1.0), as_tensor and from_numpy end.
 UNTAGGED_HOST_READS = {
-    "aten::is_nonzero",
-    "aten::where",
-    "aten::nonzero_numpy",
-    "aten::repeat_interleave.self_Tensor",
-    "aten::tensor_split.tensor_indices_or_sections",
-    "aten::lift_fresh",  # torch.tensor(1.0), as_tensor, from_numpy: numbers that the host decides
-}
+    "aten::is_nonzero", "aten::where", "aten::nonzero_numpy", "aten::repeat_interleave.self_Tensor",
+    "aten::tensor_split.tensor_indices_or_sections", "aten::lift_fresh",
+}  # fmt: skip
 # Tagged, although only masks make their shapes depend on values.
 INDEXING = {"aten::index.Tensor", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
-# Reads of a CPU tensor that dispatch no operation.
+# Reads that dispatch no operation if the tensor is on a CPU.
 HOST_READ_FUNCTIONS = {
-    Tensor.tolist,
-    Tensor.numpy,
-    Tensor.cpu,
-    Tensor.__array__,
-    Tensor.__dlpack__,
-    Tensor.__format__,
-    Tensor.__repr__,
-}
+    Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__, Tensor.__format__, Tensor.__repr__,
+}  # fmt: skip
 LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
@@ -69,18 +60,15 @@ class HostReadMode(TorchDispatchMode):
         raise NotImplementedError
 
     def __enter__(self) -> Any:
-        """Watch both operations and functions."""
         self.functions = HostReadFunctionMode(self)
         self.functions.__enter__()
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
-        """Stop watching."""
         super().__exit__(*exception)
         self.functions.__exit__(*exception)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation."""
         if is_host_read(func, args):
             self.on_host_read(func.name())
         return func(*args, **(kwargs or {}))
@@ -94,7 +82,6 @@ class HostReadFunctionMode(TorchFunctionMode):
         self.mode = mode
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the function."""
         if func in HOST_READ_FUNCTIONS:
             self.mode.on_host_read(f"Tensor.{func.__name__}")
         return func(*args, **(kwargs or {}))

@@ -45,14 +45,8 @@ SHAPE_ONLY = {
 class Recording:
     """One function recorded for one set of input shapes.
 
-    The constructor runs the function; `take_result` returns that run's result. If `not_replayable` gives a reason,
-    `replay` must not be called.
-
-    Args:
-        fn: Pure tensor function.
-        args: Its arguments.
-        leaves: The tensors in `args`, in the order of `describe`.
-        compiles: Whether to compile the recording after `COMPILE_AFTER` replays.
+    The constructor runs `fn(*args)`; `leaves` are the tensors in `args`, in the order of `describe`. If
+    `not_replayable` gives a reason, there is only that run's result, and no replay.
     """
 
     def __init__(self, fn: Callable[..., Any], args: Any, leaves: Sequence[Tensor], compiles: bool = False) -> None:
@@ -68,14 +62,12 @@ class Recording:
         recorded = recorder.recorded
         recorded.graph.output(tuple(recorder.node_of(leaf) for leaf in outputs))
         self.template = rebuild(self.result, iter([torch.empty(0)] * len(outputs)))
-        self.outside = simplify(recorded)
-        """Values of the graph's arguments other than the inputs."""
+        self.outside = simplify(recorded)  # values of the graph's arguments before the inputs
         self.length = sum(node.op == "call_function" for node in recorded.graph.nodes)
         self.run = self.uncompiled = to_python(recorded.graph)
         self.to_compile = recorded if compiles and self.length <= MAX_COMPILED_OPERATIONS else None
         self.replays = 0
-        self.strides: list[Any] | None = None
-        """Strides of the inputs that the compiled kernels were made for."""
+        self.strides: list[Any] | None = None  # of the inputs that the compiled kernels were made for
 
     def take_result(self) -> Any:
         """Return the result of the recorded run and release it."""
@@ -114,8 +106,7 @@ class Recorder(HostReadMode):
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.recorded = RecordedGraph(fx.Graph())
-        self.nodes: dict[int, fx.Node] = {}
-        """Nodes by the id of the value that they stand for."""
+        self.nodes: dict[int, fx.Node] = {}  # by the id of the value that they stand for
         self.kept: list[Any] = []  # keeps those values alive, so that no id is used twice
         self.count = 0
         self.not_replayable = ""
@@ -135,7 +126,6 @@ class Recorder(HostReadMode):
         return self.nodes.get(id(value)) or self._remember(value, self.recorded.add_outside(value))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and record it."""
         kwargs = kwargs or {}
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self.count += 1
@@ -169,14 +159,13 @@ class Recorder(HostReadMode):
 
 
 class OperationProbe(TorchDispatchMode):
-    """Dispatch mode that notes which operation a call dispatches, and runs nothing."""
+    """Dispatch mode that notes which operation a call dispatches, and returns `result` without running it."""
 
     def __init__(self, result: Any) -> None:
         super().__init__()
         self.result, self.seen = result, None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note the operation and return the known result."""
         if func is not aten.detach.default or self.seen is None:  # factory functions dispatch a detach() at their end
             self.seen = (func, args, kwargs or {})
         return self.result

@@ -20,10 +20,8 @@ class RecordedGraph:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.inputs: list[fx.Node] = []
-        self.outside: dict[fx.Node, Any] = {}
-        """Values from outside the function (parameters, buffers, generators, constants) by their argument."""
-        self.storages: dict[fx.Node, int] = {}
-        """Addresses of the arguments' memory."""
+        self.outside: dict[fx.Node, Any] = {}  # parameters, buffers, generators and constants by their argument
+        self.storages: dict[fx.Node, int] = {}  # addresses of the arguments' memory
 
     def add_input(self, leaf: Tensor) -> fx.Node:
         """Add an argument for an input, before any operation is added."""
@@ -125,7 +123,8 @@ class Simplifier:
             return self._add_outside(node.meta["value"], None)
         if is_view(node) and len(sources) == 1 and isinstance(self.recorded.outside.get(sources[0]), Tensor):
             return self._add_outside(self._evaluate(node), node)
-        if self.constants.issuperset(sources) and self._is_new_tensor(node):
+        is_new = "kind" in node.meta and is_pure(func) and not may_alias(func) and not memory.is_written(node)
+        if is_new and self.constants.issuperset(sources):
             return self._add_outside(self._evaluate(node), None)
         if is_view(node) or (is_pure(func) and not memory.is_written(node, *sources)):
             return self.known.setdefault((func, str(node.args), str(node.kwargs)), node)
@@ -136,11 +135,6 @@ class Simplifier:
         if node.target not in TIMES_ONE or node.args[1] != 1.0 or not isinstance(source, fx.Node):
             return False
         return source.meta.get("kind") == node.meta["kind"] and not self.memory.is_written(node, source)
-
-    def _is_new_tensor(self, node: fx.Node) -> bool:
-        """Whether a pure operation makes a tensor in memory of its own, which nothing writes to afterwards."""
-        is_tensor = "kind" in node.meta and not may_alias(node.target)
-        return is_tensor and is_pure(node.target) and not self.memory.is_written(node)
 
     def _evaluate(self, node: fx.Node) -> Any:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self.recorded.outside[source].detach())

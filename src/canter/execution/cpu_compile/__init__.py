@@ -16,13 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from canter.execution.cpu_compile.rewrite import (
-    decompose_adam,
-    decompose_foreach,
-    final_pass,
-    is_plain_adam,
-    merge_copies,
-)
+from canter.execution.cpu_compile.rewrite import ADAMS, decompose_adam, decompose_foreach, final_pass, merge_copies
 from canter.execution.simplify import Memory, RecordedGraph, is_random, is_view, to_python, written_arguments
 
 aten = torch.ops.aten
@@ -36,22 +30,21 @@ INDUCTOR_OPTIONS = {"size_asserts": False, "alignment_asserts": False, "cpp_wrap
 
 
 def compile_recording(recorded: RecordedGraph, args: Sequence[Any]) -> Callable[..., Any]:
-    """Compile a recorded graph into a function of the same arguments.
-
-    Args:
-        recorded: The graph, which is rewritten in place.
-        args: Current values of its arguments, as examples for the compiler; they are not changed.
-    """
+    """Compile a recorded graph, with `args` as examples, into a function of the same arguments."""
     decompose(recorded)
     parts, results = split(recorded)
     base = Memory(recorded).base
     is_alias_free = all(base[node] is node for node in results if parts[node] == ARITHMETIC)
     graphs = [take_part(recorded.graph, parts, results, part) for part in (DRAWS, ARITHMETIC, REST)]
     draw, finish = to_python(graphs[DRAWS]), to_python(graphs[REST])
+    arguments = [node for node in graphs[ARITHMETIC].nodes if node.op == "placeholder"]
+    used = [i for i, node in enumerate(arguments) if node.users]
+    for node in arguments:
+        if not node.users:
+            graphs[ARITHMETIC].erase_node(node)
     with torch.inference_mode(False), torch.no_grad():
         like = [example(value) if isinstance(value, Tensor) and value.is_inference() else value for value in args]
         states = [(value, value.get_state()) for value in args if isinstance(value, torch.Generator)]
-        used = drop_unused_arguments(graphs[ARITHMETIC])
         examples = [*like, *draw(*like)]
         kernels = compile_graph(graphs[ARITHMETIC], [examples[i] for i in used], is_alias_free)
         for generator, before in states:  # undo the draws of the examples
@@ -68,8 +61,9 @@ def decompose(recorded: RecordedGraph) -> None:
     """Replace library calls, which Inductor cannot fuse, by elementwise operations."""
     merge_copies(recorded)
     decompose_foreach(recorded.graph)
-    for node in list(recorded.graph.nodes):
-        if is_plain_adam(node) and needs_only_compiled(recorded, node):
+    for node in [node for node in recorded.graph.nodes if node.target in ADAMS]:
+        is_plain = not node.kwargs["amsgrad"] and node.kwargs.get("grad_scale") is None
+        if is_plain and needs_only_compiled(recorded, node):
             decompose_adam(recorded, node)
 
 
@@ -131,16 +125,6 @@ def take_part(graph: fx.Graph, parts: dict[fx.Node, int], results: Sequence[fx.N
     if part != REST:
         made.output(tuple(copies[node] for node in results if parts[node] == part))
     return made
-
-
-def drop_unused_arguments(graph: fx.Graph) -> list[int]:
-    """Remove the arguments that no operation reads; returns the positions of the others."""
-    given = [node for node in graph.nodes if node.op == "placeholder"]
-    used = [i for i, node in enumerate(given) if node.users]
-    for node in given:
-        if not node.users:
-            graph.erase_node(node)
-    return used
 
 
 def example(value: Tensor) -> Tensor:

@@ -61,13 +61,8 @@ def decompose_foreach(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def is_plain_adam(node: fx.Node) -> bool:
-    """Whether a node is a fused step of Adam or AdamW that `decompose_adam` can express."""
-    return node.target in ADAMS and not node.kwargs["amsgrad"] and node.kwargs.get("grad_scale") is None
-
-
 def decompose_adam(recorded: RecordedGraph, node: fx.Node) -> None:
-    """Replace a fused step of Adam or AdamW by its arithmetic."""
+    """Replace a fused step of Adam or AdamW, without amsgrad and grad_scale, by its arithmetic."""
 
     def call(func: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return recorded.graph.call_function(func, args, kwargs)
@@ -161,8 +156,9 @@ def hoist_scalars(graph: fx.Graph) -> None:
         loops = [user for user in node.users if count(user) >= LONG_LOOP]
         if loops:
             value = node.meta["val"]
+            args = (node, list(value.shape), list(value.stride()))
             with graph.inserting_after(node):  # as_strided makes Inductor store its argument
-                hoisted = graph.call_function(aten.as_strided.default, (node, list(value.shape), list(value.stride())))
+                hoisted = graph.call_function(aten.as_strided.default, args)
             hoisted.meta.update(node.meta)
             for user in loops:
                 user.replace_input_with(node, hoisted)
