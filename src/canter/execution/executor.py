@@ -58,7 +58,6 @@ class Executor:
         """Names of functions that cannot be captured or recorded."""
         self.graphs: dict[Any, Any] = {}  # Graph or Recording by signature
         self.calls: dict[Any, int] = {}  # by signature
-        self.captured: dict[str, int] = {}  # number of captures by function name
         self.results: dict[int, Graph] = {}  # by the id of the outputs that a graph returns
         self.owned: set[int] = set()  # addresses of the tensors of all graphs
         self.constants_numbers: dict[Any, int] = {}
@@ -83,8 +82,7 @@ class Executor:
             return graph.replay(leaves)
         self.calls[signature] = self.calls.get(signature, 0) + 1
         if self.calls[signature] > EAGER_CALLS:
-            self.captured[name] = self.captured.get(name, 0) + 1
-            if self.captured[name] > MAX_GRAPHS:
+            if sum(known[0] == name for known in self.graphs) == MAX_GRAPHS:
                 self._give_up(name, f"its shapes changed more than {MAX_GRAPHS} times")
             elif self.records:
                 return self._record(signature, fn, args, leaves)
@@ -94,7 +92,7 @@ class Executor:
 
     def forget(self) -> None:
         """Drop every graph; needed when tensors that they refer to were replaced."""
-        for known in (self.graphs, self.calls, self.captured, self.results, self.owned):
+        for known in (self.graphs, self.calls, self.results, self.owned):
             known.clear()
 
     def bucket(self, count: int, unit: int) -> int:

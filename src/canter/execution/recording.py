@@ -63,9 +63,9 @@ class Recording:
         recorded.graph.output(tuple(recorder.node_of(leaf) for leaf in outputs))
         self.template = rebuild(self.result, iter([torch.empty(0)] * len(outputs)))
         self.outside = simplify(recorded)  # values of the graph's arguments before the inputs
-        self.length = sum(node.op == "call_function" for node in recorded.graph.nodes)
         self.run = self.uncompiled = to_python(recorded.graph)
-        self.to_compile = recorded if compiles and self.length <= MAX_COMPILED_OPERATIONS else None
+        length = sum(node.op == "call_function" for node in recorded.graph.nodes)
+        self.to_compile = recorded if compiles and length <= MAX_COMPILED_OPERATIONS else None
         self.replays = 0
         self.strides: list[Any] | None = None  # of the inputs that the compiled kernels were made for
 
