@@ -7,11 +7,11 @@ from gymnasium import spaces
 
 from canter.algorithms.ppo import PPO
 from canter.envs.vec_env import StepRecord, VecEnv
+from canter.execution.guard import NoHostSync
 from canter.modules.actor_critic import ActorCritic
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.actors import MLPActor, MLPCritic
 from canter.modules.build import build_pair
-from canter.utils.debug import NoHostSync
 
 torch.set_num_threads(1)
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from canter.utils.debug import NoHostSync
+from canter.execution.guard import NoHostSync
 from canter.utils.returns import gae
 
 KINDS = ["mlp", "lstm", "gru", "discrete", "multi_discrete", "squashed", "lstm_discrete", "dict"]

@@ -11,9 +11,9 @@ from canter.algorithms import SAC, TD3, SACConfig, TD3Config
 from canter.algorithms.actor_q import frozen, joint_limit_bounds
 from canter.envs.torch_envs import CartPole, Pendulum, PointRobot
 from canter.envs.torch_envs.base import TorchEnv
+from canter.execution.guard import NoHostSync
 from canter.modules.actors import ContinuousActor
 from canter.storage.offline import Episode
-from canter.utils.debug import NoHostSync
 
 SMALL = {"actor_hidden_dims": (8,), "critic_hidden_dims": (8,), "batch_size": 16, "learning_starts": 16}
 SMALL |= {"buffer_size": 400, "device": "cpu", "seed": 1}

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from canter.envs.dummy import DummyVecEnv
-from canter.utils.debug import NoHostSync
+from canter.execution.guard import NoHostSync
 
 
 def test_episodes_end_at_the_time_limit_with_the_observation_before_the_reset():

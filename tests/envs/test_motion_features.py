@@ -7,7 +7,7 @@ from gymnasium import spaces
 
 from canter.envs.motion_features import MotionFeatures, feature_columns, windows
 from canter.envs.torch_envs.base import TorchEnv
-from canter.utils.debug import NoHostSync
+from canter.execution.guard import NoHostSync
 
 
 class Counter(TorchEnv):

@@ -7,7 +7,7 @@ import torch
 from canter.envs.final_obs import FINAL_OBS_NAMES
 from canter.envs.records import EndWatch, end_flags, step_record
 from canter.envs.tensors import take_obs, take_tensor
-from canter.utils.debug import NoHostSync
+from canter.execution.guard import NoHostSync
 
 CPU = torch.device("cpu")
 DONE = torch.tensor([True, False, True])

@@ -4,7 +4,7 @@ import torch
 from gymnasium import spaces
 
 from canter.envs.rsl_rl import RslRlAdapter, is_batched
-from canter.utils.debug import NoHostSync
+from canter.execution.guard import NoHostSync
 
 ACTION = torch.zeros(3, 2)
 

@@ -6,7 +6,7 @@ from gymnasium import spaces
 
 from canter.envs.records import step_record
 from canter.envs.torch_envs import TORCH_ENVS, CartPole, ImageReach, MaskedCartPole, Pendulum, PointRobot, TorchEnv
-from canter.utils.debug import NoHostSync
+from canter.execution.guard import NoHostSync
 from canter.utils.tree import tree_leaves
 
 EVERY = pytest.mark.parametrize("name", sorted(TORCH_ENVS))

@@ -7,7 +7,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 
 from canter.envs.gymnasium import GymVecEnv
 from canter.envs.vector import GymVectorEnvAdapter, autoreset_mode
-from canter.utils.debug import NoHostSync
+from canter.execution.guard import NoHostSync
 
 
 def adapter(fns, mode):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from canter.envs.wrap import wrap_env
+from canter.execution.executor import Executor
 from canter.runners import OnPolicyRunner
-from canter.utils.graphs import Executor
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

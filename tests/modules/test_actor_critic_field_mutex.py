@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from canter.algorithms.teacher import Teacher
+from canter.execution.guard import NoHostSync
 from canter.modules.actor_critic_field_mutex import ActorCriticClimbMutex, ActorCriticFieldMutex
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.runners.evaluation import InferencePolicy
-from canter.utils.debug import NoHostSync
 
 spec = importlib.util.spec_from_file_location("mutex_runs", Path(__file__).parent / "mutex_runs.py")
 runs = importlib.util.module_from_spec(spec)

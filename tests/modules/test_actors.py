@@ -8,6 +8,7 @@ from gymnasium import spaces
 from torch import distributions as td
 from torch import nn
 
+from canter.execution.guard import NoHostSync
 from canter.modules.actors import (
     Actor,
     CNNActor,
@@ -22,7 +23,6 @@ from canter.modules.actors import (
 )
 from canter.modules.distributions import SquashedGaussian
 from canter.modules.space_networks import flatten_obs
-from canter.utils.debug import NoHostSync
 
 VECTOR = spaces.Box(-math.inf, math.inf, (5,))
 ARM = spaces.Box(-2.0, 2.0, (3,))

@@ -8,6 +8,7 @@ import torch
 from gymnasium import spaces
 from torch import distributions as td
 
+from canter.execution.guard import NoHostSync
 from canter.modules.distributions import (
     Beta,
     Categorical,
@@ -18,7 +19,6 @@ from canter.modules.distributions import (
     distribution_for,
     init_std,
 )
-from canter.utils.debug import NoHostSync
 
 NVEC = [3, 2, 4]
 

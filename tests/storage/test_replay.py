@@ -8,10 +8,10 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from canter.envs.wrap import wrap_env
+from canter.execution.guard import NoHostSync
 from canter.storage.fields import Field
 from canter.storage.replay import TransitionReplayBuffer
 from canter.storage.replay_memory import check_memory, readable
-from canter.utils.debug import NoHostSync
 
 
 class Episodes(gymnasium.Env):

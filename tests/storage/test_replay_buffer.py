@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from canter.execution.guard import NoHostSync
 from canter.storage.replay_buffer import ReplayBuffer
-from canter.utils.debug import NoHostSync
 
 
 def pairs(first, count, width=2):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from canter.utils.debug import NoHostSync
+from canter.execution.guard import NoHostSync
 from canter.utils.metrics import EpisodeTracker, FiniteGuard, MeanMeter, NonFiniteError
 
 

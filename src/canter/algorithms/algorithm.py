@@ -16,7 +16,7 @@ from canter.envs.vec_env import StepRecord
 from canter.envs.wrap import wrap_env
 from canter.utils.checkpoint import check_compatible
 from canter.utils.config import check_settings, check_value, combined_settings, declared_kinds, setting, settings
-from canter.utils.graphs import Executor
+from canter.execution.executor import Executor
 from canter.utils.runtime import resolve_device
 
 EXECUTIONS = ("auto", "eager", "graph", "compile")

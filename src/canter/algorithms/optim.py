@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from canter.algorithms.flat import FlatParameters, join_state, split_state
+from canter.execution.flat_parameters import FlatParameters, join_state, split_state
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     name.lower(): cls

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from canter.algorithms.flat import FlatParameters
 from canter.algorithms.optim import GuardedOptimizer
+from canter.execution.flat_parameters import FlatParameters, copy_tensors, lerp_tensors
 
 
 class TargetNetwork:
@@ -34,9 +34,9 @@ class TargetNetwork:
         """Move by `tau` of the way (1 copies); statistics such as those of a batch norm are copied."""
         own, trained = self.pairs
         if tau >= 1:
-            torch._foreach_copy_(own, trained)  # pyright: ignore[reportPrivateImportUsage]
+            copy_tensors(own, trained)
         else:
-            torch._foreach_lerp_(own, trained, tau)  # pyright: ignore[reportPrivateImportUsage]
+            lerp_tensors(own, trained, tau)
         for mine, theirs in zip(self.module.buffers(), self.source.buffers(), strict=True):
             mine.copy_(theirs)
 

@@ -34,29 +34,3 @@ def tree_where(mask: Tensor, yes: Obs, no: Obs) -> Obs:
         return torch.where(mask.view(-1, *[1] * (a.dim() - 1)), a, b)
 
     return tree_map(pick, yes, no)
-
-
-def describe(tree: Any, leaves: list[Tensor]) -> Any:
-    """A hashable description of nested containers; their tensors are appended to `leaves`."""
-    if isinstance(tree, Tensor):
-        leaves.append(tree)
-        return tree.shape, tree.dtype
-    if tree is None:
-        return None
-    if isinstance(tree, dict):
-        return tuple([(name, describe(part, leaves)) for name, part in tree.items()])
-    if isinstance(tree, (tuple, list)):  # a union would be made anew in every call
-        return (type(tree), *[describe(part, leaves) for part in tree])
-    return tree
-
-
-def rebuild(tree: Any, leaves: Iterator[Tensor]) -> Any:
-    """The same containers with the tensors replaced, in the order of `describe`."""
-    if isinstance(tree, Tensor):
-        return next(leaves)
-    if isinstance(tree, dict):
-        return {name: rebuild(part, leaves) for name, part in tree.items()}
-    if isinstance(tree, (tuple, list)):
-        parts = [rebuild(part, leaves) for part in tree]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
-    return tree

@@ -1,4 +1,4 @@
-"""What is said otherwise for a compiler computes the same."""
+"""Graph rewrites for the compiler compute the same."""
 
 import pytest
 import torch
@@ -6,34 +6,35 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from canter.algorithms.optim import GuardedOptimizer
-from canter.utils.tape import COMPILED_AFTER, Recorder, Tape
-from canter.utils.tape_graph import simplify, straight
-from canter.utils.tape_rewrite import LONG, add_afterwards, keep_numbers, rewrite, shorten_tanh
+from canter.execution.cpu_compile import decompose
+from canter.execution.cpu_compile.rewrite import LONG_LOOP, hoist_scalars, split_addmm, tanh_as_sigmoid
+from canter.execution.recording import COMPILE_AFTER, Recorder, Recording
+from canter.execution.simplify import simplify, to_python
 
 aten = torch.ops.aten
 
 
 def rewritten(fn, *inputs):
-    """The rewritten recording of a function as straight code, and the names of its operations."""
+    """The rewritten recording of a function as Python code, and the names of its operations."""
     recorder = Recorder(inputs)
     with recorder:
         fn(*inputs)
-    recorder.notes.graph.output(())
-    held = simplify(recorder.notes)
-    rewrite(recorder.notes)
-    names = [str(node.target) for node in recorder.notes.graph.nodes if node.op == "call_function"]
-    run = straight(recorder.notes.graph)
-    return (lambda *inputs: run(*held, *inputs)), names
+    recorder.recorded.graph.output(())
+    outside = simplify(recorder.recorded)
+    decompose(recorder.recorded)
+    names = [str(node.target) for node in recorder.recorded.graph.nodes if node.op == "call_function"]
+    run = to_python(recorder.recorded.graph)
+    return (lambda *inputs: run(*outside, *inputs)), names
 
 
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-def test_adam_in_full_takes_the_steps_of_the_fused_one(kind, decay, maximize):
+def test_decomposed_adam_takes_the_steps_of_the_fused_one(kind, decay, maximize):
     torch.manual_seed(0)
     start = torch.randn(7)
     results = []
-    for spells_out in (False, True):
+    for decomposes in (False, True):
         param, found_inf = nn.Parameter(start.clone()), torch.zeros(())
         rate = torch.tensor(0.01)
         optimizer = kind([param], lr=rate, weight_decay=decay, maximize=maximize, fused=True)
@@ -47,7 +48,7 @@ def test_adam_in_full_takes_the_steps_of_the_fused_one(kind, decay, maximize):
         generator = torch.Generator().manual_seed(1)
         step(torch.randn(7, generator=generator))
         run = step
-        if spells_out:
+        if decomposes:
             run, names = rewritten(step, torch.randn(7, generator=generator))
             assert not any("fused" in name or "foreach" in name for name in names)
         else:
@@ -68,7 +69,7 @@ def test_adam_in_full_takes_the_steps_of_the_fused_one(kind, decay, maximize):
     assert torch.equal(unchanged, results[1][2][0])
 
 
-def test_what_is_not_known_to_be_the_same_is_left_alone():
+def test_adam_with_amsgrad_stays_fused():
     param = nn.Parameter(torch.ones(3))
     param.grad = torch.ones(3)
     optimizer = torch.optim.Adam([param], lr=torch.tensor(0.1), amsgrad=True, fused=True)
@@ -78,10 +79,10 @@ def test_what_is_not_known_to_be_the_same_is_left_alone():
 
 
 def test_a_second_step_that_needs_the_first_stays_fused():
-    """It is not compiled any more, and there a single call is faster than its parts."""
+    """It cannot be compiled, and uncompiled the fused call is faster than its parts."""
     params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     optimizers = [torch.optim.Adam([param], lr=torch.tensor(0.1), fused=True) for param in params]
-    vectors = [param.detach().view(-1) for param in params]  # other names of the same memory, as layers are
+    vectors = [param.detach().view(-1) for param in params]  # views of the same memory, as of layers in a flat vector
 
     def step(x):
         for k in (0, 1):
@@ -98,7 +99,7 @@ def test_a_second_step_that_needs_the_first_stays_fused():
     assert all((param < twin).all() for param, twin in zip(params, twins, strict=True))
 
 
-def test_lists_are_written_one_by_one():
+def test_foreach_operations_are_decomposed():
     a, b = torch.ones(2), torch.full((3,), 2.0)
 
     def step(x):
@@ -119,10 +120,10 @@ def traced(fn, *inputs):
     return module, [node for node in module.graph.nodes if node.op == "call_function"]
 
 
-def test_a_summand_is_added_after_the_product():
+def test_addmm_is_split_into_product_and_sum():
     x, w, b = torch.randn(4, 3), torch.randn(3, 5), torch.randn(5)
     module, _ = traced(lambda b, x, w: torch.addmm(b, x, w) + torch.addmm(b, x, w, beta=0.5), b, x, w)
-    add_afterwards(module.graph)
+    split_addmm(module.graph)
     module.recompile()
     targets = [node.target for node in module.graph.nodes]
     assert targets.count(aten.mm.default) == 1
@@ -131,10 +132,10 @@ def test_a_summand_is_added_after_the_product():
     assert all("val" in node.meta for node in module.graph.nodes if node.op == "call_function")
 
 
-def test_tanh_is_shortened_only_on_its_way_into_a_product():
+def test_only_a_tanh_that_feeds_a_product_becomes_a_sigmoid():
     x = torch.cat([torch.linspace(-12, 12, 1001), torch.tensor([-1e30, 1e30, 0.0])]).view(-1, 4)
     module, _ = traced(lambda x: (torch.tanh(x) @ torch.eye(4), torch.tanh(x * 2)), x)
-    shorten_tanh(module.graph)
+    tanh_as_sigmoid(module.graph)
     module.recompile()
     targets = [node.target for node in module.graph.nodes]
     assert targets.count(aten.tanh.default) == targets.count(aten.sigmoid.default) == 1
@@ -143,23 +144,23 @@ def test_tanh_is_shortened_only_on_its_way_into_a_product():
     assert torch.equal(left, torch.tanh(x * 2))
 
 
-def test_numbers_for_long_loops_are_computed_before_them():
+def test_scalars_of_long_loops_are_computed_before_them():
     def scale(x, y, n):
         factor = 1.0 / (n + 1.0)
         return x * factor, y * factor
 
-    inputs = torch.ones(LONG), torch.ones(3), torch.tensor(3.0)
+    inputs = torch.ones(LONG_LOOP), torch.ones(3), torch.tensor(3.0)
     module, _ = traced(scale, *inputs)
-    keep_numbers(module.graph)
+    hoist_scalars(module.graph)
     module.recompile()
     kept = [node for node in module.graph.nodes if node.target is aten.as_strided.default]
     assert len(kept) == 1
-    assert [user.meta["val"].numel() for user in kept[0].users] == [LONG]
+    assert [user.meta["val"].numel() for user in kept[0].users] == [LONG_LOOP]
     assert [part[0].item() for part in module(*inputs)] == [0.25, 0.25]
 
 
 @pytest.mark.slow
-def test_a_compiled_step_of_a_network_follows_the_eager_one():
+def test_compiled_training_steps_follow_the_eager_ones():
     torch.manual_seed(0)
     nets = [nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2)) for _ in "ab"]
     nets[1].load_state_dict(nets[0].state_dict())
@@ -174,12 +175,12 @@ def test_a_compiled_step_of_a_network_follows_the_eager_one():
     x = torch.randn(16, 6)
     for k in (0, 1):
         step(x, k)
-    tape = Tape(lambda x: step(x, 0), (x,), [x], True)
-    tape.take_result()
+    recording = Recording(lambda x: step(x, 0), (x,), [x], True)
+    recording.take_result()
     step(x, 1)
-    for _ in range(COMPILED_AFTER + 40):
+    for _ in range(COMPILE_AFTER + 40):
         x = torch.randn(16, 6)
-        torch.testing.assert_close(tape.replay([x]), step(x, 1), rtol=1e-4, atol=1e-6)
-    assert tape.run is not tape.plain
+        torch.testing.assert_close(recording.replay([x]), step(x, 1), rtol=1e-4, atol=1e-6)
+    assert recording.run is not recording.uncompiled
     for ours, theirs in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)

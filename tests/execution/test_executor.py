@@ -1,4 +1,4 @@
-"""The executor where there is no GPU: structure, signatures, fallbacks. What a GPU does is tested in tests/gpu."""
+"""The executor without a GPU: signatures, replays, fallbacks. CUDA graphs are tested in tests/gpu."""
 
 import copy
 
@@ -7,17 +7,17 @@ import torch
 
 from canter.algorithms import PPO
 from canter.envs.vec_env import StepRecord
+from canter.execution import executor as executor_module
+from canter.execution.cuda_graph import describe, rebuild
+from canter.execution.executor import EAGER_CALLS, Compiled, Executor
 from canter.modules import ActorCritic
 from canter.storage.trajectories import Trajectories
-from canter.utils import graphs
-from canter.utils.graphs import Executor
-from canter.utils.tree import describe, rebuild
 
 CPU = torch.device("cpu")
 
 
-class Recorded:
-    """Stands for a captured graph: fixed inputs and outputs, replayed by running the function again."""
+class FakeGraph:
+    """Stand-in for a CUDA graph: fixed input and output tensors; a replay runs the function again."""
 
     def __init__(self, fn, args, leaves, generators, owned):
         self.fn, self.args = fn, args
@@ -39,7 +39,7 @@ class Recorded:
 
 @pytest.fixture
 def executor(monkeypatch):
-    monkeypatch.setattr(graphs, "Graph", Recorded)
+    monkeypatch.setattr(executor_module, "Graph", FakeGraph)
     made = Executor(CPU, "graph")
     made.uses_graphs, made.records = True, False
     return made
@@ -69,19 +69,19 @@ def test_rebuilding_inverts_describing():
         (Trajectories(torch.zeros(1), torch.zeros(1), 4), Trajectories(torch.zeros(1), torch.zeros(1), 5)),
     ],
 )
-def test_what_needs_another_graph_has_another_description(one, other):
+def test_inputs_that_need_another_graph_have_another_description(one, other):
     assert describe(one, []) != describe(other, [])
     assert describe(one, []) == describe(one, [])
 
 
-def test_unknown_words_are_refused():
+def test_unknown_execution_and_precision_are_refused():
     with pytest.raises(ValueError, match="execution must be one of auto, eager, graph, compile, got 'fast'"):
         Executor(CPU, "fast")
     with pytest.raises(ValueError, match="precision must be one of tf32, fp32, bf16, got 'fp8'"):
         PPO(ActorCritic(2, 1), precision="fp8")
 
 
-def test_a_cpu_records_does_not_compile_unasked_and_keeps_counts_exact():
+def test_on_a_cpu_auto_records_without_compiling_and_counts_stay_exact():
     executor = Executor(CPU)
     assert executor.records
     assert not executor.uses_graphs
@@ -91,7 +91,7 @@ def test_a_cpu_records_does_not_compile_unasked_and_keeps_counts_exact():
     assert executor.run("double", lambda x: 2 * x, torch.ones(2)).tolist() == [2, 2]
 
 
-def test_first_calls_are_real_and_later_ones_are_replays(executor):
+def test_first_calls_run_the_function_itself(executor):
     calls = []
     total = torch.zeros(())
 
@@ -100,7 +100,7 @@ def test_first_calls_are_real_and_later_ones_are_replays(executor):
         total.add_(x.sum())
         return {"total": total + 0}
 
-    for k in range(graphs.EAGER_CALLS):
+    for k in range(EAGER_CALLS):
         executor.run("add", add, torch.full((2,), float(k)))
     assert not executor.graphs
     assert total == 2.0  # 2 * (0 + 1): every call counted once
@@ -120,8 +120,8 @@ def test_results_of_one_graph_go_into_another_without_a_copy(executor):
     assert graph.inputs[0] is step["y"]
 
 
-def test_shapes_that_keep_changing_end_in_eager_runs_with_one_message(executor):
-    sizes = [n for n in range(1, 40) for _ in range(graphs.EAGER_CALLS + 1)]
+def test_a_function_whose_shapes_keep_changing_warns_once_and_runs_eagerly(executor):
+    sizes = [n for n in range(1, 40) for _ in range(EAGER_CALLS + 1)]
     with pytest.warns(UserWarning, match=r"'grow' cannot be captured .*shapes changed more than 32 times") as caught:
         totals = [executor.run("grow", lambda x: x.sum(), torch.ones(n)).item() for n in sizes]
     assert totals == sizes
@@ -129,11 +129,11 @@ def test_shapes_that_keep_changing_end_in_eager_runs_with_one_message(executor):
     assert "grow" in executor.eager_only
 
 
-def test_a_capture_that_fails_is_told_once_and_runs_eagerly(executor, monkeypatch):
+def test_a_function_that_cannot_be_captured_warns_once_and_runs_eagerly(executor, monkeypatch):
     def broken(*args):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(graphs, "Graph", broken)
+    monkeypatch.setattr(executor_module, "Graph", broken)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     with pytest.warns(UserWarning, match="not permitted when stream is capturing") as caught:
         results = [executor.run("f", lambda x: x + 1, torch.zeros(2)).tolist() for _ in range(6)]
@@ -141,34 +141,34 @@ def test_a_capture_that_fails_is_told_once_and_runs_eagerly(executor, monkeypatc
     assert len(caught) == 1
 
 
-def test_what_cannot_be_compiled_is_told_once_and_runs_as_it_is(monkeypatch):
+def test_a_function_that_cannot_be_compiled_warns_once_and_runs_uncompiled(monkeypatch):
     def refuse(*args):
         raise RuntimeError("unsupported: something exotic")
 
     monkeypatch.setattr(torch, "compile", lambda fn, dynamic: refuse)
-    double = graphs.Compiled(lambda x: 2 * x)
+    double = Compiled(lambda x: 2 * x)
     with pytest.warns(UserWarning, match=r"cannot be compiled \(unsupported: something exotic\)") as caught:
         results = [double(torch.ones(1)).item() for _ in range(4)]
     assert results == [2.0] * 4
     assert len(caught) == 1
 
 
-def test_an_error_of_the_function_itself_is_not_taken_for_one_of_the_compiler(monkeypatch):
+def test_errors_of_a_compiled_function_are_raised_unchanged(monkeypatch):
     def wrong(x):
         raise KeyError("no such segment")
 
     monkeypatch.setattr(torch, "compile", lambda fn, dynamic: fn)
     with pytest.raises(KeyError, match="no such segment"):
-        graphs.Compiled(wrong)(torch.ones(1))
+        Compiled(wrong)(torch.ones(1))
 
 
-def test_a_changed_weight_or_setting_needs_another_graph_and_a_new_storage_all_new_ones(make_ppo, collect, executor):
+def test_a_changed_weight_or_setting_needs_another_graph_and_a_new_storage_drops_all(make_ppo, collect, executor):
     alg, env = make_ppo("mlp", num_steps=2, num_mini_batches=1)
     executor.eager_only = {"act", "process", "returns"}
     alg.executor = executor
 
     def learn_graphs():
-        for _ in range(graphs.EAGER_CALLS + 1):
+        for _ in range(EAGER_CALLS + 1):
             collect(alg, env)
             alg.update(0)
         return sum(signature[0] == "learn" for signature in executor.graphs)
@@ -179,7 +179,7 @@ def test_a_changed_weight_or_setting_needs_another_graph_and_a_new_storage_all_n
     assert learn_graphs() == 2
     alg.max_grad_norm = 7.0
     assert learn_graphs() == 3
-    alg.loss_weights["value_loss"] = torch.tensor(0.5)  # a scheduled weight is a tensor, which a graph reads anew
+    alg.loss_weights["value_loss"] = torch.tensor(0.5)  # a graph reads the current value of a tensor
     before = learn_graphs()
     alg.loss_weights["value_loss"].fill_(0.1)
     assert learn_graphs() == before
@@ -187,7 +187,7 @@ def test_a_changed_weight_or_setting_needs_another_graph_and_a_new_storage_all_n
     assert not executor.graphs
 
 
-def test_a_record_is_a_tree_like_any_other():
+def test_a_step_record_is_described_and_rebuilt():
     flags = torch.zeros(3).bool()
     record = StepRecord(None, None, torch.ones(3), flags, flags, None, None, ~flags, None)
     leaves = []
@@ -199,8 +199,8 @@ def test_a_record_is_a_tree_like_any_other():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mlp", "lstm", "discrete", "dict"])
-def test_compiled_on_a_cpu_learns_the_same_to_rounding(make_ppo, collect, kind, monkeypatch):
-    monkeypatch.setattr("canter.utils.tape.COMPILED_AFTER", 0)
+def test_compiled_recordings_learn_the_same_up_to_rounding(make_ppo, collect, kind, monkeypatch):
+    monkeypatch.setattr("canter.execution.recording.COMPILE_AFTER", 0)
     results = []
     for execution in ("eager", "compile"):
         alg, env = make_ppo(
@@ -211,7 +211,7 @@ def test_compiled_on_a_cpu_learns_the_same_to_rounding(make_ppo, collect, kind, 
             collect(alg, env)
             rollout = {name: value.clone() for name, value in alg.rollout.data.items()}
             alg.update(iteration)
-        compiled = {name for (name, *_), tape in alg.executor.graphs.items() if tape.run.__name__ == "run"}
+        compiled = {name for (name, *_), recording in alg.executor.graphs.items() if recording.run.__name__ == "run"}
         assert compiled == (set() if execution == "eager" else {"act", "process", "learn", "returns"})
         results.append((alg.state_dict(), rollout))
     torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)
@@ -237,7 +237,7 @@ def test_recorded_training_equals_eager_bit_for_bit(make_ppo, collect, kind, num
 
 
 @pytest.mark.parametrize("kind", ["mlp", "gru"])
-def test_what_is_loaded_in_mid_run_is_what_recorded_steps_go_on_from(make_ppo, collect, kind):
+def test_recorded_steps_continue_from_a_state_loaded_in_mid_run(make_ppo, collect, kind):
     results = []
     for execution in ("eager", "auto"):
         alg, env = make_ppo(kind, num_learning_epochs=2, num_mini_batches=2, execution=execution, seed=5)

@@ -1,4 +1,4 @@
-"""Recordings: they repeat the function bit for bit, whatever it reads, writes, draws and differentiates."""
+"""Recordings: replays equal the function bit for bit, with outside tensors, writes, random draws and gradients."""
 
 import math
 import operator
@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from canter.utils.graphs import EAGER_CALLS, MAX_GRAPHS, Executor
-from canter.utils.tape import COMPILED_AFTER, TOO_LONG, Recorder, Tape, same
-from canter.utils.tape_graph import simplify
-from canter.utils.tape_parts import split
-from canter.utils.tape_rewrite import join_copies, tile
-from canter.utils.tree import describe
+from canter.execution.cpu_compile import split
+from canter.execution.cpu_compile.rewrite import fills, merge_copies
+from canter.execution.cuda_graph import describe
+from canter.execution.executor import EAGER_CALLS, MAX_GRAPHS, Executor
+from canter.execution.recording import COMPILE_AFTER, TOO_LONG, Recorder, Recording, same_arguments
+from canter.execution.simplify import simplify
 
 CPU = torch.device("cpu")
 
@@ -21,49 +21,49 @@ CPU = torch.device("cpu")
 def record(fn, *args, compiles=False):
     leaves = []
     describe(args, leaves)
-    tape = Tape(fn, args, leaves, compiles)
-    return tape, tape.take_result()
+    recording = Recording(fn, args, leaves, compiles)
+    return recording, recording.take_result()
 
 
 def operations(fn, *inputs):
-    """The names of what is left of a function after it was shortened."""
+    """Names of the operations of a function after simplification."""
     recorder = Recorder(inputs)
     with recorder:
         result = fn(*inputs)
     outputs = []
     describe(result, outputs)
-    recorder.notes.graph.output(tuple(recorder.place(leaf) for leaf in outputs))
-    simplify(recorder.notes)
+    recorder.recorded.graph.output(tuple(recorder.node_of(leaf) for leaf in outputs))
+    simplify(recorder.recorded)
     return [
         "getitem" if node.target is operator.getitem else str(node.target).split(".")[1]
-        for node in recorder.notes.graph.nodes
+        for node in recorder.recorded.graph.nodes
         if node.op == "call_function"
     ]
 
 
-def test_a_replay_is_the_function_of_its_inputs():
-    tape, result = record(lambda x, y: {"sum": x + y, "pair": (x * 2, None)}, torch.ones(2), torch.ones(2))
+def test_a_replay_computes_the_function_of_its_inputs():
+    recording, result = record(lambda x, y: {"sum": x + y, "pair": (x * 2, None)}, torch.ones(2), torch.ones(2))
     assert result["sum"].tolist() == [2, 2]
-    again = tape.replay([torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])])
+    again = recording.replay([torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])])
     assert again["sum"].tolist() == [11, 22]
     assert again["pair"][0].tolist() == [2, 4]
     assert again["pair"][1] is None
 
 
-def test_two_inputs_that_were_one_tensor_may_differ_later():
+def test_two_inputs_that_were_one_tensor_may_differ_in_a_replay():
     x = torch.ones(2)
-    tape, _ = record(torch.sub, x, x)
-    assert tape.replay([torch.tensor([5.0, 5.0]), torch.tensor([1.0, 2.0])]).tolist() == [4, 3]
+    recording, _ = record(torch.sub, x, x)
+    assert recording.replay([torch.tensor([5.0, 5.0]), torch.tensor([1.0, 2.0])]).tolist() == [4, 3]
 
 
-def test_what_is_read_from_elsewhere_is_read_anew():
+def test_a_replay_reads_the_current_values_of_outside_tensors():
     scale = torch.tensor(2.0)
-    tape, _ = record(lambda x: x * scale.view(1), torch.ones(3))
+    recording, _ = record(lambda x: x * scale.view(1), torch.ones(3))
     scale.fill_(5.0)
-    assert tape.replay([torch.ones(3)]).tolist() == [5, 5, 5]
+    assert recording.replay([torch.ones(3)]).tolist() == [5, 5, 5]
 
 
-def test_writes_happen_once_per_run_and_in_order():
+def test_writes_happen_once_per_replay_and_in_order():
     total, count = torch.zeros(3), torch.zeros(())
 
     def add(x):
@@ -72,32 +72,32 @@ def test_writes_happen_once_per_run_and_in_order():
         count.add_(1)
         return before, total * 1.0
 
-    tape, (before, after) = record(add, torch.ones(3))
+    recording, (before, after) = record(add, torch.ones(3))
     assert (before[0], after[0]) == (0, 1)
-    before, after = tape.replay([torch.full((3,), 5.0)])
+    before, after = recording.replay([torch.full((3,), 5.0)])
     assert (before[0], after[0]) == (1, 6)
     assert count == 2
 
 
-def test_numbers_that_are_computed_twice_but_written_to_stay_apart():
+def test_repeated_operations_are_not_merged_if_a_result_is_written_to():
     def f(x):
         a, b = x + 1, x + 1
         a.mul_(2)
         return a, b
 
-    tape, _ = record(f, torch.ones(2))
-    assert [part.tolist() for part in tape.replay([torch.ones(2)])] == [[4, 4], [2, 2]]
+    recording, _ = record(f, torch.ones(2))
+    assert [part.tolist() for part in recording.replay([torch.ones(2)])] == [[4, 4], [2, 2]]
 
 
-def test_an_argument_that_is_written_to_between_two_readings_is_read_twice():
+def test_a_tensor_written_to_between_two_reads_is_read_twice():
     def f(x):
         y = x.clone()
         first = y.sum()
         y.add_(1)
         return first, y.sum()
 
-    tape, _ = record(f, torch.zeros(3))
-    assert [float(part) for part in tape.replay([torch.ones(3)])] == [3, 6]
+    recording, _ = record(f, torch.zeros(3))
+    assert [float(part) for part in recording.replay([torch.ones(3)])] == [3, 6]
 
 
 def test_a_row_written_through_a_view_shows_in_the_whole():
@@ -108,8 +108,8 @@ def test_a_row_written_through_a_view_shows_in_the_whole():
         table.view(-1)[0].add_(100)
         cursor.add_(1)
 
-    tape, _ = record(write, torch.full((2,), 1.0))
-    tape.replay([torch.full((2,), 2.0)])
+    recording, _ = record(write, torch.full((2,), 1.0))
+    recording.replay([torch.full((2,), 2.0)])
     assert table.tolist() == [[201, 1], [2, 2], [0, 0], [0, 0]]
 
 
@@ -119,25 +119,25 @@ def test_every_replay_draws_new_noise_from_the_same_stream():
     def draw(x):
         return x + torch.randn(4, generator=one)
 
-    tape, first = record(draw, torch.zeros(4))
-    drawn = [first, tape.replay([torch.zeros(4)]), tape.replay([torch.zeros(4)])]
+    recording, first = record(draw, torch.zeros(4))
+    drawn = [first, recording.replay([torch.zeros(4)]), recording.replay([torch.zeros(4)])]
     assert torch.equal(torch.stack(drawn), torch.stack([torch.randn(4, generator=other) for _ in range(3)]))
 
 
-def test_noise_that_nobody_reads_is_still_drawn():
+def test_unused_noise_is_still_drawn():
     generator = torch.Generator().manual_seed(3)
 
     def draw(x):
         torch.randn(4, generator=generator)
         return x + torch.randn(4, generator=generator)
 
-    tape, _ = record(draw, torch.zeros(4))
+    recording, _ = record(draw, torch.zeros(4))
     other = torch.Generator().manual_seed(3)
     expected = [torch.randn(4, generator=other) for _ in range(4)]
-    assert torch.equal(tape.replay([torch.zeros(4)]), expected[3])
+    assert torch.equal(recording.replay([torch.zeros(4)]), expected[3])
 
 
-def test_what_nobody_reads_and_what_is_computed_twice_goes():
+def test_unused_and_repeated_operations_are_removed():
     def f(x):
         x.cos()
         return x.exp().sum(), x.exp().mean()
@@ -145,26 +145,26 @@ def test_what_nobody_reads_and_what_is_computed_twice_goes():
     assert operations(f, torch.zeros(2)) == ["exp", "sum", "mean"]
 
 
-def test_constants_and_views_of_what_stays_are_taken_once():
+def test_constants_and_views_of_outside_tensors_are_evaluated_once():
     weight = nn.Parameter(torch.ones(3, 3))
     left = operations(lambda x: x @ weight.t() + torch.ones(3) * 2 + torch.ones_like(x)[0], torch.zeros(2, 3))
     assert left == ["mm", "add", "add"]
 
 
-def test_a_gradient_is_operations_like_any_other():
+def test_gradients_are_recorded():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def grads(x, y):
         return list(torch.autograd.grad((net(x) - y).square().mean(), list(net.parameters())))
 
-    tape, _ = record(grads, torch.randn(5, 3), torch.randn(5, 1))
+    recording, _ = record(grads, torch.randn(5, 3), torch.randn(5, 1))
     x, y = torch.randn(5, 3), torch.randn(5, 1)
-    assert all(torch.equal(a, b) for a, b in zip(tape.replay([x, y]), grads(x, y), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(recording.replay([x, y]), grads(x, y), strict=True))
 
 
 @pytest.mark.parametrize("kind", ["penalty", "LSTM", "GRU", "conv"])
-def test_second_derivatives_memories_and_images_are_repeated_bit_for_bit(kind):
+def test_second_derivatives_recurrent_and_convolutional_networks_are_replayed_bit_for_bit(kind):
     torch.manual_seed(0)
     net = {
         "penalty": nn.Sequential(nn.Linear(4, 8), nn.ELU(), nn.Linear(8, 1)),
@@ -183,15 +183,15 @@ def test_second_derivatives_memories_and_images_are_repeated_bit_for_bit(kind):
             loss = (out[0] if isinstance(out, tuple) else out).square().sum()
         return [g for g in torch.autograd.grad(loss, list(net.parameters()), allow_unused=True) if g is not None]
 
-    tape, _ = record(grads, torch.randn(5, 4))
+    recording, _ = record(grads, torch.randn(5, 4))
     x = torch.randn(5, 4)
-    assert all(torch.equal(a, b) for a, b in zip(tape.replay([x.clone()]), grads(x.clone()), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(recording.replay([x.clone()]), grads(x.clone()), strict=True))
 
 
 def test_a_recording_made_in_inference_mode_is_replayed_in_it():
     with torch.inference_mode():
-        tape, _ = record(lambda x: F.linear(x, torch.ones(2, 2)), torch.ones(1, 2))
-        assert tape.replay([torch.full((1, 2), 3.0)]).tolist() == [[6, 6]]
+        recording, _ = record(lambda x: F.linear(x, torch.ones(2, 2)), torch.ones(1, 2))
+        assert recording.replay([torch.full((1, 2), 3.0)]).tolist() == [[6, 6]]
 
 
 @pytest.mark.parametrize(
@@ -202,37 +202,37 @@ def test_a_recording_made_in_inference_mode_is_replayed_in_it():
         (lambda x: x.unique(), "unique"),
     ],
 )
-def test_a_function_that_looks_at_numbers_runs_and_says_why_it_is_unfit(fn, reason):
+def test_a_function_that_reads_values_runs_and_gives_the_reason_it_cannot_be_replayed(fn, reason):
     x = torch.tensor([1.0, 2.0, -1.0])
-    tape, result = record(fn, x)
+    recording, result = record(fn, x)
     assert torch.equal(result, fn(x))
-    assert any(name in tape.unfit for name in reason.split("|"))
-    assert "decide what comes next" in tape.unfit
+    assert any(name in recording.not_replayable for name in reason.split("|"))
+    assert "reads values on the host at" in recording.not_replayable
 
 
 @pytest.mark.parametrize("execution", ["auto", "graph"])
-def test_the_executor_repeats_an_unfit_function_eagerly(execution, recwarn):
+def test_the_executor_runs_a_function_eagerly_that_cannot_be_replayed(execution, recwarn):
     executor = Executor(CPU, execution)
     inputs = [torch.full((2,), k) for k in (1.0, 2.0, 3.0, 4.0)]
     results = [executor.run("f", lambda x: x * float(x.sum()), x).tolist() for x in inputs]
     assert results == [[2, 2], [8, 8], [18, 18], [32, 32]]
     assert executor.eager_only == {"f"}
-    told = [str(w.message) for w in recwarn if "cannot be recorded" in str(w.message)]
-    assert len(told) == (execution == "graph")  # only who asked for it is told
+    messages = [str(w.message) for w in recwarn if "cannot be recorded" in str(w.message)]
+    assert len(messages) == (execution == "graph")
 
 
-def test_a_very_long_function_stays_eager_without_a_word():
+def test_a_very_long_function_is_not_replayed():
     def long(x):
         for _ in range(3001):
             x = x + 1
         return x
 
-    tape, result = record(long, torch.zeros(1))
+    recording, result = record(long, torch.zeros(1))
     assert result.tolist() == [3001]
-    assert tape.unfit == TOO_LONG
+    assert recording.not_replayable == TOO_LONG
 
 
-def test_shapes_that_keep_changing_end_in_eager_runs():
+def test_a_function_whose_shapes_keep_changing_runs_eagerly():
     executor = Executor(CPU)
     sizes = [n for n in range(1, MAX_GRAPHS + 4) for _ in range(EAGER_CALLS + 1)]
     assert [executor.run("grow", lambda x: x.sum(), torch.ones(n)).item() for n in sizes] == sizes
@@ -240,49 +240,49 @@ def test_shapes_that_keep_changing_end_in_eager_runs():
     assert "grow" in executor.eager_only
 
 
-def test_first_calls_and_the_recorded_one_count_once_each():
+def test_eager_calls_and_the_recorded_call_take_effect_once_each():
     executor, total = Executor(CPU), torch.zeros(())
     for k in range(6):
         assert executor.run("add", lambda x: total.add_(x.sum()) * 1.0, torch.ones(2)) == 2.0 * (k + 1)
 
 
 def test_functions_that_torch_wraps_in_python_are_called_as_operations():
-    with torch.inference_mode():  # where what is composed of others arrives as a whole
-        tape, _ = record(
+    with torch.inference_mode():  # under which composite operations are not decomposed
+        recording, _ = record(
             lambda x, y: torch.broadcast_tensors(x, y)[0] + torch.einsum("ij,jk->ik", y, y), *torch.ones(2, 3, 3)
         )
-        assert tape.replay([torch.full((3, 3), 2.0), torch.ones(3, 3)])[0].tolist() == [5, 5, 5]
+        assert recording.replay([torch.full((3, 3), 2.0), torch.ones(3, 3)])[0].tolist() == [5, 5, 5]
 
 
 def test_methods_that_torch_wraps_in_python_are_called_as_operations():
     with torch.inference_mode():
-        tape, _ = record(lambda x: x.split([1, 2])[1] + x.norm() + x.unflatten(0, (3,)).sum(), torch.ones(3))
-        assert tape.replay([torch.zeros(3)]).tolist() == [0, 0]
+        recording, _ = record(lambda x: x.split([1, 2])[1] + x.norm() + x.unflatten(0, (3,)).sum(), torch.ones(3))
+        assert recording.replay([torch.zeros(3)]).tolist() == [0, 0]
 
 
-def test_equal_numbers_of_another_kind_are_not_the_same():
+def test_equal_numbers_of_another_type_are_not_the_same_arguments():
     x = torch.ones(1)
-    assert same((x, [1, 2.0]), (x, [1, 2.0]))
-    assert not same((x, 1), (x, 1.0))
-    assert not same((x, True), (x, 1))
-    assert not same((x,), (x.clone(),))
+    assert same_arguments((x, [1, 2.0]), (x, [1, 2.0]))
+    assert not same_arguments((x, 1), (x, 1.0))
+    assert not same_arguments((x, True), (x, 1))
+    assert not same_arguments((x,), (x.clone(),))
 
 
 def parts_by_name(fn, *inputs):
-    """Which part every operation of a function is put in."""
+    """Part by name of the operation."""
     recorder = Recorder(inputs)
     with recorder:
         result = fn(*recorder.kept[: len(inputs)])
-    recorder.notes.graph.output((recorder.place(result),))
-    simplify(recorder.notes)
-    join_copies(recorder.notes)
-    parts, _ = split(recorder.notes)
+    recorder.recorded.graph.output((recorder.node_of(result),))
+    simplify(recorder.recorded)
+    merge_copies(recorder.recorded)
+    parts, _ = split(recorder.recorded)
     return {
         str(node.target).split(".")[1]: part for node, part in parts.items() if "add.Tensor" not in str(node.target)
     }
 
 
-def test_parts_put_draws_first_and_what_cannot_be_compiled_last():
+def test_draws_are_split_off_first_and_uncompilable_operations_last():
     total, generator = torch.zeros(3), torch.Generator().manual_seed(0)
 
     def step(x, write):
@@ -292,24 +292,24 @@ def test_parts_put_draws_first_and_what_cannot_be_compiled_last():
 
     simple = parts_by_name(lambda x: step(x, total.add_), torch.ones(3))
     assert simple == {"randn": 0, "add_": 1, "mul": 1, "exp": 1}
-    by_another_name = parts_by_name(lambda x: step(x, total[:].view(3).add_) + total.view(1, 3), torch.ones(3))
-    assert by_another_name == {"randn": 0, "add_": 2, "mul": 2, "exp": 1}
+    through_a_view = parts_by_name(lambda x: step(x, total[:].view(3).add_) + total.view(1, 3), torch.ones(3))
+    assert through_a_view == {"randn": 0, "add_": 2, "mul": 2, "exp": 1}
     unknown = parts_by_name(lambda x: step(x, lambda y: torch._foreach_add_([total], [y])), torch.ones(3))
     assert unknown == {"randn": 0, "_foreach_add_": 2, "mul": 2, "exp": 1}
 
 
-def test_draws_see_what_was_written_before_them_and_keep_their_order():
+def test_draws_follow_the_writes_they_depend_on_and_keep_their_order():
     chance, generator = torch.full((3,), 0.5), torch.Generator().manual_seed(0)
 
     def step(x):
         chance.mul_(x)
-        first = torch.bernoulli(chance, generator=generator)  # of what was written
-        return first.exp() + torch.randn(3, generator=generator)  # after it, from the same stream
+        first = torch.bernoulli(chance, generator=generator)  # depends on the write
+        return first.exp() + torch.randn(3, generator=generator)  # from the same generator, so it must come later
 
     assert parts_by_name(step, torch.ones(3)) == {"mul_": 1, "bernoulli": 2, "exp": 2, "randn": 2}
 
 
-def test_pieces_of_a_vector_are_written_as_one():
+def test_copies_that_fill_a_vector_become_one_copy():
     whole, far = torch.zeros(6), torch.zeros(6)
     pieces = [whole[:2], whole[2:].view(2, 2)]
 
@@ -321,25 +321,25 @@ def test_pieces_of_a_vector_are_written_as_one():
     gaps = [far.view(3, 2)[1:], far[:2]]
     assert parts_by_name(lambda x: step(x, gaps), torch.ones(2, 2))["_foreach_copy_"] == 2
     for wrong in ([whole[:2]], pieces[::-1], [far[:2], whole[2:]], [whole[:2], whole[3:]]):
-        assert not tile(wrong, whole)
-    assert tile(pieces, whole)
+        assert not fills(wrong, whole)
+    assert fills(pieces, whole)
 
 
-def test_views_that_only_writes_look_at_are_taken_beside_them():
+def test_views_that_only_uncompiled_operations_read_are_not_compiled():
     table = torch.zeros(1, 6)
     recorder = Recorder([torch.ones(2, 3), torch.ones(2, 3)])
     with recorder:
         x, y = recorder.kept[:2]
         torch._foreach_copy_([table], [x.view(1, 6)])
         z = y.view(3, 2) * 2
-    recorder.notes.graph.output((recorder.place(z),))
-    simplify(recorder.notes)
-    parts, _ = split(recorder.notes)
+    recorder.recorded.graph.output((recorder.node_of(z),))
+    simplify(recorder.recorded)
+    parts, _ = split(recorder.recorded)
     assert [part for node, part in parts.items() if "view" in str(node.target)] == [2, 1]
 
 
 @pytest.mark.slow
-def test_a_compiled_recording_computes_the_same_to_rounding():
+def test_a_compiled_recording_computes_the_same_up_to_rounding():
     torch.manual_seed(0)
     net, total = nn.Linear(3, 4), torch.zeros(4)
     streams = [torch.Generator().manual_seed(1) for _ in range(2)]
@@ -354,15 +354,15 @@ def test_a_compiled_recording_computes_the_same_to_rounding():
         return step(x, streams[1])
 
     x = torch.randn(5, 3)
-    tape, result = record(lambda x: step(x, streams[0]), x, compiles=True)
+    recording, result = record(lambda x: step(x, streams[0]), x, compiles=True)
     for ours, theirs in zip(result, other(x), strict=True):
         assert torch.equal(ours, theirs)
-    for _ in range(COMPILED_AFTER):
-        tape.replay([x])
+    for _ in range(COMPILE_AFTER):
+        recording.replay([x])
         other(x)
-    uncompiled, before = tape.run, total.clone()
-    ours = tape.replay([x])
-    assert tape.run is not uncompiled
+    uncompiled, before = recording.run, total.clone()
+    ours = recording.replay([x])
+    assert recording.run is not uncompiled
     added = total - before
     theirs = other(x)
     for a, b in zip(ours, theirs, strict=True):
@@ -370,44 +370,45 @@ def test_a_compiled_recording_computes_the_same_to_rounding():
     torch.testing.assert_close(added, theirs[0].sum(0))
 
 
-def test_what_cannot_be_compiled_is_replayed_uncompiled_with_one_message(monkeypatch):
+def test_a_recording_that_cannot_be_compiled_warns_once_and_is_replayed_uncompiled(monkeypatch):
     def refuse(*args, **kwargs):
         raise RuntimeError("no compiler here")
 
-    monkeypatch.setattr("canter.utils.tape_compile.compile_graph", refuse)
-    tape, _ = record(lambda x: x + 1, torch.ones(2), compiles=True)
+    monkeypatch.setattr("canter.execution.cpu_compile.compile_graph", refuse)
+    recording, _ = record(lambda x: x + 1, torch.ones(2), compiles=True)
     with pytest.warns(UserWarning, match=r"cannot be compiled \(no compiler here\); it is replayed uncompiled") as seen:
-        results = [tape.replay([torch.zeros(2)]).tolist() for _ in range(COMPILED_AFTER + 5)]
-    assert results == [[1, 1]] * (COMPILED_AFTER + 5)
+        results = [recording.replay([torch.zeros(2)]).tolist() for _ in range(COMPILE_AFTER + 5)]
+    assert results == [[1, 1]] * (COMPILE_AFTER + 5)
     assert len(seen) == 1
 
 
-def test_what_is_seldom_replayed_is_not_compiled(monkeypatch):
-    asked = []
+def test_a_recording_is_compiled_only_after_enough_replays(monkeypatch):
+    compiled = []
     monkeypatch.setattr(
-        "canter.utils.tape.compiled", lambda notes, args: asked.append(1) or (lambda *given: given[-1:])
+        "canter.execution.cpu_compile.compile_recording",
+        lambda recorded, args: compiled.append(1) or (lambda *given: given[-1:]),
     )
-    tape, _ = record(lambda x: x * 2, torch.ones(2), compiles=True)
-    for _ in range(COMPILED_AFTER):
-        tape.replay([torch.zeros(2)])
-    assert not asked
-    tape.replay([torch.zeros(2)])
-    tape.replay([torch.zeros(2)])
-    assert asked == [1]
+    recording, _ = record(lambda x: x * 2, torch.ones(2), compiles=True)
+    for _ in range(COMPILE_AFTER):
+        recording.replay([torch.zeros(2)])
+    assert not compiled
+    recording.replay([torch.zeros(2)])
+    recording.replay([torch.zeros(2)])
+    assert compiled == [1]
 
 
-def test_random_draws_are_called_without_detours():
+def test_random_draws_are_replayed_through_the_built_in_function():
     generator = torch.Generator().manual_seed(0)
     recorder = Recorder([torch.ones(2)])
     with recorder:
         torch.randn(2, generator=generator)
-    calls = [node.meta["call"] for node in recorder.notes.graph.nodes if "randn" in str(node.target)]
+    calls = [node.meta["call"] for node in recorder.recorded.graph.nodes if "randn" in str(node.target)]
     assert calls == [torch.randn]
 
 
 @pytest.mark.slow
 def test_kernels_are_called_directly_unless_the_compiler_wraps_them():
-    """What they write stays in place, also where a row of a table is written under a cursor."""
+    """Their writes stay in place, also those to a row of a table at a cursor."""
     table, cursor, total = torch.zeros(30, 2), torch.zeros(1, dtype=torch.long), torch.zeros(2)
 
     def step(x):
@@ -416,32 +417,32 @@ def test_kernels_are_called_directly_unless_the_compiler_wraps_them():
         total.copy_(total * 0.5 + x)
         return x.exp() + total
 
-    tape, _ = record(step, torch.zeros(2), compiles=True)
+    recording, _ = record(step, torch.zeros(2), compiles=True)
     for k in range(1, 30):
-        result = tape.replay([torch.full((2,), float(k))])
+        result = recording.replay([torch.full((2,), float(k))])
     assert table[:, 0].tolist() == [2.0 * k for k in range(30)]
     assert cursor.item() == 30
     expected = sum(k * 0.5 ** (29 - k) for k in range(30))
     torch.testing.assert_close(total, torch.full((2,), expected))
     torch.testing.assert_close(result, torch.full((2,), math.exp(29.0)) + expected)
-    kernels = tape.run.__closure__[tape.run.__code__.co_freevars.index("kernels")].cell_contents
+    kernels = recording.run.__closure__[recording.run.__code__.co_freevars.index("kernels")].cell_contents
     assert kernels.__name__ != "<lambda>"
 
 
 @pytest.mark.slow
-def test_kernels_are_given_only_what_lies_in_memory_as_they_expect():
+def test_kernels_run_only_on_inputs_with_the_strides_they_were_compiled_for():
     with torch.inference_mode():
         wide, dense = torch.rand(2).expand(3, 2), torch.rand(3, 2)
-        tape, _ = record(lambda x: x * 2.0, wide, compiles=True)
-        for _ in range(COMPILED_AFTER + 2):
-            assert torch.equal(tape.replay([wide]), wide * 2.0)
-        assert tape.run is not tape.plain
-        assert torch.equal(tape.replay([dense]), dense * 2.0)
-        assert torch.equal(tape.replay([dense.t().contiguous().t()]), dense * 2.0)
+        recording, _ = record(lambda x: x * 2.0, wide, compiles=True)
+        for _ in range(COMPILE_AFTER + 2):
+            assert torch.equal(recording.replay([wide]), wide * 2.0)
+        assert recording.run is not recording.uncompiled
+        assert torch.equal(recording.replay([dense]), dense * 2.0)
+        assert torch.equal(recording.replay([dense.t().contiguous().t()]), dense * 2.0)
 
 
 @pytest.mark.slow
-def test_a_view_of_what_kernels_write_to_stays_a_view():
+def test_a_view_of_memory_that_kernels_write_to_stays_a_view():
     table, twin = torch.zeros(2, 3), torch.zeros(2, 3)
 
     def step(x, table):
@@ -451,18 +452,18 @@ def test_a_view_of_what_kernels_write_to_stays_a_view():
         torch._foreach_add_([view], [scaled + 1.0])
         return view.sum()
 
-    tape, _ = record(lambda x: step(x, table), torch.ones(2, 3), compiles=True)
+    recording, _ = record(lambda x: step(x, table), torch.ones(2, 3), compiles=True)
     step(torch.ones(2, 3), twin)
-    for k in range(COMPILED_AFTER + 4):
+    for k in range(COMPILE_AFTER + 4):
         x = torch.full((2, 3), 0.1 * k)
-        torch.testing.assert_close(tape.replay([x]), step(x, twin))
+        torch.testing.assert_close(recording.replay([x]), step(x, twin))
     torch.testing.assert_close(table, twin)
 
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("copying", [lambda x: x.T.contiguous(), lambda x: x.T.reshape(-1)])
-def test_what_is_a_view_of_some_tensors_only_is_read_anew(copying, inference):
-    """Under inference_mode contiguous() and reshape() arrive undivided, and say that they may be views."""
+def test_operations_that_are_views_of_some_tensors_only_are_evaluated_in_every_replay(copying, inference):
+    """Under inference_mode contiguous() and reshape() are not decomposed, and their schema says they may be views."""
     state = torch.zeros(2, 3)
 
     def step(x):
@@ -474,3 +475,34 @@ def test_what_is_a_view_of_some_tensors_only_is_read_anew(copying, inference):
     with torch.inference_mode(inference):
         seen = [executor.run("step", step, torch.ones(2, 3)).flatten()[0].item() for _ in range(6)]
     assert seen == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def branch(x, state):
+    return x * 2 if state > 0 else x * 3
+
+
+def through_numpy(x, state):
+    return x + torch.from_numpy(state.detach().view(1).numpy() * 2)
+
+
+def through_a_list(x, state):
+    return x * sum(state.reshape(-1).tolist())
+
+
+def accumulated(x, state):
+    total = torch.tensor(0.0)
+    total += x.sum() * state
+    return total
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("fn", [branch, through_numpy, through_a_list, accumulated])
+def test_functions_that_read_values_give_what_eager_gives(fn, inference):
+    """The state changes its sign in mid-run, when a replay would repeat the decision of the recorded run."""
+    executor, state = Executor(CPU), torch.tensor(1.0)
+    for k in range(6):
+        state.fill_(1.0 if k < 4 else -1.0)
+        x = torch.full((2,), float(k))
+        with torch.inference_mode(inference):
+            assert torch.equal(executor.run("f", lambda x: fn(x, state), x), fn(x, state))
+    assert executor.eager_only == {"f"}

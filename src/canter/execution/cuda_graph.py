@@ -1,0 +1,71 @@
+"""CUDA graphs of functions, and the flattening of nested arguments that graphs and recordings share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Graph:
+    """One function captured as a CUDA graph, for one set of input shapes.
+
+    Capture executes no kernel, so it changes no parameter, statistic or random stream. Inputs (`leaves`, the tensors in
+    `args`) are copied into buffers of this graph, except those whose address is in `owned`: other graphs own them, and
+    they never move. `generators` are those that `fn` may draw from.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: Any,
+        leaves: Sequence[Tensor],
+        generators: Sequence[torch.Generator],
+        owned: set[int],
+    ) -> None:
+        with torch.inference_mode(False):
+            self.inputs = [leaf if leaf.data_ptr() in owned else leaf.detach().clone() for leaf in leaves]
+        self.graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            self.graph.register_generator_state(generator)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self.graph):
+            self.outputs = fn(*rebuild(args, iter(self.inputs)))
+        self.output_leaves: list[Tensor] = []
+        self.description = describe(self.outputs, self.output_leaves)
+
+    def replay(self, leaves: Sequence[Tensor]) -> Any:
+        """Run the graph on these inputs; the outputs are the same tensors in every replay."""
+        for target, leaf in zip(self.inputs, leaves, strict=True):
+            if target.data_ptr() != leaf.data_ptr():
+                target.copy_(leaf)
+        self.graph.replay()
+        return self.outputs
+
+
+def describe(tree: Any, leaves: list[Tensor]) -> Any:
+    """Hashable description of nested containers (structure, shapes, dtypes); appends their tensors to `leaves`."""
+    if isinstance(tree, Tensor):
+        leaves.append(tree)
+        return tree.shape, tree.dtype
+    if tree is None:
+        return None
+    if isinstance(tree, dict):
+        return tuple([(name, describe(part, leaves)) for name, part in tree.items()])
+    if isinstance(tree, (tuple, list)):  # faster than a union, which is built anew in every call
+        return (type(tree), *[describe(part, leaves) for part in tree])
+    return tree
+
+
+def rebuild(tree: Any, leaves: Iterator[Tensor]) -> Any:
+    """The same containers with other tensors, taken in the order of `describe`."""
+    if isinstance(tree, Tensor):
+        return next(leaves)
+    if isinstance(tree, dict):
+        return {name: rebuild(part, leaves) for name, part in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        parts = [rebuild(part, leaves) for part in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    return tree

@@ -1,0 +1,109 @@
+"""Parameters stored in one vector, and tensor functions that torch offers only under private names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class FlatParameters:
+    """Stores parameters and their gradients in one vector each, of which the originals become views.
+
+    On a CPU the cost of an optimizer step is the number of its tensors.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.shapes = [p.shape for p in parameters]
+        self.sizes = [p.numel() for p in parameters]
+        self.vector = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in parameters]))
+        self.vector.grad = torch.zeros_like(self.vector)
+        self.parameters, self.grads = list(parameters), self.views(self.vector.grad)
+        for p, value in zip(parameters, self.views(self.vector.data), strict=True):
+            p.data = value
+
+    def put_grads(self, grads: Sequence[Tensor | None]) -> None:
+        """Write the parameters' gradients; None counts as zero."""
+        assert self.vector.grad is not None
+        present = [(mine, grad) for mine, grad in zip(self.grads, grads, strict=True) if grad is not None]
+        if len(present) < len(self.grads):
+            self.vector.grad.zero_()
+        if present:
+            copy_tensors([mine for mine, _ in present], [grad for _, grad in present])
+        for p, grad in zip(self.parameters, self.grads, strict=True):
+            p.grad = grad
+
+    def mask(self, chosen: Sequence[nn.Parameter]) -> Tensor:
+        """Mask of the vector that is true for the chosen parameters."""
+        known = {id(p) for p in chosen}
+        parts = zip(self.parameters, self.sizes, strict=True)
+        return torch.cat([torch.full((size,), id(p) in known, device=self.vector.device) for p, size in parts])
+
+    def views(self, vector: Tensor) -> list[Tensor]:
+        """Views of a vector in the shapes of the parameters."""
+        return [part.view(shape) for part, shape in zip(vector.split(self.sizes), self.shapes, strict=True)]
+
+
+def split_state(state: Mapping[str, Any], flats: Sequence[FlatParameters]) -> dict[str, Any]:
+    """Convert the state dict of an optimizer over vectors into that of one over the parameters."""
+    result: dict[str, Any] = {"state": {}, "param_groups": []}
+    index = 0
+    for group, flat in zip(state["param_groups"], flats, strict=True):
+        indices = list(range(index, index + len(flat.sizes)))
+        index += len(indices)
+        for name, value in state["state"].get(group["params"][0], {}).items():
+            parts = flat.views(value) if torch.is_tensor(value) and value.dim() else [value] * len(indices)
+            for i, part in zip(indices, parts, strict=True):
+                result["state"].setdefault(i, {})[name] = part
+        result["param_groups"].append({**group, "params": indices})
+    return result
+
+
+def join_state(state: Mapping[str, Any], flats: Sequence[FlatParameters]) -> dict[str, Any]:
+    """Convert the state dict of an optimizer over parameters into that of one over the vectors."""
+    result: dict[str, Any] = {"state": {}, "param_groups": []}
+    for number, (group, flat) in enumerate(zip(state["param_groups"], flats, strict=True)):
+        shares = [state["state"][index] for index in group["params"] if index in state["state"]]
+        if len(shares) == len(flat.sizes):
+            result["state"][number] = {
+                name: torch.cat([share[name].reshape(-1) for share in shares])
+                if torch.is_tensor(first) and first.dim()
+                else first  # a step count, the same for every parameter
+                for name, first in shares[0].items()
+            }
+        result["param_groups"].append({**group, "params": [number]})
+    return result
+
+
+def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy a list of tensors into another, in one call where torch has one."""
+    if hasattr(torch, "_foreach_copy_"):
+        torch._foreach_copy_(targets, sources)  # pyright: ignore
+    else:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+
+def lerp_tensors(starts: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
+    """Move a list of tensors in place by the fraction `weight` towards another, in one call where torch has one."""
+    if hasattr(torch, "_foreach_lerp_"):
+        torch._foreach_lerp_(starts, ends, weight)  # pyright: ignore
+    else:
+        for start, end in zip(starts, ends, strict=True):
+            start.lerp_(end, weight)
+
+
+def sample_dirichlet(concentration: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Draw from Dirichlet distributions (..., K) with a generator, without gradient.
+
+    The public `torch.distributions.Dirichlet` takes no generator. Where torch lacks the private function that does, the
+    public one draws with a seed from the generator; the host reads that seed, so this cannot be captured or recorded.
+    """
+    if hasattr(torch, "_sample_dirichlet"):
+        return torch._sample_dirichlet(concentration, generator=generator)  # pyright: ignore
+    device = concentration.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device=device)))
+        return torch.distributions.Dirichlet(concentration, validate_args=False).sample()

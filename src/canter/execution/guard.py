@@ -1,0 +1,98 @@
+"""Host reads: what code that is recorded or captured must not do.
+
+A recorded or captured function is replayed without Python. If Python reads a tensor's value (`if x > 0`, `x.item()`,
+`x.tolist()`), if a shape depends on values (`x[mask]`, `x.nonzero()`), or if a tensor is made from Python or NumPy
+numbers, a replay repeats the decision or the numbers of the first run. On a GPU the same calls make the host wait for
+the device. The tables here are used by the CPU recorder, and by `NoHostSync` in tests.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+HOST_READ_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+# Host reads without such a tag: composite operations, which are not decomposed under inference_mode, and lift_fresh,
+# with which torch.tensor(1.0), as_tensor and from_numpy end.
+UNTAGGED_HOST_READS = {
+    "aten::is_nonzero", "aten::where", "aten::nonzero_numpy", "aten::repeat_interleave.self_Tensor",
+    "aten::tensor_split.tensor_indices_or_sections", "aten::lift_fresh",
+}  # fmt: skip
+# Tagged, although only masks make their shapes depend on values.
+INDEXING = {"aten::index.Tensor", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+# Reads that dispatch no operation if the tensor is on a CPU.
+HOST_READ_FUNCTIONS = {
+    Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__, Tensor.__format__, Tensor.__repr__,
+}  # fmt: skip
+LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+
+
+def is_host_read(func: Any, args: Any) -> bool:
+    """Whether an operation lets the host read values, or gives its result a shape that depends on values."""
+    name = func.name()
+    if name in INDEXING:
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return name in UNTAGGED_HOST_READS or not HOST_READ_TAGS.isdisjoint(func.tags)
+
+
+def calling_line() -> str:
+    """File and line of the innermost running code outside torch and this package."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARY_FOLDERS):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+class HostReadMode(TorchDispatchMode):
+    """Dispatch mode that calls `on_host_read(name)` before every host read.
+
+    Operations arrive at the dispatch mode, after autograd. A function mode sees the reads that dispatch nothing.
+    """
+
+    def on_host_read(self, name: str) -> None:
+        """React to a host read."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Any:
+        self.functions = HostReadFunctionMode(self)
+        self.functions.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self.functions.__exit__(*exception)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_host_read(func, args):
+            self.on_host_read(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+class HostReadFunctionMode(TorchFunctionMode):
+    """Function mode that reports the functions in `HOST_READ_FUNCTIONS` to a `HostReadMode`."""
+
+    def __init__(self, mode: HostReadMode) -> None:
+        super().__init__()
+        self.mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in HOST_READ_FUNCTIONS:
+            self.mode.on_host_read(f"Tensor.{func.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
+class NoHostSync(HostReadMode):
+    """Raises where the same code on a GPU would make the host wait for the device.
+
+    Like `torch.cuda.set_sync_debug_mode("error")`, but without a GPU.
+    """
+
+    def on_host_read(self, name: str) -> None:
+        """Refuse the read."""
+        raise RuntimeError(f"host sync in a hot path: {name} ({calling_line()})")

@@ -1,0 +1,203 @@
+"""Recordings: a tensor function on a CPU, replayed without its Python code and without autograd.
+
+With a small network most time is spent on the way to the kernels, not in them. A recording removes that overhead:
+
+1. `Recorder`, a dispatch mode, runs the function once, for real. It sees every operation after autograd, those of a
+   backward pass included, and adds each to an fx graph. Tensors from outside the function (parameters, buffers,
+   generators) become arguments of the graph, so a replay reads their current values.
+2. `simplify` removes what a replay does not need: detach(), constant subexpressions, repeated and unused operations.
+3. The graph becomes Python code with one call per operation. A replay runs that code: the same kernels in the same
+   order, hence the same numbers. With `compiles`, `cpu_compile` later turns the graph into a few compiled kernels.
+
+Python does not run in a replay. A function that reads tensor values (`guard.py`) is therefore never replayed.
+"""
+
+from __future__ import annotations
+
+import operator
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from canter.execution.cuda_graph import describe, rebuild
+from canter.execution.guard import HostReadMode, calling_line
+from canter.execution.simplify import RecordedGraph, simplify, to_python
+
+aten = torch.ops.aten
+TOO_LONG = "it is too long"
+MAX_OPERATIONS = 3000  # beyond this, making the recording costs more than it saves
+MAX_COMPILED_OPERATIONS = 800  # a scan over the steps of a rollout is longer; compilers take minutes for it
+COMPILE_AFTER = 20  # replays; a rare signature (all episodes end in one step) is not worth seconds of compilation
+BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType)  # torch wraps some of its functions in Python
+PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+# Their results depend only on the shape of their argument.
+SHAPE_ONLY = {
+    aten.ones_like.default, aten.zeros_like.default, aten.full_like.default, aten.new_zeros.default,
+    aten.new_ones.default, aten.new_full.default,
+}  # fmt: skip
+
+
+class Recording:
+    """One function recorded for one set of input shapes.
+
+    The constructor runs `fn(*args)`; `leaves` are the tensors in `args`, in the order of `describe`. If
+    `not_replayable` gives a reason, there is only that run's result, and no replay.
+    """
+
+    def __init__(self, fn: Callable[..., Any], args: Any, leaves: Sequence[Tensor], compiles: bool = False) -> None:
+        inputs = [leaf.detach() for leaf in leaves]  # distinct objects: two inputs may be one tensor in this call only
+        recorder, self.grad_mode = Recorder(inputs), torch.is_grad_enabled()
+        with recorder:
+            self.result = fn(*rebuild(args, iter(inputs)))
+        self.not_replayable = recorder.not_replayable
+        if self.not_replayable:
+            return
+        outputs: list[Tensor] = []
+        describe(self.result, outputs)
+        recorded = recorder.recorded
+        recorded.graph.output(tuple(recorder.node_of(leaf) for leaf in outputs))
+        self.template = rebuild(self.result, iter([torch.empty(0)] * len(outputs)))
+        self.outside = simplify(recorded)  # values of the graph's arguments before the inputs
+        self.run = self.uncompiled = to_python(recorded.graph)
+        length = sum(node.op == "call_function" for node in recorded.graph.nodes)
+        self.to_compile = recorded if compiles and length <= MAX_COMPILED_OPERATIONS else None
+        self.replays = 0
+        self.strides: list[Any] | None = None  # of the inputs that the compiled kernels were made for
+
+    def take_result(self) -> Any:
+        """Return the result of the recorded run and release it."""
+        result, self.result = self.result, None
+        return result
+
+    def replay(self, leaves: Sequence[Tensor]) -> Any:
+        """Return the function's result for these inputs."""
+        if self.to_compile is not None:
+            self.replays += 1
+            if self.replays > COMPILE_AFTER:
+                self._compile(self.to_compile, leaves)
+        fits = self.strides is None or [leaf.stride() for leaf in leaves] == self.strides
+        run = self.run if fits else self.uncompiled
+        # No tensor here requires a gradient, but LSTM kernels save values for their backward pass only in grad mode.
+        if torch.is_grad_enabled() == self.grad_mode:
+            return rebuild(self.template, iter(run(*self.outside, *leaves)))
+        with torch.set_grad_enabled(self.grad_mode):
+            return rebuild(self.template, iter(run(*self.outside, *leaves)))
+
+    def _compile(self, recorded: RecordedGraph, leaves: Sequence[Tensor]) -> None:
+        self.to_compile = None
+        try:
+            from canter.execution import cpu_compile  # imports the compiler, which takes seconds
+
+            self.run = cpu_compile.compile_recording(recorded, [*self.outside, *leaves])
+            self.strides = [leaf.stride() for leaf in leaves]
+        except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else repr(error)
+            warnings.warn(f"a recording cannot be compiled ({reason}); it is replayed uncompiled", stacklevel=6)
+
+
+class Recorder(HostReadMode):
+    """Dispatch mode that runs every operation and adds it to a graph."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.recorded = RecordedGraph(fx.Graph())
+        self.nodes: dict[int, fx.Node] = {}  # by the id of the value that they stand for
+        self.kept: list[Any] = []  # keeps those values alive, so that no id is used twice
+        self.count = 0
+        self.not_replayable = ""
+        for leaf in inputs:
+            self._remember(leaf, self.recorded.add_input(leaf))
+
+    def on_host_read(self, name: str) -> None:
+        """Note why the function cannot be replayed."""
+        self.not_replayable = self.not_replayable or f"{name} reads values on the host at {calling_line()}"
+
+    def node_of(self, value: Any) -> Any:
+        """The node of a value; containers are mapped item by item, plain Python values are returned unchanged."""
+        if isinstance(value, PLAIN):
+            return value
+        if isinstance(value, tuple | list):
+            return type(value)([self.node_of(part) for part in value])
+        return self.nodes.get(id(value)) or self._remember(value, self.recorded.add_outside(value))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.count += 1
+        if self.count > MAX_OPERATIONS:
+            self.not_replayable = self.not_replayable or TOO_LONG
+        if not self.not_replayable and func.namespace != "profiler":
+            self._add(func, args, kwargs, result)
+        return result
+
+    def _remember(self, value: Any, node: fx.Node) -> fx.Node:
+        self.nodes[id(value)] = node
+        self.kept.append(value)
+        return node
+
+    def _add(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        options = {name: self.node_of(value) for name, value in kwargs.items()}
+        node = self.recorded.graph.call_function(func, self.node_of(args), options)
+        node.meta["call"] = direct_call(func, args, kwargs, result)
+        if isinstance(result, Tensor):
+            node.meta["kind"] = (result.dtype, result.shape)
+            if args and isinstance(args[0], Tensor):  # contiguous() and reshape() copy some arguments and not others
+                node.meta["copies"] = result.untyped_storage().data_ptr() != args[0].untyped_storage().data_ptr()
+            if func in SHAPE_ONLY:
+                node.meta["value"] = result
+            if id(result) not in self.nodes:  # an in-place operation returns a tensor that has a node already
+                self._remember(result, node)
+        elif isinstance(result, tuple | list):
+            for i, part in enumerate(result):
+                if isinstance(part, Tensor) and id(part) not in self.nodes:
+                    self._remember(part, self.recorded.graph.call_function(operator.getitem, (node, i)))
+
+
+class OperationProbe(TorchDispatchMode):
+    """Dispatch mode that notes which operation a call dispatches, and returns `result` without running it."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.result, self.seen = result, None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not aten.detach.default or self.seen is None:  # factory functions dispatch a detach() at their end
+            self.seen = (func, args, kwargs or {})
+        return self.result
+
+
+def direct_call(func: Any, args: Any, kwargs: Any, result: Any) -> Callable[..., Any]:
+    """The built-in function, such as torch.add, that dispatches an operation; the operation itself if there is none.
+
+    A built-in has less overhead than the operation's Python object. A probe checks that it dispatches this operation
+    for these arguments, since names are overloaded.
+    """
+    name = func.name().partition("::")[2].partition(".")[0]
+    for home in (torch, Tensor):
+        call = getattr(home, name, None)
+        if not isinstance(call, BUILT_IN) or name.startswith("__"):  # generated code cannot name those with underscores
+            continue
+        try:
+            with OperationProbe(result) as probe:
+                call(*args, **kwargs)
+        except (TypeError, RuntimeError):
+            continue
+        if probe.seen is not None and same_arguments(probe.seen, (func, args, kwargs)):
+            return call
+    return func
+
+
+def same_arguments(a: Any, b: Any) -> bool:
+    """Whether arguments are the same tensors, and equal numbers of the same type."""
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(same_arguments(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same_arguments(a[name], b[name]) for name in a)
+    if isinstance(a, torch.Generator) and isinstance(b, torch.Generator):
+        return getattr(a, "_cdata", a) == getattr(b, "_cdata", b)  # each dispatch wraps the generator in a new object
+    return a is b or (isinstance(a, PLAIN) and type(a) is type(b) and a == b)
