@@ -39,11 +39,9 @@ class MiniBatch:
     old_actions_log_prob: Tensor
     old_params: dict[str, Tensor]
     valid: Tensor | None
-    learned: Tensor | None = None
-    """(...) steps that the surrogate loss learns from; None for all."""
     hidden: dict[str, Tensor]
     trajectories: Trajectories | None
-    random_masks: Mapping[str, Tensor] = MappingProxyType({})
+    tosses: Mapping[str, Tensor] = MappingProxyType({})
     """(..., 1) results of the policy's coins while collecting."""
 
     def mean(self, x: Tensor) -> Tensor:
@@ -81,7 +79,7 @@ class Transition:
         """State of the memories before the step."""
         self.next_hidden: dict[str, Tensor] = {}
         """State of the memories after it."""
-        self.random_masks: dict[str, Tensor] = {}
+        self.tosses: dict[str, Tensor] = {}
         self.valid: Tensor | None = None
 
     @property

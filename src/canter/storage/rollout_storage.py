@@ -45,9 +45,8 @@ class RolloutStorage:
         param_shapes: Mapping[str, tuple[int, ...]] | None = None,
         action_dtype: torch.dtype = torch.float32,
         hidden_shapes: Mapping[str, tuple[int, ...]] | None = None,
-        random_masks: Iterable[str] = (),
+        coins: Iterable[str] = (),
         has_invalid_steps: bool = False,
-        extra_fields: Mapping[str, Field] | None = None,
     ) -> None:
         self.num_envs, self.num_transitions_per_env = num_envs, num_transitions_per_env
         self.device = torch.device(device)
@@ -55,8 +54,7 @@ class RolloutStorage:
         self.privileged_obs_shape = None if is_absent(privileged_obs_shape) else privileged_obs_shape
         self.param_shapes = dict(param_shapes or {"mu": self.actions_shape, "sigma": self.actions_shape})
         self.hidden_shapes = dict(hidden_shapes or {})
-        self.random_masks = tuple(random_masks)
-        self.extra_fields = dict(extra_fields or {})
+        self.coins = tuple(coins)
         self.has_invalid_steps = has_invalid_steps
         self.fields = self.declare_fields()
         self.data = {name: self._zeros(field) for name, field in self.fields.items()}
@@ -85,10 +83,9 @@ class RolloutStorage:
             name: Field(shape, f"old_params.{name}", f"params.{name}") for name, shape in self.param_shapes.items()
         }
         fields |= {f"hidden.{name}": Field(shape, None, f"hidden.{name}") for name, shape in self.hidden_shapes.items()}
-        fields |= {f"random_masks.{name}": Field((1,), f"random_masks.{name}", f"random_masks.{name}", torch.bool) for name in self.random_masks}
+        fields |= {f"tosses.{name}": Field((1,), f"tosses.{name}", f"tosses.{name}", torch.bool) for name in self.coins}
         if self.has_invalid_steps:
             fields["valid"] = Field((1,), "valid", "valid", torch.bool)
-        fields |= {n: f._replace(batch=f.batch or n, source=f.source or n) for n, f in self.extra_fields.items()}
         return fields
 
     def add(self, row: Mapping[str, Tensor]) -> None:
@@ -180,10 +177,10 @@ class RolloutStorage:
     ) -> Iterator[MiniBatch]:
         """Flat minibatches; every epoch is a new permutation of all steps."""
         for _ in range(num_epochs):
-            for index in self.step_minibatches(num_mini_batches, generator):
+            for index in self.deal_steps(num_mini_batches, generator):
                 yield self.take(index)
 
-    def step_minibatches(self, num_mini_batches: int, generator: torch.Generator | None = None) -> Sequence[Tensor]:
+    def deal_steps(self, num_mini_batches: int, generator: torch.Generator | None = None) -> Sequence[Tensor]:
         """All steps in a new order, split into minibatches: flat (T * N) indices."""
         total = self.filled * self.num_envs
         if not 1 <= num_mini_batches <= total:
@@ -199,10 +196,10 @@ class RolloutStorage:
         self, num_mini_batches: int, num_epochs: int = 8, generator: torch.Generator | None = None
     ) -> Iterator[MiniBatch]:
         """Minibatches of whole environments (T, n, ...), cut into trajectories; every epoch deals them anew."""
-        for envs, total in self.env_minibatches(num_mini_batches, num_epochs, generator):
+        for envs, total in self.deal_envs(num_mini_batches, num_epochs, generator):
             yield self.take_envs(envs, total)
 
-    def env_minibatches(
+    def deal_envs(
         self, num_mini_batches: int, num_epochs: int = 1, generator: torch.Generator | None = None
     ) -> list[tuple[Tensor, int]]:
         """Environments of each minibatch of each epoch, and how many trajectories they have; one host read."""
@@ -237,7 +234,7 @@ class RolloutStorage:
         self, fields: Mapping[str, Tensor], hidden: dict[str, Tensor], trajectories: Trajectories | None
     ) -> MiniBatch:
         batch: dict[str, Any] = {name: value for name, value in fields.items() if "." not in name}
-        for name in ("obs", "critic_obs", "old_params", "random_masks"):
+        for name in ("obs", "critic_obs", "old_params", "tosses"):
             if name not in batch:
                 batch[name] = nested(fields, name)
         if self.privileged_obs_shape is None:
