@@ -9,7 +9,7 @@ from canter.algorithms.estimator import EstimatorPPO, EstimatorPPOConfig
 from canter.modules.actor_critic import ActorCritic
 from canter.modules.state_estimator import StateAc
 from canter.runners import OnPolicyRunner
-from canter.utils.returns import masked_mean
+from canter.storage.rollout_storage import masked_mean
 
 CASES = {case.id: case for case in PRESETS}
 ESTIMATING = [case for case in PRESETS if "State" in case.name]
@@ -26,7 +26,7 @@ def collected(collect, case="StateAc-mlp", **settings):
 def test_the_loss_is_the_sum_over_components_and_the_mean_over_steps(collect, case):  # rows P59, P60, P61
     alg, _ = collected(collect, case)
     for batch in alg.mini_batches():
-        out = alg.policy(batch.obs, batch.critic_obs, batch.hidden, batch.trajectories, batch.tosses)
+        out = alg.policy(batch.obs, batch.critic_obs, batch.hidden, batch.trajectories, batch.random_masks)
         target = batch.critic_obs[..., 2:4]  # vel in the critic's layout
         by_hand = F.mse_loss(out.aux["estimated_state"], target, reduction="none").sum(-1).mean()
         terms = alg.compute_losses(batch)
@@ -40,7 +40,7 @@ def test_another_loss_by_its_name_and_options(collect):  # row P59
     loss = {"estimator_loss_func": "huber_loss", "estimator_loss_kwargs": {"delta": 0.1}}
     alg, _ = collected(collect, **loss)
     (batch, *_) = alg.mini_batches()
-    out = alg.policy(batch.obs, batch.critic_obs, tosses=batch.tosses)
+    out = alg.policy(batch.obs, batch.critic_obs, tosses=batch.random_masks)
     by_hand = F.huber_loss(out.aux["estimated_state"], batch.critic_obs[:, 2:4], reduction="none", delta=0.1)
     torch.testing.assert_close(alg.compute_losses(batch).losses["estimator_loss"], by_hand.sum(-1).mean())
 
@@ -102,7 +102,7 @@ def test_steps_that_do_not_count_teach_nothing(collect):
     alg, _ = collected(collect)
     (batch, *_) = alg.mini_batches()
     batch.valid = torch.arange(len(batch.obs)) % 2 == 0
-    out = alg.policy(batch.obs, batch.critic_obs, tosses=batch.tosses)
+    out = alg.policy(batch.obs, batch.critic_obs, tosses=batch.random_masks)
     error = (out.aux["estimated_state"] - batch.critic_obs[:, 2:4]).square().sum(-1)
     torch.testing.assert_close(alg.loss_terms(batch, out).losses["estimator_loss"], masked_mean(error, batch.valid))
 

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
+from canter.storage.rollout_storage import gae
 from canter.utils.debug import NoHostSync
-from canter.utils.returns import gae
 
 KINDS = ["mlp", "lstm", "gru", "discrete", "multi_discrete", "squashed", "lstm_discrete", "dict"]
 KINDS += ["beta", "lstm_beta", "state_std"]

@@ -99,7 +99,7 @@ def test_memories_of_mirror_images_follow_the_rollout(make_ppo, collect, noise_e
             stepped.append({**out.params, "value": out.value})
             ended = alg.rollout.dones[t].view(-1, 1, 1, 1)
             hidden = {name: state.masked_fill(ended, 0.0) for name, state in out.hidden.items()}
-        for envs, total in alg.rollout.deal_envs(2):
+        for envs, total in alg.rollout.env_minibatches(2):
             image = alg.symmetry.mirrored(alg.rollout.take_envs(envs, total))
             out = alg.batch_output(image)
             for name, value in {**out.params, "value": out.value}.items():

@@ -11,8 +11,7 @@ from canter.algorithms import SAC, SACConfig
 from canter.envs.torch_envs import PointRobot
 from canter.runners import OffPolicyRunner
 from canter.storage.offline import Episode, episodes_from, fill_replay
-from canter.storage.prioritized_replay import PrioritizedReplayBuffer
-from canter.storage.replay import TransitionReplayBuffer
+from canter.storage.replay import PrioritizedReplayBuffer, TransitionReplayBuffer
 from canter.storage.rollout_files.writer import TrajectoryWriter
 
 

@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-from canter.storage.action_label_rollout import ActionLabelRollout
-from canter.storage.amp_rollout_storage import AmpRolloutStorage
-from canter.storage.queue_rollout_storage import QueueRolloutStorage
+from canter.storage.queue_rollout_storage import ActionLabelRollout, AmpRolloutStorage, QueueRolloutStorage
+from canter.storage.rollout_storage import gae
 from canter.storage.sarsa_rollout_storage import SarsaRolloutStorage
-from canter.utils.returns import gae
 
 N, T = 3, 4
 
@@ -28,7 +26,7 @@ def made(cls=QueueRolloutStorage, **settings):
 
 def fill(storage, first, steps=T, **more):
     for t in range(first, first + steps):
-        storage.add(storage.row(row(t, **{name: make(t) for name, make in more.items()})))
+        storage.add(row(t, **{name: make(t) for name, make in more.items()}))
 
 
 def test_the_ring_grows_to_its_size():  # row S09
@@ -156,7 +154,7 @@ def amp_row(t):
 def test_motion_features_stay_with_their_steps():  # rows S15, E13
     storage = made(AmpRolloutStorage, amp_obs_shape=(2, 3))
     for t in range(T):
-        storage.add(storage.row(row(t) | amp_row(t) | {"ref_valid": torch.tensor([True, t != 2, True])}))
+        storage.add(row(t) | amp_row(t) | {"ref_valid": torch.tensor([True, t != 2, True])})
     assert storage.ref_obs.shape == (T, N, 6)
     for batch in [*storage.mini_batch_generator(2, 1), *storage.recurrent_mini_batch_generator(2, 1)]:
         assert torch.equal(batch.ref_obs[..., :1], batch.actions)
@@ -170,7 +168,7 @@ def test_motion_features_stay_with_their_steps():  # rows S15, E13
 def test_an_amp_storage_without_features_says_so():
     storage = made(AmpRolloutStorage, amp_obs_shape=(6,))
     with pytest.raises(ValueError, match="lacks ref_obs, ref_motion"):
-        storage.row(row(0) | {"action_labels": torch.zeros(N, 1)})
+        storage.add(row(0) | {"action_labels": torch.zeros(N, 1)})
 
 
 @pytest.mark.parametrize("privileged", [None, (3,)])
@@ -184,7 +182,7 @@ def test_next_states_are_the_states_of_the_next_step(privileged):  # row S14, BU
         if privileged:
             wide = {name: torch.cat([x, x[:, :1]], 1) for name, x in (("", state), ("next_", after), ("final_", final))}
             more |= {f"{name}critic_observations": x for name, x in wide.items()}
-        storage.add(storage.row(row(t, **more)))
+        storage.add(row(t, **more))
     assert storage.observations[1:].data_ptr() == storage.next_observations.data_ptr()
     assert torch.equal(storage.next_observations[:-1], storage.observations[1:])
     assert storage.all_observations[-1, 2, 0] == 200.0 + T
@@ -200,7 +198,7 @@ def test_next_states_of_nested_observations():
     storage = SarsaRolloutStorage(N, T, {"joints": (2,), "base": {"vel": (1,)}}, None, (1,))
     for t in range(T):
         state, after = ({"joints": row(s)["observations"], "base": {"vel": row(s)["actions"]}} for s in (t, t + 1))
-        storage.add(storage.row(row(t, observations=state, next_observations=after)))
+        storage.add(row(t, observations=state, next_observations=after))
     for batch in storage.mini_batch_generator(2, 1):
         assert torch.equal(batch.next_obs["base"]["vel"], batch.actions + 1.0)
         assert torch.equal(batch.next_obs["joints"], (batch.actions + 1.0).expand(-1, 2))

@@ -8,9 +8,8 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from canter.envs.wrap import wrap_env
-from canter.storage.fields import Field
-from canter.storage.replay import TransitionReplayBuffer
-from canter.storage.replay_memory import check_memory, readable
+from canter.storage.replay import TransitionReplayBuffer, check_memory, readable
+from canter.storage.rollout_storage import Field
 from canter.utils.debug import NoHostSync
 
 
@@ -318,7 +317,7 @@ def test_bad_sizes_are_refused():
     buffer = TransitionReplayBuffer(5, (3,))
     with pytest.raises(ValueError, match="1 environments was expected, observations has 2"):
         buffer.add(torch.zeros(2, 3), torch.zeros(2), torch.zeros(2), torch.zeros(2, 3), torch.zeros(2))
-    with pytest.raises(ValueError, match="a batch of 4 was asked for, but 0 steps are stored"):
+    with pytest.raises(ValueError, match="batch_size=4 is larger than the 0 stored steps"):
         buffer.sample(4)
 
 

@@ -103,12 +103,15 @@ def test_what_is_stored_is_a_copy():  # C11
 
 def test_a_misspelt_or_missing_field_is_an_error():
     storage = RolloutStorage(N, T, [3], [5], [2])
-    with pytest.raises(KeyError, match="no field 'rewrads'; it has observations"):
-        storage.add({"rewrads": torch.ones(N)})
     t = transition(storage, 0)
+    misspelt = {name: value for name, value in vars(t).items() if name != "rewards"} | {"rewrads": torch.ones(N)}
+    with pytest.raises(ValueError, match="lacks rewards; it has observations, .*rewrads"):
+        storage.add(misspelt)
     t.rewards = None
     with pytest.raises(ValueError, match="lacks rewards"):
         storage.add_transitions(t)
+    assert storage.step == storage.cursor.item() == 0
+    assert not storage.observations.any()
     with pytest.raises(AttributeError, match="no field 'rewrads'"):
         _ = storage.rewrads
 

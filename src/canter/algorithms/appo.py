@@ -15,11 +15,10 @@ from canter.algorithms.ppo import PPO, Terms
 from canter.algorithms.tppo import TPPO
 from canter.envs.vec_env import StepRecord
 from canter.modules.policy import Hidden, PolicyOutput
-from canter.storage.amp_rollout_storage import AmpRolloutStorage
-from canter.storage.fields import MiniBatch
+from canter.storage.queue_rollout_storage import AmpRolloutStorage
+from canter.storage.rollout_storage import MiniBatch, masked_mean
 from canter.utils.config import settings
 from canter.utils.metrics import MeanMeter
-from canter.utils.returns import masked_mean
 from canter.utils.tree import Obs
 
 __all__ = ["APPO", "ATPPO", "APPOAlgoMixin", "APPOConfig", "APPOSettings", "ATPPOConfig"]

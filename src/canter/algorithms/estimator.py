@@ -13,7 +13,7 @@ from canter.algorithms.ppo import PPO, PPOConfig, Terms
 from canter.algorithms.tppo import TPPO, TPPOConfig
 from canter.modules.policy import PolicyOutput
 from canter.modules.prediction import Estimate, rescale
-from canter.storage.fields import MiniBatch
+from canter.storage.rollout_storage import MiniBatch
 from canter.utils.config import settings
 
 

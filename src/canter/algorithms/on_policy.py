@@ -14,8 +14,8 @@ from canter.algorithms.setup import OnPolicySetup
 from canter.envs.records import step_record
 from canter.envs.vec_env import StepRecord
 from canter.modules.policy import Hidden, PolicyOutput
+from canter.storage.rollout_storage import masked_mean
 from canter.utils.config import settings
-from canter.utils.returns import masked_mean, timeout_bootstrap
 from canter.utils.tree import Obs, tree_map, tree_where
 
 
@@ -53,7 +53,7 @@ class OnPolicyAlgorithm(OnPolicySetup):
             "actions": actions,
             "actions_log_prob": policy.distribution.log_prob(out.params, actions),
             "hidden": hidden,
-            "tosses": tosses,
+            "random_masks": tosses,
             "next_hidden": next_hidden,
             "for_env": policy.distribution.to_env(actions),
         }
@@ -121,7 +121,7 @@ class OnPolicyAlgorithm(OnPolicySetup):
         if self.rollout.has_invalid_steps:  # a step that only resets begins and ends a trajectory of its own
             dones = dones | ~record.valid
         ends = {**record.extras, "rewards": rewards, "dones": dones, "valid": record.valid}
-        self.rollout.write(self.rollout.row({**transition, **ends}))
+        self.rollout.write({**transition, **ends})
         for note in self.on_record:
             note(record)
         ended = dones.view(-1, 1, 1, 1)
@@ -247,3 +247,8 @@ class OnPolicyAlgorithm(OnPolicySetup):
 
 def _rows(tree: Any, rows: slice) -> Any:
     return tree_map(lambda leaf: leaf[rows], tree)
+
+
+def timeout_bootstrap(rewards: Tensor, values: Tensor, truncated: Tensor, gamma: float) -> Tensor:
+    """Rewards plus the discounted value of the state in which an episode was truncated; all (N,)."""
+    return torch.where(truncated, rewards + gamma * values, rewards)

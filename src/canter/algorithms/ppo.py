@@ -16,10 +16,9 @@ from canter.algorithms.optim import GuardedOptimizer, backward
 from canter.algorithms.settings import PPOConfig, PPOSettings
 from canter.envs.wrap import wrap_env
 from canter.modules.policy import Policy, PolicyOutput
-from canter.storage.fields import MiniBatch
+from canter.storage.rollout_storage import MiniBatch, normalize_advantages
 from canter.utils.config import settings
 from canter.utils.devices import resolve_device
-from canter.utils.returns import normalize_advantages
 
 __all__ = ["PPO", "PPOConfig", "PPOSettings", "Terms"]
 
@@ -90,8 +89,8 @@ class PPO(OnPolicyAlgorithm):
         """What each minibatch of each pass is made of: steps; or environments, their trajectories and T."""
         shuffle, parts = self.generators["shuffle"], self.num_mini_batches
         if not self.policy.is_recurrent:
-            return [[(index,) for index in self.rollout.deal_steps(parts, shuffle)] for _ in range(num_epochs)]
-        dealt = self.rollout.deal_envs(parts, num_epochs, shuffle)
+            return [[(index,) for index in self.rollout.step_minibatches(parts, shuffle)] for _ in range(num_epochs)]
+        dealt = self.rollout.env_minibatches(parts, num_epochs, shuffle)
         deals = [(envs, self.executor.bucket(total, len(envs)), self.rollout.filled) for envs, total in dealt]
         return [deals[i : i + parts] for i in range(0, len(deals), parts)]
 
@@ -162,7 +161,7 @@ class PPO(OnPolicyAlgorithm):
     def batch_output(self, batch: MiniBatch) -> PolicyOutput:
         """The policy's pass over a minibatch."""
         with self.executor.autocast():
-            return self.policy(batch.obs, batch.critic_obs, batch.hidden, batch.trajectories, batch.tosses)
+            return self.policy(batch.obs, batch.critic_obs, batch.hidden, batch.trajectories, batch.random_masks)
 
     def loss_terms(self, batch: MiniBatch, out: PolicyOutput) -> Terms:
         """Every term named in `loss_weights`. Subclasses extend it through super()."""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from canter.algorithms.optim import GuardedOptimizer
 from canter.modules.mlp import mlp
 from canter.modules.normalizer import EmpiricalNormalization, NoNormalization, ReturnScaler
+from canter.storage.rollout_storage import masked_mean
 from canter.utils.config import check_settings, settings
-from canter.utils.returns import masked_mean
 
 WEIGHT_SCHEDULES = ("constant", "step", "linear")
 

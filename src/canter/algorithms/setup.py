@@ -18,8 +18,7 @@ from canter.modules.build import build_normalizer, build_pair, env_shapes
 from canter.modules.normalizer import NoNormalization, ReturnScaler
 from canter.modules.policy import Policy
 from canter.modules.value_normalizer import VALUE_NORMALIZATIONS, install_value_normalizer
-from canter.storage.fields import Transition
-from canter.storage.rollout_storage import RolloutStorage
+from canter.storage.rollout_storage import RolloutStorage, Transition
 from canter.utils.config import settings
 from canter.utils.graphs import Executor
 from canter.utils.metrics import MeanMeter
@@ -183,7 +182,7 @@ class OnPolicySetup(PPOSettings, Algorithm):
             param_shapes=self.policy.distribution.param_shapes,
             action_dtype=self.policy.distribution.action_dtype,
             hidden_shapes={name: memory.state_shape for name, memory in self.policy.memories.items()},
-            coins=self.policy.coins,
+            random_masks=self.policy.coins,
             **kwargs,
         )
         if self.normalize_rewards:

@@ -13,7 +13,7 @@ from canter.algorithms.mirrors import ActionMirror, BetaMirror, observation_mirr
 from canter.modules.distributions import Beta
 from canter.modules.memory import Carried
 from canter.modules.policy import Hidden, Policy, PolicyOutput
-from canter.storage.fields import MiniBatch
+from canter.storage.rollout_storage import MiniBatch
 from canter.utils.config import settings
 from canter.utils.obs_layout import ObsLayout
 

@@ -13,7 +13,7 @@ from canter.algorithms.imitation_settings import TPPOSettings
 from canter.algorithms.ppo import PPO, PPOSettings
 from canter.algorithms.schedules import GET_PROB_FUNC
 from canter.algorithms.teacher import Teacher, build_teacher
-from canter.storage.action_label_rollout import ActionLabelRollout
+from canter.storage.queue_rollout_storage import ActionLabelRollout
 from canter.utils.config import check_settings, settings
 from canter.utils.metrics import MeanMeter
 

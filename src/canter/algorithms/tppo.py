@@ -13,10 +13,9 @@ from canter.algorithms.ppo import Terms
 from canter.algorithms.taught_setup import TaughtSetup
 from canter.envs.vec_env import StepRecord
 from canter.modules.policy import Hidden, PolicyOutput
-from canter.storage.fields import MiniBatch
+from canter.storage.rollout_storage import MiniBatch, normalize_advantages
 from canter.utils.config import settings
 from canter.utils.metrics import MeanMeter
-from canter.utils.returns import normalize_advantages
 from canter.utils.tree import Obs
 
 __all__ = ["TPPO", "TPPOConfig", "TPPOSettings"]

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from canter.storage.fields import nested
-from canter.utils.tree import tree_leaves
+from canter.utils.tree import nested, tree_leaves
 
 SERVED = ("observations", "privileged_observations", "actions", "rewards", "dones", "timeouts")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from canter.utils.returns import gae, masked_mean, normalize_advantages, timeout_bootstrap
+from canter.storage.rollout_storage import gae, masked_mean, normalize_advantages
 
 
 def direct_sum(rewards, values, dones, last_values, gamma, lam):
@@ -85,12 +85,6 @@ def test_dones_of_any_kind_end_an_episode(dtype):  # row E16
     assert torch.equal(
         gae(rewards, values, dones.to(dtype), last, 0.9, 0.9), gae(rewards, values, dones, last, 0.9, 0.9)
     )
-
-
-def test_the_value_of_a_cut_off_state_is_added_only_where_it_was_cut_off():
-    rewards, values = torch.tensor([1.0, 1.0, 1.0]), torch.tensor([5.0, float("nan"), 5.0])
-    truncated = torch.tensor([True, False, False])
-    assert timeout_bootstrap(rewards, values, truncated, 0.9).tolist() == [5.5, 1.0, 1.0]
 
 
 def test_advantages_get_mean_zero_and_unbiased_deviation_one():  # row S03
