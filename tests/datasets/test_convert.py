@@ -49,7 +49,7 @@ def documented(folder, protocol=4, wrap=False, suffix="pickle"):
 # ------------------------------------------------------------------ pickles
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("wrap", [False, True])
-def test_documented_pickles_of_any_protocol_are_imported(tmp_path, protocol, wrap):  # BUG-51 for wrap
+def test_documented_pickles_of_any_protocol_are_imported(tmp_path, protocol, wrap):  # the documented writer wrapped observations in a tuple
     source = documented(tmp_path / "old", protocol, wrap, "pkl" if wrap else "pickle")
     assert import_pickles(source, tmp_path / "new", file_steps=5) == 2
     first, second = (read_trajectory(tmp_path / "new" / f"trajectory_{k}") for k in (0, 1))
@@ -75,7 +75,7 @@ class Attack:
     {"observations": torch.nn.Linear(1, 1)},
     {"observations": np.array(["text"])},
 ])  # fmt: skip
-def test_a_pickle_that_is_no_plain_data_is_refused_and_runs_nothing(tmp_path, monkeypatch, content):  # T3
+def test_a_pickle_that_is_no_plain_data_is_refused_and_runs_nothing(tmp_path, monkeypatch, content):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "traj_000000_000001.pickle").write_bytes(pickle.dumps(content))
     with pytest.raises(ValueError, match=r"traj_000000_000001\.pickle"):
@@ -83,14 +83,14 @@ def test_a_pickle_that_is_no_plain_data_is_refused_and_runs_nothing(tmp_path, mo
     assert not (tmp_path / "stolen").exists()
 
 
-def test_builtins_and_numpy_functions_are_out_of_reach(tmp_path):  # T3
+def test_builtins_and_numpy_functions_are_out_of_reach(tmp_path):
     for name in ("builtins\neval", "numpy\nload", "numpy.testing\nrundocs", "os\nsystem", "canter\n__version__"):
         (tmp_path / "x.pickle").write_bytes(b"c" + name.encode() + b"\n(S'1'\ntR.")
         with pytest.raises(ValueError, match="no plain data"):
             read_pickle(tmp_path / "x.pickle")
 
 
-def test_an_array_of_any_claimed_size_costs_nothing(tmp_path):  # T14
+def test_an_array_of_any_claimed_size_costs_nothing(tmp_path):
     claim = b"cnumpy._core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(L1000000000000000L\ntS'b'\ntR."
     (tmp_path / "x.pickle").write_bytes(claim)
     with pytest.raises(ValueError, match="holds a ndarray"):

@@ -36,11 +36,11 @@ def loader(*clips, dt=0.1, **given):
 
 # ------------------------------------------------------------------ time base
 @pytest.mark.parametrize("time", [0.0, 0.03, 0.1, 0.25, 0.4])
-def test_a_ramp_has_the_value_of_the_time(time):  # BUG-43, AMP defect 2: p * n would give time * n / (n - 1)
+def test_a_ramp_has_the_value_of_the_time(time):  # p * n would give time * n / (n - 1)
     assert loader(ramp()).get_frame_at_time(0, time).item() == pytest.approx(time, abs=1e-6)
 
 
-def test_frames_beyond_the_ends_are_the_ends():  # BUG-43
+def test_frames_beyond_the_ends_are_the_ends():
     data = loader(ramp(), ramp(first=50.0, name="other"))
     assert data.get_frame_at_time(0, 99.0).item() == pytest.approx(0.4)
     assert data.get_frame_at_time(1, -1.0).item() == pytest.approx(50.0)
@@ -52,7 +52,7 @@ def test_a_clip_lasts_one_interval_less_than_its_frames():
 
 
 @pytest.mark.parametrize("dt", [0.02, 0.05, 0.13])
-def test_pairs_are_the_policys_interval_apart_not_the_clips(dt):  # row S36, AMP defect 3
+def test_pairs_are_the_policys_interval_apart_not_the_clips(dt):
     data = loader(ramp(30, 0.1), dt=dt, seed=1)
     ((s, s_next),) = data.feed_forward_generator(1, 500)
     assert s.shape == s_next.shape == (500, 1)
@@ -74,14 +74,14 @@ def test_no_pair_stands_still_and_none_crosses_clips():  # AMP defect 2, A8
     assert torch.allclose(s_next - s, torch.full_like(s, 0.1), atol=1e-4)
 
 
-def test_moments_are_uniform_over_the_clip():  # A8
+def test_moments_are_uniform_over_the_clip():
     data = loader(ramp(101, 0.01), dt=0.01, seed=3)
     ((s, _),) = data.feed_forward_generator(1, 20000)
     counts = torch.histc(s, 10, 0.0, 0.98)
     assert (counts - 2000).abs().max() < 250
 
 
-def test_clips_are_drawn_by_weight():  # row S36
+def test_clips_are_drawn_by_weight():
     a, b = ramp(5, 0.1, weight=1.0), ramp(50, 0.1, weight=3.0, first=100.0, name="b")
     for data in (loader(a, b, seed=0), loader(ramp(5), ramp(50, first=100.0, name="b"), weights=[2, 6], seed=0)):
         share = (data.get_full_frame_batch(8000) > 50).float().mean().item()
@@ -133,7 +133,7 @@ def test_velocities_are_differentiated_once_at_the_clips_own_rate():  # AMP defe
     assert np.abs(clip.frames[[0, -1]][:, clip.where(["ang_vel"])] - [0, 0, 0.8]).max() < 1e-6
 
 
-def test_rotations_are_standardised_and_non_rotations_refused():  # F61
+def test_rotations_are_standardised_and_non_rotations_refused():
     clip = turning(1.0, flip=True)
     assert (clip.frames[:, 6] >= 0).all()
     frames = clip.frames.copy()
@@ -212,7 +212,7 @@ def test_the_clips_in_the_package_are_what_the_script_makes(tmp_path):
 
 
 # ------------------------------------------------------------------ joints
-def test_joints_are_matched_by_name_whatever_their_order():  # F60, T9
+def test_joints_are_matched_by_name_whatever_their_order():
     shuffled = list(reversed(QUADRUPED_JOINTS))
     plain = AMPLoader("cpu", 0.02, CLIPS, motion_files=["quadruped_pace.npz"], joint_names=QUADRUPED_JOINTS)
     other = AMPLoader("cpu", 0.02, CLIPS, motion_files=["quadruped_pace.npz"], joint_names=shuffled)
@@ -250,7 +250,7 @@ def test_joints_without_names_are_not_matched_by_position():
     ({"Fields": ["a.0"], "Frames": [[1], [float("nan")]]}, "frame 1 has nan in a.0"),
     ({"Fields": ["a.0"], "Frames": [[1], [2, 3]]}, "spoilt.txt"),
 ])  # fmt: skip
-def test_spoilt_clips_are_refused_with_the_reason(tmp_path, change, text):  # F61
+def test_spoilt_clips_are_refused_with_the_reason(tmp_path, change, text):
     content = json.loads((CLIPS / "quadruped_trot.txt").read_text()) | change
     (tmp_path / "spoilt.txt").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=text) as caught:

@@ -105,7 +105,7 @@ def test_a_pending_trajectory_is_seen_only_when_it_is_published(tmp_path, make_s
     assert [e["end"] for e in read_manifest(tmp_path)] == [4, 6]
 
 
-def test_closing_twice_is_harmless_and_leaves_no_empty_folder(tmp_path, make_steps):  # row R47
+def test_closing_twice_is_harmless_and_leaves_no_empty_folder(tmp_path, make_steps):
     writer = TrajectoryWriter(tmp_path)
     writer.add(0, make_steps(0, 0, 4), 0)
     writer.folder(1).mkdir()
@@ -138,7 +138,7 @@ def test_metadata_that_is_no_object_is_named(tmp_path):
         read_metadata(tmp_path)
 
 
-def test_other_arrays_than_those_in_the_directory_are_refused_with_the_difference(record, make_steps):  # F60
+def test_other_arrays_than_those_in_the_directory_are_refused_with_the_difference(record, make_steps):
     directory = record({0: (0, 4)})
     with (
         TrajectoryWriter(directory) as writer,

@@ -124,7 +124,7 @@ def test_offsets_that_lie_cannot_reach_outside(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["pkl", "pickle", "safetensors"])
-def test_the_frame_range_is_in_the_name(suffix):  # row S25
+def test_the_frame_range_is_in_the_name(suffix):
     assert get_frame_range(f"traj_100_200.{suffix}") == (100, 200)
 
 

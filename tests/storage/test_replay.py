@@ -99,9 +99,7 @@ def stored(buffer):
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 @pytest.mark.parametrize("capacity", [1000, 24])
-def test_no_stored_step_joins_two_episodes_and_cut_ones_lead_to_their_final_observation(
-    mode, capacity
-):  # rows S19, L28
+def test_no_stored_step_joins_two_episodes_and_cut_ones_lead_to_their_final_observation(mode, capacity):
     env = vector_env(mode)
     buffer = TransitionReplayBuffer(capacity, (3,), num_envs=3, has_invalid_steps=env.has_invalid_steps)
     fill(env, buffer, 40)
@@ -133,7 +131,7 @@ def test_the_modes_of_resetting_store_the_same_data():
                 assert torch.equal(getattr(a, name)[:n], getattr(other, name)[:n]), name
 
 
-def test_time_outs_without_a_final_observation_are_not_bootstrapped():  # rows S19, L28
+def test_time_outs_without_a_final_observation_are_not_bootstrapped():
     env = wrap_env(TimeOutsOnly(), "cpu")
     buffer = TransitionReplayBuffer(1000, (3,), num_envs=3, has_invalid_steps=env.has_invalid_steps)
     fill(env, buffer, 30)
@@ -234,7 +232,7 @@ def test_sampling_is_uniform_over_what_is_stored():
 
 # ---------------------------------------------------------------------- the documented calls
 @pytest.mark.parametrize(("shape", "dtype"), [((), torch.long), ((2,), torch.float32)], ids=["discrete", "box"])
-def test_samples_have_the_documented_keys_and_shapes(shape, dtype):  # row S18
+def test_samples_have_the_documented_keys_and_shapes(shape, dtype):
     buffer = TransitionReplayBuffer(5, (3,), shape, action_dtype=dtype)
     for i in range(7):
         obs = torch.full((1, 3), float(i))
