@@ -368,7 +368,7 @@ def test_it_waits_for_as_many_as_are_wanted(record, make_steps, monkeypatch):
         with TrajectoryWriter(directory) as writer:
             writer.add(1, make_steps(1, 0, 2), 0)
 
-    monkeypatch.setattr("canter.storage.rollout_files.playlist.time.sleep", arrive)
+    monkeypatch.setattr("canter.storage.rollout_files.rollout_dataset.time.sleep", arrive)
     with pytest.warns(UserWarning, match="fewer than keep_latest_n_trajs=2.*waiting"):
         assert len(play(dataset(directory, keep_latest_n_trajs=2))) == 4
 

@@ -11,9 +11,8 @@ import numpy as np
 from gymnasium import spaces
 
 from canter.datasets.pickle_import import read_pickle
-from canter.storage.rollout_files.catalog import read_metadata, read_trajectory, trajectory_folders
+from canter.storage.rollout_files.catalog import TrajectoryLibrary, read_metadata, read_trajectory, trajectory_folders
 from canter.storage.rollout_files.container import get_frame_range
-from canter.storage.rollout_files.library import TrajectoryLibrary
 from canter.storage.rollout_files.writer import TrajectoryWriter
 from canter.utils.tree import nested, tree_leaves, tree_map
 

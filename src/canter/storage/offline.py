@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from canter.storage.replay import TransitionReplayBuffer
-from canter.storage.rollout_files.library import TrajectoryLibrary
+from canter.storage.rollout_files.catalog import TrajectoryLibrary
 from canter.utils.tree import tree_leaves, tree_map
 
 MINARI = "minari:"

@@ -13,8 +13,7 @@ from torch import Tensor
 from canter.storage.trajectories import Trajectories, episode_starts, start_positions, trajectory_index
 from canter.utils.tree import Obs, nested
 
-Scalar = float | Tensor
-"""A Python number, or a 0-dim tensor on the device of the data."""
+Scalar = float | Tensor  # a 0-dim tensor
 
 
 class Field(NamedTuple):
@@ -177,19 +176,21 @@ class RolloutStorage:
         for name, field in (extra_fields or {}).items():
             field = field._replace(batch=field.batch or name, source=field.source or name)
             if name in self.fields or field.batch in {f.batch for f in self.fields.values()}:
-                raise ValueError(f"extra_fields: {name!r} ({field.batch!r} in a minibatch) is the name of another field")
+                raise ValueError(
+                    f"extra_fields: {name!r} ({field.batch!r} in a minibatch) is the name of another field"
+                )
             self.fields[name] = field
         self.data = {name: self._zeros(field) for name, field in self.fields.items()}
-        # Per field: its name, where its value is in a transition, its default, and shape and size of one row.
+        self.step = 0
+        self.cursor = torch.zeros(1, dtype=torch.long, device=self.device)  # `step` on the device, for captured writes
+        # Of each field: name, path in a transition, default, shape and size of a row.
         self._written = [
-            (name, *_path(f.source), self._default(f), (1, num_envs, *f.shape), num_envs * math.prod(f.shape))
+            (name, f.source.split("."), self._default(f), (1, num_envs, *f.shape), num_envs * math.prod(f.shape))
             for name, f in self.fields.items()
             if f.source
         ]
-        # Per field: its name, and where its rows go in a minibatch.
-        self._batched = [(name, *_path(f.batch)) for name, f in self.fields.items() if f.batch]
-        self.step = 0
-        self.cursor = torch.zeros(1, dtype=torch.long, device=self.device)  # `step` on the device, for captured writes
+        # Of each field: name, and path in a minibatch.
+        self._batched = [(name, f.batch.split(".")) for name, f in self.fields.items() if f.batch]
 
     def declare_fields(self) -> dict[str, Field]:
         """Every stored field by name. Extended by subclasses."""
@@ -242,10 +243,10 @@ class RolloutStorage:
     def write(self, transition: Mapping[str, Any]) -> None:
         """Write a transition at the cursor and advance it. Tensor code only: the caller increments `step`."""
         row, missing = [], []
-        for name, key, inner, default, shape, size in self._written:
-            value = transition.get(key)
-            for part in inner:
-                value = value.get(part) if isinstance(value, Mapping) else None
+        for name, path, default, shape, size in self._written:
+            value: Any = transition
+            for key in path:
+                value = value.get(key) if isinstance(value, Mapping) else None
             value = default if value is None else value
             if not isinstance(value, Tensor):
                 missing.append(name)
@@ -320,12 +321,11 @@ class RolloutStorage:
     def take(self, index: Tensor) -> MiniBatch:
         """Minibatch of the steps at flat (T * N) indices of any shape."""
         batch: dict[str, Any] = {"old_params": {}, "random_masks": {}, "hidden": {}}
-        for name, key, inner in self._batched:
+        for name, path in self._batched:
             node = batch
-            for part in inner:
+            for key in path[:-1]:
                 node = node.setdefault(key, {})
-                key = part
-            node[key] = self.data[name].flatten(0, 1)[index]
+            node[path[-1]] = self.data[name].flatten(0, 1)[index]
         if self.privileged_obs_shape is None:
             batch["critic_obs"] = batch["obs"]
         if self.has_invalid_steps:
@@ -419,8 +419,3 @@ def observation_fields(name: str, shape: Any, batch: str, source: str) -> dict[s
     if isinstance(shape, Field):
         return {name: Field(shape.shape, batch, source, shape.dtype)}
     return {name: Field(tuple(shape), batch, source)}
-
-
-def _path(dotted: str | None) -> tuple[str, list[str]]:
-    first, *inner = (dotted or "").split(".")
-    return first, inner

@@ -1,7 +1,7 @@
-"""One immutable file per piece of a trajectory: safetensors with a step range and a CRC-32 over every byte.
+"""File format of a piece of a trajectory: safetensors with a step range and a CRC-32 over every byte.
 
-The CRC is a fixed-width entry of the header's metadata; it is taken with zeros in its own place, so that a changed bit
-anywhere, header included, is found. Any safetensors reader can open the file.
+The CRC is a fixed-width entry of the header's metadata. It is computed with zeros in its own place, so that a changed
+bit anywhere is found, the header included. Any safetensors reader can open the file.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ class TrajectoryFileError(RuntimeError):
 
 
 class ChunkInfo(NamedTuple):
-    """What a file's header says."""
+    """Header of a file."""
 
     path: Path
     start: int
     end: int
     """Steps [start, end) of the trajectory."""
     ended: str
-    """How the episode ended in the last of these steps: "terminated", "truncated", or "" if it went on."""
+    """How the episode ended in the last of these steps: "terminated", "truncated", or "" if it continues."""
     size: int
     crc32: str
     entries: dict[str, Any]
-    """Kind, shape and place of every array, as safetensors has them."""
+    """Dtype, shape and offsets of every array, as in safetensors."""
 
     @property
     def schema(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Kind and shape per step of every array that has one row per step."""
+        """Dtype and shape per step of every array that has one row per step."""
         steps = {name: entry for name, entry in sorted(self.entries.items()) if not name.startswith("final_")}
         return {name: (entry["dtype"], tuple(entry["shape"][1:])) for name, entry in steps.items()}
 
@@ -82,13 +82,13 @@ def get_frame_range(filename: str) -> tuple[int, int]:
 
 
 def schema_of(arrays: Mapping[str, np.ndarray]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Kind and shape per step of every array, as a file's header would say."""
+    """The schema of a file with these arrays."""
     codes = {np.dtype(kind): code for code, kind in KINDS.items()}
     return {n: (codes[a.dtype], a.shape[1:]) for n, a in sorted(arrays.items()) if not n.startswith("final_")}
 
 
 def write_chunk(folder: Path, arrays: Mapping[str, np.ndarray], start: int, ended: str = "") -> ChunkInfo:
-    """Write steps from `start` on into `folder`, whole or not at all, and on the disk when this returns."""
+    """Write steps from `start` on to a file in `folder`, atomically and synced to disk."""
     lengths = {name: len(array) for name, array in arrays.items() if not name.startswith("final_")}
     if len(set(lengths.values())) != 1 or 0 in lengths.values():
         raise ValueError(f"a trajectory file needs arrays of one length above 0, got {lengths}")
@@ -99,16 +99,21 @@ def write_chunk(folder: Path, arrays: Mapping[str, np.ndarray], start: int, ende
     crc = f"{zlib.crc32(data):08x}"
     data[place : place + 8] = crc.encode()
     path = folder / chunk_name(start, end)
+    write_bytes(path, data)
+    return _info(path, _header(path, memoryview(data)), len(data))
+
+
+def write_bytes(path: Path, data: bytes | bytearray) -> None:
+    """Replace a file atomically."""
 
     def write(file: BinaryIO) -> None:
         file.write(data)
 
     atomic_write(path, write, expected_size=len(data))
-    return _info(path, _header(path, memoryview(data)), len(data))
 
 
 def read_chunk(path: Path) -> Chunk:
-    """The whole content of a file, every byte of it checked."""
+    """The whole content of a file, verified by its CRC."""
     with open(path, "rb", buffering=0) as file:
         data = memoryview(bytearray(os.fstat(file.fileno()).st_size))
         data = data[: file.readinto(data)]
@@ -125,7 +130,7 @@ def read_chunk(path: Path) -> Chunk:
 
 
 def peek_chunk(path: Path) -> ChunkInfo:
-    """A file's header, checked against the file's size; its content is not read."""
+    """The header of a file, checked against the file's size; the arrays are not read."""
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(_PROBE)  # most headers are shorter
