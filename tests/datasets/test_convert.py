@@ -12,8 +12,15 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from canter.datasets.convert import export_minari, export_npz, import_minari, import_npz, import_pickles, trajectories
-from canter.datasets.pickle_import import read_pickle
+from canter.datasets.convert import (
+    export_minari,
+    export_npz,
+    import_minari,
+    import_npz,
+    import_pickles,
+    read_pickle,
+    trajectories,
+)
 from canter.storage.rollout_files import RolloutDataset, TrajectoryWriter, read_trajectory
 
 
@@ -49,7 +56,9 @@ def documented(folder, protocol=4, wrap=False, suffix="pickle"):
 # ------------------------------------------------------------------ pickles
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("wrap", [False, True])
-def test_documented_pickles_of_any_protocol_are_imported(tmp_path, protocol, wrap):  # the documented writer wrapped observations in a tuple
+def test_documented_pickles_of_any_protocol_are_imported(
+    tmp_path, protocol, wrap
+):  # the documented writer wrapped observations in a tuple
     source = documented(tmp_path / "old", protocol, wrap, "pkl" if wrap else "pickle")
     assert import_pickles(source, tmp_path / "new", file_steps=5) == 2
     first, second = (read_trajectory(tmp_path / "new" / f"trajectory_{k}") for k in (0, 1))
@@ -112,7 +121,7 @@ def test_a_directory_without_pickles_is_an_error(tmp_path):
 
 def test_trajectories_without_the_needed_arrays_are_named(tmp_path):
     np.savez(tmp_path / "a.npz", observations=np.zeros((3, 2)), rewards=np.zeros(3), terminated=np.zeros(3, bool))
-    with pytest.raises(ValueError, match=r"a\.npz: trajectory 0 lacks actions"):
+    with pytest.raises(ValueError, match=r"a\.npz: the trajectory lacks actions"):
         import_npz([tmp_path / "a.npz"], tmp_path / "new")
 
 
@@ -204,7 +213,7 @@ def test_minari_gets_a_truncation_where_a_trajectory_was_cut_off(tmp_path, minar
         arrays = episode(0, 4) | {"actions": np.array([0, 2, 1, 0])}
         arrays["dones"][-1], arrays["timeouts"][-1] = 0, False
         writer.add(0, arrays, 0)
-    with pytest.warns(UserWarning, match="does not say where it ended"):
+    with pytest.warns(UserWarning, match="has no final observation"):
         made = export_minari(tmp_path / "data", "canter/cut-v0", action_space=spaces.Discrete(3))
     (only,) = made.iterate_episodes()
     assert (only.terminations[-1], only.truncations[-1]) == (False, True)

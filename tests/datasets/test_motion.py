@@ -8,10 +8,16 @@ import pytest
 import torch
 
 from canter.datasets.generate_clips import BIPED_JOINTS, CLIPS, QUADRUPED_JOINTS, write_clips
-from canter.datasets.motion_clip import DOCUMENTED, MotionClip, column_names
-from canter.datasets.motion_files import read_clip, write_clip
-from canter.datasets.motion_loader import AMPLoader
-from canter.datasets.rotations import multiply, rotation_vector, slerp
+from canter.datasets.motion_clip import (
+    DOCUMENTED,
+    MotionClip,
+    column_names,
+    multiply,
+    read_clip,
+    rotation_vector,
+    write_clip,
+)
+from canter.datasets.motion_loader import AMPLoader, slerp
 
 
 def ramp(num_frames=5, dt=0.1, weight=1.0, first=0.0, name="ramp"):
