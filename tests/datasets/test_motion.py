@@ -1,4 +1,4 @@
-"""Motion clips: the right time base, the short way round, joints by name, and nothing spoilt gets in."""
+"""Motion clips: times, interpolation of rotations, joints by name, file formats and errors."""
 
 import json
 import math
@@ -67,14 +67,14 @@ def test_pairs_are_the_policys_interval_apart_not_the_clips(dt):
     assert s_next.max() > 2.5
 
 
-def test_the_blend_is_between_the_frames_around_the_moment():  # AMP defect 3: rounding the lower index extrapolates
+def test_the_blend_is_between_the_frames_around_the_moment():  # rounding the lower index extrapolates
     saw = MotionClip("saw", np.array([[0.0], [1.0], [0.0], [1.0]]), ["v.0"], 1.0)
     data = loader(saw, dt=1.0)
     for time, value in ((0.75, 0.75), (1.25, 0.75), (1.75, 0.25), (2.6, 0.6)):
         assert data.get_frame_at_time(0, time).item() == pytest.approx(value, abs=1e-6)
 
 
-def test_no_pair_stands_still_and_none_crosses_clips():  # AMP defect 2, A8
+def test_pairs_have_two_frames_of_one_clip():
     data = loader(ramp(4, 0.1), ramp(40, 0.1, first=100.0, name="b"), dt=0.1, seed=0)
     ((s, s_next),) = data.feed_forward_generator(1, 5000)
     assert torch.allclose(s_next - s, torch.full_like(s, 0.1), atol=1e-4)
@@ -112,7 +112,7 @@ def test_preloaded_pairs_are_the_only_ones_served():
 
 # ------------------------------------------------------------------ rotations
 @pytest.mark.parametrize("flip", [False, True])
-def test_a_steady_turn_is_a_steady_turn_at_any_time(flip):  # A7: q and -q are one rotation
+def test_a_steady_turn_is_a_steady_turn_at_any_time(flip):  # q and -q are one rotation
     data = loader(turning(1.5, flip=flip), dt=0.1)
     for time in (0.0, 0.07, 0.333, 0.95):
         q = data.get_frame_at_time(0, time)[3:7].double().numpy()
@@ -120,7 +120,7 @@ def test_a_steady_turn_is_a_steady_turn_at_any_time(flip):  # A7: q and -q are o
         assert rotation_vector(q)[2] == pytest.approx(1.5 * time, abs=1e-4)
 
 
-def test_slerp_takes_the_short_way_and_lerp_would_not_be_it():  # AMP defect 4
+def test_slerp_takes_the_short_way_and_lerp_would_not_be_it():
     start, end = torch.tensor([0.0, 0, 0, 1]), torch.tensor([0.0, 0, math.sin(1.0), math.cos(1.0)])  # 0 and 2 rad
     for sign in (1, -1):
         quarter = slerp(start, sign * end, torch.tensor([0.25]))
@@ -130,7 +130,7 @@ def test_slerp_takes_the_short_way_and_lerp_would_not_be_it():  # AMP defect 4
     assert torch.allclose(slerp(start, start, torch.tensor([0.5])), start)
 
 
-def test_velocities_are_differentiated_once_at_the_clips_own_rate():  # AMP defect 4, A7
+def test_velocities_are_differentiated_once_at_the_clips_own_rate():
     clip = turning(0.8).with_velocities()
     assert list(clip.groups) == ["root_pos", "root_rot", "lin_vel", "ang_vel"]
     inner = clip.frames[1:-1]
@@ -188,7 +188,7 @@ def test_a_clip_survives_every_format(tmp_path, suffix):
     assert np.abs(again.frames - clip.frames).max() < 1e-5
 
 
-def test_an_npz_of_isaac_lab_has_its_root_and_joints(tmp_path):  # AMP defect 3: (w, x, y, z) there
+def test_an_npz_of_isaac_lab_has_its_root_and_joints(tmp_path):  # (w, x, y, z) there
     steps = np.arange(4)
     half = 0.1 * steps / 2
     rotation = np.stack([np.cos(half), 0 * half, 0 * half, np.sin(half)], 1)[:, None]
@@ -209,7 +209,7 @@ def test_an_npz_of_isaac_lab_has_its_root_and_joints(tmp_path):  # AMP defect 3:
     assert clip.frames[:, clip.where(["joint_vel"])] == pytest.approx(1.0)
 
 
-def test_the_clips_in_the_package_are_what_the_script_makes(tmp_path):
+def test_the_script_makes_the_clips_of_the_package(tmp_path):
     for path in write_clips(tmp_path):
         made, kept = read_clip(path), read_clip(CLIPS / path.name)
         assert made.columns == kept.columns
@@ -229,7 +229,7 @@ def test_joints_are_matched_by_name_whatever_their_order():
     assert torch.equal(a[:7], b[:7])
 
 
-def test_a_joint_that_a_clip_lacks_is_named_not_filled_with_zeros():  # AMP defect 5
+def test_a_joint_that_a_clip_lacks_is_named_not_filled_with_zeros():
     with pytest.raises(ValueError, match=r"quadruped_pace\.npz lacks the joints tail; it has FR_hip"):
         AMPLoader("cpu", 0.02, CLIPS, motion_files=["quadruped_pace.npz"], joint_names=[*QUADRUPED_JOINTS, "tail"])
 
@@ -256,7 +256,7 @@ def test_joints_without_names_are_not_matched_by_position():
     ({"Fields": ["a.0"], "Frames": [[1], [float("nan")]]}, "frame 1 has nan in a.0"),
     ({"Fields": ["a.0"], "Frames": [[1], [2, 3]]}, "spoilt.txt"),
 ])  # fmt: skip
-def test_spoilt_clips_are_refused_with_the_reason(tmp_path, change, text):
+def test_damaged_clips_are_refused_with_the_reason(tmp_path, change, text):
     content = json.loads((CLIPS / "quadruped_trot.txt").read_text()) | change
     (tmp_path / "spoilt.txt").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=text) as caught:

@@ -1,4 +1,4 @@
-"""Storages that keep more than one rollout, labels, motion features and next states."""
+"""Storages of several rollouts, labels, motion features and next states."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_a_full_ring_overwrites_the_oldest():
 
 
 @pytest.mark.parametrize("untie", [False, True])
-def test_untying_puts_the_oldest_first_in_every_field(untie):
+def test_untying_moves_the_oldest_row_to_the_front_in_every_field(untie):
     storage = made(buffer_dilation_ratio=2.5, hidden_shapes={"memory_a": (1, 1, 2)})
     for rollout in range(4):
         fill(storage, rollout * T, hidden=lambda t: {"memory_a": torch.full((N, 1, 1, 2), float(t))})
@@ -97,7 +97,7 @@ def test_advantages_are_normalised_over_every_row_there_is():
         storage.clear()
 
 
-def test_a_ratio_of_one_is_a_plain_rollout():
+def test_a_ratio_of_one_keeps_only_the_last_rollout():
     storage = made()
     fill(storage, 0)
     storage.clear()
@@ -133,7 +133,7 @@ def test_trajectories_end_where_a_rollout_meets_the_next():
 
 
 @pytest.mark.parametrize("ratio", [1.0, 2.0])
-def test_labels_stay_with_their_actions(ratio):
+def test_labels_belong_to_the_steps_of_their_actions(ratio):
     storage = made(ActionLabelRollout, buffer_dilation_ratio=ratio)
     for rollout in range(3):
         fill(storage, rollout * T, action_labels=lambda t: row(t)["actions"] + 0.25)
@@ -151,7 +151,7 @@ def amp_row(t):
     return {"action_labels": number, "ref_obs": number + torch.arange(6) * 0.01, "ref_motion": -number.expand(N, 6)}
 
 
-def test_motion_features_stay_with_their_steps():
+def test_motion_features_belong_to_their_steps():
     storage = made(AmpRolloutStorage, amp_obs_shape=(2, 3))
     for t in range(T):
         storage.add(row(t) | amp_row(t) | {"ref_valid": torch.tensor([True, t != 2, True])})
@@ -165,7 +165,7 @@ def test_motion_features_stay_with_their_steps():
     assert [len(b) for (b,) in storage.feed_forward_generator_amp(3, 8)] == [8, 8, 8]
 
 
-def test_an_amp_storage_without_features_says_so():
+def test_a_transition_without_motion_features_is_an_error():
     storage = made(AmpRolloutStorage, amp_obs_shape=(6,))
     with pytest.raises(ValueError, match="lacks ref_obs, ref_motion"):
         storage.add(row(0) | {"action_labels": torch.zeros(N, 1)})

@@ -1,4 +1,4 @@
-"""What a replay buffer holds after any history: exactly the last steps, with what truly followed each of them."""
+"""Replay buffers contain exactly the last steps, each with the observation that followed it."""
 
 import gymnasium
 import numpy as np
@@ -201,7 +201,7 @@ def test_windows_equal_brute_force_with_the_head_at_every_position(n_step, num_e
     assert min(buffer.size) >= 4
 
 
-def test_a_step_that_was_none_changes_nothing():
+def test_an_invalid_step_changes_nothing():
     buffer = TransitionReplayBuffer(8, (1,), num_envs=2, has_invalid_steps=True)
     no, yes = torch.zeros(2, dtype=torch.bool), torch.ones(2, dtype=torch.bool)
     for t in range(9):
@@ -248,7 +248,7 @@ def test_samples_have_the_documented_keys_and_shapes(shape, dtype):
     assert torch.equal(batch["rewards"], batch["observations"][:, 0])
 
 
-def test_a_step_from_elsewhere_ends_the_last_one_without_being_told():  # documented add() has no word for a cut
+def test_a_step_from_another_observation_ends_the_episode_before_it():  # documented add() cannot say so
     buffer = TransitionReplayBuffer(10, (1,))
     no = torch.tensor([0])
     buffer.add(torch.tensor([[1.0]]), no, torch.tensor([1.0]), torch.tensor([[2.0]]), no)
@@ -280,7 +280,7 @@ def test_nested_observations_keep_their_kinds_and_the_critic_its_own():
     assert torch.equal(batch["next_critic_observations"][:, 0], -ids - 1)
 
 
-def test_a_saved_buffer_goes_on_exactly():
+def test_a_loaded_buffer_continues_exactly():
     steps = history(2, 30)
     whole, first, second = (TransitionReplayBuffer(22, (3,), num_envs=2) for _ in range(3))
     for i, (obs, reward, after, done, cut) in enumerate(steps):
@@ -319,7 +319,7 @@ def test_bad_sizes_are_refused():
         buffer.sample(4)
 
 
-def test_another_buffer_s_state_is_refused():
+def test_the_state_of_a_different_buffer_is_refused():
     state = TransitionReplayBuffer(5, (3,)).state_dict()
     with pytest.raises(ValueError, match="capacity=5, this one 6"):
         TransitionReplayBuffer(6, (3,)).load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Trajectories served as if environments were stepped: every step once, in order, with the ends where they are."""
+"""Datasets of trajectories: every step once, in order, with the recorded episode ends."""
 
 import os
 import shutil
@@ -224,7 +224,7 @@ def test_below_one_loop_is_for_ever(record):
 
 
 @pytest.mark.parametrize("given", [{}, {"random_shuffle_traj_order": True, "starting_frame_range": (0, 3)}])
-def test_another_dataset_goes_on_where_one_was(record, tmp_path, given):
+def test_a_loaded_dataset_continues_where_the_saved_one_was(record, tmp_path, given):
     directory = record({0: (0, 2, 7), 1: (0, 4), 2: (0, 3, 5), 3: (0, 6)})
     shutil.copytree(directory, tmp_path / "moved")
 
@@ -246,7 +246,7 @@ def test_another_dataset_goes_on_where_one_was(record, tmp_path, given):
     assert play(fresh) == whole
 
 
-def test_a_dataset_that_has_changed_is_begun_anew(record):
+def test_a_changed_dataset_starts_from_the_beginning(record):
     directory = record({0: (0, 4), 1: (0, 4), 2: (0, 4)})
     first = dataset(directory, 2, dataset_loops=-1)
     play(first, 2)
@@ -259,7 +259,7 @@ def test_a_dataset_that_has_changed_is_begun_anew(record):
     assert [row[0] for row in play(second, 1)[0]] == [0, 2]
 
 
-def test_two_environments_play_all_three_trajectories_and_nobody_is_cut(record):
+def test_two_environments_play_all_three_trajectories_to_their_ends(record):
     directory = record({0: (0, 2), 1: (0, 7), 2: (0, 3)})
     data = dataset(directory, 2)
     rows = play(data)
@@ -279,7 +279,7 @@ def test_more_environments_than_trajectories_share_them_with_a_warning(record):
     assert batch.observation[:, 0].tolist() == [0, 1, 0, 1, 0]
 
 
-def test_after_the_end_a_reset_begins_anew(record):
+def test_a_reset_after_the_end_starts_from_the_beginning(record):
     data = dataset(record({0: (0, 3)}))
     assert len(play(data)) == 3
     with pytest.raises(StopIteration):
@@ -332,14 +332,14 @@ def test_the_first_frame_is_marked_done_only_on_request(record):
     assert [row[0][1:3] for row in play(late)][:2] == [(4, 1), (5, 0)]
 
 
-def test_a_subset_gets_other_trajectories_and_the_rest_go_on(record):
+def test_resetting_some_environments_leaves_the_others_alone(record):
     data = dataset(record(dict.fromkeys(range(4), (0, 9))), 2, dataset_loops=-1)
     data.get_batch()
     data.reset([1])
     assert data.get_batch().observation.tolist() == [[0, 1], [2, 0]]
 
 
-def test_every_loop_finds_what_was_added(record, make_steps):
+def test_every_loop_finds_new_trajectories(record, make_steps):
     directory = record({0: (0, 2)})
     data = dataset(directory, dataset_loops=-1)
     data.get_batch()
@@ -360,7 +360,7 @@ def test_no_trajectory_is_an_error_at_once_that_names_the_place(tmp_path):
         dataset(tmp_path / "empty").get_batch()
 
 
-def test_it_waits_for_as_many_as_are_wanted(record, make_steps, monkeypatch):
+def test_reset_waits_for_the_wanted_number_of_trajectories(record, make_steps, monkeypatch):
     directory = record({0: (0, 2)})
 
     def arrive(seconds):
@@ -373,7 +373,7 @@ def test_it_waits_for_as_many_as_are_wanted(record, make_steps, monkeypatch):
         assert len(play(dataset(directory, keep_latest_n_trajs=2))) == 4
 
 
-def test_waiting_ends(record):
+def test_waiting_ends_after_the_timeout(record):
     data = dataset(record({0: (0, 2)}), keep_latest_n_trajs=2, wait_interval_s=0.01, wait_timeout_s=0.02)
     with (
         pytest.warns(UserWarning, match="waiting"),
@@ -443,7 +443,7 @@ def test_a_damaged_second_file_ends_the_trajectory_where_it_was_good(record):
     assert [row[0] for row in rows] == [(0, 0, 0, 0), (0, 1, 0, 0), (0, 2, 1, 1), (1, 0, 0, 0), (1, 1, 1, 0)]
 
 
-def test_a_trajectory_that_is_removed_under_way_is_left_out(record):
+def test_a_trajectory_removed_while_playing_is_left_out(record):
     directory = record({0: (0, 2), 1: (0, 2), 2: (0, 2)})
     data = dataset(directory)
     data.get_batch()
@@ -464,6 +464,6 @@ def test_foreign_names_in_a_trajectory_are_bad_files(record):
     ({"starting_frame_range": [2, 2]}, "starting_frame_range"),
     ({"max_bad_fraction": 1.5}, "max_bad_fraction"),
 ])  # fmt: skip
-def test_numbers_that_make_no_sense_are_refused(tmp_path, given, message):
+def test_arguments_out_of_range_are_refused(tmp_path, given, message):
     with pytest.raises(ValueError, match=message):
         dataset(tmp_path, **given)

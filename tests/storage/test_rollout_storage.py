@@ -95,7 +95,7 @@ def test_one_step_too_many_is_an_overflow():
     assert storage.rewards[0, :, 0].tolist() == [50, 150, 250, 350]
 
 
-def test_what_is_stored_is_a_copy():
+def test_stored_values_are_copies():
     storage = RolloutStorage(N, T, [3], [5], [2])
     t = transition(storage, 1)
     t.observations = torch.ones(N, 3)
@@ -256,7 +256,7 @@ DONES = ended("...x.. .x..x. ...... xxxxxx")  # one word per environment
 
 
 @pytest.mark.parametrize("num_mini_batches", [1, 2, 3, 4])
-def test_recurrent_batches_deal_whole_environments(num_mini_batches):
+def test_recurrent_minibatches_contain_whole_environments(num_mini_batches):
     storage = filled(dones=DONES, hidden_shapes=HIDDEN)
     generator = torch.Generator().manual_seed(0)
     batches = list(storage.recurrent_mini_batch_generator(num_mini_batches, 4, generator))

@@ -1,4 +1,4 @@
-"""Cutting rollouts at episode ends."""
+"""Splitting rollouts at episode ends."""
 
 import pytest
 import torch
