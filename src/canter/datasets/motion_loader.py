@@ -56,16 +56,14 @@ class AMPLoader:
         self._check_clips()
         if weights is not None and (len(weights) != len(self.clips) or min(weights) <= 0):
             raise ValueError(f"weights must be {len(self.clips)} positive numbers, one per clip, got {list(weights)}")
-        self.fields = self._default_fields() if fields is None else list(fields)
+        groups = list(self.clips[0].groups)
+        others = [group for group in groups if group not in (ROOT_POS, ROOT_ROT)]
+        self.fields = (others or groups) if fields is None else list(fields)
         self.generator = None if seed is None else torch.Generator(self.device).manual_seed(seed)
         self._to_device(weights)
         self.preloaded: tuple[Tensor, Tensor] | None = None
         if preload_transitions:
             self.preloaded = self._draw_pairs(num_preload_transitions)
-
-    def _default_fields(self) -> list[str]:
-        groups = list(self.clips[0].groups)
-        return [group for group in groups if group not in (ROOT_POS, ROOT_ROT)] or groups
 
     def _check_clips(self) -> None:
         for clip in self.clips:
@@ -90,8 +88,8 @@ class AMPLoader:
         self.first_frame, self.last_frame = lengths.cumsum(0) - lengths, lengths - 1
         self.frame_duration = numbers([clip.frame_duration for clip in clips])
         self.duration = numbers([clip.duration for clip in clips])
-        chances = numbers([clip.weight for clip in clips] if weights is None else weights)
-        self.weights = chances / chances.sum()
+        relative = numbers([clip.weight for clip in clips] if weights is None else weights)
+        self.weights = relative / relative.sum()
         self.feature_columns = numbers(clips[0].where(self.fields), torch.long)
         self.rotation_columns = numbers(clips[0].where([ROOT_ROT], required=False), torch.long)
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from canter.storage.replay import OBSERVED, TransitionReplayBuffer
+from canter.storage.replay import TransitionReplayBuffer
 from canter.storage.rollout_files.catalog import TrajectoryLibrary
-from canter.utils.tree import tree_leaves, tree_map
+from canter.utils.tree import tree_map
 
 MINARI = "minari:"
 STEP_KEYS = {"obs", "action", "reward", "next_obs", "terminated"}
@@ -174,9 +174,7 @@ def put_episode(replay: TransitionReplayBuffer, env: int, episode: Episode) -> N
     """Append an episode to the ring of one environment."""
     if replay.critic_obs_shape is not None and episode.critic_obs is None:
         raise ValueError("the critic has observations of its own, which this data does not hold")
-    leaves = dict(tree_leaves(episode.obs, OBSERVED[0]))
-    if replay.critic_obs_shape is not None:
-        leaves |= tree_leaves(episode.critic_obs, OBSERVED[1])
+    leaves = replay.named_leaves(episode.obs, episode.critic_obs)
     obs = {name: torch.as_tensor(np.asarray(value)) for name, value in leaves.items()}
     for name, value in obs.items():
         if name not in replay.data or value.shape[1:] != replay.data[name].shape[1:]:

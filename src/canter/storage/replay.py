@@ -116,7 +116,6 @@ class TransitionReplayBuffer:
             "order": Field((), dtype=torch.int32),
         }
 
-    # ------------------------------------------------------------------ writing
     def add(
         self,
         obs: Obs,
@@ -143,7 +142,7 @@ class TransitionReplayBuffer:
             next_critic_obs: Like `next_obs`, for the critic.
             valid: (N,) false where the step only reset an environment.
         """
-        begin = self._named(obs, critic_obs)
+        begin = self.named_leaves(obs, critic_obs)
         for name, leaf in begin.items():
             if len(leaf) != self.num_envs:
                 raise ValueError(f"one step of {self.num_envs} environments was expected, {name} has {len(leaf)} rows")
@@ -159,7 +158,7 @@ class TransitionReplayBuffer:
         self.count += real
         self.size += real
         self._claim(real)
-        self._put(self._flat(self.head), self._named(next_obs, next_critic_obs), real)
+        self._put(self._flat(self.head), self.named_leaves(next_obs, next_critic_obs), real)
         self.is_started |= real
 
     def append(self, env: int, obs: Mapping[str, Tensor], actions: Tensor, rewards: Any, is_terminated: bool) -> None:
@@ -218,7 +217,8 @@ class TransitionReplayBuffer:
     def _flat(self, rows: Tensor) -> Tensor:
         return rows * self.num_envs + self.envs
 
-    def _named(self, obs: Obs, critic_obs: Obs | None) -> dict[str, Tensor]:
+    def named_leaves(self, obs: Obs, critic_obs: Obs | None) -> dict[str, Tensor]:
+        """The tensors of an observation by field name."""
         leaves = dict(tree_leaves(obs, OBSERVED[0]))
         if self.critic_obs_shape is not None:
             if critic_obs is None:
@@ -226,7 +226,6 @@ class TransitionReplayBuffer:
             leaves |= tree_leaves(critic_obs, OBSERVED[1])
         return leaves
 
-    # ------------------------------------------------------------------ sampling
     def sample(
         self, batch_size: int, *, n_step: int = 1, gamma: float = 0.99, generator: Generator | None = None
     ) -> dict[str, Any]:
@@ -293,7 +292,6 @@ class TransitionReplayBuffer:
         obs, critic_obs = (found[name] if name in found else nested(found, name) for name in OBSERVED)
         return obs, obs if self.critic_obs_shape is None else critic_obs
 
-    # ------------------------------------------------------------------ saving
     def __len__(self) -> int:
         """Number of stored steps; a host read."""
         return int(self.size.sum())

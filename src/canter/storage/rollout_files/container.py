@@ -100,7 +100,7 @@ def write_chunk(folder: Path, arrays: Mapping[str, np.ndarray], start: int, ende
     data[place : place + 8] = crc.encode()
     path = folder / chunk_name(start, end)
     write_bytes(path, data)
-    return _info(path, _header(path, memoryview(data)), len(data))
+    return _parse(path, memoryview(data), len(data))
 
 
 def write_bytes(path: Path, data: bytes | bytearray) -> None:
@@ -117,7 +117,7 @@ def read_chunk(path: Path) -> Chunk:
     with open(path, "rb", buffering=0) as file:
         data = memoryview(bytearray(os.fstat(file.fileno()).st_size))
         data = data[: file.readinto(data)]
-    info = _info(path, _header(path, data), len(data))
+    info = _parse(path, data, len(data))
     place = _crc_place(data)
     crc = zlib.crc32(data[place + 8 :], zlib.crc32(_NO_CRC.encode(), zlib.crc32(data[:place])))
     if f"{crc:08x}" != info.crc32:
@@ -137,11 +137,11 @@ def peek_chunk(path: Path) -> ChunkInfo:
         length = min(8 + int.from_bytes(start[:8], "little"), 8 + MAX_HEADER)
         if length > len(start):
             start += file.read(length - len(start))
-    return _info(path, _header(path, memoryview(start), size), size)
+    return _parse(path, memoryview(start), size)
 
 
-def _header(path: Path, data: memoryview, size: int | None = None) -> dict[str, Any]:
-    size = len(data) if size is None else size
+def _parse(path: Path, data: memoryview, size: int) -> ChunkInfo:
+    """The header at the beginning of `data`, checked against the size of the file."""
     if size == 0:
         raise TrajectoryFileError(path, "is empty")
     if bytes(data[:2]) in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
@@ -152,32 +152,26 @@ def _header(path: Path, data: memoryview, size: int | None = None) -> dict[str, 
     if 8 + length > size:
         raise TrajectoryFileError(path, f"is truncated: {size} bytes, and its header alone has {8 + length}")
     try:
-        header = json.loads(bytes(data[8 : 8 + length]))
-        is_ours = header.get("__metadata__", {}).get("format") == FORMAT
-        whole = 8 + length + max((e["data_offsets"][1] for n, e in header.items() if n != "__metadata__"), default=0)
+        entries = json.loads(bytes(data[8 : 8 + length]))
+        facts = entries.pop("__metadata__", {})
+        is_ours = facts.get("format") == FORMAT
+        whole = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise TrajectoryFileError(
-            path, "is damaged, or no trajectory file of canter: its header is no header"
-        ) from error
+        raise TrajectoryFileError(path, "is damaged, or no trajectory file of canter: it has no header") from error
     if not is_ours:
         raise TrajectoryFileError(path, "is no trajectory file of canter: another program wrote it")
     if size != whole:
         raise TrajectoryFileError(path, f"is {'truncated' if size < whole else 'damaged'}: {size} of {whole} bytes")
-    return header
-
-
-def _info(path: Path, header: dict[str, Any], size: int) -> ChunkInfo:
-    facts = header.pop("__metadata__")
     try:
         version, start, end = int(facts["version"]), int(facts["start"]), int(facts["end"])
-        lengths = {entry["shape"][0] for name, entry in header.items() if not name.startswith("final_")}
-        info = ChunkInfo(path, start, end, str(facts["ended"]), size, str(facts["crc32"]), header)
+        lengths = {entry["shape"][0] for name, entry in entries.items() if not name.startswith("final_")}
+        info = ChunkInfo(path, start, end, str(facts["ended"]), size, str(facts["crc32"]), entries)
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise TrajectoryFileError(path, f"is damaged: its metadata lacks or spoils {error}") from error
+        raise TrajectoryFileError(path, f"is damaged: its metadata has no valid {error}") from error
     if version > VERSION:
         raise TrajectoryFileError(path, f"has format version {version}, this canter reads up to {VERSION}; upgrade it")
     if lengths != {end - start} or end <= start:
-        raise TrajectoryFileError(path, f"is damaged: it says steps {start} to {end}, but its arrays have {lengths}")
+        raise TrajectoryFileError(path, f"is damaged: steps {start} to {end}, but arrays of length {lengths}")
     if path.name != chunk_name(start, end):
         raise TrajectoryFileError(path, f"holds steps {start} to {end}, which its name does not say")
     return info
@@ -185,7 +179,7 @@ def _info(path: Path, header: dict[str, Any], size: int) -> ChunkInfo:
 
 def _crc_place(data: bytearray | memoryview) -> int:
     match = _CRC.search(data, 8, 8 + int.from_bytes(data[:8], "little"))
-    return 0 if match is None else match.start(1)  # 0: then the CRC cannot match
+    return 0 if match is None else match.start(1)  # at 0 the CRC cannot match
 
 
 def _view(data: memoryview, first: int, entry: Mapping[str, Any]) -> np.ndarray:

@@ -102,7 +102,6 @@ class RolloutDataset(RolloutFileBase):
         """`traj_data` with its `obs_<component>` arrays concatenated to `observations`, images as floats."""
         return self.library.assemble(traj_data)
 
-    # ------------------------------------------------------------------ order of the trajectories
     def read_dataset_directory(self) -> bool:
         """Look for trajectories, oldest first; False if there are fewer than `keep_latest_n_trajs`."""
         found = self.library.scan()
@@ -196,7 +195,6 @@ class RolloutDataset(RolloutFileBase):
         self._chunk[env], self._cursor[env], self._length[env] = chunk, cursor, len(arrays["rewards"])
         return True
 
-    # ------------------------------------------------------------------ batches
     def get_batch(self, num_transitions_per_env: int | None = None) -> Any:
         """The next transition of every environment, or the next k; StopIteration at the end of the last loop."""
         if self._is_ready and self.repeats.all():
@@ -261,7 +259,6 @@ class RolloutDataset(RolloutFileBase):
         tree_map(lambda a, b: b[:-1].copy_(a[1:]), now, then)
         self._pages.copy(name, tree_map(lambda leaf: leaf[-1:], then), rows, env_ids)
 
-    # ------------------------------------------------------------------ saving
     def state_dict(self) -> dict[str, Any]:
         """The position of every environment, in plain containers; empty before the first batch."""
         if not self._is_ready:
