@@ -176,9 +176,7 @@ class RolloutStorage:
         for name, field in (extra_fields or {}).items():
             field = field._replace(batch=field.batch or name, source=field.source or name)
             if name in self.fields or field.batch in {f.batch for f in self.fields.values()}:
-                raise ValueError(
-                    f"extra_fields: {name!r} ({field.batch!r} in a minibatch) is the name of another field"
-                )
+                raise ValueError(f"extra_fields: {name!r} (in a minibatch {field.batch!r}) is declared already")
             self.fields[name] = field
         self.data = {name: self._zeros(field) for name, field in self.fields.items()}
         self.step = 0

@@ -100,7 +100,7 @@ def write_chunk(folder: Path, arrays: Mapping[str, np.ndarray], start: int, ende
     data[place : place + 8] = crc.encode()
     path = folder / chunk_name(start, end)
     write_bytes(path, data)
-    return _parse(path, memoryview(data), len(data))
+    return _info(path, memoryview(data), len(data))
 
 
 def write_bytes(path: Path, data: bytes | bytearray) -> None:
@@ -117,7 +117,7 @@ def read_chunk(path: Path) -> Chunk:
     with open(path, "rb", buffering=0) as file:
         data = memoryview(bytearray(os.fstat(file.fileno()).st_size))
         data = data[: file.readinto(data)]
-    info = _parse(path, data, len(data))
+    info = _info(path, data, len(data))
     place = _crc_place(data)
     crc = zlib.crc32(data[place + 8 :], zlib.crc32(_NO_CRC.encode(), zlib.crc32(data[:place])))
     if f"{crc:08x}" != info.crc32:
@@ -137,11 +137,11 @@ def peek_chunk(path: Path) -> ChunkInfo:
         length = min(8 + int.from_bytes(start[:8], "little"), 8 + MAX_HEADER)
         if length > len(start):
             start += file.read(length - len(start))
-    return _parse(path, memoryview(start), size)
+    return _info(path, memoryview(start), size)
 
 
-def _parse(path: Path, data: memoryview, size: int) -> ChunkInfo:
-    """The header at the beginning of `data`, checked against the size of the file."""
+def _header(path: Path, data: memoryview, size: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Metadata and array entries at the beginning of `data`, checked against the size of the file."""
     if size == 0:
         raise TrajectoryFileError(path, "is empty")
     if bytes(data[:2]) in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
@@ -162,6 +162,11 @@ def _parse(path: Path, data: memoryview, size: int) -> ChunkInfo:
         raise TrajectoryFileError(path, "is no trajectory file of canter: another program wrote it")
     if size != whole:
         raise TrajectoryFileError(path, f"is {'truncated' if size < whole else 'damaged'}: {size} of {whole} bytes")
+    return facts, entries
+
+
+def _info(path: Path, data: memoryview, size: int) -> ChunkInfo:
+    facts, entries = _header(path, data, size)
     try:
         version, start, end = int(facts["version"]), int(facts["start"]), int(facts["end"])
         lengths = {entry["shape"][0] for name, entry in entries.items() if not name.startswith("final_")}
