@@ -10,7 +10,7 @@ from canter.algorithms.motion_prior import LARGEST_FEATURE
 from canter.algorithms.ppo import PPO
 from canter.algorithms.tppo import TPPO
 from canter.modules.all_mixer import AmpActorCritic, AmpActorCriticRecurrent
-from canter.storage.amp_rollout_storage import AmpRolloutStorage
+from canter.storage.queue_rollout_storage import AmpRolloutStorage
 
 FRAMES, WIDTH = 2, 3
 DISCRIMINATOR = {"input_dim": 6, "style_reward_coef": 2.0, "hidden_dims": [8], "task_reward_lerp": 0.25}

@@ -8,8 +8,7 @@ from canter.algorithms import DQN, DQNConfig
 from canter.envs.torch_envs import CartPole, PointRobot
 from canter.envs.torch_envs.base import TorchEnv
 from canter.modules.q_networks import DiscreteQNetwork
-from canter.storage.prioritized_replay import PrioritizedReplayBuffer
-from canter.storage.replay import ReplayBatch
+from canter.storage.replay import PrioritizedReplayBuffer, ReplayBatch
 
 SMALL = {"network_hidden_dims": (8,), "batch_size": 8, "learning_starts": 8, "buffer_size": 200, "device": "cpu"}
 

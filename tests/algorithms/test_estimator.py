@@ -9,7 +9,7 @@ from canter.algorithms.estimator import EstimatorPPO, EstimatorPPOConfig
 from canter.modules.actor_critic import ActorCritic
 from canter.modules.state_estimator import StateAc
 from canter.runners import OnPolicyRunner
-from canter.utils.returns import masked_mean
+from canter.storage.rollout_storage import masked_mean
 
 CASES = {case.id: case for case in PRESETS}
 ESTIMATING = [case for case in PRESETS if "State" in case.name]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from canter.execution.guard import NoHostSync
-from canter.utils.returns import gae
+from canter.storage.rollout_storage import gae
 
 KINDS = ["mlp", "lstm", "gru", "discrete", "multi_discrete", "squashed", "lstm_discrete", "dict"]
 KINDS += ["beta", "lstm_beta", "state_std"]

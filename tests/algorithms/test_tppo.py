@@ -12,7 +12,7 @@ from canter.algorithms.ppo import PPO
 from canter.algorithms.teacher import DISTANCES, TARGETS, tanh_stats
 from canter.algorithms.tppo import TPPO, TPPOConfig
 from canter.modules.actor_critic import ActorCritic
-from canter.storage.action_label_rollout import ActionLabelRollout
+from canter.storage.queue_rollout_storage import ActionLabelRollout
 
 TEACHER = {"class_name": "ActorCritic", "num_actor_obs": 5, "num_critic_obs": 5, "num_actions": 2,
            "actor_hidden_dims": [4], "critic_hidden_dims": [4]}  # fmt: skip

@@ -74,7 +74,7 @@ def test_motion_lists_a_directory_and_refuses_in_one_line(tmp_path, capsys):
 
 def test_motion_notices_velocities_that_are_not_derivatives(tmp_path, capsys):
     from canter.datasets.generate_clips import CLIPS
-    from canter.datasets.motion_files import read_clip, write_clip
+    from canter.datasets.motion_clip import read_clip, write_clip
 
     clip = read_clip(CLIPS / "quadruped_pace.npz")
     clip.frames[:, clip.where(["joint_vel"])] *= 2

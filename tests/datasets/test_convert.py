@@ -1,4 +1,4 @@
-"""Converters: what comes in is what was there, and a file that wants more than to be read is refused."""
+"""Converters keep all values, and pickles with code are refused."""
 
 import json
 import os
@@ -12,8 +12,15 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from canter.datasets.convert import export_minari, export_npz, import_minari, import_npz, import_pickles, trajectories
-from canter.datasets.pickle_import import read_pickle
+from canter.datasets.convert import (
+    export_minari,
+    export_npz,
+    import_minari,
+    import_npz,
+    import_pickles,
+    read_pickle,
+    trajectories,
+)
 from canter.storage.rollout_files import RolloutDataset, TrajectoryWriter, read_trajectory
 
 
@@ -49,7 +56,9 @@ def documented(folder, protocol=4, wrap=False, suffix="pickle"):
 # ------------------------------------------------------------------ pickles
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("wrap", [False, True])
-def test_documented_pickles_of_any_protocol_are_imported(tmp_path, protocol, wrap):  # BUG-51 for wrap
+def test_documented_pickles_of_any_protocol_are_imported(
+    tmp_path, protocol, wrap
+):  # the documented writer wrapped observations in a tuple
     source = documented(tmp_path / "old", protocol, wrap, "pkl" if wrap else "pickle")
     assert import_pickles(source, tmp_path / "new", file_steps=5) == 2
     first, second = (read_trajectory(tmp_path / "new" / f"trajectory_{k}") for k in (0, 1))
@@ -75,7 +84,7 @@ class Attack:
     {"observations": torch.nn.Linear(1, 1)},
     {"observations": np.array(["text"])},
 ])  # fmt: skip
-def test_a_pickle_that_is_no_plain_data_is_refused_and_runs_nothing(tmp_path, monkeypatch, content):  # T3
+def test_a_pickle_with_code_is_refused_and_runs_nothing(tmp_path, monkeypatch, content):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "traj_000000_000001.pickle").write_bytes(pickle.dumps(content))
     with pytest.raises(ValueError, match=r"traj_000000_000001\.pickle"):
@@ -83,14 +92,14 @@ def test_a_pickle_that_is_no_plain_data_is_refused_and_runs_nothing(tmp_path, mo
     assert not (tmp_path / "stolen").exists()
 
 
-def test_builtins_and_numpy_functions_are_out_of_reach(tmp_path):  # T3
+def test_builtins_and_numpy_functions_are_out_of_reach(tmp_path):
     for name in ("builtins\neval", "numpy\nload", "numpy.testing\nrundocs", "os\nsystem", "canter\n__version__"):
         (tmp_path / "x.pickle").write_bytes(b"c" + name.encode() + b"\n(S'1'\ntR.")
         with pytest.raises(ValueError, match="no plain data"):
             read_pickle(tmp_path / "x.pickle")
 
 
-def test_an_array_of_any_claimed_size_costs_nothing(tmp_path):  # T14
+def test_a_pickle_that_claims_a_huge_array_allocates_nothing(tmp_path):
     claim = b"cnumpy._core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(L1000000000000000L\ntS'b'\ntR."
     (tmp_path / "x.pickle").write_bytes(claim)
     with pytest.raises(ValueError, match="holds a ndarray"):
@@ -98,7 +107,7 @@ def test_an_array_of_any_claimed_size_costs_nothing(tmp_path):  # T14
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04", b"hello", pickle.dumps({"a": np.zeros(99)})[:-30]])
-def test_spoilt_pickles_are_named(tmp_path, content):
+def test_errors_name_damaged_pickles(tmp_path, content):
     (tmp_path / "x.pickle").write_bytes(content)
     with pytest.raises(ValueError, match=r"x\.pickle cannot be imported"):
         read_pickle(tmp_path / "x.pickle")
@@ -112,12 +121,12 @@ def test_a_directory_without_pickles_is_an_error(tmp_path):
 
 def test_trajectories_without_the_needed_arrays_are_named(tmp_path):
     np.savez(tmp_path / "a.npz", observations=np.zeros((3, 2)), rewards=np.zeros(3), terminated=np.zeros(3, bool))
-    with pytest.raises(ValueError, match=r"a\.npz: trajectory 0 lacks actions"):
+    with pytest.raises(ValueError, match=r"a\.npz: the trajectory lacks actions"):
         import_npz([tmp_path / "a.npz"], tmp_path / "new")
 
 
 # ------------------------------------------------------------------ npz
-def test_npz_there_and_back(tmp_path):
+def test_npz_export_and_import_restore_the_trajectories(tmp_path):
     import_pickles(documented(tmp_path / "old"), tmp_path / "new")
     files = export_npz(tmp_path / "new", tmp_path / "npz")
     assert [path.name for path in files] == ["trajectory_0.npz", "trajectory_1.npz"]
@@ -180,7 +189,7 @@ def minari(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.*code_permalink.*", "ignore:.*author.*", "ignore:.*env.*", "ignore:.*algorithm.*")
-def test_minari_there_and_back(tmp_path, minari):
+def test_minari_export_and_import_restore_the_trajectories(tmp_path, minari):
     with TrajectoryWriter(tmp_path / "data") as writer:
         for k, (steps, ended) in enumerate(((4, "terminated"), (6, "truncated"))):
             arrays = episode(k, steps, timeouts=False)
@@ -204,20 +213,20 @@ def test_minari_gets_a_truncation_where_a_trajectory_was_cut_off(tmp_path, minar
         arrays = episode(0, 4) | {"actions": np.array([0, 2, 1, 0])}
         arrays["dones"][-1], arrays["timeouts"][-1] = 0, False
         writer.add(0, arrays, 0)
-    with pytest.warns(UserWarning, match="does not say where it ended"):
+    with pytest.warns(UserWarning, match="has no final observation"):
         made = export_minari(tmp_path / "data", "canter/cut-v0", action_space=spaces.Discrete(3))
     (only,) = made.iterate_episodes()
     assert (only.terminations[-1], only.truncations[-1]) == (False, True)
     assert only.observations[:, 1].tolist() == [0, 1, 2, 3, 3]
 
 
-def test_without_minari_the_error_says_how_to_get_it(tmp_path, monkeypatch):
+def test_without_minari_the_error_names_the_install_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "minari", None)
     with pytest.raises(ImportError, match=r"canter\[minari\]"):
         import_minari("canter/test-v0", tmp_path)
 
 
-def test_images_are_put_together_for_others(tmp_path):
+def test_exports_contain_whole_observations_with_images(tmp_path):
     metadata = {"obs_segments": {"camera": [1], "t": [1]}, "obs_disassemble_mapping": {"camera": "normalized_image"}}
     with TrajectoryWriter(tmp_path / "data", metadata) as writer:
         arrays = episode(0, 3)

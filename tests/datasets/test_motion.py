@@ -1,4 +1,4 @@
-"""Motion clips: the right time base, the short way round, joints by name, and nothing spoilt gets in."""
+"""Motion clips: times, interpolation of rotations, joints by name, file formats and errors."""
 
 import json
 import math
@@ -8,10 +8,16 @@ import pytest
 import torch
 
 from canter.datasets.generate_clips import BIPED_JOINTS, CLIPS, QUADRUPED_JOINTS, write_clips
-from canter.datasets.motion_clip import DOCUMENTED, MotionClip, column_names
-from canter.datasets.motion_files import read_clip, write_clip
-from canter.datasets.motion_loader import AMPLoader
-from canter.datasets.rotations import multiply, rotation_vector, slerp
+from canter.datasets.motion_clip import (
+    DOCUMENTED,
+    MotionClip,
+    column_names,
+    multiply,
+    read_clip,
+    rotation_vector,
+    write_clip,
+)
+from canter.datasets.motion_loader import AMPLoader, slerp
 
 
 def ramp(num_frames=5, dt=0.1, weight=1.0, first=0.0, name="ramp"):
@@ -36,11 +42,11 @@ def loader(*clips, dt=0.1, **given):
 
 # ------------------------------------------------------------------ time base
 @pytest.mark.parametrize("time", [0.0, 0.03, 0.1, 0.25, 0.4])
-def test_a_ramp_has_the_value_of_the_time(time):  # BUG-43, AMP defect 2: p * n would give time * n / (n - 1)
+def test_a_ramp_has_the_value_of_the_time(time):  # p * n would give time * n / (n - 1)
     assert loader(ramp()).get_frame_at_time(0, time).item() == pytest.approx(time, abs=1e-6)
 
 
-def test_frames_beyond_the_ends_are_the_ends():  # BUG-43
+def test_frames_beyond_the_ends_are_the_ends():
     data = loader(ramp(), ramp(first=50.0, name="other"))
     assert data.get_frame_at_time(0, 99.0).item() == pytest.approx(0.4)
     assert data.get_frame_at_time(1, -1.0).item() == pytest.approx(50.0)
@@ -52,7 +58,7 @@ def test_a_clip_lasts_one_interval_less_than_its_frames():
 
 
 @pytest.mark.parametrize("dt", [0.02, 0.05, 0.13])
-def test_pairs_are_the_policys_interval_apart_not_the_clips(dt):  # row S36, AMP defect 3
+def test_pairs_are_the_policys_interval_apart_not_the_clips(dt):
     data = loader(ramp(30, 0.1), dt=dt, seed=1)
     ((s, s_next),) = data.feed_forward_generator(1, 500)
     assert s.shape == s_next.shape == (500, 1)
@@ -61,27 +67,27 @@ def test_pairs_are_the_policys_interval_apart_not_the_clips(dt):  # row S36, AMP
     assert s_next.max() > 2.5
 
 
-def test_the_blend_is_between_the_frames_around_the_moment():  # AMP defect 3: rounding the lower index extrapolates
+def test_the_blend_is_between_the_frames_around_the_moment():  # rounding the lower index extrapolates
     saw = MotionClip("saw", np.array([[0.0], [1.0], [0.0], [1.0]]), ["v.0"], 1.0)
     data = loader(saw, dt=1.0)
     for time, value in ((0.75, 0.75), (1.25, 0.75), (1.75, 0.25), (2.6, 0.6)):
         assert data.get_frame_at_time(0, time).item() == pytest.approx(value, abs=1e-6)
 
 
-def test_no_pair_stands_still_and_none_crosses_clips():  # AMP defect 2, A8
+def test_pairs_have_two_frames_of_one_clip():
     data = loader(ramp(4, 0.1), ramp(40, 0.1, first=100.0, name="b"), dt=0.1, seed=0)
     ((s, s_next),) = data.feed_forward_generator(1, 5000)
     assert torch.allclose(s_next - s, torch.full_like(s, 0.1), atol=1e-4)
 
 
-def test_moments_are_uniform_over_the_clip():  # A8
+def test_moments_are_uniform_over_the_clip():
     data = loader(ramp(101, 0.01), dt=0.01, seed=3)
     ((s, _),) = data.feed_forward_generator(1, 20000)
     counts = torch.histc(s, 10, 0.0, 0.98)
     assert (counts - 2000).abs().max() < 250
 
 
-def test_clips_are_drawn_by_weight():  # row S36
+def test_clips_are_drawn_by_weight():
     a, b = ramp(5, 0.1, weight=1.0), ramp(50, 0.1, weight=3.0, first=100.0, name="b")
     for data in (loader(a, b, seed=0), loader(ramp(5), ramp(50, first=100.0, name="b"), weights=[2, 6], seed=0)):
         share = (data.get_full_frame_batch(8000) > 50).float().mean().item()
@@ -106,7 +112,7 @@ def test_preloaded_pairs_are_the_only_ones_served():
 
 # ------------------------------------------------------------------ rotations
 @pytest.mark.parametrize("flip", [False, True])
-def test_a_steady_turn_is_a_steady_turn_at_any_time(flip):  # A7: q and -q are one rotation
+def test_a_steady_turn_is_a_steady_turn_at_any_time(flip):  # q and -q are one rotation
     data = loader(turning(1.5, flip=flip), dt=0.1)
     for time in (0.0, 0.07, 0.333, 0.95):
         q = data.get_frame_at_time(0, time)[3:7].double().numpy()
@@ -114,7 +120,7 @@ def test_a_steady_turn_is_a_steady_turn_at_any_time(flip):  # A7: q and -q are o
         assert rotation_vector(q)[2] == pytest.approx(1.5 * time, abs=1e-4)
 
 
-def test_slerp_takes_the_short_way_and_lerp_would_not_be_it():  # AMP defect 4
+def test_slerp_takes_the_short_way_and_lerp_would_not_be_it():
     start, end = torch.tensor([0.0, 0, 0, 1]), torch.tensor([0.0, 0, math.sin(1.0), math.cos(1.0)])  # 0 and 2 rad
     for sign in (1, -1):
         quarter = slerp(start, sign * end, torch.tensor([0.25]))
@@ -124,7 +130,7 @@ def test_slerp_takes_the_short_way_and_lerp_would_not_be_it():  # AMP defect 4
     assert torch.allclose(slerp(start, start, torch.tensor([0.5])), start)
 
 
-def test_velocities_are_differentiated_once_at_the_clips_own_rate():  # AMP defect 4, A7
+def test_velocities_are_differentiated_once_at_the_clips_own_rate():
     clip = turning(0.8).with_velocities()
     assert list(clip.groups) == ["root_pos", "root_rot", "lin_vel", "ang_vel"]
     inner = clip.frames[1:-1]
@@ -133,7 +139,7 @@ def test_velocities_are_differentiated_once_at_the_clips_own_rate():  # AMP defe
     assert np.abs(clip.frames[[0, -1]][:, clip.where(["ang_vel"])] - [0, 0, 0.8]).max() < 1e-6
 
 
-def test_rotations_are_standardised_and_non_rotations_refused():  # F61
+def test_rotations_are_standardised_and_non_rotations_refused():
     clip = turning(1.0, flip=True)
     assert (clip.frames[:, 6] >= 0).all()
     frames = clip.frames.copy()
@@ -182,7 +188,7 @@ def test_a_clip_survives_every_format(tmp_path, suffix):
     assert np.abs(again.frames - clip.frames).max() < 1e-5
 
 
-def test_an_npz_of_isaac_lab_has_its_root_and_joints(tmp_path):  # AMP defect 3: (w, x, y, z) there
+def test_an_npz_of_isaac_lab_has_its_root_and_joints(tmp_path):  # (w, x, y, z) there
     steps = np.arange(4)
     half = 0.1 * steps / 2
     rotation = np.stack([np.cos(half), 0 * half, 0 * half, np.sin(half)], 1)[:, None]
@@ -203,7 +209,7 @@ def test_an_npz_of_isaac_lab_has_its_root_and_joints(tmp_path):  # AMP defect 3:
     assert clip.frames[:, clip.where(["joint_vel"])] == pytest.approx(1.0)
 
 
-def test_the_clips_in_the_package_are_what_the_script_makes(tmp_path):
+def test_the_script_makes_the_clips_of_the_package(tmp_path):
     for path in write_clips(tmp_path):
         made, kept = read_clip(path), read_clip(CLIPS / path.name)
         assert made.columns == kept.columns
@@ -212,7 +218,7 @@ def test_the_clips_in_the_package_are_what_the_script_makes(tmp_path):
 
 
 # ------------------------------------------------------------------ joints
-def test_joints_are_matched_by_name_whatever_their_order():  # F60, T9
+def test_joints_are_matched_by_name_whatever_their_order():
     shuffled = list(reversed(QUADRUPED_JOINTS))
     plain = AMPLoader("cpu", 0.02, CLIPS, motion_files=["quadruped_pace.npz"], joint_names=QUADRUPED_JOINTS)
     other = AMPLoader("cpu", 0.02, CLIPS, motion_files=["quadruped_pace.npz"], joint_names=shuffled)
@@ -223,7 +229,7 @@ def test_joints_are_matched_by_name_whatever_their_order():  # F60, T9
     assert torch.equal(a[:7], b[:7])
 
 
-def test_a_joint_that_a_clip_lacks_is_named_not_filled_with_zeros():  # AMP defect 5
+def test_a_joint_that_a_clip_lacks_is_named_not_filled_with_zeros():
     with pytest.raises(ValueError, match=r"quadruped_pace\.npz lacks the joints tail; it has FR_hip"):
         AMPLoader("cpu", 0.02, CLIPS, motion_files=["quadruped_pace.npz"], joint_names=[*QUADRUPED_JOINTS, "tail"])
 
@@ -250,7 +256,7 @@ def test_joints_without_names_are_not_matched_by_position():
     ({"Fields": ["a.0"], "Frames": [[1], [float("nan")]]}, "frame 1 has nan in a.0"),
     ({"Fields": ["a.0"], "Frames": [[1], [2, 3]]}, "spoilt.txt"),
 ])  # fmt: skip
-def test_spoilt_clips_are_refused_with_the_reason(tmp_path, change, text):  # F61
+def test_damaged_clips_are_refused_with_the_reason(tmp_path, change, text):
     content = json.loads((CLIPS / "quadruped_trot.txt").read_text()) | change
     (tmp_path / "spoilt.txt").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=text) as caught:

@@ -74,7 +74,7 @@ def test_learning_sees_what_collecting_saw_and_teaches_every_part(case, collect)
     collect(alg, env)
     assert alg.rollout.dones[1:-1].any(), "no reset inside the rollout"
     for batch in alg.mini_batches():
-        out = alg.policy(batch.obs, batch.critic_obs, batch.hidden, batch.trajectories, batch.tosses)
+        out = alg.policy(batch.obs, batch.critic_obs, batch.hidden, batch.trajectories, batch.random_masks)
         ratio = alg.compute_losses(batch).inter_vars["ratio"]
         torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(out.value, batch.values, rtol=1e-4, atol=1e-4)
@@ -183,5 +183,5 @@ def test_recorded_steps_learn_what_eager_ones_do(case, collect):
     assert recorded.executor.graphs
     for (name, x), y in zip(recorded.policy.state_dict().items(), eager.policy.state_dict().values(), strict=True):
         torch.testing.assert_close(x, y, msg=name, rtol=1e-5, atol=1e-6)
-    tosses = [data for name, data in recorded.rollout.data.items() if name.startswith("tosses.")]
+    tosses = [data for name, data in recorded.rollout.data.items() if name.startswith("random_masks.")]
     assert all(data.any() and not data.all() for data in tosses)  # every replay tosses anew

@@ -1,4 +1,4 @@
-"""Directories of trajectories with values that tell where they come from."""
+"""Directories of trajectories whose values identify trajectory and step."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The directory of trajectories: one writer, acknowledged steps, an index that can be made again."""
+"""Directories of trajectories: one writer, acknowledged files, and a manifest that can be rebuilt."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def test_a_file_whose_line_was_lost_is_counted_by_the_next_writer(tmp_path, make
     again.close()
 
 
-def test_half_written_files_of_the_dead_are_removed_and_never_read(record):
+def test_temporary_files_of_dead_processes_are_removed_and_never_read(record):
     directory = record({0: (0, 4)})
     temp = directory / "trajectory_0" / f".tmp-{files._HOST_TAG}-999999999-0123abcd"
     temp.write_bytes(b"half")
@@ -78,13 +78,13 @@ def test_half_written_files_of_the_dead_are_removed_and_never_read(record):
     assert not temp.exists()
 
 
-def test_two_writers_in_one_directory_are_one_too_many(tmp_path):
+def test_a_second_writer_in_a_directory_is_refused(tmp_path):
     with TrajectoryWriter(tmp_path), pytest.raises(RunLockedError, match="in use by pid"):
         TrajectoryWriter(tmp_path)
     TrajectoryWriter(tmp_path).close()
 
 
-def test_free_numbers_are_those_of_empty_folders_then_new_ones(record):  # 6.5 init_traj_handlers
+def test_free_numbers_are_those_of_empty_folders_then_new_ones(record):
     directory = record({0: (0, 4), 3: (0, 4)})
     (directory / "trajectory_1").mkdir()
     with TrajectoryWriter(directory) as writer:
@@ -105,7 +105,7 @@ def test_a_pending_trajectory_is_seen_only_when_it_is_published(tmp_path, make_s
     assert [e["end"] for e in read_manifest(tmp_path)] == [4, 6]
 
 
-def test_closing_twice_is_harmless_and_leaves_no_empty_folder(tmp_path, make_steps):  # row R47
+def test_closing_twice_is_harmless_and_leaves_no_empty_folder(tmp_path, make_steps):
     writer = TrajectoryWriter(tmp_path)
     writer.add(0, make_steps(0, 0, 4), 0)
     writer.folder(1).mkdir()
@@ -138,7 +138,7 @@ def test_metadata_that_is_no_object_is_named(tmp_path):
         read_metadata(tmp_path)
 
 
-def test_other_arrays_than_those_in_the_directory_are_refused_with_the_difference(record, make_steps):  # F60
+def test_other_arrays_than_those_in_the_directory_are_refused_with_the_difference(record, make_steps):
     directory = record({0: (0, 4)})
     with (
         TrajectoryWriter(directory) as writer,
@@ -147,7 +147,7 @@ def test_other_arrays_than_those_in_the_directory_are_refused_with_the_differenc
         writer.add(1, {n: a for n, a in make_steps(1, 0, 2).items() if n != "actions"}, 0)
 
 
-def test_a_write_that_fails_is_told_by_the_flush(tmp_path, make_steps):
+def test_flush_raises_the_error_of_a_failed_write(tmp_path, make_steps):
     writer = TrajectoryWriter(tmp_path)
     (tmp_path / "trajectory_0").write_text("in the way")
     writer.add(0, make_steps(0, 0, 2), 0)

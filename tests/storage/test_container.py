@@ -1,4 +1,4 @@
-"""Files of trajectories: whole or not at all, and no changed bit unnoticed."""
+"""Trajectory files: every damaged, shortened or foreign file is detected."""
 
 import json
 import random
@@ -30,7 +30,7 @@ def arrays(steps=5, first=0):
     }
 
 
-def test_what_is_read_is_what_was_written(tmp_path):
+def test_reading_returns_the_written_arrays(tmp_path):
     info = write_chunk(tmp_path, arrays(), 0, "terminated")
     assert info.path.name == "traj_000000_000005.safetensors"
     chunk = read_chunk(info.path)
@@ -41,13 +41,13 @@ def test_what_is_read_is_what_was_written(tmp_path):
         np.testing.assert_array_equal(chunk.arrays[name], array)
 
 
-def test_any_reader_of_safetensors_can_open_it(tmp_path):
+def test_any_safetensors_reader_can_open_a_file(tmp_path):
     info = write_chunk(tmp_path, arrays(), 64)
     np.testing.assert_array_equal(load_file(info.path)["observations"], arrays()["observations"])
     assert info.path.name == "traj_000064_000069.safetensors"
 
 
-def test_every_flipped_bit_is_found(tmp_path):  # F04's rule for data
+def test_every_flipped_bit_is_found(tmp_path):
     path = write_chunk(tmp_path, arrays(), 0).path
     content, rng = path.read_bytes(), random.Random(3)
     header = 8 + int.from_bytes(content[:8], "little")
@@ -73,7 +73,7 @@ def test_every_shortened_file_is_found_by_its_header_alone(tmp_path):
         peek_chunk(path)
 
 
-def test_foreign_files_are_called_foreign(tmp_path):
+def test_files_of_other_programs_are_named_in_the_error(tmp_path):
     path = tmp_path / chunk_name(0, 5)
     save_file(arrays(), path)
     with pytest.raises(TrajectoryFileError, match="another program wrote it"):
@@ -111,7 +111,7 @@ def test_arrays_of_different_lengths_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_offsets_that_lie_cannot_reach_outside(tmp_path):
+def test_wrong_offsets_cannot_reach_outside_the_file(tmp_path):
     path = write_chunk(tmp_path, {"rewards": np.zeros((5, 1), np.float32)}, 0).path
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
@@ -124,7 +124,7 @@ def test_offsets_that_lie_cannot_reach_outside(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["pkl", "pickle", "safetensors"])
-def test_the_frame_range_is_in_the_name(suffix):  # row S25
+def test_the_frame_range_is_in_the_name(suffix):
     assert get_frame_range(f"traj_100_200.{suffix}") == (100, 200)
 
 

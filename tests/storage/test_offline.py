@@ -1,4 +1,4 @@
-"""Replay filled from recordings: whole episodes, each step with what followed it."""
+"""Filling a replay buffer from recorded episodes."""
 
 import types
 
@@ -11,8 +11,7 @@ from canter.algorithms import SAC, SACConfig
 from canter.envs.torch_envs import PointRobot
 from canter.runners import OffPolicyRunner
 from canter.storage.offline import Episode, episodes_from, fill_replay
-from canter.storage.prioritized_replay import PrioritizedReplayBuffer
-from canter.storage.replay import TransitionReplayBuffer
+from canter.storage.replay import PrioritizedReplayBuffer, TransitionReplayBuffer
 from canter.storage.rollout_files.writer import TrajectoryWriter
 
 
@@ -37,7 +36,7 @@ def stored(replay, n_step=1):
     return out
 
 
-def test_episodes_lie_one_after_the_other():
+def test_episodes_are_stored_one_after_the_other():
     replay = buffer()
     assert fill_replay(replay, [episode(1, 3, True), episode(2, 2), episode(3, 4, True)]) == 9
     (batch,) = stored(replay)
@@ -50,7 +49,7 @@ def test_episodes_lie_one_after_the_other():
     assert windows.next_obs[3].tolist() == [2, 2]
 
 
-def test_steps_taken_afterwards_continue_behind_them():
+def test_steps_taken_after_filling_follow_the_episodes():
     replay = buffer(8)
     fill_replay(replay, [episode(1, 3), episode(2, 2, True)])
     for t in range(3):
@@ -75,7 +74,7 @@ def test_environments_share_the_episodes_and_a_full_buffer_stops():
         assert (batch.next_obs[:, 1] - batch.obs[:, 1] == 1).all()
 
 
-def test_a_long_episode_is_cut_and_goes_on_unseen():
+def test_a_long_episode_is_shortened_without_a_terminal_state():
     replay = buffer(6)
     assert fill_replay(replay, [episode(1, 50, True)], max_steps=5) == 5
     (batch,) = stored(replay)
@@ -83,7 +82,7 @@ def test_a_long_episode_is_cut_and_goes_on_unseen():
     assert batch.next_obs[-1].tolist() == [1, 5]
 
 
-def test_steps_are_gathered_to_episodes():
+def test_steps_are_joined_to_episodes():
     def steps():
         for number, length in ((1, 2), (2, 3)):
             for t in range(length):
@@ -144,7 +143,7 @@ def test_prioritised_replay_draws_recorded_steps_too():
     assert sorted(set(replay.draw(200, 1, 0.9, None).rewards.tolist())) == [10, 11, 12, 13]
 
 
-def test_what_does_not_fit_is_refused():
+def test_data_of_other_shapes_is_refused():
     with pytest.raises(ValueError, match=r"the data has observations of shape \(2,\), the environment .*\(3,\)"):
         fill_replay(TransitionReplayBuffer(10, (3,), (1,), action_dtype=torch.float32), [episode(1, 2)])
     with pytest.raises(ValueError, match="there is no episode in"):
@@ -165,7 +164,7 @@ class Plain(PointRobot):
         return super().observe(state)[0]
 
 
-def test_a_run_begins_with_what_was_recorded(tmp_path):
+def test_a_run_starts_with_recorded_data_in_its_buffer(tmp_path):
     with TrajectoryWriter(tmp_path, {}) as writer:
         for number in range(1, 4):
             dones = np.zeros((20, 1), np.uint8)

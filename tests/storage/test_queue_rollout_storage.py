@@ -1,13 +1,11 @@
-"""Storages that keep more than one rollout, labels, motion features and next states."""
+"""Storages of several rollouts, labels, motion features and next states."""
 
 import pytest
 import torch
 
-from canter.storage.action_label_rollout import ActionLabelRollout
-from canter.storage.amp_rollout_storage import AmpRolloutStorage
-from canter.storage.queue_rollout_storage import QueueRolloutStorage
+from canter.storage.queue_rollout_storage import ActionLabelRollout, AmpRolloutStorage, QueueRolloutStorage
+from canter.storage.rollout_storage import Field, gae
 from canter.storage.sarsa_rollout_storage import SarsaRolloutStorage
-from canter.utils.returns import gae
 
 N, T = 3, 4
 
@@ -28,10 +26,10 @@ def made(cls=QueueRolloutStorage, **settings):
 
 def fill(storage, first, steps=T, **more):
     for t in range(first, first + steps):
-        storage.add(storage.row(row(t, **{name: make(t) for name, make in more.items()})))
+        storage.add(row(t, **{name: make(t) for name, make in more.items()}))
 
 
-def test_the_ring_grows_to_its_size():  # row S09
+def test_the_ring_grows_to_its_size():
     storage, seen = made(buffer_dilation_ratio=2.5), []
     for rollout in range(4):
         seen.append((storage.capacity, storage.filled))
@@ -41,7 +39,7 @@ def test_the_ring_grows_to_its_size():  # row S09
     assert storage.observations.shape == (10, N, 2)
 
 
-def test_a_full_ring_overwrites_the_oldest():  # row S10
+def test_a_full_ring_overwrites_the_oldest():
     storage = made(buffer_dilation_ratio=2.5)
     for rollout in range(5):
         fill(storage, rollout * T)
@@ -52,7 +50,7 @@ def test_a_full_ring_overwrites_the_oldest():  # row S10
 
 
 @pytest.mark.parametrize("untie", [False, True])
-def test_untying_puts_the_oldest_first_in_every_field(untie):  # row S11
+def test_untying_moves_the_oldest_row_to_the_front_in_every_field(untie):
     storage = made(buffer_dilation_ratio=2.5, hidden_shapes={"memory_a": (1, 1, 2)})
     for rollout in range(4):
         fill(storage, rollout * T, hidden=lambda t: {"memory_a": torch.full((N, 1, 1, 2), float(t))})
@@ -67,7 +65,7 @@ def test_untying_puts_the_oldest_first_in_every_field(untie):  # row S11
     assert storage.observations[:, 0, 0].tolist() == list(range(6, 16))
 
 
-def test_only_the_newest_rollout_gets_returns_and_only_it_sees_the_last_values():  # row S12, BUG-39
+def test_only_the_newest_rollout_gets_returns_and_only_it_sees_the_last_values():
     storage, kept = made(buffer_dilation_ratio=2.5), {}
     for rollout in range(4):
         fill(storage, rollout * T)
@@ -99,7 +97,7 @@ def test_advantages_are_normalised_over_every_row_there_is():
         storage.clear()
 
 
-def test_a_ratio_of_one_is_a_plain_rollout():
+def test_a_ratio_of_one_keeps_only_the_last_rollout():
     storage = made()
     fill(storage, 0)
     storage.clear()
@@ -135,7 +133,7 @@ def test_trajectories_end_where_a_rollout_meets_the_next():
 
 
 @pytest.mark.parametrize("ratio", [1.0, 2.0])
-def test_labels_stay_with_their_actions(ratio):  # row S13
+def test_labels_belong_to_the_steps_of_their_actions(ratio):
     storage = made(ActionLabelRollout, buffer_dilation_ratio=ratio)
     for rollout in range(3):
         fill(storage, rollout * T, action_labels=lambda t: row(t)["actions"] + 0.25)
@@ -153,10 +151,10 @@ def amp_row(t):
     return {"action_labels": number, "ref_obs": number + torch.arange(6) * 0.01, "ref_motion": -number.expand(N, 6)}
 
 
-def test_motion_features_stay_with_their_steps():  # rows S15, E13
+def test_motion_features_belong_to_their_steps():
     storage = made(AmpRolloutStorage, amp_obs_shape=(2, 3))
     for t in range(T):
-        storage.add(storage.row(row(t) | amp_row(t) | {"ref_valid": torch.tensor([True, t != 2, True])}))
+        storage.add(row(t) | amp_row(t) | {"ref_valid": torch.tensor([True, t != 2, True])})
     assert storage.ref_obs.shape == (T, N, 6)
     for batch in [*storage.mini_batch_generator(2, 1), *storage.recurrent_mini_batch_generator(2, 1)]:
         assert torch.equal(batch.ref_obs[..., :1], batch.actions)
@@ -167,14 +165,26 @@ def test_motion_features_stay_with_their_steps():  # rows S15, E13
     assert [len(b) for (b,) in storage.feed_forward_generator_amp(3, 8)] == [8, 8, 8]
 
 
-def test_an_amp_storage_without_features_says_so():
+def test_a_transition_without_motion_features_is_an_error():
     storage = made(AmpRolloutStorage, amp_obs_shape=(6,))
     with pytest.raises(ValueError, match="lacks ref_obs, ref_motion"):
-        storage.row(row(0) | {"action_labels": torch.zeros(N, 1)})
+        storage.add(row(0) | {"action_labels": torch.zeros(N, 1)})
+
+
+@pytest.mark.parametrize("cls", [QueueRolloutStorage, ActionLabelRollout, AmpRolloutStorage, SarsaRolloutStorage])
+def test_every_storage_takes_extra_fields(cls):
+    more = {AmpRolloutStorage: {"amp_obs_shape": (6,)}}.get(cls, {})
+    more |= {} if cls is SarsaRolloutStorage else {"buffer_dilation_ratio": 2.0}
+    storage = made(cls, extra_fields={"marks": Field((1,))}, **more)
+    for t in range(T):
+        after = {"next_observations": row(t + 1)["observations"]}
+        storage.add(row(t) | amp_row(t) | after | {"marks": row(t)["actions"] + 0.25})
+    for batch in [*storage.mini_batch_generator(2, 1), *storage.recurrent_mini_batch_generator(2, 1)]:
+        assert torch.equal(batch.marks, batch.actions + 0.25)
 
 
 @pytest.mark.parametrize("privileged", [None, (3,)])
-def test_next_states_are_the_states_of_the_next_step(privileged):  # row S14, BUG-40
+def test_next_states_are_the_states_of_the_next_step(privileged):
     storage = SarsaRolloutStorage(N, T, (2,), privileged, (1,))
     for t in range(T):
         done = torch.tensor([False, t == 1, False])
@@ -184,7 +194,7 @@ def test_next_states_are_the_states_of_the_next_step(privileged):  # row S14, BU
         if privileged:
             wide = {name: torch.cat([x, x[:, :1]], 1) for name, x in (("", state), ("next_", after), ("final_", final))}
             more |= {f"{name}critic_observations": x for name, x in wide.items()}
-        storage.add(storage.row(row(t, **more)))
+        storage.add(row(t, **more))
     assert storage.observations[1:].data_ptr() == storage.next_observations.data_ptr()
     assert torch.equal(storage.next_observations[:-1], storage.observations[1:])
     assert storage.all_observations[-1, 2, 0] == 200.0 + T
@@ -200,7 +210,7 @@ def test_next_states_of_nested_observations():
     storage = SarsaRolloutStorage(N, T, {"joints": (2,), "base": {"vel": (1,)}}, None, (1,))
     for t in range(T):
         state, after = ({"joints": row(s)["observations"], "base": {"vel": row(s)["actions"]}} for s in (t, t + 1))
-        storage.add(storage.row(row(t, observations=state, next_observations=after)))
+        storage.add(row(t, observations=state, next_observations=after))
     for batch in storage.mini_batch_generator(2, 1):
         assert torch.equal(batch.next_obs["base"]["vel"], batch.actions + 1.0)
         assert torch.equal(batch.next_obs["joints"], (batch.actions + 1.0).expand(-1, 2))

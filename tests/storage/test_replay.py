@@ -1,4 +1,4 @@
-"""What a replay buffer holds after any history: exactly the last steps, with what truly followed each of them."""
+"""Replay buffers contain exactly the last steps, each with the observation that followed it."""
 
 import gymnasium
 import numpy as np
@@ -8,10 +8,9 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from canter.envs.wrap import wrap_env
+from canter.storage.replay import TransitionReplayBuffer, check_memory, readable
+from canter.storage.rollout_storage import Field
 from canter.execution.guard import NoHostSync
-from canter.storage.fields import Field
-from canter.storage.replay import TransitionReplayBuffer
-from canter.storage.replay_memory import check_memory, readable
 
 
 class Episodes(gymnasium.Env):
@@ -100,9 +99,7 @@ def stored(buffer):
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 @pytest.mark.parametrize("capacity", [1000, 24])
-def test_no_stored_step_joins_two_episodes_and_cut_ones_lead_to_their_final_observation(
-    mode, capacity
-):  # rows S19, L28
+def test_no_stored_step_joins_two_episodes_and_cut_ones_lead_to_their_final_observation(mode, capacity):
     env = vector_env(mode)
     buffer = TransitionReplayBuffer(capacity, (3,), num_envs=3, has_invalid_steps=env.has_invalid_steps)
     fill(env, buffer, 40)
@@ -134,7 +131,7 @@ def test_the_modes_of_resetting_store_the_same_data():
                 assert torch.equal(getattr(a, name)[:n], getattr(other, name)[:n]), name
 
 
-def test_time_outs_without_a_final_observation_are_not_bootstrapped():  # rows S19, L28
+def test_time_outs_without_a_final_observation_are_not_bootstrapped():
     env = wrap_env(TimeOutsOnly(), "cpu")
     buffer = TransitionReplayBuffer(1000, (3,), num_envs=3, has_invalid_steps=env.has_invalid_steps)
     fill(env, buffer, 30)
@@ -204,7 +201,7 @@ def test_windows_equal_brute_force_with_the_head_at_every_position(n_step, num_e
     assert min(buffer.size) >= 4
 
 
-def test_a_step_that_was_none_changes_nothing():
+def test_an_invalid_step_changes_nothing():
     buffer = TransitionReplayBuffer(8, (1,), num_envs=2, has_invalid_steps=True)
     no, yes = torch.zeros(2, dtype=torch.bool), torch.ones(2, dtype=torch.bool)
     for t in range(9):
@@ -235,7 +232,7 @@ def test_sampling_is_uniform_over_what_is_stored():
 
 # ---------------------------------------------------------------------- the documented calls
 @pytest.mark.parametrize(("shape", "dtype"), [((), torch.long), ((2,), torch.float32)], ids=["discrete", "box"])
-def test_samples_have_the_documented_keys_and_shapes(shape, dtype):  # row S18
+def test_samples_have_the_documented_keys_and_shapes(shape, dtype):
     buffer = TransitionReplayBuffer(5, (3,), shape, action_dtype=dtype)
     for i in range(7):
         obs = torch.full((1, 3), float(i))
@@ -251,7 +248,7 @@ def test_samples_have_the_documented_keys_and_shapes(shape, dtype):  # row S18
     assert torch.equal(batch["rewards"], batch["observations"][:, 0])
 
 
-def test_a_step_from_elsewhere_ends_the_last_one_without_being_told():  # documented add() has no word for a cut
+def test_a_step_from_another_observation_ends_the_episode_before_it():  # documented add() cannot say so
     buffer = TransitionReplayBuffer(10, (1,))
     no = torch.tensor([0])
     buffer.add(torch.tensor([[1.0]]), no, torch.tensor([1.0]), torch.tensor([[2.0]]), no)
@@ -283,7 +280,7 @@ def test_nested_observations_keep_their_kinds_and_the_critic_its_own():
     assert torch.equal(batch["next_critic_observations"][:, 0], -ids - 1)
 
 
-def test_a_saved_buffer_goes_on_exactly():
+def test_a_loaded_buffer_continues_exactly():
     steps = history(2, 30)
     whole, first, second = (TransitionReplayBuffer(22, (3,), num_envs=2) for _ in range(3))
     for i, (obs, reward, after, done, cut) in enumerate(steps):
@@ -318,11 +315,11 @@ def test_bad_sizes_are_refused():
     buffer = TransitionReplayBuffer(5, (3,))
     with pytest.raises(ValueError, match="1 environments was expected, observations has 2"):
         buffer.add(torch.zeros(2, 3), torch.zeros(2), torch.zeros(2), torch.zeros(2, 3), torch.zeros(2))
-    with pytest.raises(ValueError, match="a batch of 4 was asked for, but 0 steps are stored"):
+    with pytest.raises(ValueError, match="batch_size=4 is larger than the 0 stored steps"):
         buffer.sample(4)
 
 
-def test_another_buffer_s_state_is_refused():
+def test_the_state_of_a_different_buffer_is_refused():
     state = TransitionReplayBuffer(5, (3,)).state_dict()
     with pytest.raises(ValueError, match="capacity=5, this one 6"):
         TransitionReplayBuffer(6, (3,)).load_state_dict(state)

@@ -1,4 +1,4 @@
-"""The ring of state pairs: the newest are kept, pairs stay together, and nothing waits for the device."""
+"""Replay of state pairs: the newest pairs are kept, and no call reads from the device."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_a_write_over_the_end_is_split():
     assert torch.equal(buffer.next_states, buffer.states + 0.5)
 
 
-def test_of_more_than_fit_the_last_are_kept():
+def test_a_batch_larger_than_the_buffer_keeps_its_last_pairs():
     buffer = ReplayBuffer(2, 4, "cpu")
     buffer.insert(*pairs(0, 11))
     assert content(buffer) == [7, 8, 9, 10]
@@ -41,7 +41,7 @@ def test_of_more_than_fit_the_last_are_kept():
 
 
 @pytest.mark.parametrize("size", [1, 3, 7])
-def test_it_is_a_ring_whatever_the_batches(size):
+def test_batches_of_any_size_overwrite_the_oldest_pairs(size):
     buffer, written, generator = ReplayBuffer(1, size, "cpu"), [], torch.Generator().manual_seed(size)
     for _ in range(30):
         count = int(torch.randint(0, 2 * size + 2, (), generator=generator))
@@ -70,7 +70,7 @@ def test_one_seed_controls_the_samples():
     assert torch.equal(a, b)
 
 
-def test_nothing_to_draw_from_is_an_error():
+def test_sampling_an_empty_buffer_is_an_error():
     with pytest.raises(ValueError, match="empty"):
         next(ReplayBuffer(2, 5, "cpu").feed_forward_generator(1, 1))
 

@@ -1,4 +1,4 @@
-"""Trajectories served as if environments were stepped: every step once, in order, with the ends where they are."""
+"""Datasets of trajectories: every step once, in order, with the recorded episode ends."""
 
 import os
 import shutil
@@ -58,7 +58,7 @@ class Spy(RolloutFileBase):
         buffer.reward[:] = self.calls.count("fill")
 
 
-def test_the_base_cannot_be_made_and_knows_its_environments():  # row S20
+def test_the_base_cannot_be_made_and_knows_its_environments():
     with pytest.raises(TypeError, match="abstract"):
         RolloutFileBase("x", 3)
     spy = Spy()
@@ -66,7 +66,7 @@ def test_the_base_cannot_be_made_and_knows_its_environments():  # row S20
     assert (spy.data_dir, spy.num_envs, spy.device) == ("somewhere", 3, torch.device("cpu"))
 
 
-def test_reset_without_ids_is_of_all_and_with_some_of_those():  # row S21
+def test_reset_without_ids_is_of_all_and_with_some_of_those():
     spy = Spy()
     spy.reset()
     spy.reset(torch.arange(3))
@@ -74,14 +74,14 @@ def test_reset_without_ids_is_of_all_and_with_some_of_those():  # row S21
     assert spy.calls == ["all", "all", [1]]
 
 
-def test_a_batch_is_a_row_or_k_rows_and_resets_once():  # row S22
+def test_a_batch_is_a_row_or_k_rows_and_resets_once():
     spy = Spy()
     assert spy.get_batch().reward.tolist() == [1, 1, 1]
     assert spy.get_batch(2).reward.tolist() == [[2, 2, 2], [3, 3, 3]]
     assert spy.calls.count("all") == 1
 
 
-def test_iterating_resets_and_serves():  # row S24
+def test_iterating_resets_and_serves():
     spy = Spy()
     iterator = iter(spy)
     assert spy.calls == ["all"]
@@ -106,14 +106,14 @@ def test_every_field_of_a_row_is_of_one_step(record):
     assert batch.done.dtype == batch.timeout.dtype == torch.bool
 
 
-def test_infos_have_time_outs(record):  # row S23
+def test_infos_have_time_outs(record):
     data = dataset(record({0: (0, 3)}, ended="truncated"))
     flags = [data.get_transition_batch() for _ in range(3)]
     assert flags[-1][1]["time_outs"].tolist() == [True]
     assert flags[-1][1]["time_outs"] is flags[-1][0].timeout
 
 
-def test_files_of_a_trajectory_are_continuous(record):  # row S31
+def test_files_of_a_trajectory_are_continuous(record):
     rows = play(dataset(record({0: (0, 4, 9)})))
     assert [row[0][1] for row in rows] == list(range(9))
     assert [row[0][2] for row in rows] == [0] * 8 + [1]
@@ -130,14 +130,14 @@ def test_k_rows_are_the_same_rows(record):
             assert torch.equal(value, getattr(batch, name)[t]), (name, t)
 
 
-def test_switching_sets_done_and_timeout_unless_the_row_was_terminal(record):  # row S30
+def test_switching_sets_done_and_timeout_unless_the_row_was_terminal(record):
     ends = {"terminated": (1, 0), "": (1, 1), "truncated": (1, 1)}
     for ended, flags in ends.items():
         rows = play(dataset(record({0: (0, 3), 1: (0, 2)}, name=f"d{ended}", ended=ended)))
         assert [row[0][2:] for row in rows] == [(0, 0), (0, 0), flags, (0, 0), flags]
 
 
-def test_recorded_timeouts_arrive_and_absent_ones_are_zero(tmp_path, make_steps):  # BUG-42
+def test_recorded_timeouts_arrive_and_absent_ones_are_zero(tmp_path, make_steps):
     for name, has in (("with", True), ("without", False)):
         with TrajectoryWriter(tmp_path / name) as writer:
             arrays = make_steps(0, 0, 3, timeouts=has)
@@ -149,7 +149,7 @@ def test_recorded_timeouts_arrive_and_absent_ones_are_zero(tmp_path, make_steps)
         assert [row[0][3] for row in rows] == [0, int(has), 1]
 
 
-def test_the_next_observation_at_a_boundary_begins_the_next_trajectory(record):  # row S30
+def test_the_next_observation_at_a_boundary_begins_the_next_trajectory(record):
     data = dataset(record({0: (0, 2), 1: (0, 2)}))
     data.get_batch()
     batch = data.get_batch()
@@ -158,7 +158,7 @@ def test_the_next_observation_at_a_boundary_begins_the_next_trajectory(record): 
     assert data.get_batch().observation.tolist() == [[1, 0]]
 
 
-def test_the_buffer_is_the_same_memory_every_time(record):  # row S35
+def test_the_buffer_is_the_same_memory_every_time(record):
     data = dataset(record({0: (0, 6)}))
     first = {name: value.data_ptr() for name, value in data.get_batch().items()}
     assert {name: value.data_ptr() for name, value in data.get_batch().items()} == first
@@ -187,7 +187,7 @@ def test_dicts_and_images_keep_their_structure_and_kind(tmp_path):
     assert batch.action.tolist() == [[1]]
 
 
-def test_compressed_components_come_back_in_segment_order(tmp_path):  # row S28
+def test_compressed_components_come_back_in_segment_order(tmp_path):
     image = np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 2, 2)
     metadata = {
         "obs_segments": {"camera": [2, 2], "speed": [1]},
@@ -209,7 +209,7 @@ def test_compressed_components_come_back_in_segment_order(tmp_path):  # row S28
 
 
 # ------------------------------------------------------------------ order
-def test_one_loop_plays_every_trajectory_once_in_each_of_several_loops(record):  # row S32, BUG-41
+def test_one_loop_plays_every_trajectory_once_in_each_of_several_loops(record):
     directory = record(dict.fromkeys(range(4), (0, 3)))
     for loops in (1, 3):
         rows = play(dataset(directory, 2, dataset_loops=loops))
@@ -218,13 +218,13 @@ def test_one_loop_plays_every_trajectory_once_in_each_of_several_loops(record): 
         assert played == sorted(list(range(4)) * loops)
 
 
-def test_below_one_loop_is_for_ever(record):  # row S32
+def test_below_one_loop_is_for_ever(record):
     assert len(play(dataset(record({0: (0, 3)}), dataset_loops=-1), limit=50)) == 50
     assert len(play(dataset(record({0: (0, 3)}, name="b"), dataset_loops=0), limit=50)) == 50
 
 
 @pytest.mark.parametrize("given", [{}, {"random_shuffle_traj_order": True, "starting_frame_range": (0, 3)}])
-def test_another_dataset_goes_on_where_one_was(record, tmp_path, given):
+def test_a_loaded_dataset_continues_where_the_saved_one_was(record, tmp_path, given):
     directory = record({0: (0, 2, 7), 1: (0, 4), 2: (0, 3, 5), 3: (0, 6)})
     shutil.copytree(directory, tmp_path / "moved")
 
@@ -246,7 +246,7 @@ def test_another_dataset_goes_on_where_one_was(record, tmp_path, given):
     assert play(fresh) == whole
 
 
-def test_a_dataset_that_has_changed_is_begun_anew(record):
+def test_a_changed_dataset_starts_from_the_beginning(record):
     directory = record({0: (0, 4), 1: (0, 4), 2: (0, 4)})
     first = dataset(directory, 2, dataset_loops=-1)
     play(first, 2)
@@ -259,7 +259,7 @@ def test_a_dataset_that_has_changed_is_begun_anew(record):
     assert [row[0] for row in play(second, 1)[0]] == [0, 2]
 
 
-def test_two_environments_play_all_three_trajectories_and_nobody_is_cut(record):  # row S33, BUG-41
+def test_two_environments_play_all_three_trajectories_to_their_ends(record):
     directory = record({0: (0, 2), 1: (0, 7), 2: (0, 3)})
     data = dataset(directory, 2)
     rows = play(data)
@@ -272,14 +272,14 @@ def test_two_environments_play_all_three_trajectories_and_nobody_is_cut(record):
     assert data.repeats.all()
 
 
-def test_more_environments_than_trajectories_share_them_with_a_warning(record):  # BUG-41
+def test_more_environments_than_trajectories_share_them_with_a_warning(record):
     data = dataset(record({0: (0, 2), 1: (0, 3)}), 5)
     with pytest.warns(UserWarning, match="2 trajectories for 5 environments"):
         batch = data.get_batch()
     assert batch.observation[:, 0].tolist() == [0, 1, 0, 1, 0]
 
 
-def test_after_the_end_a_reset_begins_anew(record):
+def test_a_reset_after_the_end_starts_from_the_beginning(record):
     data = dataset(record({0: (0, 3)}))
     assert len(play(data)) == 3
     with pytest.raises(StopIteration):
@@ -287,7 +287,7 @@ def test_after_the_end_a_reset_begins_anew(record):
     assert sum(1 for _ in data) == 3
 
 
-def test_shuffling_changes_the_order_and_keeps_the_set(record):  # row S27
+def test_shuffling_changes_the_order_and_keeps_the_set(record):
     directory = record(dict.fromkeys(range(12), (0, 1)))
     plain = starts(play(dataset(directory)), 0)
     mixed = starts(play(dataset(directory, random_shuffle_traj_order=True, seed=1)), 0)
@@ -300,7 +300,7 @@ def test_shuffling_changes_the_order_and_keeps_the_set(record):  # row S27
     assert mixed == starts(play(dataset(directory, random_shuffle_traj_order=True, seed=1)), 0)
 
 
-def test_the_latest_are_the_last_changed(record):  # row S26
+def test_the_latest_are_the_last_changed(record):
     directory = record(dict.fromkeys(range(5), (0, 1)))
     for k, changed in enumerate((50, 10, 40, 20, 30)):
         os.utime(directory / f"trajectory_{k}", (changed, changed))
@@ -313,7 +313,7 @@ def test_several_directories_are_one_dataset(record):
     assert sorted(starts(play(dataset([first, second])), 0)) == [0, 7]
 
 
-def test_frames_begin_in_the_range_or_at_zero(record):  # row S29
+def test_frames_begin_in_the_range_or_at_zero(record):
     directory = record({0: (0, 4, 20), 1: (0, 3)})
     firsts = {0: set(), 1: set()}
     data = dataset(directory, dataset_loops=-1, starting_frame_range=[3, 7], seed=0)
@@ -324,7 +324,7 @@ def test_frames_begin_in_the_range_or_at_zero(record):  # row S29
     assert firsts == {0: {3, 4, 5, 6}, 1: {0}}
 
 
-def test_the_first_frame_is_marked_done_only_on_request(record):  # row S34
+def test_the_first_frame_is_marked_done_only_on_request(record):
     directory = record({0: (0, 3), 1: (0, 2)})
     assert [row[0][2] for row in play(dataset(directory))] == [0, 0, 1, 0, 1]
     assert [row[0][2] for row in play(dataset(directory, mark_first_frame_done=True))] == [1, 0, 1, 1, 1]
@@ -332,14 +332,14 @@ def test_the_first_frame_is_marked_done_only_on_request(record):  # row S34
     assert [row[0][1:3] for row in play(late)][:2] == [(4, 1), (5, 0)]
 
 
-def test_a_subset_gets_other_trajectories_and_the_rest_go_on(record):  # row S21
+def test_resetting_some_environments_leaves_the_others_alone(record):
     data = dataset(record(dict.fromkeys(range(4), (0, 9))), 2, dataset_loops=-1)
     data.get_batch()
     data.reset([1])
     assert data.get_batch().observation.tolist() == [[0, 1], [2, 0]]
 
 
-def test_every_loop_finds_what_was_added(record, make_steps):
+def test_every_loop_finds_new_trajectories(record, make_steps):
     directory = record({0: (0, 2)})
     data = dataset(directory, dataset_loops=-1)
     data.get_batch()
@@ -350,7 +350,7 @@ def test_every_loop_finds_what_was_added(record, make_steps):
 
 
 # ------------------------------------------------------------------ waiting
-def test_no_trajectory_is_an_error_at_once_that_names_the_place(tmp_path):  # F57
+def test_no_trajectory_is_an_error_at_once_that_names_the_place(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere \(no such directory\)"):
         dataset(tmp_path / "nowhere").get_batch()
     assert not (tmp_path / "nowhere").exists()
@@ -360,7 +360,7 @@ def test_no_trajectory_is_an_error_at_once_that_names_the_place(tmp_path):  # F5
         dataset(tmp_path / "empty").get_batch()
 
 
-def test_it_waits_for_as_many_as_are_wanted(record, make_steps, monkeypatch):
+def test_reset_waits_for_the_wanted_number_of_trajectories(record, make_steps, monkeypatch):
     directory = record({0: (0, 2)})
 
     def arrive(seconds):
@@ -368,12 +368,12 @@ def test_it_waits_for_as_many_as_are_wanted(record, make_steps, monkeypatch):
         with TrajectoryWriter(directory) as writer:
             writer.add(1, make_steps(1, 0, 2), 0)
 
-    monkeypatch.setattr("canter.storage.rollout_files.playlist.time.sleep", arrive)
+    monkeypatch.setattr("canter.storage.rollout_files.rollout_dataset.time.sleep", arrive)
     with pytest.warns(UserWarning, match="fewer than keep_latest_n_trajs=2.*waiting"):
         assert len(play(dataset(directory, keep_latest_n_trajs=2))) == 4
 
 
-def test_waiting_ends(record):
+def test_waiting_ends_after_the_timeout(record):
     data = dataset(record({0: (0, 2)}), keep_latest_n_trajs=2, wait_interval_s=0.01, wait_timeout_s=0.02)
     with (
         pytest.warns(UserWarning, match="waiting"),
@@ -397,7 +397,7 @@ def spoilt(record):
     return directory
 
 
-def test_one_bad_file_stops_the_dataset_and_every_bad_file_is_named(spoilt):  # F58
+def test_one_bad_file_stops_the_dataset_and_every_bad_file_is_named(spoilt):
     with pytest.raises(DatasetError) as caught:
         play(dataset(spoilt))
     text = str(caught.value)
@@ -406,7 +406,7 @@ def test_one_bad_file_stops_the_dataset_and_every_bad_file_is_named(spoilt):  # 
         assert any(f"trajectory_{k}" in line and reason in line for line in text.splitlines()), text
 
 
-def test_a_fraction_of_bad_files_is_left_out_and_named(spoilt):  # F58
+def test_a_fraction_of_bad_files_is_left_out_and_named(spoilt):
     data = dataset(spoilt, max_bad_fraction=0.1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -417,12 +417,12 @@ def test_a_fraction_of_bad_files_is_left_out_and_named(spoilt):  # F58
     assert len(data.library.bad) == 4
 
 
-def test_more_bad_files_than_allowed_are_too_many(spoilt):  # F58
+def test_more_bad_files_than_allowed_are_too_many(spoilt):
     with pytest.warns(UserWarning, match="left out"), pytest.raises(DatasetError, match="4 of 100"):
         play(dataset(spoilt, max_bad_fraction=0.035))
 
 
-def test_a_file_with_other_arrays_is_refused_with_the_difference(record, make_steps):  # F60
+def test_a_file_with_other_arrays_is_refused_with_the_difference(record, make_steps):
     directory = record({0: (0, 3)})
     with TrajectoryWriter(directory.parent / "other") as writer:
         arrays = make_steps(1, 0, 3)
@@ -443,7 +443,7 @@ def test_a_damaged_second_file_ends_the_trajectory_where_it_was_good(record):
     assert [row[0] for row in rows] == [(0, 0, 0, 0), (0, 1, 0, 0), (0, 2, 1, 1), (1, 0, 0, 0), (1, 1, 1, 0)]
 
 
-def test_a_trajectory_that_is_removed_under_way_is_left_out(record):
+def test_a_trajectory_removed_while_playing_is_left_out(record):
     directory = record({0: (0, 2), 1: (0, 2), 2: (0, 2)})
     data = dataset(directory)
     data.get_batch()
@@ -464,6 +464,6 @@ def test_foreign_names_in_a_trajectory_are_bad_files(record):
     ({"starting_frame_range": [2, 2]}, "starting_frame_range"),
     ({"max_bad_fraction": 1.5}, "max_bad_fraction"),
 ])  # fmt: skip
-def test_numbers_that_make_no_sense_are_refused(tmp_path, given, message):
+def test_arguments_out_of_range_are_refused(tmp_path, given, message):
     with pytest.raises(ValueError, match=message):
         dataset(tmp_path, **given)

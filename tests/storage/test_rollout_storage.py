@@ -1,9 +1,11 @@
-"""The rollout: named fields, returns, and minibatches that mix nothing up."""
+"""Rollout storage: fields, returns, and minibatches whose parts come from the same steps."""
 
 import pytest
 import torch
 
+from canter.modules import ActorCriticRecurrent
 from canter.storage.rollout_storage import Field, RolloutStorage
+from canter.execution.guard import NoHostSync
 
 T, N = 6, 4
 
@@ -13,7 +15,7 @@ def ids(step):
     return 100.0 * torch.arange(N) + step
 
 
-def transition(storage, step, done=None, hidden=None):
+def transition(storage, step, done=None, hidden=None, **more):
     t = storage.Transition()
     t.observations = ids(step).unsqueeze(-1).expand(N, 3)
     t.critic_observations = ids(step).unsqueeze(-1).expand(N, 5)
@@ -23,6 +25,7 @@ def transition(storage, step, done=None, hidden=None):
     t.dones = torch.zeros(N, dtype=torch.bool) if done is None else done
     t.valid = torch.ones(N, dtype=torch.bool)
     t.hidden = hidden or {}
+    vars(t).update(more)
     return t
 
 
@@ -36,7 +39,7 @@ def filled(steps=T, dones=None, **kwargs):
     return storage
 
 
-def test_every_field_has_its_documented_shape():  # row S01
+def test_every_field_has_its_documented_shape():
     storage = RolloutStorage(N, T, [3], [5], [2], hidden_shapes={"memory_a": (2, 1, 8)}, has_invalid_steps=True)
     shapes = {name: tuple(data.shape[2:]) for name, data in storage.data.items()}
     assert shapes == {
@@ -60,7 +63,7 @@ def test_every_field_has_its_documented_shape():  # row S01
 
 
 @pytest.mark.parametrize("absent", [None, [None]])
-def test_without_privileged_observations_the_critic_sees_the_actors(absent):  # row S01, E02
+def test_without_privileged_observations_the_critic_sees_the_actors(absent):
     storage = RolloutStorage(N, T, [3], absent, [2])
     assert storage.privileged_observations is None
     for step in range(T):
@@ -82,7 +85,7 @@ def test_dict_observations_keep_structure_and_kind():
     assert batch.critic_obs is batch.obs
 
 
-def test_one_step_too_many_is_an_overflow():  # row S02
+def test_one_step_too_many_is_an_overflow():
     storage = filled()
     with pytest.raises(AssertionError, match="Rollout buffer overflow: it holds 6 steps"):
         storage.add_transitions(transition(storage, T))
@@ -92,7 +95,7 @@ def test_one_step_too_many_is_an_overflow():  # row S02
     assert storage.rewards[0, :, 0].tolist() == [50, 150, 250, 350]
 
 
-def test_what_is_stored_is_a_copy():  # C11
+def test_stored_values_are_copies():
     storage = RolloutStorage(N, T, [3], [5], [2])
     t = transition(storage, 1)
     t.observations = torch.ones(N, 3)
@@ -103,12 +106,15 @@ def test_what_is_stored_is_a_copy():  # C11
 
 def test_a_misspelt_or_missing_field_is_an_error():
     storage = RolloutStorage(N, T, [3], [5], [2])
-    with pytest.raises(KeyError, match="no field 'rewrads'; it has observations"):
-        storage.add({"rewrads": torch.ones(N)})
     t = transition(storage, 0)
+    misspelt = {name: value for name, value in vars(t).items() if name != "rewards"} | {"rewrads": torch.ones(N)}
+    with pytest.raises(ValueError, match="lacks rewards; it has observations, .*rewrads"):
+        storage.add(misspelt)
     t.rewards = None
     with pytest.raises(ValueError, match="lacks rewards"):
         storage.add_transitions(t)
+    assert storage.step == storage.cursor.item() == 0
+    assert not storage.observations.any()
     with pytest.raises(AttributeError, match="no field 'rewrads'"):
         _ = storage.rewrads
 
@@ -123,14 +129,14 @@ def test_a_cleared_transition_holds_nothing():
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32])
 @pytest.mark.parametrize("shape", [(N,), (N, 1)])
-def test_dones_of_any_kind_are_stored_alike(dtype, shape):  # row E16
+def test_dones_of_any_kind_are_stored_alike(dtype, shape):
     done = torch.tensor([0, 1, 0, 1])
     storage = RolloutStorage(N, T, [3], [5], [2])
     storage.add_transitions(transition(storage, 0, done.to(dtype).view(shape)))
     assert storage.dones[0, :, 0].tolist() == [False, True, False, True]
 
 
-def test_returns_are_rewards_to_go_without_discount():  # row S03
+def test_returns_are_rewards_to_go_without_discount():
     dones = torch.zeros(T, N, dtype=torch.bool)
     dones[2, 1] = True
     storage = filled(dones=dones)
@@ -163,12 +169,23 @@ def test_returns_are_no_inference_tensors():
     assert not any(data.is_inference() for data in storage.data.values())
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+def test_returns_take_gamma_and_lambda_as_numbers_or_as_tensors(normalize):
+    one, other = filled(dones=DONES), filled(dones=DONES)
+    one.compute_returns(torch.ones(N, 1), 0.9, 0.8, normalize)
+    last_values, gamma, lam = torch.ones(N, 1), torch.tensor(0.9), torch.tensor(0.8)
+    with NoHostSync():
+        other.compute_returns(last_values, gamma, lam, normalize)
+    torch.testing.assert_close(one.returns, other.returns)
+    torch.testing.assert_close(one.advantages, other.advantages)
+
+
 def flat_ids(batch):
     return batch.actions[..., 0].flatten().long().tolist()
 
 
 @pytest.mark.parametrize("num_mini_batches", [1, 3, 5, 24])
-def test_each_epoch_is_a_new_permutation_of_every_step(num_mini_batches):  # rows S04, C13
+def test_each_epoch_is_a_new_permutation_of_every_step(num_mini_batches):
     storage = filled()
     batches = list(storage.mini_batch_generator(num_mini_batches, 3, torch.Generator().manual_seed(0)))
     assert len(batches) == 3 * num_mini_batches
@@ -191,7 +208,7 @@ def test_the_same_generator_gives_the_same_batches():
     assert orders[0] == orders[1] != orders[2]
 
 
-def test_every_part_of_a_sample_comes_from_the_same_step():  # C16
+def test_every_part_of_a_sample_comes_from_the_same_step():
     for batch in filled().mini_batch_generator(4, 1):
         tag = batch.obs[:, :1]
         parts = (batch.critic_obs[:, :1], batch.actions[:, :1], batch.values, batch.returns, batch.advantages)
@@ -210,6 +227,24 @@ def test_a_number_of_minibatches_that_does_not_fit_is_an_error(num_mini_batches)
         next(filled().recurrent_mini_batch_generator(5, 1))
 
 
+def test_the_documented_names_of_a_gaussian_are_those_of_its_parameters():
+    storage = RolloutStorage(N, T, [3], [5], [2])
+    t = transition(storage, 0, params={})
+    t.action_mean, t.action_sigma = ids(0).unsqueeze(-1).expand(N, 2), torch.full((N, 2), 0.5)
+    assert t.params.keys() == {"mu", "sigma"}
+    storage.add_transitions(t)
+    batch = next(storage.mini_batch_generator(1, 1))
+    assert torch.equal(batch.old_mu, batch.actions)
+    assert (batch.old_sigma == 0.5).all()
+    assert batch.hidden_states is None
+    with pytest.raises(AttributeError):
+        batch.old_mu = batch.actions
+    discrete = RolloutStorage(N, T, [3], None, [], param_shapes={"logits": (2,)})
+    discrete.add_transitions(transition(discrete, 0, actions=ids(0), params={"logits": torch.zeros(N, 2)}))
+    batch = next(discrete.mini_batch_generator(1, 1))
+    assert batch.old_mu is batch.old_sigma is None
+
+
 HIDDEN = {"memory_a": (2, 1, 3), "memory_c": (1, 2, 3)}
 
 
@@ -221,7 +256,7 @@ DONES = ended("...x.. .x..x. ...... xxxxxx")  # one word per environment
 
 
 @pytest.mark.parametrize("num_mini_batches", [1, 2, 3, 4])
-def test_recurrent_batches_deal_whole_environments(num_mini_batches):  # row S05
+def test_recurrent_minibatches_contain_whole_environments(num_mini_batches):
     storage = filled(dones=DONES, hidden_shapes=HIDDEN)
     generator = torch.Generator().manual_seed(0)
     batches = list(storage.recurrent_mini_batch_generator(num_mini_batches, 4, generator))
@@ -238,7 +273,7 @@ def test_recurrent_batches_deal_whole_environments(num_mini_batches):  # row S05
 
 
 @pytest.mark.parametrize("num_mini_batches", [1, 2, 4])
-def test_each_trajectory_starts_from_the_state_stored_at_its_first_step(num_mini_batches):  # rows S05, S08
+def test_each_trajectory_starts_from_the_state_stored_at_its_first_step(num_mini_batches):
     lengths = {0: [4, 2], 1: [2, 3, 1], 2: [6], 3: [1] * 6}
     storage = filled(dones=DONES, hidden_shapes=HIDDEN)
     for batch in storage.recurrent_mini_batch_generator(num_mini_batches, 2):
@@ -252,7 +287,56 @@ def test_each_trajectory_starts_from_the_state_stored_at_its_first_step(num_mini
             assert batch.hidden[name].flatten(1)[:, 0].tolist() == firsts
 
 
-def test_trajectory_statistics_count_steps_and_leave_dones_alone():  # row S07
+@pytest.mark.parametrize("rnn_type", ["lstm", "gru"])
+def test_a_recurrent_minibatch_serves_the_documented_call_of_a_policy(rnn_type):
+    policy = ActorCriticRecurrent(
+        3, 5, 2, rnn_type=rnn_type, rnn_hidden_size=8, actor_hidden_dims=[4], critic_hidden_dims=[4]
+    )
+    shapes = {name: memory.state_shape for name, memory in policy.memories.items()}
+    storage = filled(dones=DONES, hidden_shapes=shapes)
+    for name in shapes:
+        storage.data[f"hidden.{name}"].normal_()
+    storage.observations.normal_()
+    storage.privileged_observations.normal_()
+    for batch in storage.recurrent_mini_batch_generator(2, 1):
+        out = policy(batch.obs, batch.critic_obs, batch.hidden, batch.trajectories)
+        for states in (batch.hidden_states, batch.hidden_states.actor):
+            actions = policy.act(batch.obs, masks=batch.masks, hidden_states=states)
+            assert actions.shape == batch.actions.shape
+            torch.testing.assert_close(policy.action_mean, out.params["mu"])
+        value = policy.evaluate(batch.critic_obs, masks=batch.masks, hidden_states=batch.hidden_states.critic)
+        torch.testing.assert_close(value, out.value)
+
+
+def test_extra_fields_arrive_in_minibatches_at_their_steps():
+    fields = {
+        "marks": Field((1,)),
+        "windows": Field((2, 3), batch="motion.windows", source="motion.window", dtype=torch.float64),
+        "is_marked": Field((), dtype=torch.bool, default=True),
+    }
+    storage = RolloutStorage(N, T, [3], [5], [2], extra_fields=fields)
+    for step in range(T):
+        window = ids(step).view(N, 1, 1).expand(N, 2, 3)
+        storage.add_transitions(transition(storage, step, DONES[step], marks=ids(step), motion={"window": window}))
+    assert storage.marks.shape == (T, N, 1)
+    for batch in [*storage.mini_batch_generator(3, 2), *storage.recurrent_mini_batch_generator(2, 2)]:
+        tag = batch.actions[..., :1]
+        assert torch.equal(batch.marks, tag)
+        assert torch.equal(batch.motion["windows"], tag.unsqueeze(-1).double().expand(*tag.shape[:-1], 2, 3))
+        assert batch.is_marked.shape == tag.shape[:-1]
+        assert batch.is_marked.all()
+
+
+def test_a_missing_extra_field_and_a_taken_name_are_errors():
+    storage = RolloutStorage(N, T, [3], [5], [2], extra_fields={"marks": Field((1,))})
+    with pytest.raises(ValueError, match="the transition lacks marks"):
+        storage.add_transitions(transition(storage, 0))
+    for taken in ("rewards", "obs"):
+        with pytest.raises(ValueError, match=f"extra_fields: '{taken}'"):
+            RolloutStorage(N, T, [3], [5], [2], extra_fields={taken: Field((1,))})
+
+
+def test_trajectory_statistics_count_steps_and_leave_dones_alone():
     storage = filled(dones=DONES)
     before = storage.dones.clone()
     length, reward = storage.get_statistics()

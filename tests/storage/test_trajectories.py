@@ -1,4 +1,4 @@
-"""Cutting rollouts at episode ends."""
+"""Splitting rollouts at episode ends."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_row_and_column_are_those_of_the_drawing(dtype):
 
 
 @pytest.mark.parametrize("trailing", [(), (3,), (2, 3)])
-def test_unpadding_inverts_padding_and_keeps_every_step_once(trailing):  # rows O05, C16
+def test_unpadding_inverts_padding_and_keeps_every_step_once(trailing):
     for seed in range(20):
         dones = random_dones(seed)
         x = torch.arange(1.0, 29.0).view(7, 4, *[1] * len(trailing)).expand(7, 4, *trailing)
@@ -71,6 +71,20 @@ def test_the_index_can_be_recovered_from_the_masks():
         assert torch.equal(found.row, row)
         assert torch.equal(found.column, column)
         assert found.total == masks.shape[1]
+
+
+def test_empty_columns_after_the_trajectories_are_ignored():
+    _, masks = split_and_pad_trajectories(IDS, DONES)
+    wider = torch.cat([masks, torch.zeros(6, 2, dtype=torch.bool)], 1)
+    found, exact = trajectories_from_masks(wider), trajectories_from_masks(masks)
+    assert torch.equal(found.row, exact.row)
+    assert torch.equal(found.column, exact.column)
+    assert found.total == 7
+
+
+def test_unpadding_leaves_a_block_without_padding_alone():
+    _, masks = split_and_pad_trajectories(IDS, DONES)
+    assert unpad_trajectories(IDS, masks) is IDS
 
 
 @pytest.mark.parametrize("value", [True, False])

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+from canter.algorithms.algorithm import Terms
 from canter.algorithms.appo import APPO, ATPPO, APPOAlgoMixin, APPOConfig, ATPPOConfig
 from canter.algorithms.estimation import Estimation
 from canter.algorithms.estimator import (
@@ -12,7 +13,6 @@ from canter.algorithms.estimator import (
     EstimatorTPPOConfig,
 )
 from canter.algorithms.extension import Extension
-from canter.algorithms.algorithm import Terms
 from canter.algorithms.motion_prior import MotionPrior
 from canter.algorithms.ppo import PPO, PPOConfig
 from canter.algorithms.rnd import RND, RNDConfig

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from canter.algorithms.foreign import import_state
 from canter.envs.vec_env import StepRecord
 from canter.envs.wrap import wrap_env
+from canter.execution.executor import Executor
 from canter.utils.checkpoint import check_compatible
 from canter.utils.config import check_settings, check_value, combined_settings, declared_kinds, setting, settings
-from canter.execution.executor import Executor
 from canter.utils.runtime import resolve_device
 
 EXECUTIONS = ("auto", "eager", "graph", "compile")

@@ -16,8 +16,7 @@ from canter.algorithms.off_policy_settings import DQNConfig, DQNSettings
 from canter.algorithms.targets import TargetNetwork
 from canter.modules.q_networks import CNNQNetwork, MLPQNetwork, explore_rows
 from canter.modules.q_policies import QPolicy
-from canter.storage.prioritized_replay import PrioritizedReplayBuffer
-from canter.storage.replay import ReplayBatch, TransitionReplayBuffer
+from canter.storage.replay import PrioritizedReplayBuffer, ReplayBatch, TransitionReplayBuffer
 from canter.utils.config import settings
 from canter.utils.tree import Obs
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from canter.algorithms.extension import Extension
 from canter.algorithms.algorithm import Terms
+from canter.algorithms.extension import Extension
 from canter.modules.policy import PolicyOutput
 from canter.modules.prediction import Estimate, rescale
-from canter.storage.fields import MiniBatch
+from canter.storage.rollout_storage import MiniBatch
 from canter.utils.config import setting, settings
 
 

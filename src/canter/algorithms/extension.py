@@ -10,8 +10,7 @@ from torch import Tensor
 from canter.algorithms.algorithm import Terms
 from canter.envs.vec_env import StepRecord
 from canter.modules.policy import PolicyOutput
-from canter.storage.fields import Field, MiniBatch
-from canter.storage.rollout_storage import RolloutStorage
+from canter.storage.rollout_storage import Field, MiniBatch, RolloutStorage
 from canter.utils.config import settings
 from canter.utils.tree import Obs
 

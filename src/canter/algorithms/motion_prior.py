@@ -9,19 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canter.algorithms.extension import Extension
 from canter.algorithms.algorithm import Terms
+from canter.algorithms.extension import Extension
 from canter.algorithms.optim import GuardedOptimizer, backward
 from canter.envs.vec_env import StepRecord
 from canter.modules.normalizer import EmpiricalNormalization
 from canter.modules.policy import PolicyOutput
-from canter.storage.amp_rollout_storage import AmpRolloutStorage
-from canter.storage.fields import MiniBatch
+from canter.storage.queue_rollout_storage import AmpRolloutStorage
 from canter.storage.replay_buffer import ReplayBuffer
-from canter.storage.rollout_storage import RolloutStorage
+from canter.storage.rollout_storage import MiniBatch, RolloutStorage, masked_mean
 from canter.utils.config import setting, settings
 from canter.utils.metrics import MeanMeter
-from canter.utils.returns import masked_mean
 from canter.utils.tree import Obs
 
 LARGEST_FEATURE = 10.0  # in standard deviations; one broken joint reading must not decide everything

@@ -22,12 +22,9 @@ from canter.modules.build import NETWORK_ARGUMENTS, build_normalizer, build_poli
 from canter.modules.normalizer import NoNormalization, ReturnScaler
 from canter.modules.policy import Hidden, Policy, PolicyOutput
 from canter.modules.value_normalizer import VALUE_NORMALIZATIONS, install_value_normalizer
-from canter.storage.fields import MiniBatch, Transition
-from canter.storage.queue_rollout_storage import QueueRolloutStorage
-from canter.storage.rollout_storage import RolloutStorage
+from canter.storage.rollout_storage import MiniBatch, RolloutStorage, Transition, masked_mean, normalize_advantages
 from canter.utils.config import setting, settings
 from canter.utils.metrics import MeanMeter
-from canter.utils.returns import masked_mean, normalize_advantages
 from canter.utils.tree import Obs, tree_map
 
 SCHEDULES = ("fixed", "constant", "linear", "adaptive")
@@ -315,7 +312,7 @@ class PPO(Algorithm):
         hidden = self.executor.run("process", self.record_step, step, needed)
         storage.step += 1
         if transition is None:
-            self.transition = Transition()
+            self.transition.__dict__ = {}
         if hidden:
             self.policy.set_hidden(hidden)
 
@@ -334,7 +331,7 @@ class PPO(Algorithm):
             rewards = rewards if bonus is None else rewards + bonus
         rewards = self.bootstrapped(rewards, step, record)
         ends = ends if valid is None else ends | ~valid
-        storage.write(storage.row({**step, **record.extras, "rewards": rewards, "dones": ends, "valid": record.valid}))
+        storage.write({**step, **record.extras, "rewards": rewards, "dones": ends, "valid": record.valid})
         for note in self.on_record:
             note(record)
         for extension in extensions:
@@ -363,8 +360,7 @@ class PPO(Algorithm):
 
     def take_transition(self) -> dict[str, Any]:
         """The transition begun by `act`, to be finished later; another one can be begun."""
-        taken = vars(self.transition)
-        self.transition = Transition()
+        taken, self.transition.__dict__ = vars(self.transition), {}
         return taken
 
     # ------------------------------------------------------------------ returns
@@ -439,8 +435,6 @@ class PPO(Algorithm):
     def sample_minibatches(self, num_epochs: int = 1) -> list[list[tuple[Any, ...]]]:
         """Arguments of `learn_step` for every minibatch of every pass: steps; or environments, trajectories and T."""
         shuffle, count, storage = self.generators["shuffle"], self.cfg.num_mini_batches, self.rollout
-        if isinstance(storage, QueueRolloutStorage):
-            storage.untie_buffer_loop()
         if not self.policy.is_recurrent:
             return [[(index,) for index in storage.step_minibatches(count, shuffle)] for _ in range(num_epochs)]
         sampled = storage.env_minibatches(count, num_epochs, shuffle)

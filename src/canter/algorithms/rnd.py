@@ -8,18 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from canter.algorithms.extension import Extension
 from canter.algorithms.algorithm import Terms
+from canter.algorithms.extension import Extension
 from canter.algorithms.optim import GuardedOptimizer
 from canter.envs.vec_env import StepRecord
 from canter.modules.mlp import mlp
 from canter.modules.normalizer import EmpiricalNormalization, NoNormalization, ReturnScaler
 from canter.modules.policy import PolicyOutput
-from canter.storage.fields import MiniBatch
-from canter.storage.rollout_storage import RolloutStorage
+from canter.storage.rollout_storage import MiniBatch, RolloutStorage, masked_mean
 from canter.utils.config import check_settings, setting, settings
 from canter.utils.metrics import MeanMeter
-from canter.utils.returns import masked_mean
 from canter.utils.tree import tree_where
 
 WEIGHT_SCHEDULES = ("constant", "step", "linear")

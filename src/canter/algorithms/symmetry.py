@@ -13,8 +13,7 @@ from canter.algorithms.mirrors import ActionMirror, BetaMirror, observation_mirr
 from canter.modules.distributions import Beta
 from canter.modules.memory import Carried
 from canter.modules.policy import PolicyOutput
-from canter.storage.fields import MiniBatch
-from canter.storage.rollout_storage import RolloutStorage
+from canter.storage.rollout_storage import MiniBatch, RolloutStorage
 from canter.utils.config import setting, settings
 from canter.utils.obs_layout import ObsLayout
 from canter.utils.tree import Obs

@@ -11,17 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from canter.algorithms.algorithm import Terms
 from canter.algorithms.extension import Extension
 from canter.algorithms.foreign import import_state
-from canter.algorithms.algorithm import Terms
 from canter.algorithms.ppo import PPOSettings
 from canter.algorithms.schedules import GET_PROB_FUNC
 from canter.envs.vec_env import StepRecord
 from canter.modules.build import POLICIES, install_normalizers
 from canter.modules.policy import Hidden, Policy, PolicyOutput
-from canter.storage.action_label_rollout import ActionLabelRollout
-from canter.storage.fields import MiniBatch
-from canter.storage.rollout_storage import RolloutStorage
+from canter.storage.queue_rollout_storage import ActionLabelRollout
+from canter.storage.rollout_storage import MiniBatch, RolloutStorage
 from canter.utils.checkpoint import load_checkpoint, newest_valid_checkpoint
 from canter.utils.config import build, check_settings, check_value, setting, settings
 from canter.utils.tree import Obs

@@ -11,10 +11,8 @@ import tyro
 
 from canter.cli.errors import UserError, user_errors
 from canter.cli.options import parse
-from canter.datasets.motion_clip import JOINT_POS, JOINT_VEL, MotionClip
-from canter.datasets.motion_files import read_clip
+from canter.datasets.motion_clip import JOINT_POS, JOINT_VEL, MotionClip, read_clip, velocity_of
 from canter.datasets.motion_loader import find_clips
-from canter.datasets.rotations import velocity_of
 from canter.utils.files import atomic_write
 
 

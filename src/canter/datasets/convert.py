@@ -1,79 +1,87 @@
-"""Trajectories from and to other formats: the documented pickles, npz files, and Minari."""
+"""Conversion of trajectories from and to other formats: the documented pickles, npz files, and Minari."""
 
 from __future__ import annotations
 
+import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 
-from canter.datasets.pickle_import import read_pickle
-from canter.storage.fields import nested
-from canter.storage.rollout_files.catalog import read_metadata, read_trajectory, trajectory_folders
+from canter.storage.offline import import_minari_package
+from canter.storage.rollout_files.catalog import TrajectoryLibrary, read_metadata, read_trajectory, trajectory_folders
 from canter.storage.rollout_files.container import get_frame_range
-from canter.storage.rollout_files.library import TrajectoryLibrary
 from canter.storage.rollout_files.writer import TrajectoryWriter
-from canter.utils.tree import tree_leaves, tree_map
+from canter.utils.tree import nested, tree_leaves, tree_map
 
 FILE_STEPS = 1024
 REQUIRED = ("actions", "rewards", "dones")
+TOTALS = ("total_timesteps", "total_trajectories", "total_episodes", "format_version")
+
+NamedArrays = tuple[str, dict[str, np.ndarray]]
 
 
-def add_trajectory(
-    writer: TrajectoryWriter, number: int, arrays: Mapping[str, np.ndarray], file_steps: int = FILE_STEPS
-) -> None:
-    """Write a whole trajectory (t, ...) in files of at most `file_steps` steps; `final_...` arrays go with the last."""
+def write_trajectories(
+    target: str | Path, found: Iterable[NamedArrays], metadata: Mapping[str, Any] | None, file_steps: int
+) -> int:
+    """Write whole trajectories, given by name; returns their number. Error messages contain the name."""
+    count = 0
+    with TrajectoryWriter(target, metadata) as writer:
+        for name, arrays in found:
+            try:
+                add_trajectory(writer, arrays, file_steps)
+            except (ValueError, KeyError) as error:
+                raise ValueError(f"{name}: {error}") from error
+            writer.flush()
+            count += 1
+    return count
+
+
+def add_trajectory(writer: TrajectoryWriter, arrays: Mapping[str, np.ndarray], file_steps: int = FILE_STEPS) -> None:
+    """Write arrays (t, ...) in files of at most `file_steps` steps; `final_...` arrays are part of the last file."""
     missing = [name for name in REQUIRED if name not in arrays]
     if missing or not any(name.startswith(("observations", "obs_")) for name in arrays):
-        raise ValueError(f"trajectory {number} lacks {', '.join(missing or ['observations'])}; it has {list(arrays)}")
-    total = len(arrays["rewards"])
+        raise ValueError(f"the trajectory lacks {', '.join(missing or ['observations'])}; it has {list(arrays)}")
+    total, number = len(arrays["rewards"]), writer.free_numbers(1)[0]
     steps = {name: array for name, array in arrays.items() if not name.startswith("final_")}
     steps["rewards"] = np.asarray(steps["rewards"], np.float32).reshape(total, 1)
     steps["dones"] = np.asarray(steps["dones"]).astype(np.uint8).reshape(total, 1)
     steps["timeouts"] = np.asarray(steps.get("timeouts", np.zeros(total))).astype(bool).reshape(total)
     final = {name: array for name, array in arrays.items() if name.startswith("final_")}
+    ended = ("truncated" if steps["timeouts"][-1] else "terminated") if steps["dones"][-1, 0] else ""
     for start in range(0, total, file_steps):
-        end = min(total, start + file_steps)
-        piece = {name: array[start:end] for name, array in steps.items()}
-        ended = (
-            "" if end < total or not steps["dones"][-1, 0] else "truncated" if steps["timeouts"][-1] else "terminated"
-        )
-        writer.add(number, piece | (final if end == total else {}), start, ended)
+        piece = {name: array[start : start + file_steps] for name, array in steps.items()}
+        is_last = start + file_steps >= total
+        writer.add(number, piece | (final if is_last else {}), start, ended if is_last else "")
 
 
-# ---------------------------------------------------------------------- pickles
 def import_pickles(source: str | Path, target: str | Path, file_steps: int = FILE_STEPS) -> int:
-    """Convert a directory of the documented pickle layout; returns how many trajectories there were.
+    """Convert a directory of the documented pickle layout; returns the number of trajectories.
 
-    Nothing in the files is executed: an unpickler that knows only arrays and containers reads them.
+    Nothing in the files is executed: the unpickler knows only arrays and containers.
     """
-    source = Path(source)
-    metadata = read_metadata(source)
-    totals = ("total_timesteps", "total_trajectories", "total_episodes", "format_version")
-    kept = {name: value for name, value in metadata.items() if name not in totals}
-    count = 0
-    with TrajectoryWriter(target, kept) as writer:
-        for _, folder in trajectory_folders(source):
+
+    def found() -> Iterator[NamedArrays]:
+        for _, folder in trajectory_folders(Path(source)):
             files = sorted(folder.glob("traj_*.p*kl*"), key=lambda path: get_frame_range(path.name))
             parts = [read_pickle(path) for path in files]
-            if not parts:
-                continue
-            names = set(parts[0]).intersection(*map(set, parts[1:]))
-            whole = {name: np.concatenate([part[name] for part in parts]) for name in names}
-            add_trajectory(writer, writer.free_numbers(1)[0], whole, file_steps)
-            writer.flush()
-            count += 1
+            if parts:
+                names = set(parts[0]).intersection(*map(set, parts[1:]))
+                yield str(folder), {name: np.concatenate([part[name] for part in parts]) for name in names}
+
+    kept = {name: value for name, value in read_metadata(Path(source)).items() if name not in TOTALS}
+    count = write_trajectories(target, found(), kept, file_steps)
     if not count:
         raise FileNotFoundError(f"there is no trajectory_<k>/traj_<start>_<end>.pickle in {source}")
     return count
 
 
-# ---------------------------------------------------------------------- npz
 def export_npz(source: str | Path, target: str | Path) -> list[Path]:
-    """One trajectory_<k>.npz per trajectory, with the arrays by name."""
+    """Write one trajectory_<k>.npz per trajectory, with the arrays by name; returns the files."""
     target = Path(target)
     target.mkdir(parents=True, exist_ok=True)
     written = []
@@ -84,28 +92,26 @@ def export_npz(source: str | Path, target: str | Path) -> list[Path]:
 
 
 def import_npz(files: list[str | Path], target: str | Path, file_steps: int = FILE_STEPS) -> int:
-    """Convert files of one trajectory each; returns how many there were.
+    """Convert files of one trajectory each; returns their number.
 
-    They hold `observations`, `actions`, `rewards`, and `dones` or `terminated` and `truncated`.
+    They hold `observations`, `actions`, `rewards`, and either `dones` or `terminated` and `truncated`.
     """
-    with TrajectoryWriter(target) as writer:
-        for path in map(Path, files):
+
+    def found() -> Iterator[NamedArrays]:
+        for path in files:
             with np.load(path, allow_pickle=False) as archive:
                 arrays = {name: archive[name] for name in archive.files}
-            if "terminated" in arrays or "truncated" in arrays:
+            if "rewards" in arrays and ("terminated" in arrays or "truncated" in arrays):
                 no = np.zeros(len(arrays["rewards"]), bool)
                 terminated, truncated = (arrays.pop(name, no).astype(bool) for name in ("terminated", "truncated"))
                 arrays |= {"dones": terminated | truncated, "timeouts": truncated & ~terminated}
-            try:
-                add_trajectory(writer, writer.free_numbers(1)[0], arrays, file_steps)
-            except (ValueError, KeyError) as error:
-                raise ValueError(f"{path}: {error}") from error
-            writer.flush()
-    return len(files)
+            yield str(path), arrays
+
+    return write_trajectories(target, found(), None, file_steps)
 
 
-def trajectories(source: str | Path) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
-    """Name and arrays of every trajectory of a directory, observations put together."""
+def trajectories(source: str | Path) -> Iterator[NamedArrays]:
+    """Name and arrays of every trajectory of a directory, with whole observations."""
     library = TrajectoryLibrary([Path(source)])
     if not library.scan():
         raise FileNotFoundError(f"there is no trajectory in {library.where}")
@@ -114,28 +120,26 @@ def trajectories(source: str | Path) -> Iterator[tuple[str, dict[str, np.ndarray
             yield folder.name, library.assemble(read_trajectory(folder))
 
 
-# ---------------------------------------------------------------------- Minari
 def import_minari(dataset: Any, target: str | Path, file_steps: int = FILE_STEPS) -> int:
-    """Convert a Minari dataset, given itself or by its id; returns how many episodes there were."""
+    """Convert a Minari dataset, given as an object or by its id; returns the number of episodes."""
     if isinstance(dataset, str):
-        dataset = _minari().load_dataset(dataset)
-    count = 0
-    with TrajectoryWriter(target, {"env": str(getattr(dataset, "id", "minari"))}) as writer:
-        for episode in dataset.iterate_episodes():
+        dataset = import_minari_package().load_dataset(dataset)
+
+    def single(array: Any) -> np.ndarray:
+        array = np.asarray(array)
+        return array.astype(np.float32) if array.dtype == np.float64 else array
+
+    def found() -> Iterator[NamedArrays]:
+        for number, episode in enumerate(dataset.iterate_episodes()):
             terminated = np.asarray(episode.terminations, bool)
             truncated = np.asarray(episode.truncations, bool) & ~terminated
-            arrays = {"actions": np.asarray(episode.actions), "rewards": np.asarray(episode.rewards)}
+            arrays = {"actions": single(episode.actions), "rewards": np.asarray(episode.rewards)}
             arrays |= {"dones": terminated | truncated, "timeouts": truncated}
             for name, leaf in tree_leaves(episode.observations, "observations"):
-                leaf = np.asarray(leaf)
-                leaf = leaf.astype(np.float32) if leaf.dtype == np.float64 else leaf
-                arrays |= {name: leaf[:-1], f"final_{name}": leaf[-1:]}
-            if arrays["actions"].dtype == np.float64:
-                arrays["actions"] = arrays["actions"].astype(np.float32)
-            add_trajectory(writer, writer.free_numbers(1)[0], arrays, file_steps)
-            writer.flush()
-            count += 1
-    return count
+                arrays |= {name: single(leaf)[:-1], f"final_{name}": single(leaf)[-1:]}
+            yield f"episode {number}", arrays
+
+    return write_trajectories(target, found(), {"env": str(getattr(dataset, "id", "minari"))}, file_steps)
 
 
 def export_minari(
@@ -147,9 +151,9 @@ def export_minari(
 ) -> Any:
     """Make a Minari dataset of a directory of trajectories; `about` goes to `minari.create_dataset_from_buffers`.
 
-    Spaces that are not given are taken from the data. A trajectory that was cut off ends with a truncation.
+    Spaces that are not given are inferred from the data. A trajectory without an end gets a truncation.
     """
-    minari = _minari()
+    minari = import_minari_package()
     from minari.data_collector import EpisodeBuffer  # pyright: ignore[reportMissingImports]
 
     buffers, last = [], {}
@@ -176,20 +180,20 @@ def export_minari(
 
 
 def _observations(arrays: Mapping[str, np.ndarray], prefix: str = "observations") -> Any:
-    return arrays[prefix] if prefix in arrays else nested(arrays, prefix)  # pyright: ignore[reportArgumentType]
+    return arrays[prefix] if prefix in arrays else nested(arrays, prefix)
 
 
 def _with_final(arrays: Mapping[str, np.ndarray], name: str) -> Any:
-    """(t + 1, ...): Minari keeps the observation after the last step too."""
+    """(t + 1, ...) observations: Minari keeps the one after the last step too."""
     steps, final = _observations(arrays), _observations(arrays, "final_observations")
     if isinstance(final, Mapping) and not final:
-        warnings.warn(f"{name} does not say where it ended: its last observation is repeated", stacklevel=4)
+        warnings.warn(f"{name} has no final observation: its last observation is repeated", stacklevel=4)
         final = tree_map(lambda leaf: leaf[-1:], steps)
     return tree_map(lambda a, b: np.concatenate([a, b]), steps, final)
 
 
 def space_of(data: Any) -> spaces.Space:
-    """A space that arrays (t, ...) of data fit."""
+    """A space that contains the rows of arrays (t, ...)."""
     if isinstance(data, Mapping):
         return spaces.Dict({name: space_of(part) for name, part in data.items()})
     if data.dtype == np.uint8:
@@ -199,9 +203,67 @@ def space_of(data: Any) -> spaces.Space:
     return spaces.Box(-np.inf, np.inf, data.shape[1:], data.dtype.type)
 
 
-def _minari() -> Any:
+def read_pickle(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of one file of the documented pickle layout; ValueError if it holds anything else."""
     try:
-        import minari  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError("Minari datasets need Minari: pip install 'canter[minari]'") from error
-    return minari
+        with path.open("rb") as file:
+            content = _PlainUnpickler(file).load()
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # a damaged pickle may raise anything
+        raise ValueError(f"{path} cannot be imported: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not a dict of arrays")
+    arrays = {}
+    for name, value in content.items():
+        # The documented writer had a comma too many after `observations`, which made it a tuple of one.
+        value = value[0] if isinstance(value, tuple) and len(value) == 1 else value
+        if value is None:
+            continue
+        if not isinstance(name, str) or not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf":
+            raise ValueError(f"{path}: {name!r} is no array of numbers")
+        arrays[name] = value
+    return arrays
+
+
+def _empty_array(subtype: Any, shape: Any, kind: Any) -> np.ndarray:
+    """An array whose state the pickle sets next; the class and size that the file names are ignored."""
+    return np.ndarray.__new__(np.ndarray, (0,), "b")
+
+
+def _array_from(buffer: Any, kind: np.dtype, shape: Any, order: str, axis_order: Any = None) -> np.ndarray:
+    return np.frombuffer(buffer, dtype=kind).reshape(shape, order="F" if order == "F" else "C")
+
+
+def _bytes_from(text: str, encoding: str = "latin1") -> bytes:
+    """The spelling of bytes in old protocols."""
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"bytes in the encoding {encoding!r}")
+    return text.encode("latin1")
+
+
+def _scalar(kind: np.dtype, content: bytes = b"") -> Any:
+    return np.frombuffer(content, dtype=kind)[0]
+
+
+_ALLOWED: dict[tuple[str, str], Callable[..., Any] | type] = {
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "dtype"): np.dtype,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("_codecs", "encode"): _bytes_from,
+}
+for _package in ("numpy.core", "numpy._core"):
+    _ALLOWED[f"{_package}.multiarray", "_reconstruct"] = _empty_array
+    _ALLOWED[f"{_package}.multiarray", "scalar"] = _scalar
+    _ALLOWED[f"{_package}.numeric", "_frombuffer"] = _array_from
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Knows arrays and containers; any other name in a pickle is refused before it is looked up."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        """One of a few names, each bound to a function of ours or of numpy."""
+        try:
+            return _ALLOWED[module_name, global_name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"it asks for {module_name}.{global_name}, which is no plain data") from None

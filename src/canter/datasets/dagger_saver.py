@@ -1,4 +1,4 @@
-"""Where the documentation imports `DaggerSaver` from."""
+"""Documented import path of `DaggerSaver`."""
 
 from canter.runners.dagger_saver import DaggerSaver
 

@@ -1,4 +1,4 @@
-"""The clips that come with canter, made of sines: `python -m canter.datasets.generate_clips DIRECTORY`."""
+"""Script that makes canter's own motion clips of sines: `python -m canter.datasets.generate_clips DIRECTORY`."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from pathlib import Path
 
 import numpy as np
 
-from canter.datasets.motion_clip import DOCUMENTED, MotionClip, column_names
-from canter.datasets.motion_files import write_clip
-from canter.datasets.rotations import velocity_of
+from canter.datasets.motion_clip import DOCUMENTED, MotionClip, column_names, velocity_of, write_clip
 
 CLIPS = Path(__file__).parent / "clips"
 LEGS = ("FR", "FL", "RR", "RL")
 QUADRUPED_JOINTS = [f"{leg}_{part}" for leg in LEGS for part in ("hip", "thigh", "calf")]
 BIPED_JOINTS = [f"{side}_{part}" for side in ("left", "right") for part in ("hip", "knee", "ankle")]
-# Where in its stride each leg is: a trot moves diagonal legs together, a pace those of one side.
+# Phase of each leg: a trot moves diagonal legs together, a pace those of one side.
 GAITS = {"trot": (0.0, 0.5, 0.5, 0.0), "pace": (0.0, 0.5, 0.0, 0.5)}
 LEG_LENGTH = 0.2
 
 
 def yaw_rotation(yaw: np.ndarray) -> np.ndarray:
-    """Turns about the vertical as (x, y, z, w)."""
+    """Rotations about the vertical axis as (x, y, z, w)."""
     zero = np.zeros_like(yaw)
     return np.stack([zero, zero, np.sin(yaw / 2), np.cos(yaw / 2)], 1)
 
@@ -36,7 +34,7 @@ def path(time: np.ndarray, speed: float, turn: float, height: float) -> tuple[np
 
 
 def quadruped(gait: str, speed: float, turn: float, num_frames: int = 41, dt: float = 0.02) -> MotionClip:
-    """All 61 documented columns of a gait of half a second."""
+    """The 61 documented columns of a gait with a stride of half a second."""
     time = np.arange(num_frames) * dt
     phase = 2 * math.pi * (time[:, None] / 0.5 + np.array(GAITS[gait]))  # (T, 4)
     hip, thigh, calf = np.zeros_like(phase), 0.8 + 0.3 * np.sin(phase), -1.5 + 0.25 * np.cos(phase)
@@ -52,7 +50,7 @@ def quadruped(gait: str, speed: float, turn: float, num_frames: int = 41, dt: fl
 
 
 def biped(num_frames: int = 46, dt: float = 1 / 30) -> MotionClip:
-    """A walk as LAFAN1 has it: root position, root rotation, joints."""
+    """A walk with the columns of LAFAN1: root position, root rotation, joints."""
     time = np.arange(num_frames) * dt
     phase = 2 * math.pi * (time[:, None] + np.array([0.0, 0.5]))  # (T, 2)
     joints = np.stack([0.4 * np.sin(phase), 0.5 - 0.5 * np.cos(phase), -0.1 * np.sin(phase)], 2).reshape(num_frames, 6)
@@ -62,7 +60,7 @@ def biped(num_frames: int = 46, dt: float = 1 / 30) -> MotionClip:
 
 
 def point(turn: float, speed: float = 0.6, num_frames: int = 81, dt: float = 0.05) -> MotionClip:
-    """Velocity of a mass in the plane: straight, or round in a circle."""
+    """Velocity of a point mass in the plane: straight, or in a circle."""
     angle = turn * np.arange(num_frames) * dt
     frames = speed * np.stack([np.cos(angle), np.sin(angle)], 1)
     return MotionClip("point", frames, ["velocity.x", "velocity.y"], dt)

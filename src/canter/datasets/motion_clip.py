@@ -1,21 +1,36 @@
-"""A motion clip: frames with named columns at a fixed rate, checked once when it is made."""
+"""Motion clips: frames with named columns at a fixed rate, read from and written to several file formats."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from canter.datasets.rotations import angular_velocity_of, rotate_back, standardize, velocity_of
+from canter.utils.files import atomic_write
 
 ROOT_POS, ROOT_ROT, JOINT_POS, JOINT_VEL = "root_pos", "root_rot", "joint_pos", "joint_vel"
 JOINTS = (JOINT_POS, JOINT_VEL)
-# Columns of the AMP text format, which names none of them.
+# Columns of the AMP text format, which does not name them.
 DOCUMENTED = {
     ROOT_POS: 3, ROOT_ROT: 4, JOINT_POS: 12, "toe_pos": 12, "lin_vel": 3, "ang_vel": 3, JOINT_VEL: 12, "toe_vel": 12,
 }  # fmt: skip
 AXES = ("x", "y", "z", "w")
+SUFFIXES = (".txt", ".json", ".npz", ".csv")
+LAFAN1_FPS = 30.0
+MAX_BYTES = 1 << 30
+XYZW_FROM_WXYZ = [1, 2, 3, 0]
+# Our name -> other names in an npz. Rotations of bodies are (w, x, y, z) there.
+NPZ_NAMES = {
+    JOINT_POS: ("dof_positions", "dof_pos"),
+    JOINT_VEL: ("dof_velocities", "dof_vel"),
+    "joint_names": ("dof_names",),
+    "body_pos": ("body_positions", "body_pos_w"),
+    "body_rot": ("body_rotations", "body_quat_w"),
+}
 
 
 @dataclass
@@ -28,7 +43,7 @@ class MotionClip:
     frame_duration: float
     """Seconds between two frames."""
     weight: float = 1.0
-    """How often it is drawn, relative to other clips."""
+    """Sampling weight, relative to other clips."""
 
     def __post_init__(self) -> None:
         self.frames = np.asarray(self.frames, np.float64)
@@ -52,7 +67,7 @@ class MotionClip:
 
     @property
     def duration(self) -> float:
-        """Seconds from the first frame to the last: one interval less than there are frames."""
+        """Seconds from the first frame to the last."""
         return (len(self.frames) - 1) * self.frame_duration
 
     @property
@@ -69,7 +84,7 @@ class MotionClip:
         return [column.partition(".")[2] for column in self.columns if group_of(column) == JOINT_POS]
 
     def where(self, fields: Sequence[str], required: bool = True) -> list[int]:
-        """Columns of groups or single columns by name, in the order asked for."""
+        """Column numbers of groups or single columns, in the order of `fields`."""
         found: list[int] = []
         for field in fields:
             hits = [i for i, column in enumerate(self.columns) if field in (column, group_of(column))]
@@ -79,7 +94,7 @@ class MotionClip:
         return found
 
     def with_joints(self, joint_names: Sequence[str]) -> MotionClip:
-        """The clip with the robot's joints in the robot's order, found by name; one that it lacks is an error."""
+        """The clip with the robot's joints in the robot's order, matched by name; a missing joint is an error."""
         if all(name.isdigit() for name in self.joint_names) and not all(name.isdigit() for name in joint_names):
             raise ValueError(
                 f"{self.name} does not name its joints, so they cannot be matched to {', '.join(joint_names)}; "
@@ -92,12 +107,10 @@ class MotionClip:
         for group in self.groups:
             own = [column for column in self.columns if group_of(column) == group]
             wanted += [f"{group}.{name}" for name in joint_names] if group in JOINTS else own
-        return MotionClip(
-            self.name, self.frames[:, self.where(wanted)], wanted, self.frame_duration, self.weight
-        )  # fmt: skip
+        return MotionClip(self.name, self.frames[:, self.where(wanted)], wanted, self.frame_duration, self.weight)
 
     def with_velocities(self) -> MotionClip:
-        """The clip with the velocities it lacks, differentiated at its own rate; those of the root in its own frame."""
+        """The clip with missing velocities computed from its positions; those of the root in the root's frame."""
         parts: dict[str, np.ndarray] = {}
         groups, dt = self.groups, self.frame_duration
         if JOINT_POS in groups and JOINT_VEL not in groups:
@@ -131,3 +144,183 @@ def column_names(widths: Mapping[str, int], joint_names: Sequence[str] | None = 
             parts = AXES[:width] if group not in JOINTS and width in (3, 4) else [str(i) for i in range(width)]
         columns += [f"{group}.{part}" for part in parts]
     return columns
+
+
+def read_clip(
+    path: str | Path,
+    file_joint_names: Sequence[str] | None = None,
+    fps: float | None = None,
+    weight: float | None = None,
+) -> MotionClip:
+    """Read a clip and compute missing velocities; errors name the file.
+
+    Args:
+        path: .txt or .json (AMP), .npz or .csv.
+        file_joint_names: Joints in the file's order, if the file does not name them.
+        fps: Frames per second, if the file does not contain it; 30 for a CSV, as in LAFAN1.
+        weight: Sampling weight; overrides the file's.
+    """
+    path = Path(path)
+    readers = {".txt": _read_json, ".json": _read_json, ".npz": _read_npz, ".csv": _read_csv}
+    if path.suffix not in readers:
+        raise ValueError(f"{path}: a motion clip is one of {', '.join(SUFFIXES)}")
+    if (size := path.stat().st_size) > MAX_BYTES:
+        raise ValueError(f"{path} has {size} bytes, more than the {MAX_BYTES} of a motion clip")
+    try:
+        clip = readers[path.suffix](path, file_joint_names, fps)
+    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is no motion clip: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if weight is not None:
+        clip.weight = weight
+    return clip.with_velocities()
+
+
+def _read_json(path: Path, joints: Sequence[str] | None, fps: float | None) -> MotionClip:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    frames = np.array(content["Frames"], np.float64)
+    fields = content.get("Fields")
+    if fields is None:
+        if frames.ndim != 2 or frames.shape[1] != sum(DOCUMENTED.values()):
+            raise ValueError(
+                f"frames of shape {frames.shape} have no Fields, and are not the {sum(DOCUMENTED.values())} columns of "
+                f"{', '.join(f'{name} {width}' for name, width in DOCUMENTED.items())}"
+            )
+        fields = DOCUMENTED
+    joints = content.get("JointNames", joints)
+    columns = column_names(fields, joints) if isinstance(fields, Mapping) else [str(name) for name in fields]
+    dt = content["FrameDuration"] if fps is None else 1.0 / fps
+    return MotionClip(path.name, frames, columns, float(dt), float(content.get("MotionWeight", 1.0)))
+
+
+def _read_csv(path: Path, joints: Sequence[str] | None, fps: float | None) -> MotionClip:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    head = lines[0].split(",") if lines else []
+    is_header = any(not _is_number(cell) for cell in head)
+    rows = [[float(cell) for cell in line.split(",")] for line in lines[is_header:] if line.strip()]
+    widths = {len(row) for row in rows}
+    if len(widths) != 1:
+        raise ValueError(f"rows of {sorted(widths) or 'no'} columns; all must have the same")
+    if is_header:
+        columns = [cell.strip() for cell in head]
+    else:
+        columns = column_names({ROOT_POS: 3, ROOT_ROT: 4, JOINT_POS: widths.pop() - 7}, joints)
+    return MotionClip(path.name, np.array(rows), columns, 1.0 / (fps or LAFAN1_FPS))
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _read_npz(path: Path, joints: Sequence[str] | None, fps: float | None) -> MotionClip:
+    with np.load(path, allow_pickle=False) as archive:
+        content: dict[str, Any] = {name: archive[name] for name in archive.files}
+    for ours, theirs in NPZ_NAMES.items():
+        for name in theirs:
+            if name in content and ours not in content:
+                content[ours] = content.pop(name)
+    if "joint_names" in content:
+        joints = [str(name) for name in content["joint_names"]]
+    if "frame_duration" in content and fps is None:
+        dt = float(content["frame_duration"])
+    else:
+        dt = 1.0 / float(np.asarray(content["fps"] if fps is None else fps).reshape(-1)[0])
+    if "body_pos" in content and ROOT_POS not in content:
+        content[ROOT_POS] = content["body_pos"][:, 0]
+        content[ROOT_ROT] = content["body_rot"][:, 0][:, XYZW_FROM_WXYZ]
+    weight = float(content.get("weight", 1.0))
+    if columns := [str(name) for name in content.get("columns", [])]:
+        return MotionClip(path.name, content["frames"], columns, dt, weight)
+    known = [name for name in DOCUMENTED if name in content]
+    if not known:
+        raise ValueError(f"it has {', '.join(content)}, but none of {', '.join(DOCUMENTED)}")
+    parts = {name: np.asarray(content[name]).reshape(len(content[name]), -1) for name in known}
+    lengths = {name: len(part) for name, part in parts.items()}
+    if len(set(lengths.values())) != 1:
+        raise ValueError(f"its arrays have different numbers of frames: {lengths}")
+    columns = column_names({name: part.shape[1] for name, part in parts.items()}, joints)
+    return MotionClip(path.name, np.concatenate(list(parts.values()), 1), columns, dt, weight)
+
+
+def write_clip(path: str | Path, clip: MotionClip, digits: int = 5, with_names: bool = True) -> None:
+    """Write a clip in the format of the file name's suffix; a CSV does not contain rate and weight.
+
+    Args:
+        path: .txt or .json (AMP), .npz or .csv.
+        clip: The clip.
+        digits: Decimal places in text formats.
+        with_names: Write column names in text formats; the files of AMP and LAFAN1 have none.
+    """
+    path = Path(path)
+
+    def write(file: BinaryIO) -> None:
+        if path.suffix == ".npz":
+            columns, dt, weight = np.array(clip.columns), np.float64(clip.frame_duration), np.float64(clip.weight)
+            np.savez(file, frames=clip.frames, columns=columns, frame_duration=dt, weight=weight)
+        elif path.suffix == ".csv":
+            file.write((",".join(clip.columns) + "\n").encode() if with_names else b"")
+            np.savetxt(file, clip.frames, fmt=f"%.{digits}f", delimiter=",")
+        elif path.suffix in (".txt", ".json"):
+            rows = ",\n".join(json.dumps([round(float(x), digits) for x in frame]) for frame in clip.frames)
+            head = {"LoopMode": "Wrap", "FrameDuration": clip.frame_duration, "MotionWeight": clip.weight}
+            text = json.dumps({**head, **({"Fields": clip.columns} if with_names else {})})[:-1]
+            file.write(f'{text}, "Frames": [\n{rows}\n]}}\n'.encode())
+        else:
+            raise ValueError(f"{path}: a motion clip is one of {', '.join(SUFFIXES)}")
+
+    atomic_write(path, write)
+
+
+def standardize(rotations: np.ndarray, what: str, tolerance: float = 1e-2) -> np.ndarray:
+    """Unit quaternions (..., 4) with w >= 0; ValueError if a length is not nearly 1."""
+    norms = np.linalg.norm(rotations, axis=-1, keepdims=True)
+    if np.abs(norms - 1).max() > tolerance:
+        worst = int(np.abs(norms - 1).reshape(len(rotations), -1).max(-1).argmax())
+        raise ValueError(
+            f"{what} of frame {worst} is no rotation: its length is {float(norms[worst].max()):.3f}, not 1"
+        )
+    unit = rotations / norms
+    return np.where(unit[..., 3:] < 0, -unit, unit)
+
+
+def conjugate(rotations: np.ndarray) -> np.ndarray:
+    """The inverse rotations."""
+    return rotations * np.array([-1.0, -1.0, -1.0, 1.0])
+
+
+def multiply(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The rotation b followed by a."""
+    av, aw, bv, bw = a[..., :3], a[..., 3:], b[..., :3], b[..., 3:]
+    vector = aw * bv + bw * av + np.cross(av, bv)
+    return np.concatenate([vector, aw * bw - (av * bv).sum(-1, keepdims=True)], -1)
+
+
+def rotate_back(rotations: np.ndarray, vectors: np.ndarray) -> np.ndarray:
+    """World vectors in the rotated frame."""
+    pure = np.concatenate([vectors, np.zeros((*vectors.shape[:-1], 1))], -1)
+    return multiply(multiply(conjugate(rotations), pure), rotations)[..., :3]
+
+
+def rotation_vector(rotations: np.ndarray) -> np.ndarray:
+    """Axis times angle (rad), the angle at most pi."""
+    signed = np.where(rotations[..., 3:] < 0, -rotations, rotations)
+    length = np.linalg.norm(signed[..., :3], axis=-1, keepdims=True)
+    angle = 2 * np.arctan2(length, signed[..., 3:])
+    return signed[..., :3] * np.where(length < 1e-9, 2.0, angle / np.maximum(length, 1e-12))
+
+
+def velocity_of(values: np.ndarray, dt: float) -> np.ndarray:
+    """Derivative by central differences, one-sided at both ends."""
+    return np.gradient(values, dt, axis=0)
+
+
+def angular_velocity_of(rotations: np.ndarray, dt: float) -> np.ndarray:
+    """World angular velocity (rad/s) by central differences, one-sided at both ends."""
+    later, earlier = np.r_[1 : len(rotations), len(rotations) - 1], np.r_[0, 0 : len(rotations) - 1]
+    spans = (later - earlier)[:, None] * dt
+    return rotation_vector(multiply(rotations[later], conjugate(rotations[earlier]))) / spans

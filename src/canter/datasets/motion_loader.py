@@ -1,4 +1,4 @@
-"""Motion clips as expert data: frames at any time, pairs and windows at the policy's own rate, all on the device."""
+"""Motion clips as expert data: frames at any time, pairs and windows at the policy's rate, on the device."""
 
 from __future__ import annotations
 
@@ -8,28 +8,26 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from canter.datasets.motion_clip import ROOT_POS, ROOT_ROT, MotionClip
-from canter.datasets.motion_files import SUFFIXES, read_clip
-from canter.datasets.rotations import slerp
+from canter.datasets.motion_clip import ROOT_POS, ROOT_ROT, SUFFIXES, MotionClip, read_clip
 
 
 class AMPLoader:
-    """Draws moments of motion clips.
+    """Samples frames, pairs and windows of motion clips.
 
     Args:
-        device: Where everything lives.
+        device: Device of the frames and the samples.
         time_between_frames: Seconds between the frames of a pair or window: the policy's control interval.
-        data_dir: Where the clips are; all of them if `motion_files` names none.
-        preload_transitions: Draw pairs once, and serve those.
-        num_preload_transitions: How many.
-        motion_files: Clips, relative to `data_dir`, or clips already read.
-        fields: What a feature vector is made of: groups such as "joint_pos", or single columns; by default all but
-            the root's position and rotation.
+        data_dir: Directory of the clips; all of them are used if `motion_files` is empty.
+        preload_transitions: Sample pairs once, and serve only those.
+        num_preload_transitions: Number of preloaded pairs.
+        motion_files: Files, relative to `data_dir`, or clips.
+        fields: Groups such as "joint_pos", or single columns, of a feature vector; by default all but the root's
+            position and rotation.
         joint_names: The robot's joints in its order; a clip that lacks one is refused.
-        file_joint_names: The order in which clips have joints that they do not name.
-        weights: One number per clip instead of those in the files.
-        fps: Rate of clips that do not say theirs.
-        seed: Of the draws; None uses torch's own stream.
+        file_joint_names: Order of the joints in clips that do not name them.
+        weights: Sampling weight of each clip; by default the weights in the files.
+        fps: Frame rate of clips that do not contain it.
+        seed: Seed of the samples; None uses torch's default generator.
     """
 
     def __init__(
@@ -58,16 +56,14 @@ class AMPLoader:
         self._check_clips()
         if weights is not None and (len(weights) != len(self.clips) or min(weights) <= 0):
             raise ValueError(f"weights must be {len(self.clips)} positive numbers, one per clip, got {list(weights)}")
-        self.fields = self._default_fields() if fields is None else list(fields)
+        groups = list(self.clips[0].groups)
+        others = [group for group in groups if group not in (ROOT_POS, ROOT_ROT)]
+        self.fields = (others or groups) if fields is None else list(fields)
         self.generator = None if seed is None else torch.Generator(self.device).manual_seed(seed)
         self._to_device(weights)
         self.preloaded: tuple[Tensor, Tensor] | None = None
         if preload_transitions:
             self.preloaded = self._draw_pairs(num_preload_transitions)
-
-    def _default_fields(self) -> list[str]:
-        groups = list(self.clips[0].groups)
-        return [group for group in groups if group not in (ROOT_POS, ROOT_ROT)] or groups
 
     def _check_clips(self) -> None:
         for clip in self.clips:
@@ -92,14 +88,14 @@ class AMPLoader:
         self.first_frame, self.last_frame = lengths.cumsum(0) - lengths, lengths - 1
         self.frame_duration = numbers([clip.frame_duration for clip in clips])
         self.duration = numbers([clip.duration for clip in clips])
-        chances = numbers([clip.weight for clip in clips] if weights is None else weights)
-        self.weights = chances / chances.sum()
+        relative = numbers([clip.weight for clip in clips] if weights is None else weights)
+        self.weights = relative / relative.sum()
         self.feature_columns = numbers(clips[0].where(self.fields), torch.long)
         self.rotation_columns = numbers(clips[0].where([ROOT_ROT], required=False), torch.long)
 
     @property
     def num_motions(self) -> int:
-        """How many clips there are."""
+        """Number of clips."""
         return len(self.clips)
 
     @property
@@ -107,9 +103,8 @@ class AMPLoader:
         """Width of one frame's features."""
         return len(self.feature_columns)
 
-    # ------------------------------------------------------------------ frames
     def frames_at(self, clips: Tensor, times: Tensor) -> Tensor:
-        """(n, D) whole frames of clips (n,) at times (n,) in seconds from their beginning; held beyond both ends."""
+        """(n, D) whole frames of clips (n,) at times (n,) in seconds, interpolated; constant beyond both ends."""
         # n frames span n - 1 intervals: time 0 is the first frame, the clip's duration its last.
         position = (times / self.frame_duration[clips]).clamp(min=0).minimum(self.last_frame[clips].to(times.dtype))
         low = position.floor().long()
@@ -130,23 +125,22 @@ class AMPLoader:
         return self.frames_at(torch.tensor([clip], device=self.device), moment)[0]
 
     def features(self, frames: Tensor) -> Tensor:
-        """The columns of whole frames that `fields` names."""
+        """The columns `fields` of whole frames."""
         return frames.index_select(-1, self.feature_columns)
 
     def get_full_frame_batch(self, num_frames: int) -> Tensor:
-        """(n, D) whole frames at random moments, to begin episodes from for example."""
+        """(n, D) whole frames at random times, for example to start episodes from."""
         return self.frames_at(*self.draw_moments(num_frames, 1))
 
-    # ------------------------------------------------------------------ draws
     def draw_moments(self, count: int, num_frames: int = 2) -> tuple[Tensor, Tensor]:
-        """Clips (n,) by weight, and times (n,) uniform so that `num_frames` frames from there on lie in the clip."""
+        """Clips (n,) by weight and start times (n,), uniform where `num_frames` frames fit into the clip."""
         clips = torch.multinomial(self.weights, count, replacement=True, generator=self.generator)
         span = (num_frames - 1) * self.time_between_frames
         latest = (self.duration - span - self.frame_duration).clamp(min=0)[clips]
         return clips, torch.rand(count, generator=self.generator, device=self.device) * latest
 
     def expert_features(self, count: int, frames: int = 2) -> Tensor:
-        """(count, frames * d) windows, the oldest frame first, as the policy's `ref_obs` are."""
+        """(count, frames * d) windows, the oldest frame first, like the policy's `ref_obs`."""
         longest = (frames - 1) * self.time_between_frames
         for clip in self.clips:
             if clip.duration < longest:
@@ -162,7 +156,7 @@ class AMPLoader:
         return first.contiguous(), second.contiguous()
 
     def feed_forward_generator(self, num_mini_batch: int, mini_batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """So many batches (s, s_next), `time_between_frames` apart; those that were preloaded, if any were."""
+        """Batches (s, s_next), `time_between_frames` apart; preloaded ones if there are any."""
         for _ in range(num_mini_batch):
             if self.preloaded is None:
                 yield self._draw_pairs(mini_batch_size)
@@ -172,8 +166,21 @@ class AMPLoader:
                 yield self.preloaded[0][rows], self.preloaded[1][rows]
 
 
+def slerp(start: Tensor, end: Tensor, blend: Tensor) -> Tensor:
+    """The rotation at `blend` (..., 1) in [0, 1] on the short way from quaternions `start` to `end` (..., 4)."""
+    dot = (start * end).sum(-1, keepdim=True)
+    end = torch.where(dot < 0, -end, end)  # q and -q are one rotation; the nearer of the two is the short way
+    angle = torch.acos(dot.abs().clamp(max=1.0))
+    sine = torch.sin(angle)
+    is_tiny = sine < 1e-6
+    safe = torch.where(is_tiny, torch.ones_like(sine), sine)
+    first = torch.where(is_tiny, 1 - blend, torch.sin((1 - blend) * angle) / safe)
+    second = torch.where(is_tiny, blend, torch.sin(blend * angle) / safe)
+    return torch.nn.functional.normalize(first * start + second * end, dim=-1)
+
+
 def find_clips(directory: Path, is_given: bool = True) -> list[Path]:
-    """Names of the clips in a directory; an error where there is none."""
+    """Names of the clips in a directory; an error if there is none."""
     if not is_given:
         raise ValueError("name the clips: motion_files=[...], or data_dir with clips in it")
     if not directory.is_dir():

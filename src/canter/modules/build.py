@@ -44,7 +44,7 @@ from canter.modules.visual_actor_critic import (
     VisualDeterministicAC,
     VisualDeterministicRecurrent,
 )
-from canter.storage.fields import Field
+from canter.storage.rollout_storage import Field
 from canter.utils.config import build
 from canter.utils.tree import tree_leaves, tree_map
 

@@ -233,7 +233,8 @@ class Policy(nn.Module):
         if hidden_states is None:
             ctx = Context(self.hidden(batch_size(obs)), random_masks=random_masks or {})
         else:
-            ctx = Context(self.unpack_hidden(hidden_states, branch))
+            state = getattr(hidden_states, branch, hidden_states)  # of a minibatch: by memory name
+            ctx = Context(dict(state) if isinstance(state, Mapping) else self.unpack_hidden(hidden_states, branch))
             if masks is not None:
                 ctx.trajectories = trajectories_from_masks(masks)
                 obs = tree_map(lambda leaf: unpad_trajectories(leaf, masks), obs)

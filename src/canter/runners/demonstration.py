@@ -152,7 +152,7 @@ class DemonstrationSaver:
         record: StepRecord = self.transition.pop("record")
         if bool(record.done.any()):
             self.cutter.note_final(storage.step, record.done, record)
-        storage.add(storage.row(self.transition))
+        storage.add(self.transition)
         self.transition = {}
 
     @torch.no_grad()

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from canter.envs.vec_env import StepRecord, VecEnv
 from canter.modules.build import env_shapes, leaf_dtype
-from canter.storage.fields import Field
-from canter.storage.rollout_storage import RolloutStorage
+from canter.storage.rollout_storage import Field, RolloutStorage
 from canter.utils.obs_layout import ObsLayout
 from canter.utils.tree import tree_leaves
 from canter.utils.utils import compress_normalized_image

@@ -1,23 +1,24 @@
-"""Rollout storage that keeps more than one rollout: a ring that grows to its size and then overwrites the oldest."""
+"""Rollout storages that keep earlier rollouts in a ring, a teacher's action labels, and motion features."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from canter.storage.fields import Field
-from canter.storage.rollout_storage import RolloutStorage
-from canter.utils.returns import gae, normalize_advantages
+from canter.storage.rollout_storage import Field, RolloutStorage, Scalar, normalize_advantages
 
 
 class QueueRolloutStorage(RolloutStorage):
-    """The last `buffer_dilation_ratio * T` steps. Older ones are off-policy: they suit imitation, not PPO.
+    """The last `buffer_dilation_ratio * T` steps: a ring that grows to that size and then overwrites the oldest rows.
+
+    Earlier rollouts are off-policy: they suit imitation, not PPO.
 
     Args:
-        buffer_dilation_ratio: Rows kept, as a multiple of T; 1 keeps the last rollout alone.
+        buffer_dilation_ratio: Rows kept, as a multiple of T; 1 keeps only the last rollout.
     """
 
     def __init__(
@@ -27,41 +28,37 @@ class QueueRolloutStorage(RolloutStorage):
             raise ValueError(f"buffer_dilation_ratio must be at least 1, got {buffer_dilation_ratio}")
         self.target = int(buffer_dilation_ratio * num_transitions_per_env)
         self.is_ring = self.target > num_transitions_per_env
-        self.older = 0  # rows of the rollouts before this one that are still there
+        self.older = 0  # rows of earlier rollouts
         super().__init__(num_envs, num_transitions_per_env, *args, **kwargs)
         self.is_first = torch.ones((), dtype=torch.bool, device=self.device)
 
     def declare_fields(self) -> dict[str, Field]:
-        """What every rollout keeps, and where one rollout meets the next."""
+        """The fields of a rollout; in a ring also a mark on the first step of each rollout."""
         fields = super().declare_fields()
-        return fields | {"firsts": Field((1,), None, None, torch.bool)} if self.is_ring else fields
+        return fields | {"firsts": Field((1,), None, "firsts", torch.bool)} if self.is_ring else fields
 
     @property
     def capacity(self) -> int:
-        """Rows there is room for, so far."""
+        """Number of allocated rows."""
         return len(self.data["rewards"])
 
     @property
-    def filled(self) -> int:
-        """How many rows there are to learn from."""
-        return min(self.capacity, self.older + self.step)
-
-    @property
     def newest(self) -> slice:
-        """The rows of the last rollout, once the ring is untied."""
-        return slice(self.filled - self.step, self.filled)
+        """Rows of the last rollout; of a full ring, after `untie_buffer_loop`."""
+        filled = min(self.capacity, self.older + self.step)
+        return slice(filled - self.step, filled)
 
-    def write(self, row: Mapping[str, Tensor]) -> None:
-        """Write the row under the cursor and move it on, around the end to the oldest."""
+    def write(self, transition: Mapping[str, Any]) -> None:
+        """Write a transition at the cursor and advance it, from the last row to the first."""
         if not self.is_ring:
-            super().write(row)
+            super().write(transition)
             return
-        super().write({**row, "firsts": self.is_first.expand(self.num_envs, 1)})
+        super().write({**transition, "firsts": self.is_first})
         self.cursor.remainder_(self.capacity)
         self.is_first.fill_(False)
 
     def clear(self) -> None:
-        """Start the next rollout behind what is kept, making room for it while the ring is below its size."""
+        """Start the next rollout after the rows that are kept; a ring below its target size grows first."""
         if not self.is_ring:
             super().clear()
             return
@@ -71,14 +68,14 @@ class QueueRolloutStorage(RolloutStorage):
             self.cursor.fill_(self.older)
 
     def expand_buffer_once(self) -> int:
-        """Add room for up to one more rollout, as zero rows; returns how many."""
+        """Append up to T zero rows, within the target size; returns their number."""
         added = min(self.num_transitions_per_env, self.target - self.capacity)
         for name, data in self.data.items() if added > 0 else ():
             self.data[name] = torch.cat([data, data.new_zeros(added, *data.shape[1:])])
         return max(added, 0)
 
     def untie_buffer_loop(self) -> None:
-        """Turn a full ring so that the oldest row is the first, which the cursor then points at."""
+        """Rotate a full ring so that its oldest row, and the cursor, are at row 0."""
         if self.is_ring and self.filled == self.capacity:
             for data in self.data.values():
                 data.copy_(self.swap_from_cursor(data))
@@ -89,19 +86,76 @@ class QueueRolloutStorage(RolloutStorage):
         order = (torch.arange(self.capacity, device=self.device) + self.cursor).remainder(self.capacity)
         return x[order]
 
-    def compute_returns(self, last_values: Tensor, gamma: float, lam: float, normalize: bool = True) -> None:
-        """Returns of the newest rollout, bootstrapped from `last_values`; older ones keep theirs."""
-        if not self.is_ring:
-            super().compute_returns(last_values, gamma, lam, normalize)
-            return
+    def compute_returns(self, last_values: Tensor, gamma: Scalar, lam: Scalar, normalize: bool = True) -> None:
+        """Returns of the newest rollout; earlier ones keep theirs. Advantages are normalised over all rows."""
         self.untie_buffer_loop()
-        rewards, values, dones = (self.data[name][self.newest] for name in ("rewards", "values", "dones"))
-        self.data["returns"][self.newest].copy_(gae(rewards, values, dones, last_values, gamma, lam) + values)
-        every = slice(0, self.filled)
-        advantages = self.data["returns"][every] - self.data["values"][every]
-        valid = self.data["valid"][every] if self.has_invalid_steps else None
-        self.data["advantages"][every].copy_(normalize_advantages(advantages, valid) if normalize else advantages)
+        super().compute_returns(last_values, gamma, lam, normalize and not self.is_ring)
+        if self.is_ring:
+            rows = slice(0, self.filled)
+            advantages = self.data["returns"][rows] - self.data["values"][rows]
+            valid = self.data["valid"][rows] if self.has_invalid_steps else None
+            self.data["advantages"][rows].copy_(normalize_advantages(advantages, valid) if normalize else advantages)
+
+    def step_minibatches(self, num_mini_batches: int, generator: torch.Generator | None = None) -> Sequence[Tensor]:
+        """Random split of all steps, oldest rows first, into minibatches: flat (T * N) indices of each."""
+        self.untie_buffer_loop()
+        return super().step_minibatches(num_mini_batches, generator)
+
+    def env_minibatches(
+        self, num_mini_batches: int, num_epochs: int = 1, generator: torch.Generator | None = None
+    ) -> list[tuple[Tensor, int]]:
+        """Environments and number of trajectories of each minibatch of each epoch."""
+        self.untie_buffer_loop()
+        return super().env_minibatches(num_mini_batches, num_epochs, generator)
 
     def _starts(self) -> Tensor:
-        starts = super()._starts()  # a rollout may not go on where the one before it stopped
+        starts = super()._starts()  # a rollout need not begin where the one before it stopped
         return starts | self.data["firsts"][: self.filled].squeeze(-1) if self.is_ring else starts
+
+
+class ActionLabelRollout(QueueRolloutStorage):
+    """Rollouts with a teacher's action label for every step, and whether the teacher acted in it."""
+
+    def declare_fields(self) -> dict[str, Field]:
+        """The fields of a rollout and the labels."""
+        return super().declare_fields() | {
+            "action_labels": Field(self.actions_shape, "action_labels", "action_labels", self.action_dtype),
+            "teacher_acted": Field((1,), "teacher_acted", "teacher_acted", torch.bool, default=False),
+        }
+
+
+class AmpRolloutStorage(ActionLabelRollout):
+    """Labelled rollouts with feature windows of the policy's motion (`ref_obs`) and of the expert's (`ref_motion`).
+
+    The windows are stored as they are, before normalisation.
+
+    Args:
+        amp_obs_shape: Shape of one window, which is stored flat, (D,).
+    """
+
+    def __init__(self, *args: Any, amp_obs_shape: Sequence[int], **kwargs: Any) -> None:
+        self.amp_obs_dim = math.prod(amp_obs_shape)
+        super().__init__(*args, **kwargs)
+
+    def declare_fields(self) -> dict[str, Field]:
+        """The fields of a labelled rollout, the features, and a mask of the policy's features to learn from."""
+        width = (self.amp_obs_dim,)
+        return super().declare_fields() | {
+            "ref_obs": Field(width, "ref_obs", "ref_obs"),
+            "ref_motion": Field(width, "ref_motion", "ref_motion"),
+            "ref_valid": Field((1,), "ref_valid", "ref_valid", torch.bool, default=True),
+        }
+
+    def feed_forward_generator_amp(
+        self, num_mini_batch: int | None, mini_batch_size: int, generator: torch.Generator | None = None
+    ) -> Iterator[tuple[Tensor]]:
+        """Batches of the policy's valid features; as many whole ones as there are if `num_mini_batch` is None."""
+        rows = self.data["ref_obs"][: self.filled].flatten(0, 1)
+        rows = rows[self.data["ref_valid"][: self.filled].reshape(-1)]
+        if not len(rows):
+            raise ValueError("the storage has no motion features yet")
+        order = torch.randperm(len(rows), generator=generator, device=self.device)
+        count = max(1, len(rows) // mini_batch_size) if num_mini_batch is None else num_mini_batch
+        for number in range(count):
+            index = torch.arange(number * mini_batch_size, (number + 1) * mini_batch_size, device=self.device)
+            yield (rows[order[index.remainder(len(rows))]],)

@@ -1,48 +1,238 @@
-"""Drawing from replay: single steps, or windows of several, uniformly."""
+"""Replay buffers of transitions for off-policy learning, with uniform and with prioritised sampling.
+
+Each environment has a ring of R rows and a head, the row that the next step is written to:
+
+    row           ... p-2     p-1     p = head
+    observation       o_t     o_t+1   o_t+2          the next observation of a row is in the row after it
+    action, reward    a_t     a_t+1   -
+
+Where a step does not begin at the observation that the last one led to (the episode ended, or the environment was
+reset), the head moves on by one, and the row before it holds only that final observation. Final observations thus cost
+one row per episode, and a step that only resets an environment is not stored. `order` lists the rows that hold a step,
+oldest to newest; uniform samples are drawn from it.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
+import os
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
-from canter.storage.fields import nested
-from canter.storage.replay_rings import OBSERVED, ReplayRings
-from canter.utils.tree import Obs
+from canter.storage.rollout_storage import Field, is_absent, observation_fields
+from canter.utils.tree import Obs, nested, tree_leaves
+
+log = logging.getLogger("canter")
+OBSERVED = ("observations", "critic_observations")
+STATE = ("head", "count", "size", "is_started")
+MIN_PRIORITY = 1e-6  # keeps the probability of every step above 0
 
 
 class ReplayBatch(NamedTuple):
-    """B steps, or windows of up to n steps, ready to learn from."""
+    """B steps, or B windows of up to n steps."""
 
     obs: Obs
     critic_obs: Obs
-    """The same object as `obs` where the critic has no observation of its own."""
+    """The same object as `obs` if the critic has no observation of its own."""
     actions: Tensor
     rewards: Tensor
     """(B,) discounted sum over the window."""
     next_obs: Obs
     next_critic_obs: Obs
     dones: Tensor
-    """(B,) 1 where nothing follows the window."""
+    """(B,) 1 where the window ends in a terminal state."""
     discounts: Tensor
-    """(B,) of the value after the window: gamma to the number of steps in it."""
+    """(B,) factor of the value after the window: gamma to the power of its length."""
     weights: Tensor | None = None
     """(B,) importance weights of prioritised samples."""
     places: Tensor | None = None
-    """(B,) where prioritised samples came from."""
+    """(B,) positions of prioritised samples, for `set_priorities`."""
 
 
-class TransitionReplayBuffer(ReplayRings):
-    """Replay of the last steps; see `ReplayRings` for the arguments and the layout."""
+class TransitionReplayBuffer:
+    """The last `capacity` steps of `num_envs` environments, sampled uniformly.
+
+    Args:
+        capacity: Rows of all environments together; every stored episode end takes one too.
+        obs_shape: Shape of one observation, or a nested dict of shapes or `Field`s.
+        action_shape: Shape of one action; () for discrete ones.
+        device: Device of the rings.
+        obs_dtype: Dtype of observations that `obs_shape` gives no dtype for.
+        action_dtype: Dtype of the actions.
+        critic_obs_shape: Like `obs_shape`, for the critic; None if the critic uses the actor's observation.
+        num_envs: N, the number of rows in one `add`.
+        has_invalid_steps: Whether some steps only reset an environment.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        obs_shape: Any,
+        action_shape: Any = (),
+        device: torch.device | str = "cpu",
+        obs_dtype: torch.dtype = torch.float32,
+        action_dtype: torch.dtype = torch.long,
+        critic_obs_shape: Any = None,
+        *,
+        num_envs: int = 1,
+        has_invalid_steps: bool = False,
+    ) -> None:
+        if capacity < num_envs or num_envs < 1:
+            raise ValueError(f"capacity must be at least one step of each of {num_envs} environments, got {capacity}")
+        self.capacity, self.num_envs, self.device = int(capacity), num_envs, torch.device(device)
+        self.obs_shape, self.obs_dtype = obs_shape, obs_dtype
+        self.action_shape, self.action_dtype = tuple(action_shape), action_dtype
+        self.critic_obs_shape = None if is_absent(critic_obs_shape) else critic_obs_shape
+        self.has_invalid_steps = has_invalid_steps
+        self.num_rows = -(-self.capacity // num_envs) + 1
+        self.fields = self.declare_fields()
+        check_memory(self.fields, self.num_rows, num_envs, self.device)
+        self.data = {
+            name: torch.zeros(self.num_rows * num_envs, *field.shape, dtype=field.dtype, device=self.device)
+            for name, field in self.fields.items()
+        }
+        self.envs = torch.arange(num_envs, device=self.device)
+        self.head = torch.zeros(num_envs, dtype=torch.long, device=self.device)
+        self.count = torch.zeros_like(self.head)  # (N,) steps ever stored
+        self.size = torch.zeros_like(self.head)  # (N,) steps stored now
+        self.is_started = torch.zeros(num_envs, dtype=torch.bool, device=self.device)
+
+    def declare_fields(self) -> dict[str, Field]:
+        """Every stored field by name. Extended by subclasses."""
+        fields: dict[str, Field] = {}
+        for name, shape in zip(OBSERVED, (self.obs_shape, self.critic_obs_shape), strict=True):
+            if shape is not None:
+                fields |= observation_fields(name, _with_dtype(shape, self.obs_dtype), name, name)
+        return fields | {
+            "actions": Field(self.action_shape, dtype=self.action_dtype),
+            "rewards": Field(()),
+            "dones": Field((), dtype=torch.bool),
+            "ends": Field((), dtype=torch.bool),
+            "holds_step": Field((), dtype=torch.bool),
+            "order": Field((), dtype=torch.int32),
+        }
+
+    def add(
+        self,
+        obs: Obs,
+        action: Tensor,
+        reward: Tensor,
+        next_obs: Obs,
+        done: Tensor,
+        *,
+        truncated: Tensor | None = None,
+        critic_obs: Obs | None = None,
+        next_critic_obs: Obs | None = None,
+        valid: Tensor | None = None,
+    ) -> None:
+        """Store one step of every environment. Tensor code only, so that it can be captured.
+
+        Args:
+            obs: (N, ...) observation before the step.
+            action: (N, ...).
+            reward: (N,).
+            next_obs: (N, ...) observation after the step, before any reset.
+            done: (N,) whether the step led to a terminal state.
+            truncated: (N,) whether the episode was truncated here.
+            critic_obs: Like `obs`, for the critic.
+            next_critic_obs: Like `next_obs`, for the critic.
+            valid: (N,) false where the step only reset an environment.
+        """
+        begin = self.named_leaves(obs, critic_obs)
+        for name, leaf in begin.items():
+            if len(leaf) != self.num_envs:
+                raise ValueError(f"one step of {self.num_envs} environments was expected, {name} has {len(leaf)} rows")
+        real = torch.ones_like(self.is_started) if valid is None or not self.has_invalid_steps else valid
+        done = done.to(torch.bool).reshape(-1)
+        ended = done if truncated is None else done | truncated.reshape(-1)
+        here = self._open_row(begin, real)
+        values = {**begin, "actions": action, "rewards": reward.reshape(-1), "dones": done, "ends": ended}
+        self._put(here, values, real)
+        self._put(here, {"holds_step": real}, None)
+        slot = self.count % self.num_rows * self.num_envs + self.envs
+        self._put(slot, {"order": self.head.to(torch.int32)}, real)
+        self.count += real
+        self.size += real
+        self._claim(real)
+        self._put(self._flat(self.head), self.named_leaves(next_obs, next_critic_obs), real)
+        self.is_started |= real
+
+    def append(self, env: int, obs: Mapping[str, Tensor], actions: Tensor, rewards: Any, is_terminated: bool) -> None:
+        """Store L steps of one environment, fewer than there are rows; `obs` are (L + 1, ...) by field."""
+        length, num_rows, device = len(rewards), self.num_rows, self.device
+        head, was_started = int(self.head[env]), bool(self.is_started[env])
+        if was_started:
+            self.data["ends"][(head - 1) % num_rows * self.num_envs + env] = True
+        rows = (head + int(was_started) + torch.arange(length + 1, device=device)) % num_rows
+        at = rows * self.num_envs + env
+        gone = int(self.data["holds_step"][at].sum())
+        is_last = torch.arange(length, device=device) == length - 1
+        rewards = torch.as_tensor(rewards, dtype=torch.float32, device=device).reshape(length)
+        values = {"actions": actions.reshape(length, *self.action_shape), "rewards": rewards, "ends": is_last}
+        values |= {"dones": is_last & is_terminated, "holds_step": torch.ones_like(is_last)}
+        for name, value in obs.items():
+            self.data[name][at] = value.to(device, self.data[name].dtype)
+        for name, value in values.items():
+            self.data[name][at[:-1]] = value.to(device, self.data[name].dtype)
+        self.data["holds_step"][at[-1]] = False
+        slots = (self.count[env] + torch.arange(length, device=device)) % num_rows * self.num_envs + env
+        self.data["order"][slots] = rows[:-1].to(torch.int32)
+        self.count[env] += length
+        self.size[env] += length - gone
+        self.head[env] = rows[-1]
+        self.is_started[env] = True
+
+    def _open_row(self, begin: Mapping[str, Tensor], real: Tensor) -> Tensor:
+        """Flat rows for steps from these observations; the heads move on where an episode was left."""
+        at = self._flat(self.head)
+        moved = torch.zeros_like(real)
+        for name, leaf in begin.items():
+            moved |= (self.data[name][at] != leaf).reshape(self.num_envs, -1).any(1)
+        moved &= self.is_started & real
+        last = self._flat((self.head - 1) % self.num_rows)
+        self.data["ends"][last] |= moved
+        self._claim(moved)
+        return self._flat(self.head)
+
+    def _claim(self, moving: Tensor) -> None:
+        """Advance the heads where `moving`; steps in their new rows are overwritten."""
+        self.head.copy_((self.head + moving) % self.num_rows)
+        at = self._flat(self.head)
+        held = self.data["holds_step"][at]
+        self.size -= (held & moving).long()
+        self.data["holds_step"][at] = held & ~moving
+
+    def _put(self, rows: Tensor, values: Mapping[str, Tensor], real: Tensor | None) -> None:
+        for name, value in values.items():
+            target = self.data[name]
+            value = value.reshape(self.num_envs, *target.shape[1:]).to(target.dtype)
+            if self.has_invalid_steps and real is not None:
+                value = torch.where(real.view(-1, *[1] * (value.dim() - 1)), value, target[rows])
+            target[rows] = value
+
+    def _flat(self, rows: Tensor) -> Tensor:
+        return rows * self.num_envs + self.envs
+
+    def named_leaves(self, obs: Obs, critic_obs: Obs | None) -> dict[str, Tensor]:
+        """The tensors of an observation by field name."""
+        leaves = dict(tree_leaves(obs, OBSERVED[0]))
+        if self.critic_obs_shape is not None:
+            if critic_obs is None:
+                raise ValueError("the buffer keeps the critic's observations; give critic_obs and next_critic_obs")
+            leaves |= tree_leaves(critic_obs, OBSERVED[1])
+        return leaves
 
     def sample(
         self, batch_size: int, *, n_step: int = 1, gamma: float = 0.99, generator: Generator | None = None
     ) -> dict[str, Any]:
-        """A batch by its documented names, drawn uniformly with replacement."""
+        """A random batch, with replacement, by the documented names."""
         stored = len(self)
         if batch_size > stored:
-            raise ValueError(f"a batch of {batch_size} was asked for, but {stored} steps are stored")
+            raise ValueError(f"batch_size={batch_size} is larger than the {stored} stored steps")
         batch = self.draw(batch_size, n_step, gamma, generator)
         named = {"observations": batch.obs, "actions": batch.actions, "rewards": batch.rewards}
         named |= {"next_observations": batch.next_obs, "dones": batch.dones, "discounts": batch.discounts}
@@ -51,12 +241,8 @@ class TransitionReplayBuffer(ReplayRings):
         return named
 
     def draw(self, batch_size: int, n_step: int, gamma: float, generator: Generator | None) -> ReplayBatch:
-        """A batch without any question to the device, which may be captured."""
-        return self.take(*self._choose(batch_size, generator), n_step, gamma)
-
-    def _choose(self, batch_size: int, generator: Generator | None) -> tuple[Tensor, Tensor]:
-        """Rows and environments of steps, uniform over all that are stored."""
-        # Doubles, since a float32 has too few values to reach every step of a large buffer.
+        """A random batch, uniform with replacement. No host reads, so that it can be captured."""
+        # Doubles: float32 has too few values to reach every step of a large buffer.
         number = torch.rand(batch_size, dtype=torch.float64, device=self.device, generator=generator)
         if self.num_envs == 1:
             envs: Any = 0
@@ -69,12 +255,12 @@ class TransitionReplayBuffer(ReplayRings):
             age = last[envs] - 1 - place
             newest = self.count[envs]
         slot = (newest - 1 - age) % self.num_rows * self.num_envs + envs
-        return self.data["order"][slot].long(), envs
+        return self.take(self.data["order"][slot].long(), envs, n_step, gamma)
 
     def take(self, rows: Tensor, envs: Any, n_step: int, gamma: float) -> ReplayBatch:
-        """The steps at (rows, envs), each continued to a window of up to `n_step` steps.
+        """The steps at (rows, envs), each extended to a window of up to `n_step` steps.
 
-        A window ends with its episode, or with the newest step there is.
+        A window ends with its episode, or with the newest step.
         """
         data, num_rows, num_envs = self.data, self.num_rows, self.num_envs
         first = rows * num_envs + envs
@@ -105,3 +291,160 @@ class TransitionReplayBuffer(ReplayRings):
         found = {name: self.data[name][at] for name in self.data if name.startswith(OBSERVED)}
         obs, critic_obs = (found[name] if name in found else nested(found, name) for name in OBSERVED)
         return obs, obs if self.critic_obs_shape is None else critic_obs
+
+    def __len__(self) -> int:
+        """Number of stored steps; a host read."""
+        return int(self.size.sum())
+
+    def clear(self) -> None:
+        """Remove all steps."""
+        for state in (self.head, self.count, self.size, self.is_started, self.data["holds_step"], self.data["ends"]):
+            state.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole content, without rows that were never written."""
+        written = min(self.num_rows, int(self.count.max()) * 2 + 2) * self.num_envs  # a step takes at most two rows
+        state: dict[str, Any] = {name: getattr(self, name).clone() for name in STATE}
+        state["data"] = {name: value[:written].clone() for name, value in self.data.items()}
+        return state | {"capacity": self.capacity, "num_envs": self.num_envs}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise if `state` does not fit this buffer."""
+        for name, ours in (("capacity", self.capacity), ("num_envs", self.num_envs)):
+            if state[name] != ours:
+                raise ValueError(
+                    f"the saved replay buffer has {name}={state[name]}, this one {ours}: use the same, or load "
+                    "a checkpoint without a replay buffer"
+                )
+        for name, value in self.data.items():
+            theirs = state["data"].get(name)
+            if theirs is None or theirs.shape[1:] != value.shape[1:] or theirs.dtype != value.dtype:
+                got = "none" if theirs is None else f"{tuple(theirs.shape[1:])} {theirs.dtype}"
+                want = f"{tuple(value.shape[1:])} {value.dtype}"
+                raise ValueError(f"the saved replay buffer has {got} for {name!r}, this one needs {want}")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a `state_dict`, in place; nothing is changed if it does not fit."""
+        self.check_state(state)
+        self.clear()
+        for name in STATE:
+            getattr(self, name).copy_(state[name])
+        for name, value in self.data.items():
+            value[: len(state["data"][name])].copy_(state["data"][name])
+
+
+class PrioritizedReplayBuffer(TransitionReplayBuffer):
+    """Replay with proportional prioritised sampling (Schaul et al. 2016).
+
+    The probability of a step is proportional to a power of its temporal-difference error; new steps get the highest
+    priority so far. The sums are computed for every batch: one pass over the priorities, on a GPU cheaper than a tree.
+
+    Args:
+        exponent: The power.
+        kwargs: See `TransitionReplayBuffer`.
+    """
+
+    def __init__(self, *args: Any, exponent: float = 0.6, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.exponent = exponent
+        self.highest = torch.ones((), device=self.device)
+        self.correction = torch.tensor(0.4, device=self.device)
+        """Power of the importance weights."""
+
+    def declare_fields(self) -> dict[str, Field]:
+        """The fields of a replay buffer and a priority."""
+        return super().declare_fields() | {"priorities": Field(())}
+
+    def add(self, *args: Any, **kwargs: Any) -> None:
+        """Store one step of every environment, with the highest priority."""
+        super().add(*args, **kwargs)
+        newest = self._flat((self.head - 1) % self.num_rows)  # a head is on a row without a step
+        held = self.data["holds_step"][newest]
+        self.data["priorities"][newest] = torch.where(held, self.highest, self.data["priorities"][newest])
+
+    def append(self, env: int, *args: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Store several steps of one environment, with the highest priority."""
+        first = int(self.count[env])
+        super().append(env, *args)
+        slots = torch.arange(first, int(self.count[env]), device=self.device) % self.num_rows * self.num_envs + env
+        self.data["priorities"][self.data["order"][slots].long() * self.num_envs + env] = self.highest
+
+    def draw(self, batch_size: int, n_step: int, gamma: float, generator: Generator | None) -> ReplayBatch:
+        """A random batch by priority, with importance weights and places."""
+        powers = torch.where(self.data["holds_step"], self.data["priorities"] ** self.exponent, 0.0).double()
+        sums = powers.cumsum(0)
+        # One draw from each of B equal parts of the sum: less variance than B draws from the whole.
+        parts = torch.arange(batch_size, dtype=torch.float64, device=self.device)
+        number = torch.rand(batch_size, dtype=torch.float64, device=self.device, generator=generator)
+        places = torch.searchsorted(sums, (parts + number) / batch_size * sums[-1], right=True)
+        places = places.clamp_(max=len(sums) - 1)
+        batch = self.take(places // self.num_envs, places % self.num_envs, n_step, gamma)
+        share = powers[places] / sums[-1] * self.size.sum()
+        weights = share.clamp_min(1e-12) ** -self.correction.double()
+        return batch._replace(weights=(weights / weights.max()).float(), places=places)
+
+    def set_priorities(self, places: Tensor, errors: Tensor) -> None:
+        """Set the priorities of the steps at `places` from their errors."""
+        priorities = errors.abs() + MIN_PRIORITY
+        self.data["priorities"][places] = priorities
+        self.highest.copy_(torch.maximum(self.highest, priorities.max()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole content and the highest priority."""
+        return super().state_dict() | {"highest": self.highest.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a `state_dict`, in place."""
+        super().load_state_dict(state)
+        self.highest.copy_(state["highest"])
+
+
+def check_memory(fields: Mapping[str, Field], num_rows: int, num_envs: int, device: torch.device) -> int:
+    """Bytes of a replay buffer, logged; MemoryError with the arithmetic if they are not free."""
+    per_row = {name: math.prod(field.shape) * field.dtype.itemsize for name, field in fields.items()}
+    total = num_rows * num_envs * sum(per_row.values())
+    parts = sorted(per_row.items(), key=lambda part: -part[1])
+    shown = " + ".join(f"{size} {name}" for name, size in parts[:4])
+    rest = sum(size for _, size in parts[4:])
+    arithmetic = f"{num_rows:,} rows x {num_envs:,} environments x ({shown} + {rest} others) bytes = {readable(total)}"
+    free = free_memory(device)
+    log.info("replay buffer on %s: %s", device, arithmetic)
+    if free is not None and total > free:
+        raise MemoryError(
+            f"the replay buffer does not fit: {arithmetic}, but {device} has {readable(free)} free; make buffer_size "
+            "smaller, or observations (images as uint8)"
+        )
+    return total
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be allocated; None if the system does not report them."""
+    if device.type == "cuda":
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reserved
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            facts = dict(line.split(":", 1) for line in file)
+        return int(facts["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        pass
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def readable(size: int) -> str:
+    """A number of bytes in the largest unit in which it is at least 1."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:,.4g} {unit}"
+        size /= 1024  # type: ignore[assignment]
+    return f"{size:,.1f} TiB"
+
+
+def _with_dtype(shape: Any, dtype: torch.dtype) -> Any:
+    """`shape` with a dtype at every leaf that has none."""
+    if isinstance(shape, Mapping):
+        return {name: _with_dtype(part, dtype) for name, part in shape.items()}
+    return shape if isinstance(shape, Field) else Field(tuple(shape), dtype=dtype)

@@ -1,4 +1,4 @@
-"""A ring of state pairs on the device: past features of a policy, for a discriminator that should not forget them."""
+"""Replay buffer of state pairs, such as past motion features for a discriminator."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from torch import Tensor
 
 
 class ReplayBuffer:
-    """The last `buffer_size` pairs (state, next state); `insert` and `sample` are tensor code and may be captured.
+    """A ring of the last `buffer_size` pairs (state, next state) of width `obs_dim`.
 
-    Args:
-        obs_dim: Width of a state.
-        buffer_size: How many pairs are kept.
-        device: Where.
+    `insert` and `sample` are tensor code only, so that they can be captured.
     """
 
     def __init__(self, obs_dim: int, buffer_size: int, device: torch.device | str = "cpu") -> None:
@@ -23,23 +20,23 @@ class ReplayBuffer:
         self.buffer_size, self.device = buffer_size, torch.device(device)
         self.states = torch.zeros(buffer_size, obs_dim, device=self.device)
         self.next_states = torch.zeros(buffer_size, obs_dim, device=self.device)
-        # On the device, so that a replayed graph moves them on.
+        # On the device, so that a replayed graph advances them.
         self._step = torch.zeros((), dtype=torch.long, device=self.device)
         self._num_samples = torch.zeros((), dtype=torch.long, device=self.device)
         self._offsets = torch.arange(buffer_size, device=self.device)
 
     @property
     def step(self) -> int:
-        """Where the next pair goes; waits for the device."""
+        """Row of the next pair; a host read."""
         return int(self._step)
 
     @property
     def num_samples(self) -> int:
-        """How many pairs there are; waits for the device."""
+        """Number of stored pairs; a host read."""
         return int(self._num_samples)
 
     def insert(self, states: Tensor, next_states: Tensor) -> None:
-        """Write (B, D) pairs over the oldest; of more than fit, the last."""
+        """Write (B, D) pairs over the oldest; of a batch larger than the buffer, the last ones."""
         if states.shape != next_states.shape or states.shape[1:] != self.states.shape[1:]:
             raise ValueError(
                 f"pairs of shape {tuple(states.shape)} and {tuple(next_states.shape)} do not fit a buffer of width "
@@ -53,15 +50,15 @@ class ReplayBuffer:
         self._num_samples.add_(len(states)).clamp_(max=self.buffer_size)
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """(count, D) pairs, uniform with replacement over those that were written; zeros while there are none."""
-        chance = torch.rand(count, generator=generator, device=self.device, dtype=torch.float64)
-        rows = (chance * self._num_samples).long()
+        """(count, D) pairs, uniform with replacement over the stored ones; zeros if there are none."""
+        number = torch.rand(count, generator=generator, device=self.device, dtype=torch.float64)
+        rows = (number * self._num_samples).long()
         return self.states[rows], self.next_states[rows]
 
     def feed_forward_generator(
         self, num_mini_batch: int, mini_batch_size: int, generator: torch.Generator | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """So many batches of pairs, uniform with replacement."""
+        """Batches of pairs, uniform with replacement."""
         if self.num_samples == 0:
             raise ValueError("the replay buffer is empty; insert() something first")
         for _ in range(num_mini_batch):

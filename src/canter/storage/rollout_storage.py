@@ -1,34 +1,150 @@
-"""Rollout storage: tensors of shape (T, N, ...) by name, declared once and batched by loops over the names."""
+"""Rollout storage: one tensor (T, N, ...) per declared field, with returns, advantages and minibatches of them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from canter.storage.fields import Field, MiniBatch, Transition, is_absent, nested, observation_fields
 from canter.storage.trajectories import Trajectories, episode_starts, start_positions, trajectory_index
-from canter.utils.returns import gae, masked_mean, normalize_advantages
-from canter.utils.tree import tree_leaves
+from canter.utils.tree import Obs, nested
+
+Scalar = float | Tensor  # a 0-dim tensor
+
+
+class Field(NamedTuple):
+    """Declaration of one stored quantity."""
+
+    shape: tuple[int, ...]
+    """Shape of one step of one environment."""
+    batch: str | None = None
+    """Name in a minibatch, dotted for an entry of a dict; None leaves it out."""
+    source: str | None = None
+    """Name in a transition, dotted for an entry of a dict; None if the field is not written from a transition."""
+    dtype: torch.dtype = torch.float32
+    default: float | None = None
+    """Value stored where a transition lacks the field; None makes that an error."""
+
+
+class MiniBatch:
+    """One minibatch: flat fields (B, ...), or (T, n, ...) together with `trajectories` and `hidden` if recurrent."""
+
+    def __init__(self, **fields: Any) -> None:
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+    obs: Obs
+    critic_obs: Obs
+    actions: Tensor
+    values: Tensor
+    advantages: Tensor
+    returns: Tensor
+    old_actions_log_prob: Tensor
+    old_params: dict[str, Tensor]
+    """Parameters of the action distribution while collecting."""
+    valid: Tensor | None = None
+    learned: Tensor | None = None
+    """(...) steps that the surrogate loss learns from; None for the valid ones."""
+    """(B,) or (T, n) mask of the steps to learn from; None if all count."""
+    hidden: dict[str, Tensor]
+    """(M, S, L, H) memory state at the first step of each trajectory, by memory name."""
+    trajectories: Trajectories | None = None
+    random_masks: Mapping[str, Tensor] = MappingProxyType({})
+    """(..., 1) random masks that the policy drew while collecting."""
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Mean of a per-step quantity over the valid steps."""
+        return x.mean() if self.valid is None else masked_mean(x, self.valid)
+
+    @property
+    def masks(self) -> Tensor | None:
+        """(T, M) mask of real steps in the padded layout, None for flat batches."""
+        if self.trajectories is None:
+            return None
+        row, column, total = self.trajectories
+        masks = torch.zeros(len(row), total, dtype=torch.bool, device=row.device)
+        masks[row, column] = True
+        return masks
+
+    @property
+    def hidden_states(self) -> Any:
+        """`hidden` as `policy.act` and `policy.evaluate` take it: (actor, critic); None without memories."""
+        from canter.modules.memory import ActorCriticHiddenState  # which imports the storage
+
+        return ActorCriticHiddenState(self.hidden, self.hidden) if self.hidden else None
+
+    @property
+    def old_mu(self) -> Tensor | None:
+        """Mean of the Gaussian that the actions were sampled from; None for other distributions."""
+        return self.old_params.get("mu")
+
+    @property
+    def old_sigma(self) -> Tensor | None:
+        """Standard deviation of the Gaussian that the actions were sampled from; None for other distributions."""
+        return self.old_params.get("sigma")
+
+
+class Transition:
+    """One step of N environments. Attribute names are the sources of the declared fields."""
+
+    observations: Obs | None = None
+    critic_observations: Obs | None = None
+    actions: Tensor | None = None
+    rewards: Tensor | None = None
+    dones: Tensor | None = None
+    values: Tensor | None = None
+    actions_log_prob: Tensor | None = None
+    params: Mapping[str, Tensor] = MappingProxyType({})
+    hidden: Mapping[str, Tensor] = MappingProxyType({})
+    """Memory state before the step."""
+    next_hidden: Mapping[str, Tensor] = MappingProxyType({})
+    """Memory state after the step."""
+    random_masks: Mapping[str, Tensor] = MappingProxyType({})
+    valid: Tensor | None = None
+
+    def clear(self) -> None:
+        """Drop all values."""
+        self.__dict__ = {}
+
+    @property
+    def action_mean(self) -> Tensor | None:
+        """Mean of the Gaussian that the action was sampled from."""
+        return self.params.get("mu")
+
+    @action_mean.setter
+    def action_mean(self, value: Tensor) -> None:
+        self.params = {**self.params, "mu": value}
+
+    @property
+    def action_sigma(self) -> Tensor | None:
+        """Standard deviation of the Gaussian that the action was sampled from."""
+        return self.params.get("sigma")
+
+    @action_sigma.setter
+    def action_sigma(self, value: Tensor) -> None:
+        self.params = {**self.params, "sigma": value}
 
 
 class RolloutStorage:
-    """The last rollout, by name.
+    """The last rollout: T steps of N environments, one tensor per field.
 
     Args:
         num_envs: N.
         num_transitions_per_env: T.
         obs_shape: Shape of one observation, or a nested dict of shapes or `Field`s.
-        privileged_obs_shape: The same for the critic; None or [None] where it sees the actor's observation.
+        privileged_obs_shape: The same for the critic; None or [None] if the critic uses the actor's observation.
         actions_shape: Shape of one action.
-        device: Where the tensors live.
-        param_shapes: Parameters of the action distribution to keep; a Gaussian's by default.
-        action_dtype: Kind of the actions.
-        hidden_shapes: Shape (S, L, H) of one environment's state by memory name.
-        coins: Names of the policy's coins, whose results are kept.
-        has_invalid_steps: Whether some steps must not count.
+        device: Device of the tensors.
+        param_shapes: Shapes of the stored parameters of the action distribution; a Gaussian's by default.
+        action_dtype: Dtype of the actions.
+        hidden_shapes: Shape (S, L, H) of the state of one environment, by memory name.
+        random_masks: Names of the policy's random masks.
+        has_invalid_steps: Whether some steps are excluded from learning.
+        extra_fields: Further fields, by name. Source and name in the minibatch default to the field's own name.
     """
 
     Transition = Transition
@@ -45,8 +161,9 @@ class RolloutStorage:
         param_shapes: Mapping[str, tuple[int, ...]] | None = None,
         action_dtype: torch.dtype = torch.float32,
         hidden_shapes: Mapping[str, tuple[int, ...]] | None = None,
-        coins: Iterable[str] = (),
+        random_masks: Iterable[str] = (),
         has_invalid_steps: bool = False,
+        extra_fields: Mapping[str, Field] | None = None,
     ) -> None:
         self.num_envs, self.num_transitions_per_env = num_envs, num_transitions_per_env
         self.device = torch.device(device)
@@ -54,17 +171,28 @@ class RolloutStorage:
         self.privileged_obs_shape = None if is_absent(privileged_obs_shape) else privileged_obs_shape
         self.param_shapes = dict(param_shapes or {"mu": self.actions_shape, "sigma": self.actions_shape})
         self.hidden_shapes = dict(hidden_shapes or {})
-        self.coins = tuple(coins)
+        self.random_mask_names = tuple(random_masks)
         self.has_invalid_steps = has_invalid_steps
         self.fields = self.declare_fields()
+        for name, field in (extra_fields or {}).items():
+            field = field._replace(batch=field.batch or name, source=field.source or name)
+            if name in self.fields or field.batch in {f.batch for f in self.fields.values()}:
+                raise ValueError(f"extra_fields: {name!r} (in a minibatch {field.batch!r}) is declared already")
+            self.fields[name] = field
         self.data = {name: self._zeros(field) for name, field in self.fields.items()}
         self.step = 0
-        self.cursor = torch.zeros(
-            1, dtype=torch.long, device=self.device
-        )  # the same on the device, for captured writes
+        self.cursor = torch.zeros(1, dtype=torch.long, device=self.device)  # `step` on the device, for captured writes
+        # Of each field: name, path in a transition, default, shape and size of a row.
+        self._written = [
+            (name, f.source.split("."), self._default(f), (1, num_envs, *f.shape), num_envs * math.prod(f.shape))
+            for name, f in self.fields.items()
+            if f.source
+        ]
+        # Of each field: name, and path in a minibatch.
+        self._batched = [(name, f.batch.split(".")) for name, f in self.fields.items() if f.batch]
 
     def declare_fields(self) -> dict[str, Field]:
-        """Name, shape and kind of everything that is kept for a step. Extended by subclasses."""
+        """Every stored field by name. Extended by subclasses."""
         fields = observation_fields("observations", self.obs_shape, "obs", "observations")
         if self.privileged_obs_shape is not None:
             fields |= observation_fields(
@@ -79,67 +207,71 @@ class RolloutStorage:
             "advantages": Field((1,), "advantages"),
             "actions_log_prob": Field((1,), "old_actions_log_prob", "actions_log_prob"),
         }
-        fields |= {
-            name: Field(shape, f"old_params.{name}", f"params.{name}") for name, shape in self.param_shapes.items()
-        }
-        fields |= {f"hidden.{name}": Field(shape, None, f"hidden.{name}") for name, shape in self.hidden_shapes.items()}
-        fields |= {f"tosses.{name}": Field((1,), f"tosses.{name}", f"tosses.{name}", torch.bool) for name in self.coins}
+        fields |= {name: Field(s, f"old_params.{name}", f"params.{name}") for name, s in self.param_shapes.items()}
+        fields |= {f"hidden.{name}": Field(s, None, f"hidden.{name}") for name, s in self.hidden_shapes.items()}
+        masks = [f"random_masks.{name}" for name in self.random_mask_names]
+        fields |= {name: Field((1,), name, name, torch.bool) for name in masks}
         if self.has_invalid_steps:
             fields["valid"] = Field((1,), "valid", "valid", torch.bool)
         return fields
 
-    def add(self, row: Mapping[str, Tensor]) -> None:
-        """Write one (N, ...) row of every named field."""
+    def _zeros(self, field: Field) -> Tensor:
+        shape = (self.num_transitions_per_env, self.num_envs, *field.shape)
+        return torch.zeros(shape, dtype=field.dtype, device=self.device)
+
+    def _default(self, field: Field) -> Tensor | None:
+        return None if field.default is None else torch.tensor(field.default, dtype=field.dtype, device=self.device)
+
+    def add_transitions(self, transition: Transition) -> None:
+        """Store one transition."""
+        self.add(vars(transition))
+
+    def add(self, transition: Mapping[str, Any]) -> None:
+        """Store one transition, given as a mapping from the fields' sources to (N, ...) tensors."""
         self.check_space()
-        self.write(row)
+        self.write(transition)
         self.step += 1
 
     def check_space(self) -> None:
-        """Raise if every row is written."""
+        """Raise if the storage is full."""
         if self.step >= self.num_transitions_per_env:
             raise AssertionError(
                 f"Rollout buffer overflow: it holds {self.num_transitions_per_env} steps; call clear() first"
             )
 
-    @property
-    def filled(self) -> int:
-        """How many rows there are to learn from."""
-        return self.step
-
-    @property
-    def newest(self) -> slice:
-        """The rows of the last rollout."""
-        return slice(0, self.step)
-
-    def write(self, row: Mapping[str, Tensor]) -> None:
-        """Write the row under the cursor and move it on: tensor code alone, the caller counts `step`."""
-        for name, value in row.items():
-            if name not in self.data:
-                raise KeyError(f"the storage has no field {name!r}; it has {', '.join(self.data)}")
-            target = self.data[name]
-            # (N,) goes into (N, 1); a parameter that all environments share, (A,), into (N, A)
-            fits = value.numel() == target[0].numel()
-            shaped = value.reshape(1, *target.shape[1:]) if fits else value.expand(1, *target.shape[1:])
-            target.index_copy_(0, self.cursor, shaped.to(target.dtype))
-        self.cursor += 1
-
-    def add_transitions(self, transition: Transition) -> None:
-        """Write one transition."""
-        self.add(self.row(vars(transition)))
-
-    def row(self, transition: Mapping[str, Any]) -> dict[str, Tensor]:
-        """What a transition has for every field that comes from one."""
-        given = dict(tree_leaves(transition))
-        row = {name: given.get(f.source) for name, f in self.fields.items() if f.source}
-        missing = [name for name, value in row.items() if value is None]
+    def write(self, transition: Mapping[str, Any]) -> None:
+        """Write a transition at the cursor and advance it. Tensor code only: the caller increments `step`."""
+        row, missing = [], []
+        for name, path, default, shape, size in self._written:
+            value: Any = transition
+            for key in path:
+                value = value.get(key) if isinstance(value, Mapping) else None
+            value = default if value is None else value
+            if not isinstance(value, Tensor):
+                missing.append(name)
+            else:
+                # (N,) is stored as (N, 1); a parameter that all environments share, (A,), as (N, A)
+                row.append((self.data[name], value.reshape(shape) if value.numel() == size else value.expand(shape)))
         if missing:
-            raise ValueError(f"the transition lacks {', '.join(missing)}")
-        return row  # pyright: ignore[reportReturnType]
+            raise ValueError(f"the transition lacks {', '.join(missing)}; it has {', '.join(transition)}")
+        for target, value in row:
+            target.index_copy_(0, self.cursor, value.to(target.dtype))
+        self.cursor += 1
 
     def clear(self) -> None:
         """Start the next rollout."""
         self.step = 0
         self.cursor.zero_()
+
+    @property
+    def newest(self) -> slice:
+        """Rows of the last rollout."""
+        return slice(0, self.step)
+
+    @property
+    def filled(self) -> int:
+        """Number of rows to learn from."""
+        return self.newest.stop
 
     def __getattr__(self, name: str) -> Any:
         data = self.__dict__.get("data", {})
@@ -147,24 +279,22 @@ class RolloutStorage:
             return data[name]
         tree = nested(data, name)
         if not tree:
-            raise AttributeError(f"{type(self).__name__} has no field {name!r}")
+            raise AttributeError(f"{type(self).__name__} has no field {name!r}; it has {', '.join(data)}")
         return tree
 
     @property
     def privileged_observations(self) -> Any:
-        """(T, N, ...) of the critic, None where it sees the actor's observation."""
-        if self.privileged_obs_shape is None:
-            return None
-        name = "privileged_observations"
-        return self.data[name] if name in self.data else nested(self.data, name)
+        """(T, N, ...) critic observations, None if the critic uses the actor's."""
+        return None if self.privileged_obs_shape is None else self.__getattr__("privileged_observations")
 
-    def compute_returns(self, last_values: Tensor, gamma: float, lam: float, normalize: bool = True) -> None:
-        """Fill `returns` and `advantages` of the steps written so far; the latter with mean 0, std 1 if `normalize`."""
-        used = {name: self.data[name][: self.step] for name in ("rewards", "values", "dones", "returns", "advantages")}
-        advantages = gae(used["rewards"], used["values"], used["dones"], last_values, gamma, lam)
-        used["returns"].copy_(advantages + used["values"])
-        valid = self.data["valid"][: self.step] if self.has_invalid_steps else None
-        used["advantages"].copy_(normalize_advantages(advantages, valid) if normalize else advantages)
+    def compute_returns(self, last_values: Tensor, gamma: Scalar, lam: Scalar, normalize: bool = True) -> None:
+        """Fill `returns` and `advantages` of the newest rows; with `normalize`, advantages get mean 0 and std 1."""
+        rows, data = self.newest, self.data
+        advantages = gae(data["rewards"][rows], data["values"][rows], data["dones"][rows], last_values, gamma, lam)
+        data["returns"][rows].copy_(advantages + data["values"][rows])
+        if normalize:
+            advantages = normalize_advantages(advantages, data["valid"][rows] if self.has_invalid_steps else None)
+        data["advantages"][rows].copy_(advantages)
 
     def get_statistics(self) -> tuple[Tensor, Tensor]:
         """Mean length of the trajectories in the rollout, and mean reward."""
@@ -177,71 +307,114 @@ class RolloutStorage:
     ) -> Iterator[MiniBatch]:
         """Flat minibatches; every epoch is a new permutation of all steps."""
         for _ in range(num_epochs):
-            for index in self.deal_steps(num_mini_batches, generator):
+            for index in self.step_minibatches(num_mini_batches, generator):
                 yield self.take(index)
 
-    def deal_steps(self, num_mini_batches: int, generator: torch.Generator | None = None) -> Sequence[Tensor]:
-        """All steps in a new order, split into minibatches: flat (T * N) indices."""
-        total = self.filled * self.num_envs
+    def step_minibatches(self, num_mini_batches: int, generator: torch.Generator | None = None) -> Sequence[Tensor]:
+        """Random split of all steps into minibatches: flat (T * N) indices of each."""
+        total = self.newest.stop * self.num_envs
         if not 1 <= num_mini_batches <= total:
             raise ValueError(f"num_mini_batches={num_mini_batches} does not fit {total} steps")
         return torch.randperm(total, generator=generator, device=self.device).tensor_split(num_mini_batches)
 
     def take(self, index: Tensor) -> MiniBatch:
-        """The steps at flat indices (B,)."""
-        flat = {f.batch: self.data[name].flatten(0, 1)[index] for name, f in self.fields.items() if f.batch}
-        return self._batch(flat, {}, None)
+        """Minibatch of the steps at flat (T * N) indices of any shape."""
+        batch: dict[str, Any] = {"old_params": {}, "random_masks": {}, "hidden": {}}
+        for name, path in self._batched:
+            node = batch
+            for key in path[:-1]:
+                node = node.setdefault(key, {})
+            node[path[-1]] = self.data[name].flatten(0, 1)[index]
+        if self.privileged_obs_shape is None:
+            batch["critic_obs"] = batch["obs"]
+        if self.has_invalid_steps:
+            batch["valid"] = batch["valid"].squeeze(-1)
+        return MiniBatch(**batch)
 
     def recurrent_mini_batch_generator(
         self, num_mini_batches: int, num_epochs: int = 8, generator: torch.Generator | None = None
     ) -> Iterator[MiniBatch]:
-        """Minibatches of whole environments (T, n, ...), cut into trajectories; every epoch deals them anew."""
-        for envs, total in self.deal_envs(num_mini_batches, num_epochs, generator):
+        """Minibatches of whole environments (T, n, ...), cut into trajectories; every epoch is a new permutation."""
+        for envs, total in self.env_minibatches(num_mini_batches, num_epochs, generator):
             yield self.take_envs(envs, total)
 
-    def deal_envs(
+    def env_minibatches(
         self, num_mini_batches: int, num_epochs: int = 1, generator: torch.Generator | None = None
     ) -> list[tuple[Tensor, int]]:
-        """Environments of each minibatch of each epoch, and how many trajectories they have; one host read."""
+        """Environments of each minibatch of each epoch, and their number of trajectories; one host read in all."""
         if not 1 <= num_mini_batches <= self.num_envs:
             raise ValueError(f"num_mini_batches={num_mini_batches} does not fit {self.num_envs} environments")
         per_env = self._starts().sum(0)
-        groups = [
-            envs
-            for _ in range(num_epochs)
-            for envs in torch.randperm(self.num_envs, generator=generator, device=self.device).tensor_split(
-                num_mini_batches
-            )
-        ]
+        groups: list[Tensor] = []
+        for _ in range(num_epochs):
+            order = torch.randperm(self.num_envs, generator=generator, device=self.device)
+            groups += order.tensor_split(num_mini_batches)
         totals = torch.stack([per_env[envs].sum() for envs in groups]).tolist()
         return list(zip(groups, map(int, totals), strict=True))
 
     def take_envs(self, envs: Tensor, total: int) -> MiniBatch:
-        """The rollouts of some environments, cut into `total` trajectories (or fewer: no step points at spare ones)."""
+        """Minibatch of the rollouts of some environments, cut into at most `total` trajectories."""
+        steps = torch.arange(self.filled, device=self.device).unsqueeze(1)
+        index = steps * self.num_envs + envs  # (T, n)
         starts = self._starts()[:, envs]
         row, column = trajectory_index(starts)
-        first = start_positions(starts, column, total)
-        hidden = {
-            name: self.data[f"hidden.{name}"][: self.filled, envs].flatten(0, 1)[first] for name in self.hidden_shapes
-        }  # (M, S, L, H)
-        fields = {f.batch: self.data[name][: self.filled, envs] for name, f in self.fields.items() if f.batch}
-        return self._batch(fields, hidden, Trajectories(row, column, total))
+        first = index.flatten()[start_positions(starts, column, total)]  # (M,)
+        batch = self.take(index)
+        batch.hidden = {name: self.data[f"hidden.{name}"].flatten(0, 1)[first] for name in self.hidden_shapes}
+        batch.trajectories = Trajectories(row, column, total)
+        return batch
 
     def _starts(self) -> Tensor:
         return episode_starts(self.data["dones"][: self.filled].squeeze(-1))  # (T, N)
 
-    def _batch(
-        self, fields: Mapping[str, Tensor], hidden: dict[str, Tensor], trajectories: Trajectories | None
-    ) -> MiniBatch:
-        batch: dict[str, Any] = {name: value for name, value in fields.items() if "." not in name}
-        for name in ("obs", "critic_obs", "old_params", "tosses"):
-            if name not in batch:
-                batch[name] = nested(fields, name)
-        if self.privileged_obs_shape is None:
-            batch["critic_obs"] = batch["obs"]
-        batch["valid"] = batch["valid"].squeeze(-1) if "valid" in batch else None
-        return MiniBatch(**batch, hidden=hidden, trajectories=trajectories)
 
-    def _zeros(self, field: Field) -> Tensor:
-        shape = (self.num_transitions_per_env, self.num_envs, *field.shape)
-        return torch.zeros(shape, dtype=field.dtype, device=self.device)
+def gae(rewards: Tensor, values: Tensor, dones: Tensor, last_values: Tensor, gamma: Scalar, lam: Scalar) -> Tensor:
+    """Generalised advantage estimates (Schulman 2016, eq. 16); all (T, N, 1) but last_values (N, 1).
+
+    A done ends the sum. The value of a state in which an episode was truncated must be part of its last reward.
+    """
+    discount = torch.logical_not(dones).to(rewards.dtype) * gamma
+    deltas = torch.addcmul(rewards - values, discount, torch.cat([values[1:], last_values.unsqueeze(0)]))
+    decay = discount * lam
+    advantages = torch.empty_like(deltas)
+    advantage = torch.zeros_like(last_values)
+    for t in range(len(deltas) - 1, -1, -1):
+        advantage = torch.addcmul(deltas[t], decay[t], advantage)
+        advantages[t] = advantage
+    return advantages
+
+
+def masked_mean(x: Tensor, valid: Tensor | None) -> Tensor:
+    """Mean of x over the entries where `valid` (broadcast from the left) is true; over all if it is None."""
+    if valid is None:
+        return x.mean()
+    weight = valid.view(*valid.shape, *[1] * (x.dim() - valid.dim())).expand_as(x)
+    return torch.where(weight, x, 0.0).sum() / weight.sum().clamp(min=1)
+
+
+def normalize_advantages(advantages: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Advantages with mean 0 and (unbiased) standard deviation 1 over the valid entries."""
+    if valid is None and advantages.numel() > 1:
+        std, mean = torch.std_mean(advantages)
+        return (advantages - mean) / (std + 1e-8)
+    count = advantages.new_ones(()) if valid is None else valid.sum().to(advantages.dtype)
+    centred = advantages - masked_mean(advantages, valid)
+    variance = masked_mean(centred**2, valid) * count / (count - 1).clamp(min=1)
+    return centred / (variance.sqrt() + 1e-8)
+
+
+def is_absent(shape: Any) -> bool:
+    """Whether a shape argument means "no such observation": None or [None]."""
+    return shape is None or (not isinstance(shape, Mapping) and len(shape) > 0 and shape[0] is None)
+
+
+def observation_fields(name: str, shape: Any, batch: str, source: str) -> dict[str, Field]:
+    """One field, or one per leaf of a nested dict of shapes."""
+    if isinstance(shape, Mapping):
+        fields: dict[str, Field] = {}
+        for key, part in shape.items():
+            fields |= observation_fields(f"{name}.{key}", part, f"{batch}.{key}", f"{source}.{key}")
+        return fields
+    if isinstance(shape, Field):
+        return {name: Field(shape.shape, batch, source, shape.dtype)}
+    return {name: Field(tuple(shape), batch, source)}

@@ -1,4 +1,4 @@
-"""Cutting a (T, N) rollout at episode ends into M trajectories, each in a column of its own.
+"""Splitting a (T, N) rollout at episode ends into M trajectories, each in a column of its own.
 
 env a, dones . . . x . .   its steps go to columns 0 0 0 0 1 1, rows 0 1 2 3 0 1
 env b, dones . x . . x .   its steps go to columns 2 2 3 3 3 4, rows 0 1 0 1 2 0
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Trajectories(NamedTuple):
-    """Where each step of a (T, N) rollout sits when every trajectory gets its own column of a (T, M) block."""
+    """Row and column of each step of a (T, N) rollout in a (T, M) block with one trajectory per column."""
 
     row: Tensor  # (T, N)
     column: Tensor  # (T, N)
@@ -49,22 +49,28 @@ def split_and_pad_trajectories(x: Tensor, dones: Tensor) -> tuple[Tensor, Tensor
 
 
 def unpad_trajectories(padded: Tensor, masks: Tensor) -> Tensor:
-    """(T, M, ...) and its (T, M) mask -> (T, N, ...): the inverse of `split_and_pad_trajectories`."""
+    """(T, M, ...) and its (T, M) mask -> (T, N, ...): the inverse of `split_and_pad_trajectories`.
+
+    A block (T, N, ...) without padding, as recurrent minibatches have it, is returned as it is.
+    """
+    if padded.shape[1] != masks.shape[1]:
+        return padded
     flat = padded.transpose(0, 1)[masks.transpose(0, 1)]  # every real step, env-major
     return flat.view(-1, len(padded), *padded.shape[2:]).transpose(0, 1)
 
 
 def trajectories_from_masks(masks: Tensor) -> Trajectories:
-    """The index that a (T, M) padding mask implies."""
+    """The index of a (T, M) padding mask; empty columns may follow the trajectories."""
     lengths = masks.sum(0)
-    starts = torch.zeros(int(lengths.sum()), dtype=torch.bool, device=masks.device)
+    num_steps = int(lengths.sum())
+    starts = torch.zeros(num_steps + 1, dtype=torch.bool, device=masks.device)  # empty columns set the last one
     starts[lengths.cumsum(0) - lengths] = True
-    row, column = trajectory_index(starts.view(-1, len(masks)).T)
+    row, column = trajectory_index(starts[:num_steps].view(-1, len(masks)).T)
     return Trajectories(row, column, masks.shape[1])
 
 
 def start_positions(starts: Tensor, column: Tensor, total: int) -> Tensor:
-    """(M,) flat (T * N) position of each trajectory's first step, without asking the device for it."""
+    """(M,) flat (T * N) position of each trajectory's first step, without a host read."""
     slot = torch.where(starts, column, total).reshape(-1)  # steps inside a trajectory share one spare slot
     first = torch.zeros(total + 1, dtype=torch.long, device=starts.device)
     first.scatter_(0, slot, torch.arange(slot.numel(), device=starts.device))

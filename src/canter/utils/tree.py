@@ -1,4 +1,4 @@
-"""Observations are a tensor or a nested dict of tensors; these few functions treat both alike."""
+"""Functions of trees: a tensor, or a nested dict of tensors, such as an observation."""
 
 from __future__ import annotations
 
@@ -19,12 +19,25 @@ def tree_map(fn: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 
 def tree_leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf with its dotted name; a bare leaf is named by the prefix alone."""
+    """Every leaf with its dotted name; the name of a bare leaf is the prefix."""
     if isinstance(tree, Mapping):
         for name, leaf in tree.items():
             yield from tree_leaves(leaf, f"{prefix}.{name}" if prefix else str(name))
     else:
         yield prefix, tree
+
+
+def nested(flat: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The entries named `prefix.a.b` as a nested dict: the inverse of `tree_leaves`."""
+    tree: dict[str, Any] = {}
+    for name, value in flat.items():
+        if name.startswith(prefix + "."):
+            *path, last = name[len(prefix) + 1 :].split(".")
+            node = tree
+            for key in path:
+                node = node.setdefault(key, {})
+            node[last] = value
+    return tree
 
 
 def tree_where(mask: Tensor, yes: Obs, no: Obs) -> Obs:

@@ -1,9 +1,14 @@
-"""Trajectories on disk: the container, the directory, and the dataset that serves them."""
+"""Trajectories on disk: file format, directories, writer and dataset."""
 
 from canter.storage.rollout_files.base import RolloutFileBase
-from canter.storage.rollout_files.catalog import Trajectory, read_manifest, read_trajectory, rebuild_manifest
+from canter.storage.rollout_files.catalog import (
+    DatasetError,
+    Trajectory,
+    read_manifest,
+    read_trajectory,
+    rebuild_manifest,
+)
 from canter.storage.rollout_files.container import ChunkInfo, TrajectoryFileError, get_frame_range, read_chunk
-from canter.storage.rollout_files.library import DatasetError
 from canter.storage.rollout_files.rollout_dataset import RolloutDataset, Transition
 from canter.storage.rollout_files.writer import TrajectoryWriter
 

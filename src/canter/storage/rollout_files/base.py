@@ -1,4 +1,4 @@
-"""What every dataset of recorded rollouts offers: batches of transitions, as if N environments were stepped."""
+"""Base class of datasets of recorded rollouts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from canter.utils.devices import resolve_device
 class RolloutFileBase(IterableDataset, ABC):
     """Serves recorded transitions of N environments.
 
-    With a DataLoader use `num_workers=0`: the dataset is an iterator with a state, and every worker would serve all.
+    With a DataLoader use `num_workers=0`: the dataset is a stateful iterator, and every worker would serve all of it.
 
     Args:
-        data_dir: Where the data are.
+        data_dir: Directory or directories of the data.
         num_envs: N.
-        device: Where batches go; a GPU if None and there is one.
+        device: Device of the batches; a GPU if None and there is one.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class RolloutFileBase(IterableDataset, ABC):
         self._is_ready = False
 
     def reset(self, env_ids: Tensor | Sequence[int] | None = None) -> None:
-        """Begin anew in all environments, or give some of them another trajectory."""
+        """Restart all environments, or give some of them another trajectory."""
         if env_ids is None or len(env_ids) == self.num_envs:
             self.reset_all()
             self._is_ready = True
@@ -44,9 +44,9 @@ class RolloutFileBase(IterableDataset, ABC):
             self.refresh_handlers(torch.as_tensor(env_ids))
 
     def get_batch(self, num_transitions_per_env: int | None = None) -> Any:
-        """The next transition of every environment, fields (N, ...), or the next k of them, fields (k, N, ...).
+        """The next transition of every environment, fields (N, ...), or the next k, fields (k, N, ...).
 
-        The tensors are reused by the next call. Raises StopIteration when everything was served.
+        The tensors are reused by the next call. Raises StopIteration at the end of the data.
         """
         if not self._is_ready:
             self.reset()
@@ -58,7 +58,7 @@ class RolloutFileBase(IterableDataset, ABC):
         return buffer
 
     def get_transition_batch(self) -> tuple[Any, dict[str, Any]]:
-        """One transition of every environment and its infos, as a step of them would give."""
+        """One transition of every environment and its infos, like an environment step."""
         buffer = self.get_batch()
         return buffer, {"time_outs": buffer.timeout} if "timeout" in buffer else {}
 
@@ -76,7 +76,7 @@ class RolloutFileBase(IterableDataset, ABC):
 
     @abstractmethod
     def reset_all(self) -> None:
-        """Begin anew in all environments."""
+        """Restart all environments."""
 
     @abstractmethod
     def refresh_handlers(self, env_ids: Tensor) -> None:
@@ -88,4 +88,4 @@ class RolloutFileBase(IterableDataset, ABC):
 
     @abstractmethod
     def fill_transition(self, buffer: Any, env_ids: Tensor | None = None) -> None:
-        """Write the next transition of some environments, or of all, and move on."""
+        """Write the next transition of all environments, or of some, and advance."""

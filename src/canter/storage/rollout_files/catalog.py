@@ -1,10 +1,10 @@
-"""A directory of trajectories and how everything in it is found again.
+"""Directories of trajectories, and reading them without damaged or foreign files.
 
     <save_dir>/metadata.json
-    <save_dir>/manifest.jsonl                              one line per acknowledged file; rebuildable from the files
+    <save_dir>/manifest.jsonl                              one line per acknowledged file; can be rebuilt from the files
     <save_dir>/trajectory_<k>/traj_<start>_<end>.safetensors
 
-A file is in place before its line is: a crash between the two costs a line, never a step.
+A file is complete before its line is written: a crash between the two costs a line, never a step.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import contextlib
 import json
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,13 +27,23 @@ from canter.storage.rollout_files.container import (
     get_frame_range,
     peek_chunk,
     read_chunk,
+    write_bytes,
 )
-from canter.utils.files import atomic_write
+from canter.utils.obs_layout import ObsLayout
+from canter.utils.utils import decompress_normalized_image
 
 METADATA, MANIFEST = "metadata.json", "manifest.jsonl"
 FORMAT_VERSION = 1
 OPTIONAL = ("values", "timeouts")  # a file may lack them where others have them
+PER_STEP = {"rewards": np.float32, "dones": np.bool_, "timeouts": np.bool_}
+MAX_LISTED = 20
 _FOLDER = re.compile(r"trajectory_([0-9]{1,9})")
+
+Schema = Mapping[str, tuple[str, tuple[int, ...]]]
+
+
+class DatasetError(RuntimeError):
+    """Too many files of a dataset are bad; the message names them."""
 
 
 class Trajectory(NamedTuple):
@@ -49,7 +60,7 @@ class Trajectory(NamedTuple):
 
 
 def read_metadata(directory: Path) -> dict[str, Any]:
-    """What metadata.json says; nothing if there is none."""
+    """The content of metadata.json; empty if there is none."""
     path = directory / METADATA
     if not path.is_file():
         return {}
@@ -64,15 +75,6 @@ def read_metadata(directory: Path) -> dict[str, Any]:
     return content
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace a JSON file, whole or not at all."""
-
-    def write(file: BinaryIO) -> None:
-        file.write((json.dumps(content, indent=2) + "\n").encode())
-
-    atomic_write(path, write)
-
-
 def trajectory_folders(directory: Path) -> list[tuple[int, Path]]:
     """Every trajectory_<k> folder with its number, in numeric order."""
     found = [(int(m[1]), e) for e in os.scandir(directory) if (m := _FOLDER.fullmatch(e.name)) and e.is_dir()]
@@ -80,11 +82,11 @@ def trajectory_folders(directory: Path) -> list[tuple[int, Path]]:
 
 
 def find_trajectory(folder: Path) -> tuple[Trajectory | None, list[TrajectoryFileError]]:
-    """The trajectory in a folder, None where there is no usable one, and what is wrong with its files."""
+    """The trajectory in a folder, None if no file is usable, and one error per unusable file."""
     named, bad = [], []
     for name in sorted(os.listdir(folder)):
         if name.startswith("."):
-            continue  # temporary files, and what file managers leave
+            continue  # temporary files, and those of file managers
         path = folder / name
         try:
             named.append((*get_frame_range(name), path))
@@ -104,7 +106,7 @@ def find_trajectory(folder: Path) -> tuple[Trajectory | None, list[TrajectoryFil
 
 
 def read_trajectory(folder: Path) -> dict[str, np.ndarray]:
-    """All steps of one trajectory, (t, ...) by name, verified; and `final_observations` where they are known."""
+    """All steps of one trajectory, (t, ...) by name, verified; with `final_observations` where they are known."""
     trajectory, bad = find_trajectory(Path(folder))
     if bad:
         raise bad[0]
@@ -116,37 +118,172 @@ def read_trajectory(folder: Path) -> dict[str, np.ndarray]:
 
 
 def rebuild_manifest(directory: Path) -> list[ChunkInfo]:
-    """Write manifest.jsonl anew from the files that are there; returns their headers."""
+    """Write manifest.jsonl from the existing files; returns their headers."""
     infos = []
     for _, folder in trajectory_folders(directory):
         trajectory, _ = find_trajectory(folder)
-        with contextlib.suppress(TrajectoryFileError):  # what follows a damaged file continues nothing
+        with contextlib.suppress(TrajectoryFileError):  # files after a damaged one do not continue the trajectory
             infos.extend(map(peek_chunk, () if trajectory is None else trajectory.chunks))
-    lines = "".join(manifest_line(directory, info) for info in infos)
-
-    def write(file: BinaryIO) -> None:
-        file.write(lines.encode())
-
-    atomic_write(directory / MANIFEST, write)
+    write_bytes(directory / MANIFEST, "".join(manifest_line(directory, info) for info in infos).encode())
     return infos
 
 
 def read_manifest(directory: Path) -> list[dict[str, Any]]:
-    """The acknowledged files, one entry each; a last line that a crash cut short is none."""
+    """One entry per acknowledged file; a last line that a crash cut short is ignored."""
     path = directory / MANIFEST
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")]
 
 
 def manifest_line(directory: Path, info: ChunkInfo) -> str:
-    """How a file is acknowledged."""
+    """The manifest entry of a file."""
     name = info.path.relative_to(directory).as_posix()
     facts = {"file": name, "start": info.start, "end": info.end, "ended": info.ended}
     return json.dumps({**facts, "bytes": info.size, "crc32": info.crc32}) + "\n"
 
 
-def problem_with(path: Path, read: Callable[[Path], Any] = read_chunk) -> TrajectoryFileError | None:
-    """What is wrong with a file that `read` is tried on; None if nothing is."""
+def check_schema(path: Path, given: Schema, wanted: Schema) -> None:
+    """Raise if names, dtypes or shapes differ from those of the other files; optional arrays may be absent."""
+
+    def kind(schema: Schema, name: str) -> str:
+        return f"{schema[name][0]}{list(schema[name][1])}" if name in schema else "absent"
+
+    names = [n for n in sorted(given.keys() | wanted.keys()) if n not in OPTIONAL and given.get(n) != wanted.get(n)]
+    if names:
+        differing = [f"{name} is {kind(given, name)}, not {kind(wanted, name)}" for name in names]
+        raise TrajectoryFileError(path, f"does not fit the other files: {'; '.join(differing)}")
+
+
+class TrajectoryLibrary:
+    """Finds the trajectories of several directories and reads their files; bad files are reported and left out.
+
+    Args:
+        directories: Directories that `TrajectoryWriter` made.
+        max_bad_fraction: DatasetError if a larger fraction of the files is bad.
+    """
+
+    def __init__(self, directories: Sequence[Path], max_bad_fraction: float = 0.0) -> None:
+        if not directories:
+            raise ValueError("data_dir is empty: name at least one directory")
+        if not 0.0 <= max_bad_fraction <= 1.0:
+            raise ValueError(f"max_bad_fraction must be from 0 to 1, got {max_bad_fraction}")
+        self.directories, self.max_bad_fraction = list(directories), max_bad_fraction
+        self.metadata: dict[str, Any] = {}
+        self.schema: dict[str, Any] | None = None
+        self.bad: dict[Path, TrajectoryFileError] = {}
+        self.gone: set[Path] = set()
+        self.longest_file = 0
+        self._good: set[Path] = set()
+        self._all: list[Path] = []
+
+    @property
+    def where(self) -> str:
+        """The directories, for messages."""
+        return ", ".join(f"{d}{'' if d.is_dir() else ' (no such directory)'}" for d in self.directories)
+
+    def name_of(self, trajectory: Trajectory) -> str:
+        """A name that does not depend on where the directories are: number of the directory, and folder."""
+        return f"{self.directories.index(trajectory.path.parent)}/{trajectory.path.name}"
+
+    def scan(self) -> list[Trajectory]:
+        """Every usable trajectory, the least recently changed first."""
+        found: list[tuple[float, Trajectory]] = []
+        self._all, fresh_bad, metadata = [], [], []
+        for directory in filter(Path.is_dir, self.directories):
+            metadata.append(read_metadata(directory))
+            for _, folder in trajectory_folders(directory):
+                try:
+                    changed = folder.stat().st_mtime
+                    trajectory, bad = find_trajectory(folder)
+                except FileNotFoundError:
+                    continue  # removed in the meantime
+                chunks = () if trajectory is None else trajectory.chunks
+                self._all += [*chunks, *(error.path for error in bad if error.path not in chunks)]
+                unknown = [path for path in chunks if path not in self._good and path not in self.bad]
+                bad += [problem for path in unknown if (problem := _problem(path, self._check_header)) is not None]
+                fresh_bad += bad
+                if trajectory is not None and not bad and self.is_usable(trajectory):
+                    found.append((changed, trajectory))
+        self._set_metadata([m for m in metadata if m])
+        self._report(fresh_bad)
+        return [trajectory for _, trajectory in sorted(found, key=lambda pair: pair[0])]
+
+    def _check_header(self, path: Path) -> None:
+        info = peek_chunk(path)
+        self.schema = info.schema if self.schema is None else self.schema
+        check_schema(path, info.schema, self.schema)
+        self._good.add(path)
+        self.longest_file = max(self.longest_file, info.end - info.start)
+
+    def _set_metadata(self, found: Sequence[dict[str, Any]]) -> None:
+        self.metadata = found[0] if found else {}
+        for name in ("obs_segments", "obs_disassemble_mapping"):
+            if any(m.get(name) != self.metadata.get(name) for m in found):
+                raise DatasetError(f"the directories {self.where} do not agree on {name} in their metadata.json")
+
+    def load(self, path: Path) -> dict[str, np.ndarray] | None:
+        """The verified arrays of one file: flat rewards, dones and timeouts, and whole observations.
+
+        None, with a warning, if the file cannot be used.
+        """
+        try:
+            arrays = read_chunk(path).arrays
+        except FileNotFoundError:
+            warnings.warn(f"{path} has been removed; its trajectory is left out", stacklevel=4)
+            self.gone.add(path)
+            return None
+        except TrajectoryFileError as error:
+            self._report([error])
+            return None
+        arrays = self.assemble(arrays) if "observations" not in arrays else arrays
+        steps = len(arrays["rewards"])
+        flat = {n: arrays[n].reshape(steps).astype(kind) for n, kind in PER_STEP.items() if n in arrays}
+        return {"timeouts": np.zeros(steps, np.bool_), **arrays, **flat}
+
+    def is_usable(self, trajectory: Trajectory) -> bool:
+        """Whether none of its files is known to be bad or removed."""
+        return not any(path in self.bad or path in self.gone for path in trajectory.chunks)
+
+    def assemble(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """`obs_<component>` arrays concatenated to `observations` in the order of the segments, images as floats."""
+        parts = {name[4:]: array for name, array in arrays.items() if name.startswith("obs_")}
+        if not parts:
+            return dict(arrays)
+        segments = self.metadata.get("obs_segments")
+        if segments is None or set(segments) != set(parts):
+            raise DatasetError(
+                f"the files of {self.where} hold the components {sorted(parts)}, but metadata.json has the segments "
+                f"{list(segments or [])}"
+            )
+        images = self.metadata.get("obs_disassemble_mapping") or {}
+        whole = [
+            (decompress_normalized_image(parts[name]) if name in images else parts[name]).reshape(len(parts[name]), -1)
+            for name in ObsLayout(segments).shapes
+        ]
+        rest = {name: array for name, array in arrays.items() if not name.startswith("obs_")}
+        return {**rest, "observations": np.concatenate(whole, axis=1)}
+
+    def _report(self, found: Sequence[TrajectoryFileError]) -> None:
+        """Record bad files: a warning that names the new ones; DatasetError that names all if there are too many."""
+        fresh = {error.path: error for error in found if error.path not in self.bad}
+        if not fresh:
+            return
+        self.bad |= fresh
+        is_error = len(self.bad) > self.max_bad_fraction * max(1, len(self._all))
+        if is_error:
+            others = [path for path in self._all if path not in self.bad]
+            self.bad |= {path: problem for path in others if (problem := _problem(path, read_chunk)) is not None}
+        listed = list(map(str, (self.bad if is_error else fresh).values()))
+        more = [f"and {len(listed) - MAX_LISTED} more"] if len(listed) > MAX_LISTED else []
+        lines = "\n  ".join(["", *listed[:MAX_LISTED], *more])
+        count = f"{len(self.bad)} of {len(self._all)} files are bad"
+        if is_error:
+            raise DatasetError(f"{count} (max_bad_fraction={self.max_bad_fraction:g}):{lines}")
+        warnings.warn(f"{count} and left out, these are new:{lines}", stacklevel=4)
+
+
+def _problem(path: Path, read: Callable[[Path], Any]) -> TrajectoryFileError | None:
+    """The error that reading a file raises; None if it can be read."""
     try:
         read(path)
     except TrajectoryFileError as error:
@@ -154,18 +291,3 @@ def problem_with(path: Path, read: Callable[[Path], Any] = read_chunk) -> Trajec
     except OSError as error:
         return TrajectoryFileError(path, f"cannot be read: {error}")
     return None
-
-
-Schema = Mapping[str, tuple[str, tuple[int, ...]]]
-
-
-def check_schema(path: Path, given: Schema, wanted: Schema) -> None:
-    """Refuse arrays that are not those of the other files; what is optional may be absent."""
-    names = [n for n in sorted(given.keys() | wanted.keys()) if n not in OPTIONAL and given.get(n) != wanted.get(n)]
-    if names:
-        differing = [f"{n} is {_kind(given.get(n))}, not {_kind(wanted.get(n))}" for n in names]
-        raise TrajectoryFileError(path, f"does not fit the other files: {'; '.join(differing)}")
-
-
-def _kind(entry: tuple[str, Sequence[int]] | None) -> str:
-    return "absent" if entry is None else f"{entry[0]}{list(entry[1])}"

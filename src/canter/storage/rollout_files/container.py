@@ -1,7 +1,7 @@
-"""One immutable file per piece of a trajectory: safetensors with a step range and a CRC-32 over every byte.
+"""File format of a piece of a trajectory: safetensors with a step range and a CRC-32 over every byte.
 
-The CRC is a fixed-width entry of the header's metadata; it is taken with zeros in its own place, so that a changed bit
-anywhere, header included, is found. Any safetensors reader can open the file.
+The CRC is a fixed-width entry of the header's metadata. It is computed with zeros in its own place, so that a changed
+bit anywhere is found, the header included. Any safetensors reader can open the file.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ class TrajectoryFileError(RuntimeError):
 
 
 class ChunkInfo(NamedTuple):
-    """What a file's header says."""
+    """Header of a file."""
 
     path: Path
     start: int
     end: int
     """Steps [start, end) of the trajectory."""
     ended: str
-    """How the episode ended in the last of these steps: "terminated", "truncated", or "" if it went on."""
+    """How the episode ended in the last of these steps: "terminated", "truncated", or "" if it continues."""
     size: int
     crc32: str
     entries: dict[str, Any]
-    """Kind, shape and place of every array, as safetensors has them."""
+    """Dtype, shape and offsets of every array, as in safetensors."""
 
     @property
     def schema(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Kind and shape per step of every array that has one row per step."""
+        """Dtype and shape per step of every array that has one row per step."""
         steps = {name: entry for name, entry in sorted(self.entries.items()) if not name.startswith("final_")}
         return {name: (entry["dtype"], tuple(entry["shape"][1:])) for name, entry in steps.items()}
 
@@ -82,13 +82,13 @@ def get_frame_range(filename: str) -> tuple[int, int]:
 
 
 def schema_of(arrays: Mapping[str, np.ndarray]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Kind and shape per step of every array, as a file's header would say."""
+    """The schema of a file with these arrays."""
     codes = {np.dtype(kind): code for code, kind in KINDS.items()}
     return {n: (codes[a.dtype], a.shape[1:]) for n, a in sorted(arrays.items()) if not n.startswith("final_")}
 
 
 def write_chunk(folder: Path, arrays: Mapping[str, np.ndarray], start: int, ended: str = "") -> ChunkInfo:
-    """Write steps from `start` on into `folder`, whole or not at all, and on the disk when this returns."""
+    """Write steps from `start` on to a file in `folder`, atomically and synced to disk."""
     lengths = {name: len(array) for name, array in arrays.items() if not name.startswith("final_")}
     if len(set(lengths.values())) != 1 or 0 in lengths.values():
         raise ValueError(f"a trajectory file needs arrays of one length above 0, got {lengths}")
@@ -99,20 +99,25 @@ def write_chunk(folder: Path, arrays: Mapping[str, np.ndarray], start: int, ende
     crc = f"{zlib.crc32(data):08x}"
     data[place : place + 8] = crc.encode()
     path = folder / chunk_name(start, end)
+    write_bytes(path, data)
+    return _info(path, memoryview(data), len(data))
+
+
+def write_bytes(path: Path, data: bytes | bytearray) -> None:
+    """Replace a file atomically."""
 
     def write(file: BinaryIO) -> None:
         file.write(data)
 
     atomic_write(path, write, expected_size=len(data))
-    return _info(path, _header(path, memoryview(data)), len(data))
 
 
 def read_chunk(path: Path) -> Chunk:
-    """The whole content of a file, every byte of it checked."""
+    """The whole content of a file, verified by its CRC."""
     with open(path, "rb", buffering=0) as file:
         data = memoryview(bytearray(os.fstat(file.fileno()).st_size))
         data = data[: file.readinto(data)]
-    info = _info(path, _header(path, data), len(data))
+    info = _info(path, data, len(data))
     place = _crc_place(data)
     crc = zlib.crc32(data[place + 8 :], zlib.crc32(_NO_CRC.encode(), zlib.crc32(data[:place])))
     if f"{crc:08x}" != info.crc32:
@@ -125,18 +130,18 @@ def read_chunk(path: Path) -> Chunk:
 
 
 def peek_chunk(path: Path) -> ChunkInfo:
-    """A file's header, checked against the file's size; its content is not read."""
+    """The header of a file, checked against the file's size; the arrays are not read."""
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(_PROBE)  # most headers are shorter
         length = min(8 + int.from_bytes(start[:8], "little"), 8 + MAX_HEADER)
         if length > len(start):
             start += file.read(length - len(start))
-    return _info(path, _header(path, memoryview(start), size), size)
+    return _info(path, memoryview(start), size)
 
 
-def _header(path: Path, data: memoryview, size: int | None = None) -> dict[str, Any]:
-    size = len(data) if size is None else size
+def _header(path: Path, data: memoryview, size: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Metadata and array entries at the beginning of `data`, checked against the size of the file."""
     if size == 0:
         raise TrajectoryFileError(path, "is empty")
     if bytes(data[:2]) in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
@@ -147,32 +152,31 @@ def _header(path: Path, data: memoryview, size: int | None = None) -> dict[str, 
     if 8 + length > size:
         raise TrajectoryFileError(path, f"is truncated: {size} bytes, and its header alone has {8 + length}")
     try:
-        header = json.loads(bytes(data[8 : 8 + length]))
-        is_ours = header.get("__metadata__", {}).get("format") == FORMAT
-        whole = 8 + length + max((e["data_offsets"][1] for n, e in header.items() if n != "__metadata__"), default=0)
+        entries = json.loads(bytes(data[8 : 8 + length]))
+        facts = entries.pop("__metadata__", {})
+        is_ours = facts.get("format") == FORMAT
+        whole = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise TrajectoryFileError(
-            path, "is damaged, or no trajectory file of canter: its header is no header"
-        ) from error
+        raise TrajectoryFileError(path, "is damaged, or no trajectory file of canter: it has no header") from error
     if not is_ours:
         raise TrajectoryFileError(path, "is no trajectory file of canter: another program wrote it")
     if size != whole:
         raise TrajectoryFileError(path, f"is {'truncated' if size < whole else 'damaged'}: {size} of {whole} bytes")
-    return header
+    return facts, entries
 
 
-def _info(path: Path, header: dict[str, Any], size: int) -> ChunkInfo:
-    facts = header.pop("__metadata__")
+def _info(path: Path, data: memoryview, size: int) -> ChunkInfo:
+    facts, entries = _header(path, data, size)
     try:
         version, start, end = int(facts["version"]), int(facts["start"]), int(facts["end"])
-        lengths = {entry["shape"][0] for name, entry in header.items() if not name.startswith("final_")}
-        info = ChunkInfo(path, start, end, str(facts["ended"]), size, str(facts["crc32"]), header)
+        lengths = {entry["shape"][0] for name, entry in entries.items() if not name.startswith("final_")}
+        info = ChunkInfo(path, start, end, str(facts["ended"]), size, str(facts["crc32"]), entries)
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise TrajectoryFileError(path, f"is damaged: its metadata lacks or spoils {error}") from error
+        raise TrajectoryFileError(path, f"is damaged: its metadata has no valid {error}") from error
     if version > VERSION:
         raise TrajectoryFileError(path, f"has format version {version}, this canter reads up to {VERSION}; upgrade it")
     if lengths != {end - start} or end <= start:
-        raise TrajectoryFileError(path, f"is damaged: it says steps {start} to {end}, but its arrays have {lengths}")
+        raise TrajectoryFileError(path, f"is damaged: steps {start} to {end}, but arrays of length {lengths}")
     if path.name != chunk_name(start, end):
         raise TrajectoryFileError(path, f"holds steps {start} to {end}, which its name does not say")
     return info
@@ -180,7 +184,7 @@ def _info(path: Path, header: dict[str, Any], size: int) -> ChunkInfo:
 
 def _crc_place(data: bytearray | memoryview) -> int:
     match = _CRC.search(data, 8, 8 + int.from_bytes(data[:8], "little"))
-    return 0 if match is None else match.start(1)  # 0: then the CRC cannot match
+    return 0 if match is None else match.start(1)  # at 0 the CRC cannot match
 
 
 def _view(data: memoryview, first: int, entry: Mapping[str, Any]) -> np.ndarray:

@@ -1,8 +1,9 @@
-"""Trajectories from disk, served as if N environments were stepped; each environment plays one after the other."""
+"""Recorded trajectories served as steps of N environments; each environment plays one trajectory after another."""
 
 from __future__ import annotations
 
 import json
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,27 +14,24 @@ import torch
 from torch import Tensor
 
 from canter.storage.rollout_files.base import RolloutFileBase
-from canter.storage.rollout_files.catalog import Trajectory
+from canter.storage.rollout_files.catalog import Trajectory, TrajectoryLibrary
 from canter.storage.rollout_files.container import get_frame_range as frame_range
-from canter.storage.rollout_files.library import TrajectoryLibrary
-from canter.storage.rollout_files.pages import SERVED, Pages
-from canter.storage.rollout_files.playlist import Playlist
-from canter.utils.tree import tree_map
+from canter.utils.tree import nested, tree_leaves, tree_map
 from canter.utils.utils import namedarraytuple
 
+SERVED = ("observations", "privileged_observations", "actions", "rewards", "dones", "timeouts")
+OBS, CRITIC_OBS = SERVED[:2]
 Transition = namedarraytuple(
     "Transition",
     "observation privileged_observation action reward done timeout next_observation next_privileged_observation",
 )
-OBS, CRITIC_OBS = SERVED[:2]
 
 
 class RolloutDataset(RolloutFileBase):
     """Plays the trajectories of one or several directories in N environments at once.
 
-    An environment that has played a trajectory to its end takes the next one that nobody has played; the others are not
-    disturbed. With nothing left it repeats old ones (`repeats` says who does) until the others are done; then
-    StopIteration ends the set.
+    An environment at the end of its trajectory takes the next unplayed one; the others are not affected. With none
+    left it repeats old ones, marked in `repeats`, until all environments do; then `get_batch` raises StopIteration.
 
     Args:
         data_dir: A directory that `TrajectoryWriter` made, or several.
@@ -41,16 +39,17 @@ class RolloutDataset(RolloutFileBase):
         dataset_loops: How often every trajectory is played; below 1 for ever. Every loop looks for new trajectories.
         random_shuffle_traj_order: Play in a random order, a new one in each loop.
         keep_latest_n_trajs: Use only the newest; waits until there are as many. 0 uses all.
-        starting_frame_range: [low, high) of the frame a trajectory is begun at; 0 where it is shorter.
-        device: Where batches go; a GPU if None and there is one.
+        starting_frame_range: [low, high) of the first frame of a trajectory; 0 if the trajectory is shorter.
+        device: Device of the batches; a GPU if None and there is one.
         mark_first_frame_done: Mark the first frame served of a trajectory as done too.
-        max_bad_fraction: Files that may be damaged, as a fraction; they are left out with a warning.
+        max_bad_fraction: Largest fraction of damaged files; they are left out with a warning.
         wait_interval_s: Seconds between looks for more trajectories.
-        wait_timeout_s: Give up waiting after this long; None waits for ever.
-        seed: Of the order and the starting frames; None draws one.
+        wait_timeout_s: Seconds until waiting is given up; None waits for ever.
+        seed: Seed of the order and the starting frames; None draws one.
     """
 
     Transition = Transition
+    get_frame_range = staticmethod(frame_range)
 
     def __init__(
         self,
@@ -73,13 +72,17 @@ class RolloutDataset(RolloutFileBase):
         if not 0 <= low < high:
             raise ValueError(f"starting_frame_range must be [low, high) with 0 <= low < high, got {[low, high]}")
         self.starting_frame_range = (int(low), int(high))
+        self.dataset_loops, self.keep_latest_n_trajs = dataset_loops, keep_latest_n_trajs
+        self.random_shuffle_traj_order = random_shuffle_traj_order
         self.mark_first_frame_done = mark_first_frame_done
         self.wait_interval_s, self.wait_timeout_s = wait_interval_s, wait_timeout_s
         several = isinstance(data_dir, (list, tuple))
         self.library = TrajectoryLibrary([Path(d) for d in (data_dir if several else [data_dir])], max_bad_fraction)  # pyright: ignore[reportArgumentType]
         self.rng = np.random.default_rng(seed)
-        order = (dataset_loops, random_shuffle_traj_order, keep_latest_n_trajs)
-        self.playlist = Playlist(self.library, *order, self.rng)
+        self.trajectories: list[Trajectory] = []
+        self.unused_trajectory_idxs: list[int] = []
+        """Trajectories that are left in this loop."""
+        self.num_dataset_looped = 0
         self.num_played = 0
         self._playing: list[Trajectory | None] = [None] * num_envs
         self._chunk = np.zeros(num_envs, np.int64)  # which file of its trajectory an environment is in
@@ -87,7 +90,7 @@ class RolloutDataset(RolloutFileBase):
         self._length = np.zeros(num_envs, np.int64)  # rows in that file
         self._is_first = np.zeros(num_envs, bool)
         self.repeats = np.zeros(num_envs, bool)
-        self.pages = Pages(num_envs, self.device)
+        self._pages = _Pages(num_envs, self.device)
         self._buffers: dict[int | None, Any] = {}
 
     @property
@@ -95,36 +98,60 @@ class RolloutDataset(RolloutFileBase):
         """The first metadata.json."""
         return self.library.metadata
 
-    get_frame_range = staticmethod(frame_range)
-
-    @property
-    def num_dataset_looped(self) -> int:
-        """How often everything was played."""
-        return self.playlist.num_looped
-
-    @property
-    def unused_trajectory_idxs(self) -> list[int]:
-        """What is left of this loop."""
-        return self.playlist.unused
+    def assemble_obs_components(self, traj_data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """`traj_data` with its `obs_<component>` arrays concatenated to `observations`, images as floats."""
+        return self.library.assemble(traj_data)
 
     def read_dataset_directory(self) -> bool:
         """Look for trajectories, oldest first; False if there are fewer than `keep_latest_n_trajs`."""
-        return self.playlist.read()
+        found = self.library.scan()
+        if len(found) < self.keep_latest_n_trajs:
+            return False
+        self.trajectories = found[-self.keep_latest_n_trajs :]
+        self._refill()
+        return True
 
-    def assemble_obs_components(self, traj_data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """`traj_data` with its `obs_<component>` arrays joined to `observations`, images as floats again."""
-        return self.library.assemble(traj_data)
+    def _refill(self) -> None:
+        usable = [i for i, trajectory in enumerate(self.trajectories) if self.library.is_usable(trajectory)]
+        if self.random_shuffle_traj_order:  # sorted by name first, so that a copy of the files is shuffled alike
+            usable = self.rng.permutation(sorted(usable, key=lambda i: str(self.trajectories[i].path))).tolist()
+        self.unused_trajectory_idxs = usable
 
-    # ------------------------------------------------------------------ which trajectory
+    @property
+    def _is_over(self) -> bool:
+        return 0 < self.dataset_loops <= self.num_dataset_looped
+
+    def _next_trajectory(self) -> Trajectory:
+        """The next unplayed trajectory; after the last loop, one of them again."""
+        if not self.unused_trajectory_idxs:
+            if not self._is_over:
+                self.num_dataset_looped += 1
+            if self._is_over or not self.read_dataset_directory():
+                self._refill()
+            if not self.unused_trajectory_idxs:
+                raise FileNotFoundError(f"there is no usable trajectory left in {self.library.where}")
+        return self.trajectories[self.unused_trajectory_idxs.pop(0)]
+
     def reset_all(self) -> None:
-        """Look for trajectories, waiting for as many as are wanted, and begin one in every environment."""
-        self.playlist.begin(self.wait_interval_s, self.wait_timeout_s)
-        if (found := len(self.playlist.trajectories)) < self.num_envs:
+        """Look for trajectories, wait until there are enough, and begin one in every environment."""
+        started, has_warned = time.monotonic(), False
+        while not self.read_dataset_directory():
+            waited = time.monotonic() - started
+            text = f"fewer than keep_latest_n_trajs={self.keep_latest_n_trajs} trajectories in {self.library.where}"
+            if self.wait_timeout_s is not None and waited >= self.wait_timeout_s:
+                raise FileNotFoundError(f"{text} after {waited:.0f} s")
+            if not has_warned:
+                warnings.warn(f"{text}: waiting for more", stacklevel=3)
+                has_warned = True
+            time.sleep(self.wait_interval_s)
+        if not self.trajectories:
+            raise FileNotFoundError(f"there is no trajectory in {self.library.where}")
+        if (found := len(self.trajectories)) < self.num_envs:
             warnings.warn(
                 f"{found} trajectories for {self.num_envs} environments: some are played several times at once",
                 stacklevel=3,
             )
-        self.num_played = 0
+        self.num_dataset_looped = self.num_played = 0
         self.repeats[:] = False
         self.refresh_handlers(self.all_env_ids)
 
@@ -134,21 +161,20 @@ class RolloutDataset(RolloutFileBase):
             self._refresh_traj_handler(env)
 
     def _refresh_traj_handler(self, env: int) -> None:
-        """Begin the next trajectory; one whose file turns out to be damaged is passed over."""
+        """Begin the next trajectory that can be read."""
         is_loaded = False
         while not is_loaded:
-            self._playing[env] = trajectory = self.playlist.next()
+            self._playing[env] = trajectory = self._next_trajectory()
             low, high = self.starting_frame_range
             frame = int(self.rng.integers(low, high)) if high > low + 1 else low
             frame = frame if frame < trajectory.length else 0
             chunk = next(i for i, (_, end) in enumerate(trajectory.ranges) if frame < end)
             is_loaded = self._load(env, chunk, frame - trajectory.ranges[chunk][0])
         self._is_first[env] = True
-        self.repeats[env] = self.playlist.is_over
+        self.repeats[env] = self._is_over
 
-    # ------------------------------------------------------------------ which file
     def _maintain_handler(self, env: int) -> bool:
-        """Go on to the next file of the trajectory, or to the next trajectory; whether it was the latter."""
+        """Continue with the next file of the trajectory, or the next trajectory; True in the latter case."""
         trajectory = self._playing[env]
         assert trajectory is not None
         following = int(self._chunk[env]) + 1
@@ -159,47 +185,41 @@ class RolloutDataset(RolloutFileBase):
         return True
 
     def _load(self, env: int, chunk: int, cursor: int) -> bool:
-        """Put a file of the environment's trajectory on its page; False if the file cannot be used."""
+        """Load a file of the environment's trajectory; False if the file cannot be used."""
         trajectory = self._playing[env]
         assert trajectory is not None
         arrays = self.library.load(trajectory.chunks[chunk])
         if arrays is None:
             return False
-        if not self.pages.data:
-            self.pages.declare(arrays)
-        self.pages.grow(self.library.longest_file)
-        self.pages.put(env, arrays)
+        self._pages.put(env, arrays, self.library.longest_file)
         self._chunk[env], self._cursor[env], self._length[env] = chunk, cursor, len(arrays["rewards"])
         return True
 
-    # ------------------------------------------------------------------ batches
     def get_batch(self, num_transitions_per_env: int | None = None) -> Any:
-        """The next transition of every environment, or the next k; StopIteration when everything was played."""
+        """The next transition of every environment, or the next k; StopIteration at the end of the last loop."""
         if self._is_ready and self.repeats.all():
             raise StopIteration
         return super().get_batch(num_transitions_per_env)
 
     def get_transition_batch(self) -> tuple[Any, dict[str, Any]]:
-        """One transition of every environment, and infos with `time_outs` and how far the dataset was played."""
+        """One transition of every environment, and infos with `time_outs`, `loops` and `trajectories` played."""
         buffer, infos = super().get_transition_batch()
         return buffer, {**infos, "loops": self.num_dataset_looped, "trajectories": self.num_played}
 
     def get_buffer(self, num_transitions_per_env: int | None = None) -> Any:
-        """The transition that every call with this number fills anew."""
+        """The tensors that every call with this number fills."""
         if not self._is_ready:
             self.reset()
         if num_transitions_per_env not in self._buffers:
             lead = (self.num_envs,) if num_transitions_per_env is None else (num_transitions_per_env, self.num_envs)
-            obs, critic, *rest, next_obs, next_critic = (
-                self.pages.zeros(name, lead) for name in (*SERVED, *SERVED[:2])
-            )
-            if CRITIC_OBS not in self.pages:
-                critic, next_critic = obs, next_obs
-            self._buffers[num_transitions_per_env] = Transition(obs, critic, *rest, next_obs, next_critic)
+            fields = [self._pages.zeros(name, lead) for name in (*SERVED, *SERVED[:2])]
+            if CRITIC_OBS not in self._pages:
+                fields[1], fields[-1] = fields[0], fields[-2]
+            self._buffers[num_transitions_per_env] = Transition(*fields)
         return self._buffers[num_transitions_per_env]
 
     def fill_transitions(self, buffer: Any, num_transitions_per_env: int) -> None:
-        """Fill fields (k, N, ...), as many steps at once as no environment reaches the end of its file."""
+        """Fill fields (k, N, ...), up to the next end of a file at once."""
         step = 0
         while step < num_transitions_per_env:
             count = int(min(num_transitions_per_env - step, (self._length - self._cursor).min()))
@@ -208,34 +228,20 @@ class RolloutDataset(RolloutFileBase):
             step += count
 
     def fill_transition(self, buffer: Any, env_ids: Tensor | None = None) -> None:
-        """Write the row under the cursor of every environment, or of some, and what follows it; move on."""
+        """Write the next transition of all environments, or of some, and advance."""
         self._fill(Transition(*(tree_map(lambda leaf: leaf[None], field) for field in buffer)), 1, env_ids)
 
     def _fill(self, buffer: Any, count: int, env_ids: Tensor | None) -> None:
         """Fill fields (count, N, ...); only their last step may be the last of a file."""
         envs = np.arange(self.num_envs) if env_ids is None else env_ids.cpu().numpy()
-        rows = self.pages.rows(envs, self._cursor[envs], count)
+        rows = self._pages.rows(envs, self._cursor[envs], count)
         for name, target in zip(SERVED, buffer, strict=False):
-            if name in self.pages:
-                self.pages.copy(name, target, rows, env_ids)
+            if name in self._pages:
+                self._pages.copy(name, target, rows, env_ids)
         if self.mark_first_frame_done:
             buffer.done[0].logical_or_(torch.from_numpy(self._is_first).to(self.device))
         self._is_first[envs] = False
-        self._cursor[envs] += count - 1
-        self._move_on(buffer, envs)
-        rows = self.pages.rows(envs, self._cursor[envs], 1)
-        self._fill_next(OBS, buffer.observation, buffer.next_observation, rows, env_ids)
-        if CRITIC_OBS in self.pages:
-            now, then = buffer.privileged_observation, buffer.next_privileged_observation
-            self._fill_next(CRITIC_OBS, now, then, rows, env_ids)
-
-    def _fill_next(self, name: str, now: Any, then: Any, rows: Tensor, env_ids: Tensor | None) -> None:
-        tree_map(lambda a, b: b[:-1].copy_(a[1:]), now, then)
-        self.pages.copy(name, tree_map(lambda leaf: leaf[-1:], then), rows, env_ids)
-
-    def _move_on(self, buffer: Any, envs: np.ndarray) -> None:
-        """Advance the cursors by one, and mark the last step where that ends a trajectory."""
-        self._cursor[envs] += 1
+        self._cursor[envs] += count
         at_end = np.zeros(self.num_envs, bool)
         for env in envs[self._cursor[envs] >= self._length[envs]]:
             at_end[env] = self._maintain_handler(int(env))
@@ -243,32 +249,51 @@ class RolloutDataset(RolloutFileBase):
             ended = torch.from_numpy(at_end).to(self.device)
             buffer.timeout[-1].logical_or_(ended & ~buffer.done[-1])
             buffer.done[-1].logical_or_(ended)
+        rows = self._pages.rows(envs, self._cursor[envs], 1)
+        self._fill_next(OBS, buffer.observation, buffer.next_observation, rows, env_ids)
+        if CRITIC_OBS in self._pages:
+            now, then = buffer.privileged_observation, buffer.next_privileged_observation
+            self._fill_next(CRITIC_OBS, now, then, rows, env_ids)
 
-    # ------------------------------------------------------------------ continuing
+    def _fill_next(self, name: str, now: Any, then: Any, rows: Tensor, env_ids: Tensor | None) -> None:
+        tree_map(lambda a, b: b[:-1].copy_(a[1:]), now, then)
+        self._pages.copy(name, tree_map(lambda leaf: leaf[-1:], then), rows, env_ids)
+
     def state_dict(self) -> dict[str, Any]:
-        """Where every environment is, in plain containers; nothing before the first batch."""
+        """The position of every environment, in plain containers; empty before the first batch."""
         if not self._is_ready:
             return {}
+        name_of = self.library.name_of
         return {
-            "playlist": self.playlist.state_dict(),
+            "playlist": {
+                "trajectories": [name_of(trajectory) for trajectory in self.trajectories],
+                "unused": list(self.unused_trajectory_idxs),
+                "num_looped": self.num_dataset_looped,
+            },
             "rng": json.dumps(self.rng.bit_generator.state),
-            "playing": [self.library.name_of(trajectory) for trajectory in self._playing if trajectory is not None],
+            "playing": [name_of(trajectory) for trajectory in self._playing if trajectory is not None],
             "places": [self._chunk.tolist(), self._cursor.tolist()],
             "flags": [self._is_first.tolist(), self.repeats.tolist()],
             "num_played": self.num_played,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another dataset of these files was.
+        """Continue from the position of another dataset of the same files.
 
-        LookupError if files are missing or it served another number of environments; then this one begins anew.
+        LookupError if files are missing or the number of environments differs; the dataset then starts from the
+        beginning.
         """
         if not state:
             return
         if len(state["playing"]) != self.num_envs:
             raise LookupError(f"it was played in {len(state['playing'])} environments, here are {self.num_envs}")
-        self._is_ready = False  # until all is read
-        known = self.playlist.load_state_dict(state["playlist"])
+        self._is_ready = False  # until everything is read
+        played = state["playlist"]
+        known = {self.library.name_of(trajectory): trajectory for trajectory in self.library.scan()}
+        if missing := [name for name in played["trajectories"] if name not in known]:
+            raise LookupError(f"{len(missing)} trajectories are no longer in {self.library.where}: {missing[0]}, ...")
+        self.trajectories = [known[name] for name in played["trajectories"]]
+        self.unused_trajectory_idxs, self.num_dataset_looped = list(played["unused"]), int(played["num_looped"])
         for env, (name, chunk, cursor) in enumerate(zip(state["playing"], *state["places"], strict=True)):
             self._playing[env] = known.get(name)
             if self._playing[env] is None or not self._load(env, chunk, cursor):
@@ -277,3 +302,50 @@ class RolloutDataset(RolloutFileBase):
         self.rng.bit_generator.state = json.loads(state["rng"])
         self.num_played = int(state["num_played"])
         self._is_ready = True
+
+
+class _Pages:
+    """The current file of every environment: one tensor (N, longest file, ...) per name, gathered into batches."""
+
+    def __init__(self, num_envs: int, device: torch.device) -> None:
+        self.num_envs, self.device = num_envs, device
+        self.data: dict[str, Tensor] = {}
+        self.num_rows = 0
+
+    def __contains__(self, name: str) -> bool:
+        return any(key.partition(".")[0] == name for key in self.data)
+
+    def put(self, env: int, arrays: Mapping[str, np.ndarray], num_rows: int) -> None:
+        """Replace an environment's file; the first file declares names, shapes and dtypes."""
+        if not self.data:
+            for name, array in arrays.items():
+                if name.partition(".")[0] in SERVED:
+                    empty = torch.from_numpy(array[:0])
+                    self.data[name] = empty.new_zeros((self.num_envs, 0, *array.shape[1:]), device=self.device)
+        if num_rows > self.num_rows:
+            for name, page in self.data.items():
+                self.data[name] = page.new_zeros((self.num_envs, num_rows, *page.shape[2:]))
+                self.data[name][:, : self.num_rows] = page
+            self.num_rows = num_rows
+        for name, page in self.data.items():
+            page[env, : len(arrays[name])].copy_(torch.from_numpy(arrays[name]))
+
+    def zeros(self, name: str, lead: tuple[int, ...]) -> Any:
+        """A tensor (*lead, ...) for the named array, or a nested dict of them."""
+        parts = {n: p.new_zeros((*lead, *p.shape[2:])) for n, p in self.data.items() if n.partition(".")[0] == name}
+        return parts[name] if name in parts else nested(parts, name)
+
+    def rows(self, envs: np.ndarray, cursor: np.ndarray, count: int) -> Tensor:
+        """Flat positions of `count` rows from the cursors on, step by step, for `copy`."""
+        first = envs * self.num_rows + cursor
+        rows = first if count == 1 else (np.arange(count)[:, None] + first).reshape(-1)
+        return torch.from_numpy(rows).to(self.device)
+
+    def copy(self, name: str, target: Any, rows: Tensor, env_ids: Tensor | None) -> None:
+        """Copy rows of the named array to all of `target` (count, N, ...), or to the columns `env_ids` of one step."""
+        for leaf, out in tree_leaves(target, name):
+            page = self.data[leaf].flatten(0, 1)  # (N * num_rows, ...)
+            if env_ids is None:
+                torch.index_select(page, 0, rows, out=out.flatten(0, 1))
+            else:
+                out[0, env_ids.to(self.device)] = page[rows]

@@ -1,7 +1,8 @@
-"""The one process that adds trajectories to a directory."""
+"""Writing trajectories to a directory."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -22,21 +23,20 @@ from canter.storage.rollout_files.catalog import (
     read_metadata,
     rebuild_manifest,
     trajectory_folders,
-    write_json,
 )
-from canter.storage.rollout_files.container import ChunkInfo, peek_chunk, schema_of, write_chunk
+from canter.storage.rollout_files.container import ChunkInfo, peek_chunk, schema_of, write_bytes, write_chunk
 from canter.utils.files import RunLock, remove_stale_temps
 
 _PENDING = re.compile(r"\.pending_trajectory_[0-9]+")
 
 
 class TrajectoryWriter:
-    """The one process that adds trajectories to a directory; continues what is there.
+    """Adds trajectories to a directory, new or existing; one process at a time.
 
     Args:
-        directory: Made if it is missing; RunLockedError if another process writes to it.
-        metadata: Kept in metadata.json beside the totals.
-        num_threads: Files written at once; most of the time goes into waiting for the disk.
+        directory: Created if it is missing; RunLockedError if another process writes to it.
+        metadata: Stored in metadata.json beside the totals.
+        num_threads: Files written at once; most of the time is spent waiting for the disk.
     """
 
     def __init__(
@@ -45,7 +45,9 @@ class TrajectoryWriter:
         self.directory = Path(directory)
         self._lock: RunLock | None = RunLock(self.directory)
         try:
-            self._clean()
+            self._drop_pending()
+            for folder in (self.directory, *(folder for _, folder in trajectory_folders(self.directory))):
+                remove_stale_temps(folder)
             infos = rebuild_manifest(self.directory)
             self.metadata = {**read_metadata(self.directory), **(metadata or {}), "format_version": FORMAT_VERSION}
         except BaseException:
@@ -58,12 +60,6 @@ class TrajectoryWriter:
         self._pool = ThreadPoolExecutor(num_threads)
         self._writes: list[Future[ChunkInfo]] = []
         self._unlisted: list[ChunkInfo] = []
-
-    def _clean(self) -> None:
-        remove_stale_temps(self.directory)
-        self._drop_pending()
-        for _, folder in trajectory_folders(self.directory):
-            remove_stale_temps(folder)
 
     def _drop_pending(self) -> None:
         for entry in self.directory.iterdir():
@@ -78,15 +74,15 @@ class TrajectoryWriter:
         return empty + list(range(first, first + count - len(empty)))
 
     def folder(self, number: int) -> Path:
-        """Where trajectory `number` is."""
+        """Folder of trajectory `number`."""
         return self.directory / f"trajectory_{number}"
 
     def pending_folder(self, number: int) -> Path:
-        """Where it is while nobody knows whether it will be kept; readers do not look there."""
+        """Folder of trajectory `number` until it is published; readers ignore it."""
         return self.directory / f".pending_trajectory_{number}"
 
     def add(self, number: int, arrays: Mapping[str, np.ndarray], start: int, ended: str = "") -> None:
-        """Write a piece of a trajectory; `flush` waits for it and acknowledges it. The arrays must not change."""
+        """Write a piece of a trajectory in the background, until `flush`. The arrays must not change."""
         self._check(arrays)
         self._writes.append(self._pool.submit(write_chunk, self.folder(number), arrays, start, ended))
 
@@ -118,7 +114,7 @@ class TrajectoryWriter:
         self._unlisted.append(info)
 
     def flush(self) -> None:
-        """Acknowledge everything written so far, and bring metadata.json up to date."""
+        """Wait for all writes, list them in the manifest and update metadata.json."""
         writes, self._writes = self._writes, []
         for write in writes:
             self._count(write.result())
@@ -132,12 +128,13 @@ class TrajectoryWriter:
         self.write_metadata()
 
     def write_metadata(self) -> None:
-        """Write metadata.json with today's totals."""
+        """Write metadata.json with the current totals."""
         totals = {"total_timesteps": self.num_steps, "total_trajectories": self.num_trajectories}
-        write_json(self.directory / METADATA, {**self.metadata, **totals, "total_episodes": self.num_episodes})
+        content = {**self.metadata, **totals, "total_episodes": self.num_episodes}
+        write_bytes(self.directory / METADATA, (json.dumps(content, indent=2) + "\n").encode())
 
     def close(self) -> None:
-        """Acknowledge what is left, remove empty folders and let others write; harmless when repeated."""
+        """Flush, remove empty folders and release the directory; harmless when repeated."""
         lock, self._lock = self._lock, None
         if lock is None:
             return

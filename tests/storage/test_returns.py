@@ -1,9 +1,10 @@
-"""Advantages against their definition as a sum, and bootstrapping."""
+"""Advantages against their definition as a sum, and their normalisation."""
 
 import pytest
 import torch
 
-from canter.utils.returns import gae, masked_mean, normalize_advantages, timeout_bootstrap
+from canter.storage.rollout_storage import gae, masked_mean, normalize_advantages
+from canter.execution.guard import NoHostSync
 
 
 def direct_sum(rewards, values, dones, last_values, gamma, lam):
@@ -31,7 +32,7 @@ def rollout(seed, num_steps=None, end_prob=0.3):
 
 
 @pytest.mark.parametrize("end_prob", [0.0, 0.3, 1.0])
-def test_gae_is_the_direct_sum_over_each_episode(end_prob):  # C3, row S03
+def test_gae_is_the_direct_sum_over_each_episode(end_prob):
     lengths = set()
     for seed in range(200 if end_prob == 0.3 else 20):
         given = rollout(seed, end_prob=end_prob)
@@ -40,7 +41,7 @@ def test_gae_is_the_direct_sum_over_each_episode(end_prob):  # C3, row S03
     assert {1, 6} <= lengths
 
 
-def test_lambda_one_is_monte_carlo():  # C3
+def test_lambda_one_is_monte_carlo():
     rewards, values, dones, last = rollout(5, num_steps=6)
     returns, tail = torch.zeros_like(rewards), last
     for t in reversed(range(6)):
@@ -49,14 +50,14 @@ def test_lambda_one_is_monte_carlo():  # C3
     torch.testing.assert_close(gae(rewards, values, dones, last, 0.9, 1.0) + values, returns)
 
 
-def test_lambda_zero_is_the_temporal_difference():  # C3
+def test_lambda_zero_is_the_temporal_difference():
     rewards, values, dones, last = rollout(6, num_steps=6)
     follows = torch.cat([values[1:], last[None]])
     expected = rewards + 0.9 * torch.where(dones, 0.0, follows) - values
     torch.testing.assert_close(gae(rewards, values, dones, last, 0.9, 0.0), expected)
 
 
-def test_gae_of_three_steps_by_hand():  # row S03; the first step ends an episode, gamma = lam = 0.5
+def test_gae_of_three_steps_by_hand():  # the first step ends an episode, gamma = lam = 0.5
     rewards, values = torch.tensor([1.0, 2.0, 3.0]).view(3, 1, 1), torch.tensor([4.0, 6.0, 8.0]).view(3, 1, 1)
     dones = torch.tensor([True, False, False]).view(3, 1, 1)
     # t=2: 3 + 0.5*10 - 8 = 0; t=1: 2 + 0.5*8 - 6 + 0.25*0 = 0; t=0: 1 - 4 = -3
@@ -67,7 +68,7 @@ def test_gae_of_three_steps_by_hand():  # row S03; the first step ends an episod
 
 
 @pytest.mark.parametrize("what", ["rewards", "values", "last"])
-def test_one_episode_leaves_the_one_before_bit_identical(what):  # C2
+def test_one_episode_leaves_the_one_before_bit_identical(what):
     for seed in range(50):
         rewards, values, dones, last = (x.float() if x.is_floating_point() else x for x in rollout(seed, 8))
         dones[3], dones[-1] = True, False
@@ -79,21 +80,27 @@ def test_one_episode_leaves_the_one_before_bit_identical(what):  # C2
         assert not torch.equal(before[4:], after[4:])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gae_takes_gamma_and_lambda_as_numbers_or_as_tensors(dtype):
+    given = [x.to(dtype) if x.is_floating_point() else x for x in rollout(3, num_steps=6)]
+    gamma, lam = torch.tensor(0.97, dtype=dtype), torch.tensor(0.9, dtype=dtype)
+    with NoHostSync():
+        from_tensors = gae(*given, gamma, lam)
+    torch.testing.assert_close(from_tensors, gae(*given, 0.97, 0.9))
+    assert from_tensors.dtype == dtype
+    gamma.fill_(0.5)
+    torch.testing.assert_close(gae(*given, gamma, lam), gae(*given, 0.5, 0.9))
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32])
-def test_dones_of_any_kind_end_an_episode(dtype):  # row E16
+def test_dones_of_any_kind_end_an_episode(dtype):
     rewards, values, dones, last = rollout(1, 5)
     assert torch.equal(
         gae(rewards, values, dones.to(dtype), last, 0.9, 0.9), gae(rewards, values, dones, last, 0.9, 0.9)
     )
 
 
-def test_the_value_of_a_cut_off_state_is_added_only_where_it_was_cut_off():
-    rewards, values = torch.tensor([1.0, 1.0, 1.0]), torch.tensor([5.0, float("nan"), 5.0])
-    truncated = torch.tensor([True, False, False])
-    assert timeout_bootstrap(rewards, values, truncated, 0.9).tolist() == [5.5, 1.0, 1.0]
-
-
-def test_advantages_get_mean_zero_and_unbiased_deviation_one():  # row S03
+def test_advantages_get_mean_zero_and_unbiased_deviation_one():
     normal = normalize_advantages(torch.tensor([1.0, 2.0, 3.0, 6.0]).view(2, 2, 1))
     # mean 3, deviations -2 -1 0 3, unbiased variance 14/3
     expected = torch.tensor([-2.0, -1.0, 0.0, 3.0]) / (14 / 3) ** 0.5
@@ -109,7 +116,7 @@ def test_advantages_are_normalised_over_valid_steps_only():
 
 
 @pytest.mark.parametrize("x", [[5.0], [2.0, 2.0, 2.0]])
-def test_advantages_without_spread_become_zero(x):  # C8: a batch of one, or of equals
+def test_advantages_without_spread_become_zero(x):  # a batch of one, or of equals
     assert normalize_advantages(torch.tensor(x)).tolist() == [0.0] * len(x)
     assert normalize_advantages(torch.tensor(x), torch.zeros(len(x), dtype=torch.bool)).isfinite().all()
 
