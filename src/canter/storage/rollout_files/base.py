@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from canter.utils.devices import resolve_device
+from canter.utils.runtime import resolve_device
 
 
 class RolloutFileBase(IterableDataset, ABC):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from canter.algorithms.on_policy import timeout_bootstrap
 from canter.algorithms.ppo import PPO
 from canter.envs import records
 from canter.envs.vec_env import StepRecord
@@ -353,9 +352,3 @@ def test_a_loop_without_inference_mode_may_follow_one_with_it():
     with torch.inference_mode():
         stored_reward(value_reader(), infos)
     assert stored_reward(value_reader(), infos) == pytest.approx(5.5)
-
-
-def test_the_value_of_a_cut_off_state_is_added_only_where_it_was_cut_off():
-    rewards, values = torch.tensor([1.0, 1.0, 1.0]), torch.tensor([5.0, float("nan"), 5.0])
-    truncated = torch.tensor([True, False, False])
-    assert timeout_bootstrap(rewards, values, truncated, 0.9).tolist() == [5.5, 1.0, 1.0]
