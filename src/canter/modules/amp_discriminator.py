@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from canter.modules.actor_critic import ActorCritic
 from canter.modules.mlp import mlp
-from canter.storage.rollout_storage import masked_mean
 from canter.utils.config import check_settings, setting_names
+from canter.utils.returns import masked_mean
 
 WGAN_SLOPE = 0.3
 

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 from torch import distributions as td
 
-from canter.execution.flat_parameters import sample_dirichlet
 from canter.modules.action_distribution import (
     ActionDistribution,
     DeviceConstants,
@@ -50,7 +49,7 @@ class Beta(ActionDistribution):
     def sample(self, params: Params, generator: Generator | None = None) -> Tensor:
         """Draw one action per row of the parameters, without gradient."""
         # Two gamma draws over their sum, in one kernel that draws from the generator and asks the host nothing.
-        pair = sample_dirichlet(torch.stack(_pair(params), -1), generator)
+        pair = torch._sample_dirichlet(torch.stack(_pair(params), -1), generator=generator)  # pyright: ignore[reportPrivateImportUsage]
         return pair[..., 0].clamp(EDGE, 1.0 - EDGE)
 
     def mode(self, params: Params) -> Tensor:

@@ -44,7 +44,7 @@ from canter.modules.visual_actor_critic import (
     VisualDeterministicAC,
     VisualDeterministicRecurrent,
 )
-from canter.storage.rollout_storage import Field
+from canter.storage.fields import Field
 from canter.utils.config import build
 from canter.utils.tree import tree_leaves, tree_map
 
@@ -116,48 +116,6 @@ def build_pair(
     actor = actor_class(obs_space=obs_space, action_space=action_space, cfg=dict(actor_cfg or {}))
     critic = critic_class(obs_space=critic_obs_space, cfg=dict(critic_cfg or {}))
     return ActorCriticPair(actor, critic)
-
-
-NETWORK_ARGUMENTS = (
-    "actor", "critic", "actor_class", "critic_class", "actor_cfg", "critic_cfg", "obs_space", "action_space",
-)  # fmt: skip
-
-
-def build_policy(
-    env: Any,
-    actor: Any = None,
-    critic: Any = None,
-    actor_class: Any = None,
-    critic_class: Any = None,
-    actor_cfg: Mapping[str, Any] | None = None,
-    critic_cfg: Mapping[str, Any] | None = None,
-    obs_space: Any = None,
-    action_space: Any = None,
-) -> Policy:
-    """A policy from two networks, or from their classes and the spaces of an environment.
-
-    Args:
-        env: The environment whose spaces are used, or None.
-        actor: Network of the actor.
-        critic: Network of the critic.
-        actor_class: Class of the actor; see `canter.modules.actors`.
-        critic_class: Class of the critic.
-        actor_cfg: Settings of the actor.
-        critic_cfg: Settings of the critic.
-        obs_space: Observation space, if not the environment's.
-        action_space: Action space, if not the environment's.
-    """
-    if actor is not None and critic is not None:
-        return ActorCriticPair(actor, critic)
-    missing = [name for name, cls in (("actor_class", actor_class), ("critic_class", critic_class)) if cls is None]
-    if env is None and (obs_space is None or action_space is None):
-        missing.append("env (or obs_space and action_space)")
-    if missing:
-        raise ValueError(f"PPO needs a policy: PPO(actor_critic, ...), or {' and '.join(missing)}")
-    obs_space = obs_space or env.obs_space
-    critic_space = obs_space if env is None else env.critic_obs_space
-    action_space = action_space or env.action_space
-    return build_pair(obs_space, critic_space, action_space, actor_class, critic_class, actor_cfg, critic_cfg)
 
 
 def space_shapes(space: spaces.Space) -> Any:

@@ -32,7 +32,7 @@ class Context:
     """Named intermediates that a loss may want."""
     trajectories: Trajectories | None = None
     """How a (T, N) rollout splits; None for a single step."""
-    random_masks: Mapping[str, Tensor] = field(default_factory=dict)
+    tosses: Mapping[str, Tensor] = field(default_factory=dict)
     """(..., 1) results of the policy's `coins`; a coin that is not here was not tossed, as in inference."""
 
     def remember(self, name: str, memory: Memory, x: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class Policy(nn.Module):
         self.carried: dict[str, Carried] = {}
         """What is carried from step to step besides the memories."""
         self.generator: torch.Generator | None = None
-        self.random_mask_probs: dict[str, float] = {}
+        self.coins: dict[str, float] = {}
         """Probability by name of what is left to chance while collecting; learning sees the same results again."""
         self._params: Params | None = None
         self._aux: dict[str, Tensor] = {}
@@ -96,13 +96,13 @@ class Policy(nn.Module):
         """The action taken while collecting."""
         return self.distribution.sample(params, generator)
 
-    def draw_random_masks(self, obs: Obs, generator: torch.Generator | None) -> dict[str, Tensor]:
+    def toss(self, obs: Obs, generator: torch.Generator | None) -> dict[str, Tensor]:
         """(N, 1) results of every coin for one collecting step."""
-        if not self.random_mask_probs:
+        if not self.coins:
             return {}
         device = next(self.parameters()).device
         size = (batch_size(obs), 1)
-        return {name: torch.rand(size, generator=generator, device=device) < p for name, p in self.random_mask_probs.items()}
+        return {name: torch.rand(size, generator=generator, device=device) < p for name, p in self.coins.items()}
 
     # ------------------------------------------------------------------ pure core
     @final
@@ -112,12 +112,12 @@ class Policy(nn.Module):
         critic_obs: Obs | None = None,
         hidden: Mapping[str, Tensor] | None = None,
         trajectories: Trajectories | None = None,
-        random_masks: Mapping[str, Tensor] | None = None,
+        tosses: Mapping[str, Tensor] | None = None,
     ) -> PolicyOutput:
         """Actor and critic in one pass; nothing is kept on the policy."""
         if hidden is None:
             hidden = self.initial_hidden(batch_size(obs))
-        ctx = Context(dict(hidden), {}, trajectories, random_masks or {})
+        ctx = Context(dict(hidden), {}, trajectories, tosses or {})
         params = self.actor_params(self.obs_normalizer.normalize(obs), ctx)  # pyright: ignore[reportCallIssue]
         seen = obs if critic_obs is None else critic_obs
         value = self._value_of(seen, ctx)
@@ -193,8 +193,8 @@ class Policy(nn.Module):
 
         With `hidden_states`, obs is a padded (T, M, D) batch with its masks; otherwise one step of N environments.
         """
-        random_masks = self.draw_random_masks(obs, self.generator) if hidden_states is None else {}
-        self._params = self._shell("actor", obs, masks, hidden_states, random_masks)
+        tosses = self.toss(obs, self.generator) if hidden_states is None else {}
+        self._params = self._shell("actor", obs, masks, hidden_states, tosses)
         return self.sample_action(self._last(), self.generator)
 
     @final
@@ -222,7 +222,7 @@ class Policy(nn.Module):
         return self.distribution.log_prob(out.params, actions), self.distribution.entropy(out.params), out.value
 
     def _shell(
-        self, branch: str, obs: Any, masks: Any, hidden_states: Any, random_masks: Any = None, core: Any = None
+        self, branch: str, obs: Any, masks: Any, hidden_states: Any, tosses: Any = None, core: Any = None
     ) -> Any:
         """One branch of the core, or a `core` that takes what is normalised already, on the kept or a given state."""
         is_actor = branch == "actor"
@@ -231,10 +231,9 @@ class Policy(nn.Module):
             normalizer = NoNormalization()
         core = core or (self.actor_params if is_actor else self.critic_value)
         if hidden_states is None:
-            ctx = Context(self.hidden(batch_size(obs)), random_masks=random_masks or {})
+            ctx = Context(self.hidden(batch_size(obs)), tosses=tosses or {})
         else:
-            state = getattr(hidden_states, branch, hidden_states)  # of a minibatch: by memory name
-            ctx = Context(dict(state) if isinstance(state, Mapping) else self.unpack_hidden(hidden_states, branch))
+            ctx = Context(self.unpack_hidden(hidden_states, branch))
             if masks is not None:
                 ctx.trajectories = trajectories_from_masks(masks)
                 obs = tree_map(lambda leaf: unpad_trajectories(leaf, masks), obs)

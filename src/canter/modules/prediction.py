@@ -87,7 +87,7 @@ class Prediction:
         options = {"hidden_sizes": HIDDEN_SIZES, **(kwargs or {})}
         setattr(policy, self.head, MlpModel(width, output_size=self.target.width, **options))
         if 0.0 < self.replace_prob < 1.0:
-            policy.random_mask_probs[self.aux] = self.replace_prob
+            policy.coins[self.aux] = self.replace_prob
 
     def estimate(self) -> Estimate:
         """What the policy lists."""
@@ -112,7 +112,7 @@ class Prediction:
             return obs
         names = self.layout.ordered(list(parts))
         replaced = self.layout.put(obs, names, torch.cat([parts[name] for name in names], dim=-1))
-        toss = ctx.random_masks.get(self.aux)
+        toss = ctx.tosses.get(self.aux)
         return replaced if toss is None else torch.where(toss, replaced, obs)
 
     def nest_hidden(self, policy: ActorCritic, states: Any) -> Any:
