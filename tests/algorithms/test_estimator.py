@@ -40,7 +40,7 @@ def test_another_loss_by_its_name_and_options(collect):  # row P59
     loss = {"estimator_loss_func": "huber_loss", "estimator_loss_kwargs": {"delta": 0.1}}
     alg, _ = collected(collect, **loss)
     (batch, *_) = alg.mini_batches()
-    out = alg.policy(batch.obs, batch.critic_obs, tosses=batch.tosses)
+    out = alg.policy(batch.obs, batch.critic_obs, random_masks=batch.tosses)
     by_hand = F.huber_loss(out.aux["estimated_state"], batch.critic_obs[:, 2:4], reduction="none", delta=0.1)
     torch.testing.assert_close(alg.compute_losses(batch).losses["estimator_loss"], by_hand.sum(-1).mean())
 
@@ -102,7 +102,7 @@ def test_steps_that_do_not_count_teach_nothing(collect):
     alg, _ = collected(collect)
     (batch, *_) = alg.mini_batches()
     batch.valid = torch.arange(len(batch.obs)) % 2 == 0
-    out = alg.policy(batch.obs, batch.critic_obs, tosses=batch.tosses)
+    out = alg.policy(batch.obs, batch.critic_obs, random_masks=batch.tosses)
     error = (out.aux["estimated_state"] - batch.critic_obs[:, 2:4]).square().sum(-1)
     torch.testing.assert_close(alg.loss_terms(batch, out).losses["estimator_loss"], masked_mean(error, batch.valid))
 

@@ -16,7 +16,7 @@ def widths(network):
     return [(layer.in_features, layer.out_features) for layer in network if isinstance(layer, nn.Linear)]
 
 
-def test_minimal_actor_and_critic():  # row M01
+def test_minimal_actor_and_critic():
     torch.manual_seed(0)
     dist = Actor(4, 2)(torch.randn(7, 4))
     assert isinstance(dist, torch.distributions.Normal)
@@ -68,7 +68,7 @@ def test_an_unknown_kind_of_noise_is_refused():
 
 @pytest.mark.parametrize("kind", ["scalar", "log"])
 @pytest.mark.parametrize("low", [0.3, [0.3, 0.5], torch.tensor([0.3, 0.5])])
-def test_clipping_the_noise_moves_the_parameter_into_its_bounds(kind, low):  # row M05
+def test_clipping_the_noise_moves_the_parameter_into_its_bounds(kind, low):
     policy = ActorCritic(4, 2, init_noise_std=[0.1, 4.0], noise_std_type=kind)
     policy.clip_std(min=low, max=2.0)
     torch.testing.assert_close(policy.noise_std().detach(), torch.tensor([0.3, 2.0]))
@@ -76,7 +76,7 @@ def test_clipping_the_noise_moves_the_parameter_into_its_bounds(kind, low):  # r
     torch.testing.assert_close(policy.noise_std().detach(), torch.tensor([0.3, 2.0]))
 
 
-def test_noise_that_fell_below_zero_is_lifted():  # row M05
+def test_noise_that_fell_below_zero_is_lifted():
     policy = ActorCritic(4, 2)
     with torch.no_grad():
         policy.std.fill_(-1.0)
@@ -117,13 +117,13 @@ def test_squashed_actions_stay_in_the_space_and_inference_gives_its_centre():
     assert bounded.std(0).min() > 0.5
 
 
-def test_an_unknown_setting_is_an_error_with_a_suggestion():  # decision 12
+def test_an_unknown_setting_is_an_error_with_a_suggestion():
     with pytest.raises(TypeError, match="ActorCritic has no setting 'init_nois_std'; did you mean 'init_noise_std'"):
         ActorCritic(3, 3, 2, init_nois_std=0.5)
     ActorCritic(3, 3, 2, rnn_type=None)
 
 
-def test_segments_have_two_names_for_one_thing():  # row O07 under decision 14
+def test_segments_have_two_names_for_one_thing():
     policy = ActorCritic(3, 5, 2, obs_segments={"a": 1, "b": [2]}, critic_obs_segments={"a": 1, "c": (2, 2)})
     assert policy.obs_segments == {"a": (1,), "b": (2,)}
     assert policy.critic_obs_segments == policy.privileged_obs_segments == {"a": (1,), "c": (2, 2)}
@@ -142,7 +142,7 @@ def test_orthogonal_weights_have_their_gains():
     assert all((layer.bias == 0).all() for layer in (*policy.actor, *policy.critic) if isinstance(layer, nn.Linear))
 
 
-def test_entropy_is_the_closed_form():  # C19
+def test_entropy_is_the_closed_form():
     policy = ActorCritic(3, 3, 2, init_noise_std=[0.5, 2.0])
     policy.act(torch.randn(6, 3))
     expected = sum(0.5 * math.log(2 * math.pi * math.e * std**2) for std in (0.5, 2.0))

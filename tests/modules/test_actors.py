@@ -18,10 +18,9 @@ from canter.modules.actors import (
     MLPActor,
     MLPCritic,
     MLPDiscreteActor,
-    build_mlp,
+    flatten_obs,
 )
 from canter.modules.distributions import SquashedGaussian
-from canter.modules.space_networks import flatten_obs
 from canter.utils.debug import NoHostSync
 
 VECTOR = spaces.Box(-math.inf, math.inf, (5,))
@@ -39,7 +38,7 @@ def sizes(module):
     return [(layer.in_features, layer.out_features) for layer in linears(module)]
 
 
-def test_defaults_are_the_documented_ones():  # row M64
+def test_defaults_are_the_documented_ones():
     actor, critic = MLPActor(obs_space=VECTOR, action_space=ARM, cfg=None), MLPCritic(obs_space=VECTOR, cfg=None)
     assert sizes(actor) == [(5, 256), (256, 256), (256, 3)]
     assert sizes(critic) == [(5, 256), (256, 256), (256, 1)]
@@ -50,7 +49,7 @@ def test_defaults_are_the_documented_ones():  # row M64
     assert critic.get_value(torch.zeros(7, 5)).shape == (7,)
 
 
-def test_cfg_overrides_hidden_dims():  # row M67
+def test_cfg_overrides_hidden_dims():
     assert sizes(MLPActor(VECTOR, ARM, {"hidden_dims": [256]})) == [(5, 256), (256, 3)]
     assert sizes(MLPCritic(VECTOR, {"hidden_dims": []})) == [(5, 1)]
 
@@ -67,13 +66,6 @@ def test_wrong_action_spaces_are_refused():
         MLPActor(VECTOR, spaces.Discrete(3))
     with pytest.raises(TypeError, match="MLPDiscreteActor needs discrete"):
         MLPDiscreteActor(VECTOR, ARM)
-
-
-def test_build_mlp_puts_layer_norm_before_the_activation():
-    kinds = [type(layer).__name__ for layer in build_mlp(4, [8, 8], 2, "tanh", layer_norm=True)]
-    assert kinds == ["Linear", "LayerNorm", "Tanh"] * 2 + ["Linear"]
-    with pytest.raises(ValueError, match="no activation 'swoosh'"):
-        build_mlp(4, [8], 2, "swoosh")
 
 
 def test_weights_are_orthogonal_with_the_documented_gains():

@@ -14,7 +14,7 @@ ACTION_SHAPES = {"discrete": (), "lstm_discrete": (), "multi_discrete": (2,)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_calls_that_algorithms_and_runners_use(make_policy, noise_env, kind):  # rows M03, M04
+def test_the_calls_that_algorithms_and_runners_use(make_policy, noise_env, kind):
     policy = make_policy(kind)
     obs, critic_obs = noise_env(kind).get_observations()
     actions = policy.act(obs)
@@ -29,11 +29,11 @@ def test_the_calls_that_algorithms_and_runners_use(make_policy, noise_env, kind)
     policy.act(obs)
     mean = policy.action_mean
     policy.reset()
-    assert torch.equal(policy.act_inference(obs), policy.distribution.to_env(mean))  # row M04
+    assert torch.equal(policy.act_inference(obs), policy.distribution.to_env(mean))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_actions_are_scored_by_the_distribution_they_came_from(make_policy, noise_env, kind):  # rows M02, M03
+def test_actions_are_scored_by_the_distribution_they_came_from(make_policy, noise_env, kind):
     policy = make_policy(kind)
     obs, _ = noise_env(kind).get_observations()
     torch.manual_seed(1)
@@ -46,7 +46,7 @@ def test_actions_are_scored_by_the_distribution_they_came_from(make_policy, nois
         torch.testing.assert_close(log_prob, expected)
 
 
-def test_given_actions_can_be_evaluated(make_policy):  # row M02
+def test_given_actions_can_be_evaluated(make_policy):
     policy = make_policy("mlp", critic_obs_segments=None)
     policy.critic = torch.nn.Linear(3, 1)
     obs, actions = torch.randn(6, 3), torch.randn(6, 2)
@@ -127,7 +127,7 @@ def test_a_feed_forward_policy_has_no_hidden_states(make_policy):
 
 
 @pytest.mark.parametrize("kind", ["mlp", "lstm"])
-def test_normalisers_stand_before_both_networks_in_every_call(make_policy, kind):  # decision 6
+def test_normalisers_stand_before_both_networks_in_every_call(make_policy, kind):
     plain, normal = make_policy(kind), make_policy(kind)
     normal.obs_normalizer, normal.critic_obs_normalizer = build_normalizer(3), build_normalizer((5,))
     rows, critic_rows = 4 * torch.randn(50, 3) + 2, 4 * torch.randn(50, 5) + 2

@@ -36,7 +36,7 @@ def rollout_of(policy, num_steps=5, num_envs=3):
     obs = torch.randn(num_steps, num_envs, 49, generator=generator)
     critic_obs = torch.randn(num_steps, num_envs, 51, generator=generator)
     dones = torch.tensor([[0, 0, 1], [1, 0, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0]]).bool()
-    tosses = {name: torch.rand(num_steps, num_envs, 1, generator=generator) < 0.5 for name in policy.coins}
+    tosses = {name: torch.rand(num_steps, num_envs, 1, generator=generator) < 0.5 for name in policy.random_mask_probs}
     return obs, critic_obs, dones, tosses
 
 

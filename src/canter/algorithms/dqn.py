@@ -14,8 +14,7 @@ from canter.algorithms.actor_q import network_cfg
 from canter.algorithms.off_policy import OffPolicyAlgorithm
 from canter.algorithms.off_policy_settings import DQNConfig, DQNSettings
 from canter.algorithms.targets import TargetNetwork
-from canter.modules.q_networks import CNNQNetwork, MLPQNetwork, explore_rows
-from canter.modules.q_policies import QPolicy
+from canter.modules.q_networks import CNNQNetwork, MLPQNetwork, QPolicy, explore_rows
 from canter.storage.prioritized_replay import PrioritizedReplayBuffer
 from canter.storage.replay import ReplayBatch, TransitionReplayBuffer
 from canter.utils.config import settings

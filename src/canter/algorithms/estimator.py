@@ -12,7 +12,7 @@ from torch import Tensor
 from canter.algorithms.ppo import PPO, PPOConfig, Terms
 from canter.algorithms.tppo import TPPO, TPPOConfig
 from canter.modules.policy import PolicyOutput
-from canter.modules.prediction import Estimate, rescale
+from canter.modules.state_estimator import Estimate, rescale
 from canter.storage.fields import MiniBatch
 from canter.utils.config import settings
 

@@ -39,7 +39,7 @@ class OnPolicyAlgorithm(OnPolicySetup):
     def act_step(self, obs: Obs, critic_obs: Obs | None, hidden: Hidden) -> dict[str, Any]:
         """What acting adds to a transition, and the actions as the environment wants them."""
         policy = self.policy
-        tosses = policy.toss(obs, self.generators["action"])
+        tosses = policy.draw_random_masks(obs, self.generators["action"])
         out = self.forward(obs, critic_obs, hidden, tosses)
         actions = policy.sample_action(out.params, self.generators["action"])
         next_hidden = out.hidden

@@ -13,11 +13,15 @@ from canter.algorithms.rnd import RND, RNDConfig
 from canter.algorithms.settings import PPOSettings, check_ranges
 from canter.algorithms.symmetry import Symmetry
 from canter.envs.vec_env import StepRecord
-from canter.modules.actor_critic_pair import ActorCriticPair
+from canter.modules.actor_critic import ActorCritic
 from canter.modules.build import build_normalizer, build_pair, env_shapes
-from canter.modules.normalizer import NoNormalization, ReturnScaler
+from canter.modules.normalizer import (
+    VALUE_NORMALIZATIONS,
+    NoNormalization,
+    ReturnScaler,
+    install_value_normalizer,
+)
 from canter.modules.policy import Policy
-from canter.modules.value_normalizer import VALUE_NORMALIZATIONS, install_value_normalizer
 from canter.storage.fields import Transition
 from canter.storage.rollout_storage import RolloutStorage
 from canter.utils.config import settings
@@ -74,7 +78,7 @@ class OnPolicySetup(PPOSettings, Algorithm):
 
     def _build_pair(self) -> Policy:
         if self.actor is not None and self.critic is not None:
-            return ActorCriticPair(self.actor, self.critic)
+            return ActorCritic(actor=self.actor, critic=self.critic)
         missing = [name for name in ("actor_class", "critic_class") if getattr(self, name) is None]
         has_env = self.env is not None
         if not has_env and (self.obs_space is None or self.action_space is None):
@@ -183,7 +187,7 @@ class OnPolicySetup(PPOSettings, Algorithm):
             param_shapes=self.policy.distribution.param_shapes,
             action_dtype=self.policy.distribution.action_dtype,
             hidden_shapes={name: memory.state_shape for name, memory in self.policy.memories.items()},
-            coins=self.policy.coins,
+            coins=self.policy.random_mask_probs,
             **kwargs,
         )
         if self.normalize_rewards:

@@ -10,6 +10,7 @@ from canter.modules.actor_critic import ActorCritic
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.conv2d import Conv2dHeadModel
 from canter.modules.deterministic_policy import DeterministicPolicyMixin
+from canter.modules.distributions import Params
 from canter.modules.encoder_actor_critic import check_same_shapes, embed
 from canter.modules.policy import Context
 from canter.modules.utils import orthogonal_init
@@ -52,10 +53,10 @@ class VisualActorCriticMixin(ActorCritic):
             orthogonal_init(self.visual_encoder)
 
     def feature_widths(self, num_actor_obs: int, num_critic_obs: int) -> tuple[int, int]:
-        """The image is as wide as its features, for the critic too if it is encoded there."""
+        """The image gets the width of its features, for the critic too if it is encoded there."""
         name, size = self.visual_component_name, self.visual_latent_size
         before, critic_before = self.feature_layout, self.critic_feature_layout
-        before.ordered([name])  # an unknown name is named before a wrong shape
+        before.ordered([name])  # the error of an unknown name comes before that of a wrong shape
         if len(before.shapes[name]) != 3:
             raise ValueError(f"the image {name!r} must have a shape (C, H, W), got {before.shapes[name]}")
         self.visual_layout, self.critic_visual_layout = before, critic_before
@@ -69,23 +70,25 @@ class VisualActorCriticMixin(ActorCritic):
         )
 
     def actor_features(self, obs: Tensor, ctx: Context) -> Tensor:
-        """What follows sees features instead of the image."""
+        """Encode the image for the next stages."""
         return super().actor_features(self._embed(obs, critic=False), ctx)
 
     def critic_features(self, obs: Tensor, ctx: Context) -> Tensor:
-        """The same for the critic, if asked for."""
+        """The same for the critic with `visual_critic`."""
         return super().critic_features(self._embed(obs, critic=True) if self.visual_critic else obs, ctx)
 
     def embed_visual_latent(self, obs: Any) -> Tensor:
         """Raw observations (..., D), a dict of them or an image, normalised and with features instead of the image."""
-        return self._embed(self.obs_layout.flat(self.obs_normalizer.normalize(obs)), critic=False)  # pyright: ignore[reportCallIssue]
+        return self._embed(self.obs_layout.flat(self.obs_normalizer(obs)), critic=False)
 
     def act_with_embedded_latent(self, obs: Tensor, masks: Tensor | None = None, hidden_states: Any = None) -> Tensor:
-        """`act` on what `embed_visual_latent` returned: neither normalised nor encoded again."""
-        after = super().actor_features
-        self._params = self._shell(
-            "actor", obs, masks, hidden_states, core=lambda x, ctx: self.head_params(after(x, ctx))
-        )
+        """`act` on the result of `embed_visual_latent`, which is neither normalised nor encoded again."""
+        features = super().actor_features
+
+        def core(x: Tensor, ctx: Context) -> Params:
+            return self.head_params(features(x, ctx), x, ctx)
+
+        self._params = self._run_branch("actor", obs, masks, hidden_states, core=core)
         return self.sample_action(self._last(), self.generator)
 
     def _embed(self, obs: Tensor, critic: bool) -> Tensor:
@@ -102,8 +105,8 @@ class VisualActorCriticRecurrent(VisualActorCriticMixin, ActorCriticRecurrent):
 
 
 class VisualDeterministicAC(DeterministicPolicyMixin, VisualActorCriticMixin, ActorCritic):
-    """An image encoder, then MLPs; acts without noise, as a student of a teacher does."""
+    """An image encoder, then MLPs; acts without noise, as students of a teacher do."""
 
 
 class VisualDeterministicRecurrent(DeterministicPolicyMixin, VisualActorCriticMixin, ActorCriticRecurrent):
-    """An image encoder, then memories, then MLPs; acts without noise, as a student of a teacher does."""
+    """An image encoder, then memories, then MLPs; acts without noise, as students of a teacher do."""

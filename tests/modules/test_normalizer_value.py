@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from canter.modules.actor_critic import ActorCritic
-from canter.modules.value_normalizer import ValueNormalizer, install_value_normalizer, value_layer
+from canter.modules.normalizer import ValueNormalizer, install_value_normalizer, value_layer
 
 
 def column(*values):
@@ -115,5 +115,5 @@ def test_off_installs_nothing():
 def test_popart_says_what_it_needs_of_a_critic():
     policy = made()
     policy.critic = nn.Sequential(nn.Linear(3, 1, bias=False))
-    with pytest.raises(ValueError, match="ActorCritic has none: use value_normalization='running'"):
+    with pytest.raises(ValueError, match="ActorCritic does not have; use value_normalization='running'"):
         value_layer(policy)

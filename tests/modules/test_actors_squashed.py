@@ -7,18 +7,18 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from canter.modules.q_policies import ActorQPolicy, QPolicy
-from canter.modules.squashed_actors import (
+from canter.modules.actors import (
     CNNDeterministicActor,
     CNNSquashedGaussianActor,
     MLPDeterministicActor,
     MLPSquashedGaussianActor,
 )
+from canter.modules.q_networks import ActorQPolicy, QPolicy
 
 OBS = spaces.Box(-1, 1, (3,))
 
 
-def test_the_density_over_the_box_integrates_to_one():  # row M66
+def test_the_density_over_the_box_integrates_to_one():
     space = spaces.Box(-0.5, 2.5, (1,))
     actor = MLPSquashedGaussianActor(OBS, space, {"hidden_dims": [4], "init_std": 0.7})
     params = {"mu": torch.tensor([[0.3]]), "sigma": torch.tensor([[0.7]])}
