@@ -9,6 +9,7 @@ from gymnasium import spaces
 from torch import nn
 
 from canter.modules.actor_critic import Actor, ActorCritic, Critic
+from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.distributions import Categorical, Gaussian, MultiCategorical, SquashedGaussian
 
 
@@ -44,6 +45,33 @@ def test_no_hidden_layers_make_it_linear():
     policy = ActorCritic(4, 6, 2, actor_hidden_dims=(), critic_hidden_dims=[])
     assert widths(policy.actor) == [(4, 2)]
     assert widths(policy.critic) == [(6, 1)]
+
+
+def kinds(network):
+    return [type(layer) for layer in network]
+
+
+def test_actor_and_critic_have_activations_of_their_own():
+    both = ActorCritic(4, 2, activation="relu", actor_hidden_dims=[3], critic_hidden_dims=[5])
+    assert kinds(both.actor) == kinds(both.critic) == [nn.Linear, nn.ReLU, nn.Linear]
+    mixed = ActorCritic(4, 2, activation="relu", actor_activation="tanh", actor_hidden_dims=[3], critic_hidden_dims=[5])
+    assert kinds(mixed.actor) == [nn.Linear, nn.Tanh, nn.Linear]
+    assert kinds(mixed.critic) == [nn.Linear, nn.ReLU, nn.Linear]
+    other = ActorCritic(4, 2, critic_activation="SiLU", actor_hidden_dims=[3], critic_hidden_dims=[5])
+    assert kinds(other.actor)[1] is nn.ELU
+    assert kinds(other.critic)[1] is nn.SiLU
+    assert widths(mixed.actor) == [(4, 3), (3, 2)]
+    assert widths(mixed.critic) == [(4, 5), (5, 1)]
+
+
+def test_layer_normalisation_is_a_setting_of_each_network():
+    policy = ActorCritic(4, 2, actor_layer_norm=True, actor_hidden_dims=[3, 3], critic_hidden_dims=[5])
+    assert kinds(policy.actor) == [nn.Linear, nn.LayerNorm, nn.ELU] * 2 + [nn.Linear]
+    assert nn.LayerNorm not in kinds(policy.critic)
+    assert nn.LayerNorm in kinds(ActorCritic(4, 2, critic_layer_norm=True).critic)
+    recurrent = ActorCriticRecurrent(4, 4, 2, critic_layer_norm=True, critic_activation="tanh", rnn_hidden_size=6)
+    assert kinds(recurrent.critic)[:3] == [nn.Linear, nn.LayerNorm, nn.Tanh]
+    assert nn.LayerNorm not in kinds(recurrent.actor)
 
 
 def test_the_mean_can_be_bounded():

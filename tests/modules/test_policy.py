@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from canter.modules.actor_critic import ActorCritic
+from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.build import build_normalizer
 from canter.modules.normalizer import DictNormalization, EmpiricalNormalization, NoNormalization
-from canter.modules.policy import PolicyOutput
+from canter.modules.policy import FINAL_CALLS, PolicyOutput
 from canter.storage.rollout_storage import Field
 from canter.storage.trajectories import split_and_pad_trajectories
 
@@ -166,3 +168,32 @@ def test_normalisers_fit_what_they_normalise():
     assert isinstance(nested, DictNormalization)
     assert len(nested.leaves) == 1
     assert build_normalizer(3).until == 1e8
+
+
+@pytest.mark.parametrize("name", ["forward", "act", "act_inference", "evaluate", "value", "infer", "reset", "sample"])
+def test_overriding_a_final_call_is_refused_with_the_hook_to_extend(name):
+    with pytest.raises(TypeError, match=rf"Mine overrides {name}\(\), which is final; extend .* instead"):
+        type("Mine", (ActorCritic,), {name: lambda self, *args: None})
+    with pytest.raises(TypeError, match=f"Other overrides {name}"):  # by a mixin that is not a policy
+        type("Other", (type("Mixin", (), {name: lambda self, *args: None}), ActorCritic), {})
+
+
+def test_the_refusal_names_hooks_that_exist():
+    with pytest.raises(TypeError, match="extend critic_features, head_value or critic_value instead"):
+        type("Mine", (ActorCriticRecurrent,), {"evaluate": lambda self, obs: obs})
+    hooks = {"actor_features", "head_params", "actor_params", "critic_features", "head_value", "critic_value"}
+    assert all(callable(getattr(ActorCritic, hook)) for hook in hooks | {"sample_action"})
+    assert all(callable(getattr(ActorCritic, call)) for call in FINAL_CALLS)
+
+
+def test_random_masks_are_drawn_with_their_probability(make_policy):
+    policy = make_policy("mlp")
+    assert policy.draw_random_masks(torch.zeros(4, 3), None) == {}
+    policy.random_mask_probs = {"dropped": 0.25, "never": 0.0}
+    masks = policy.draw_random_masks({"a": torch.zeros(20_000, 3)}, torch.Generator().manual_seed(0))
+    assert {name: (mask.shape, mask.dtype) for name, mask in masks.items()} == {
+        "dropped": ((20_000, 1), torch.bool),
+        "never": ((20_000, 1), torch.bool),
+    }
+    assert masks["dropped"].float().mean().item() == pytest.approx(0.25, abs=0.02)
+    assert not masks["never"].any()

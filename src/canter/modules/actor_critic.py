@@ -145,9 +145,11 @@ class ActorCritic(Policy):
             self.distribution = actor.distribution  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
             self.action_space = getattr(actor, "action_space", action_space)
         else:
-            if action_space is None and num_actions is None:
-                raise TypeError(f"{type(self).__name__} needs num_actions or action_space to choose a distribution")
-            self.action_space = Box(-np.inf, np.inf, (num_actions,)) if action_space is None else action_space
+            if action_space is None:
+                if num_actions is None:
+                    raise TypeError(f"{type(self).__name__} needs num_actions or action_space to choose a distribution")
+                action_space = Box(-np.inf, np.inf, (num_actions,))
+            self.action_space = action_space
             self.distribution = distribution_for(self.action_space, squash, name)
         self.num_actions = num_actions or next(iter(self.distribution.param_shapes.values()))[0]
 

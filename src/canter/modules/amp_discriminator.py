@@ -133,9 +133,7 @@ class AMPDiscriminator(nn.Module):
         """Style reward (N,) of features (N, D), the task reward as given, and the two blended."""
         if self.task_reward_lerp == 0.0 and not self.has_warned:
             self.has_warned = True
-            warnings.warn(
-                "task_reward_lerp is 0: the policy learns from the style alone", stacklevel=2
-            )
+            warnings.warn("task_reward_lerp is 0: the policy learns from the style alone", stacklevel=2)
         style = self.style_reward_coef * self.style_dt * self.loss.reward(self(state).squeeze(-1))
         return style, task_reward, (1.0 - self.task_reward_lerp) * style + self.task_reward_lerp * task_reward
 
