@@ -1,4 +1,4 @@
-"""Networks and policies."""
+"""Networks and policies, registered by name in `canter.modules.build`."""
 
 from canter.modules.actor_critic import Actor, ActorCritic, Critic
 from canter.modules.actor_critic_field_mutex import ActorCriticClimbMutex, ActorCriticFieldMutex
@@ -77,6 +77,22 @@ from canter.modules.visual_actor_critic import (
     VisualDeterministicAC,
     VisualDeterministicRecurrent,
 )
+
+for _policy in (
+    ActorCritic, ActorCriticClimbMutex, ActorCriticFieldMutex, ActorCriticMutex,
+    ActorCriticRecurrent, AmpActorCritic, AmpActorCriticRecurrent,
+    EncoderActorCritic, EncoderActorCriticRecurrent, EncoderAmpActorCritic, EncoderAmpActorCriticRecurrent,
+    EncoderStateAc, EncoderStateAcRecurrent, PrivilegeStateAc, PrivilegeStateAcRecurrent,
+    StateAc, StateAcRecurrent, VisualActorCritic, VisualActorCriticRecurrent,
+    VisualDeterministicAC, VisualDeterministicRecurrent,
+):  # fmt: skip
+    register_policy(_policy)
+for _network in (
+    MLPActor, MLPDiscreteActor, CNNActor, MLPCritic, CNNCritic, MLPQNetwork, CNNQNetwork, MLPContinuousQNetwork,
+    CNNContinuousQNetwork, MLPSquashedGaussianActor, CNNSquashedGaussianActor, MLPDeterministicActor,
+    CNNDeterministicActor,
+):  # fmt: skip
+    NETWORKS[_network.__name__] = _network
 
 __all__ = [
     "NETWORKS", "POLICIES", "AMPDiscriminator", "ActionDistribution", "Actor", "ActorCritic",

@@ -122,7 +122,6 @@ class ActorCritic(Policy):
         if isinstance(self.distribution, Gaussian) and not self.actor_gives_params:
             self._init_noise(init_std(self.num_actions, init_noise_std), sets_last_layer=actor is None)
 
-    # ------------------------------------------------------------------ construction
     def _check_given(self, part: str, module: nn.Module | None, width: int | None, unused: str | None) -> None:
         """Refuse a missing width, a setting of an MLP that is not built, and a module that has half of an interface."""
         if module is None:
@@ -204,7 +203,6 @@ class ActorCritic(Policy):
         else:
             self.std = nn.Parameter(raw)
 
-    # ------------------------------------------------------------------ hooks that a mixin extends
     def feature_widths(self, num_actor_obs: int, num_critic_obs: int) -> tuple[int, int]:
         """Widths of the results of `actor_features` and `critic_features`."""
         return num_actor_obs, num_critic_obs
@@ -243,7 +241,6 @@ class ActorCritic(Policy):
         has_column = value.dim() == features.dim() if self.flattens_obs else value.dim() > 1 and value.shape[-1] == 1
         return value if has_column else value.unsqueeze(-1)
 
-    # ------------------------------------------------------------------ core
     def actor_params(self, obs: Any, ctx: Context) -> Params:
         """Parameters of the action distribution."""
         if self.flattens_obs and (self.has_image or not isinstance(obs, Tensor) or obs.dtype == torch.uint8):

@@ -176,7 +176,6 @@ class ActorCriticFieldMutex(ActorCriticMutex):
             self.carried |= {f"{name}_{i}": memory for name, memory in policy.memories.items()}
         self.resample_cmd_vel_current()
 
-    # ------------------------------------------------------------------ construction
     def _register(self, count: int) -> None:
         """Register the constants of every sub-policy as tensors, so that a choice is arithmetic."""
         tables = velocity_tables(self.cmd_vel_mapping, self.cmd_scales)
@@ -196,7 +195,6 @@ class ActorCriticFieldMutex(ActorCriticMutex):
         """Action scale of the environment in which sub-policy i was trained."""
         return getattr(self, f"subpolicy_action_scale_{i}")
 
-    # ------------------------------------------------------------------ documented steps of a choice
     @property
     def action_smoothing_buffer(self) -> Tensor | None:
         """(len, N, S) the last choices, the newest last; None before the first."""
@@ -249,7 +247,6 @@ class ActorCriticFieldMutex(ActorCriticMutex):
         overridden[:, self.command_at] = torch.where(chosen.any(-1, keepdim=True), command, before)
         return overridden
 
-    # ------------------------------------------------------------------ core
     @torch.no_grad()
     def actor_params(self, obs: Tensor, ctx: Context) -> Params:
         """Mean of the sub-policies' actions in the environment's units, weighted by their share of the last choices."""

@@ -12,6 +12,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from canter.modules.build import POLICIES, install_normalizers
 from canter.modules.distributions import Gaussian, Params
 from canter.modules.policy import Context, Policy
 from canter.utils.checkpoint import check_compatible, find_checkpoints, load_checkpoint, newest_valid_checkpoint
@@ -140,8 +141,6 @@ def load_sub_policy(
     directory: Path, config: Mapping[str, Any], class_name: str | None, shared: Mapping[str, Any]
 ) -> Policy:
     """The policy of a run, with the normalisers of its checkpoint, frozen."""
-    from canter.modules.build import POLICIES, install_normalizers  # here: that module imports this one
-
     own = {name: value for name, value in config["policy"].items() if name not in (*GIVEN, "class_name")}
     name = class_name or config["policy"].get("class_name") or "ActorCritic"
     weights = load_checkpoint(find_model(directory), "cpu").get("model_state_dict")

@@ -24,17 +24,14 @@ class ActorCriticRecurrent(ActorCritic):
 
     def __init__(
         self,
-        num_actor_obs: int,
-        num_critic_obs: int,
-        num_actions: int | None = None,
-        *,
+        *args: Any,
         rnn_type: str = "lstm",
         rnn_hidden_size: int = 256,
         rnn_num_layers: int = 1,
         **kwargs: Any,
     ) -> None:
         self.rnn_type, self.rnn_hidden_size, self.rnn_num_layers = rnn_type, rnn_hidden_size, rnn_num_layers
-        super().__init__(num_actor_obs, num_critic_obs, num_actions, **kwargs)
+        super().__init__(*args, **kwargs)
         self.memory_a, self.memory_c = (self.new_memory(width) for width in self.memory_inputs)
 
     def new_memory(self, input_size: int) -> Memory:

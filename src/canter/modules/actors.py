@@ -59,7 +59,6 @@ def read_cfg(owner: type, cfg: Cfg | None, defaults: Cfg | None) -> dict[str, An
     return {**defaults, **check_settings(owner.__name__, cfg or {}, defaults)}
 
 
-# ---------------------------------------------------------------------- networks for an observation space
 def flatten_obs(obs: Obs, space: spaces.Space) -> Tensor:
     """A (nested dict) observation as one float vector (..., D), in the order of the space's keys."""
     if isinstance(space, spaces.Dict):
@@ -119,7 +118,6 @@ def batch_shape(obs: Any, space: spaces.Space) -> torch.Size:
     return obs.shape[: obs.dim() - len(space.shape)]
 
 
-# ---------------------------------------------------------------------- actors
 class Actor(nn.Module):
     """Maps observations to the parameters of an action distribution, by default those of `get_action_dist`."""
 
@@ -247,7 +245,6 @@ class CNNActor(NetworkActor):
     defaults = {**CNN_SETTINGS, **NOISE_SETTINGS}
 
 
-# ---------------------------------------------------------------------- actors for off-policy learning
 class SquashedGaussianActor(NetworkActor, ContinuousActor):
     """An actor whose `network` outputs the mean and the logarithm of the standard deviation before squashing."""
 
@@ -305,7 +302,6 @@ class CNNDeterministicActor(DeterministicActor):
     defaults = {**CNN_SETTINGS, "use_tanh_squash": True}
 
 
-# ---------------------------------------------------------------------- critics
 class Critic(nn.Module):
     """Maps observations to values; a custom critic implements `forward(obs)`, with result (B,) or (B, 1)."""
 

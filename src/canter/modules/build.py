@@ -12,63 +12,16 @@ from torch import nn
 
 from canter.envs.vec_env import VecEnv
 from canter.modules.actor_critic import ActorCritic
-from canter.modules.actor_critic_field_mutex import ActorCriticClimbMutex, ActorCriticFieldMutex
-from canter.modules.actor_critic_mutex import ActorCriticMutex
-from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
-from canter.modules.actors import (
-    CNNActor,
-    CNNCritic,
-    CNNDeterministicActor,
-    CNNSquashedGaussianActor,
-    MLPActor,
-    MLPCritic,
-    MLPDeterministicActor,
-    MLPDiscreteActor,
-    MLPSquashedGaussianActor,
-)
-from canter.modules.all_mixer import (
-    AmpActorCritic,
-    AmpActorCriticRecurrent,
-    EncoderAmpActorCritic,
-    EncoderAmpActorCriticRecurrent,
-    EncoderStateAc,
-    EncoderStateAcRecurrent,
-)
-from canter.modules.encoder_actor_critic import EncoderActorCritic, EncoderActorCriticRecurrent
 from canter.modules.normalizer import DictNormalization, EmpiricalNormalization, NoNormalization, ValueNormalizer
 from canter.modules.policy import Policy
-from canter.modules.q_networks import CNNContinuousQNetwork, CNNQNetwork, MLPContinuousQNetwork, MLPQNetwork
-from canter.modules.state_adaptor import PrivilegeStateAc, PrivilegeStateAcRecurrent
-from canter.modules.state_estimator import StateAc, StateAcRecurrent
-from canter.modules.visual_actor_critic import (
-    VisualActorCritic,
-    VisualActorCriticRecurrent,
-    VisualDeterministicAC,
-    VisualDeterministicRecurrent,
-)
 from canter.storage.fields import Field
 from canter.utils.config import build
 from canter.utils.tree import tree_leaves, tree_map
 
-POLICIES: dict[str, type[Policy]] = {
-    cls.__name__: cls
-    for cls in (
-        ActorCritic, ActorCriticClimbMutex, ActorCriticFieldMutex, ActorCriticMutex,
-        ActorCriticRecurrent, AmpActorCritic, AmpActorCriticRecurrent,
-        EncoderActorCritic, EncoderActorCriticRecurrent, EncoderAmpActorCritic, EncoderAmpActorCriticRecurrent,
-        EncoderStateAc, EncoderStateAcRecurrent, PrivilegeStateAc, PrivilegeStateAcRecurrent,
-        StateAc, StateAcRecurrent, VisualActorCritic, VisualActorCriticRecurrent,
-        VisualDeterministicAC, VisualDeterministicRecurrent,
-    )
-}  # fmt: skip
-NETWORKS: dict[str, type] = {
-    cls.__name__: cls
-    for cls in (
-        MLPActor, MLPDiscreteActor, CNNActor, MLPCritic, CNNCritic, MLPQNetwork, CNNQNetwork, MLPContinuousQNetwork,
-        CNNContinuousQNetwork, MLPSquashedGaussianActor, CNNSquashedGaussianActor, MLPDeterministicActor,
-        CNNDeterministicActor,
-    )
-}  # fmt: skip
+POLICIES: dict[str, type[Policy]] = {}
+"""Policies by class name, for settings and the command line; `canter.modules` registers its own."""
+NETWORKS: dict[str, type] = {}
+"""Actors, critics and Q networks by class name."""
 
 
 def register_policy(cls: type[Policy]) -> type[Policy]:

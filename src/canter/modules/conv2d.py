@@ -102,18 +102,13 @@ class Conv2dHeadModel(nn.Module):
         self.conv = Conv2dModel(c, channels, kernel_sizes, strides, paddings, nonlinearity, use_maxpool, normlayer)
         if min(self.conv.conv_out_resolution(h, w)) < 1:
             raise ValueError(f"a {h}x{w} image is too small for kernels {kernel_sizes} with strides {strides}")
-        self._output_size = self.conv.conv_out_size(h, w)
+        self.output_size = self.conv.conv_out_size(h, w)
         self.head: nn.Module = nn.Identity()
         if hidden_sizes or output_size is not None:
-            self.head = MlpModel(self._output_size, hidden_sizes, output_size, nonlinearity)
-            self._output_size = self.head.output_size
-
-    @property
-    def output_size(self) -> int:
-        """Width of the output: as given, else that of the last hidden layer, else of the flattened convolution."""
-        return self._output_size
+            self.head = MlpModel(self.output_size, hidden_sizes, output_size, nonlinearity)
+            self.output_size = self.head.output_size
 
     def forward(self, image: Tensor) -> Tensor:
         """(..., C, H, W) -> (..., output_size)."""
         flat = self.conv(image.reshape(-1, *self.image_shape)).flatten(1)
-        return self.head(flat).reshape(*image.shape[:-3], self._output_size)
+        return self.head(flat).reshape(*image.shape[:-3], self.output_size)

@@ -129,10 +129,7 @@ class EncoderActorCriticMixin(ActorCritic):
 
     def __init__(
         self,
-        num_actor_obs: int,
-        num_critic_obs: int,
-        num_actions: int | None = None,
-        *,
+        *args: Any,
         encoder_component_names: Sequence[str] = (),
         encoder_class_name: str | Sequence[str] = "MlpModel",
         encoder_kwargs: Any = None,
@@ -147,7 +144,7 @@ class EncoderActorCriticMixin(ActorCritic):
         critic_names = names_of(names if self.shares_encoders else critic_encoder_component_names or ())
         self.critic_encoder_component_names = critic_names
         size = self.encoder_output_size = OUTPUT_SIZE if encoder_output_size is None else encoder_output_size
-        super().__init__(num_actor_obs, num_critic_obs, num_actions, **kwargs)
+        super().__init__(*args, **kwargs)
         self.encoders = SegmentEncoders(self.encoder_layout, names, encoder_class_name, encoder_kwargs, size)
         if critic_names and not self.shares_encoders:
             if critic_encoder_class_name is None:

@@ -69,12 +69,7 @@ class MlpModel(nn.Module):
             raise ValueError("MlpModel without hidden_sizes needs an output_size")
         sizes = [input_size, *hidden] if output_size is None else [input_size, *hidden, output_size]
         self.model = mlp(sizes, nonlinearity, nonlinearity if output_size is None else None)
-        self._output_size = int(sizes[-1])
-
-    @property
-    def output_size(self) -> int:
-        """Width of the output."""
-        return self._output_size
+        self.output_size = int(sizes[-1])
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., input_size) -> (..., output_size)."""

@@ -7,8 +7,8 @@ that an update may be captured in a CUDA graph. `RunningMeanStd` and `Normalizer
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -315,17 +315,6 @@ class RunningMeanStd:
         self.mean, self.var, self.count = mean, var, float(state["count"])
 
 
-class _Rollouts(Protocol):
-    def feed_forward_generator_amp(self, num_mini_batch: int | None, mini_batch_size: int) -> Iterable[Any]: ...
-
-
-class _Experts(Protocol):
-    @property
-    def batch_size(self) -> int: ...
-
-    def __iter__(self) -> Any: ...
-
-
 class Normalizer(RunningMeanStd):
     """Normalises and clips motion features with running statistics; takes numpy arrays and tensors."""
 
@@ -345,7 +334,7 @@ class Normalizer(RunningMeanStd):
         std = torch.as_tensor(np.sqrt(self.var + self.epsilon), dtype=torch.float32, device=device)
         return ((x.to(device) - mean) / std).clamp(-self.clip_obs, self.clip_obs)
 
-    def update_normalizer(self, rollouts: _Rollouts, expert_loader: _Experts) -> None:
+    def update_normalizer(self, rollouts: Any, expert_loader: Any) -> None:
         """Add pairs of a policy batch and an expert batch to the statistics, until either side ends.
 
         Args:

@@ -112,7 +112,6 @@ class Policy(nn.Module):
         self._params: Params | None = None
         self._aux: dict[str, Tensor] = {}
 
-    # ------------------------------------------------------------------ hooks
     @abstractmethod
     def actor_params(self, obs: Any, ctx: Context) -> Params:
         """Parameters of the action distribution for normalised observations."""
@@ -133,7 +132,6 @@ class Policy(nn.Module):
         probs = self.random_mask_probs.items()
         return {name: torch.rand(size, generator=generator, device=device) < prob for name, prob in probs}
 
-    # ------------------------------------------------------------------ pure core
     @final
     def forward(
         self,
@@ -180,7 +178,6 @@ class Policy(nn.Module):
             value = self.value_normalizer.inverse(value)  # pyright: ignore[reportCallIssue]
         return value, ctx.hidden
 
-    # ------------------------------------------------------------------ memories
     @property
     def memories(self) -> dict[str, Carried]:
         """The policy's recurrent memories and its other carried states by name."""
@@ -214,7 +211,6 @@ class Policy(nn.Module):
         for memory in self.memories.values():
             memory.reset(dones)
 
-    # ------------------------------------------------------------------ stateful calls
     @final
     def act(self, obs: Obs, masks: Tensor | None = None, hidden_states: Any = None) -> Tensor:
         """A sampled action before `to_env`; `get_actions_log_prob` and `entropy` then refer to this step.
@@ -310,7 +306,6 @@ class Policy(nn.Module):
         self.obs_normalizer.update(obs, valid)  # pyright: ignore[reportCallIssue]
         self.critic_obs_normalizer.update(critic_obs, valid)  # pyright: ignore[reportCallIssue]
 
-    # ------------------------------------------------------------------ names of observation parts
     @property
     def obs_segments(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the actor observation's parts."""

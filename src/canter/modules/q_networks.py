@@ -33,7 +33,6 @@ from canter.modules.utils import activation, orthogonal_init
 from canter.utils.tree import Obs
 
 
-# ---------------------------------------------------------------------- discrete actions
 class DiscreteQNetwork(nn.Module):
     """Maps observations to the value of each of n actions."""
 
@@ -132,7 +131,6 @@ class QPolicy(Policy):
         return self.q_network(critic_obs).amax(-1, keepdim=True)
 
 
-# ---------------------------------------------------------------------- continuous actions
 class UnitActions(nn.Module):
     """Scales the actions of a Box to [-1, 1], so that every joint counts alike; infinite ranges stay as they are."""
 

@@ -34,10 +34,7 @@ class PrivilegeEstimatorMixin(ActorCritic):
 
     def __init__(
         self,
-        num_actor_obs: int,
-        num_critic_obs: int,
-        num_actions: int | None = None,
-        *,
+        *args: Any,
         adaptor_obs_components: Sequence[str] | None = None,
         adaptor_target_components: Sequence[str] | None = None,
         adaptor_kwargs: Any = None,
@@ -50,7 +47,7 @@ class PrivilegeEstimatorMixin(ActorCritic):
             adaptor_obs_components, adaptor_target_components, privilege_replace_state_prob, append_adapted_state,
             AdaptorActorHiddenState,
         )  # fmt: skip
-        super().__init__(num_actor_obs, num_critic_obs, num_actions, **kwargs)
+        super().__init__(*args, **kwargs)
         self.estimates = {**getattr(self, "estimates", {}), "adaptor": self.build_adaptor(adaptor_kwargs)}
 
     def build_adaptor(self, adaptor_kwargs: Mapping[str, Any] | None) -> Estimate:

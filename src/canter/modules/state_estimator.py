@@ -201,10 +201,7 @@ class EstimatorMixin(ActorCritic):
 
     def __init__(
         self,
-        num_actor_obs: int,
-        num_critic_obs: int,
-        num_actions: int | None = None,
-        *,
+        *args: Any,
         estimator_obs_components: Sequence[str] | None = None,
         estimator_target_components: Sequence[str] | None = None,
         estimator_kwargs: Any = None,
@@ -226,7 +223,7 @@ class EstimatorMixin(ActorCritic):
             estimator_obs_components, estimator_target_components, replace_state_prob, append_estimate,
             EstimatorActorHiddenState,
         )  # fmt: skip
-        super().__init__(num_actor_obs, num_critic_obs, num_actions, **kwargs)
+        super().__init__(*args, **kwargs)
         self.estimates = {**getattr(self, "estimates", {}), "estimator": self.build_estimator(estimator_kwargs)}
 
     def build_estimator(self, estimator_kwargs: Mapping[str, Any] | None) -> Estimate:

@@ -33,10 +33,7 @@ class VisualActorCriticMixin(ActorCritic):
 
     def __init__(
         self,
-        num_actor_obs: int,
-        num_critic_obs: int,
-        num_actions: int | None = None,
-        *,
+        *args: Any,
         visual_component_name: str = "forward_depth",
         visual_kwargs: Any = None,
         visual_latent_size: int = 256,
@@ -45,7 +42,7 @@ class VisualActorCriticMixin(ActorCritic):
     ) -> None:
         self.visual_component_name, self.visual_latent_size = visual_component_name, visual_latent_size
         self.visual_critic = visual_critic
-        super().__init__(num_actor_obs, num_critic_obs, num_actions, **kwargs)
+        super().__init__(*args, **kwargs)
         options = {**VISUAL_DEFAULTS, **(visual_kwargs or {})}
         shape = self.visual_layout.shapes[visual_component_name]
         self.visual_encoder = Conv2dHeadModel(shape, output_size=visual_latent_size, **options)
