@@ -30,7 +30,7 @@ def make(cls=EncoderStateAc, segments=SEGMENTS, critic=CRITIC, seed=0, names=("s
     )  # fmt: skip
 
 
-def test_the_estimator_sees_raw_components_and_what_follows_their_features():  # 3.5
+def test_the_estimator_sees_raw_components_and_what_follows_their_features():
     policy = make(replace_state_prob=1.0)
     obs, seen = torch.randn(3, 11), []
     policy.actor.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
@@ -48,7 +48,7 @@ def test_the_actors_memory_gets_features_when_the_estimator_listens_to_it():
 
 @pytest.mark.parametrize("as_module", [True, False])
 @pytest.mark.parametrize("cls", [EncoderStateAc, EncoderStateAcRecurrent])
-def test_weights_are_found_by_the_names_of_components(cls, as_module):  # 3.5
+def test_weights_are_found_by_the_names_of_components(cls, as_module):
     source, policy = make(cls), make(cls, OTHER, OTHER_CRITIC, seed=1)
     fresh = {name: value.clone() for name, value in policy.state_dict().items()}
     report = policy.load_misaligned_state_dict(source if as_module else source.state_dict(), SEGMENTS, CRITIC)

@@ -172,7 +172,7 @@ def test_a_padded_batch_is_estimated_as_its_steps_were():
         policy.act(obs, None, zeros.actor.actor)
 
 
-def test_estimates_are_in_the_scale_that_the_policy_sees_and_can_be_brought_back():  # 4.5
+def test_estimates_are_in_the_scale_that_the_policy_sees_and_can_be_brought_back():
     policy = make(estimator_target_components=["vel", "secret"])
     policy.obs_normalizer, policy.critic_obs_normalizer = build_normalizer(6), build_normalizer(8)
     obs = torch.randn(100, 6) * torch.tensor([1, 1, 1, 1, 5.0, 6.0]) + 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -147,15 +146,10 @@ class AmpMixin(ActorCritic):
 
     def __init__(self, *args: Any, amp_discriminator: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.discriminator = build_discriminator(amp_discriminator)
-
-
-def build_discriminator(cfg: Any) -> AMPDiscriminator:
-    """A discriminator from its settings; a missing or an unknown one is an error."""
-    if dataclasses.is_dataclass(cfg) and not isinstance(cfg, type):
-        cfg = dataclasses.asdict(cfg)
-    given = dict(cfg if isinstance(cfg, Mapping) else vars(cfg)) if cfg is not None else {}
-    missing = [name for name in ("input_dim", "style_reward_coef", "hidden_dims") if given.get(name) is None]
-    if missing:
-        raise ValueError(f"amp_discriminator needs {', '.join(missing)}; it has {', '.join(given) or 'nothing'}")
-    return AMPDiscriminator(**check_settings("AMPDiscriminator", given, setting_names(AMPDiscriminator)))
+        cfg = {} if amp_discriminator is None else amp_discriminator
+        given = dict(cfg if isinstance(cfg, Mapping) else vars(cfg))
+        missing = [name for name in ("input_dim", "style_reward_coef", "hidden_dims") if given.get(name) is None]
+        if missing:
+            raise ValueError(f"amp_discriminator needs {', '.join(missing)}; it has {', '.join(given) or 'nothing'}")
+        known = check_settings("AMPDiscriminator", given, setting_names(AMPDiscriminator))
+        self.discriminator = AMPDiscriminator(**known)

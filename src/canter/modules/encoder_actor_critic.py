@@ -160,18 +160,10 @@ class EncoderActorCriticMixin(ActorCritic):
 
     def feature_widths(self, num_actor_obs: int, num_critic_obs: int) -> tuple[int, int]:
         """Every encoded component gets the width of the encoders' output."""
-        before, critic_before = self.feature_layout, self.critic_feature_layout
-        self.encoder_layout, self.critic_encoder_layout = before, critic_before
-        size = (self.encoder_output_size,)
-        self.feature_layout = before.resized(dict.fromkeys(before.ordered(self.encoder_component_names), size))
-        critic_names = critic_before.ordered(self.critic_encoder_component_names)
-        self.critic_feature_layout = critic_before.resized(dict.fromkeys(critic_names, size))
-        if self.shares_encoders:
-            check_same_shapes(before, critic_before, critic_names)
-        return super().feature_widths(
-            num_actor_obs + self.feature_layout.width - before.width,
-            num_critic_obs + self.critic_feature_layout.width - critic_before.width,
-        )
+        self.encoder_layout, self.critic_encoder_layout = self.feature_layout, self.critic_feature_layout
+        names, critic_names = self.encoder_component_names, self.critic_encoder_component_names
+        grows = resize_features(self, names, critic_names, self.encoder_output_size, self.shares_encoders)
+        return super().feature_widths(num_actor_obs + grows[0], num_critic_obs + grows[1])
 
     def actor_features(self, obs: Tensor, ctx: Context) -> Tensor:
         """Encode the components for the next stages."""
@@ -212,14 +204,20 @@ def names_of(names: str | Sequence[str]) -> tuple[str, ...]:
     return names
 
 
-def check_same_shapes(actor: ObsLayout, critic: ObsLayout, names: Sequence[str]) -> None:
-    """Raise if components of shared encoders differ in shape between actor and critic."""
-    for name in names:
+def resize_features(
+    policy: ActorCritic, names: Sequence[str], critic_names: Sequence[str], size: int, is_shared: bool
+) -> tuple[int, int]:
+    """Give encoded components the width `size` in the policy's feature layouts; returns by how much both grow."""
+    actor, critic = policy.feature_layout, policy.critic_feature_layout
+    policy.feature_layout = actor.resized(dict.fromkeys(actor.ordered(names), (size,)))
+    policy.critic_feature_layout = critic.resized(dict.fromkeys(critic.ordered(critic_names), (size,)))
+    for name in critic_names if is_shared else ():
         if actor.shapes[name] != critic.shapes[name]:
             raise ValueError(
                 f"the encoder of {name!r} cannot be shared: it is {actor.shapes[name]} in the actor's observation and "
                 f"{critic.shapes[name]} in the critic's"
             )
+    return policy.feature_layout.width - actor.width, policy.critic_feature_layout.width - critic.width
 
 
 class EncoderActorCritic(EncoderActorCriticMixin, ActorCritic):

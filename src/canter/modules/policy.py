@@ -26,15 +26,10 @@ ACTOR_HOOKS = "actor_features, head_params or actor_params"
 CRITIC_HOOKS = "critic_features, head_value or critic_value"
 # Public call that a subclass must not override -> hooks to extend instead.
 FINAL_CALLS = {
-    "forward": f"{ACTOR_HOOKS}, and for the value {CRITIC_HOOKS}",
-    "infer": ACTOR_HOOKS,
-    "act_params": ACTOR_HOOKS,
-    "value": CRITIC_HOOKS,
-    "act": f"{ACTOR_HOOKS}, or sample_action",
-    "sample": f"{ACTOR_HOOKS}, or sample_action",
-    "act_inference": ACTOR_HOOKS,
-    "evaluate": CRITIC_HOOKS,
-    "evaluate_actions": f"{ACTOR_HOOKS}, and for the value {CRITIC_HOOKS}",
+    **dict.fromkeys(("infer", "act_params", "act_inference"), ACTOR_HOOKS),
+    **dict.fromkeys(("value", "evaluate"), CRITIC_HOOKS),
+    **dict.fromkeys(("act", "sample"), f"{ACTOR_HOOKS}, or sample_action"),
+    **dict.fromkeys(("forward", "evaluate_actions"), f"{ACTOR_HOOKS}, and for the value {CRITIC_HOOKS}"),
     "get_actions_log_prob": "log_prob of the policy's distribution",
     "reset": "reset of a Memory, or of a Carried state in self.carried",
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from canter.modules.actor_critic import ActorCritic
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
-from canter.modules.memory import ActorCriticHiddenState, Memory
+from canter.modules.memory import ActorCriticHiddenState
 from canter.modules.mlp import MlpModel
 from canter.modules.normalizer import DictNormalization, EmpiricalNormalization
 from canter.modules.policy import Context, Hidden
@@ -65,7 +65,11 @@ class Prediction:
     def join(self, policy: ActorCritic) -> int:
         """Read the layout at this place in the pipeline; returns by how much the observation grows here."""
         self.layout = policy.feature_layout
-        self.target = target_layout(policy, self.targets or ())
+        names = [self.targets] if isinstance(self.targets, str) else list(self.targets or ())
+        in_actor, in_critic = (
+            all(name in layout for name in names) for layout in (policy.obs_layout, policy.critic_obs_layout)
+        )
+        self.target = (policy.obs_layout if in_actor and not in_critic else policy.critic_obs_layout).part(names)
         if self.inputs is None:
             self.inputs = [name for name in self.layout.shapes if name not in self.target]
         self.inputs = self.layout.ordered(self.inputs)
@@ -97,14 +101,10 @@ class Prediction:
             policy.random_mask_probs[self.aux] = self.replace_prob
         return Estimate(self.aux, self.target, (self.head, self.memory))
 
-    def own_memory(self, policy: ActorCritic) -> Memory | None:
-        """The memory before the head, if there is one."""
-        return getattr(policy, self.memory, None)
-
     def features(self, policy: ActorCritic, obs: Tensor, ctx: Context) -> Tensor:
         """The head's input: the input components, or the output of the memory that gets them."""
         inputs = self.layout.take(obs, self.inputs or ())
-        memory = self.own_memory(policy)
+        memory = getattr(policy, self.memory, None)
         return inputs if memory is None else ctx.remember(self.memory, memory, inputs)
 
     def place(self, obs: Tensor, estimate: Tensor, ctx: Context) -> Tensor:
@@ -121,7 +121,7 @@ class Prediction:
 
     def nest_hidden(self, policy: ActorCritic, states: Any) -> Any:
         """The documented hidden state of the policy, with the state of this memory beside the actor's."""
-        memory = self.own_memory(policy)
+        memory = getattr(policy, self.memory, None)
         if memory is None or states is None:
             return states
         return states._replace(actor=self.hidden_state(memory.hidden_states, states.actor))
@@ -130,7 +130,7 @@ class Prediction:
         """The inverse of `nest_hidden` for one branch: the state of this memory by name, and the rest."""
         if isinstance(states, ActorCriticHiddenState):
             states = getattr(states, branch)
-        memory = self.own_memory(policy)
+        memory = getattr(policy, self.memory, None)
         if memory is None or branch == "critic":
             return {}, states
         if not isinstance(states, self.hidden_state):
@@ -138,38 +138,20 @@ class Prediction:
         return {self.memory: memory.pack(states.get(0))}, states.get(1)
 
 
-def target_layout(policy: ActorCritic, names: Sequence[str]) -> ObsLayout:
-    """Names and shapes of target components, from the critic's observation or else the actor's."""
-    names = [names] if isinstance(names, str) else names
-    in_actor = all(name in policy.obs_layout for name in names)
-    in_critic = all(name in policy.critic_obs_layout for name in names)
-    return (policy.obs_layout if in_actor and not in_critic else policy.critic_obs_layout).part(names)
-
-
-def component_scale(policy: ActorCritic, name: str, size: int) -> tuple[Tensor, Tensor] | None:
-    """Mean and divisor of the policy's normalisation of a component; the critic's if the actor lacks it."""
-    layout, normalizer = policy.obs_layout, policy.obs_normalizer
-    if layout.sizes.get(name) != size:
-        layout, normalizer = policy.critic_obs_layout, policy.critic_obs_normalizer
-    columns = layout.slice(name)
-    if isinstance(normalizer, DictNormalization):
-        normalizer, columns = normalizer.leaf(name), slice(None)
-    if not isinstance(normalizer, EmpiricalNormalization):
-        return None
-    return normalizer.mean.flatten()[columns], normalizer.std.flatten()[columns] + normalizer.eps
-
-
 def rescale(policy: ActorCritic, layout: ObsLayout, values: Tensor, inverse: bool = False) -> Tensor:
-    """Raw components normalised as in the policy's observation, or the inverse."""
-    parts = []
-    for name, part in layout.split(values).items():
-        scale = component_scale(policy, name, layout.sizes[name])
-        if scale is None:
-            parts.append(part)
-        else:
-            mean, divisor = scale
-            parts.append(part * divisor + mean if inverse else (part - mean) / divisor)
-    return torch.cat(parts, dim=-1)
+    """Raw components normalised as in the actor's observation, else the critic's; or the inverse."""
+    parts = layout.split(values)
+    for name, part in parts.items():
+        seen, normalizer = policy.obs_layout, policy.obs_normalizer
+        if seen.sizes.get(name) != layout.sizes[name]:
+            seen, normalizer = policy.critic_obs_layout, policy.critic_obs_normalizer
+        columns = seen.slice(name)
+        if isinstance(normalizer, DictNormalization):
+            normalizer, columns = normalizer.leaf(name), slice(None)
+        if isinstance(normalizer, EmpiricalNormalization):
+            mean, divisor = normalizer.mean.flatten()[columns], normalizer.std.flatten()[columns] + normalizer.eps
+            parts[name] = part * divisor + mean if inverse else (part - mean) / divisor
+    return torch.cat(list(parts.values()), dim=-1)
 
 
 def last_estimate(policy: Any, name: str, denormalize: bool) -> Tensor:

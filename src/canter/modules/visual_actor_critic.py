@@ -11,7 +11,7 @@ from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.conv2d import Conv2dHeadModel
 from canter.modules.deterministic_policy import DeterministicPolicyMixin
 from canter.modules.distributions import Params
-from canter.modules.encoder_actor_critic import check_same_shapes, embed
+from canter.modules.encoder_actor_critic import embed, resize_features
 from canter.modules.policy import Context
 from canter.modules.utils import orthogonal_init
 
@@ -51,20 +51,13 @@ class VisualActorCriticMixin(ActorCritic):
 
     def feature_widths(self, num_actor_obs: int, num_critic_obs: int) -> tuple[int, int]:
         """The image gets the width of its features, for the critic too if it is encoded there."""
-        name, size = self.visual_component_name, self.visual_latent_size
-        before, critic_before = self.feature_layout, self.critic_feature_layout
-        before.ordered([name])  # the error of an unknown name comes before that of a wrong shape
-        if len(before.shapes[name]) != 3:
-            raise ValueError(f"the image {name!r} must have a shape (C, H, W), got {before.shapes[name]}")
-        self.visual_layout, self.critic_visual_layout = before, critic_before
-        self.feature_layout = before.resized({name: (size,)})
-        if self.visual_critic:
-            check_same_shapes(before, critic_before, critic_before.ordered([name]))
-            self.critic_feature_layout = critic_before.resized({name: (size,)})
-        return super().feature_widths(
-            num_actor_obs + self.feature_layout.width - before.width,
-            num_critic_obs + self.critic_feature_layout.width - critic_before.width,
-        )
+        self.visual_layout, self.critic_visual_layout = self.feature_layout, self.critic_feature_layout
+        names = self.visual_layout.ordered([self.visual_component_name])
+        shape = self.visual_layout.shapes[names[0]]
+        if len(shape) != 3:
+            raise ValueError(f"the image {names[0]!r} must have a shape (C, H, W), got {shape}")
+        grows = resize_features(self, names, names if self.visual_critic else (), self.visual_latent_size, True)
+        return super().feature_widths(num_actor_obs + grows[0], num_critic_obs + grows[1])
 
     def actor_features(self, obs: Tensor, ctx: Context) -> Tensor:
         """Encode the image for the next stages."""
