@@ -82,7 +82,7 @@ def test_the_mean_can_be_bounded():
 
 
 @pytest.mark.parametrize("kind", ["scalar", "log"])
-def test_noise_starts_where_it_was_told(kind):
+def test_noise_starts_at_init_noise_std(kind):
     policy = ActorCritic(4, 4, 3, init_noise_std=[0.1, 0.2, 0.4], noise_std_type=kind)
     out = policy(torch.ones(2, 4))
     torch.testing.assert_close(out.std.detach(), torch.tensor([[0.1, 0.2, 0.4]]).expand(2, 3))

@@ -77,7 +77,7 @@ def test_velocities_are_numbers_or_ranges_and_only_finished_episodes_get_new_one
     assert 3 <= current[2] <= 4
     policy.act_inference(runs.observation([0] * 6))
     before = {i: v.clone() for i, v in policy.cmd_vel_current.items()}
-    assert torch.equal(before[1], torch.full((6,), current[1]))  # one for everybody at first
+    assert torch.equal(before[1], torch.full((6,), current[1]))  # one for all environments at first
     dones = torch.tensor([0, 1, 0, 1, 1, 0])  # integers, as some simulators give them
     policy.resample_cmd_vel_current(dones)
     after = policy.cmd_vel_current
@@ -153,11 +153,11 @@ def memories(policy):
 
 
 @pytest.mark.parametrize("setting", ["all", True])
-def test_memories_that_are_not_among_the_last_choices_start_anew(recurrent_paths, setting):
+def test_memories_that_are_not_among_the_last_choices_are_zeroed(recurrent_paths, setting):
     policy = made(recurrent_paths, reset_non_selected=setting, action_smoothing_buffer_len=2)
     policy.act_inference(runs.observation([0, 1, 2]))
     assert [m.tolist() for m in memories(policy)] == [[True, False, False], [False, True, False], [False, False, True]]
-    policy.act_inference(runs.observation([1, 1, 0]))  # what was chosen before is still mixed in, and kept
+    policy.act_inference(runs.observation([1, 1, 0]))  # the earlier choice is still averaged in, and kept
     assert [m.tolist() for m in memories(policy)] == [[True, False, True], [True, True, False], [False, False, True]]
     policy.act_inference(runs.observation([1, 1, 0]))
     assert [m.tolist() for m in memories(policy)] == [[False, False, True], [True, True, False], [False, False, False]]
@@ -170,7 +170,7 @@ def test_when_skill_keeps_the_first_and_all_while_the_first_acts(recurrent_paths
 
 
 @pytest.mark.parametrize("setting", ["none", False])
-def test_memories_are_left_alone_if_so_said(recurrent_paths, setting):
+def test_memories_are_kept_where_resetting_is_off(recurrent_paths, setting):
     policy = made(recurrent_paths, reset_non_selected=setting)
     policy.act_inference(runs.observation([0, 1, 2]))
     assert all(m.all() for m in memories(policy))
@@ -269,7 +269,7 @@ def test_it_acts_step_by_step(paths):
         ({"action_smoothing_buffer_len": 0}, ValueError, "at least 1, got 0"),
     ],
 )
-def test_what_does_not_fit_is_refused_at_construction(paths, settings, error, message):
+def test_wrong_settings_are_refused_at_construction(paths, settings, error, message):
     with pytest.raises(error, match=message):
         made(paths, **settings)
 
@@ -286,7 +286,7 @@ def climbing(paths, **settings):
     return made(paths[:4], ActorCriticClimbMutex, jump_down_policy_path=paths[4], **settings)
 
 
-def test_what_leads_down_is_climbed_by_the_last(paths):
+def test_the_last_sub_policy_climbs_obstacles_that_lead_down(paths):
     policy = climbing(paths)
     obs = runs.observation([3, 3, 2, None])
     obs[0, -1], obs[1, -1] = 1.0, -1.0

@@ -41,7 +41,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("cls", SETTINGS)
-def test_a_film_policy_learns_from_what_it_collected(cls, collect):
+def test_a_film_policy_sees_the_same_in_collecting_and_learning_and_trains(cls, collect):
     torch.manual_seed(0)
     segments = {"obs_segments": SEGMENTS, "critic_obs_segments": CRITIC_SEGMENTS}
     policy = cls(49, 51, 2, **segments, **SMALL, **SETTINGS[cls])

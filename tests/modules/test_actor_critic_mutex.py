@@ -1,4 +1,4 @@
-"""Loading sub-policies from run directories, ours and others', and what is wrong with those that cannot be."""
+"""Loading sub-policies from run directories, ours and others', and the errors for broken ones."""
 
 import importlib.util
 import json

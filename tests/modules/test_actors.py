@@ -206,7 +206,7 @@ def test_gradients_reach_a_custom_actor():
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in actor.parameters())
 
 
-def test_an_actor_without_a_distribution_says_what_to_write():
+def test_an_actor_without_a_distribution_raises_with_the_method_to_implement():
     with pytest.raises(NotImplementedError, match="Actor must implement get_action_dist"):
         Actor(VECTOR, ARM).get_params(torch.zeros(1, 5))
     with pytest.raises(NotImplementedError, match="Critic must implement forward"):

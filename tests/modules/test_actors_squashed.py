@@ -44,7 +44,7 @@ def test_log_probabilities_far_out_are_those_of_float64(u):
     assert raw.grad.item() == pytest.approx(want, rel=1e-4, abs=1e-5)
 
 
-def test_noise_depends_on_the_state_within_its_bounds_and_starts_as_asked():
+def test_noise_depends_on_the_state_within_its_bounds_and_starts_at_init_std():
     cfg = {"hidden_dims": [8], "init_std": 0.25, "min_log_std": -2.0, "max_log_std": 0.0}
     actor = MLPSquashedGaussianActor(OBS, spaces.Box(-1, 1, (2,)), cfg)
     obs = torch.randn(6, 3)

@@ -30,7 +30,7 @@ def make(cls=EncoderStateAc, segments=SEGMENTS, critic=CRITIC, seed=0, names=("s
     )  # fmt: skip
 
 
-def test_the_estimator_sees_raw_components_and_what_follows_their_features():
+def test_the_estimator_gets_raw_components_and_the_next_stages_features():
     policy = make(replace_state_prob=1.0)
     obs, seen = torch.randn(3, 11), []
     policy.actor.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
@@ -117,6 +117,6 @@ def test_statistics_of_observations_move_with_their_components():
     assert mean.tolist() == [*theirs[9:].tolist(), 0.0, *theirs[:9].tolist()]
 
 
-def test_a_source_of_which_nothing_fits_is_refused():
+def test_a_source_without_a_matching_parameter_is_refused():
     with pytest.raises(ValueError, match="no parameter of the source fits EncoderStateAc"):
         make().load_misaligned_state_dict({"other.weight": torch.zeros(3)}, SEGMENTS)

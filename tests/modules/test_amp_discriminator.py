@@ -61,7 +61,7 @@ def test_the_least_squares_reward(d, style):
     assert total.tolist() == pytest.approx([0.2 * style + 8.0, 0.2 * style + 16.0])
 
 
-def test_style_alone_is_the_default_and_is_said_once():  # ambiguity A1
+def test_style_alone_is_the_default_and_warns_once():
     made = constant(1.0)
     with pytest.warns(UserWarning, match="task_reward_lerp is 0") as caught:
         totals = [made.predict_style_reward(torch.randn(1, 3), torch.tensor([9.0]))[2] for _ in range(3)]

@@ -61,7 +61,7 @@ def test_head_output_size_is_given_or_last_hidden_or_flat():
         assert model(torch.zeros(2, 5, 3, 32, 32)).shape == (2, 5, model.output_size)
 
 
-def test_head_keeps_every_image_of_a_rollout_apart():
+def test_head_encodes_every_image_of_a_rollout_separately():
     model = Conv2dHeadModel((1, 8, 8), [2], [3], [1], [4])
     images = torch.randn(3, 2, 1, 8, 8)
     torch.testing.assert_close(model(images)[2, 1], model(images[2, 1:2])[0])

@@ -1,4 +1,4 @@
-"""Encoders of components: where their features go, who shares them, what is refused."""
+"""Encoders of components: the place of their features, sharing between actor and critic, errors."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def test_one_class_and_one_dict_serve_all_and_sizes_have_defaults():
 
 
 @pytest.mark.parametrize("lead", [(3,), (4, 3)])
-def test_the_latent_of_a_component_is_what_its_encoder_makes_of_it(lead):
+def test_the_latent_of_a_component_is_the_output_of_its_encoder(lead):
     classes, kwargs = ["MlpModel", "Conv2dHeadModel"], [None, CONV]
     policy = make(encoder_component_names=["b", "image"], encoder_class_name=classes, encoder_kwargs=kwargs)
     obs = torch.randn(*lead, WIDTH)
@@ -84,7 +84,7 @@ def test_the_latent_of_a_component_is_what_its_encoder_makes_of_it(lead):
         policy.get_encoder_latent(obs, "a")
 
 
-def test_a_latent_is_made_of_what_the_policy_sees_of_raw_observations():
+def test_a_latent_is_made_of_normalised_observations():
     policy = make(encoder_component_names=["b"])
     policy.obs_normalizer = EmpiricalNormalization(WIDTH)
     rows = 3 * torch.randn(50, WIDTH) + 1
@@ -177,7 +177,7 @@ def test_an_encoder_of_ones_own_is_known_by_name(monkeypatch):
     assert policy.get_encoder_latent(obs, "image").tolist() == [[50.0] * 5] * 3
 
 
-def test_what_does_not_fit_is_named():
+def test_wrong_settings_are_named():
     with pytest.raises(UnknownSegmentError, match=r"no segment 'hight'; it has \['a', 'image', 'b', 'c'\]"):
         make(encoder_component_names=["hight"])
     with pytest.raises(UnknownSegmentError, match="no segment 'b2'"):

@@ -42,7 +42,7 @@ def test_another_kind_is_refused():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layers", [1, 2])
-def test_a_batch_gives_what_single_steps_gave(kind, layers):
+def test_a_batch_gives_the_outputs_of_single_steps(kind, layers):
     memory, x = made(kind, layers), torch.randn(6, 5, 3)
     for row in torch.randn(2, 5, 3):
         memory(row)  # a past, so that the initial state matters
@@ -57,7 +57,7 @@ def test_a_batch_gives_what_single_steps_gave(kind, layers):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cut_batch_gives_what_steps_with_resets_gave(kind):
+def test_a_split_batch_gives_the_outputs_of_steps_with_resets(kind):
     memory, x = made(kind), torch.randn(6, 2, 3)
     outs, states = stepwise(memory, x, DONES)
     starts = episode_starts(DONES)
@@ -70,7 +70,7 @@ def test_a_cut_batch_gives_what_steps_with_resets_gave(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_follows_a_done_neither_sees_nor_blames_what_came_before(kind):
+def test_no_state_and_no_gradient_crosses_a_done(kind):
     memory = made(kind)
     before, after = torch.randn(2, 2, 3), torch.randn(2, 2, 3)
     dones = torch.zeros(4, 2, dtype=torch.bool)

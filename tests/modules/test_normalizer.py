@@ -253,7 +253,7 @@ def test_normalizer_clips_and_torch_equals_numpy():
     assert norm.count == pytest.approx(100, abs=1e-3)
 
 
-def test_normalize_torch_learns_first_unless_told_not_to():
+def test_normalize_torch_updates_first_unless_update_is_off():
     norm = Normalizer(1, epsilon=1e-9)
     out = norm.normalize_torch(torch.tensor([[1.0], [3.0]]), "cpu")
     assert norm.mean[0] == pytest.approx(2.0)

@@ -1,4 +1,4 @@
-"""The documented stateful calls, and the pure core they are a shell of."""
+"""The documented stateful calls, and the pure core below them."""
 
 import pytest
 import torch
@@ -73,17 +73,17 @@ def test_one_pass_gives_everything(make_policy):
 
 
 @pytest.mark.parametrize("kind", ["mlp", "lstm", "gru"])
-def test_the_shell_is_the_core(make_policy, kind):
-    core, shell = make_policy(kind), make_policy(kind)
+def test_stateful_calls_equal_the_pure_core(make_policy, kind):
+    core, stateful = make_policy(kind), make_policy(kind)
     hidden = core.initial_hidden(4)
     for _ in range(3):
         obs, critic_obs = torch.randn(4, 3), torch.randn(4, 5)
         out = core(obs, critic_obs, hidden)
         hidden = out.hidden
-        shell.act(obs)
-        assert torch.equal(shell.action_mean, out.mean)
-        assert torch.equal(shell.evaluate(critic_obs), out.value)
-        for name, state in shell.hidden(4).items():
+        stateful.act(obs)
+        assert torch.equal(stateful.action_mean, out.mean)
+        assert torch.equal(stateful.evaluate(critic_obs), out.value)
+        for name, state in stateful.hidden(4).items():
             assert torch.equal(state, out.hidden[name])
     assert all(memory.state is None for memory in core.memories.values())
 
@@ -148,7 +148,7 @@ def test_normalisers_stand_before_both_networks_in_every_call(make_policy, kind)
     assert normal.obs_normalizer.count == count == 50
 
 
-def test_the_shells_generator_makes_its_actions_repeatable(make_policy):
+def test_the_policys_generator_makes_its_actions_repeatable(make_policy):
     policy, obs = make_policy("mlp"), torch.randn(4, 3)
 
     def draw(seed):
@@ -159,7 +159,7 @@ def test_the_shells_generator_makes_its_actions_repeatable(make_policy):
     assert not torch.equal(draw(1), draw(2))
 
 
-def test_normalisers_fit_what_they_normalise():
+def test_normalisers_follow_the_shape_of_the_observation():
     assert isinstance(build_normalizer(3), EmpiricalNormalization)
     assert build_normalizer([3]).shape == build_normalizer(Field((3,))).shape == (3,)
     assert isinstance(build_normalizer(Field((3, 8, 8))), NoNormalization)

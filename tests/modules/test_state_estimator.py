@@ -1,4 +1,4 @@
-"""State estimation: three ways to build it, what the actor sees of it, and what is refused."""
+"""State estimation: three ways to build it, the estimate in the actor's input, and errors."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_a_feed_forward_estimator_is_an_mlp_of_its_components():
     assert policy.estimator_target_components == ["vel"]
 
 
-def test_by_default_it_sees_everything_but_what_it_estimates():
+def test_by_default_the_inputs_are_all_components_but_the_targets():
     assert make().estimator_obs_components == ["pos", "height"]
 
 
@@ -111,8 +111,8 @@ def test_masks_are_drawn_while_collecting_and_never_in_inference():
     for _ in range(2):
         policy.act_inference(obs)
         assert torch.equal(seen[-1][:, 4:], policy.get_estimated_state())
-    tosses = {"estimated_state": replaced.unsqueeze(1)}
-    policy(obs, critic_obs, None, None, tosses)
+    masks = {"estimated_state": replaced.unsqueeze(1)}
+    policy(obs, critic_obs, None, None, masks)
     assert torch.equal((seen[-1][:, 4:] != obs[:, 4:]).all(1), replaced)
     assert make(replace_state_prob=1.0).random_mask_probs == make().random_mask_probs == {}
 
@@ -130,7 +130,7 @@ def test_an_estimate_may_stand_beside_the_observation():
 
 
 def test_several_targets_keep_their_names_through_other_orders():
-    """The critic has vel before pos, the actor after it: what is estimated as vel must not be put at pos."""
+    """The critic has vel before pos, the actor after it: the estimate of vel must not be put at pos."""
     policy = make(
         estimator_obs_components=["height"], estimator_target_components=["pos", "vel"], replace_state_prob=1.0
     )
@@ -191,7 +191,7 @@ def test_estimates_are_in_the_scale_that_the_policy_sees_and_can_be_brought_back
     assert not torch.allclose(raw, physical)
 
 
-def test_what_does_not_fit_is_named():
+def test_wrong_settings_are_named():
     with pytest.raises(ValueError, match=r"no components to estimate; set estimator_target_components"):
         make(estimator_target_components=None)
     with pytest.raises(UnknownSegmentError, match="no segment 'speed'; it has"):

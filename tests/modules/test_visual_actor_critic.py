@@ -39,7 +39,7 @@ def test_the_documented_example():
         visual_latent_size=32,
     )
     assert policy.act(torch.rand(2, 48 + 4096)).shape == (2, 12)
-    assert policy.visual_encoder.conv.conv[0].kernel_size == (3, 3)  # what is not given has a default
+    assert policy.visual_encoder.conv.conv[0].kernel_size == (3, 3)  # the default
     assert policy.memory_a.rnn.input_size == 48 + 32
     assert policy.obs_segments["forward_depth"] == (1, 64, 64)
 
@@ -114,7 +114,7 @@ def test_an_image_a_dict_and_a_flat_vector_are_seen_alike():
         policy({"eye": image})
 
 
-def test_what_does_not_fit_is_named():
+def test_wrong_settings_are_named():
     with pytest.raises(UnknownSegmentError, match="no segment 'depth'; it has"):
         make(visual_component_name="depth")
     with pytest.raises(ValueError, match=r"'command' must have a shape \(C, H, W\), got \(2,\)"):
