@@ -85,15 +85,6 @@ class Velocities(Carried):
         self.state = torch.where(dones.bool().view(-1, 1, 1, 1), self.draw(len(dones)), kept)
 
 
-def velocity_range(given: Any, name: str) -> tuple[float, float]:
-    """The ends of a range, equal for a number."""
-    ends = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given, given)
-    is_numeric = all(isinstance(end, int | float) and not isinstance(end, bool) for end in ends)
-    if len(ends) != 2 or not is_numeric or ends[0] > ends[1]:
-        raise ValueError(f"{name} is {given!r}; give a number, or a range of two")
-    return float(ends[0]), float(ends[1])
-
-
 def by_number(mapping: Mapping[Any, Any], count: int) -> dict[int, Any]:
     """The mapping with integer keys; JSON has text."""
     for key in mapping:
@@ -109,9 +100,12 @@ def velocity_tables(mapping: Mapping[int, Any], scales: Sequence[Mapping[str, An
     for i, value in mapping.items():
         if "lin_vel" not in scales[i]:
             raise KeyError(f"obs_scales of sub-policy {i} has no lin_vel, which its command is multiplied by")
-        row = (*velocity_range(value, f"cmd_vel_mapping[{i}]"), float(scales[i]["lin_vel"]))
-        for name, number in zip(names, row, strict=True):
-            tables[name][i] = number
+        ends = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value, value)
+        is_numeric = all(isinstance(end, int | float) and not isinstance(end, bool) for end in ends)
+        if len(ends) != 2 or not is_numeric or ends[0] > ends[1]:
+            raise ValueError(f"cmd_vel_mapping[{i}] is {value!r}; give a number, or a range of two")
+        for name, number in zip(names, (*ends, scales[i]["lin_vel"]), strict=True):
+            tables[name][i] = float(number)
     return tables
 
 

@@ -118,17 +118,26 @@ def batch_shape(obs: Any, space: spaces.Space) -> torch.Size:
     return obs.shape[: obs.dim() - len(space.shape)]
 
 
-class Actor(nn.Module):
-    """Maps observations to the parameters of an action distribution, by default those of `get_action_dist`."""
+class ConfiguredNetwork(nn.Module):
+    """A network for an observation space, with the settings `cfg` over its defaults."""
 
     defaults: ClassVar[Cfg | None] = None
     """Every setting of `cfg` with its default; None accepts any."""
+
+    def __init__(self, obs_space: spaces.Space, cfg: Cfg | None = None) -> None:
+        super().__init__()
+        self.obs_space = obs_space
+        self.cfg = read_cfg(type(self), cfg, self.defaults)
+
+
+class Actor(ConfiguredNetwork):
+    """Maps observations to the parameters of an action distribution, by default those of `get_action_dist`."""
+
     distribution: ActionDistribution
 
     def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None = None) -> None:
-        super().__init__()
-        self.obs_space, self.action_space = obs_space, action_space
-        self.cfg = read_cfg(type(self), cfg, self.defaults)
+        super().__init__(obs_space, cfg)
+        self.action_space = action_space
         self.distribution = distribution_for(action_space, squash=bool(self.cfg.get("use_tanh_squash", False)))
         self.action_dim = next(iter(self.distribution.param_shapes.values()))[0]
 
@@ -302,16 +311,8 @@ class CNNDeterministicActor(DeterministicActor):
     defaults = {**CNN_SETTINGS, "use_tanh_squash": True}
 
 
-class Critic(nn.Module):
+class Critic(ConfiguredNetwork):
     """Maps observations to values; a custom critic implements `forward(obs)`, with result (B,) or (B, 1)."""
-
-    defaults: ClassVar[Cfg | None] = None
-    """Every setting of `cfg` with its default; None accepts any."""
-
-    def __init__(self, obs_space: spaces.Space, cfg: Cfg | None = None) -> None:
-        super().__init__()
-        self.obs_space = obs_space
-        self.cfg = read_cfg(type(self), cfg, self.defaults)
 
     def forward(self, obs: Obs) -> Tensor:
         """Values (B,)."""

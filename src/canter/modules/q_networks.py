@@ -21,6 +21,7 @@ from canter.modules.actors import (
     CNN_SETTINGS,
     MLP_Q_SETTINGS,
     Cfg,
+    ConfiguredNetwork,
     FlatNetwork,
     ImageNetwork,
     flatten_obs,
@@ -33,18 +34,14 @@ from canter.modules.utils import activation, orthogonal_init
 from canter.utils.tree import Obs
 
 
-class DiscreteQNetwork(nn.Module):
+class DiscreteQNetwork(ConfiguredNetwork):
     """Maps observations to the value of each of n actions."""
 
-    defaults: ClassVar[Cfg | None] = None
-    """Every setting of `cfg` with its default; None accepts any."""
-
     def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None = None) -> None:
-        super().__init__()
+        super().__init__(obs_space, cfg)
         if not isinstance(action_space, spaces.Discrete):
             raise ValueError(f"{type(self).__name__} needs Discrete actions, got {action_space}; use SAC for a Box")
-        self.obs_space, self.action_space, self.num_actions = obs_space, action_space, int(action_space.n)
-        self.cfg = read_cfg(type(self), cfg, self.defaults)
+        self.action_space, self.num_actions = action_space, int(action_space.n)
 
     def forward(self, obs: Obs) -> Tensor:
         """Values (B, n)."""
@@ -154,16 +151,12 @@ class UnitActions(nn.Module):
         return actions if self.is_identity else torch.addcmul(self.offset, actions, self.scale)
 
 
-class ContinuousQNetwork(nn.Module):
+class ContinuousQNetwork(ConfiguredNetwork):
     """Maps observations and actions of a Box to values (B,), or to logits over `num_atoms` values (B, K)."""
 
-    defaults: ClassVar[Cfg | None] = None
-    """Every setting of `cfg` with its default; None accepts any."""
-
     def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None = None) -> None:
-        super().__init__()
-        self.obs_space, self.action_space = obs_space, action_space
-        self.cfg = read_cfg(type(self), cfg, self.defaults)
+        super().__init__(obs_space, cfg)
+        self.action_space = action_space
         self.unit_actions = UnitActions(action_space)
         self.num_actions = flat_size(action_space)
 
