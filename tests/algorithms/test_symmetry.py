@@ -149,7 +149,7 @@ def test_a_symmetry_that_does_nothing_or_is_misspelt_is_refused(make_ppo):
         make_ppo(symmetry_cfg={**MIRROR, "augment": False})
     with pytest.raises(TypeError, match="did you mean 'mirror_loss_coef'"):
         make_ppo(symmetry_cfg={**MIRROR, "mirror_los_coef": 1.0})
-    with pytest.raises(ValueError, match="symmetry needs flat observations, which ActorCriticPair"):
+    with pytest.raises(ValueError, match="symmetry needs flat observations, which ActorCritic"):
         make_ppo("dict", symmetry_cfg=MIRROR)
 
 

@@ -9,6 +9,7 @@ from gymnasium import spaces
 from torch import nn
 
 from canter.modules.actor_critic import Actor, ActorCritic, Critic
+from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.distributions import Categorical, Gaussian, MultiCategorical, SquashedGaussian
 
 
@@ -16,7 +17,7 @@ def widths(network):
     return [(layer.in_features, layer.out_features) for layer in network if isinstance(layer, nn.Linear)]
 
 
-def test_minimal_actor_and_critic():  # row M01
+def test_minimal_actor_and_critic():
     torch.manual_seed(0)
     dist = Actor(4, 2)(torch.randn(7, 4))
     assert isinstance(dist, torch.distributions.Normal)
@@ -46,6 +47,33 @@ def test_no_hidden_layers_make_it_linear():
     assert widths(policy.critic) == [(6, 1)]
 
 
+def kinds(network):
+    return [type(layer) for layer in network]
+
+
+def test_actor_and_critic_have_activations_of_their_own():
+    both = ActorCritic(4, 2, activation="relu", actor_hidden_dims=[3], critic_hidden_dims=[5])
+    assert kinds(both.actor) == kinds(both.critic) == [nn.Linear, nn.ReLU, nn.Linear]
+    mixed = ActorCritic(4, 2, activation="relu", actor_activation="tanh", actor_hidden_dims=[3], critic_hidden_dims=[5])
+    assert kinds(mixed.actor) == [nn.Linear, nn.Tanh, nn.Linear]
+    assert kinds(mixed.critic) == [nn.Linear, nn.ReLU, nn.Linear]
+    other = ActorCritic(4, 2, critic_activation="SiLU", actor_hidden_dims=[3], critic_hidden_dims=[5])
+    assert kinds(other.actor)[1] is nn.ELU
+    assert kinds(other.critic)[1] is nn.SiLU
+    assert widths(mixed.actor) == [(4, 3), (3, 2)]
+    assert widths(mixed.critic) == [(4, 5), (5, 1)]
+
+
+def test_layer_normalisation_is_a_setting_of_each_network():
+    policy = ActorCritic(4, 2, actor_layer_norm=True, actor_hidden_dims=[3, 3], critic_hidden_dims=[5])
+    assert kinds(policy.actor) == [nn.Linear, nn.LayerNorm, nn.ELU] * 2 + [nn.Linear]
+    assert nn.LayerNorm not in kinds(policy.critic)
+    assert nn.LayerNorm in kinds(ActorCritic(4, 2, critic_layer_norm=True).critic)
+    recurrent = ActorCriticRecurrent(4, 4, 2, critic_layer_norm=True, critic_activation="tanh", rnn_hidden_size=6)
+    assert kinds(recurrent.critic)[:3] == [nn.Linear, nn.LayerNorm, nn.Tanh]
+    assert nn.LayerNorm not in kinds(recurrent.actor)
+
+
 def test_the_mean_can_be_bounded():
     policy = ActorCritic(4, 4, 2, mu_activation="tanh", actor_hidden_dims=())
     with torch.no_grad():
@@ -54,7 +82,7 @@ def test_the_mean_can_be_bounded():
 
 
 @pytest.mark.parametrize("kind", ["scalar", "log"])
-def test_noise_starts_where_it_was_told(kind):
+def test_noise_starts_at_init_noise_std(kind):
     policy = ActorCritic(4, 4, 3, init_noise_std=[0.1, 0.2, 0.4], noise_std_type=kind)
     out = policy(torch.ones(2, 4))
     torch.testing.assert_close(out.std.detach(), torch.tensor([[0.1, 0.2, 0.4]]).expand(2, 3))
@@ -68,7 +96,7 @@ def test_an_unknown_kind_of_noise_is_refused():
 
 @pytest.mark.parametrize("kind", ["scalar", "log"])
 @pytest.mark.parametrize("low", [0.3, [0.3, 0.5], torch.tensor([0.3, 0.5])])
-def test_clipping_the_noise_moves_the_parameter_into_its_bounds(kind, low):  # row M05
+def test_clipping_the_noise_moves_the_parameter_into_its_bounds(kind, low):
     policy = ActorCritic(4, 2, init_noise_std=[0.1, 4.0], noise_std_type=kind)
     policy.clip_std(min=low, max=2.0)
     torch.testing.assert_close(policy.noise_std().detach(), torch.tensor([0.3, 2.0]))
@@ -76,7 +104,7 @@ def test_clipping_the_noise_moves_the_parameter_into_its_bounds(kind, low):  # r
     torch.testing.assert_close(policy.noise_std().detach(), torch.tensor([0.3, 2.0]))
 
 
-def test_noise_that_fell_below_zero_is_lifted():  # row M05
+def test_noise_that_fell_below_zero_is_lifted():
     policy = ActorCritic(4, 2)
     with torch.no_grad():
         policy.std.fill_(-1.0)
@@ -117,13 +145,13 @@ def test_squashed_actions_stay_in_the_space_and_inference_gives_its_centre():
     assert bounded.std(0).min() > 0.5
 
 
-def test_an_unknown_setting_is_an_error_with_a_suggestion():  # decision 12
+def test_an_unknown_setting_is_an_error_with_a_suggestion():
     with pytest.raises(TypeError, match="ActorCritic has no setting 'init_nois_std'; did you mean 'init_noise_std'"):
         ActorCritic(3, 3, 2, init_nois_std=0.5)
     ActorCritic(3, 3, 2, rnn_type=None)
 
 
-def test_segments_have_two_names_for_one_thing():  # row O07 under decision 14
+def test_segments_have_two_names_for_one_thing():
     policy = ActorCritic(3, 5, 2, obs_segments={"a": 1, "b": [2]}, critic_obs_segments={"a": 1, "c": (2, 2)})
     assert policy.obs_segments == {"a": (1,), "b": (2,)}
     assert policy.critic_obs_segments == policy.privileged_obs_segments == {"a": (1,), "c": (2, 2)}
@@ -142,7 +170,7 @@ def test_orthogonal_weights_have_their_gains():
     assert all((layer.bias == 0).all() for layer in (*policy.actor, *policy.critic) if isinstance(layer, nn.Linear))
 
 
-def test_entropy_is_the_closed_form():  # C19
+def test_entropy_is_the_closed_form():
     policy = ActorCritic(3, 3, 2, init_noise_std=[0.5, 2.0])
     policy.act(torch.randn(6, 3))
     expected = sum(0.5 * math.log(2 * math.pi * math.e * std**2) for std in (0.5, 2.0))

@@ -41,7 +41,7 @@ def numbers(policy, obs):
     return policy.get_policy_selection(obs).int().argmax(-1).tolist()
 
 
-def test_the_obstacle_chooses_and_none_is_the_first(paths):  # row M17
+def test_the_obstacle_chooses_and_none_is_the_first(paths):
     policy = made(paths)
     selection = policy.get_policy_selection(runs.observation([None, 0, 2, 4]))
     assert selection.dtype == torch.bool
@@ -67,7 +67,7 @@ def test_other_components_can_choose(paths, tmp_path):
     assert policy.recover_last_action(obs, policy.get_policy_selection(obs)) is obs  # no such component
 
 
-def test_velocities_are_numbers_or_ranges_and_only_finished_episodes_get_new_ones(paths):  # row M18
+def test_velocities_are_numbers_or_ranges_and_only_finished_episodes_get_new_ones(paths):
     torch.manual_seed(0)
     policy = made(paths, cmd_vel_mapping={"0": 0.5, 1: (1.0, 2.0), 2: [3.0, 4.0]})  # JSON has texts and lists
     current = policy.cmd_vel_current
@@ -77,7 +77,7 @@ def test_velocities_are_numbers_or_ranges_and_only_finished_episodes_get_new_one
     assert 3 <= current[2] <= 4
     policy.act_inference(runs.observation([0] * 6))
     before = {i: v.clone() for i, v in policy.cmd_vel_current.items()}
-    assert torch.equal(before[1], torch.full((6,), current[1]))  # one for everybody at first
+    assert torch.equal(before[1], torch.full((6,), current[1]))  # one for all environments at first
     dones = torch.tensor([0, 1, 0, 1, 1, 0])  # integers, as some simulators give them
     policy.resample_cmd_vel_current(dones)
     after = policy.cmd_vel_current
@@ -99,7 +99,7 @@ def test_resampling_for_all_is_one_number_again(paths):
     assert isinstance(policy.cmd_vel_current[1], float)
 
 
-def test_the_command_is_overridden_where_its_sub_policy_is_chosen(paths):  # row M19
+def test_the_command_is_overridden_where_its_sub_policy_is_chosen(paths):
     policy = made(paths, cmd_vel_mapping={1: 0.75, 2: 1.5})
     obs = runs.observation([None, 1, 2, 3])
     seen = policy.override_cmd_vel(obs, policy.get_policy_selection(obs))
@@ -115,7 +115,7 @@ def test_another_position_can_be_the_command(paths):
     assert policy.override_cmd_vel(obs, policy.get_policy_selection(obs))[0, 0] == 1.0
 
 
-def test_the_last_action_is_in_the_units_of_the_chosen(tmp_path):  # row M20
+def test_the_last_action_is_in_the_units_of_the_chosen(tmp_path):
     scales = (0.5, 0.25, [0.1] * 6 + [1.0] * 6)
     folders = [runs.write_run(tmp_path / str(i), runs.constant_policy(1.0), s) for i, s in enumerate(scales)]
     policy = made(folders, env_action_scale=0.5)
@@ -131,7 +131,7 @@ def test_the_last_action_is_in_the_units_of_the_chosen(tmp_path):  # row M20
     assert policy.act_inference(obs)[:, 0].tolist() == pytest.approx([1.0, 0.5, 0.2])
 
 
-def test_actions_are_averaged_over_the_last_choices(paths):  # row M21
+def test_actions_are_averaged_over_the_last_choices(paths):
     policy = made(paths, action_smoothing_buffer_len=2)
     assert policy.action_smoothing_buffer is None
     given = [policy.act_inference(runs.observation([block]))[0, 0].item() for block in (0, 0, 1, 1, 3)]
@@ -153,24 +153,24 @@ def memories(policy):
 
 
 @pytest.mark.parametrize("setting", ["all", True])
-def test_memories_that_are_not_among_the_last_choices_start_anew(recurrent_paths, setting):  # row M22
+def test_memories_that_are_not_among_the_last_choices_are_zeroed(recurrent_paths, setting):
     policy = made(recurrent_paths, reset_non_selected=setting, action_smoothing_buffer_len=2)
     policy.act_inference(runs.observation([0, 1, 2]))
     assert [m.tolist() for m in memories(policy)] == [[True, False, False], [False, True, False], [False, False, True]]
-    policy.act_inference(runs.observation([1, 1, 0]))  # what was chosen before is still mixed in, and kept
+    policy.act_inference(runs.observation([1, 1, 0]))  # the earlier choice is still averaged in, and kept
     assert [m.tolist() for m in memories(policy)] == [[True, False, True], [True, True, False], [False, False, True]]
     policy.act_inference(runs.observation([1, 1, 0]))
     assert [m.tolist() for m in memories(policy)] == [[False, False, True], [True, True, False], [False, False, False]]
 
 
-def test_when_skill_keeps_the_first_and_all_while_the_first_acts(recurrent_paths):  # row M22
+def test_when_skill_keeps_the_first_and_all_while_the_first_acts(recurrent_paths):
     policy = made(recurrent_paths, reset_non_selected="when_skill")
     policy.act_inference(runs.observation([0, 1, 2]))
     assert [m.tolist() for m in memories(policy)] == [[True, True, True], [True, True, False], [True, False, True]]
 
 
 @pytest.mark.parametrize("setting", ["none", False])
-def test_memories_are_left_alone_if_so_said(recurrent_paths, setting):
+def test_memories_are_kept_where_resetting_is_off(recurrent_paths, setting):
     policy = made(recurrent_paths, reset_non_selected=setting)
     policy.act_inference(runs.observation([0, 1, 2]))
     assert all(m.all() for m in memories(policy))
@@ -187,7 +187,7 @@ def test_a_chosen_memory_goes_on_as_it_would_alone(recurrent_paths):
     torch.testing.assert_close(policy.act_inference(obs[0]), alone.act_inference(obs[0]))
 
 
-def test_the_callers_observation_is_not_changed(tmp_path):  # row M23
+def test_the_callers_observation_is_not_changed(tmp_path):
     folders = [runs.write_run(tmp_path / str(i), runs.constant_policy(1.0), 0.25) for i in range(3)]
     policy = made(folders, cmd_vel_mapping={0: 1.0, 1: 1.0, 2: 1.0})
     obs = runs.observation([None, 1, 2, 4])
@@ -257,11 +257,11 @@ def test_it_acts_step_by_step(paths):
         ({"selection": "obstacle[1:6]"}, KeyError, "no segment 'obstacle'"),
         ({"selection": "engaging_block[1:16]"}, ValueError, "lies outside of 'engaging_block', which has 8 values"),
         ({"command": "cmd[0]", "cmd_vel_mapping": {0: 1.0}}, KeyError, "no segment 'cmd'"),
-        ({"command": "proprioception[9:11]", "cmd_vel_mapping": {0: 1.0}}, ValueError, "2 values, but there must be 1"),
-        ({"last_action": "proprioception[-3:]"}, ValueError, "3 values, but there must be 12"),
+        ({"command": "proprioception[9:11]", "cmd_vel_mapping": {0: 1.0}}, ValueError, "2 values, but needs 1"),
+        ({"last_action": "proprioception[-3:]"}, ValueError, "3 values, but needs 12"),
         ({"last_action": "history"}, KeyError, "no segment 'history'"),
-        ({"cmd_vel_mapping": {7: 1.0}}, ValueError, "speaks of sub-policy 7; there are 0 to 4"),
-        ({"cmd_vel_mapping": {"x": 1.0}}, ValueError, "speaks of sub-policy 'x'"),
+        ({"cmd_vel_mapping": {7: 1.0}}, ValueError, "names sub-policy 7; there are 0 to 4"),
+        ({"cmd_vel_mapping": {"x": 1.0}}, ValueError, "names sub-policy 'x'"),
         ({"cmd_vel_mapping": {0: [1.0]}}, ValueError, "give a number, or a range of two"),
         ({"cmd_vel_mapping": {0: [2.0, 1.0]}}, ValueError, "give a number, or a range of two"),
         ({"cmd_vel_mapping": {0: "fast"}}, ValueError, "give a number, or a range of two"),
@@ -269,7 +269,7 @@ def test_it_acts_step_by_step(paths):
         ({"action_smoothing_buffer_len": 0}, ValueError, "at least 1, got 0"),
     ],
 )
-def test_what_does_not_fit_is_refused_at_construction(paths, settings, error, message):
+def test_wrong_settings_are_refused_at_construction(paths, settings, error, message):
     with pytest.raises(error, match=message):
         made(paths, **settings)
 
@@ -286,7 +286,7 @@ def climbing(paths, **settings):
     return made(paths[:4], ActorCriticClimbMutex, jump_down_policy_path=paths[4], **settings)
 
 
-def test_what_leads_down_is_climbed_by_the_last(paths):  # row M24
+def test_the_last_sub_policy_climbs_obstacles_that_lead_down(paths):
     policy = climbing(paths)
     obs = runs.observation([3, 3, 2, None])
     obs[0, -1], obs[1, -1] = 1.0, -1.0
@@ -298,7 +298,7 @@ def test_what_leads_down_is_climbed_by_the_last(paths):  # row M24
 
 
 @pytest.mark.parametrize(("given", "low", "high"), [(None, 1.0, 2.0), (0.25, 0.25, 0.25), ([0.1, 0.2], 0.1, 0.2)])
-def test_the_velocity_downwards(paths, given, low, high):  # row M24
+def test_the_velocity_downwards(paths, given, low, high):
     torch.manual_seed(0)
     policy = climbing(paths, cmd_vel_mapping={3: (1.0, 2.0)}, jump_down_vel=given)
     policy.act_inference(runs.observation([3] * 5))
@@ -310,9 +310,9 @@ def test_the_velocity_downwards(paths, given, low, high):  # row M24
 
 
 def test_climbing_needs_a_climber_and_a_velocity(paths):
-    with pytest.raises(ValueError, match="business of sub-policy 3; sub_policy_paths has only 2"):
+    with pytest.raises(ValueError, match="sub-policy 3 climbs, but sub_policy_paths has only 2"):
         made(paths[:2], ActorCriticClimbMutex, jump_down_policy_path=paths[4])
     with pytest.raises(KeyError, match="no velocity for sub-policy 3 either"):
         climbing(paths, cmd_vel_mapping={0: 1.0})
-    with pytest.raises(ValueError, match="there must be 1"):
+    with pytest.raises(ValueError, match="but needs 1"):
         climbing(paths, jump_up="engaging_block")

@@ -1,4 +1,4 @@
-"""Loading sub-policies from run directories, ours and others', and what is wrong with those that cannot be."""
+"""Loading sub-policies from run directories, ours and others', and the errors for broken ones."""
 
 import importlib.util
 import json
@@ -31,7 +31,7 @@ def two_runs(tmp_path, **second):
     return [a, runs.write_run(tmp_path / "b", runs.constant_policy(2.0), **second)]
 
 
-def test_every_path_becomes_a_sub_policy_with_its_weights(tmp_path):  # row M13
+def test_every_path_becomes_a_sub_policy_with_its_weights(tmp_path):
     policy = made(two_runs(tmp_path))
     assert isinstance(policy, Policy)
     assert len(policy.submodules) == 2
@@ -41,7 +41,7 @@ def test_every_path_becomes_a_sub_policy_with_its_weights(tmp_path):  # row M13
         assert not sub.training
 
 
-def test_action_scales_are_buffers_scalar_or_one_each(tmp_path):  # row M14
+def test_action_scales_are_buffers_scalar_or_one_each(tmp_path):
     policy = made(two_runs(tmp_path, action_scale=[0.25] * 12), env_action_scale=[0.5] * 12)
     assert policy.subpolicy_action_scale_0.shape == ()
     assert policy.subpolicy_action_scale_1.shape == (12,)
@@ -49,14 +49,14 @@ def test_action_scales_are_buffers_scalar_or_one_each(tmp_path):  # row M14
     assert {"subpolicy_action_scale_0", "subpolicy_action_scale_1", "env_action_scale"} < set(policy.state_dict())
 
 
-def test_one_recurrent_sub_policy_makes_the_whole_recurrent(tmp_path):  # row M15
+def test_one_recurrent_sub_policy_makes_the_whole_recurrent(tmp_path):
     a, _ = paths = two_runs(tmp_path)
     assert not made(paths).is_recurrent
     b = runs.write_run(tmp_path / "c", runs.constant_policy(1.0, ActorCriticRecurrent, **runs.RNN))
     assert made([a, b], None).is_recurrent
 
 
-def test_it_chooses_nothing_itself(tmp_path):  # row M16
+def test_it_chooses_nothing_itself(tmp_path):
     policy = made(two_runs(tmp_path))
     for call in (policy.act, policy.act_inference, policy.infer, policy.evaluate, policy.value):
         with pytest.raises(NotImplementedError, match="ActorCriticMutex"):
@@ -113,7 +113,7 @@ def test_a_directory_without_configuration_or_model_is_named(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match=r"empty has neither config.json nor config.yaml"):
         made([tmp_path / "empty"])
-    with pytest.raises(FileNotFoundError, match=r"nowhere is no directory"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere is not a directory"):
         made([tmp_path / "nowhere"])
     path = runs.write_run(tmp_path / "a", runs.constant_policy(1.0))
     (path / "model_10.pt").unlink()

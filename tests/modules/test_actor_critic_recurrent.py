@@ -10,7 +10,7 @@ from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.memory import ActorCriticHiddenState, LstmHiddenState
 
 
-def test_defaults_are_an_lstm_of_256():  # row M06
+def test_defaults_are_an_lstm_of_256():
     policy = ActorCriticRecurrent(3, 5, 2)
     assert policy.is_recurrent
     for memory, width in ((policy.memory_a, 3), (policy.memory_c, 5)):
@@ -20,7 +20,7 @@ def test_defaults_are_an_lstm_of_256():  # row M06
     assert policy.rnn_type == "lstm"
 
 
-def test_a_gru_of_another_size():  # row M06
+def test_a_gru_of_another_size():
     policy = ActorCriticRecurrent(3, 5, 2, rnn_type="gru", rnn_hidden_size=16, rnn_num_layers=2)
     assert isinstance(policy.memory_a.rnn, nn.GRU)
     assert policy.memory_c.rnn.num_layers == 2
@@ -35,7 +35,7 @@ def test_two_numbers_give_both_memories_the_same_observation():
 
 
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
-def test_acting_and_evaluating_advance_their_own_memory_only(make_policy, kind):  # row M07
+def test_acting_and_evaluating_advance_their_own_memory_only(make_policy, kind):
     policy = make_policy(kind)
     policy.act(torch.randn(4, 3))
     policy.evaluate(torch.randn(4, 5))
@@ -52,7 +52,7 @@ def test_acting_and_evaluating_advance_their_own_memory_only(make_policy, kind):
 
 
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
-def test_hidden_states_have_the_documented_structure(make_policy, kind):  # row M10
+def test_hidden_states_have_the_documented_structure(make_policy, kind):
     policy = make_policy(kind, rnn_num_layers=2)
     empty = policy.get_hidden_states()
     assert isinstance(empty, ActorCriticHiddenState)
@@ -69,7 +69,7 @@ def test_hidden_states_have_the_documented_structure(make_policy, kind):  # row 
     assert all(leaf.shape == (2, 4, 8) for leaf in leaves)
 
 
-def test_hidden_states_index_assign_and_pickle():  # row M11
+def test_hidden_states_index_assign_and_pickle():
     states = ActorCriticHiddenState(
         LstmHiddenState(torch.arange(8.0).view(1, 4, 2), torch.ones(1, 4, 2)), torch.zeros(1, 4, 2)
     )
@@ -86,7 +86,7 @@ def test_hidden_states_index_assign_and_pickle():  # row M11
 
 
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
-def test_a_reset_reaches_both_memories(make_policy, kind):  # rows M08, M12
+def test_a_reset_reaches_both_memories(make_policy, kind):
     policy = make_policy(kind)
     policy.act(torch.randn(4, 3))
     policy.evaluate(torch.randn(4, 5))

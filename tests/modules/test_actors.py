@@ -19,10 +19,9 @@ from canter.modules.actors import (
     MLPActor,
     MLPCritic,
     MLPDiscreteActor,
-    build_mlp,
+    flatten_obs,
 )
 from canter.modules.distributions import SquashedGaussian
-from canter.modules.space_networks import flatten_obs
 
 VECTOR = spaces.Box(-math.inf, math.inf, (5,))
 ARM = spaces.Box(-2.0, 2.0, (3,))
@@ -39,7 +38,7 @@ def sizes(module):
     return [(layer.in_features, layer.out_features) for layer in linears(module)]
 
 
-def test_defaults_are_the_documented_ones():  # row M64
+def test_defaults_are_the_documented_ones():
     actor, critic = MLPActor(obs_space=VECTOR, action_space=ARM, cfg=None), MLPCritic(obs_space=VECTOR, cfg=None)
     assert sizes(actor) == [(5, 256), (256, 256), (256, 3)]
     assert sizes(critic) == [(5, 256), (256, 256), (256, 1)]
@@ -50,7 +49,7 @@ def test_defaults_are_the_documented_ones():  # row M64
     assert critic.get_value(torch.zeros(7, 5)).shape == (7,)
 
 
-def test_cfg_overrides_hidden_dims():  # row M67
+def test_cfg_overrides_hidden_dims():
     assert sizes(MLPActor(VECTOR, ARM, {"hidden_dims": [256]})) == [(5, 256), (256, 3)]
     assert sizes(MLPCritic(VECTOR, {"hidden_dims": []})) == [(5, 1)]
 
@@ -67,13 +66,6 @@ def test_wrong_action_spaces_are_refused():
         MLPActor(VECTOR, spaces.Discrete(3))
     with pytest.raises(TypeError, match="MLPDiscreteActor needs discrete"):
         MLPDiscreteActor(VECTOR, ARM)
-
-
-def test_build_mlp_puts_layer_norm_before_the_activation():
-    kinds = [type(layer).__name__ for layer in build_mlp(4, [8, 8], 2, "tanh", layer_norm=True)]
-    assert kinds == ["Linear", "LayerNorm", "Tanh"] * 2 + ["Linear"]
-    with pytest.raises(ValueError, match="no activation 'swoosh'"):
-        build_mlp(4, [8], 2, "swoosh")
 
 
 def test_weights_are_orthogonal_with_the_documented_gains():
@@ -214,7 +206,7 @@ def test_gradients_reach_a_custom_actor():
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in actor.parameters())
 
 
-def test_an_actor_without_a_distribution_says_what_to_write():
+def test_an_actor_without_a_distribution_raises_with_the_method_to_implement():
     with pytest.raises(NotImplementedError, match="Actor must implement get_action_dist"):
         Actor(VECTOR, ARM).get_params(torch.zeros(1, 5))
     with pytest.raises(NotImplementedError, match="Critic must implement forward"):

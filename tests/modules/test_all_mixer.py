@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from canter.modules.all_mixer import EncoderStateAc, EncoderStateAcRecurrent
+from canter.modules.all_mixer import EncoderStateAc, EncoderStateAcRecurrent, LoadReport
 from canter.modules.build import build_normalizer
-from canter.modules.misaligned import LoadReport
 
 SEGMENTS = {"pos": (3,), "scan": (6,), "vel": (2,)}
 CRITIC = {"pos": (3,), "scan": (6,), "vel": (2,), "push": (2,)}
@@ -31,7 +30,7 @@ def make(cls=EncoderStateAc, segments=SEGMENTS, critic=CRITIC, seed=0, names=("s
     )  # fmt: skip
 
 
-def test_the_estimator_sees_raw_components_and_what_follows_their_features():  # 3.5
+def test_the_estimator_gets_raw_components_and_the_next_stages_features():
     policy = make(replace_state_prob=1.0)
     obs, seen = torch.randn(3, 11), []
     policy.actor.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
@@ -41,7 +40,7 @@ def test_the_estimator_sees_raw_components_and_what_follows_their_features():  #
     assert torch.equal(seen[0], torch.cat([obs[:, :3], policy.encoders[0](obs[:, 3:9]), estimate], 1))
 
 
-def test_the_actors_memory_gets_features_when_the_estimator_listens_to_it():  # BUG-14
+def test_the_actors_memory_gets_features_when_the_estimator_listens_to_it():
     policy = make(EncoderStateAcRecurrent, use_actor_rnn=True)
     assert policy.memory_a.rnn.input_size == 3 + 4 + 2
     assert policy(torch.randn(3, 11), torch.randn(3, 13)).aux["estimated_state"].shape == (3, 2)
@@ -49,7 +48,7 @@ def test_the_actors_memory_gets_features_when_the_estimator_listens_to_it():  # 
 
 @pytest.mark.parametrize("as_module", [True, False])
 @pytest.mark.parametrize("cls", [EncoderStateAc, EncoderStateAcRecurrent])
-def test_weights_are_found_by_the_names_of_components(cls, as_module):  # 3.5
+def test_weights_are_found_by_the_names_of_components(cls, as_module):
     source, policy = make(cls), make(cls, OTHER, OTHER_CRITIC, seed=1)
     fresh = {name: value.clone() for name, value in policy.state_dict().items()}
     report = policy.load_misaligned_state_dict(source if as_module else source.state_dict(), SEGMENTS, CRITIC)
@@ -118,6 +117,6 @@ def test_statistics_of_observations_move_with_their_components():
     assert mean.tolist() == [*theirs[9:].tolist(), 0.0, *theirs[:9].tolist()]
 
 
-def test_a_source_of_which_nothing_fits_is_refused():
-    with pytest.raises(ValueError, match="nothing of the source fits EncoderStateAc"):
+def test_a_source_without_a_matching_parameter_is_refused():
+    with pytest.raises(ValueError, match="no parameter of the source fits EncoderStateAc"):
         make().load_misaligned_state_dict({"other.weight": torch.zeros(3)}, SEGMENTS)

@@ -28,7 +28,7 @@ def linear(weights, **settings):
     return made
 
 
-def test_layers_are_linear_and_relu_and_one_linear_to_a_number():  # row M27
+def test_layers_are_linear_and_relu_and_one_linear_to_a_number():
     made = AMPDiscriminator(**CFG)
     kinds = [type(m) for m in made.modules() if not list(m.children())]
     assert [issubclass(k, nn.Linear) for k in kinds] == [True, False, True, False, True]
@@ -38,7 +38,7 @@ def test_layers_are_linear_and_relu_and_one_linear_to_a_number():  # row M27
 
 
 @pytest.mark.parametrize("shape", [(10, 3), (5, 2, 3)])
-def test_the_gradient_penalty_of_a_plane_is_its_slope_squared(shape):  # row M28, BUG-17
+def test_the_gradient_penalty_of_a_plane_is_its_slope_squared(shape):
     made = linear([1.0, 2.0, -2.0], discriminator_grad_pen=5.0)
     penalty = made.compute_grad_pen(torch.randn(shape))
     assert penalty.item() == pytest.approx(5.0 * 9.0)
@@ -53,7 +53,7 @@ def test_the_penalty_leaves_the_given_features_alone():
 
 
 @pytest.mark.parametrize(("d", "style"), [(1.0, 2.0), (-1.0, 0.0), (0.0, 1.5), (-3.0, 0.0), (3.0, 0.0)])
-def test_the_least_squares_reward(d, style):  # row M29
+def test_the_least_squares_reward(d, style):
     task = torch.tensor([10.0, 20.0])
     got, raw, total = constant(d, task_reward_lerp=0.8).predict_style_reward(torch.randn(2, 3), task)
     assert got.tolist() == pytest.approx([style] * 2)
@@ -61,7 +61,7 @@ def test_the_least_squares_reward(d, style):  # row M29
     assert total.tolist() == pytest.approx([0.2 * style + 8.0, 0.2 * style + 16.0])
 
 
-def test_style_alone_is_the_default_and_is_said_once():  # ambiguity A1
+def test_style_alone_is_the_default_and_warns_once():
     made = constant(1.0)
     with pytest.warns(UserWarning, match="task_reward_lerp is 0") as caught:
         totals = [made.predict_style_reward(torch.randn(1, 3), torch.tensor([9.0]))[2] for _ in range(3)]
@@ -134,7 +134,7 @@ def test_bad_settings_are_named(settings, message):
 
 
 @pytest.mark.parametrize("policy_class", [AmpActorCritic, AmpActorCriticRecurrent])
-def test_a_policy_carries_its_discriminator(policy_class):  # rows M30, M31
+def test_a_policy_carries_its_discriminator(policy_class):
     policy = policy_class(3, 5, 2, amp_discriminator=CFG, actor_hidden_dims=[8], critic_hidden_dims=[8])
     assert policy.discriminator.input_dim == 6
     assert policy.act(torch.zeros(4, 3)).shape == (4, 2)
@@ -143,7 +143,7 @@ def test_a_policy_carries_its_discriminator(policy_class):  # rows M30, M31
     assert sum(name.startswith("discriminator.") for name in policy.state_dict()) == 6
 
 
-def test_a_missing_or_misspelt_discriminator_setting_is_named():  # row M30
+def test_a_missing_or_misspelt_discriminator_setting_is_named():
     with pytest.raises(ValueError, match="amp_discriminator needs input_dim, style_reward_coef, hidden_dims"):
         AmpActorCritic(3, 2)
     with pytest.raises(ValueError, match="needs style_reward_coef"):

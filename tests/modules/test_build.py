@@ -22,13 +22,13 @@ from canter.storage.rollout_storage import Field
 TINY = {"actor_hidden_dims": (8,), "critic_hidden_dims": (8,)}
 
 
-def test_what_the_settings_leave_open_comes_from_the_environment(noise_env):  # row O08
+def test_missing_settings_come_from_the_environment(noise_env):
     policy = build_actor_critic(noise_env("mlp"), "ActorCritic", {"class_name": "ActorCritic", **TINY})
     assert isinstance(policy, ActorCritic)
     assert (policy.actor[0].in_features, policy.critic[0].in_features, policy.num_actions) == (3, 5, 2)
 
 
-def test_what_the_settings_say_is_kept(noise_env):  # row O08
+def test_given_settings_override_the_environment(noise_env):
     cfg = {"num_actor_obs": 7, "num_critic_obs": None, **TINY}
     policy = build_actor_critic(noise_env("mlp"), "ActorCritic", cfg)
     assert (policy.actor[0].in_features, policy.critic[0].in_features) == (7, 5)
@@ -76,7 +76,7 @@ def test_a_registered_class_is_found_by_name(noise_env):
         del POLICIES["OneOfMine"]
 
 
-def test_a_pair_takes_the_settings_of_both(noise_env):  # row M67
+def test_a_pair_takes_the_settings_of_both(noise_env):
     env = noise_env("mlp")
     policy = build_pair(
         env.obs_space,

@@ -17,7 +17,7 @@ def layers_of(model, kind):
 @pytest.mark.parametrize("use_maxpool", [False, True])
 @pytest.mark.parametrize("paddings", [None, [1, (0, 2)]])
 @pytest.mark.parametrize(("h", "w"), [(32, 32), (33, 47)])
-def test_sizes_are_known_without_a_forward_pass(use_maxpool, paddings, h, w):  # row M33
+def test_sizes_are_known_without_a_forward_pass(use_maxpool, paddings, h, w):
     model = Conv2dModel(3, **LAYERS, paddings=paddings, use_maxpool=use_maxpool)
     out = model(torch.zeros(2, 3, h, w))
     assert model.conv_out_resolution(h, w) == tuple(out.shape[2:])
@@ -25,7 +25,7 @@ def test_sizes_are_known_without_a_forward_pass(use_maxpool, paddings, h, w):  #
     assert model.conv_out_size(h, w, c=1) == out[0, 0].numel()
 
 
-def test_pooling_takes_the_place_of_strides():  # row M32
+def test_pooling_takes_the_place_of_strides():
     model = Conv2dModel(1, [2, 2], [3, 3], [2, 1], use_maxpool=True)
     assert [conv.stride for conv in layers_of(model, nn.Conv2d)] == [(1, 1), (1, 1)]
     assert [pool.kernel_size for pool in layers_of(model, nn.MaxPool2d)] == [2]
@@ -35,7 +35,7 @@ def test_pooling_takes_the_place_of_strides():  # row M32
     assert model.conv_out_resolution(16, 16) == strided.conv_out_resolution(16, 16) == (5, 5)
 
 
-def test_norm_sits_between_convolution_and_nonlinearity_in_both_models():  # row M34
+def test_norm_sits_between_convolution_and_nonlinearity_in_both_models():
     for model in (
         Conv2dModel(3, **LAYERS, normlayer="BatchNorm2d", nonlinearity="ELU").conv,
         Conv2dHeadModel((3, 32, 32), **LAYERS, normlayer=nn.BatchNorm2d, nonlinearity="ELU").conv.conv,
@@ -49,7 +49,7 @@ def test_norm_may_be_a_function_of_the_channels():
     assert len(layers_of(model, nn.GroupNorm)) == 2
 
 
-def test_head_output_size_is_given_or_last_hidden_or_flat():  # row M35
+def test_head_output_size_is_given_or_last_hidden_or_flat():
     given = Conv2dHeadModel((3, 32, 32), **LAYERS, hidden_sizes=[9], output_size=7)
     hidden = Conv2dHeadModel((3, 32, 32), **LAYERS, hidden_sizes=[9])
     flat = Conv2dHeadModel((3, 32, 32), **LAYERS)
@@ -61,7 +61,7 @@ def test_head_output_size_is_given_or_last_hidden_or_flat():  # row M35
         assert model(torch.zeros(2, 5, 3, 32, 32)).shape == (2, 5, model.output_size)
 
 
-def test_head_keeps_every_image_of_a_rollout_apart():
+def test_head_encodes_every_image_of_a_rollout_separately():
     model = Conv2dHeadModel((1, 8, 8), [2], [3], [1], [4])
     images = torch.randn(3, 2, 1, 8, 8)
     torch.testing.assert_close(model(images)[2, 1], model(images[2, 1:2])[0])

@@ -16,7 +16,7 @@ class QuietRecurrent(DeterministicPolicyMixin, ActorCriticRecurrent):
     pass
 
 
-def test_acting_gives_the_mean_and_still_sets_the_distribution():  # row M36
+def test_acting_gives_the_mean_and_still_sets_the_distribution():
     policy, obs = Quiet(3, 2), torch.randn(4, 3)
     first, second = policy.act(obs), policy.act(obs)
     assert torch.equal(first, second)
@@ -27,7 +27,7 @@ def test_acting_gives_the_mean_and_still_sets_the_distribution():  # row M36
     assert not torch.equal(ActorCritic(3, 2).act(obs), first)
 
 
-def test_a_recurrent_one_advances_its_memory():  # row M36
+def test_a_recurrent_one_advances_its_memory():
     policy, obs = QuietRecurrent(3, 2, rnn_hidden_size=8), torch.randn(4, 3)
     first = policy.act(obs)
     assert not torch.equal(policy.act(obs), first)
@@ -35,7 +35,7 @@ def test_a_recurrent_one_advances_its_memory():  # row M36
     assert torch.equal(policy.act(obs), first)
 
 
-def test_it_must_precede_a_class_with_a_mean():  # row M36
+def test_it_must_precede_a_class_with_a_mean():
     with pytest.raises(
         AttributeError, match="Alone: DeterministicPolicyMixin must precede a class that defines action_mean"
     ):

@@ -1,4 +1,4 @@
-"""Encoders of components: where their features go, who shares them, what is refused."""
+"""Encoders of components: the place of their features, sharing between actor and critic, errors."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def make(cls=EncoderActorCritic, **settings):
     return cls(WIDTH, CRITIC_WIDTH, 2, **{"actor_hidden_dims": [8], "critic_hidden_dims": [8]} | defaults | settings)
 
 
-def test_features_stand_where_the_components_stood_whatever_the_order_of_names():  # row M37
+def test_features_stand_where_the_components_stood_whatever_the_order_of_names():
     policy = make(encoder_component_names=["c", "a"])
     obs = torch.randn(3, WIDTH)
     encoder_c, encoder_a = policy.encoders
@@ -47,7 +47,7 @@ def test_orthogonal_weights_reach_every_encoder(critic):
         torch.testing.assert_close(columns @ columns.T, 2.0 * torch.eye(len(columns)), atol=1e-5, rtol=0)
 
 
-def test_two_encoders_of_two_classes_have_their_widths():  # row M38
+def test_two_encoders_of_two_classes_have_their_widths():
     policy = make(
         encoder_component_names=["b", "image"],
         encoder_class_name=["MlpModel", "Conv2dHeadModel"],
@@ -63,7 +63,7 @@ def test_two_encoders_of_two_classes_have_their_widths():  # row M38
     assert policy.feature_layout.shapes == {"a": (2,), "image": (5,), "b": (5,), "c": (4,)}
 
 
-def test_one_class_and_one_dict_serve_all_and_sizes_have_defaults():  # row M38
+def test_one_class_and_one_dict_serve_all_and_sizes_have_defaults():
     policy = make(encoder_component_names=["a", "b"], encoder_kwargs={"hidden_sizes": [3]}, encoder_output_size=None)
     assert [encoder.model[0].out_features for encoder in policy.encoders] == [3, 3]
     assert policy.actor[0].in_features == WIDTH - 5 + 64
@@ -72,7 +72,7 @@ def test_one_class_and_one_dict_serve_all_and_sizes_have_defaults():  # row M38
 
 
 @pytest.mark.parametrize("lead", [(3,), (4, 3)])
-def test_the_latent_of_a_component_is_what_its_encoder_makes_of_it(lead):  # row M39
+def test_the_latent_of_a_component_is_the_output_of_its_encoder(lead):
     classes, kwargs = ["MlpModel", "Conv2dHeadModel"], [None, CONV]
     policy = make(encoder_component_names=["b", "image"], encoder_class_name=classes, encoder_kwargs=kwargs)
     obs = torch.randn(*lead, WIDTH)
@@ -84,7 +84,7 @@ def test_the_latent_of_a_component_is_what_its_encoder_makes_of_it(lead):  # row
         policy.get_encoder_latent(obs, "a")
 
 
-def test_a_latent_is_made_of_what_the_policy_sees_of_raw_observations():
+def test_a_latent_is_made_of_normalised_observations():
     policy = make(encoder_component_names=["b"])
     policy.obs_normalizer = EmpiricalNormalization(WIDTH)
     rows = 3 * torch.randn(50, WIDTH) + 1
@@ -93,14 +93,14 @@ def test_a_latent_is_made_of_what_the_policy_sees_of_raw_observations():
     assert torch.equal(policy.get_encoder_latent(rows, "b"), policy.encoders[0](seen[:, 27:30]))
 
 
-def test_the_critic_may_see_raw_components():  # row M40
+def test_the_critic_may_see_raw_components():
     policy = make(encoder_component_names=["b"])
     obs = torch.randn(3, CRITIC_WIDTH)
     assert torch.equal(policy.evaluate(obs), policy.critic(obs))
     assert not hasattr(policy, "critic_encoders")
 
 
-def test_shared_encoders_are_found_by_name_in_the_critics_own_layout():  # row M40, BUG-13
+def test_shared_encoders_are_found_by_name_in_the_critics_own_layout():
     policy = make(encoder_component_names=["b", "a"], critic_encoder_component_names="shared")
     obs = torch.randn(3, CRITIC_WIDTH)
     encoder_b, encoder_a = policy.encoders
@@ -110,7 +110,7 @@ def test_shared_encoders_are_found_by_name_in_the_critics_own_layout():  # row M
     assert not any(name.startswith("critic_encoders") for name in policy.state_dict())
 
 
-def test_the_critic_may_have_encoders_of_its_own():  # row M40
+def test_the_critic_may_have_encoders_of_its_own():
     policy = make(
         encoder_component_names=["b"],
         critic_encoder_component_names=["secret"],
@@ -146,7 +146,7 @@ def test_without_names_nothing_is_encoded():
     assert policy.actor[0].in_features == WIDTH
 
 
-def test_the_memories_see_features():  # row M41
+def test_the_memories_see_features():
     policy = make(
         EncoderActorCriticRecurrent,
         encoder_component_names=["image"],
@@ -177,7 +177,7 @@ def test_an_encoder_of_ones_own_is_known_by_name(monkeypatch):
     assert policy.get_encoder_latent(obs, "image").tolist() == [[50.0] * 5] * 3
 
 
-def test_what_does_not_fit_is_named():
+def test_wrong_settings_are_named():
     with pytest.raises(UnknownSegmentError, match=r"no segment 'hight'; it has \['a', 'image', 'b', 'c'\]"):
         make(encoder_component_names=["hight"])
     with pytest.raises(UnknownSegmentError, match="no segment 'b2'"):
@@ -194,7 +194,7 @@ def test_what_does_not_fit_is_named():
         make(encoder_component_names=["a", "a"])
 
 
-def test_encoders_are_shared_only_between_equal_components():  # BUG-13
+def test_encoders_are_shared_only_between_equal_components():
     critic = {**CRITIC_SEGMENTS, "a": (2, 1)}
     with pytest.raises(ValueError, match=r"'a' cannot be shared: it is \(2,\) in the actor's .* and \(2, 1\)"):
         make(encoder_component_names=["a"], critic_encoder_component_names="shared", critic_obs_segments=critic)

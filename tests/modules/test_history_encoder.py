@@ -49,7 +49,7 @@ def test_it_is_an_encoder_of_a_component():
         assert policy(torch.randn(3, 12)).mean.shape == (3, 1)
 
 
-def test_what_does_not_fit_is_named():
+def test_wrong_settings_are_named():
     with pytest.raises(ValueError, match=r"a window has the shape \(steps, values\), got \(3,\)"):
         HistoryEncoder((3,))
     with pytest.raises(ValueError, match="kind must be one of conv, attention, got 'lstm'"):

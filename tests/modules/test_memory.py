@@ -29,7 +29,7 @@ def stepwise(memory, x, dones=None):
 
 
 @pytest.mark.parametrize("name", ["lstm", "LSTM", "gru", "GRU"])
-def test_kinds_go_by_name(name):  # row M06
+def test_kinds_go_by_name(name):
     memory = Memory(3, name)
     assert isinstance(memory.rnn, nn.LSTM if name.lower() == "lstm" else nn.GRU)
     assert (memory.rnn.hidden_size, memory.rnn.num_layers) == (256, 1)
@@ -42,7 +42,7 @@ def test_another_kind_is_refused():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layers", [1, 2])
-def test_a_batch_gives_what_single_steps_gave(kind, layers):  # row M09
+def test_a_batch_gives_the_outputs_of_single_steps(kind, layers):
     memory, x = made(kind, layers), torch.randn(6, 5, 3)
     for row in torch.randn(2, 5, 3):
         memory(row)  # a past, so that the initial state matters
@@ -57,7 +57,7 @@ def test_a_batch_gives_what_single_steps_gave(kind, layers):  # row M09
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cut_batch_gives_what_steps_with_resets_gave(kind):  # rows M09, S06, C14
+def test_a_split_batch_gives_the_outputs_of_steps_with_resets(kind):
     memory, x = made(kind), torch.randn(6, 2, 3)
     outs, states = stepwise(memory, x, DONES)
     starts = episode_starts(DONES)
@@ -70,7 +70,7 @@ def test_a_cut_batch_gives_what_steps_with_resets_gave(kind):  # rows M09, S06, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_follows_a_done_neither_sees_nor_blames_what_came_before(kind):  # C14
+def test_no_state_and_no_gradient_crosses_a_done(kind):
     memory = made(kind)
     before, after = torch.randn(2, 2, 3), torch.randn(2, 2, 3)
     dones = torch.zeros(4, 2, dtype=torch.bool)
@@ -89,7 +89,7 @@ def test_what_follows_a_done_neither_sees_nor_blames_what_came_before(kind):  # 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32])
 @pytest.mark.parametrize("shape", [(5,), (5, 1)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_reset_reaches_exactly_the_environments_that_ended(kind, shape, dtype):  # rows M08, C14, BUG-11
+def test_a_reset_reaches_exactly_the_environments_that_ended(kind, shape, dtype):
     memory = made(kind)
     memory(torch.randn(5, 3))
     before = memory.state.clone()
@@ -99,7 +99,7 @@ def test_a_reset_reaches_exactly_the_environments_that_ended(kind, shape, dtype)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_reset_without_a_mask_reaches_all_even_under_autograd(kind):  # row M12, BUG-12
+def test_a_reset_without_a_mask_reaches_all_even_under_autograd(kind):
     memory = made(kind)
     memory.reset()  # nothing to do yet
     assert memory.hidden_states is None
@@ -124,7 +124,7 @@ def test_another_number_of_environments_starts_from_zero(kind):
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_states_are_layer_major_outside_and_env_major_inside(layers):  # row M10
+def test_states_are_layer_major_outside_and_env_major_inside(layers):
     lstm, gru = made("lstm", layers), made("gru", layers)
     for memory in (lstm, gru):
         memory(torch.randn(5, 3))

@@ -24,13 +24,13 @@ from canter.modules.utils import activation, conv2d_output_shape, get_activation
         ("Hardtanh", nn.Hardtanh),
     ],
 )
-def test_activation_classes_are_found_by_name(name, cls):  # row M59
+def test_activation_classes_are_found_by_name(name, cls):
     assert get_activation_Cls(name) is cls
     assert activation(name) is cls
 
 
 @pytest.mark.parametrize("name", ["reluu", "functional", "init", "Parameter"])
-def test_other_names_warn_and_give_none(name):  # row M59
+def test_other_names_warn_and_give_none(name):
     with pytest.warns(UserWarning, match=name):
         assert get_activation_Cls(name) is None
 
@@ -41,12 +41,12 @@ def test_inside_the_library_a_wrong_name_is_an_error_with_a_suggestion():
     assert activation(nn.Mish) is nn.Mish
 
 
-def test_conv_output_shape_of_the_documented_example():  # row M60
+def test_conv_output_shape_of_the_documented_example():
     assert conv2d_output_shape(64, 64, kernel_size=3, stride=2, padding=1) == (32, 32)
 
 
 @pytest.mark.parametrize("settings", [(3, 1, 0, 1), ((3, 5), (2, 1), (1, 0), (1, 2)), (4, 3, 2, 2)])
-def test_conv_output_shape_equals_a_convolution(settings):  # row M60
+def test_conv_output_shape_equals_a_convolution(settings):
     out = nn.Conv2d(1, 1, *settings)(torch.zeros(1, 1, 21, 30))
     assert conv2d_output_shape(21, 30, *settings) == tuple(out.shape[2:])
 

@@ -25,7 +25,7 @@ def chunks(sizes, dim, scale=3.0, offset=2.0):
 
 
 @pytest.mark.parametrize("offset", [2.0, 1e4])
-def test_statistics_equal_numpy_over_all_data(offset):  # row M43
+def test_statistics_equal_numpy_over_all_data(offset):
     data = chunks([1, 100, 37, 1000], 5, offset=offset)
     norm = EmpiricalNormalization(5)
     for chunk in data:
@@ -37,15 +37,17 @@ def test_statistics_equal_numpy_over_all_data(offset):  # row M43
     np.testing.assert_allclose(norm.mean, [offset] * 5, atol=0.4)
 
 
-def test_forward_learns_then_normalises():  # row M43
-    norm = EmpiricalNormalization([2], eps=0.5)
-    out = norm(torch.tensor([[0.0, 10.0], [4.0, 30.0]]))
+def test_forward_updates_then_normalises():
+    norm, x = EmpiricalNormalization([2], eps=0.5), torch.tensor([[0.0, 10.0], [4.0, 30.0]])
+    out = norm(x)
+    assert torch.equal(norm.normalize(x), out)
+    assert norm.count.item() == 2
     assert norm.mean.tolist() == [2.0, 20.0]
     assert norm.std.tolist() == [2.0, 10.0]
     torch.testing.assert_close(out, torch.tensor([[-2 / 2.5, -10 / 10.5], [2 / 2.5, 10 / 10.5]]))
 
 
-def test_leading_dimensions_are_all_batch():  # row M43
+def test_leading_dimensions_are_all_batch():
     flat, stacked = EmpiricalNormalization((2, 3)), EmpiricalNormalization((2, 3))
     x = torch.randn(4, 5, 2, 3)
     flat.update(x.view(20, 2, 3))
@@ -59,17 +61,18 @@ def test_leading_dimensions_are_all_batch():  # row M43
     assert (scalar.mean.item(), scalar.std.item()) == (2.0, 1.0)
 
 
-def test_eval_mode_and_normalize_freeze_the_statistics():  # row M44
+def test_eval_mode_and_normalize_freeze_the_statistics():
     norm = EmpiricalNormalization(3)
     norm.update(torch.randn(10, 3))
     before = copy.deepcopy(norm.state_dict())
     norm.normalize(torch.full((10, 3), 50.0))
-    norm.eval()
     norm(torch.full((10, 3), 50.0))
+    norm.eval()
+    norm.update(torch.full((10, 3), 50.0))
     assert all(torch.equal(before[name], value) for name, value in norm.state_dict().items())
 
 
-def test_until_stops_once_enough_was_counted():  # row M44
+def test_until_stops_once_enough_was_counted():
     norm = EmpiricalNormalization(1, until=1.0e2)
     for value in (1.0, 2.0, 9.0):
         norm.update(torch.full((60, 1), value))
@@ -77,9 +80,10 @@ def test_until_stops_once_enough_was_counted():  # row M44
     assert norm.mean.item() == pytest.approx(1.5)
 
 
-def test_inverse_undoes_normalisation():  # row M44
+def test_inverse_undoes_normalisation():
     norm = EmpiricalNormalization(4)
     x = torch.randn(50, 4) * 7 - 3
+    norm.update(x)
     torch.testing.assert_close(norm.inverse(norm(x)), x, atol=1e-5, rtol=1e-5)
 
 
@@ -161,6 +165,7 @@ def test_dict_normalization_treats_float_vectors_and_lets_the_rest_pass():
         "deep": {"gait": torch.tensor([[5, 6], [7, 8]]), "phase": torch.tensor([[1.0], [5.0]])},
         "skip": torch.randn(2, 6),
     }
+    norm.update(obs)
     out = norm(obs)
     assert out["joints"].tolist() == [[-1.0, -1.0], [1.0, 1.0]]
     assert out["deep"]["phase"].tolist() == [[-1.0], [1.0]]
@@ -217,14 +222,14 @@ def test_a_broken_reward_does_not_spoil_the_scale():
     assert scaler.returns.tolist() == [0.0, 3.0]
 
 
-def test_normalize_gives_unit_length():  # row M45
+def test_normalize_gives_unit_length():
     x = torch.randn(4, 3, 5) * 9
     out = Normalize()(x)
     torch.testing.assert_close(out.norm(dim=-1), torch.ones(4, 3))
     torch.testing.assert_close(out * x.norm(dim=-1, keepdim=True), x)
 
 
-def test_running_mean_std_equals_numpy_of_everything():  # row M46
+def test_running_mean_std_equals_numpy_of_everything():
     a, b = (chunk.numpy() for chunk in chunks([30, 70], 4))
     stats = RunningMeanStd(epsilon=1e-9, shape=(4,))
     stats.update(a)
@@ -236,7 +241,7 @@ def test_running_mean_std_equals_numpy_of_everything():  # row M46
     assert stats.count == pytest.approx(100)
 
 
-def test_normalizer_clips_and_torch_equals_numpy():  # row M47
+def test_normalizer_clips_and_torch_equals_numpy():
     norm = Normalizer((2,), clip_obs=1.5)
     norm.update(np.array([[0.0, 10.0], [4.0, 30.0]] * 50))
     x = np.array([[2.0, 20.0], [3.0, 25.0], [100.0, -900.0]])
@@ -247,7 +252,7 @@ def test_normalizer_clips_and_torch_equals_numpy():  # row M47
     assert norm.count == pytest.approx(100, abs=1e-3)
 
 
-def test_normalize_torch_learns_first_unless_told_not_to():  # row M47
+def test_normalize_torch_updates_first_unless_update_is_off():
     norm = Normalizer(1, epsilon=1e-9)
     out = norm.normalize_torch(torch.tensor([[1.0], [3.0]]), "cpu")
     assert norm.mean[0] == pytest.approx(2.0)
@@ -269,7 +274,7 @@ class FakeExperts:
         yield torch.full((2, 2), 7.0), torch.full((2, 2), 7.0)
 
 
-def test_update_normalizer_learns_from_pairs_of_batches():  # row M48
+def test_update_normalizer_learns_from_pairs_of_batches():
     norm = Normalizer(2, epsilon=1e-9)
     norm.update_normalizer(FakeRollouts(), FakeExperts())
     assert norm.count == pytest.approx(16)  # two pairs of 4 + 4; the third policy batch has no partner

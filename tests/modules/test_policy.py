@@ -1,11 +1,13 @@
-"""The documented stateful calls, and the pure core they are a shell of."""
+"""The documented stateful calls, and the pure core below them."""
 
 import pytest
 import torch
 
+from canter.modules.actor_critic import ActorCritic
+from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.build import build_normalizer
 from canter.modules.normalizer import DictNormalization, EmpiricalNormalization, NoNormalization
-from canter.modules.policy import PolicyOutput
+from canter.modules.policy import FINAL_CALLS, PolicyOutput
 from canter.storage.rollout_storage import Field
 from canter.storage.trajectories import split_and_pad_trajectories
 
@@ -14,7 +16,7 @@ ACTION_SHAPES = {"discrete": (), "lstm_discrete": (), "multi_discrete": (2,)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_calls_that_algorithms_and_runners_use(make_policy, noise_env, kind):  # rows M03, M04
+def test_the_calls_that_algorithms_and_runners_use(make_policy, noise_env, kind):
     policy = make_policy(kind)
     obs, critic_obs = noise_env(kind).get_observations()
     actions = policy.act(obs)
@@ -29,11 +31,11 @@ def test_the_calls_that_algorithms_and_runners_use(make_policy, noise_env, kind)
     policy.act(obs)
     mean = policy.action_mean
     policy.reset()
-    assert torch.equal(policy.act_inference(obs), policy.distribution.to_env(mean))  # row M04
+    assert torch.equal(policy.act_inference(obs), policy.distribution.to_env(mean))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_actions_are_scored_by_the_distribution_they_came_from(make_policy, noise_env, kind):  # rows M02, M03
+def test_actions_are_scored_by_the_distribution_they_came_from(make_policy, noise_env, kind):
     policy = make_policy(kind)
     obs, _ = noise_env(kind).get_observations()
     torch.manual_seed(1)
@@ -46,7 +48,7 @@ def test_actions_are_scored_by_the_distribution_they_came_from(make_policy, nois
         torch.testing.assert_close(log_prob, expected)
 
 
-def test_given_actions_can_be_evaluated(make_policy):  # row M02
+def test_given_actions_can_be_evaluated(make_policy):
     policy = make_policy("mlp", critic_obs_segments=None)
     policy.critic = torch.nn.Linear(3, 1)
     obs, actions = torch.randn(6, 3), torch.randn(6, 2)
@@ -71,17 +73,17 @@ def test_one_pass_gives_everything(make_policy):
 
 
 @pytest.mark.parametrize("kind", ["mlp", "lstm", "gru"])
-def test_the_shell_is_the_core(make_policy, kind):
-    core, shell = make_policy(kind), make_policy(kind)
+def test_stateful_calls_equal_the_pure_core(make_policy, kind):
+    core, stateful = make_policy(kind), make_policy(kind)
     hidden = core.initial_hidden(4)
     for _ in range(3):
         obs, critic_obs = torch.randn(4, 3), torch.randn(4, 5)
         out = core(obs, critic_obs, hidden)
         hidden = out.hidden
-        shell.act(obs)
-        assert torch.equal(shell.action_mean, out.mean)
-        assert torch.equal(shell.evaluate(critic_obs), out.value)
-        for name, state in shell.hidden(4).items():
+        stateful.act(obs)
+        assert torch.equal(stateful.action_mean, out.mean)
+        assert torch.equal(stateful.evaluate(critic_obs), out.value)
+        for name, state in stateful.hidden(4).items():
             assert torch.equal(state, out.hidden[name])
     assert all(memory.state is None for memory in core.memories.values())
 
@@ -127,7 +129,7 @@ def test_a_feed_forward_policy_has_no_hidden_states(make_policy):
 
 
 @pytest.mark.parametrize("kind", ["mlp", "lstm"])
-def test_normalisers_stand_before_both_networks_in_every_call(make_policy, kind):  # decision 6
+def test_normalisers_stand_before_both_networks_in_every_call(make_policy, kind):
     plain, normal = make_policy(kind), make_policy(kind)
     normal.obs_normalizer, normal.critic_obs_normalizer = build_normalizer(3), build_normalizer((5,))
     rows, critic_rows = 4 * torch.randn(50, 3) + 2, 4 * torch.randn(50, 5) + 2
@@ -146,7 +148,7 @@ def test_normalisers_stand_before_both_networks_in_every_call(make_policy, kind)
     assert normal.obs_normalizer.count == count == 50
 
 
-def test_the_shells_generator_makes_its_actions_repeatable(make_policy):
+def test_the_policys_generator_makes_its_actions_repeatable(make_policy):
     policy, obs = make_policy("mlp"), torch.randn(4, 3)
 
     def draw(seed):
@@ -157,7 +159,7 @@ def test_the_shells_generator_makes_its_actions_repeatable(make_policy):
     assert not torch.equal(draw(1), draw(2))
 
 
-def test_normalisers_fit_what_they_normalise():
+def test_normalisers_follow_the_shape_of_the_observation():
     assert isinstance(build_normalizer(3), EmpiricalNormalization)
     assert build_normalizer([3]).shape == build_normalizer(Field((3,))).shape == (3,)
     assert isinstance(build_normalizer(Field((3, 8, 8))), NoNormalization)
@@ -166,3 +168,32 @@ def test_normalisers_fit_what_they_normalise():
     assert isinstance(nested, DictNormalization)
     assert len(nested.leaves) == 1
     assert build_normalizer(3).until == 1e8
+
+
+@pytest.mark.parametrize("name", ["forward", "act", "act_inference", "evaluate", "value", "infer", "reset", "sample"])
+def test_overriding_a_final_call_is_refused_with_the_hook_to_extend(name):
+    with pytest.raises(TypeError, match=rf"Mine overrides {name}\(\), which is final; extend .* instead"):
+        type("Mine", (ActorCritic,), {name: lambda self, *args: None})
+    with pytest.raises(TypeError, match=f"Other overrides {name}"):  # by a mixin that is not a policy
+        type("Other", (type("Mixin", (), {name: lambda self, *args: None}), ActorCritic), {})
+
+
+def test_the_refusal_names_hooks_that_exist():
+    with pytest.raises(TypeError, match="extend critic_features, head_value or critic_value instead"):
+        type("Mine", (ActorCriticRecurrent,), {"evaluate": lambda self, obs: obs})
+    hooks = {"actor_features", "head_params", "actor_params", "critic_features", "head_value", "critic_value"}
+    assert all(callable(getattr(ActorCritic, hook)) for hook in hooks | {"sample_action"})
+    assert all(callable(getattr(ActorCritic, call)) for call in FINAL_CALLS)
+
+
+def test_random_masks_are_drawn_with_their_probability(make_policy):
+    policy = make_policy("mlp")
+    assert policy.draw_random_masks(torch.zeros(4, 3), None) == {}
+    policy.random_mask_probs = {"dropped": 0.25, "never": 0.0}
+    masks = policy.draw_random_masks({"a": torch.zeros(20_000, 3)}, torch.Generator().manual_seed(0))
+    assert {name: (mask.shape, mask.dtype) for name, mask in masks.items()} == {
+        "dropped": ((20_000, 1), torch.bool),
+        "never": ((20_000, 1), torch.bool),
+    }
+    assert masks["dropped"].float().mean().item() == pytest.approx(0.25, abs=0.02)
+    assert not masks["never"].any()

@@ -1,4 +1,4 @@
-"""Every preset policy and every pair of stages, with and without memory: what holds for one must hold for all.
+"""Every preset policy and every pair of stages, with and without memory, through the same tests.
 
 The table is tests/policy_table.py; a stage added there is run through everything here.
 """
@@ -31,23 +31,23 @@ every = pytest.mark.parametrize("case", [*PRESETS, *PAIRS], ids=ids)
 
 
 def rollout_of(policy, num_steps=5, num_envs=3):
-    """Observations, episode ends in the middle, and tosses of a (T, N) rollout."""
+    """Observations, episode ends in the middle, and random masks of a (T, N) rollout."""
     generator = torch.Generator().manual_seed(1)
     obs = torch.randn(num_steps, num_envs, 49, generator=generator)
     critic_obs = torch.randn(num_steps, num_envs, 51, generator=generator)
     dones = torch.tensor([[0, 0, 1], [1, 0, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0]]).bool()
-    tosses = {name: torch.rand(num_steps, num_envs, 1, generator=generator) < 0.5 for name in policy.coins}
-    return obs, critic_obs, dones, tosses
+    masks = {name: torch.rand(num_steps, num_envs, 1, generator=generator) < 0.5 for name in policy.random_mask_probs}
+    return obs, critic_obs, dones, masks
 
 
 @every
 def test_a_sequence_cut_at_episode_ends_is_its_steps(case):
     policy = build(case)
-    obs, critic_obs, dones, tosses = rollout_of(policy)
+    obs, critic_obs, dones, masks = rollout_of(policy)
     hidden, steps, kept = policy.initial_hidden(3), [], []
     for t in range(5):
         kept.append(hidden)
-        out = policy(obs[t], critic_obs[t], hidden, None, {name: toss[t] for name, toss in tosses.items()})
+        out = policy(obs[t], critic_obs[t], hidden, None, {name: mask[t] for name, mask in masks.items()})
         steps.append(out)
         hidden = {name: state.masked_fill(dones[t].view(-1, 1, 1, 1), 0.0) for name, state in out.hidden.items()}
     trajectories, first = None, {}
@@ -57,7 +57,7 @@ def test_a_sequence_cut_at_episode_ends_is_its_steps(case):
         trajectories = Trajectories(row, column, 6)
         where = start_positions(starts, column, 6)
         first = {name: torch.stack([h[name] for h in kept]).flatten(0, 1)[where] for name in hidden}
-    whole = policy(obs, critic_obs, first, trajectories, tosses)
+    whole = policy(obs, critic_obs, first, trajectories, masks)
     for name, value in {**whole.params, **whole.aux, "value": whole.value}.items():
         if name == "sigma":
             continue
@@ -66,7 +66,7 @@ def test_a_sequence_cut_at_episode_ends_is_its_steps(case):
 
 
 @every
-def test_learning_sees_what_collecting_saw_and_teaches_every_part(case, collect):
+def test_learning_repeats_the_collected_outputs_and_trains_every_part(case, collect):
     env = KitEnv()
     alg = build_algorithm(case, env, empirical_normalization=True)
     collect(alg, env)
@@ -118,18 +118,18 @@ def test_a_saved_policy_acts_the_same_in_another_process_order(case, tmp_path):
 
 
 @presets
-def test_the_shell_is_the_core(case):
-    core, shell = build(case), build(case)
+def test_stateful_calls_equal_the_pure_core(case):
+    core, stateful = build(case), build(case)
     hidden = core.initial_hidden(3)
     obs, critic_obs, _, _ = rollout_of(core)
     for t in range(3):
         action, hidden_after = core.infer(obs[t], hidden)
-        assert torch.equal(shell.act_inference(obs[t]), action)
+        assert torch.equal(stateful.act_inference(obs[t]), action)
         value, hidden = core.value(critic_obs[t], hidden_after)
-        assert torch.equal(shell.evaluate(critic_obs[t]), value)
-    states = shell.get_hidden_states()
+        assert torch.equal(stateful.evaluate(critic_obs[t]), value)
+    states = stateful.get_hidden_states()
     if core.is_recurrent:
-        packed = shell.unpack_hidden(states, "actor") | shell.unpack_hidden(states, "critic")
+        packed = stateful.unpack_hidden(states, "actor") | stateful.unpack_hidden(states, "critic")
         assert packed.keys() == hidden.keys()
         assert all(torch.equal(packed[name], hidden[name]) for name in hidden)
     else:
@@ -165,7 +165,7 @@ def test_segments_that_do_not_add_up_are_refused(case):
 
 
 @pytest.mark.parametrize("case", RECORDED, ids=ids)
-def test_recorded_steps_learn_what_eager_ones_do(case, collect):
+def test_recorded_steps_learn_the_same_as_eager_ones(case, collect):
     """On a GPU a recording is a CUDA graph: tests/gpu/test_captured_policies.py."""
 
     def trained(execution):
@@ -177,11 +177,11 @@ def test_recorded_steps_learn_what_eager_ones_do(case, collect):
         return alg
 
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # what cannot be recorded warns
+        warnings.simplefilter("error")  # a step that cannot be recorded warns
         recorded = trained("auto")
     eager = trained("eager")
     assert recorded.executor.graphs
     for (name, x), y in zip(recorded.policy.state_dict().items(), eager.policy.state_dict().values(), strict=True):
         torch.testing.assert_close(x, y, msg=name, rtol=1e-5, atol=1e-6)
-    tosses = [data for name, data in recorded.rollout.data.items() if name.startswith("random_masks.")]
-    assert all(data.any() and not data.all() for data in tosses)  # every replay tosses anew
+    masks = [data for name, data in recorded.rollout.data.items() if name.startswith("random_masks.")]
+    assert all(data.any() and not data.all() for data in masks)  # every replay draws new masks

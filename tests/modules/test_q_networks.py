@@ -7,15 +7,17 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from canter.modules.critic_ensemble import ListedCritics, StackedMLPCritics, build_critics
 from canter.modules.q_networks import (
     CNNContinuousQNetwork,
     CNNQNetwork,
     ContinuousQNetwork,
     DiscreteQNetwork,
+    ListedCritics,
     MLPContinuousQNetwork,
     MLPQNetwork,
+    StackedMLPCritics,
     UnitActions,
+    build_critics,
     explore_rows,
 )
 
@@ -23,7 +25,7 @@ OBS, ACTIONS = spaces.Box(-1, 1, (3,)), spaces.Box(-2, 2, (2,))
 IMAGE = spaces.Box(0, 255, (3, 36, 36), np.uint8)
 
 
-def test_dueling_values_are_a_level_and_centred_advantages():  # row M65
+def test_dueling_values_are_a_level_and_centred_advantages():
     torch.manual_seed(0)
     net = MLPQNetwork(OBS, spaces.Discrete(4), {"hidden_dims": [8, 6], "dueling": True})
     obs = torch.randn(5, 3)
@@ -61,7 +63,7 @@ def test_images_have_values_too(dueling):
     assert not torch.equal(critic(image, torch.zeros(2, 2)), critic(image, torch.ones(2, 2)))
 
 
-def test_every_row_tosses_its_own_coin():  # row P68
+def test_exploration_is_drawn_for_each_row():
     values = torch.tensor([[0.0, 5.0, 1.0, 2.0]]).expand(40_000, 4)
     draw = torch.Generator().manual_seed(0)
     assert (explore_rows(values, 0.0, draw) == 1).all()
@@ -69,11 +71,11 @@ def test_every_row_tosses_its_own_coin():  # row P68
     assert torch.allclose(anything, torch.full((4,), 0.25), atol=0.01)
     half = explore_rows(values, 0.5, draw)
     assert (half == 1).float().mean() == pytest.approx(0.5 + 0.5 / 4, abs=0.01)
-    pairs = (half.view(-1, 2) != 1).float()  # no coin is shared by neighbours
+    pairs = (half.view(-1, 2) != 1).float()  # neighbours are independent
     assert pairs.prod(1).mean() == pytest.approx(0.375**2, abs=0.01)
 
 
-def test_the_network_acts_greedily_or_at_random():  # row P68
+def test_the_network_acts_greedily_or_at_random():
     net = MLPQNetwork(OBS, spaces.Discrete(3), {"hidden_dims": [4]})
     obs = torch.randn(500, 3)
     assert torch.equal(net.act(obs), net(obs).argmax(1))
@@ -141,7 +143,7 @@ def test_critics_of_a_user_s_class_are_asked_one_by_one():
     assert copy.deepcopy(critics)(obs, actions).shape == (2, 4)
 
 
-def test_a_base_class_says_what_is_missing():
+def test_a_base_class_raises_with_the_method_to_implement():
     with pytest.raises(NotImplementedError, match=r"implement forward\(obs\)"):
         DiscreteQNetwork(OBS, spaces.Discrete(2))(torch.zeros(1, 3))
     with pytest.raises(NotImplementedError, match=r"implement forward\(obs, actions\)"):

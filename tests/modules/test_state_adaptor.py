@@ -39,7 +39,7 @@ def make(cls, **settings):
     return cls(6, 8, 2, **defaults | settings)
 
 
-def test_an_adaptor_is_an_mlp_or_a_memory_and_an_mlp():  # row M49
+def test_an_adaptor_is_an_mlp_or_a_memory_and_an_mlp():
     policy = make(PrivilegeAc, adaptor_target_components=["mass"], adaptor_kwargs={"hidden_sizes": [7]})
     assert isinstance(policy.adaptor, MlpModel)
     assert [layer.in_features for layer in policy.adaptor.model[::2]] == [3, 7]
@@ -51,7 +51,7 @@ def test_an_adaptor_is_an_mlp_or_a_memory_and_an_mlp():  # row M49
 
 
 @pytest.mark.parametrize("prob", [0.0, 1.0])
-def test_the_prediction_replaces_the_component_if_asked(prob):  # row M50
+def test_the_prediction_replaces_the_component_with_its_probability(prob):
     policy, seen = make(PrivilegeAc, privilege_replace_state_prob=prob), []
     policy.actor.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     obs = torch.randn(4, 6)
@@ -60,13 +60,13 @@ def test_the_prediction_replaces_the_component_if_asked(prob):  # row M50
     assert torch.equal(seen[0], expected)
 
 
-def test_both_estimates_are_kept_apart():  # INC-07
+def test_both_estimates_are_kept_separately():
     policy = make(PrivilegeStateAc, privilege_replace_state_prob=1.0)
     obs = torch.randn(4, 6)
     policy.act(obs)
     adapted, estimated = policy.get_adapted_state(), policy.get_estimated_state()
     assert torch.equal(adapted, policy.adaptor(obs[:, :3]))
-    # The adaptor comes first: the estimator sees what it predicts.
+    # The adaptor comes first: the estimator gets its prediction.
     assert torch.equal(estimated, policy.state_estimator(torch.cat([obs[:, :3], adapted], 1)))
     assert torch.equal(policy.get_estimated_state("adaptor"), adapted)
     assert {name: list(e.target.shapes) for name, e in policy.estimates.items()} == {
@@ -82,7 +82,7 @@ def test_without_an_estimator_the_estimated_state_is_the_adaptors():
     assert policy.get_estimated_state() is policy.get_adapted_state()
 
 
-def test_hidden_states_are_nested_as_documented():  # row M51
+def test_hidden_states_are_nested_as_documented():
     policy = make(PrivilegeStateAcRecurrent)
     policy.act(torch.randn(3, 6))
     policy.evaluate(torch.randn(3, 8))
@@ -100,10 +100,10 @@ def test_hidden_states_are_nested_as_documented():  # row M51
     assert all((memory.state[0] == 0).all() and (memory.state[1] != 0).any() for memory in policy.memories.values())
 
 
-def test_what_cannot_be_replaced_is_named():
+def test_a_component_that_cannot_be_replaced_is_named():
     with pytest.raises(ValueError, match="estimate of 'mass' .* where it is not there; append"):
         make(PrivilegeAc, adaptor_target_components=["mass"], privilege_replace_state_prob=0.5)
-    with pytest.raises(ValueError, match="say what to estimate: adaptor_target_components"):
+    with pytest.raises(ValueError, match="no components to estimate; set adaptor_target_components"):
         make(PrivilegeAc, adaptor_target_components=())
     policy = make(PrivilegeAc, adaptor_target_components=["mass"], append_adapted_state=True)
     assert policy.actor[0].in_features == 8

@@ -1,12 +1,11 @@
-"""State estimation: three ways to build it, what the actor sees of it, and what is refused."""
+"""State estimation: three ways to build it, the estimate in the actor's input, and errors."""
 
 import pytest
 import torch
 
 from canter.modules.build import build_normalizer
 from canter.modules.memory import ActorCriticHiddenState, LstmHiddenState
-from canter.modules.prediction import rescale
-from canter.modules.state_estimator import EstimatorActorHiddenState, StateAc, StateAcRecurrent
+from canter.modules.state_estimator import EstimatorActorHiddenState, StateAc, StateAcRecurrent, rescale
 from canter.utils.obs_layout import UnknownSegmentError
 
 SEGMENTS = {"pos": (3,), "height": (1,), "vel": (2,)}
@@ -29,7 +28,7 @@ def seen_by(policy, part="actor"):
     return seen
 
 
-def test_a_feed_forward_estimator_is_an_mlp_of_its_components():  # row M53
+def test_a_feed_forward_estimator_is_an_mlp_of_its_components():
     policy = make(estimator_obs_components=["height", "pos"])
     assert list(policy.memories) == []
     layers = policy.state_estimator.model
@@ -40,30 +39,30 @@ def test_a_feed_forward_estimator_is_an_mlp_of_its_components():  # row M53
     assert policy.estimator_target_components == ["vel"]
 
 
-def test_by_default_it_sees_everything_but_what_it_estimates():
+def test_by_default_the_inputs_are_all_components_but_the_targets():
     assert make().estimator_obs_components == ["pos", "height"]
 
 
-def test_a_recurrent_estimator_has_a_memory_of_its_own():  # row M53
+def test_a_recurrent_estimator_has_a_memory_of_its_own():
     policy = make(StateAcRecurrent)
     assert list(policy.memories) == ["memory_a", "memory_c", "memory_s"]
     assert policy.memory_s.rnn.input_size == 4
     assert policy.state_estimator.model[0].in_features == 5
 
 
-def test_or_it_listens_to_the_actors_memory():  # rows M53, M57
+def test_or_it_listens_to_the_actors_memory():
     policy = make(StateAcRecurrent, use_actor_rnn=True)
     assert list(policy.memories) == ["memory_a", "memory_c"]
     assert policy.state_estimator.model[0].in_features == 5
     heard = seen_by(policy)
     obs, hidden = torch.randn(3, 6), policy.initial_hidden(3)
     action, _ = policy.infer(obs, hidden)
-    assert torch.equal(policy.infer(obs, hidden)[0], action)  # BUG-14b: no sampling
+    assert torch.equal(policy.infer(obs, hidden)[0], action)  # inference does not sample
     estimate = policy(obs, torch.randn(3, 8), hidden).aux["estimated_state"]
     assert torch.equal(estimate, policy.state_estimator(heard[0]))
 
 
-def test_replacement_and_the_actors_memory_exclude_each_other():  # row M54
+def test_replacement_and_the_actors_memory_exclude_each_other():
     with pytest.raises(AssertionError, match="replace_state_prob needs the estimate before the actor's memory"):
         make(StateAcRecurrent, use_actor_rnn=True, replace_state_prob=0.5)
     with pytest.raises(ValueError, match="append_estimate needs the estimate before the actor's memory"):
@@ -75,7 +74,7 @@ def test_replacement_and_the_actors_memory_exclude_each_other():  # row M54
 
 
 @pytest.mark.parametrize("cls", [StateAc, StateAcRecurrent])
-def test_the_actor_sees_the_estimate_in_place_of_the_component(cls):  # row M55
+def test_the_actor_sees_the_estimate_in_place_of_the_component(cls):
     policy = make(cls, replace_state_prob=1.0)
     seen = seen_by(policy) if cls is StateAc else seen_by(policy.memory_a, "rnn")
     obs = torch.randn(4, 6)
@@ -91,7 +90,7 @@ def test_the_actor_sees_the_estimate_in_place_of_the_component(cls):  # row M55
     assert torch.equal(seen[0].reshape(4, 6), obs)
 
 
-def test_the_actors_loss_does_not_teach_the_estimator():  # row M55
+def test_the_actors_loss_does_not_teach_the_estimator():
     policy = make(replace_state_prob=1.0)
     out = policy(torch.randn(4, 6), torch.randn(4, 8))
     out.mean.sum().backward(retain_graph=True)
@@ -100,9 +99,9 @@ def test_the_actors_loss_does_not_teach_the_estimator():  # row M55
     assert all(p.grad is not None for p in policy.state_estimator.parameters())
 
 
-def test_chance_decides_while_collecting_and_never_in_inference():  # BUG-14c
+def test_masks_are_drawn_while_collecting_and_never_in_inference():
     policy = make(replace_state_prob=0.5)
-    assert policy.coins == {"estimated_state": 0.5}
+    assert policy.random_mask_probs == {"estimated_state": 0.5}
     obs, critic_obs = torch.randn(200, 6), torch.randn(200, 8)
     seen = seen_by(policy)
     policy.generator = torch.Generator().manual_seed(0)
@@ -112,10 +111,10 @@ def test_chance_decides_while_collecting_and_never_in_inference():  # BUG-14c
     for _ in range(2):
         policy.act_inference(obs)
         assert torch.equal(seen[-1][:, 4:], policy.get_estimated_state())
-    tosses = {"estimated_state": replaced.unsqueeze(1)}
-    policy(obs, critic_obs, None, None, tosses)
+    masks = {"estimated_state": replaced.unsqueeze(1)}
+    policy(obs, critic_obs, None, None, masks)
     assert torch.equal((seen[-1][:, 4:] != obs[:, 4:]).all(1), replaced)
-    assert make(replace_state_prob=1.0).coins == make().coins == {}
+    assert make(replace_state_prob=1.0).random_mask_probs == make().random_mask_probs == {}
 
 
 def test_an_estimate_may_stand_beside_the_observation():
@@ -131,7 +130,7 @@ def test_an_estimate_may_stand_beside_the_observation():
 
 
 def test_several_targets_keep_their_names_through_other_orders():
-    """The critic has vel before pos, the actor after it: what is estimated as vel must not be put at pos."""
+    """The critic has vel before pos, the actor after it: the estimate of vel must not be put at pos."""
     policy = make(
         estimator_obs_components=["height"], estimator_target_components=["pos", "vel"], replace_state_prob=1.0
     )
@@ -142,7 +141,7 @@ def test_several_targets_keep_their_names_through_other_orders():
     assert torch.equal(seen[0], torch.cat([estimate[:, 2:], obs[:, 3:4], estimate[:, :2]], 1))
 
 
-def test_hidden_states_are_nested_as_documented():  # row M56
+def test_hidden_states_are_nested_as_documented():
     policy = make(StateAcRecurrent)
     policy.act(torch.randn(3, 6))
     policy.evaluate(torch.randn(3, 8))
@@ -157,7 +156,7 @@ def test_hidden_states_are_nested_as_documented():  # row M56
     assert make().get_hidden_states() is None
 
 
-def test_a_padded_batch_is_estimated_as_its_steps_were():  # row M56
+def test_a_padded_batch_is_estimated_as_its_steps_were():
     policy = make(StateAcRecurrent, replace_state_prob=1.0)
     states = []
     obs = torch.randn(3, 2, 6)
@@ -173,7 +172,7 @@ def test_a_padded_batch_is_estimated_as_its_steps_were():  # row M56
         policy.act(obs, None, zeros.actor.actor)
 
 
-def test_estimates_are_in_the_scale_that_the_policy_sees_and_can_be_brought_back():  # 4.5
+def test_estimates_are_in_the_scale_that_the_policy_sees_and_can_be_brought_back():
     policy = make(estimator_target_components=["vel", "secret"])
     policy.obs_normalizer, policy.critic_obs_normalizer = build_normalizer(6), build_normalizer(8)
     obs = torch.randn(100, 6) * torch.tensor([1, 1, 1, 1, 5.0, 6.0]) + 2
@@ -192,8 +191,8 @@ def test_estimates_are_in_the_scale_that_the_policy_sees_and_can_be_brought_back
     assert not torch.allclose(raw, physical)
 
 
-def test_what_does_not_fit_is_named():
-    with pytest.raises(ValueError, match=r"say what to estimate: estimator_target_components"):
+def test_wrong_settings_are_named():
+    with pytest.raises(ValueError, match=r"no components to estimate; set estimator_target_components"):
         make(estimator_target_components=None)
     with pytest.raises(UnknownSegmentError, match="no segment 'speed'; it has"):
         make(estimator_target_components=["speed"])
@@ -205,7 +204,7 @@ def test_what_does_not_fit_is_named():
         make(append_estimate=True)
     with pytest.raises(ValueError, match="a probability is from 0 to 1, got 1.5"):
         make(replace_state_prob=1.5)
-    with pytest.raises(ValueError, match="leaves nothing to estimate from"):
+    with pytest.raises(ValueError, match="there is nothing to estimate from"):
         make(estimator_obs_components=[])
     with pytest.raises(RuntimeError, match="has not estimated anything yet"):
         make().get_estimated_state()

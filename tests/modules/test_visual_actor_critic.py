@@ -28,7 +28,7 @@ def make(cls=VisualActorCritic, **settings):
     return cls(86, 86, 3, **defaults | settings)
 
 
-def test_the_documented_example():  # row M61
+def test_the_documented_example():
     policy = VisualDeterministicRecurrent(
         num_actor_obs=48 + 4096,
         num_critic_obs=48 + 4096,
@@ -39,9 +39,9 @@ def test_the_documented_example():  # row M61
         visual_latent_size=32,
     )
     assert policy.act(torch.rand(2, 48 + 4096)).shape == (2, 12)
-    assert policy.visual_encoder.conv.conv[0].kernel_size == (3, 3)  # what is not given has a default
+    assert policy.visual_encoder.conv.conv[0].kernel_size == (3, 3)  # the default
     assert policy.memory_a.rnn.input_size == 48 + 32
-    assert policy.obs_segments["forward_depth"] == (1, 64, 64)  # BUG-16
+    assert policy.obs_segments["forward_depth"] == (1, 64, 64)
 
 
 def test_orthogonal_weights_reach_the_encoder():
@@ -54,7 +54,7 @@ def test_orthogonal_weights_reach_the_encoder():
     assert make().visual_encoder.conv.conv[0].bias.any()
 
 
-def test_features_stand_where_the_image_stood():  # row M61
+def test_features_stand_where_the_image_stood():
     policy = make()
     obs = torch.randn(3, 86)
     latent = policy.visual_encoder(obs[:, 4:84].view(3, 1, 8, 10))
@@ -65,7 +65,7 @@ def test_features_stand_where_the_image_stood():  # row M61
     assert torch.equal(policy.evaluate(obs), policy.critic(obs))  # the critic's is left alone
 
 
-def test_the_critic_may_see_the_same_features():  # INC-08
+def test_the_critic_may_see_the_same_features():
     policy = make(visual_critic=True)
     obs = torch.randn(3, 86)
     assert torch.equal(policy.evaluate(obs), policy.critic(policy.embed_visual_latent(obs)))
@@ -73,7 +73,7 @@ def test_the_critic_may_see_the_same_features():  # INC-08
 
 
 @pytest.mark.parametrize("cls", [VisualActorCritic, VisualDeterministicRecurrent])
-def test_acting_on_features_skips_the_encoder(cls):  # row M62
+def test_acting_on_features_skips_the_encoder(cls):
     policy, calls = make(cls), []
     policy.visual_encoder.register_forward_hook(lambda *args: calls.append(1))
     obs = torch.randn(3, 86)
@@ -90,7 +90,7 @@ def test_acting_on_features_skips_the_encoder(cls):  # row M62
 
 
 @pytest.mark.parametrize("cls", [VisualDeterministicAC, VisualDeterministicRecurrent])
-def test_the_deterministic_ones_act_without_noise(cls):  # row M63
+def test_the_deterministic_ones_act_without_noise(cls):
     policy = make(cls)
     obs = torch.randn(3, 86)
     action = policy.act(obs)
@@ -114,12 +114,12 @@ def test_an_image_a_dict_and_a_flat_vector_are_seen_alike():
         policy({"eye": image})
 
 
-def test_what_does_not_fit_is_named():
+def test_wrong_settings_are_named():
     with pytest.raises(UnknownSegmentError, match="no segment 'depth'; it has"):
         make(visual_component_name="depth")
     with pytest.raises(ValueError, match=r"'command' must have a shape \(C, H, W\), got \(2,\)"):
         make(visual_component_name="command")
-    with pytest.raises(ValueError, match="nothing is left of a 8x10 image"):
+    with pytest.raises(ValueError, match="a 8x10 image is too small"):
         make(visual_kwargs={"channels": [3], "kernel_sizes": [9], "strides": [1]})
     other = {"proprioception": (4,), "forward_depth": (1, 10, 8), "command": (2,)}
     with pytest.raises(ValueError, match="'forward_depth' cannot be shared"):
@@ -160,7 +160,7 @@ class Eyes(VecEnv):
 
 
 @pytest.mark.parametrize("class_name", ["VisualActorCritic", "VisualActorCriticRecurrent"])
-def test_pictures_are_stored_as_bytes_and_vectors_are_normalised(class_name):  # decision 8
+def test_pictures_are_stored_as_bytes_and_vectors_are_normalised(class_name):
     policy = {"class_name": class_name, "visual_component_name": "eye", "visual_kwargs": KWARGS, "visual_critic": True}
     cfg = {"policy": policy, "num_steps_per_env": 4, "seed": 1}
     cfg["algorithm"] = {"empirical_normalization": True, "num_mini_batches": 2}

@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from canter.algorithms.off_policy import OffPolicyAlgorithm
 from canter.algorithms.off_policy_settings import ActorQSettings
 from canter.algorithms.targets import CategoricalReturns, ScalarReturns, TargetNetwork
-from canter.modules.critic_ensemble import build_critics
 from canter.modules.normalizer import ReturnScaler
-from canter.modules.q_networks import CNNContinuousQNetwork, MLPContinuousQNetwork
-from canter.modules.q_policies import ActorQPolicy
+from canter.modules.q_networks import ActorQPolicy, CNNContinuousQNetwork, MLPContinuousQNetwork, build_critics
 from canter.storage.replay import ReplayBatch
 from canter.utils.config import settings
 from canter.utils.tree import Obs

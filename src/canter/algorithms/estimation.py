@@ -11,7 +11,7 @@ from torch import Tensor
 from canter.algorithms.algorithm import Terms
 from canter.algorithms.extension import Extension
 from canter.modules.policy import PolicyOutput
-from canter.modules.prediction import Estimate, rescale
+from canter.modules.state_estimator import Estimate, rescale
 from canter.storage.rollout_storage import MiniBatch
 from canter.utils.config import setting, settings
 

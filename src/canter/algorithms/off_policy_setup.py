@@ -21,7 +21,7 @@ from canter.modules.policy import Policy
 from canter.storage.offline import fill_replay
 from canter.storage.replay import TransitionReplayBuffer
 from canter.utils.config import settings
-from canter.utils.graphs import Executor
+from canter.execution.executor import Executor
 from canter.utils.metrics import MeanMeter
 from canter.utils.runtime import resolve_device
 

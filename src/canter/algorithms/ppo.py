@@ -19,9 +19,8 @@ from canter.algorithms.symmetry import Symmetry, SymmetrySettings
 from canter.envs.records import step_record
 from canter.envs.vec_env import StepRecord
 from canter.modules.build import NETWORK_ARGUMENTS, build_normalizer, build_policy, env_shapes
-from canter.modules.normalizer import NoNormalization, ReturnScaler
+from canter.modules.normalizer import VALUE_NORMALIZATIONS, NoNormalization, ReturnScaler, install_value_normalizer
 from canter.modules.policy import Hidden, Policy, PolicyOutput
-from canter.modules.value_normalizer import VALUE_NORMALIZATIONS, install_value_normalizer
 from canter.storage.rollout_storage import MiniBatch, RolloutStorage, Transition, masked_mean, normalize_advantages
 from canter.utils.config import setting, settings
 from canter.utils.metrics import MeanMeter

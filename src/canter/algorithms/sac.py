@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from canter.algorithms.actor_q import ActorQAlgorithm
 from canter.algorithms.off_policy_settings import SACConfig, SACSettings
-from canter.modules.squashed_actors import CNNSquashedGaussianActor, MLPSquashedGaussianActor
+from canter.modules.actors import CNNSquashedGaussianActor, MLPSquashedGaussianActor
 from canter.storage.replay import ReplayBatch
 from canter.utils.config import settings
 from canter.utils.tree import Obs

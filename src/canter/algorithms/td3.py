@@ -8,7 +8,7 @@ from torch import Tensor
 from canter.algorithms.actor_q import ActorQAlgorithm
 from canter.algorithms.off_policy_settings import TD3Config, TD3Settings
 from canter.algorithms.targets import TargetNetwork
-from canter.modules.squashed_actors import CNNDeterministicActor, MLPDeterministicActor
+from canter.modules.actors import CNNDeterministicActor, MLPDeterministicActor
 from canter.storage.replay import ReplayBatch
 from canter.utils.config import settings
 from canter.utils.tree import Obs

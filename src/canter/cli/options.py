@@ -23,6 +23,7 @@ from canter.utils.config import OTHER_SPELLINGS
 PRESET_KEYS = ("task", "num_envs", "total_timesteps")
 # What a policy takes from the environment, not from the user.
 FROM_ENV = {"num_actor_obs", "num_critic_obs", "num_actions", "obs_segments", "critic_obs_segments", "action_space"}
+FROM_ENV |= {"actor", "critic"}
 EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 ARGUMENT = re.compile(r"^    (\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 DEFAULT_SEED = 1

@@ -1,18 +1,21 @@
-"""Networks and policies."""
+"""Networks and policies, registered by name in `canter.modules.build`."""
 
 from canter.modules.actor_critic import Actor, ActorCritic, Critic
 from canter.modules.actor_critic_field_mutex import ActorCriticClimbMutex, ActorCriticFieldMutex
 from canter.modules.actor_critic_mutex import ActorCriticMutex
-from canter.modules.actor_critic_pair import ActorCriticPair
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.actors import (
     CNNActor,
     CNNCritic,
+    CNNDeterministicActor,
+    CNNSquashedGaussianActor,
     ContinuousActor,
     DiscreteActor,
     MLPActor,
     MLPCritic,
+    MLPDeterministicActor,
     MLPDiscreteActor,
+    MLPSquashedGaussianActor,
 )
 from canter.modules.all_mixer import (
     AmpActorCritic,
@@ -45,7 +48,6 @@ from canter.modules.memory import ActorCriticHiddenState, LstmHiddenState, Memor
 from canter.modules.mlp import MlpModel
 from canter.modules.normalizer import EmpiricalNormalization, Normalize, Normalizer, RunningMeanStd
 from canter.modules.policy import Policy, PolicyOutput
-from canter.modules.prediction import Estimate
 from canter.modules.q_networks import (
     CNNContinuousQNetwork,
     CNNQNetwork,
@@ -54,19 +56,19 @@ from canter.modules.q_networks import (
     MLPContinuousQNetwork,
     MLPQNetwork,
 )
-from canter.modules.squashed_actors import (
-    CNNDeterministicActor,
-    CNNSquashedGaussianActor,
-    MLPDeterministicActor,
-    MLPSquashedGaussianActor,
-)
 from canter.modules.state_adaptor import (
     AdaptorActorHiddenState,
     PrivilegeEstimatorMixin,
     PrivilegeStateAc,
     PrivilegeStateAcRecurrent,
 )
-from canter.modules.state_estimator import EstimatorActorHiddenState, EstimatorMixin, StateAc, StateAcRecurrent
+from canter.modules.state_estimator import (
+    Estimate,
+    EstimatorActorHiddenState,
+    EstimatorMixin,
+    StateAc,
+    StateAcRecurrent,
+)
 from canter.modules.utils import conv2d_output_shape, get_activation_Cls
 from canter.modules.visual_actor_critic import (
     VisualActorCritic,
@@ -76,82 +78,36 @@ from canter.modules.visual_actor_critic import (
     VisualDeterministicRecurrent,
 )
 
+for _policy in (
+    ActorCritic, ActorCriticClimbMutex, ActorCriticFieldMutex, ActorCriticMutex,
+    ActorCriticRecurrent, AmpActorCritic, AmpActorCriticRecurrent,
+    EncoderActorCritic, EncoderActorCriticRecurrent, EncoderAmpActorCritic, EncoderAmpActorCriticRecurrent,
+    EncoderStateAc, EncoderStateAcRecurrent, PrivilegeStateAc, PrivilegeStateAcRecurrent,
+    StateAc, StateAcRecurrent, VisualActorCritic, VisualActorCriticRecurrent,
+    VisualDeterministicAC, VisualDeterministicRecurrent,
+):  # fmt: skip
+    register_policy(_policy)
+for _network in (
+    MLPActor, MLPDiscreteActor, CNNActor, MLPCritic, CNNCritic, MLPQNetwork, CNNQNetwork, MLPContinuousQNetwork,
+    CNNContinuousQNetwork, MLPSquashedGaussianActor, CNNSquashedGaussianActor, MLPDeterministicActor,
+    CNNDeterministicActor,
+):  # fmt: skip
+    NETWORKS[_network.__name__] = _network
+
 __all__ = [
-    "NETWORKS",
-    "POLICIES",
-    "AMPDiscriminator",
-    "ActionDistribution",
-    "Actor",
-    "ActorCritic",
-    "ActorCriticClimbMutex",
-    "ActorCriticFieldMutex",
-    "ActorCriticHiddenState",
-    "ActorCriticMutex",
-    "ActorCriticPair",
-    "ActorCriticRecurrent",
-    "AdaptorActorHiddenState",
-    "AmpActorCritic",
-    "AmpActorCriticRecurrent",
-    "AmpMixin",
-    "Beta",
-    "CNNActor",
-    "CNNContinuousQNetwork",
-    "CNNCritic",
-    "CNNDeterministicActor",
-    "CNNQNetwork",
-    "CNNSquashedGaussianActor",
-    "Categorical",
-    "ContinuousActor",
-    "ContinuousQNetwork",
-    "Conv2dHeadModel",
-    "Conv2dModel",
-    "Critic",
-    "DeterministicPolicyMixin",
-    "DiscreteActor",
-    "DiscreteQNetwork",
-    "EmpiricalNormalization",
-    "EncoderActorCritic",
-    "EncoderActorCriticMixin",
-    "EncoderActorCriticRecurrent",
-    "EncoderAmpActorCritic",
-    "EncoderAmpActorCriticRecurrent",
-    "EncoderStateAc",
-    "EncoderStateAcRecurrent",
-    "Estimate",
-    "EstimatorActorHiddenState",
-    "EstimatorMixin",
-    "Gaussian",
-    "HistoryEncoder",
-    "LstmHiddenState",
-    "MLPActor",
-    "MLPContinuousQNetwork",
-    "MLPCritic",
-    "MLPDeterministicActor",
-    "MLPDiscreteActor",
-    "MLPQNetwork",
-    "MLPSquashedGaussianActor",
-    "Memory",
-    "MlpModel",
-    "MultiCategorical",
-    "Normalize",
-    "Normalizer",
-    "Policy",
-    "PolicyOutput",
-    "PrivilegeEstimatorMixin",
-    "PrivilegeStateAc",
-    "PrivilegeStateAcRecurrent",
-    "RunningMeanStd",
-    "SquashedGaussian",
-    "StateAc",
-    "StateAcRecurrent",
-    "VisualActorCritic",
-    "VisualActorCriticMixin",
-    "VisualActorCriticRecurrent",
-    "VisualDeterministicAC",
-    "VisualDeterministicRecurrent",
-    "build_actor_critic",
-    "conv2d_output_shape",
-    "get_activation_Cls",
-    "register_encoder",
-    "register_policy",
-]
+    "NETWORKS", "POLICIES", "AMPDiscriminator", "ActionDistribution", "Actor", "ActorCritic",
+    "ActorCriticClimbMutex", "ActorCriticFieldMutex", "ActorCriticHiddenState", "ActorCriticMutex",
+    "ActorCriticRecurrent", "AdaptorActorHiddenState", "AmpActorCritic", "AmpActorCriticRecurrent", "AmpMixin",
+    "Beta", "CNNActor", "CNNContinuousQNetwork", "CNNCritic", "CNNDeterministicActor", "CNNQNetwork",
+    "CNNSquashedGaussianActor", "Categorical", "ContinuousActor", "ContinuousQNetwork", "Conv2dHeadModel",
+    "Conv2dModel", "Critic", "DeterministicPolicyMixin", "DiscreteActor", "DiscreteQNetwork",
+    "EmpiricalNormalization", "EncoderActorCritic", "EncoderActorCriticMixin", "EncoderActorCriticRecurrent",
+    "EncoderAmpActorCritic", "EncoderAmpActorCriticRecurrent", "EncoderStateAc", "EncoderStateAcRecurrent",
+    "Estimate", "EstimatorActorHiddenState", "EstimatorMixin", "Gaussian", "HistoryEncoder", "LstmHiddenState",
+    "MLPActor", "MLPContinuousQNetwork", "MLPCritic", "MLPDeterministicActor", "MLPDiscreteActor", "MLPQNetwork",
+    "MLPSquashedGaussianActor", "Memory", "MlpModel", "MultiCategorical", "Normalize", "Normalizer", "Policy",
+    "PolicyOutput", "PrivilegeEstimatorMixin", "PrivilegeStateAc", "PrivilegeStateAcRecurrent", "RunningMeanStd",
+    "SquashedGaussian", "StateAc", "StateAcRecurrent", "VisualActorCritic", "VisualActorCriticMixin",
+    "VisualActorCriticRecurrent", "VisualDeterministicAC", "VisualDeterministicRecurrent", "build_actor_critic",
+    "conv2d_output_shape", "get_activation_Cls", "register_encoder", "register_policy",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The actor-critic for flat observations: two hooks around two MLPs. A mixin extends a hook, never a public method."""
+"""The actor-critic for flat observations: hooks around two networks. A mixin extends a hook, never a public method."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from canter.modules.distributions import (
     Gaussian,
     Params,
     bounded_std,
+    clip_std_parameter,
     distribution_for,
     init_std,
 )
 from canter.modules.mlp import mlp
 from canter.modules.policy import Context, Policy
-from canter.modules.segmented import Segmented
 from canter.modules.utils import activation as activation_class
 from canter.modules.utils import orthogonal_init as init_orthogonal
 from canter.utils.config import refuse_unknown
@@ -32,25 +32,33 @@ from canter.utils.obs_layout import ObsLayout
 Segments = Mapping[str, Any]
 
 
-class ActorCritic(Segmented, Policy):
-    """MLP actor and critic on flat observations.
+class ActorCritic(Policy):
+    """MLP actor and critic on flat observations, or any two modules.
 
-    `ActorCritic(num_obs, num_actions)` gives both the same observation.
+    `ActorCritic(num_obs, num_actions)` gives both the same observation. `ActorCritic(actor=..., critic=...)` without
+    widths passes observations of any structure to the modules as they are.
 
     Args:
         num_actor_obs: Width of the actor's observation.
         num_critic_obs: Width of the critic's observation.
         num_actions: Width of the action, or number of logits.
+        actor: Module instead of the MLP: its output is the mean or the logits (an input of the distribution); or it
+            has `get_params(obs)` and a `distribution`, as the classes of `canter.modules.actors`.
+        critic: Module instead of the MLP, with output (B,) or (B, 1) or a method `get_value(obs)`.
         actor_hidden_dims: Hidden layers of the actor.
         critic_hidden_dims: Hidden layers of the critic.
         activation: Name of the activation between layers.
+        actor_activation: Activation of the actor alone; `activation` if None.
+        critic_activation: Activation of the critic alone; `activation` if None.
+        actor_layer_norm: Layer normalisation in the hidden layers of the actor.
+        critic_layer_norm: Layer normalisation in the hidden layers of the critic.
         init_noise_std: Initial standard deviation, one number or one per action.
         noise_std_type: "scalar" learns the standard deviation itself, "log" its logarithm.
-        state_dependent_std: The actor says the standard deviation for each observation, instead of one for all.
+        state_dependent_std: The actor outputs a standard deviation for each observation, instead of one for all.
         mu_activation: Activation after the actor's last layer.
         orthogonal_init: Orthogonal weights, in encoders too; small in the actor's last layer, as is usual for control.
         squash_actions: Squash actions into the bounds of `action_space` with tanh.
-        action_distribution: For a Box: "gaussian", "squashed" or "beta"; None goes by `squash_actions`.
+        action_distribution: For a Box: "gaussian", "squashed" or "beta"; if None, `squash_actions` decides.
         action_space: Discrete and MultiDiscrete spaces give categorical actions; None or a Box a Gaussian.
         obs_segments: Names and shapes of the observation's parts, in order.
         critic_obs_segments: The same for the critic; the actor's if None.
@@ -61,13 +69,19 @@ class ActorCritic(Segmented, Policy):
 
     def __init__(
         self,
-        num_actor_obs: int,
-        num_critic_obs: int,
+        num_actor_obs: int | None = None,
+        num_critic_obs: int | None = None,
         num_actions: int | None = None,
         *,
+        actor: nn.Module | None = None,
+        critic: nn.Module | None = None,
         actor_hidden_dims: Sequence[int] = (256, 256, 256),
         critic_hidden_dims: Sequence[int] = (256, 256, 256),
         activation: str = "elu",
+        actor_activation: str | None = None,
+        critic_activation: str | None = None,
+        actor_layer_norm: bool = False,
+        critic_layer_norm: bool = False,
         init_noise_std: float | Sequence[float] = 1.0,
         noise_std_type: str = "scalar",
         state_dependent_std: bool = False,
@@ -84,30 +98,82 @@ class ActorCritic(Segmented, Policy):
         super().__init__()
         if num_actions is None:
             num_critic_obs, num_actions = num_actor_obs, num_critic_obs
-        self.obs_layout = layout_of(obs_segments, num_actor_obs, "obs_segments")
-        if critic_obs_segments is None and self.obs_layout.width == num_critic_obs:
-            critic_obs_segments = obs_segments
-        self.critic_obs_layout = layout_of(critic_obs_segments, num_critic_obs, "critic_obs_segments")
-        self.feature_layout, self.critic_feature_layout = self.obs_layout, self.critic_obs_layout
-        """What the parts are called that the next stage gets; a stage that changes their widths replaces it."""
-        if action_space is None:
-            action_space = Box(-np.inf, np.inf, (num_actions,))
-        self.action_space = action_space
-        self.distribution = distribution_for(action_space, squash_actions, action_distribution)
-        self.num_actions, self.noise_std_type = num_actions, noise_std_type
-        self.state_dependent_std = state_dependent_std
+        self._check_given("actor", actor, num_actor_obs, actor_activation or mu_activation)
+        self._check_given("critic", critic, num_critic_obs, critic_activation)
+        self._init_distribution(actor, num_actions, action_space, squash_actions, action_distribution)
+        self.noise_std_type, self.state_dependent_std = noise_std_type, state_dependent_std
         head_width, head_activation = self._head(mu_activation)
-        actor_width, critic_width = self.feature_widths(num_actor_obs, num_critic_obs)
-        self.actor = mlp([actor_width, *actor_hidden_dims, head_width], activation, head_activation)
-        self.critic = mlp([critic_width, *critic_hidden_dims, 1], activation)
+        actor_width, critic_width = self._init_layouts(num_actor_obs, num_critic_obs, obs_segments, critic_obs_segments)
+        self.actor_gives_params, self.critic_gives_value = hasattr(actor, "get_params"), hasattr(critic, "get_value")
+        if actor is None:
+            sizes = [actor_width, *actor_hidden_dims, head_width]
+            self.actor = mlp(sizes, actor_activation or activation, head_activation, actor_layer_norm)
+        else:
+            self.actor = actor
+        if critic is None:
+            sizes = [critic_width, *critic_hidden_dims, 1]
+            self.critic = mlp(sizes, critic_activation or activation, None, critic_layer_norm)
+        else:
+            self.critic = critic
         if orthogonal_init:
-            init_orthogonal(self.actor, last_gain=0.01)
-            init_orthogonal(self.critic, last_gain=1.0)
-        if isinstance(self.distribution, Gaussian):
-            self._init_noise(init_std(num_actions, init_noise_std))
+            for given, network, gain in ((actor, self.actor, 0.01), (critic, self.critic, 1.0)):
+                if given is None:
+                    init_orthogonal(network, last_gain=gain)
+        if isinstance(self.distribution, Gaussian) and not self.actor_gives_params:
+            self._init_noise(init_std(self.num_actions, init_noise_std), sets_last_layer=actor is None)
+
+    def _check_given(self, part: str, module: nn.Module | None, width: int | None, unused: str | None) -> None:
+        """Refuse a missing width, a setting of an MLP that is not built, and a module that has half of an interface."""
+        if module is None:
+            if width is None:
+                raise TypeError(f"{type(self).__name__} needs num_{part}_obs to build the {part}, or {part}=<module>")
+            return
+        if unused is not None:
+            raise ValueError(f"activation {unused!r} is for the MLP of the {part}, but {part}=<module> replaces it")
+        if part == "actor" and hasattr(module, "get_params") and not hasattr(module, "distribution"):
+            raise TypeError(
+                f"{type(module).__name__} cannot be used as actor: it lacks distribution; "
+                "derive it from ContinuousActor or DiscreteActor"
+            )
+
+    def _init_distribution(
+        self, actor: nn.Module | None, num_actions: int | None, action_space: Any, squash: bool, name: str | None
+    ) -> None:
+        """The actor's own distribution, or one for the action space."""
+        if hasattr(actor, "get_params"):
+            self.distribution = actor.distribution  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+            self.action_space = getattr(actor, "action_space", action_space)
+        else:
+            if action_space is None:
+                if num_actions is None:
+                    raise TypeError(f"{type(self).__name__} needs num_actions or action_space to choose a distribution")
+                action_space = Box(-np.inf, np.inf, (num_actions,))
+            self.action_space = action_space
+            self.distribution = distribution_for(self.action_space, squash, name)
+        self.num_actions = num_actions or next(iter(self.distribution.param_shapes.values()))[0]
+
+    def _init_layouts(
+        self, num_actor_obs: int | None, num_critic_obs: int | None, segments: Any, critic_segments: Any
+    ) -> tuple[int, int]:
+        """Names of the observations' parts; the widths of both networks' inputs."""
+        self.flattens_obs = num_actor_obs is not None
+        if num_actor_obs is None or num_critic_obs is None:
+            if num_actor_obs is not num_critic_obs:
+                raise TypeError(f"{type(self).__name__} needs num_actor_obs and num_critic_obs, or neither of them")
+            return 0, 0  # both modules were given, and take observations as they are
+        self.obs_layout = layout_of(segments, num_actor_obs, "obs_segments")
+        if critic_segments is None and self.obs_layout.width == num_critic_obs:
+            critic_segments = segments
+        self.critic_obs_layout = layout_of(critic_segments, num_critic_obs, "critic_obs_segments")
+        self.has_image = any(
+            len(shape) > 1 for layout in (self.obs_layout, self.critic_obs_layout) for shape in layout.shapes.values()
+        )
+        self.feature_layout, self.critic_feature_layout = self.obs_layout, self.critic_obs_layout
+        """Names of the parts that the next stage gets; a stage that changes their widths replaces it."""
+        return self.feature_widths(num_actor_obs, num_critic_obs)
 
     def _head(self, mu_activation: str | None) -> tuple[int, str | None]:
-        """How many numbers the actor gives for an action, and the activation after all of them."""
+        """Width of the actor's output, and the activation after all of it."""
         if self.state_dependent_std and not isinstance(self.distribution, Gaussian):
             owner = type(self.distribution).__name__
             raise ValueError(f"state_dependent_std is for Gaussian actions; a {owner} has no standard deviation")
@@ -118,16 +184,17 @@ class ActorCritic(Segmented, Policy):
         self.mu_activation = nn.Identity() if mu_activation is None else activation_class(mu_activation)()
         return 2 * self.num_actions, None
 
-    def _init_noise(self, std: Tensor) -> None:
-        """The noise parameter; or, where the actor says the noise, the layer that starts by saying `std` to all."""
+    def _init_noise(self, std: Tensor, sets_last_layer: bool) -> None:
+        """The noise parameter; or bounds of the actor's output, whose last layer then starts with `std` everywhere."""
         if self.noise_std_type not in ("scalar", "log"):
             raise ValueError(f"noise_std_type must be 'scalar' or 'log', got {self.noise_std_type!r}")
         raw = std.log() if self.noise_std_type == "log" else std
         if self.state_dependent_std:
-            last: Any = [layer for layer in self.actor if isinstance(layer, nn.Linear)][-1]
-            with torch.no_grad():
-                last.weight[self.num_actions :] = 0.0
-                last.bias[self.num_actions :] = raw if self.noise_std_type == "log" else raw.expm1().log()
+            if sets_last_layer:
+                last = [layer for layer in self.actor.modules() if isinstance(layer, nn.Linear)][-1]
+                with torch.no_grad():
+                    last.weight[self.num_actions :] = 0.0
+                    last.bias[self.num_actions :] = raw if self.noise_std_type == "log" else raw.expm1().log()
             # Bounds that `clip_std` sets; a parameter could be clamped instead, a network's output cannot.
             self.register_buffer("std_low", torch.full_like(std, SMALLEST_STD), persistent=False)
             self.register_buffer("std_high", torch.full_like(std, torch.inf), persistent=False)
@@ -136,75 +203,78 @@ class ActorCritic(Segmented, Policy):
         else:
             self.std = nn.Parameter(raw)
 
-    # ------------------------------------------------------------------ hooks: what a mixin extends
     def feature_widths(self, num_actor_obs: int, num_critic_obs: int) -> tuple[int, int]:
-        """Widths of what `actor_features` and `critic_features` return."""
+        """Widths of the results of `actor_features` and `critic_features`."""
         return num_actor_obs, num_critic_obs
 
     def actor_features(self, obs: Tensor, ctx: Context) -> Tensor:
-        """What the actor's MLP sees."""
+        """Features for the actor from its normalised observation."""
         return obs
 
     def critic_features(self, obs: Tensor, ctx: Context) -> Tensor:
-        """What the critic's MLP sees."""
+        """Features for the critic from its normalised observation."""
         return obs
 
-    # ------------------------------------------------------------------ core
-    def actor_params(self, obs: Tensor, ctx: Context) -> Params:
-        """Parameters of the action distribution."""
-        return self.head_params(self.actor_features(self.obs_layout.flat(obs), ctx))
-
-    def head_params(self, features: Tensor) -> Params:
-        """Mean and standard deviation, or logits, from what `actor_features` returns."""
+    def head_params(self, features: Tensor, obs: Tensor, ctx: Context) -> Params:
+        """Parameters of the action distribution from features; `obs` is the normalised observation they are made of."""
+        if self.actor_gives_params:
+            return self.actor.get_params(features)  # pyright: ignore[reportCallIssue]
         head = self.actor(features)
         if "logits" in self.distribution.param_shapes:
             return {"logits": head}
         if isinstance(self.distribution, Beta):
             return self.distribution.from_head(head)
-        if self.state_dependent_std:
-            mu, raw = head.chunk(2, dim=-1)
-            return {"mu": self.mu_activation(mu), "sigma": self._bounded(raw)}
-        return {"mu": head, "sigma": self.noise_std()}  # (A,): one noise serves every row
+        if not self.state_dependent_std:
+            return {"mu": head, "sigma": self.noise_std()}  # (A,): one noise serves every row
+        mu, raw = head.chunk(2, dim=-1)
+        raw = raw.float() if self.noise_std_type == "log" else F.softplus(raw.float())
+        return {
+            "mu": self.mu_activation(mu),
+            "sigma": bounded_std(raw, self.noise_std_type, self.std_low, self.std_high),
+        }
 
-    def critic_value(self, critic_obs: Tensor, ctx: Context) -> Tensor:
+    def head_value(self, features: Tensor, obs: Tensor, ctx: Context) -> Tensor:
+        """(..., 1) value from features; `obs` is the normalised critic observation they are made of."""
+        if self.critic_gives_value:
+            return self.critic.get_value(features).unsqueeze(-1)  # pyright: ignore[reportCallIssue]
+        value = self.critic(features)
+        has_column = value.dim() == features.dim() if self.flattens_obs else value.dim() > 1 and value.shape[-1] == 1
+        return value if has_column else value.unsqueeze(-1)
+
+    def actor_params(self, obs: Any, ctx: Context) -> Params:
+        """Parameters of the action distribution."""
+        if self.flattens_obs and (self.has_image or not isinstance(obs, Tensor) or obs.dtype == torch.uint8):
+            obs = self.obs_layout.flat(obs)
+        return self.head_params(self.actor_features(obs, ctx), obs, ctx)
+
+    def critic_value(self, critic_obs: Any, ctx: Context) -> Tensor:
         """(..., 1)."""
-        return self.critic(self.critic_features(self.critic_obs_layout.flat(critic_obs), ctx))
+        obs = critic_obs
+        if self.flattens_obs and (self.has_image or not isinstance(obs, Tensor) or obs.dtype == torch.uint8):
+            obs = self.critic_obs_layout.flat(obs)
+        return self.head_value(self.critic_features(obs, ctx), obs, ctx)
 
     def noise_std(self) -> Tensor:
         """(A,) standard deviation of the exploration noise."""
-        raw = self.log_std if self.noise_std_type == "log" else self.std
-        return bounded_std(raw, self.noise_std_type, None, None)
-
-    def _bounded(self, raw: Tensor) -> Tensor:
-        """(..., A) standard deviation that the actor's output stands for: its softplus, or its exponential."""
-        raw = raw.float() if self.noise_std_type == "log" else F.softplus(raw.float())
-        return bounded_std(raw, self.noise_std_type, self.std_low, self.std_high)
+        return bounded_std(self.log_std if self.noise_std_type == "log" else self.std, self.noise_std_type)
 
     @torch.no_grad()
     def clip_std(self, min: Any = None, max: Any = None) -> None:  # noqa: A002 (documented names)
-        """Clamp the noise parameter in place, or what the actor may say; bounds are numbers or (A,) tensors."""
-        if "sigma" not in self.distribution.param_shapes:
-            return
-        if self.state_dependent_std:
+        """Clamp the noise parameter in place, or bound the actor's output; bounds are numbers or (A,) tensors."""
+        if self.actor_gives_params:
+            if hasattr(self.actor, "clip_std"):
+                self.actor.clip_std(min=min, max=max)  # pyright: ignore[reportCallIssue]
+        elif self.state_dependent_std:
             if min is not None:
                 self.std_low.copy_(torch.as_tensor(min).clamp_min(SMALLEST_STD))
             if max is not None:
                 self.std_high.copy_(torch.as_tensor(max))
-            return
-        log = self.noise_std_type == "log"
-        raw = self.log_std if log else self.std
-        low, high = (
-            bound if bound is None else torch.as_tensor(bound, dtype=raw.dtype, device=raw.device)
-            for bound in (min, max)
-        )
-        if log:
-            low, high = (bound if bound is None else bound.log() for bound in (low, high))
-        if low is not None or high is not None:
-            raw.clamp_(low, high)
+        elif "sigma" in self.distribution.param_shapes:
+            clip_std_parameter(self, min, max)
 
 
 def layout_of(segments: Segments | None, width: int, name: str) -> ObsLayout:
-    """Where the segments of an observation of this width are; one segment "obs" if they are not named."""
+    """The layout of an observation of this width; one segment "obs" if no segments are given."""
     layout = ObsLayout(segments or {"obs": (width,)})
     if layout.width != width:
         raise ValueError(f"{name} {layout.shapes} add up to {layout.width} values, but the observation has {width}")

@@ -1,7 +1,8 @@
-"""Policies that switch between sub-policies by what the observation says lies ahead."""
+"""Policies that switch between sub-policies by the obstacle in the observation."""
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,12 +13,100 @@ from torch import Tensor
 
 from canter.modules.actor_critic_mutex import ActorCriticMutex
 from canter.modules.distributions import Params
-from canter.modules.mutex_state import Selections, Velocities, by_number, velocity_tables
-from canter.modules.obs_positions import find_positions
+from canter.modules.memory import Carried
 from canter.modules.policy import Context
+from canter.utils.obs_layout import ObsLayout
 
 Velocity = float | Sequence[float]
 RESETS = ("all", "when_skill", "none")
+# Positions in a flat observation: `name`, `name[3]`, `name[1:6]`, `name[-2:]`.
+POSITION = re.compile(r"(?P<name>[^\[\]]+)(?:\[(?P<first>-?\d*)(?P<colon>:)?(?P<last>-?\d*)\])?")
+
+
+def find_positions(layout: ObsLayout, text: str, size: int | None = None) -> slice:
+    """The columns of a position such as `name[1:6]`; raises if they are not `size` columns, where it is given."""
+    match = POSITION.fullmatch(text)
+    if match is None or (match["colon"] is None and match["first"] in ("", "-")):
+        raise ValueError(f"{text!r} is not a position; write 'component', 'component[9]' or 'component[1:6]'")
+    whole = layout.slice(match["name"])
+    width = whole.stop - whole.start
+    first, last = (int(match[name]) if match[name] else None for name in ("first", "last"))
+    if first is not None and match["colon"] is None:
+        last = first + 1 or None  # [-1] ends where the component ends
+    start, stop, _ = slice(first, last).indices(width)
+    beyond = any(n is not None and not -width <= n <= width for n in (first, last))
+    if beyond or stop <= start:
+        raise ValueError(f"{text!r} lies outside of {match['name']!r}, which has {width} values")
+    if size is not None and stop - start != size:
+        raise ValueError(f"{text!r} has {stop - start} values, but needs {size}")
+    return slice(whole.start + start, whole.start + stop)
+
+
+class Selections(Carried):
+    """The last choices of each environment, (N, 1, len, S); zeros before the first."""
+
+    def __init__(self, policy: Any, length: int, count: int) -> None:
+        self.policy, self.state_shape = policy, (1, length, count)
+
+    def zero_state(self, num_envs: int) -> Tensor:
+        """No choice yet."""
+        return self.policy.velocity_low.new_zeros(num_envs, *self.state_shape)
+
+    def push(self, kept: Tensor, selection: Tensor) -> Tensor:
+        """The choices with the newest last; an episode's first fills all places."""
+        newest = selection.to(kept.dtype)[:, None, None, :]
+        is_first = (kept.sum((1, 2, 3)) == 0).view(-1, 1, 1, 1)
+        return torch.where(is_first, newest.expand_as(kept), torch.cat([kept[:, :, 1:], newest], 2))
+
+
+class Velocities(Carried):
+    """The commanded velocity of each environment for each sub-policy, (N, 1, 1, S); 0 means not drawn yet."""
+
+    def __init__(self, policy: Any, count: int) -> None:
+        self.policy, self.state_shape = policy, (1, 1, count)
+        self.for_all = torch.zeros(self.state_shape)
+
+    def zero_state(self, num_envs: int) -> Tensor:
+        """The velocities drawn for all environments."""
+        return self.for_all.to(self.policy.velocity_low.device).repeat(num_envs, 1, 1, 1)
+
+    def draw(self, num_envs: int) -> Tensor:
+        """One velocity per environment and sub-policy."""
+        low, high = self.policy.velocity_low, self.policy.velocity_high
+        share = torch.rand(num_envs, *self.state_shape, device=low.device, generator=self.policy.generator)
+        return self.policy.tie_velocities(low + share * (high - low))
+
+    def reset(self, dones: Tensor | None = None) -> None:
+        """Draw for environments whose episode ended; one velocity for all environments if None."""
+        if dones is None:
+            self.for_all, self.state = self.draw(1)[0], None
+            return
+        kept = self.zero_state(len(dones)) if self.state is None else self.state
+        self.state = torch.where(dones.bool().view(-1, 1, 1, 1), self.draw(len(dones)), kept)
+
+
+def by_number(mapping: Mapping[Any, Any], count: int) -> dict[int, Any]:
+    """The mapping with integer keys; JSON has text."""
+    for key in mapping:
+        if not str(key).isdigit() or int(key) >= count:
+            raise ValueError(f"cmd_vel_mapping names sub-policy {key!r}; there are 0 to {count - 1}")
+    return {int(key): value for key, value in mapping.items()}
+
+
+def velocity_tables(mapping: Mapping[int, Any], scales: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """(S,) ends of every range and the scale of its command, 0 for sub-policies that are not mapped."""
+    names = ("velocity_low", "velocity_high", "velocity_scale")
+    tables = {name: torch.zeros(len(scales)) for name in names}
+    for i, value in mapping.items():
+        if "lin_vel" not in scales[i]:
+            raise KeyError(f"obs_scales of sub-policy {i} has no lin_vel, which its command is multiplied by")
+        ends = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value, value)
+        is_numeric = all(isinstance(end, int | float) and not isinstance(end, bool) for end in ends)
+        if len(ends) != 2 or not is_numeric or ends[0] > ends[1]:
+            raise ValueError(f"cmd_vel_mapping[{i}] is {value!r}; give a number, or a range of two")
+        for name, number in zip(names, (*ends, scales[i]["lin_vel"]), strict=True):
+            tables[name][i] = float(number)
+    return tables
 
 
 class ActorCriticFieldMutex(ActorCriticMutex):
@@ -26,13 +115,13 @@ class ActorCriticFieldMutex(ActorCriticMutex):
     Positions are written as `component[index]` or `component[first:last]`.
 
     Args:
-        cmd_vel_mapping: Sub-policy number -> forward velocity that it is commanded, a number or a range to draw from.
-        reset_non_selected: Whose memory is zeroed: "all" (or true) not among the last choices; "when_skill": the same,
-            but only while the first is not among them either; "none" (or false) nobody's.
-        action_smoothing_buffer_len: How many of the last choices are averaged.
-        selection: Where the one-hot number of the obstacle is.
-        command: Where the commanded forward velocity is.
-        last_action: Where the last action is; the end of `proprioception`, if there is such a component.
+        cmd_vel_mapping: Sub-policy number -> its commanded forward velocity, a number or a range to draw from.
+        reset_non_selected: Which memories are zeroed: "all" (or true) those of sub-policies not among the last choices;
+            "when_skill" the same, but only while the first is not among them either; "none" (or false) none.
+        action_smoothing_buffer_len: Number of last choices that are averaged.
+        selection: Position of the one-hot number of the obstacle.
+        command: Position of the commanded forward velocity.
+        last_action: Position of the last action; the end of `proprioception`, if there is such a component.
     """
 
     velocity_low: Tensor
@@ -73,7 +162,7 @@ class ActorCriticFieldMutex(ActorCriticMutex):
         self._register(count)
         missing = list(range(self.num_choices, self.selection_at.stop - self.selection_at.start))
         if missing:
-            warnings.warn(f"obstacles {missing} have no sub-policy: the first one meets them", stacklevel=2)
+            warnings.warn(f"obstacles {missing} have no sub-policy: the first one is used for them", stacklevel=2)
         self.velocities = Velocities(self, count)
         self.selections = Selections(self, action_smoothing_buffer_len, count)
         self.carried |= {"selections": self.selections, "velocities": self.velocities}
@@ -81,9 +170,8 @@ class ActorCriticFieldMutex(ActorCriticMutex):
             self.carried |= {f"{name}_{i}": memory for name, memory in policy.memories.items()}
         self.resample_cmd_vel_current()
 
-    # ------------------------------------------------------------------ making ready
     def _register(self, count: int) -> None:
-        """Everything per sub-policy as tensors, so that a choice is arithmetic."""
+        """Register the constants of every sub-policy as tensors, so that a choice is arithmetic."""
         tables = velocity_tables(self.cmd_vel_mapping, self.cmd_scales)
         tables["is_mapped"] = torch.tensor([i in self.cmd_vel_mapping for i in range(count)], dtype=torch.bool)
         tables["recovery"] = torch.ones(count, self.num_actions)
@@ -94,14 +182,13 @@ class ActorCriticFieldMutex(ActorCriticMutex):
 
     @property
     def num_choices(self) -> int:
-        """How many sub-policies have a number of their own."""
+        """Number of sub-policies that an obstacle number selects."""
         return len(self.submodules)
 
     def action_scale(self, i: int) -> Tensor:
-        """What the environment of sub-policy i multiplied its actions by."""
+        """Action scale of the environment in which sub-policy i was trained."""
         return getattr(self, f"subpolicy_action_scale_{i}")
 
-    # ------------------------------------------------------------------ documented steps of a choice
     @property
     def action_smoothing_buffer(self) -> Tensor | None:
         """(len, N, S) the last choices, the newest last; None before the first."""
@@ -109,17 +196,17 @@ class ActorCriticFieldMutex(ActorCriticMutex):
 
     @property
     def cmd_vel_current(self) -> dict[int, Any]:
-        """Velocity by sub-policy: a number for everybody, or (N,) once episodes have ended."""
+        """Velocity by sub-policy: one number for all environments, or (N,) once episodes have ended."""
         if self.velocities.state is None:
             return {i: float(self.velocities.for_all[..., i]) for i in self.cmd_vel_mapping}
         return {i: self.velocities.state[:, 0, 0, i] for i in self.cmd_vel_mapping}
 
     def resample_cmd_vel_current(self, dones: Tensor | None = None) -> None:
-        """Draw velocities: one for everybody, or one for each environment that is done."""
+        """Draw velocities: one for all environments, or one for each environment that is done."""
         self.velocities.reset(dones)
 
     def tie_velocities(self, velocities: Tensor) -> Tensor:
-        """Velocities (..., S) just drawn, where some must be the same."""
+        """Hook to make some of the drawn velocities (..., S) equal."""
         return velocities
 
     def get_policy_selection(self, observations: Tensor) -> Tensor:
@@ -130,7 +217,7 @@ class ActorCriticFieldMutex(ActorCriticMutex):
         return number.unsqueeze(-1) == torch.arange(len(self.submodules), device=number.device)
 
     def recover_last_action(self, observations: Tensor, policy_selection: Tensor) -> Tensor:
-        """The observation with the last action in the units of the chosen sub-policy; the one given is not changed."""
+        """A copy of the observation with the last action in the units of the chosen sub-policy."""
         if self.last_action_at is None:
             return observations
         factor = torch.where(policy_selection.unsqueeze(-1), self.recovery, 0.0).sum(1)  # (N, A)
@@ -141,7 +228,7 @@ class ActorCriticFieldMutex(ActorCriticMutex):
     def override_cmd_vel(
         self, observations: Tensor, policy_selection: Tensor, velocities: Tensor | None = None
     ) -> Tensor:
-        """The observation with the velocity that the chosen sub-policy is commanded, where it is commanded one."""
+        """A copy of the observation with the commanded velocity of the chosen sub-policy, if it has one."""
         if self.command_at is None:
             return observations
         if velocities is None:
@@ -154,10 +241,9 @@ class ActorCriticFieldMutex(ActorCriticMutex):
         overridden[:, self.command_at] = torch.where(chosen.any(-1, keepdim=True), command, before)
         return overridden
 
-    # ------------------------------------------------------------------ core
     @torch.no_grad()
     def actor_params(self, obs: Tensor, ctx: Context) -> Params:
-        """Every sub-policy's action in the environment's units, weighed by how many of the last choices were its."""
+        """Mean of the sub-policies' actions in the environment's units, weighted by their share of the last choices."""
         if obs.dim() != 2:
             raise ValueError(f"{type(self).__name__} acts step by step on (N, D), got {tuple(obs.shape)}")
         selection = self.get_policy_selection(obs)
@@ -171,7 +257,7 @@ class ActorCriticFieldMutex(ActorCriticMutex):
         mean = torch.zeros(len(obs), self.num_actions, device=obs.device)
         for i, policy in enumerate(self.sub_policies):
             own = Context({name: ctx.hidden[f"{name}_{i}"] for name in policy.memories})
-            params = policy.actor_params(policy.obs_normalizer.normalize(seen), own)  # pyright: ignore[reportCallIssue]
+            params = policy.actor_params(policy.obs_normalizer.normalize(seen), own)
             action = policy.distribution.to_env(policy.distribution.mode(params))
             mean = mean + action * self.action_scale(i) / self.env_action_scale * share[:, i : i + 1]
             idle = self._is_idle(share, i)
@@ -180,25 +266,25 @@ class ActorCriticFieldMutex(ActorCriticMutex):
         return {"mu": mean, "sigma": torch.zeros_like(self.env_action_scale).expand(self.num_actions)}
 
     def _is_idle(self, share: Tensor, i: int) -> Tensor:
-        """(N,) where the memory of sub-policy i starts anew."""
+        """(N,) whether the memory of sub-policy i is zeroed."""
         unused = share[:, i] == 0
         if self.reset_non_selected == "when_skill":
             return unused & (share[:, 0] == 0) if i > 0 else torch.zeros_like(unused)
         return unused & (self.reset_non_selected == "all")
 
     def sample_action(self, params: Params, generator: torch.Generator | None) -> Tensor:
-        """The action itself: nothing is explored."""
+        """The mean: there is no exploration."""
         return params["mu"]
 
 
 class ActorCriticClimbMutex(ActorCriticFieldMutex):
-    """Obstacle 3 is climbed up by sub-policy 3 and down by one of its own, the last.
+    """Climbs up obstacle 3 with sub-policy 3, and down with an extra sub-policy, the last.
 
     Args:
         sub_policy_paths: Run directories of all but the last.
         jump_down_policy_path: Run directory of the last.
-        jump_down_vel: Velocity that the last is commanded, a number or a range; None takes that of sub-policy 3.
-        jump_up: Where the observation says, by a positive number, that the obstacle leads up.
+        jump_down_vel: Commanded velocity of the last, a number or a range; that of sub-policy 3 if None.
+        jump_up: Position of a number that is positive where the obstacle leads up.
     """
 
     JUMP_OBSTACLE_ID = 3
@@ -215,7 +301,7 @@ class ActorCriticClimbMutex(ActorCriticFieldMutex):
     ) -> None:
         jump, down = self.JUMP_OBSTACLE_ID, len(sub_policy_paths)
         if down <= jump:
-            raise ValueError(f"climbing is the business of sub-policy {jump}; sub_policy_paths has only {down}")
+            raise ValueError(f"sub-policy {jump} climbs, but sub_policy_paths has only {down} entries")
         mapping = {int(key) if str(key).isdigit() else key: value for key, value in (cmd_vel_mapping or {}).items()}
         if jump_down_vel is not None:
             mapping[down] = jump_down_vel
@@ -232,11 +318,11 @@ class ActorCriticClimbMutex(ActorCriticFieldMutex):
 
     @property
     def num_choices(self) -> int:
-        """The last sub-policy has no number of its own."""
+        """All but the last sub-policy, which obstacle 3 selects where it leads down."""
         return len(self.submodules) - 1
 
     def tie_velocities(self, velocities: Tensor) -> Tensor:
-        """Down as fast as up, where nothing else was said."""
+        """Climb down as fast as up, unless `jump_down_vel` is given."""
         if not self.shares_velocity:
             return velocities
         up = slice(self.JUMP_OBSTACLE_ID, self.JUMP_OBSTACLE_ID + 1)

@@ -1,4 +1,4 @@
-"""Policies made of trained policies, of which one at a time has its way: loading them from their run directories."""
+"""Policies made of trained sub-policies, of which one acts at a time; loading them from their run directories."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from canter.modules.build import POLICIES, install_normalizers
 from canter.modules.distributions import Gaussian, Params
 from canter.modules.policy import Context, Policy
-from canter.modules.segmented import Segmented
 from canter.utils.checkpoint import check_compatible, find_checkpoints, load_checkpoint, newest_valid_checkpoint
 from canter.utils.config import build, refuse_unknown
 from canter.utils.obs_layout import ObsLayout
 
-# What the mutex itself says of a sub-policy, whatever its configuration says.
+# Settings of a sub-policy that the mutex overrides.
 GIVEN = ("num_actor_obs", "num_critic_obs", "num_actions", "obs_segments", "critic_obs_segments", "action_space")
 
 
-class ActorCriticMutex(Segmented, Policy):
-    """Loads sub-policies from run directories; which of them acts is a subclass's business.
+class ActorCriticMutex(Policy):
+    """Loads sub-policies from run directories; a subclass chooses which of them acts.
 
     Args:
         num_actor_obs: Width of the observation, the same for every sub-policy.
@@ -34,7 +34,7 @@ class ActorCriticMutex(Segmented, Policy):
         sub_policy_paths: Run directories: config.json or config.yaml, and the newest model_<number>.pt.
         obs_segments: Names and shapes of the observation's parts, in order.
         critic_obs_segments: The same for the critic; the actor's if None.
-        env_action_scale: What the environment multiplies actions by, one number or one per action.
+        env_action_scale: Action scale of the environment, one number or one per action.
         action_space: Bounds for sub-policies that need some.
     """
 
@@ -61,7 +61,7 @@ class ActorCriticMutex(Segmented, Policy):
         self.critic_obs_layout = ObsLayout(critic_obs_segments or obs_segments or {"obs": (num_critic_obs,)})
         self.register_buffer("env_action_scale", self._scale(env_action_scale, "env_action_scale"))
         if not sub_policy_paths:
-            warnings.warn(f"{type(self).__name__} has no sub_policy_paths, so there is nothing to choose", stacklevel=2)
+            warnings.warn(f"{type(self).__name__} has no sub_policy_paths: no sub-policy to choose", stacklevel=2)
         given = (num_actor_obs, num_critic_obs, num_actions, obs_segments, critic_obs_segments, action_space)
         shared: dict[str, Any] = dict(zip(GIVEN, given, strict=True))
         self.submodules = nn.ModuleList()
@@ -75,22 +75,22 @@ class ActorCriticMutex(Segmented, Policy):
 
     @property
     def sub_policies(self) -> list[Policy]:
-        """The policies to choose from, in the order of their paths."""
+        """The sub-policies, in the order of their paths."""
         return [policy for policy in self.submodules if isinstance(policy, Policy)]
 
-    def _scale(self, given: Any, what: str) -> Tensor:
+    def _scale(self, given: Any, name: str) -> Tensor:
         """A scalar or (A,) tensor."""
         scale = torch.as_tensor(given, dtype=torch.float32)
         if scale.shape not in ((), (self.num_actions,)) or not bool((scale != 0).all()):
             raise ValueError(
-                f"{what} is {given} for {self.num_actions} actions; give one number other than 0 or one each"
+                f"{name} is {given} for {self.num_actions} actions; give one number other than 0 or one each"
             )
         return scale.clone()
 
     def _setting(self, i: int, section: str, name: str, default: Any) -> Any:
         """A number of the sub-policy's environment from its configuration.
 
-        A config.json has to say it; our config.yaml does where the run was given it as `run_info`.
+        A config.json must contain it; our config.yaml does if the run was given it as `run_info`.
         """
         path, config = self.sub_policy_paths[i], self.configs[i]
         values = config.get(section) or (config.get("run") or {}).get(section) or {}
@@ -99,14 +99,14 @@ class ActorCriticMutex(Segmented, Policy):
         return values.get(name, default)
 
     def actor_params(self, obs: Any, ctx: Context) -> Params:
-        """Which sub-policy acts is not known here."""
+        """Refuse: a subclass chooses the sub-policy."""
         raise NotImplementedError(
             f"{type(self).__name__} chooses no sub-policy; use ActorCriticFieldMutex or extend it"
         )
 
     def critic_value(self, critic_obs: Any, ctx: Context) -> Tensor:
-        """Sub-policies were trained for values of different tasks."""
-        raise NotImplementedError(f"{type(self).__name__} has no value; it is made of policies trained apart")
+        """Refuse: the critics of the sub-policies were trained on different tasks."""
+        raise NotImplementedError(f"{type(self).__name__} has no value; its sub-policies were trained separately")
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -118,14 +118,14 @@ def read_config(directory: Path) -> dict[str, Any]:
             except (ValueError, yaml.YAMLError) as error:
                 raise ValueError(f"{directory / name} cannot be read: {error}") from error
             if not isinstance(config, dict) or not isinstance(config.get("policy"), dict):
-                raise ValueError(f"{directory / name} has no section 'policy' that says what to build")
+                raise ValueError(f"{directory / name} has no section 'policy' with the settings of the policy")
             return config
-    reason = "has neither config.json nor config.yaml" if directory.is_dir() else "is no directory"
-    raise FileNotFoundError(f"{directory} {reason}; a sub-policy is given by the directory of its run")
+    reason = "has neither config.json nor config.yaml" if directory.is_dir() else "is not a directory"
+    raise FileNotFoundError(f"{directory} {reason}; give the run directory of the sub-policy")
 
 
 def find_model(directory: Path) -> Path:
-    """The newest model_<number>.pt that is whole; else the only file called model*.pt."""
+    """The newest complete model_<number>.pt; else the only file called model*.pt."""
     if find_checkpoints(directory):
         return newest_valid_checkpoint(directory)
     found = sorted(path for path in directory.glob("model*.pt") if path.is_file())
@@ -140,9 +140,7 @@ def find_model(directory: Path) -> Path:
 def load_sub_policy(
     directory: Path, config: Mapping[str, Any], class_name: str | None, shared: Mapping[str, Any]
 ) -> Policy:
-    """The policy of a run, with the normalisers its checkpoint has, frozen."""
-    from canter.modules.build import POLICIES, install_normalizers  # which knows this module too
-
+    """The policy of a run, with the normalisers of its checkpoint, frozen."""
     own = {name: value for name, value in config["policy"].items() if name not in (*GIVEN, "class_name")}
     name = class_name or config["policy"].get("class_name") or "ActorCritic"
     weights = load_checkpoint(find_model(directory), "cpu").get("model_state_dict")

@@ -12,7 +12,7 @@ from canter.modules.policy import Context, Hidden
 
 
 class ActorCriticRecurrent(ActorCritic):
-    """LSTM or GRU, then MLP, for actor and critic apart.
+    """LSTM or GRU, then MLP, separately for actor and critic.
 
     Args:
         rnn_type: "lstm" or "gru".
@@ -24,34 +24,31 @@ class ActorCriticRecurrent(ActorCritic):
 
     def __init__(
         self,
-        num_actor_obs: int,
-        num_critic_obs: int,
-        num_actions: int | None = None,
-        *,
+        *args: Any,
         rnn_type: str = "lstm",
         rnn_hidden_size: int = 256,
         rnn_num_layers: int = 1,
         **kwargs: Any,
     ) -> None:
         self.rnn_type, self.rnn_hidden_size, self.rnn_num_layers = rnn_type, rnn_hidden_size, rnn_num_layers
-        super().__init__(num_actor_obs, num_critic_obs, num_actions, **kwargs)
+        super().__init__(*args, **kwargs)
         self.memory_a, self.memory_c = (self.new_memory(width) for width in self.memory_inputs)
 
     def new_memory(self, input_size: int) -> Memory:
-        """A memory of the policy's kind and size."""
+        """A memory with the policy's RNN settings."""
         return Memory(input_size, self.rnn_type, self.rnn_num_layers, self.rnn_hidden_size)
 
     def feature_widths(self, num_actor_obs: int, num_critic_obs: int) -> tuple[int, int]:
-        """Both MLPs see a memory's output; the memories see what the stages before them make of the observations."""
+        """Both MLPs get a memory's output; the memories get the features of the stages before them."""
         self.memory_inputs = super().feature_widths(num_actor_obs, num_critic_obs)
         return self.rnn_hidden_size, self.rnn_hidden_size
 
     def actor_features(self, obs: Tensor, ctx: Context) -> Tensor:
-        """The actor's memory of the observations."""
+        """The output of the actor's memory."""
         return ctx.remember("memory_a", self.memory_a, super().actor_features(obs, ctx))
 
     def critic_features(self, obs: Tensor, ctx: Context) -> Tensor:
-        """The critic's memory of the observations."""
+        """The output of the critic's memory."""
         return ctx.remember("memory_c", self.memory_c, super().critic_features(obs, ctx))
 
     def get_hidden_states(self) -> Any:

@@ -1,13 +1,14 @@
-"""Actors and critics given apart, as ApexRL's users write them: `actor_class(obs_space=, action_space=, cfg=)`.
+"""Actors and critics in the style of ApexRL: `actor_class(obs_space=, action_space=, cfg=)`.
 
-A custom actor derives from `ContinuousActor` or `DiscreteActor` and writes `get_action_dist(obs)`; a custom critic
-derives from `Critic` and writes `forward(obs)`. What PPO reads is `actor.distribution`, `actor.get_params(obs)` and
-`critic.get_value(obs)`.
+A custom actor derives from `ContinuousActor` or `DiscreteActor` and implements `get_action_dist(obs)`; a custom critic
+derives from `Critic` and implements `forward(obs)`. PPO uses `actor.distribution`, `actor.get_params(obs)` and
+`critic.get_value(obs)`. Networks of Q-learning are in `canter.modules.q_networks`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -15,34 +16,32 @@ from gymnasium import spaces
 from torch import Tensor, nn
 from torch import distributions as td
 
-from canter.modules.distributions import ActionDistribution, Params, bounded_std, distribution_for, init_std
-from canter.modules.space_networks import (
-    CNN_SETTINGS,
-    MLP_SETTINGS,
-    Cfg,
-    FlatNetwork,
-    ImageNetwork,
-    batch_shape,
-    build_mlp,
-    read_cfg,
+from canter.envs.vec_env import flat_size
+from canter.modules.conv2d import Conv2dHeadModel
+from canter.modules.distributions import (
+    ActionDistribution,
+    Params,
+    bounded_std,
+    clip_std_parameter,
+    distribution_for,
+    init_std,
 )
+from canter.modules.mlp import mlp
 from canter.modules.utils import orthogonal_init
+from canter.utils.config import check_settings
 from canter.utils.tree import Obs
 
-__all__ = [
-    "Actor",
-    "CNNActor",
-    "CNNCritic",
-    "ContinuousActor",
-    "Critic",
-    "DiscreteActor",
-    "MLPActor",
-    "MLPCritic",
-    "MLPDiscreteActor",
-    "NetworkActor",
-    "build_mlp",
-]
+Cfg = Mapping[str, Any]
 
+MLP_SETTINGS: Cfg = {"hidden_dims": [256, 256], "activation": "elu", "layer_norm": False}
+MLP_Q_SETTINGS: Cfg = {**MLP_SETTINGS, "activation": "relu"}
+CNN_SETTINGS: Cfg = {
+    "conv_channels": [32, 64, 64],
+    "conv_kernels": [8, 4, 3],
+    "conv_strides": [4, 2, 1],
+    "hidden_dims": [512],
+    "activation": "relu",
+}
 NOISE_SETTINGS: Cfg = {
     "learn_std": True,
     "init_std": 1.0,
@@ -50,24 +49,100 @@ NOISE_SETTINGS: Cfg = {
     "max_log_std": 2.0,
     "use_tanh_squash": False,
 }
+SQUASHED_SETTINGS: Cfg = {"min_log_std": -20.0, "max_log_std": 2.0, "init_std": 1.0, "use_tanh_squash": True}
 
 
-class Actor(nn.Module):
-    """Maps observations to the parameters of an action distribution; by default those of `get_action_dist`."""
+def read_cfg(owner: type, cfg: Cfg | None, defaults: Cfg | None) -> dict[str, Any]:
+    """`cfg` over the defaults, with an error for unknown names; any `cfg` if a class declares no defaults."""
+    if defaults is None:
+        return dict(cfg or {})
+    return {**defaults, **check_settings(owner.__name__, cfg or {}, defaults)}
+
+
+def flatten_obs(obs: Obs, space: spaces.Space) -> Tensor:
+    """A (nested dict) observation as one float vector (..., D), in the order of the space's keys."""
+    if isinstance(space, spaces.Dict):
+        assert isinstance(obs, Mapping)
+        return torch.cat([flatten_obs(obs[name], part) for name, part in space.spaces.items()], dim=-1)
+    assert isinstance(obs, Tensor)
+    return _scaled(obs, space).reshape(*batch_shape(obs, space), flat_size(space))
+
+
+class FlatNetwork(nn.Module):
+    """An MLP on any observation space, flattened."""
+
+    def __init__(self, obs_space: spaces.Space, output_dim: int, cfg: Cfg) -> None:
+        super().__init__()
+        self.obs_space = obs_space
+        sizes = [flat_size(obs_space), *cfg["hidden_dims"], output_dim]
+        self.mlp = mlp(sizes, cfg["activation"], layer_norm=cfg["layer_norm"])
+
+    def forward(self, obs: Obs) -> Tensor:
+        """Observations (B, ...) -> (B, output_dim)."""
+        return self.mlp(flatten_obs(obs, self.obs_space))
+
+
+class ImageNetwork(nn.Module):
+    """Convolutions on one image, channels first or last; uint8 is scaled to [0, 1]."""
+
+    def __init__(self, obs_space: spaces.Space, output_dim: int, cfg: Cfg) -> None:
+        super().__init__()
+        if not isinstance(obs_space, spaces.Box) or len(obs_space.shape) != 3:
+            raise TypeError(f"a CNN needs one 3-D image as observation, got {obs_space}; flatten it for an MLP")
+        self.obs_space = obs_space
+        first, second, last = obs_space.shape
+        self.channels_last = last in (1, 3, 4) and first not in (1, 3, 4)
+        shape = (last, first, second) if self.channels_last else obs_space.shape
+        layers = (cfg["conv_channels"], cfg["conv_kernels"], cfg["conv_strides"], cfg["hidden_dims"])
+        self.cnn = Conv2dHeadModel(shape, *layers, output_size=output_dim, nonlinearity=cfg["activation"])
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """Images (B, C, H, W) or (B, H, W, C) -> (B, output_dim)."""
+        image = _scaled(obs, self.obs_space)
+        return self.cnn(image.movedim(-1, -3) if self.channels_last else image)
+
+
+def _scaled(obs: Tensor, space: spaces.Space) -> Tensor:
+    """Float32; a uint8 image in [0, 1]."""
+    if obs.dtype == torch.uint8 and space.shape is not None and len(space.shape) >= 3:
+        return obs.float() / 255.0
+    return obs.float() if not obs.is_floating_point() else obs
+
+
+def batch_shape(obs: Any, space: spaces.Space) -> torch.Size:
+    """The batch dimensions of an observation."""
+    while isinstance(space, spaces.Dict):
+        name, space = next(iter(space.spaces.items()))
+        obs = obs[name]
+    assert space.shape is not None
+    return obs.shape[: obs.dim() - len(space.shape)]
+
+
+class ConfiguredNetwork(nn.Module):
+    """A network for an observation space, with the settings `cfg` over its defaults."""
 
     defaults: ClassVar[Cfg | None] = None
     """Every setting of `cfg` with its default; None accepts any."""
+
+    def __init__(self, obs_space: spaces.Space, cfg: Cfg | None = None) -> None:
+        super().__init__()
+        self.obs_space = obs_space
+        self.cfg = read_cfg(type(self), cfg, self.defaults)
+
+
+class Actor(ConfiguredNetwork):
+    """Maps observations to the parameters of an action distribution, by default those of `get_action_dist`."""
+
     distribution: ActionDistribution
 
     def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None = None) -> None:
-        super().__init__()
-        self.obs_space, self.action_space = obs_space, action_space
-        self.cfg = read_cfg(type(self), cfg, self.defaults)
+        super().__init__(obs_space, cfg)
+        self.action_space = action_space
         self.distribution = distribution_for(action_space, squash=bool(self.cfg.get("use_tanh_squash", False)))
         self.action_dim = next(iter(self.distribution.param_shapes.values()))[0]
 
     def get_action_dist(self, obs: Obs) -> td.Distribution:
-        """The distribution that a custom actor chooses: `Normal` for a Box, `Categorical` for a Discrete space."""
+        """The action distribution of a custom actor: `Normal` for a Box, `Categorical` for a Discrete space."""
         raise NotImplementedError(f"{type(self).__name__} must implement get_action_dist(obs) or get_params(obs)")
 
     def get_params(self, obs: Obs) -> Params:
@@ -84,7 +159,7 @@ class Actor(nn.Module):
         return {"logits": dist.logits}
 
     def forward(self, obs: Obs) -> Any:
-        """Parameters of the action distribution; a custom actor may return what it likes."""
+        """Parameters of the action distribution; a custom actor may return anything."""
         return self.get_params(obs)
 
     def act(self, obs: Obs, deterministic: bool = False) -> tuple[Tensor, Tensor]:
@@ -98,28 +173,13 @@ class Actor(nn.Module):
         params = self.get_params(obs)
         return self.distribution.log_prob(params, actions), self.distribution.entropy(params)
 
-    @torch.no_grad()
     def clip_std(self, min: Any = None, max: Any = None) -> None:  # noqa: A002, the documented names
         """Clamp a parameter called `log_std` or `std` in place to bounds of the standard deviation."""
-        for name, raw in self.named_parameters(recurse=False):
-            if name in ("log_std", "std"):
-                low, high = (_noise_bound(bound, raw, is_log=name == "log_std") for bound in (min, max))
-                if low is not None:
-                    raw.clamp_(min=low)
-                if high is not None:
-                    raw.clamp_(max=high)
-
-
-def _noise_bound(bound: Any, raw: Tensor, is_log: bool) -> Any:
-    """A bound of the standard deviation as one of the parameter; numbers stay numbers, which cost no copy."""
-    if bound is None or isinstance(bound, (int, float)):
-        return math.log(max(bound, 1e-38)) if is_log and bound is not None else bound
-    tensor = torch.as_tensor(bound, dtype=raw.dtype, device=raw.device)
-    return tensor.log() if is_log else tensor
+        clip_std_parameter(self, min, max)
 
 
 class ContinuousActor(Actor):
-    """An actor for a Box of actions; `get_action_dist` returns a `Normal` (before squashing, where that is on)."""
+    """An actor for a Box of actions; `get_action_dist` returns a `Normal` (before squashing, if squashing is on)."""
 
     def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None = None) -> None:
         if not isinstance(action_space, spaces.Box):
@@ -128,7 +188,7 @@ class ContinuousActor(Actor):
 
 
 class DiscreteActor(Actor):
-    """For Discrete actions, whose `get_action_dist` gives a `Categorical`; MultiDiscrete writes `get_params`."""
+    """An actor for discrete actions: `get_action_dist` returns a `Categorical`; MultiDiscrete needs `get_params`."""
 
     def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None = None) -> None:
         if not isinstance(action_space, (spaces.Discrete, spaces.MultiDiscrete)):
@@ -137,14 +197,21 @@ class DiscreteActor(Actor):
 
 
 class NetworkActor(Actor):
-    """An actor whose `network` gives the logits, or the mean beside a standard deviation that no state changes."""
+    """An actor whose `network` outputs the logits, or the mean beside a state-independent standard deviation."""
 
-    network: nn.Module
+    network_class: ClassVar[Any] = FlatNetwork
+    outputs_per_action: ClassVar[int] = 1
     log_std: Tensor
 
-    def _finish(self, network: nn.Module) -> None:
+    def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None = None) -> None:
+        super().__init__(obs_space, action_space, cfg)
+        network = self.network_class(obs_space, self.outputs_per_action * self.action_dim, self.cfg)
         orthogonal_init(network, last_gain=0.01)
-        self.network = network
+        self.network: nn.Module = network
+        self.init_noise()
+
+    def init_noise(self) -> None:
+        """Create the standard deviation of a Box of actions."""
         if "mu" in self.distribution.param_shapes:
             log_std = init_std(self.action_dim, self.cfg["init_std"]).log()
             if self.cfg["learn_std"]:
@@ -173,41 +240,79 @@ class MLPActor(NetworkActor, ContinuousActor):
 
     defaults = {**MLP_SETTINGS, **NOISE_SETTINGS}
 
-    def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None = None) -> None:
-        super().__init__(obs_space, action_space, cfg)
-        self._finish(FlatNetwork(obs_space, self.action_dim, self.cfg))
-
 
 class MLPDiscreteActor(NetworkActor, DiscreteActor):
     """MLP on flattened observations for Discrete and MultiDiscrete actions."""
 
     defaults = MLP_SETTINGS
 
-    def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None = None) -> None:
-        super().__init__(obs_space, action_space, cfg)
-        self._finish(FlatNetwork(obs_space, self.action_dim, self.cfg))
-
 
 class CNNActor(NetworkActor):
     """Convolutions on one image for continuous or discrete actions."""
 
+    network_class = ImageNetwork
     defaults = {**CNN_SETTINGS, **NOISE_SETTINGS}
 
-    def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None = None) -> None:
-        super().__init__(obs_space, action_space, cfg)
-        self._finish(ImageNetwork(obs_space, self.action_dim, self.cfg))
+
+class SquashedGaussianActor(NetworkActor, ContinuousActor):
+    """An actor whose `network` outputs the mean and the logarithm of the standard deviation before squashing."""
+
+    outputs_per_action = 2
+
+    def init_noise(self) -> None:
+        """Start with the same standard deviation everywhere."""
+        last = [layer for layer in self.network.modules() if isinstance(layer, nn.Linear)][-1]
+        with torch.no_grad():
+            last.bias[self.action_dim :] = math.log(self.cfg["init_std"])
+
+    def get_params(self, obs: Obs) -> Params:
+        """`mu` and `sigma`."""
+        mu, log_std = self.network(obs).float().chunk(2, -1)
+        return {"mu": mu, "sigma": log_std.clamp(self.cfg["min_log_std"], self.cfg["max_log_std"]).exp()}
 
 
-class Critic(nn.Module):
-    """Maps observations to values; a custom critic writes `forward(obs)`, which may return (B,) or (B, 1)."""
+class MLPSquashedGaussianActor(SquashedGaussianActor):
+    """MLP on flattened observations."""
 
-    defaults: ClassVar[Cfg | None] = None
-    """Every setting of `cfg` with its default; None accepts any."""
+    defaults = {**MLP_Q_SETTINGS, **SQUASHED_SETTINGS}
 
-    def __init__(self, obs_space: spaces.Space, cfg: Cfg | None = None) -> None:
-        super().__init__()
-        self.obs_space = obs_space
-        self.cfg = read_cfg(type(self), cfg, self.defaults)
+
+class CNNSquashedGaussianActor(SquashedGaussianActor):
+    """Convolutions on one image."""
+
+    network_class = ImageNetwork
+    defaults = {**CNN_SETTINGS, **SQUASHED_SETTINGS}
+
+
+class DeterministicActor(NetworkActor, ContinuousActor):
+    """An actor whose `network` outputs the action before squashing; the algorithm adds noise."""
+
+    no_std: Tensor
+
+    def init_noise(self) -> None:
+        """A standard deviation of almost 0."""
+        self.register_buffer("no_std", torch.full((self.action_dim,), 1e-6), persistent=False)
+
+    def get_params(self, obs: Obs) -> Params:
+        """`mu`, and a `sigma` of almost 0."""
+        return {"mu": self.network(obs).float(), "sigma": self.no_std}
+
+
+class MLPDeterministicActor(DeterministicActor):
+    """MLP on flattened observations."""
+
+    defaults = {**MLP_Q_SETTINGS, "use_tanh_squash": True}
+
+
+class CNNDeterministicActor(DeterministicActor):
+    """Convolutions on one image."""
+
+    network_class = ImageNetwork
+    defaults = {**CNN_SETTINGS, "use_tanh_squash": True}
+
+
+class Critic(ConfiguredNetwork):
+    """Maps observations to values; a custom critic implements `forward(obs)`, with result (B,) or (B, 1)."""
 
     def forward(self, obs: Obs) -> Tensor:
         """Values (B,)."""
@@ -219,31 +324,29 @@ class Critic(nn.Module):
         return value.squeeze(-1) if value.dim() > len(batch_shape(obs, self.obs_space)) else value
 
 
-class MLPCritic(Critic):
+class NetworkCritic(Critic):
+    """A critic with a `network` of one output."""
+
+    network_class: ClassVar[Any] = FlatNetwork
+
+    def __init__(self, obs_space: spaces.Space, cfg: Cfg | None = None) -> None:
+        super().__init__(obs_space, cfg)
+        self.network = self.network_class(obs_space, 1, self.cfg)
+        orthogonal_init(self.network, last_gain=1.0)
+
+    def forward(self, obs: Obs) -> Tensor:
+        """Values (B,)."""
+        return self.network(obs).squeeze(-1)
+
+
+class MLPCritic(NetworkCritic):
     """MLP on flattened observations."""
 
     defaults = MLP_SETTINGS
 
-    def __init__(self, obs_space: spaces.Space, cfg: Cfg | None = None) -> None:
-        super().__init__(obs_space, cfg)
-        self.network = FlatNetwork(obs_space, 1, self.cfg)
-        orthogonal_init(self.network, last_gain=1.0)
 
-    def forward(self, obs: Obs) -> Tensor:
-        """Values (B,)."""
-        return self.network(obs).squeeze(-1)
-
-
-class CNNCritic(Critic):
+class CNNCritic(NetworkCritic):
     """Convolutions on one image."""
 
+    network_class = ImageNetwork
     defaults = CNN_SETTINGS
-
-    def __init__(self, obs_space: spaces.Space, cfg: Cfg | None = None) -> None:
-        super().__init__(obs_space, cfg)
-        self.network = ImageNetwork(obs_space, 1, self.cfg)
-        orthogonal_init(self.network, last_gain=1.0)
-
-    def forward(self, obs: Obs) -> Tensor:
-        """Values (B,)."""
-        return self.network(obs).squeeze(-1)

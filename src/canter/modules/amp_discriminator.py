@@ -1,8 +1,7 @@
-"""Adversarial motion priors (Peng 2021): a network that tells an expert's motion from the policy's, and its reward."""
+"""Adversarial motion priors (Peng 2021): a discriminator of expert and policy motion, and its style reward."""
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,21 +12,21 @@ from torch import Tensor, nn
 
 from canter.modules.actor_critic import ActorCritic
 from canter.modules.mlp import mlp
+from canter.storage.rollout_storage import masked_mean
 from canter.utils.config import check_settings, setting_names
-from canter.utils.returns import masked_mean
 
 WGAN_SLOPE = 0.3
 
 
 class AdversarialLoss(NamedTuple):
-    """What the discriminator's output d costs on an expert's motion and on the policy's, and what it is worth."""
+    """Losses of the discriminator's output d on expert and on policy motion, and the style reward of d."""
 
     expert: Callable[[Tensor], Tensor]
     policy: Callable[[Tensor], Tensor]
     reward: Callable[[Tensor], Tensor]
-    """Bounded: a discriminator that saturates cannot drown everything else."""
+    """Bounded, so that a saturated discriminator cannot outweigh the task reward."""
     floor: float
-    """Below this d the reward has hardly a slope left to climb."""
+    """Below this d the reward is almost flat."""
 
 
 # lsgan: least squares towards 1 and -1 (Mao 2017), reward in [0, 1].
@@ -56,16 +55,16 @@ LOSSES: dict[str, AdversarialLoss] = {
 
 
 class AMPDiscriminator(nn.Module):
-    """An MLP whose output is high on the expert's motion and low on the policy's.
+    """An MLP whose output is high on expert motion and low on policy motion.
 
     Args:
         input_dim: Width D of a feature window, all its frames side by side.
         style_reward_coef: Weight of the style reward.
         hidden_dims: Widths of the hidden layers, each followed by a ReLU.
-        task_reward_lerp: Share of the task reward in the total, the rest is style.
+        task_reward_lerp: Share of the task reward in the total; the rest is style.
         discriminator_grad_pen: Weight of the gradient penalty.
-        loss_type: "lsgan", "bce" or "wgan"; the reward goes with it.
-        style_dt: Seconds of a control step, for environments that multiply their rewards by them; else 1.
+        loss_type: "lsgan", "bce" or "wgan"; each has its own reward.
+        style_dt: Seconds of a control step, for environments that multiply their rewards by it; else 1.
         amp_obs_dim: The documented second name of `input_dim`; must agree with it.
     """
 
@@ -100,7 +99,7 @@ class AMPDiscriminator(nn.Module):
         return self.head(self.trunk(x))
 
     def compute_grad_pen(self, amp_obs: Tensor) -> Tensor:
-        """Penalty on the slope at the given (expert) features (..., D): its weight times the mean squared norm."""
+        """Gradient penalty at the given (expert) features (..., D): its weight times the mean squared gradient norm."""
         x = amp_obs.detach().clone().requires_grad_()
         (gradient,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
         return self.discriminator_grad_pen * gradient.square().sum(-1).mean()
@@ -108,7 +107,7 @@ class AMPDiscriminator(nn.Module):
     def adversarial_losses(
         self, expert: Tensor, policy: Tensor, valid: Tensor | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Losses of telling expert (..., D) from policy features where `valid` (...), and how well it does."""
+        """Losses on expert and policy features (..., D) where `valid` (...), and statistics of the classification."""
         expert_d, policy_d = self(expert).squeeze(-1), self(policy).squeeze(-1)
         losses = {
             "discriminator_expert_loss": self.loss.expert(expert_d).mean(),
@@ -133,7 +132,7 @@ class AMPDiscriminator(nn.Module):
         """Style reward (N,) of features (N, D), the task reward as given, and the two blended."""
         if self.task_reward_lerp == 0.0 and not self.has_warned:
             self.has_warned = True
-            warnings.warn("task_reward_lerp is 0: the task reward is not learned from, only the style", stacklevel=2)
+            warnings.warn("task_reward_lerp is 0: the policy learns from the style alone", stacklevel=2)
         style = self.style_reward_coef * self.style_dt * self.loss.reward(self(state).squeeze(-1))
         return style, task_reward, (1.0 - self.task_reward_lerp) * style + self.task_reward_lerp * task_reward
 
@@ -147,15 +146,10 @@ class AmpMixin(ActorCritic):
 
     def __init__(self, *args: Any, amp_discriminator: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.discriminator = build_discriminator(amp_discriminator)
-
-
-def build_discriminator(cfg: Any) -> AMPDiscriminator:
-    """A discriminator from its settings; a missing or an unknown one is an error."""
-    if dataclasses.is_dataclass(cfg) and not isinstance(cfg, type):
-        cfg = dataclasses.asdict(cfg)
-    given = dict(cfg if isinstance(cfg, Mapping) else vars(cfg)) if cfg is not None else {}
-    missing = [name for name in ("input_dim", "style_reward_coef", "hidden_dims") if given.get(name) is None]
-    if missing:
-        raise ValueError(f"amp_discriminator needs {', '.join(missing)}; it has {', '.join(given) or 'nothing'}")
-    return AMPDiscriminator(**check_settings("AMPDiscriminator", given, setting_names(AMPDiscriminator)))
+        cfg = {} if amp_discriminator is None else amp_discriminator
+        given = dict(cfg if isinstance(cfg, Mapping) else vars(cfg))
+        missing = [name for name in ("input_dim", "style_reward_coef", "hidden_dims") if given.get(name) is None]
+        if missing:
+            raise ValueError(f"amp_discriminator needs {', '.join(missing)}; it has {', '.join(given) or 'nothing'}")
+        known = check_settings("AMPDiscriminator", given, setting_names(AMPDiscriminator))
+        self.discriminator = AMPDiscriminator(**known)

@@ -1,4 +1,4 @@
-"""Policies from names, settings and an environment's shapes."""
+"""Building policies from names, settings and an environment's shapes."""
 
 from __future__ import annotations
 
@@ -12,71 +12,26 @@ from torch import nn
 
 from canter.envs.vec_env import VecEnv
 from canter.modules.actor_critic import ActorCritic
-from canter.modules.actor_critic_field_mutex import ActorCriticClimbMutex, ActorCriticFieldMutex
-from canter.modules.actor_critic_mutex import ActorCriticMutex
-from canter.modules.actor_critic_pair import ActorCriticPair
-from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
-from canter.modules.actors import CNNActor, CNNCritic, MLPActor, MLPCritic, MLPDiscreteActor
-from canter.modules.all_mixer import (
-    AmpActorCritic,
-    AmpActorCriticRecurrent,
-    EncoderAmpActorCritic,
-    EncoderAmpActorCriticRecurrent,
-    EncoderStateAc,
-    EncoderStateAcRecurrent,
-)
-from canter.modules.encoder_actor_critic import EncoderActorCritic, EncoderActorCriticRecurrent
-from canter.modules.normalizer import DictNormalization, EmpiricalNormalization, NoNormalization
+from canter.modules.normalizer import DictNormalization, EmpiricalNormalization, NoNormalization, ValueNormalizer
 from canter.modules.policy import Policy
-from canter.modules.q_networks import CNNContinuousQNetwork, CNNQNetwork, MLPContinuousQNetwork, MLPQNetwork
-from canter.modules.squashed_actors import (
-    CNNDeterministicActor,
-    CNNSquashedGaussianActor,
-    MLPDeterministicActor,
-    MLPSquashedGaussianActor,
-)
-from canter.modules.state_adaptor import PrivilegeStateAc, PrivilegeStateAcRecurrent
-from canter.modules.state_estimator import StateAc, StateAcRecurrent
-from canter.modules.value_normalizer import ValueNormalizer
-from canter.modules.visual_actor_critic import (
-    VisualActorCritic,
-    VisualActorCriticRecurrent,
-    VisualDeterministicAC,
-    VisualDeterministicRecurrent,
-)
-from canter.storage.fields import Field
+from canter.storage.rollout_storage import Field
 from canter.utils.config import build
 from canter.utils.tree import tree_leaves, tree_map
 
-POLICIES: dict[str, type[Policy]] = {
-    cls.__name__: cls
-    for cls in (
-        ActorCritic, ActorCriticClimbMutex, ActorCriticFieldMutex, ActorCriticMutex,
-        ActorCriticRecurrent, AmpActorCritic, AmpActorCriticRecurrent,
-        EncoderActorCritic, EncoderActorCriticRecurrent, EncoderAmpActorCritic, EncoderAmpActorCriticRecurrent,
-        EncoderStateAc, EncoderStateAcRecurrent, PrivilegeStateAc, PrivilegeStateAcRecurrent,
-        StateAc, StateAcRecurrent, VisualActorCritic, VisualActorCriticRecurrent,
-        VisualDeterministicAC, VisualDeterministicRecurrent,
-    )
-}  # fmt: skip
-NETWORKS: dict[str, type] = {
-    cls.__name__: cls
-    for cls in (
-        MLPActor, MLPDiscreteActor, CNNActor, MLPCritic, CNNCritic, MLPQNetwork, CNNQNetwork, MLPContinuousQNetwork,
-        CNNContinuousQNetwork, MLPSquashedGaussianActor, CNNSquashedGaussianActor, MLPDeterministicActor,
-        CNNDeterministicActor,
-    )
-}  # fmt: skip
+POLICIES: dict[str, type[Policy]] = {}
+"""Policies by class name, for settings and the command line; `canter.modules` registers its own."""
+NETWORKS: dict[str, type] = {}
+"""Actors, critics and Q networks by class name."""
 
 
 def register_policy(cls: type[Policy]) -> type[Policy]:
-    """Make a policy class known by its name; usable as a decorator."""
+    """Register a policy class under its name; usable as a decorator."""
     POLICIES[cls.__name__] = cls
     return cls
 
 
 def build_actor_critic(env: Any, policy_class_name: str, policy_cfg: Mapping[str, Any] | None = None) -> Any:
-    """A policy by name; what the settings leave open comes from the environment."""
+    """A policy by class name; missing settings of the environment (widths, segments, action space) are filled in."""
     given = {name: value for name, value in (policy_cfg or {}).items() if name != "class_name"}
     defaults = {
         "num_actor_obs": lambda: env.num_obs,
@@ -93,11 +48,11 @@ def build_actor_critic(env: Any, policy_class_name: str, policy_cfg: Mapping[str
 
 
 def segments_of(env: Any, which: str) -> Mapping[str, Any] | None:
-    """Names and shapes of an observation's parts: as the environment says, else the leaves of a Dict, or an image."""
-    said = getattr(env, f"{which}_segments", None)
+    """Names and shapes of an observation's parts: the environment's, else the leaves of a Dict space, or an image."""
+    segments = getattr(env, f"{which}_segments", None)
     space = getattr(env, f"{which}_space", None)
-    if said is not None or space is None:
-        return said
+    if segments is not None or space is None:
+        return segments
     if isinstance(space, spaces.Dict):
         return {name: tuple(leaf.shape) for name, leaf in tree_leaves(space)}
     return {"obs": space.shape} if space.shape is not None and len(space.shape) > 1 else None
@@ -111,11 +66,53 @@ def build_pair(
     critic_class: type,
     actor_cfg: Mapping[str, Any] | None = None,
     critic_cfg: Mapping[str, Any] | None = None,
-) -> ActorCriticPair:
+) -> ActorCritic:
     """An ApexRL-style actor and critic as one policy."""
     actor = actor_class(obs_space=obs_space, action_space=action_space, cfg=dict(actor_cfg or {}))
     critic = critic_class(obs_space=critic_obs_space, cfg=dict(critic_cfg or {}))
-    return ActorCriticPair(actor, critic)
+    return ActorCritic(actor=actor, critic=critic)
+
+
+NETWORK_ARGUMENTS = (
+    "actor", "critic", "actor_class", "critic_class", "actor_cfg", "critic_cfg", "obs_space", "action_space",
+)  # fmt: skip
+
+
+def build_policy(
+    env: Any,
+    actor: Any = None,
+    critic: Any = None,
+    actor_class: Any = None,
+    critic_class: Any = None,
+    actor_cfg: Mapping[str, Any] | None = None,
+    critic_cfg: Mapping[str, Any] | None = None,
+    obs_space: Any = None,
+    action_space: Any = None,
+) -> Policy:
+    """A policy from two networks, or from their classes and the spaces of an environment.
+
+    Args:
+        env: The environment whose spaces are used, or None.
+        actor: Network of the actor.
+        critic: Network of the critic.
+        actor_class: Class of the actor; see `canter.modules.actors`.
+        critic_class: Class of the critic.
+        actor_cfg: Settings of the actor.
+        critic_cfg: Settings of the critic.
+        obs_space: Observation space, if not the environment's.
+        action_space: Action space, if not the environment's.
+    """
+    if actor is not None and critic is not None:
+        return ActorCritic(actor=actor, critic=critic)
+    missing = [name for name, cls in (("actor_class", actor_class), ("critic_class", critic_class)) if cls is None]
+    if env is None and (obs_space is None or action_space is None):
+        missing.append("env (or obs_space and action_space)")
+    if missing:
+        raise ValueError(f"PPO needs a policy: PPO(actor_critic, ...), or {' and '.join(missing)}")
+    obs_space = obs_space or env.obs_space
+    critic_space = obs_space if env is None else env.critic_obs_space
+    action_space = action_space or env.action_space
+    return build_pair(obs_space, critic_space, action_space, actor_class, critic_class, actor_cfg, critic_cfg)
 
 
 def space_shapes(space: spaces.Space) -> Any:
@@ -126,20 +123,20 @@ def space_shapes(space: spaces.Space) -> Any:
 
 
 def leaf_dtype(space: spaces.Space) -> torch.dtype:
-    """How one leaf is kept: images and integers as they are, every float as float32."""
+    """The dtype in which a leaf is stored: images and integers as they are, every float as float32."""
     if space.dtype is None or np.issubdtype(space.dtype, np.floating):
         return torch.float32
     return torch.from_numpy(np.zeros(1, dtype=space.dtype)).dtype
 
 
 def env_shapes(env: VecEnv) -> tuple[Any, Any]:
-    """Shapes of the observation and of the critic's; None where the critic sees the actor's."""
+    """Shapes of the actor's and the critic's observation; None for the critic if it shares the actor's."""
     critic = None if env.critic_obs_space is env.obs_space else space_shapes(env.critic_obs_space)
     return space_shapes(env.obs_space), critic
 
 
 def build_normalizer(shape: Any, until: float | None = 1e8) -> nn.Module:
-    """Running normalisation of a width, a shape, a storage `Field`, or a nested dict of them; images are left alone."""
+    """Running normalisation of a width, a shape, a storage `Field`, or a nested dict of them; images are exempt."""
     if isinstance(shape, Mapping):
         return DictNormalization(tree_map(vector_shape, shape), until=until)
     size = vector_shape(shape)
@@ -147,7 +144,7 @@ def build_normalizer(shape: Any, until: float | None = 1e8) -> nn.Module:
 
 
 def install_normalizers(policy: Policy, weights: Mapping[str, torch.Tensor]) -> None:
-    """Give a policy the normalisers that saved weights have statistics for."""
+    """Give a policy the normalisers whose statistics are in saved weights."""
     for name in ("obs_normalizer", "critic_obs_normalizer"):
         mean = weights.get(f"{name}._mean")
         if mean is not None:

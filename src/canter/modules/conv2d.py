@@ -14,7 +14,7 @@ Size = int | tuple[int, int]
 
 
 class Conv2dModel(nn.Module):
-    """Convolutions, each followed by an optional norm and a nonlinearity; pooling may do what strides do otherwise.
+    """Convolutions, each followed by an optional norm and a nonlinearity, and by max-pooling instead of strides if set.
 
     Args:
         in_channels: Channels of the image.
@@ -23,7 +23,7 @@ class Conv2dModel(nn.Module):
         strides: Stride of each layer.
         paddings: Padding of each layer; none if None.
         nonlinearity: Class, or name of a class, in `torch.nn`.
-        use_maxpool: Convolve with stride 1 and shrink by a max-pool of the stride's size instead.
+        use_maxpool: Convolve with stride 1 and shrink by a max-pool of the stride's size.
         normlayer: Class in `torch.nn`, its name, or any function from a channel count to a module.
     """
 
@@ -101,19 +101,14 @@ class Conv2dHeadModel(nn.Module):
         self.image_shape = (c, h, w)
         self.conv = Conv2dModel(c, channels, kernel_sizes, strides, paddings, nonlinearity, use_maxpool, normlayer)
         if min(self.conv.conv_out_resolution(h, w)) < 1:
-            raise ValueError(f"nothing is left of a {h}x{w} image after kernels {kernel_sizes} with strides {strides}")
-        self._output_size = self.conv.conv_out_size(h, w)
+            raise ValueError(f"a {h}x{w} image is too small for kernels {kernel_sizes} with strides {strides}")
+        self.output_size = self.conv.conv_out_size(h, w)
         self.head: nn.Module = nn.Identity()
         if hidden_sizes or output_size is not None:
-            self.head = MlpModel(self._output_size, hidden_sizes, output_size, nonlinearity)
-            self._output_size = self.head.output_size
-
-    @property
-    def output_size(self) -> int:
-        """Width of the output: as given, else that of the last hidden layer, else of the flattened convolution."""
-        return self._output_size
+            self.head = MlpModel(self.output_size, hidden_sizes, output_size, nonlinearity)
+            self.output_size = self.head.output_size
 
     def forward(self, image: Tensor) -> Tensor:
         """(..., C, H, W) -> (..., output_size)."""
         flat = self.conv(image.reshape(-1, *self.image_shape)).flatten(1)
-        return self.head(flat).reshape(*image.shape[:-3], self._output_size)
+        return self.head(flat).reshape(*image.shape[:-3], self.output_size)

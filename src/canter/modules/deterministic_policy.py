@@ -1,4 +1,4 @@
-"""A policy that acts without noise."""
+"""A mixin for policies that act without noise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from canter.modules.distributions import Params
 
 
 class DeterministicPolicyMixin:
-    """Acts by the mean of the distribution it precedes: `class Quiet(DeterministicPolicyMixin, ActorCritic)`."""
+    """Makes a policy take the mean of its distribution: `class Mine(DeterministicPolicyMixin, ActorCritic)`."""
 
     distribution: Any
     has_entropy = False

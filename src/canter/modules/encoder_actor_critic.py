@@ -50,12 +50,12 @@ ENCODERS: dict[str, Callable[..., nn.Module]] = {
 
 
 def register_encoder(name: str, build: Callable[..., nn.Module]) -> None:
-    """Make an encoder known by name: `build(shape, output_size, **kwargs)` gives a module (..., *shape) -> (..., E)."""
+    """Register an encoder by name: `build(shape, output_size, **kwargs)` returns a module (..., *shape) -> (..., E)."""
     ENCODERS[name] = build
 
 
 def embed(obs: Tensor, layout: ObsLayout, encoders: Mapping[str, nn.Module]) -> Tensor:
-    """The observation (..., D) with each named component replaced, where it is, by what its encoder makes of it."""
+    """The observation (..., D) with each named component replaced, in its place, by its encoder's output."""
     parts = layout.split(obs)
     for name, encoder in encoders.items():
         parts[name] = encode(encoder, parts[name], layout.shapes[name])
@@ -68,7 +68,7 @@ def encode(encoder: nn.Module, part: Tensor, shape: Shape) -> Tensor:
 
 
 def aligned(values: Any, count: int, name: str) -> list[Any]:
-    """A setting given once for all components, or one by one."""
+    """One value per component of a setting that is given once for all, or one by one."""
     if isinstance(values, str | Mapping) or values is None:
         return [values] * count
     if len(values) != count:
@@ -77,7 +77,7 @@ def aligned(values: Any, count: int, name: str) -> list[Any]:
 
 
 def chosen(values: Any, names: Sequence[str], wanted: Sequence[str]) -> Any:
-    """The actor's setting for the critic's components: the same for all, or that of the component of the same name."""
+    """The actor's setting for the critic's components: one for all, or that of the component of the same name."""
     if isinstance(values, str | Mapping) or values is None:
         return values
     by_name = dict(zip(names, values, strict=True))
@@ -114,14 +114,14 @@ class SegmentEncoders(nn.ModuleList):
 
 
 class EncoderActorCriticMixin(ActorCritic):
-    """Replaces components of the observations by features before the stages that follow.
+    """Replaces components of the observations by features for the next stages.
 
     Args:
         encoder_component_names: Components to encode.
         encoder_class_name: MlpModel, Conv2dHeadModel or HistoryEncoder; one for all components, or one for each.
         encoder_kwargs: Settings of the encoders, one dict for all or one for each.
         encoder_output_size: Features per component; 32 if None.
-        critic_encoder_component_names: None leaves the critic's observation alone, "shared" encodes the same
+        critic_encoder_component_names: None does not encode the critic's observation, "shared" encodes the same
             components with the actor's encoders, a list gives the critic encoders of its own.
         critic_encoder_class_name: The actor's if None.
         critic_encoder_kwargs: The actor's if None.
@@ -129,10 +129,7 @@ class EncoderActorCriticMixin(ActorCritic):
 
     def __init__(
         self,
-        num_actor_obs: int,
-        num_critic_obs: int,
-        num_actions: int | None = None,
-        *,
+        *args: Any,
         encoder_component_names: Sequence[str] = (),
         encoder_class_name: str | Sequence[str] = "MlpModel",
         encoder_kwargs: Any = None,
@@ -142,57 +139,38 @@ class EncoderActorCriticMixin(ActorCritic):
         critic_encoder_kwargs: Any = None,
         **kwargs: Any,
     ) -> None:
-        self.encoder_component_names = names_of(encoder_component_names)
+        names = self.encoder_component_names = names_of(encoder_component_names)
         self.shares_encoders = critic_encoder_component_names == "shared"
-        theirs = encoder_component_names if self.shares_encoders else critic_encoder_component_names
-        self.critic_encoder_component_names = names_of(theirs or ())
-        self.encoder_output_size = OUTPUT_SIZE if encoder_output_size is None else encoder_output_size
-        super().__init__(num_actor_obs, num_critic_obs, num_actions, **kwargs)
-        self.encoders = SegmentEncoders(
-            self.encoder_layout,
-            self.encoder_component_names,
-            encoder_class_name,
-            encoder_kwargs,
-            self.encoder_output_size,
-        )
-        theirs = self.critic_encoder_component_names
-        if theirs and not self.shares_encoders:
+        critic_names = names_of(names if self.shares_encoders else critic_encoder_component_names or ())
+        self.critic_encoder_component_names = critic_names
+        size = self.encoder_output_size = OUTPUT_SIZE if encoder_output_size is None else encoder_output_size
+        super().__init__(*args, **kwargs)
+        self.encoders = SegmentEncoders(self.encoder_layout, names, encoder_class_name, encoder_kwargs, size)
+        if critic_names and not self.shares_encoders:
             if critic_encoder_class_name is None:
-                critic_encoder_class_name = chosen(encoder_class_name, self.encoder_component_names, theirs)
+                critic_encoder_class_name = chosen(encoder_class_name, names, critic_names)
             if critic_encoder_kwargs is None:
-                critic_encoder_kwargs = chosen(encoder_kwargs, self.encoder_component_names, theirs)
+                critic_encoder_kwargs = chosen(encoder_kwargs, names, critic_names)
             self.critic_encoders = SegmentEncoders(
-                self.critic_encoder_layout,
-                theirs,
-                critic_encoder_class_name,
-                critic_encoder_kwargs,
-                self.encoder_output_size,
+                self.critic_encoder_layout, critic_names, critic_encoder_class_name, critic_encoder_kwargs, size
             )
         if kwargs.get("orthogonal_init"):
             for encoder in (*self.encoders, *getattr(self, "critic_encoders", ())):
                 orthogonal_init(encoder)
 
     def feature_widths(self, num_actor_obs: int, num_critic_obs: int) -> tuple[int, int]:
-        """Every encoded component is as wide as the encoders' output."""
-        before, critic_before = self.feature_layout, self.critic_feature_layout
-        self.encoder_layout, self.critic_encoder_layout = before, critic_before
-        size = (self.encoder_output_size,)
-        self.feature_layout = before.resized(dict.fromkeys(before.ordered(self.encoder_component_names), size))
-        theirs = critic_before.ordered(self.critic_encoder_component_names)
-        self.critic_feature_layout = critic_before.resized(dict.fromkeys(theirs, size))
-        if self.shares_encoders:
-            check_same_shapes(before, critic_before, theirs)
-        return super().feature_widths(
-            num_actor_obs + self.feature_layout.width - before.width,
-            num_critic_obs + self.critic_feature_layout.width - critic_before.width,
-        )
+        """Every encoded component gets the width of the encoders' output."""
+        self.encoder_layout, self.critic_encoder_layout = self.feature_layout, self.critic_feature_layout
+        names, critic_names = self.encoder_component_names, self.critic_encoder_component_names
+        grows = resize_features(self, names, critic_names, self.encoder_output_size, self.shares_encoders)
+        return super().feature_widths(num_actor_obs + grows[0], num_critic_obs + grows[1])
 
     def actor_features(self, obs: Tensor, ctx: Context) -> Tensor:
-        """What follows sees features instead of the components."""
+        """Encode the components for the next stages."""
         return super().actor_features(self.embed_encoders_latent(obs), ctx)
 
     def critic_features(self, obs: Tensor, ctx: Context) -> Tensor:
-        """The same for the critic, as far as it has encoders."""
+        """The same for the critic, if it has encoders."""
         return super().critic_features(self.embed_encoders_latent(obs, critic=True), ctx)
 
     def embed_encoders_latent(self, observations: Tensor, critic: bool = False) -> Tensor:
@@ -209,8 +187,7 @@ class EncoderActorCriticMixin(ActorCritic):
             layout, normalizer = self.critic_obs_layout, self.critic_obs_normalizer
         if obs_component not in encoders or obs_component not in layout:
             raise ValueError(f"no encoder of {obs_component!r}; there are encoders of {list(encoders)}")
-        flat = layout.flat(normalizer.normalize(observations))  # pyright: ignore[reportCallIssue]
-        part = layout.take(flat, [obs_component])
+        part = layout.take(layout.flat(normalizer.normalize(observations)), [obs_component])
         return encode(encoders[obs_component], part, layout.shapes[obs_component])
 
     def _encoders(self, critic: bool) -> dict[str, nn.Module]:
@@ -220,21 +197,27 @@ class EncoderActorCriticMixin(ActorCritic):
 
 
 def names_of(names: str | Sequence[str]) -> tuple[str, ...]:
-    """Component names, of which one may be given alone; none twice."""
+    """Component names as a tuple, from one name or several different ones."""
     names = (names,) if isinstance(names, str) else tuple(names)
     if len(set(names)) < len(names):
         raise ValueError(f"a component can be named only once, got {list(names)}")
     return names
 
 
-def check_same_shapes(actor: ObsLayout, critic: ObsLayout, names: Sequence[str]) -> None:
-    """Refuse to share encoders of components that differ between actor and critic."""
-    for name in names:
+def resize_features(
+    policy: ActorCritic, names: Sequence[str], critic_names: Sequence[str], size: int, is_shared: bool
+) -> tuple[int, int]:
+    """Give encoded components the width `size` in the policy's feature layouts; returns by how much both grow."""
+    actor, critic = policy.feature_layout, policy.critic_feature_layout
+    policy.feature_layout = actor.resized(dict.fromkeys(actor.ordered(names), (size,)))
+    policy.critic_feature_layout = critic.resized(dict.fromkeys(critic.ordered(critic_names), (size,)))
+    for name in critic_names if is_shared else ():
         if actor.shapes[name] != critic.shapes[name]:
             raise ValueError(
                 f"the encoder of {name!r} cannot be shared: it is {actor.shapes[name]} in the actor's observation and "
                 f"{critic.shapes[name]} in the critic's"
             )
+    return policy.feature_layout.width - actor.width, policy.critic_feature_layout.width - critic.width
 
 
 class EncoderActorCritic(EncoderActorCriticMixin, ActorCritic):

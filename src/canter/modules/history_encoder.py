@@ -66,11 +66,7 @@ class HistoryEncoder(nn.Module):
         self.kind = kind
         sizes = list(hidden_sizes) if output_size is None else [*hidden_sizes, output_size]
         self.head = MlpModel(features, sizes, nonlinearity=nonlinearity)
-
-    @property
-    def output_size(self) -> int:
-        """Width of the output."""
-        return self.head.output_size
+        self.output_size = self.head.output_size
 
     def forward(self, window: Tensor) -> Tensor:
         """(..., K, D) -> (..., output_size)."""

@@ -18,12 +18,12 @@ RNNS: dict[str, type[nn.LSTM] | type[nn.GRU]] = {"lstm": nn.LSTM, "gru": nn.GRU}
 
 
 class Carried(ABC):
-    """What a policy carries from step to step for each of N environments; an episode begins with zeros."""
+    """State that a policy carries from step to step for each of N environments; an episode begins with zeros."""
 
     state: Tensor | None = None
     """(N, *state_shape), None before the first step."""
     state_shape: tuple[int, ...]
-    """Three dimensions, as those of a memory."""
+    """Three dimensions, like those of a memory."""
 
     @abstractmethod
     def zero_state(self, num_envs: int) -> Tensor:
@@ -82,7 +82,7 @@ class Memory(Carried, nn.Module):
         return out, torch.stack(new if isinstance(new, tuple) else (new,)).movedim(2, 0)
 
     def forward(self, x: Tensor, masks: Tensor | None = None, hidden_states: Any = None) -> Tensor:
-        """One step from the kept state; or, given `hidden_states`, a padded batch (T, M, D) that leaves it alone."""
+        """One step from the kept state; or, given `hidden_states`, a padded batch (T, M, D) without changing it."""
         if hidden_states is None:
             if self.state is None or len(self.state) != len(x):
                 self.state = self.zero_state(len(x))

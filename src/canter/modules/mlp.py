@@ -10,33 +10,44 @@ from torch import Tensor, nn
 
 from canter.modules.utils import activation as activation_class
 
-ALIGNMENT = 8
+ALIGNMENT = 8  # fast matrix kernels of a GPU need rows of 8 numbers
 
 
 class Linear(nn.Linear):
-    """A linear layer that widens odd inputs with zeros on a GPU, whose fast matrix kernels need rows of 8 numbers."""
+    """A linear layer that pads an input of unaligned width with zeros on a GPU."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
         """(..., in_features) -> (..., out_features)."""
-        missing = -self.in_features % ALIGNMENT
-        if missing and input.is_cuda and self.in_features > ALIGNMENT:
-            return F.linear(F.pad(input, (0, missing)), F.pad(self.weight, (0, missing)), self.bias)
-        return F.linear(input, self.weight, self.bias)
+        if not input.is_cuda:
+            return F.linear(input, self.weight, self.bias)
+        padding = (0, -self.in_features % ALIGNMENT)
+        return F.linear(F.pad(input, padding), F.pad(self.weight, padding), self.bias)
+
+
+def linear(size_in: int, size_out: int) -> nn.Linear:
+    """A linear layer, padded on a GPU if its input is wide and unaligned."""
+    needs_padding = size_in > ALIGNMENT and size_in % ALIGNMENT
+    return Linear(size_in, size_out) if needs_padding else nn.Linear(size_in, size_out)
 
 
 def mlp(
     sizes: Sequence[int],
     activation: str | type[nn.Module] = "elu",
     output_activation: str | type[nn.Module] | None = None,
+    layer_norm: bool = False,
 ) -> nn.Sequential:
-    """Linear layers of the given sizes, input and output included, with an activation between them."""
+    """Linear layers of the given sizes, input and output included.
+
+    An activation follows every layer but the last, after layer normalisation if `layer_norm` is true.
+    """
     if len(sizes) < 2:
         raise ValueError(f"an MLP needs an input and an output size, got {list(sizes)}")
     between = activation_class(activation)
+    *hidden, last = pairwise(int(size) for size in sizes)
     layers: list[nn.Module] = []
-    for size_in, size_out in pairwise(int(size) for size in sizes):
-        layers += [Linear(size_in, size_out), between()]
-    layers.pop()
+    for size_in, size_out in hidden:
+        layers += [linear(size_in, size_out), *([nn.LayerNorm(size_out)] if layer_norm else []), between()]
+    layers.append(linear(*last))
     if output_activation is not None:
         layers.append(activation_class(output_activation)())
     return nn.Sequential(*layers)
@@ -56,15 +67,9 @@ class MlpModel(nn.Module):
         hidden = [hidden_sizes] if isinstance(hidden_sizes, int) else list(hidden_sizes or [])
         if not hidden and output_size is None:
             raise ValueError("MlpModel without hidden_sizes needs an output_size")
-        last = None if output_size is not None else nonlinearity
         sizes = [input_size, *hidden] if output_size is None else [input_size, *hidden, output_size]
-        self.model = mlp(sizes, nonlinearity, output_activation=last)
-        self._output_size = int(sizes[-1])
-
-    @property
-    def output_size(self) -> int:
-        """Width of the output."""
-        return self._output_size
+        self.model = mlp(sizes, nonlinearity, nonlinearity if output_size is None else None)
+        self.output_size = int(sizes[-1])
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., input_size) -> (..., output_size)."""

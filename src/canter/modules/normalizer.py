@@ -1,7 +1,7 @@
 """Running statistics that bring observations, returns and motion features to unit scale.
 
-The torch classes decide everything on the device (what counts, when to stop) and write their buffers in place, so that
-an update may be captured in a CUDA graph. `RunningMeanStd` and `Normalizer` serve data that lives on the host.
+The torch classes decide everything on the device (which rows count, when to stop) and write their buffers in place, so
+that an update may be captured in a CUDA graph. `RunningMeanStd` and `Normalizer` serve numpy data.
 """
 
 from __future__ import annotations
@@ -15,20 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from canter.modules.running_mean_std import Normalizer, RunningMeanStd
 from canter.utils.tree import Obs, tree_leaves
 
-__all__ = [
-    "DictNormalization",
-    "EmpiricalNormalization",
-    "NoNormalization",
-    "Normalize",
-    "Normalizer",
-    "ReturnScaler",
-    "RunningMeanStd",
-    "merge_moments",
-]
-
+VALUE_NORMALIZATIONS = ("off", "running", "popart")
 LARGEST = 1e15  # rows beyond it would overflow a float32 sum of squares; NaN and inf fail the comparison too
 
 
@@ -56,7 +45,7 @@ def merge_moments(
 
 
 class EmpiricalNormalization(nn.Module):
-    """Subtracts the running mean and divides by the running standard deviation of everything seen in training mode."""
+    """Subtracts the running mean and divides by the running standard deviation."""
 
     _mean: Tensor
     _var: Tensor
@@ -83,23 +72,24 @@ class EmpiricalNormalization(nn.Module):
         return self._std[0].clone()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Learn from x in training mode, then normalise it."""
+        """Update the statistics in training mode, then normalise (..., *shape)."""
         self.update(x)
         return self.normalize(x)
 
     def normalize(self, x: Tensor) -> Tensor:
-        """Normalise (..., *shape) with the statistics as they are."""
+        """Normalise (..., *shape) with the current statistics."""
         return (x - self._mean[0]) / (self._std[0] + self.eps)
 
     def inverse(self, y: Tensor) -> Tensor:
-        """What `normalize` made y from."""
+        """The values that `normalize` maps to y."""
         return y * (self._std[0] + self.eps) + self._mean[0]
 
     @torch.no_grad()
     def update(self, x: Tensor, valid: Tensor | None = None) -> None:
-        """Learn from (..., *shape) where `valid` (...) holds; nothing in eval mode or once `until` rows were counted.
+        """Add the rows (..., *shape) where `valid` (...) is true to the statistics.
 
-        Rows with a value that is not finite, or too large to square, are left out.
+        Does nothing in eval mode or once `until` rows were counted. Rows with a value that is not finite, or too large
+        to square, are left out.
         """
         if not self.training:
             return
@@ -116,28 +106,81 @@ class EmpiricalNormalization(nn.Module):
         self.count.copy_(count)
 
 
+class ValueNormalizer(EmpiricalNormalization):
+    """Statistics of returns, for a critic whose output is (value - mean) / std; `inverse` gives the value.
+
+    Args:
+        layer: The critic's last layer; if given, it is rescaled together with the statistics so that no value changes
+            (PopArt, van Hasselt et al. 2016).
+        memory: Number of rollouts over which the statistics average; returns grow while a policy learns.
+        eps: Added to the standard deviation.
+    """
+
+    def __init__(self, layer: nn.Linear | None = None, memory: int = 20, eps: float = 1e-4) -> None:
+        super().__init__(1, eps)
+        self.memory = memory
+        self.preserved = () if layer is None else (layer,)  # in a tuple: it belongs to the critic, not to this module
+
+    @property
+    def scale(self) -> Tensor:
+        """(1,) factor from normalised values to values."""
+        return self._std[0] + self.eps
+
+    @torch.no_grad()
+    def update(self, x: Tensor, valid: Tensor | None = None) -> None:
+        """Add the returns (..., 1) of a rollout where `valid` (...) is true; only in training mode."""
+        if not self.training:
+            return
+        rows = torch.full_like(self.count, x.numel()) if valid is None else valid.sum()
+        # A rollout has a weight of at least 1 / memory: the earlier count is reduced accordingly.
+        recent = torch.minimum(self.count, rows * (self.memory - 1))
+        self.count.copy_(torch.where(rows > 0, recent, self.count))
+        mean, scale = self.mean, self.scale
+        super().update(x, valid)
+        for layer in self.preserved:
+            layer.bias.copy_((scale * layer.bias + mean - self.mean) / self.scale)
+            layer.weight.mul_(scale / self.scale)
+
+
+def value_layer(policy: nn.Module) -> nn.Linear:
+    """The last linear layer of `policy.critic`, whose output is the value."""
+    critic = getattr(policy, "critic", None)
+    layers = [layer for layer in critic.modules() if isinstance(layer, nn.Linear)] if critic is not None else []
+    if not layers or layers[-1].out_features != 1 or layers[-1].bias is None:
+        raise ValueError(
+            "popart rescales the critic's last linear layer, with one output and a bias, which "
+            f"{type(policy).__name__} does not have; use value_normalization='running'"
+        )
+    return layers[-1]
+
+
+def install_value_normalizer(policy: nn.Module, kind: str) -> None:
+    """Make the policy's critic predict normalised values; statistics that it has already are kept."""
+    if kind == "off":
+        return
+    layer = value_layer(policy) if kind == "popart" else None
+    fresh = ValueNormalizer(layer).to(next(policy.parameters()).device)
+    if isinstance(policy.value_normalizer, ValueNormalizer):
+        fresh.load_state_dict(policy.value_normalizer.state_dict())
+    policy.value_normalizer = fresh
+
+
 class NoNormalization(nn.Identity):
-    """Leaves everything as it is, with the interface of `EmpiricalNormalization`."""
+    """The identity with the interface of `EmpiricalNormalization`; calling it runs no code of this library."""
 
-    def normalize(self, x: Any) -> Any:
-        """The input itself."""
-        return x
-
-    def inverse(self, y: Any) -> Any:
-        """The input itself."""
-        return y
+    normalize = inverse = nn.Identity.forward
 
     def update(self, x: Any, valid: Tensor | None = None) -> None:
-        """Learn nothing."""
+        """Do nothing: there are no statistics."""
 
 
 class DictNormalization(nn.Module):
     """Normalises each float vector of a nested dict of observations; images, integers and leaves of shape None pass.
 
     Args:
-        shapes: nested dict of leaf shapes. A shape of three or more dimensions is an image.
-        eps: see `EmpiricalNormalization`.
-        until: see `EmpiricalNormalization`.
+        shapes: Nested dict of leaf shapes. A shape of three or more dimensions is an image.
+        eps: As of `EmpiricalNormalization`.
+        until: As of `EmpiricalNormalization`.
     """
 
     def __init__(self, shapes: Mapping[str, Any], eps: float = 1e-2, until: float | None = None) -> None:
@@ -148,38 +191,35 @@ class DictNormalization(nn.Module):
         self.leaves = nn.ModuleDict(made)
 
     def forward(self, x: Obs) -> Obs:
-        """Learn from x in training mode, then normalise it."""
+        """Update the statistics in training mode, then normalise every float vector."""
         self.update(x)
         return self.normalize(x)
 
     def normalize(self, x: Obs) -> Obs:
-        """Normalise every float vector with the statistics as they are."""
+        """Normalise every float vector with the current statistics."""
         return self._map("normalize", x)
 
     def inverse(self, y: Obs) -> Obs:
-        """What `normalize` made y from."""
+        """The observations that `normalize` maps to y."""
         return self._map("inverse", y)
 
     def update(self, x: Obs, valid: Tensor | None = None) -> None:
-        """Learn from every float vector where `valid` (...) holds."""
+        """Add every float vector where `valid` (...) is true to the statistics."""
         for name, leaf in tree_leaves(x):
-            if _module_name(name) in self.leaves and leaf.is_floating_point():
-                self._leaf(name).update(leaf, valid)
+            statistics = self.leaf(name)
+            if statistics is not None and leaf.is_floating_point():
+                statistics.update(leaf, valid)
 
     def leaf(self, name: str) -> EmpiricalNormalization | None:
-        """The statistics of one leaf by its dotted name; None if it is left as it is."""
-        return self._leaf(name) if _module_name(name) in self.leaves else None
-
-    def _leaf(self, name: str) -> EmpiricalNormalization:
-        module = self.leaves[_module_name(name)]
-        assert isinstance(module, EmpiricalNormalization)
-        return module
+        """The statistics of one leaf by its dotted name; None if it is not normalised."""
+        key = _module_name(name)
+        return self.leaves[key] if key in self.leaves else None  # noqa: SIM401 (has no get) # pyright: ignore[reportReturnType]
 
     def _map(self, method: str, tree: Any, name: str = "") -> Any:
         if isinstance(tree, Mapping):
             return {key: self._map(method, leaf, f"{name}.{key}" if name else key) for key, leaf in tree.items()}
-        known = _module_name(name) in self.leaves and tree.is_floating_point()
-        return getattr(self._leaf(name), method)(tree) if known else tree
+        statistics = self.leaf(name)
+        return getattr(statistics, method)(tree) if statistics is not None and tree.is_floating_point() else tree
 
 
 def _module_name(dotted: str) -> str:
@@ -204,9 +244,9 @@ class ReturnScaler(nn.Module):
 
     @torch.no_grad()
     def forward(self, reward: Tensor, done: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Scale rewards (N,) after learning from them in training mode; `done` (N,) starts an accumulator anew.
+        """Scale rewards (N,), in training mode after adding them to the statistics; `done` (N,) zeroes an accumulator.
 
-        Rows where `valid` (N,) is false are steps that only reset an environment, and teach nothing.
+        Rows where `valid` (N,) is false are steps that only reset an environment; they do not count.
         """
         if self.training:
             self.learn(reward, done, valid)
@@ -214,21 +254,21 @@ class ReturnScaler(nn.Module):
 
     @torch.no_grad()
     def learn(self, reward: Tensor, done: Tensor, valid: Tensor | None = None) -> None:
-        """Take rewards (N,) into the statistics."""
+        """Add rewards (N,) to the statistics."""
         returns = self.returns * self.gamma + torch.where(reward.abs() < LARGEST, reward, 0.0)
         self.take(returns, valid)
         self.returns.copy_(returns.masked_fill(done.bool(), 0.0))
 
     @torch.no_grad()
     def take(self, returns: Tensor, valid: Tensor | None = None) -> None:
-        """Take returns (N,) into the statistics."""
+        """Add returns (N,) to the statistics."""
         mean, var, count = merge_moments(self.mean, self.var, self.count, returns, valid)
         self.mean.copy_(mean)
         self.var.copy_(var)
         self.count.copy_(count)
 
     def reach(self) -> Tensor:
-        """How far from 0 nearly all returns lie: their mean and four standard deviations; 1 while none are known."""
+        """Bound of nearly all returns: |mean| plus four standard deviations; 1 before the first return."""
         reach = self.mean.abs() + 4.0 * (self.var + self.eps).sqrt()
         return torch.where(self.count > 0, reach, torch.ones_like(reach))
 
@@ -239,3 +279,72 @@ class Normalize(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., D) with L2 norm 1 along the last dimension."""
         return F.normalize(x, dim=-1)
+
+
+class RunningMeanStd:
+    """Running mean and variance of a stream of numpy batches, in float64."""
+
+    def __init__(self, epsilon: float = 1e-4, shape: tuple[int, ...] | int = ()) -> None:
+        self.mean = np.zeros(shape)
+        self.var = np.ones(shape)
+        self.count = float(epsilon)
+
+    def update(self, arr: np.ndarray) -> None:
+        """Add a batch (B, *shape) to the statistics."""
+        arr = np.asarray(arr, dtype=np.float64)
+        if len(arr):
+            self.update_from_moments(arr.mean(axis=0), arr.var(axis=0), len(arr))
+
+    def update_from_moments(self, mean: np.ndarray, var: np.ndarray, count: float) -> None:
+        """Add a batch with this mean, population variance and size to the statistics."""
+        total = self.count + count
+        step = mean - self.mean
+        spread = self.var * self.count + var * count + step**2 * self.count * count / total
+        self.mean, self.var, self.count = self.mean + step * count / total, spread / total, total
+
+    def state_dict(self) -> dict[str, Any]:
+        """The statistics as tensors and numbers."""
+        return {
+            "mean": torch.from_numpy(self.mean.copy()),
+            "var": torch.from_numpy(self.var.copy()),
+            "count": self.count,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the statistics of `state_dict`."""
+        mean, var = (torch.as_tensor(state[name]).cpu().double().numpy().copy() for name in ("mean", "var"))
+        if mean.shape != self.mean.shape or var.shape != self.var.shape:
+            raise ValueError(f"statistics of shape {mean.shape} do not fit a normaliser of shape {self.mean.shape}")
+        self.mean, self.var, self.count = mean, var, float(state["count"])
+
+
+class Normalizer(RunningMeanStd):
+    """Normalises and clips motion features with running statistics; takes numpy arrays and tensors."""
+
+    def __init__(self, input_dim: tuple[int, ...] | int, epsilon: float = 1e-4, clip_obs: float = 10.0) -> None:
+        super().__init__(epsilon, input_dim)
+        self.epsilon, self.clip_obs = epsilon, clip_obs
+
+    def normalize(self, x: np.ndarray) -> np.ndarray:
+        """(x - mean) / sqrt(var + epsilon), clipped."""
+        return np.clip((x - self.mean) / np.sqrt(self.var + self.epsilon), -self.clip_obs, self.clip_obs)
+
+    def normalize_torch(self, x: Tensor, device: torch.device | str, update: bool = True) -> Tensor:
+        """Add (..., *input_dim) to the statistics if `update`, then normalise it on the device."""
+        if update:
+            self.update(x.detach().cpu().numpy().reshape(-1, *self.mean.shape))
+        mean = torch.as_tensor(self.mean, dtype=torch.float32, device=device)
+        std = torch.as_tensor(np.sqrt(self.var + self.epsilon), dtype=torch.float32, device=device)
+        return ((x.to(device) - mean) / std).clamp(-self.clip_obs, self.clip_obs)
+
+    def update_normalizer(self, rollouts: Any, expert_loader: Any) -> None:
+        """Add pairs of a policy batch and an expert batch to the statistics, until either side ends.
+
+        Args:
+            rollouts: A storage with `feed_forward_generator_amp`.
+            expert_loader: Iterates over batches and has a `batch_size`, a `DataLoader` for example.
+        """
+        policy_batches = rollouts.feed_forward_generator_amp(None, mini_batch_size=expert_loader.batch_size)
+        for batches in zip(policy_batches, expert_loader, strict=False):
+            parts = [part for batch in batches for part in ((batch,) if isinstance(batch, Tensor) else batch)]
+            self.update(torch.vstack([torch.as_tensor(part).cpu() for part in parts]).numpy())

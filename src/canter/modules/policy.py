@@ -1,6 +1,6 @@
-"""What every policy has: a pure core that writes nothing to itself, and a thin stateful shell around it.
+"""The base class of all policies: a pure core that writes nothing to itself, and stateful calls on top of it.
 
-Algorithms call the core (`forward`, `value`, `infer`); people and old scripts call the shell (`act`, `evaluate`, ...).
+Algorithms call the core (`forward`, `value`, `infer`); scripts call the stateful methods (`act`, `evaluate`, ...).
 """
 
 from __future__ import annotations
@@ -17,32 +17,45 @@ from canter.modules.distributions import ActionDistribution, Params
 from canter.modules.memory import Carried, Memory
 from canter.modules.normalizer import NoNormalization
 from canter.storage.trajectories import Trajectories, trajectories_from_masks, unpad_trajectories
+from canter.utils.obs_layout import ObsLayout
 from canter.utils.tree import Obs, tree_map
 
 Hidden = dict[str, Tensor]
 
+ACTOR_HOOKS = "actor_features, head_params or actor_params"
+CRITIC_HOOKS = "critic_features, head_value or critic_value"
+# Public call that a subclass must not override -> hooks to extend instead.
+FINAL_CALLS = {
+    **dict.fromkeys(("infer", "act_params", "act_inference"), ACTOR_HOOKS),
+    **dict.fromkeys(("value", "evaluate"), CRITIC_HOOKS),
+    **dict.fromkeys(("act", "sample"), f"{ACTOR_HOOKS}, or sample_action"),
+    **dict.fromkeys(("forward", "evaluate_actions"), f"{ACTOR_HOOKS}, and for the value {CRITIC_HOOKS}"),
+    "get_actions_log_prob": "log_prob of the policy's distribution",
+    "reset": "reset of a Memory, or of a Carried state in self.carried",
+}
+
 
 @dataclass
 class Context:
-    """What one pass reads besides the observation, and what it leaves behind besides the action."""
+    """Inputs of one pass besides the observation, and its results besides the action."""
 
     hidden: Hidden = field(default_factory=dict)
     """State by memory name, (N, S, L, H), replaced by the pass."""
     aux: dict[str, Tensor] = field(default_factory=dict)
-    """Named intermediates that a loss may want."""
+    """Named intermediate results for a loss."""
     trajectories: Trajectories | None = None
-    """How a (T, N) rollout splits; None for a single step."""
-    tosses: Mapping[str, Tensor] = field(default_factory=dict)
-    """(..., 1) results of the policy's `coins`; a coin that is not here was not tossed, as in inference."""
+    """How a (T, N) rollout splits into trajectories; None for a single step."""
+    random_masks: Mapping[str, Tensor] = field(default_factory=dict)
+    """(..., 1) masks drawn for `Policy.random_mask_probs`; empty in inference, where none are drawn."""
 
     def remember(self, name: str, memory: Memory, x: Tensor) -> Tensor:
-        """Run a memory from its given state and keep the new one."""
+        """Run a memory from its state in `hidden`, which becomes the state after it."""
         out, self.hidden[name] = memory.run(x, self.hidden[name], self.trajectories)
         return out
 
 
 class PolicyOutput(NamedTuple):
-    """Everything one pass computes."""
+    """The result of one pass."""
 
     params: Params
     """Parameters of the action distribution: mu and sigma, or logits."""
@@ -67,20 +80,30 @@ class Policy(nn.Module):
 
     is_recurrent: bool = False
     has_entropy: bool = True
-    """Whether exploration noise is part of the policy, so that an entropy bonus means something."""
+    """Whether the policy samples its actions, so that an entropy bonus has an effect."""
     distribution: ActionDistribution
+    obs_layout: ObsLayout
+    """Names of the observation's parts; absent in policies whose networks take observations of any structure."""
+    critic_obs_layout: ObsLayout
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = (base for base in cls.__mro__ if base not in Policy.__mro__)
+        for name in (name for base in own for name in FINAL_CALLS if name in vars(base)):
+            raise TypeError(f"{cls.__name__} overrides {name}(), which is final; extend {FINAL_CALLS[name]} instead")
 
     def __init__(self) -> None:
         super().__init__()
-        self.obs_normalizer: nn.Module = NoNormalization()
-        self.critic_obs_normalizer: nn.Module = NoNormalization()
-        self.value_normalizer: nn.Module = NoNormalization()
-        """Turns what the critic says into a value, where it learns normalised returns."""
+        self.obs_normalizer: Any = NoNormalization()
+        self.critic_obs_normalizer: Any = NoNormalization()
+        self.value_normalizer: Any = NoNormalization()
+        """Converts the critic's output into values if the critic learns normalised returns."""
         self.carried: dict[str, Carried] = {}
-        """What is carried from step to step besides the memories."""
+        """State from step to step besides the memories."""
         self.generator: torch.Generator | None = None
-        self.coins: dict[str, float] = {}
-        """Probability by name of what is left to chance while collecting; learning sees the same results again."""
+        """Random numbers of the stateful calls; torch's default generator if None."""
+        self.random_mask_probs: dict[str, float] = {}
+        """Probability by name of masks that are drawn while collecting and reused in learning."""
         self._params: Params | None = None
         self._aux: dict[str, Tensor] = {}
 
@@ -96,15 +119,14 @@ class Policy(nn.Module):
         """The action taken while collecting."""
         return self.distribution.sample(params, generator)
 
-    def toss(self, obs: Obs, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """(N, 1) results of every coin for one collecting step."""
-        if not self.coins:
+    def draw_random_masks(self, obs: Obs, generator: torch.Generator | None) -> dict[str, Tensor]:
+        """(N, 1) boolean masks of one collecting step, one for each of `random_mask_probs`."""
+        if not self.random_mask_probs:
             return {}
-        device = next(self.parameters()).device
-        size = (batch_size(obs), 1)
-        return {name: torch.rand(size, generator=generator, device=device) < p for name, p in self.coins.items()}
+        size, device = (batch_size(obs), 1), next(self.parameters()).device
+        probs = self.random_mask_probs.items()
+        return {name: torch.rand(size, generator=generator, device=device) < prob for name, prob in probs}
 
-    # ------------------------------------------------------------------ pure core
     @final
     def forward(
         self,
@@ -112,21 +134,24 @@ class Policy(nn.Module):
         critic_obs: Obs | None = None,
         hidden: Mapping[str, Tensor] | None = None,
         trajectories: Trajectories | None = None,
-        tosses: Mapping[str, Tensor] | None = None,
+        random_masks: Mapping[str, Tensor] | None = None,
     ) -> PolicyOutput:
         """Actor and critic in one pass; nothing is kept on the policy."""
         if hidden is None:
             hidden = self.initial_hidden(batch_size(obs))
-        ctx = Context(dict(hidden), {}, trajectories, tosses or {})
-        params = self.actor_params(self.obs_normalizer.normalize(obs), ctx)  # pyright: ignore[reportCallIssue]
-        seen = obs if critic_obs is None else critic_obs
-        value = self._value_of(seen, ctx)
-        # Half-precision products end here: what is compared and summed is float32.
+        ctx = Context(dict(hidden), {}, trajectories, random_masks or {})
+        params = self.actor_params(self.obs_normalizer.normalize(obs), ctx)
+        value = self.critic_value(
+            self.critic_obs_normalizer.normalize(obs if critic_obs is None else critic_obs), ctx
+        ).float()
+        if not isinstance(self.value_normalizer, NoNormalization):
+            value = self.value_normalizer.inverse(value)
+        # Half precision ends here: losses and sums use float32.
         return PolicyOutput({name: p.float() for name, p in params.items()}, value, ctx.hidden, ctx.aux)
 
     @final
     def infer(self, obs: Obs, hidden: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Hidden]:
-        """The deterministic action as the environment wants it, and the state after it."""
+        """The deterministic action in the environment's form, and the state after it."""
         params, hidden = self.act_params(obs, hidden)
         return self.distribution.to_env(self.distribution.mode(params)), hidden
 
@@ -134,8 +159,7 @@ class Policy(nn.Module):
     def act_params(self, obs: Obs, hidden: Mapping[str, Tensor] | None = None) -> tuple[Params, Hidden]:
         """The action distribution alone, without the critic, and the state after it."""
         ctx = Context(dict(self.initial_hidden(batch_size(obs)) if hidden is None else hidden))
-        params = self.actor_params(self.obs_normalizer.normalize(obs), ctx)  # pyright: ignore[reportCallIssue]
-        return params, ctx.hidden
+        return self.actor_params(self.obs_normalizer.normalize(obs), ctx), ctx.hidden
 
     @final
     def value(
@@ -146,16 +170,14 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Hidden]:
         """(..., 1) value and the state after it."""
         ctx = Context(dict(self.initial_hidden(batch_size(critic_obs)) if hidden is None else hidden), {}, trajectories)
-        return self._value_of(critic_obs, ctx), ctx.hidden
+        value = self.critic_value(self.critic_obs_normalizer.normalize(critic_obs), ctx).float()
+        if not isinstance(self.value_normalizer, NoNormalization):
+            value = self.value_normalizer.inverse(value)
+        return value, ctx.hidden
 
-    def _value_of(self, critic_obs: Obs, ctx: Context) -> Tensor:
-        value = self.critic_value(self.critic_obs_normalizer.normalize(critic_obs), ctx)  # pyright: ignore[reportCallIssue]
-        return self.value_normalizer.inverse(value.float())  # pyright: ignore[reportCallIssue]
-
-    # ------------------------------------------------------------------ memories
     @property
     def memories(self) -> dict[str, Carried]:
-        """The policy's recurrent memories by name, and whatever else it carries."""
+        """The policy's recurrent memories and its other carried states by name."""
         own = {name: module for name, module in self.named_children() if isinstance(module, Memory)}
         return {**own, **self.carried}
 
@@ -164,7 +186,7 @@ class Policy(nn.Module):
         return {name: memory.zero_state(num_envs) for name, memory in self.memories.items()}
 
     def hidden(self, num_envs: int) -> Hidden:
-        """The state the shell is in; zeros at first, and whenever the number of environments changes."""
+        """The state of the stateful calls; zeros at first, and when the number of environments changes."""
         if not self.is_recurrent and not self.carried:
             return {}
         for memory in self.memories.values():
@@ -186,15 +208,14 @@ class Policy(nn.Module):
         for memory in self.memories.values():
             memory.reset(dones)
 
-    # ------------------------------------------------------------------ documented stateful calls
     @final
     def act(self, obs: Obs, masks: Tensor | None = None, hidden_states: Any = None) -> Tensor:
-        """A sampled action, as the distribution sees it; `get_actions_log_prob` and `entropy` then speak of this step.
+        """A sampled action before `to_env`; `get_actions_log_prob` and `entropy` then refer to this step.
 
         With `hidden_states`, obs is a padded (T, M, D) batch with its masks; otherwise one step of N environments.
         """
-        tosses = self.toss(obs, self.generator) if hidden_states is None else {}
-        self._params = self._shell("actor", obs, masks, hidden_states, tosses)
+        random_masks = self.draw_random_masks(obs, self.generator) if hidden_states is None else {}
+        self._params = self._run_branch("actor", obs, masks, hidden_states, random_masks)
         return self.sample_action(self._last(), self.generator)
 
     @final
@@ -206,14 +227,14 @@ class Policy(nn.Module):
     @final
     def act_inference(self, obs: Obs) -> Tensor:
         """The deterministic action; advances the memory."""
-        self._params = self._shell("actor", obs, None, None)
+        self._params = self._run_branch("actor", obs, None, None)
         return self.distribution.to_env(self.action_mean)
 
     @final
     def evaluate(self, critic_obs: Obs, masks: Tensor | None = None, hidden_states: Any = None) -> Tensor:
         """(..., 1) value; advances the critic's memory while collecting."""
-        said = self._shell("critic", critic_obs, masks, hidden_states)
-        return self.value_normalizer.inverse(said)  # pyright: ignore[reportCallIssue]
+        value = self._run_branch("critic", critic_obs, masks, hidden_states)
+        return self.value_normalizer.inverse(value)
 
     @final
     def evaluate_actions(self, obs: Obs, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -221,26 +242,28 @@ class Policy(nn.Module):
         out = self(obs)
         return self.distribution.log_prob(out.params, actions), self.distribution.entropy(out.params), out.value
 
-    def _shell(
-        self, branch: str, obs: Any, masks: Any, hidden_states: Any, tosses: Any = None, core: Any = None
+    def _run_branch(
+        self, branch: str, obs: Any, masks: Any, hidden_states: Any, random_masks: Any = None, core: Any = None
     ) -> Any:
-        """One branch of the core, or a `core` that takes what is normalised already, on the kept or a given state."""
-        is_actor = branch == "actor"
-        normalizer: Any = self.obs_normalizer if is_actor else self.critic_obs_normalizer
-        if core is not None:
-            normalizer = NoNormalization()
-        core = core or (self.actor_params if is_actor else self.critic_value)
-        if hidden_states is None:
-            ctx = Context(self.hidden(batch_size(obs)), tosses=tosses or {})
+        """Run one branch of the core from the kept or a given state; `core` takes observations without normalising."""
+        if core is None:
+            is_actor = branch == "actor"
+            normalizer = self.obs_normalizer if is_actor else self.critic_obs_normalizer
+            core = self.actor_params if is_actor else self.critic_value
         else:
-            ctx = Context(self.unpack_hidden(hidden_states, branch))
+            normalizer = NoNormalization()
+        if hidden_states is None:
+            ctx = Context(self.hidden(batch_size(obs)), random_masks=random_masks or {})
+        else:
+            state = getattr(hidden_states, branch, hidden_states)  # of a minibatch: by memory name
+            ctx = Context(dict(state) if isinstance(state, Mapping) else self.unpack_hidden(hidden_states, branch))
             if masks is not None:
                 ctx.trajectories = trajectories_from_masks(masks)
                 obs = tree_map(lambda leaf: unpad_trajectories(leaf, masks), obs)
         result = core(normalizer.normalize(obs), ctx)
         if hidden_states is None:
             self.set_hidden(ctx.hidden)
-        if is_actor:
+        if branch == "actor":
             self._aux = ctx.aux
         return result
 
@@ -273,13 +296,28 @@ class Policy(nn.Module):
         return None
 
     def clip_std(self, min: Any = None, max: Any = None) -> None:  # noqa: A002 (documented names)
-        """Keep the noise parameter in range; policies without one have nothing to do."""
+        """Keep the noise parameter in range; does nothing for policies without one."""
 
     @torch.no_grad()
     def update_normalizers(self, obs: Obs, critic_obs: Obs, valid: Tensor | None = None) -> None:
-        """Take a rollout's observations into the statistics."""
-        self.obs_normalizer.update(obs, valid)  # pyright: ignore[reportCallIssue]
-        self.critic_obs_normalizer.update(critic_obs, valid)  # pyright: ignore[reportCallIssue]
+        """Add the observations of a rollout to the statistics."""
+        self.obs_normalizer.update(obs, valid)
+        self.critic_obs_normalizer.update(critic_obs, valid)
+
+    @property
+    def obs_segments(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the actor observation's parts."""
+        return self.obs_layout.shapes
+
+    @property
+    def critic_obs_segments(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the critic observation's parts."""
+        return self.critic_obs_layout.shapes
+
+    @property
+    def privileged_obs_segments(self) -> dict[str, tuple[int, ...]]:
+        """The same as `critic_obs_segments`."""
+        return self.critic_obs_segments
 
     def _last(self) -> Params:
         if self._params is None:

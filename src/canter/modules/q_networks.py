@@ -1,47 +1,47 @@
-"""Networks that score actions: `q_network_class(obs_space, action_space, cfg)` for discrete ones, and critics of pairs.
+"""Networks of Q-learning, ensembles of them, and the policies of off-policy algorithms.
 
-A custom network derives from `DiscreteQNetwork` and writes `forward(obs)`, or from `ContinuousQNetwork` and writes
-`forward(obs, actions)`.
+A custom network derives from `DiscreteQNetwork` and implements `forward(obs)`, or from `ContinuousQNetwork` and
+implements `forward(obs, actions)`.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+import math
+from itertools import pairwise
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from gymnasium import spaces
 from torch import Tensor, nn
 
 from canter.envs.vec_env import flat_size
-from canter.modules.space_networks import (
+from canter.modules.actors import (
     CNN_SETTINGS,
-    MLP_SETTINGS,
+    MLP_Q_SETTINGS,
     Cfg,
+    ConfiguredNetwork,
     FlatNetwork,
     ImageNetwork,
-    build_mlp,
     flatten_obs,
     read_cfg,
 )
+from canter.modules.distributions import Categorical, Params
+from canter.modules.mlp import ALIGNMENT, mlp
+from canter.modules.policy import Context, Policy
 from canter.modules.utils import activation, orthogonal_init
 from canter.utils.tree import Obs
 
-MLP_Q_SETTINGS: Cfg = {**MLP_SETTINGS, "activation": "relu"}
 
-
-class DiscreteQNetwork(nn.Module):
+class DiscreteQNetwork(ConfiguredNetwork):
     """Maps observations to the value of each of n actions."""
 
-    defaults: ClassVar[Cfg | None] = None
-    """Every setting of `cfg` with its default; None accepts any."""
-
     def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None = None) -> None:
-        super().__init__()
+        super().__init__(obs_space, cfg)
         if not isinstance(action_space, spaces.Discrete):
             raise ValueError(f"{type(self).__name__} needs Discrete actions, got {action_space}; use SAC for a Box")
-        self.obs_space, self.action_space, self.num_actions = obs_space, action_space, int(action_space.n)
-        self.cfg = read_cfg(type(self), cfg, self.defaults)
+        self.action_space, self.num_actions = action_space, int(action_space.n)
 
     def forward(self, obs: Obs) -> Tensor:
         """Values (B, n)."""
@@ -49,16 +49,16 @@ class DiscreteQNetwork(nn.Module):
 
     @torch.no_grad()
     def act(self, obs: Obs, epsilon: float | Tensor = 0.0, generator: torch.Generator | None = None) -> Tensor:
-        """The best action of each row, or with probability `epsilon` any; every row tosses its own coin."""
+        """The best action of each row, or with probability `epsilon` a random one, drawn for each row by itself."""
         return explore_rows(self(obs), epsilon, generator)
 
 
 def explore_rows(values: Tensor, epsilon: float | Tensor, generator: torch.Generator | None) -> Tensor:
-    """The best column of each row of (B, n) values, or with probability `epsilon` any."""
+    """The best column of each row of (B, n) values, or with probability `epsilon` a random one."""
     best = values.argmax(-1)
-    chance = torch.rand(2, *best.shape, device=best.device, generator=generator)
-    other = (chance[1] * values.shape[-1]).long().clamp_(max=values.shape[-1] - 1)
-    return torch.where(chance[0] < epsilon, other, best)
+    draws = torch.rand(2, *best.shape, device=best.device, generator=generator)
+    other = (draws[1] * values.shape[-1]).long().clamp_(max=values.shape[-1] - 1)
+    return torch.where(draws[0] < epsilon, other, best)
 
 
 class QHeads(nn.Module):
@@ -79,15 +79,15 @@ class QHeads(nn.Module):
         return level + advantage - advantage.mean(-1, keepdim=True)
 
 
-class MLPQNetwork(DiscreteQNetwork):
-    """MLP on flattened observations."""
+class EncodedQNetwork(DiscreteQNetwork):
+    """An encoder of observations and a head of values."""
 
-    defaults = {**MLP_Q_SETTINGS, "dueling": False}
+    network_class: ClassVar[Any] = FlatNetwork
 
     def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None = None) -> None:
         super().__init__(obs_space, action_space, cfg)
         *hidden, last = self.cfg["hidden_dims"]
-        self.encoder = FlatNetwork(obs_space, last, {**self.cfg, "hidden_dims": hidden})
+        self.encoder = self.network_class(obs_space, last, {**self.cfg, "hidden_dims": hidden})
         orthogonal_init(self.encoder)
         self.heads = QHeads(last, self.num_actions, self.cfg["activation"], self.cfg["dueling"])
 
@@ -96,25 +96,40 @@ class MLPQNetwork(DiscreteQNetwork):
         return self.heads(self.encoder(obs))
 
 
-class CNNQNetwork(DiscreteQNetwork):
+class MLPQNetwork(EncodedQNetwork):
+    """MLP on flattened observations."""
+
+    defaults = {**MLP_Q_SETTINGS, "dueling": False}
+
+
+class CNNQNetwork(EncodedQNetwork):
     """Convolutions on one image."""
 
+    network_class = ImageNetwork
     defaults = {**CNN_SETTINGS, "dueling": False}
 
-    def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None = None) -> None:
-        super().__init__(obs_space, action_space, cfg)
-        *hidden, last = self.cfg["hidden_dims"]
-        self.encoder = ImageNetwork(obs_space, last, {**self.cfg, "hidden_dims": hidden})
-        orthogonal_init(self.encoder)
-        self.heads = QHeads(last, self.num_actions, self.cfg["activation"], self.cfg["dueling"])
 
-    def forward(self, obs: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Values (B, n)."""
-        return self.heads(self.encoder(obs))
+class QPolicy(Policy):
+    """Takes the action with the highest value; `params["logits"]` are the values."""
+
+    has_entropy = False
+
+    def __init__(self, q_network: nn.Module, action_space: spaces.Discrete) -> None:
+        super().__init__()
+        self.q_network = q_network
+        self.distribution = Categorical(int(action_space.n))
+
+    def actor_params(self, obs: Any, ctx: Context) -> Params:
+        """The values of all actions."""
+        return {"logits": self.q_network(obs)}
+
+    def critic_value(self, critic_obs: Any, ctx: Context) -> Tensor:
+        """The value of the best action, (..., 1)."""
+        return self.q_network(critic_obs).amax(-1, keepdim=True)
 
 
 class UnitActions(nn.Module):
-    """Actions of a Box in units of half its range, so that every joint counts alike; infinite ranges as they are."""
+    """Scales the actions of a Box to [-1, 1], so that every joint counts alike; infinite ranges stay as they are."""
 
     scale: Tensor
     offset: Tensor
@@ -136,16 +151,12 @@ class UnitActions(nn.Module):
         return actions if self.is_identity else torch.addcmul(self.offset, actions, self.scale)
 
 
-class ContinuousQNetwork(nn.Module):
+class ContinuousQNetwork(ConfiguredNetwork):
     """Maps observations and actions of a Box to values (B,), or to logits over `num_atoms` values (B, K)."""
 
-    defaults: ClassVar[Cfg | None] = None
-    """Every setting of `cfg` with its default; None accepts any."""
-
     def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None = None) -> None:
-        super().__init__()
-        self.obs_space, self.action_space = obs_space, action_space
-        self.cfg = read_cfg(type(self), cfg, self.defaults)
+        super().__init__(obs_space, cfg)
+        self.action_space = action_space
         self.unit_actions = UnitActions(action_space)
         self.num_actions = flat_size(action_space)
 
@@ -161,9 +172,8 @@ class MLPContinuousQNetwork(ContinuousQNetwork):
 
     def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None = None) -> None:
         super().__init__(obs_space, action_space, cfg)
-        width = flat_size(obs_space) + self.num_actions
-        nets = (self.cfg["hidden_dims"], self.cfg["num_atoms"], self.cfg["activation"], self.cfg["layer_norm"])
-        self.mlp = build_mlp(width, *nets)
+        sizes = [flat_size(obs_space) + self.num_actions, *self.cfg["hidden_dims"], self.cfg["num_atoms"]]
+        self.mlp = mlp(sizes, self.cfg["activation"], layer_norm=self.cfg["layer_norm"])
         orthogonal_init(self.mlp, last_gain=1.0)
 
     def forward(self, obs: Obs, actions: Tensor) -> Tensor:
@@ -173,16 +183,16 @@ class MLPContinuousQNetwork(ContinuousQNetwork):
 
 
 class CNNContinuousQNetwork(ContinuousQNetwork):
-    """Convolutions on one image; the action joins their features."""
+    """Convolutions on one image; the action is appended to their features."""
 
     defaults = {**CNN_SETTINGS, "num_atoms": 1}
 
     def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None = None) -> None:
         super().__init__(obs_space, action_space, cfg)
-        width = self.cfg["hidden_dims"][-1]
-        self.encoder = ImageNetwork(obs_space, width, {**self.cfg, "hidden_dims": self.cfg["hidden_dims"][:-1]})
+        *hidden, width = self.cfg["hidden_dims"]
+        self.encoder = ImageNetwork(obs_space, width, {**self.cfg, "hidden_dims": hidden})
         orthogonal_init(self.encoder)
-        self.mlp = build_mlp(width + self.num_actions, [width], self.cfg["num_atoms"], self.cfg["activation"])
+        self.mlp = mlp([width + self.num_actions, width, self.cfg["num_atoms"]], self.cfg["activation"])
         orthogonal_init(self.mlp, last_gain=1.0)
 
     def forward(self, obs: Tensor, actions: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -190,3 +200,107 @@ class CNNContinuousQNetwork(ContinuousQNetwork):
         features = torch.relu(self.encoder(obs))
         out = self.mlp(torch.cat([features, self.unit_actions(actions)], dim=-1))
         return out.squeeze(-1) if self.cfg["num_atoms"] == 1 else out
+
+
+class StackedLinear(nn.Module):
+    """E linear layers as one batched product."""
+
+    def __init__(self, members: int, size_in: int, size_out: int, gain: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(members, size_in, size_out))
+        self.bias = nn.Parameter(torch.zeros(members, 1, size_out))
+        for part in self.weight.data:
+            nn.init.orthogonal_(part, gain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(E, B, size_in) -> (E, B, size_out)."""
+        missing = -x.shape[-1] % ALIGNMENT
+        weight: Any = self.weight
+        if missing and x.is_cuda and x.shape[-1] > ALIGNMENT:  # as in `canter.modules.mlp.Linear`
+            x, weight = F.pad(x, (0, missing)), F.pad(weight, (0, 0, 0, missing))
+        return torch.baddbmm(self.bias, x, weight)
+
+
+class StackedLayerNorm(nn.Module):
+    """E layer norms at once."""
+
+    def __init__(self, members: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(members, 1, size))
+        self.bias = nn.Parameter(torch.zeros(members, 1, size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(E, B, size) -> (E, B, size)."""
+        return torch.addcmul(self.bias, F.layer_norm(x, x.shape[-1:]), self.weight)
+
+
+class StackedMLPCritics(nn.Module):
+    """`MLPContinuousQNetwork`s of one shape, whose layers are batched: half the operations for twins."""
+
+    def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None, members: int) -> None:
+        super().__init__()
+        settings = read_cfg(MLPContinuousQNetwork, cfg, MLPContinuousQNetwork.defaults)
+        self.obs_space, self.members, self.num_atoms = obs_space, members, settings["num_atoms"]
+        self.unit_actions = UnitActions(action_space)
+        nonlinear = activation(settings["activation"])
+        sizes = [flat_size(obs_space) + flat_size(action_space), *settings["hidden_dims"]]
+        layers: list[nn.Module] = []
+        for size_in, size_out in pairwise(sizes):
+            layers.append(StackedLinear(members, size_in, size_out, math.sqrt(2.0)))
+            layers += [StackedLayerNorm(members, size_out)] if settings["layer_norm"] else []
+            layers.append(nonlinear())
+        self.mlp = nn.Sequential(*layers, StackedLinear(members, sizes[-1], self.num_atoms, 1.0))
+
+    def forward(self, obs: Obs, actions: Tensor) -> Tensor:
+        """(E, B) values or (E, B, K) logits."""
+        x = torch.cat([flatten_obs(obs, self.obs_space), self.unit_actions(actions)], dim=-1)
+        out = self.mlp(x.expand(self.members, *x.shape))
+        return out.squeeze(-1) if self.num_atoms == 1 else out
+
+
+class ListedCritics(nn.Module):
+    """Critics of any class, one after the other."""
+
+    def __init__(
+        self, critic_class: Any, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None, members: int
+    ) -> None:
+        super().__init__()
+        self.critics = nn.ModuleList(
+            critic_class(obs_space=obs_space, action_space=action_space, cfg=cfg) for _ in range(members)
+        )
+
+    def forward(self, obs: Obs, actions: Tensor) -> Tensor:
+        """(E, B) values or (E, B, K) logits."""
+        return torch.stack([critic(obs, actions) for critic in self.critics])
+
+
+def build_critics(
+    critic_class: Any, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None, members: int = 2
+) -> nn.Module:
+    """`members` critics of a class, stacked where their layers can be batched."""
+    if critic_class is MLPContinuousQNetwork:
+        return StackedMLPCritics(obs_space, action_space, cfg, members)
+    return ListedCritics(critic_class, obs_space, action_space, cfg, members)
+
+
+class ActorQPolicy(Policy):
+    """An actor, and critics that score its actions."""
+
+    def __init__(self, actor: nn.Module, critics: nn.Module) -> None:
+        super().__init__()
+        missing = [name for name in ("get_params", "distribution") if not hasattr(actor, name)]
+        if missing:
+            raise TypeError(
+                f"{type(actor).__name__} cannot be used as actor: it lacks {', '.join(missing)}; derive it from "
+                "ContinuousActor"
+            )
+        self.actor, self.critics = actor, critics
+        self.distribution = actor.distribution  # pyright: ignore[reportAttributeAccessIssue]
+
+    def actor_params(self, obs: Any, ctx: Context) -> Params:
+        """The actor's parameters."""
+        return self.actor.get_params(obs)  # pyright: ignore[reportCallIssue]
+
+    def critic_value(self, critic_obs: Any, ctx: Context) -> Tensor:
+        """Refuse: the critics need an action too."""
+        raise NotImplementedError("critics of off-policy algorithms score actions: policy.critics(critic_obs, actions)")

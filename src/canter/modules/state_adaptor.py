@@ -1,4 +1,4 @@
-"""A stage that predicts the privileged state, which only the critic sees, from what the actor sees."""
+"""A stage that predicts the privileged state, which only the critic observes, from the actor's observation."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from canter.modules.actor_critic import ActorCritic
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.mlp import MlpModel
 from canter.modules.policy import Context, Hidden
-from canter.modules.prediction import Estimate, Prediction, last_estimate
-from canter.modules.state_estimator import EstimatorMixin
+from canter.modules.state_estimator import Estimate, EstimatorMixin, Prediction, last_estimate
 from canter.utils.utils import namedarraytuple
 
 AdaptorActorHiddenState = namedarraytuple("AdaptorActorHiddenState", ["adaptor", "actor"])
 
 
 class PrivilegeEstimatorMixin(ActorCritic):
-    """Predicts privileged components; through a memory of its own where the policy has memories.
+    """Predicts privileged components; through a memory of its own if the policy is recurrent.
 
     Args:
-        adaptor_obs_components: What it predicts from; everything but the targets if None.
-        adaptor_target_components: What it predicts, by the names in the critic's observation (or the actor's).
+        adaptor_obs_components: Input components; all but the targets if None.
+        adaptor_target_components: Predicted components, by their names in the critic's observation (or the actor's).
         adaptor_kwargs: Settings of its MLP.
-        privilege_replace_state_prob: Probability, at each step of collecting, that what follows sees the prediction in
-            place of the component. Inference replaces it always if this is above 0.
-        append_adapted_state: Give the actor the prediction beside its observation, which lacks the component.
+        privilege_replace_state_prob: Probability, at each collecting step, that the prediction replaces the component
+            in the input of the next stages. Inference always replaces it if this is above 0.
+        append_adapted_state: Append the prediction to the actor's observation, which lacks the component.
     """
 
     estimates: dict[str, Estimate]
@@ -35,10 +34,7 @@ class PrivilegeEstimatorMixin(ActorCritic):
 
     def __init__(
         self,
-        num_actor_obs: int,
-        num_critic_obs: int,
-        num_actions: int | None = None,
-        *,
+        *args: Any,
         adaptor_obs_components: Sequence[str] | None = None,
         adaptor_target_components: Sequence[str] | None = None,
         adaptor_kwargs: Any = None,
@@ -51,22 +47,20 @@ class PrivilegeEstimatorMixin(ActorCritic):
             adaptor_obs_components, adaptor_target_components, privilege_replace_state_prob, append_adapted_state,
             AdaptorActorHiddenState,
         )  # fmt: skip
-        super().__init__(num_actor_obs, num_critic_obs, num_actions, **kwargs)
-        self.build_adaptor(adaptor_kwargs)
-        stage = self.adaptor_stage
-        self.estimates = {**getattr(self, "estimates", {}), "adaptor": stage.estimate()}
+        super().__init__(*args, **kwargs)
+        self.estimates = {**getattr(self, "estimates", {}), "adaptor": self.build_adaptor(adaptor_kwargs)}
 
-    def build_adaptor(self, adaptor_kwargs: Mapping[str, Any] | None) -> None:
-        """The adaptor's MLP, and a memory before it where the policy has memories."""
+    def build_adaptor(self, adaptor_kwargs: Mapping[str, Any] | None) -> Estimate:
+        """Build the adaptor's MLP, and a memory before it if the policy is recurrent."""
         stage = self.adaptor_stage
-        stage.build(self, stage.layout.size(stage.inputs or ()), self.is_recurrent, adaptor_kwargs)
+        return stage.build(self, stage.layout.size(stage.inputs or ()), self.is_recurrent, adaptor_kwargs)
 
     def feature_widths(self, num_actor_obs: int, num_critic_obs: int) -> tuple[int, int]:
         """The actor's observation grows by an appended prediction."""
         return super().feature_widths(num_actor_obs + self.adaptor_stage.join(self), num_critic_obs)
 
     def actor_features(self, obs: Tensor, ctx: Context) -> Tensor:
-        """Predict, and let what follows see it where that was asked for."""
+        """Predict, and pass the prediction to the next stages if it is appended or replaces."""
         stage = self.adaptor_stage
         prediction = self.adaptor(stage.features(self, obs, ctx))
         ctx.aux[stage.aux] = prediction

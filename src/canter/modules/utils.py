@@ -34,22 +34,22 @@ def _lookup(name: str) -> type[nn.Module] | None:
 
 
 def get_activation_Cls(name: str) -> type[nn.Module] | None:  # noqa: N802, the documented name
-    """The activation class of that name: a `torch.nn` class or an alias; a warning and None for any other."""
+    """The activation class of that name: a `torch.nn` class or an alias; warns and returns None for any other name."""
     found = _lookup(name)
     if found is None:
         warnings.warn(f"invalid activation function {name!r}; known are {sorted(ALIASES)}", stacklevel=2)
     return found
 
 
-def activation(name: str | type[nn.Module], what: str = "activation") -> type[nn.Module]:
-    """The `torch.nn` class meant by a name or by itself; `what` is the word for it in an error."""
+def activation(name: str | type[nn.Module], kind: str = "activation") -> type[nn.Module]:
+    """The `torch.nn` class of a name; a class is returned as it is. `kind` is the noun in the error."""
     if isinstance(name, type):
         return name
     found = _lookup(name)
     if found is None:
         near = difflib.get_close_matches(name.lower(), ALIASES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"no {what} {name!r}; {hint}known are {sorted(ALIASES)} and every torch.nn class")
+        raise ValueError(f"no {kind} {name!r}; {hint}known are {sorted(ALIASES)} and every torch.nn class")
     return found
 
 

@@ -10,7 +10,8 @@ from canter.modules.actor_critic import ActorCritic
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.conv2d import Conv2dHeadModel
 from canter.modules.deterministic_policy import DeterministicPolicyMixin
-from canter.modules.encoder_actor_critic import check_same_shapes, embed
+from canter.modules.distributions import Params
+from canter.modules.encoder_actor_critic import embed, resize_features
 from canter.modules.policy import Context
 from canter.modules.utils import orthogonal_init
 
@@ -32,10 +33,7 @@ class VisualActorCriticMixin(ActorCritic):
 
     def __init__(
         self,
-        num_actor_obs: int,
-        num_critic_obs: int,
-        num_actions: int | None = None,
-        *,
+        *args: Any,
         visual_component_name: str = "forward_depth",
         visual_kwargs: Any = None,
         visual_latent_size: int = 256,
@@ -44,7 +42,7 @@ class VisualActorCriticMixin(ActorCritic):
     ) -> None:
         self.visual_component_name, self.visual_latent_size = visual_component_name, visual_latent_size
         self.visual_critic = visual_critic
-        super().__init__(num_actor_obs, num_critic_obs, num_actions, **kwargs)
+        super().__init__(*args, **kwargs)
         options = {**VISUAL_DEFAULTS, **(visual_kwargs or {})}
         shape = self.visual_layout.shapes[visual_component_name]
         self.visual_encoder = Conv2dHeadModel(shape, output_size=visual_latent_size, **options)
@@ -52,40 +50,35 @@ class VisualActorCriticMixin(ActorCritic):
             orthogonal_init(self.visual_encoder)
 
     def feature_widths(self, num_actor_obs: int, num_critic_obs: int) -> tuple[int, int]:
-        """The image is as wide as its features, for the critic too if it is encoded there."""
-        name, size = self.visual_component_name, self.visual_latent_size
-        before, critic_before = self.feature_layout, self.critic_feature_layout
-        before.ordered([name])  # an unknown name is named before a wrong shape
-        if len(before.shapes[name]) != 3:
-            raise ValueError(f"the image {name!r} must have a shape (C, H, W), got {before.shapes[name]}")
-        self.visual_layout, self.critic_visual_layout = before, critic_before
-        self.feature_layout = before.resized({name: (size,)})
-        if self.visual_critic:
-            check_same_shapes(before, critic_before, critic_before.ordered([name]))
-            self.critic_feature_layout = critic_before.resized({name: (size,)})
-        return super().feature_widths(
-            num_actor_obs + self.feature_layout.width - before.width,
-            num_critic_obs + self.critic_feature_layout.width - critic_before.width,
-        )
+        """The image gets the width of its features, for the critic too if it is encoded there."""
+        self.visual_layout, self.critic_visual_layout = self.feature_layout, self.critic_feature_layout
+        names = self.visual_layout.ordered([self.visual_component_name])
+        shape = self.visual_layout.shapes[names[0]]
+        if len(shape) != 3:
+            raise ValueError(f"the image {names[0]!r} must have a shape (C, H, W), got {shape}")
+        grows = resize_features(self, names, names if self.visual_critic else (), self.visual_latent_size, True)
+        return super().feature_widths(num_actor_obs + grows[0], num_critic_obs + grows[1])
 
     def actor_features(self, obs: Tensor, ctx: Context) -> Tensor:
-        """What follows sees features instead of the image."""
+        """Encode the image for the next stages."""
         return super().actor_features(self._embed(obs, critic=False), ctx)
 
     def critic_features(self, obs: Tensor, ctx: Context) -> Tensor:
-        """The same for the critic, if asked for."""
+        """The same for the critic with `visual_critic`."""
         return super().critic_features(self._embed(obs, critic=True) if self.visual_critic else obs, ctx)
 
     def embed_visual_latent(self, obs: Any) -> Tensor:
         """Raw observations (..., D), a dict of them or an image, normalised and with features instead of the image."""
-        return self._embed(self.obs_layout.flat(self.obs_normalizer.normalize(obs)), critic=False)  # pyright: ignore[reportCallIssue]
+        return self._embed(self.obs_layout.flat(self.obs_normalizer.normalize(obs)), critic=False)
 
     def act_with_embedded_latent(self, obs: Tensor, masks: Tensor | None = None, hidden_states: Any = None) -> Tensor:
-        """`act` on what `embed_visual_latent` returned: neither normalised nor encoded again."""
-        after = super().actor_features
-        self._params = self._shell(
-            "actor", obs, masks, hidden_states, core=lambda x, ctx: self.head_params(after(x, ctx))
-        )
+        """`act` on the result of `embed_visual_latent`, which is neither normalised nor encoded again."""
+        features = super().actor_features
+
+        def core(x: Tensor, ctx: Context) -> Params:
+            return self.head_params(features(x, ctx), x, ctx)
+
+        self._params = self._run_branch("actor", obs, masks, hidden_states, core=core)
         return self.sample_action(self._last(), self.generator)
 
     def _embed(self, obs: Tensor, critic: bool) -> Tensor:
@@ -102,8 +95,8 @@ class VisualActorCriticRecurrent(VisualActorCriticMixin, ActorCriticRecurrent):
 
 
 class VisualDeterministicAC(DeterministicPolicyMixin, VisualActorCriticMixin, ActorCritic):
-    """An image encoder, then MLPs; acts without noise, as a student of a teacher does."""
+    """An image encoder, then MLPs; acts without noise, as students of a teacher do."""
 
 
 class VisualDeterministicRecurrent(DeterministicPolicyMixin, VisualActorCriticMixin, ActorCriticRecurrent):
-    """An image encoder, then memories, then MLPs; acts without noise, as a student of a teacher does."""
+    """An image encoder, then memories, then MLPs; acts without noise, as students of a teacher do."""

@@ -7,18 +7,18 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from canter.modules.q_policies import ActorQPolicy, QPolicy
-from canter.modules.squashed_actors import (
+from canter.modules.actors import (
     CNNDeterministicActor,
     CNNSquashedGaussianActor,
     MLPDeterministicActor,
     MLPSquashedGaussianActor,
 )
+from canter.modules.q_networks import ActorQPolicy, QPolicy
 
 OBS = spaces.Box(-1, 1, (3,))
 
 
-def test_the_density_over_the_box_integrates_to_one():  # row M66
+def test_the_density_over_the_box_integrates_to_one():
     space = spaces.Box(-0.5, 2.5, (1,))
     actor = MLPSquashedGaussianActor(OBS, space, {"hidden_dims": [4], "init_std": 0.7})
     params = {"mu": torch.tensor([[0.3]]), "sigma": torch.tensor([[0.7]])}
@@ -44,7 +44,7 @@ def test_log_probabilities_far_out_are_those_of_float64(u):
     assert raw.grad.item() == pytest.approx(want, rel=1e-4, abs=1e-5)
 
 
-def test_noise_depends_on_the_state_within_its_bounds_and_starts_as_asked():
+def test_noise_depends_on_the_state_within_its_bounds_and_starts_at_init_std():
     cfg = {"hidden_dims": [8], "init_std": 0.25, "min_log_std": -2.0, "max_log_std": 0.0}
     actor = MLPSquashedGaussianActor(OBS, spaces.Box(-1, 1, (2,)), cfg)
     obs = torch.randn(6, 3)

@@ -1,4 +1,4 @@
-"""Statistics of returns by hand, and what they leave of a critic's values."""
+"""Statistics of returns by hand, and the values of a critic that learns normalised returns."""
 
 import copy
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from canter.modules.actor_critic import ActorCritic
-from canter.modules.value_normalizer import ValueNormalizer, install_value_normalizer, value_layer
+from canter.modules.normalizer import ValueNormalizer, install_value_normalizer, value_layer
 
 
 def column(*values):
@@ -59,21 +59,21 @@ def test_steps_that_do_not_count_teach_nothing():
 def test_popart_moves_the_statistics_and_no_value():
     policy, obs = made(), torch.randn(50, 3)
     install_value_normalizer(policy, "popart")
-    before, said = policy.value(obs)[0], policy.critic(obs)
+    before, output = policy.value(obs)[0], policy.critic(obs)
     for scale in (1000.0, 0.01, 7.0):
         policy.value_normalizer.update(scale * torch.randn(64, 1) + 3 * scale)
         torch.testing.assert_close(policy.value(obs)[0], before, rtol=1e-4, atol=1e-3)
-    assert (policy.critic(obs) - said).abs().max() > 0.1
+    assert (policy.critic(obs) - output).abs().max() > 0.1
 
 
 def test_running_statistics_alone_move_the_values():
     policy, obs = made(), torch.randn(5, 3)
     install_value_normalizer(policy, "running")
-    said = policy.critic(obs)
-    torch.testing.assert_close(policy.value(obs)[0], said, rtol=1e-3, atol=1e-3)  # mean 0 and std 1 at first
+    output = policy.critic(obs)
+    torch.testing.assert_close(policy.value(obs)[0], output, rtol=1e-3, atol=1e-3)  # mean 0 and std 1 at first
     policy.value_normalizer.update(column(90.0, 110.0))
-    torch.testing.assert_close(policy.critic(obs), said)
-    torch.testing.assert_close(policy.value(obs)[0], 100 + 10 * said, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(policy.critic(obs), output)
+    torch.testing.assert_close(policy.value(obs)[0], 100 + 10 * output, rtol=1e-3, atol=1e-3)
 
 
 def test_every_way_to_ask_for_a_value_gives_the_same():
@@ -112,8 +112,8 @@ def test_off_installs_nothing():
     assert not any("value_normalizer" in name for name in policy.state_dict())
 
 
-def test_popart_says_what_it_needs_of_a_critic():
+def test_popart_refuses_a_critic_without_a_suitable_last_layer():
     policy = made()
     policy.critic = nn.Sequential(nn.Linear(3, 1, bias=False))
-    with pytest.raises(ValueError, match="ActorCritic has none: use value_normalization='running'"):
+    with pytest.raises(ValueError, match="ActorCritic does not have; use value_normalization='running'"):
         value_layer(policy)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from canter.modules.obs_positions import find_positions
+from canter.modules.actor_critic_field_mutex import find_positions
 from canter.utils.obs_layout import ObsLayout
 
 LAYOUT = ObsLayout({"a": (4,), "b": (8,)})
@@ -21,14 +21,14 @@ def test_text_means_columns_of_the_whole_observation(text, columns):
 
 
 @pytest.mark.parametrize("text", ["b[8]", "b[-9]", "a[2:9]", "a[3:1]", "a[2:2]"])
-def test_what_lies_outside_of_its_component_is_refused(text):
+def test_a_position_outside_of_its_component_is_refused(text):
     with pytest.raises(ValueError, match="lies outside of"):
         find_positions(LAYOUT, text)
 
 
 @pytest.mark.parametrize("text", ["b[]", "b[-]", "b[x]", "b[1", "b[1:2:3]", ""])
-def test_what_is_no_position_is_refused(text):
-    with pytest.raises(ValueError, match="is no position"):
+def test_text_that_is_not_a_position_is_refused(text):
+    with pytest.raises(ValueError, match="is not a position"):
         find_positions(LAYOUT, text)
 
 
@@ -38,5 +38,5 @@ def test_a_component_that_does_not_exist_is_named():
 
 
 def test_the_number_of_values_is_checked():
-    with pytest.raises(ValueError, match="'b' are 8 values, but there must be 1"):
+    with pytest.raises(ValueError, match="'b' has 8 values, but needs 1"):
         find_positions(LAYOUT, "b", 1)
