@@ -212,8 +212,9 @@ def test_the_pure_and_the_stateful_calls_agree(recurrent_paths, length):
 
 def test_it_can_be_a_teacher_whose_state_is_written_in_place(recurrent_paths):
     settings = {"action_smoothing_buffer_len": 3, "cmd_vel_mapping": {1: 0.5}}
-    teacher, pure = Teacher([made(recurrent_paths, **settings)]), InferencePolicy(made(recurrent_paths, **settings))
-    teacher.begin(4)
+    teacher = Teacher(policies=[made(recurrent_paths, **settings)])
+    teacher.hidden = [policy.initial_hidden(4) for policy in teacher.policies]
+    pure = InferencePolicy(made(recurrent_paths, **settings))
     for t in range(8):
         obs = runs.observation([(t // 2 + n) % 3 for n in range(4)])
         torch.testing.assert_close(teacher.label(obs, torch.Generator()), pure(obs))

@@ -110,11 +110,22 @@ class TeacherSettings:
 
 
 class Teacher(Extension):
-    """Frozen policies that label every step with their action and, with a falling probability, act themselves."""
+    """Frozen policies that label every step with their action and, with a falling probability, act themselves.
+
+    Args:
+        cfg: The algorithm's config, where its class names the extension.
+        policies: Ready teachers, instead of those that the settings describe.
+        **given: Settings.
+    """
 
     name = "teacher"
     settings_class = TeacherSettings
     storage_class = ActionLabelRollout
+
+    def __init__(self, cfg: Any = None, *, policies: Sequence[Policy] = (), **given: Any) -> None:
+        super().__init__(cfg, **given)
+        self.policies = [policy.requires_grad_(False).eval() for policy in policies]
+        self.hidden: list[dict[str, Tensor]] = []
 
     @classmethod
     def adjust_config(cls, cfg: Any) -> None:
@@ -142,8 +153,7 @@ class Teacher(Extension):
         self.act_prob = GET_PROB_FUNC(cfg.teacher_act_prob, cfg.update_times_scale)
         self.teacher_prob = alg.device_scalar(self.act_prob(0))
         self.use_teacher_act_mask = torch.zeros(0, dtype=torch.bool, device=alg.device)
-        self.policies = self._load_policies()
-        self.hidden: list[dict[str, Tensor]] = []
+        self.policies = self.policies or self._load_policies()
         self.ids = self._id_columns()
         alg.loss_weights["distillation_loss"] = alg.device_scalar(self._distillation_coef(0))
         for student in cfg.distill_latent_obs_component_mapping or {}:
@@ -245,13 +255,16 @@ class Teacher(Extension):
         if not self.policies:
             return
         done = record.done
-        ended = (done | ~record.valid if self.alg.rollout.has_invalid_steps else done).view(-1, 1, 1, 1)
-        for hidden in self.hidden:
-            for state in hidden.values():
-                state.masked_fill_(ended, 0.0)
+        self.reset(done | ~record.valid if self.alg.rollout.has_invalid_steps else done)
         mask = self.use_teacher_act_mask
         draws = torch.rand(mask.shape, generator=self.alg.generators["teacher"], device=self.alg.device)
         mask.copy_(torch.where(done, draws < self.teacher_prob, mask))
+
+    def reset(self, dones: Tensor) -> None:
+        """Zero the teachers' memories of the environments (N,) whose episode ended."""
+        for hidden in self.hidden:
+            for state in hidden.values():
+                state.masked_fill_(dones.view(-1, 1, 1, 1), 0.0)
 
     @torch.no_grad()
     def collect_transition_from_dataset(self, transition: Any, infos: dict[str, Any]) -> None:
