@@ -4,15 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from canter.envs.final_obs import FINAL_OBS_NAMES
-from canter.envs.records import EndWatch, end_flags, step_record
-from canter.envs.tensors import take_obs, take_tensor
+from canter.envs.records import FINAL_OBS_NAMES, EndWatch, end_flags, split_groups, step_record, to_obs, to_tensor
 from canter.utils.debug import NoHostSync
 
 CPU = torch.device("cpu")
 DONE = torch.tensor([True, False, True])
 OBS = torch.zeros(3, 2)
 FINAL = torch.tensor([[10.0, 11.0], [20.0, 21.0], [30.0, 31.0]])
+A, B, C = torch.full((2, 1), 1.0), torch.full((2, 2), 2.0), torch.full((2, 3), 3.0)
 
 
 def record(dones=DONE, extras=None, obs=OBS, critic_obs=None, **more):
@@ -240,8 +239,8 @@ def test_an_end_watch_remembers():
     ],
 )
 def test_observation_dtypes(given, kept):
-    assert take_tensor(torch.ones(2, 3).to(given)).dtype == kept
-    assert take_obs({"a": {"b": torch.ones(2, 3).to(given)}})["a"]["b"].dtype == kept
+    assert to_tensor(torch.ones(2, 3).to(given)).dtype == kept
+    assert to_obs({"a": {"b": torch.ones(2, 3).to(given)}})["a"]["b"].dtype == kept
 
 
 def test_a_copy_shares_nothing_whatever_the_tensor_is():
@@ -249,12 +248,40 @@ def test_a_copy_shares_nothing_whatever_the_tensor_is():
     with torch.inference_mode():
         inference = plain.clone()
     for tensor in (plain, plain.clone().requires_grad_(), inference, plain.T.contiguous().T, plain.clone().numpy()):
-        taken = take_tensor(tensor, CPU, copy=True)
+        taken = to_tensor(tensor, CPU, copy=True)
         assert taken.data_ptr() != torch.as_tensor(tensor).data_ptr()
         assert taken.is_contiguous()
         assert not taken.requires_grad
         assert not taken.is_inference()
         assert taken.tolist() == plain.tolist()
-    expanded = take_tensor(torch.arange(3.0).expand(2, 3), CPU, copy=True)
+    expanded = to_tensor(torch.arange(3.0).expand(2, 3), CPU, copy=True)
     expanded[0] = 9.0
     assert expanded[1].tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_tensor_is_both_observations():
+    actor, critic = split_groups(A)
+    assert actor is A
+    assert critic is A
+
+
+@pytest.mark.parametrize("actor", ["obs", "policy", "actor"])
+@pytest.mark.parametrize("critic", ["privileged_obs", "critic_obs", "critic"])
+def test_groups_are_known_by_name(actor, critic):
+    assert split_groups({actor: A, critic: B, "other": C}) == (A, B)
+
+
+def test_a_missing_critic_group_is_the_actors():  # row E02
+    actor, critic = split_groups({"policy": A, "critic": None})
+    assert actor is A
+    assert critic is A
+
+
+def test_the_playground_pair_needs_both_names():
+    assert split_groups({"state": A, "privileged_state": B}) == (A, B)
+    dict_obs = {"state": A, "image": torch.zeros(2, 3, 8, 8, dtype=torch.uint8)}
+    assert split_groups(dict_obs) == (dict_obs, dict_obs)
+
+
+def test_privileged_obs_is_preferred_to_critic_obs():
+    assert split_groups({"obs": A, "critic_obs": B, "privileged_obs": C})[1] is C

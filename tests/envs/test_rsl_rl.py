@@ -3,10 +3,12 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from canter.envs.rsl_rl import RslRlAdapter, is_batched
+from canter.envs.rsl_rl import RslRlAdapter, checked_segments, is_batched, join_groups, resolve_sets
 from canter.utils.debug import NoHostSync
 
 ACTION = torch.zeros(3, 2)
+A, B, C = torch.full((2, 1), 1.0), torch.full((2, 2), 2.0), torch.full((2, 3), 3.0)
+IMAGE = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
 
 
 def run(env, num_steps=6):
@@ -439,7 +441,7 @@ def test_another_number_of_answers_is_an_error(second):
         def step(self, actions):
             return super().step(actions)[:3]
 
-    with pytest.raises(TypeError, match=r"step\(\) returned 3 things"):
+    with pytest.raises(TypeError, match=r"step\(\) returned 3 values"):
         RslRlAdapter(Three()).step(ACTION)
 
 
@@ -460,3 +462,35 @@ def test_batched_environments_are_told_from_others(second, scripted):
     assert not is_batched(scripted())
     assert not is_batched(second)
     assert not is_batched(object())
+
+
+def test_obs_groups_choose():
+    groups = {"policy": A, "critic": B, "terrain": C}
+    assert resolve_sets(groups, {"actor": ["policy", "terrain"]}) == (["policy", "terrain"], ["critic"])
+    assert resolve_sets(groups, {"policy": ["terrain"], "critic": ["policy"]}) == (["terrain"], ["policy"])
+    with pytest.raises(KeyError, match="asks for the group 'hights'; the environment gives"):
+        resolve_sets(groups, {"critic": ["hights"]})
+
+
+def test_vectors_are_joined_in_order_with_their_segments():
+    joined, segments = join_groups({"x": C, "y": {"p": A, "q": B}}, ["y", "x"])
+    assert joined[0].tolist() == [1.0, 2.0, 2.0, 3.0, 3.0, 3.0]
+    assert segments == {"p": (1,), "q": (2,), "x": (3,)}
+    assert list(segments) == ["p", "q", "x"]
+
+
+def test_names_that_occur_twice_keep_their_path():
+    _, segments = join_groups({"x": {"v": A}, "y": {"v": B}}, ["x", "y"])
+    assert segments == {"x.v": (1,), "y.v": (2,)}
+
+
+def test_one_image_makes_a_dict():
+    joined, segments = join_groups({"policy": A, "camera": IMAGE}, ["policy", "camera"])
+    assert joined == {"policy": A, "camera": IMAGE}
+    assert segments is None
+
+
+def test_segments_must_fill_the_observation():
+    assert checked_segments({"a": 2, "b": (3, 2)}, 8, "obs_segments") == {"a": (2,), "b": (3, 2)}
+    with pytest.raises(ValueError, match=r"obs_segments add up to 8 values \(a 2, b 6\), but the observation has 9"):
+        checked_segments({"a": 2, "b": (3, 2)}, 9, "obs_segments")

@@ -5,8 +5,8 @@ from gymnasium.vector import SyncVectorEnv
 
 from canter.envs import torch_envs
 from canter.envs.gymnasium import GymVecEnv
+from canter.envs.gymnasium_vector import GymVectorEnvAdapter
 from canter.envs.rsl_rl import RslRlAdapter
-from canter.envs.vector import GymVectorEnvAdapter
 from canter.envs.wrap import wrap_env
 
 
@@ -67,9 +67,9 @@ def test_pictures_can_be_asked_for_by_name():
 
 
 def test_a_wrong_number_of_environments_is_an_error(scripted, second):
-    with pytest.raises(ValueError, match="num_envs=4 was asked for, but Scripted holds 1"):
+    with pytest.raises(ValueError, match="num_envs=4 was requested, but Scripted holds 1"):
         wrap_env(scripted(), num_envs=4)
-    with pytest.raises(ValueError, match="num_envs=4 was asked for, but Second holds 3"):
+    with pytest.raises(ValueError, match="num_envs=4 was requested, but Second holds 3"):
         wrap_env(second(), num_envs=4)
     assert wrap_env(second(), num_envs=3).num_envs == 3
 
@@ -79,7 +79,7 @@ def test_anything_else_is_an_error_that_lists_what_was_looked_for(thing):
     with pytest.raises(TypeError) as error:
         wrap_env(thing)
     assert f"{type(thing).__name__} is no environment that canter knows" in str(error.value)
-    for part in ("VecEnv", "VectorEnv", "gymnasium.Env", "rsl_rl", "num_actions", "canter/CartPole"):
+    for part in ("VecEnv", "VectorEnv", "gymnasium.Env", "rsl_rl", "num_actions", "canter/<task>", "EnvPool", "ApexRL"):
         assert part in str(error.value)
 
 

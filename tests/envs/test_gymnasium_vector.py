@@ -6,7 +6,7 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from canter.envs.gymnasium import GymVecEnv
-from canter.envs.vector import GymVectorEnvAdapter, autoreset_mode
+from canter.envs.gymnasium_vector import GymVectorEnvAdapter, autoreset_mode
 from canter.utils.debug import NoHostSync
 
 
