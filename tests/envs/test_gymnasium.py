@@ -20,7 +20,7 @@ def zeros(env):
     return torch.zeros(env.num_envs, dtype=torch.long)
 
 
-def test_thunks_are_stepped_together_and_reset_themselves():  # row E10
+def test_thunks_are_stepped_together_and_reset_themselves():
     env = GymVecEnv([lambda: gymnasium.make("CartPole-v1")] * 4, device="cpu", seed=0)
     env.reset()
     generator = torch.Generator().manual_seed(0)
@@ -63,7 +63,7 @@ def test_extras_tell_what_the_record_tells(staggered):
     assert record.extras["final_observation"][0].tolist() == [0, 1, 2]
 
 
-def test_stored_steps_are_never_overwritten(staggered):  # row E11
+def test_stored_steps_are_never_overwritten(staggered):
     env = GymVecEnv(staggered)
     first, _ = env.reset()
     records = [env.step(zeros(env)) for _ in range(5)]
@@ -74,7 +74,7 @@ def test_stored_steps_are_never_overwritten(staggered):  # row E11
     assert not records[3].terminated[2]
 
 
-def test_an_environment_that_reuses_its_array_is_copied(scripted):  # row E11
+def test_an_environment_that_reuses_its_array_is_copied(scripted):
     class Reusing(scripted):
         def _obs(self):
             self.buffer = getattr(self, "buffer", np.zeros(3, np.float32))

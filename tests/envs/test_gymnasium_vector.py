@@ -113,7 +113,7 @@ def test_dict_observations_and_their_final_ones():
         assert record.final_critic_obs.dtype == torch.uint8
 
 
-def test_shared_buffers_of_worker_processes_are_copied(staggered):  # row E11
+def test_shared_buffers_of_worker_processes_are_copied(staggered):
     inner = AsyncVectorEnv(staggered, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
     env = GymVectorEnvAdapter(inner)
     try:

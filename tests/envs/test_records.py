@@ -21,7 +21,7 @@ def record(dones=DONE, extras=None, obs=OBS, critic_obs=None, **more):
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8, torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", [(3,), (3, 1)])
-def test_dones_of_any_dtype_give_the_same_flags(dtype, shape):  # row E16
+def test_dones_of_any_dtype_give_the_same_flags(dtype, shape):
     r = record(DONE.to(dtype).view(shape))
     assert r.terminated.tolist() == [True, False, True]
     assert r.terminated.dtype == torch.bool
@@ -50,7 +50,7 @@ def test_rewards_that_would_broadcast_are_refused(shape):
         step_record(OBS, OBS, torch.zeros(shape), DONE, {})
 
 
-def test_time_outs_and_truncated_mean_the_same():  # row E04
+def test_time_outs_and_truncated_mean_the_same():
     cut = torch.tensor([True, False, False])
     for name in ("time_outs", "truncated"):
         r = record(extras={name: cut})
@@ -271,7 +271,7 @@ def test_groups_are_known_by_name(actor, critic):
     assert split_groups({actor: A, critic: B, "other": C}) == (A, B)
 
 
-def test_a_missing_critic_group_is_the_actors():  # row E02
+def test_a_missing_critic_group_is_the_actors():
     actor, critic = split_groups({"policy": A, "critic": None})
     assert actor is A
     assert critic is A

@@ -3,7 +3,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from canter.envs.rsl_rl import RslRlAdapter, checked_segments, is_batched, join_groups, resolve_sets
+from canter.envs.rsl_rl import RslRlAdapter, is_batched, join_groups, resolve_sets
 from canter.utils.debug import NoHostSync
 
 ACTION = torch.zeros(3, 2)
@@ -17,7 +17,7 @@ def run(env, num_steps=6):
     return adapter, [adapter.step(ACTION) for _ in range(num_steps)]
 
 
-def test_second_version_gives_critic_observations_in_its_extras(second):  # row E01
+def test_second_version_gives_critic_observations_in_its_extras(second):
     adapter, records = run(second())
     assert adapter.num_obs == 4
     assert adapter.num_privileged_obs == 2
@@ -29,7 +29,7 @@ def test_second_version_gives_critic_observations_in_its_extras(second):  # row 
     assert adapter.max_episode_length == 10
 
 
-def test_a_missing_critic_group_is_the_actors_observation(second):  # row E02
+def test_a_missing_critic_group_is_the_actors_observation(second):
     class Symmetric(second):
         def get_observations(self):
             return self.obs, {"observations": {}}
@@ -45,7 +45,7 @@ def test_a_missing_critic_group_is_the_actors_observation(second):  # row E02
     assert records[1].terminated.tolist() == [True, False, False]
 
 
-def test_first_second_and_third_version_give_the_same_tensors(legacy, second, third):  # row E03
+def test_first_second_and_third_version_give_the_same_tensors(legacy, second, third):
     runs = [run(kind())[1] for kind in (legacy, second, third)]
     for first, *others in zip(*runs, strict=True):
         for other in others:
@@ -61,7 +61,7 @@ def test_the_kind_is_told(legacy, second, third):
     ]
 
 
-def test_legacy_environments_may_give_privileged_observations_by_a_call(legacy):  # row E03
+def test_legacy_environments_may_give_privileged_observations_by_a_call(legacy):
     class Calls(legacy):
         def reset(self):
             return super().reset()[0]
@@ -133,7 +133,7 @@ def test_tensordicts_are_groups(third):
     assert records[1].final_obs[0].tolist() == [2] * 4 + [-2] * 2
 
 
-def test_apexrl_mappings_have_their_own_names(third):  # row E04
+def test_apexrl_mappings_have_their_own_names(third):
     class Apex(third):
         names = ("obs", "privileged_obs")
         num_actions = None
@@ -248,7 +248,7 @@ class Reused:
         return self.kept["obs"], self.kept["reward"], self.kept["done"], self.extras
 
 
-def test_buffers_of_the_environment_are_copied(second):  # row E11
+def test_buffers_of_the_environment_are_copied(second):
     class Env(Reused, second):
         pass
 
@@ -488,9 +488,3 @@ def test_one_image_makes_a_dict():
     joined, segments = join_groups({"policy": A, "camera": IMAGE}, ["policy", "camera"])
     assert joined == {"policy": A, "camera": IMAGE}
     assert segments is None
-
-
-def test_segments_must_fill_the_observation():
-    assert checked_segments({"a": 2, "b": (3, 2)}, 8, "obs_segments") == {"a": (2,), "b": (3, 2)}
-    with pytest.raises(ValueError, match=r"obs_segments add up to 8 values \(a 2, b 6\), but the observation has 9"):
-        checked_segments({"a": 2, "b": (3, 2)}, 9, "obs_segments")

@@ -160,7 +160,7 @@ def test_no_step_waits_for_the_host(name):
 
 
 @EVERY
-def test_earlier_records_are_never_overwritten(name):  # row E11
+def test_earlier_records_are_never_overwritten(name):
     env = TORCH_ENVS[name](4, seed=0, max_episode_length=5)
     actions = actions_of(env)
     kept = [("reset", env.reset())]

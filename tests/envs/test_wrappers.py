@@ -7,7 +7,7 @@ from canter.envs.gymnasium import GymVecEnv
 from canter.envs.records import step_record
 from canter.envs.rsl_rl import RslRlAdapter
 from canter.envs.torch_envs import PointRobot
-from canter.envs.wrappers import ChannelsFirst, FlattenObs, ToDevice, VecEnvWrapper
+from canter.envs.wrappers import ChannelsFirst, FlattenObs, ToDevice, VecEnvWrapper, checked_layout
 
 
 def test_a_wrapper_does_what_its_environment_does():
@@ -161,3 +161,9 @@ def test_everything_is_brought_to_the_learners_device():
     assert env.device == torch.device("meta")
     assert not env.capturable
     assert torch.equal(env.env.get_observations()[0][:, 4:], torch.ones(3, 2))
+
+
+def test_segments_must_fill_the_observation():
+    assert checked_layout({"a": 2, "b": (3, 2)}, 8, "obs_segments").shapes == {"a": (2,), "b": (3, 2)}
+    with pytest.raises(ValueError, match=r"obs_segments add up to 8 values \(a 2, b 6\), but the observation has 9"):
+        checked_layout({"a": 2, "b": (3, 2)}, 9, "obs_segments")

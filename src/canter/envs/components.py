@@ -13,7 +13,7 @@ from torch import Tensor
 from canter.envs.records import fill_extras
 from canter.envs.torch_envs.base import row_where
 from canter.envs.vec_env import StepRecord, VecEnv
-from canter.envs.wrappers import VecEnvWrapper
+from canter.envs.wrappers import VecEnvWrapper, checked_layout
 from canter.utils.obs_layout import ObsLayout, Segments
 from canter.utils.tree import Obs
 
@@ -62,7 +62,9 @@ class ObsComponents(VecEnvWrapper):
         }
         windows = {f"{name}_history": tuple(window.shape[1:]) for name, window in self._windows.items()}
         self._last_action = torch.zeros(env.num_envs, shapes.get(LAST_ACTION, (0,))[0], device=env.device)
-        self._bounds = action_bounds(env.action_space, env.device) if self._last_action.shape[1] else ()
+        self._bounds: tuple[Tensor, ...] = (
+            action_bounds(env.action_space, env.device) if self._last_action.shape[1] else ()
+        )
         self._has_started = False
         available = known.resized(windows)
         own = {name: shape for name, shape in available.shapes.items() if name not in self._source}
@@ -80,8 +82,10 @@ class ObsComponents(VecEnvWrapper):
 
     def get_observations(self) -> tuple[Obs, Obs]:
         """Return the current observation and the critic's."""
-        current = self.env.get_observations()
-        return self._views(*current, self._windows, self._last_action) if self._has_started else self._begin(*current)
+        obs, critic_obs = self.env.get_observations()
+        if not self._has_started:
+            return self._begin(obs, critic_obs)
+        return self._views(obs, critic_obs, self._windows, self._last_action)
 
     def step(self, actions: Tensor) -> StepRecord:
         """Apply one action per environment."""
@@ -158,10 +162,7 @@ def source_layout(space: spaces.Space, segments: Segments | None) -> ObsLayout:
     """Layout of the parts of a flat observation."""
     if not isinstance(space, spaces.Box) or len(space.shape) != 1:
         raise TypeError(f"ObsComponents wants flat observations, got {space}; wrap the environment in FlattenObs first")
-    layout = ObsLayout(segments or {"obs": space.shape})
-    if layout.width != space.shape[0]:
-        raise ValueError(f"segments {layout.shapes} add up to {layout.width} values, the observation has {space.shape}")
-    return layout
+    return checked_layout(segments or {"obs": space.shape}, space.shape[0], "segments")
 
 
 def action_bounds(space: spaces.Space, device: torch.device) -> tuple[Tensor, ...]:

@@ -59,9 +59,7 @@ class MotionFeatures(VecEnvWrapper):
         record = super().step(actions)
         frame = self._frame(record.obs, record.critic_obs)
         window = torch.cat([self.history[:, 1:], frame], 1)
-        final = record.extras.get("final_observation")
-        final = final if isinstance(final, dict) else {}
-        groups = {name: group for name, group in final.items() if name not in ("obs", "critic_obs")}
+        groups = {}
         if record.final_obs is not None and (record.final_critic_obs is not None or not self.privileged):
             last = self._frame(record.final_obs, record.final_critic_obs)
             groups["ref_obs"] = torch.cat([self.history[:, 1:], last], 1)

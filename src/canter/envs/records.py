@@ -259,6 +259,7 @@ def step_record(
             final_critic_obs = full_final(named, done, copy)
         elif final_critic_obs is final_obs and critic_obs is not obs:
             final_critic_obs = None
+    given.pop("final_observation", None)
     record = StepRecord(obs, critic_obs, reward, terminated, truncated, final_obs, final_critic_obs, valid, given)
     return fill_extras(record, others)
 
@@ -266,19 +267,23 @@ def step_record(
 def fill_extras(record: StepRecord, final_groups: Mapping[str, Any] | None = None) -> StepRecord:
     """Copy the record's flags and final observations into `extras`, for code that receives only those.
 
-    `final_groups` are final observation groups of neither the actor nor the critic, AMP features for example.
+    `final_groups` are final observation groups of neither the actor nor the critic, AMP features for example; those
+    that `extras` contains already are kept.
     """
     extras = {name: value for name, value in record.extras.items() if name not in _FINAL_NAMES}
     extras.update(
         terminated=record.terminated, truncated=record.truncated, time_outs=record.truncated, valid=record.valid
     )
-    final = record.final_obs
+    final, earlier = record.final_obs, record.extras.get("final_observation")
     if final is not None:
-        if isinstance(final, Mapping) or final_groups or record.final_critic_obs is not final:
-            final = {**(final_groups or {}), "obs": final}
-            if record.final_critic_obs is not None and record.final_critic_obs is not record.final_obs:
-                final["critic_obs"] = record.final_critic_obs
-        extras["final_observation"] = final
+        groups = dict(final_groups or {})
+        if isinstance(earlier, Mapping) and "obs" in earlier:
+            groups = {**{n: g for n, g in earlier.items() if n not in (*ACTOR_GROUPS, *CRITIC_GROUPS)}, **groups}
+        if isinstance(final, Mapping) or groups or record.final_critic_obs is not final:
+            groups["obs"] = final
+            if record.final_critic_obs is not None and record.final_critic_obs is not final:
+                groups["critic_obs"] = record.final_critic_obs
+        extras["final_observation"] = groups or final
     return record._replace(extras=extras)
 
 

@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from canter.envs.records import EndWatch, group_names, split_groups, step_record, to_obs, warn_once
 from canter.envs.vec_env import StepRecord, VecEnv, flat_size
-from canter.envs.wrappers import Forwarding
+from canter.envs.wrappers import Forwarding, checked_layout
 from canter.utils.tree import Obs, tree_leaves
 
 Groups = dict[str, Any]
@@ -180,7 +179,7 @@ class RslRlAdapter(Forwarding, VecEnv):
         """Segments that the environment states under one of `names`, or those of the concatenated groups."""
         stated = next((s for s in (attribute(self.env, name) for name in names) if s is not None), None)
         if stated is not None and isinstance(space, spaces.Box):
-            return checked_segments(stated, flat_size(space), names[0])
+            return checked_layout(stated, flat_size(space), names[0]).shapes
         return None if self._sets is None else join_groups(groups, self._sets[index])[1]
 
     def seed(self, seed: int) -> None:
@@ -268,12 +267,9 @@ def gather_groups(obs: Any, privileged: Any, extras: Mapping[str, Any]) -> Group
         groups.pop("obs", None)
     if privileged is not None:
         groups["critic"] = privileged
-    return {name: group for name, group in groups.items() if group is not None and not is_empty(group)}
-
-
-def is_empty(group: Any) -> bool:
-    """Whether a group is a tensor of width 0, which some environments return in place of None."""
-    return not isinstance(group, Mapping) and len(group.shape) > 1 and group.shape[1] == 0
+    # Some environments return a tensor of width 0 in place of None.
+    empty = {n for n, g in groups.items() if g is None or (not isinstance(g, Mapping) and g.shape[1:2] == (0,))}
+    return {name: group for name, group in groups.items() if name not in empty}
 
 
 def resolve_sets(groups: Mapping[str, Any], obs_groups: Mapping[str, Sequence[str]]) -> tuple[list[str], list[str]]:
@@ -306,16 +302,6 @@ def join_groups(groups: Mapping[str, Any], names: Sequence[str]) -> tuple[Obs, S
     if any(leaf.dim() != 2 or leaf.dtype == torch.uint8 for leaf in named.values()):
         return named, None
     return torch.cat(list(named.values()), dim=1), {name: tuple(leaf.shape[1:]) for name, leaf in named.items()}
-
-
-def checked_segments(segments: Mapping[str, Any], width: int, owner: str) -> Segments:
-    """`segments` with every shape as a tuple, after checking that they fill `width` exactly."""
-    shapes = {name: (shape,) if isinstance(shape, int) else tuple(map(int, shape)) for name, shape in segments.items()}
-    total = sum(math.prod(shape) for shape in shapes.values())
-    if total != width:
-        sizes = ", ".join(f"{name} {math.prod(shape)}" for name, shape in shapes.items())
-        raise ValueError(f"{owner} add up to {total} values ({sizes}), but the observation has {width}")
-    return shapes
 
 
 def space_of(obs: Obs) -> spaces.Space:

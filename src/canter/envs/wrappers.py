@@ -14,6 +14,7 @@ from torch import Tensor
 
 from canter.envs.records import fill_extras
 from canter.envs.vec_env import StepRecord, VecEnv
+from canter.utils.obs_layout import ObsLayout
 from canter.utils.tree import Obs, tree_leaves, tree_map
 
 
@@ -41,6 +42,15 @@ class Forwarding:
         if not hasattr(self.env, "episode_length_buf"):
             raise AttributeError(f"{type(self.env).__name__} has no episode_length_buf to set")
         self.env.episode_length_buf = value
+
+
+def checked_layout(segments: Mapping[str, Any], width: int, name: str) -> ObsLayout:
+    """Layout of the segments of a flat observation; an error unless they fill `width` exactly."""
+    layout = ObsLayout(segments)
+    if layout.width != width:
+        sizes = ", ".join(f"{segment} {size}" for segment, size in layout.sizes.items())
+        raise ValueError(f"{name} add up to {layout.width} values ({sizes}), but the observation has {width}")
+    return layout
 
 
 class VecEnvWrapper(Forwarding, VecEnv):
@@ -90,7 +100,7 @@ class VecEnvWrapper(Forwarding, VecEnv):
 
 
 class TransformObs(VecEnvWrapper):
-    """Changes every observation, final ones included, by the two functions that a subclass defines."""
+    """Changes every observation, final ones included, by `transform` and `transform_space` of a subclass."""
 
     def __init__(self, env: VecEnv) -> None:
         super().__init__(env)
@@ -98,9 +108,9 @@ class TransformObs(VecEnvWrapper):
         shared = env.critic_obs_space is env.obs_space
         self.critic_obs_space = self.obs_space if shared else self.transform_space(env.critic_obs_space)
 
-    @abstractmethod
     def transform_space(self, space: spaces.Space) -> spaces.Space:
-        """Return the space of a transformed observation."""
+        """Return the space of a transformed observation; the same by default."""
+        return space
 
     @abstractmethod
     def transform(self, obs: Any, space: spaces.Space) -> Any:
@@ -125,10 +135,9 @@ class TransformObs(VecEnvWrapper):
         record = super().step(actions)
         obs, critic_obs = self._pair(record.obs, record.critic_obs)
         final_obs, final_critic_obs = self._pair(record.final_obs, record.final_critic_obs)
-        record = record._replace(obs=obs, critic_obs=critic_obs, final_obs=final_obs, final_critic_obs=final_critic_obs)
-        final = record.extras.get("final_observation")
-        groups = final if isinstance(final, Mapping) and "obs" in final else {}
-        return fill_extras(record, {name: group for name, group in groups.items() if name not in ("obs", "critic_obs")})
+        return fill_extras(
+            record._replace(obs=obs, critic_obs=critic_obs, final_obs=final_obs, final_critic_obs=final_critic_obs)
+        )
 
 
 class FlattenObs(TransformObs):
@@ -198,10 +207,6 @@ class ToDevice(TransformObs):
     def __init__(self, env: VecEnv, device: torch.device | str) -> None:
         super().__init__(env)
         self.device, self.capturable = torch.device(device), False
-
-    def transform_space(self, space: spaces.Space) -> spaces.Space:
-        """Return the same space."""
-        return space
 
     def transform(self, obs: Any, space: spaces.Space) -> Any:
         """Move the observation to the learner's device."""
