@@ -56,7 +56,7 @@ def test_a_step_has_two_halves_and_uses_no_more_threads_than_cores(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "HalfCheetah-v5"])
-def test_the_direct_way_into_envpool_gives_what_its_own_functions_give(name, monkeypatch):
+def test_direct_envpool_calls_return_the_same_as_send_and_recv(name, monkeypatch):
     direct = make(name, seed=3)
     monkeypatch.setattr("canter.envs.gymnasium_vector.direct_halves", lambda env, num_envs: None)
     public = make(name, seed=3)

@@ -39,7 +39,7 @@ def test_thunks_are_stepped_together_and_reset_themselves():
     assert env.max_episode_length == 500
 
 
-def test_episodes_end_where_the_environments_say(staggered):
+def test_episode_ends_are_those_of_the_environments(staggered):
     env = GymVecEnv(staggered)
     env.reset()
     seen = [env.step(zeros(env)) for _ in range(6)]
@@ -53,7 +53,7 @@ def test_episodes_end_where_the_environments_say(staggered):
     assert all(r.valid.all() for r in seen)
 
 
-def test_extras_tell_what_the_record_tells(staggered):
+def test_extras_hold_the_flags_and_the_final_observation(staggered):
     env = GymVecEnv(staggered)
     env.reset()
     for _ in range(4):
@@ -231,7 +231,7 @@ def test_get_observations_does_not_step(staggered):
     assert env.get_observations()[0].tolist() == [[0, 0, 1], [1, 0, 1], [2, 0, 1]]
 
 
-def test_an_end_that_is_both_is_terminal(scripted):
+def test_terminated_and_truncated_together_are_terminated(scripted):
     class Both(scripted):
         def step(self, action):
             obs, reward, *_ = super().step(action)

@@ -281,7 +281,7 @@ def test_a_resetting_step_ends_nothing(staggered):
     assert env.step(torch.zeros(3, dtype=torch.long)).valid.all()
 
 
-def test_an_end_that_is_both_is_terminal(staggered):
+def test_terminated_and_truncated_together_are_terminated(staggered):
     inner = SyncVectorEnv(staggered)
     env = GymVectorEnvAdapter(inner)
     env.reset()

@@ -52,7 +52,7 @@ def test_no_window_spans_a_reset():
     assert records[2].done.all()
 
 
-def test_windows_kept_by_the_receiver_do_not_change():
+def test_returned_windows_do_not_change():
     records = steps(MotionFeatures(Counter(), None, 2), 3)
     assert records[0].extras["observations"]["ref_obs"][0].tolist() == [[0, 0], [1, -1]]
 

@@ -58,7 +58,7 @@ def test_time_outs_and_truncated_mean_the_same():
         assert r.terminated.tolist() == [False, False, True], name
 
 
-def test_truncated_is_believed_before_time_outs():
+def test_truncated_has_priority_over_time_outs():
     r = record(extras={"truncated": DONE, "time_outs": torch.zeros(3)})
     assert r.truncated.tolist() == [True, False, True]
 
@@ -69,7 +69,7 @@ def test_time_outs_count_only_where_an_episode_ended():
     assert r.done.tolist() == [True, False, True]
 
 
-def test_terminated_beats_truncated():
+def test_terminated_has_priority_over_truncated():
     both = {"terminated": DONE, "truncated": DONE}
     r = record(extras=both)
     assert r.terminated.tolist() == [True, False, True]

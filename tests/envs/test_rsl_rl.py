@@ -53,7 +53,7 @@ def test_first_second_and_third_version_give_the_same_tensors(legacy, second, th
                 assert torch.equal(getattr(first, name), getattr(other, name)), name
 
 
-def test_the_kind_is_told(legacy, second, third):
+def test_the_rsl_rl_version_is_recognised(legacy, second, third):
     assert [run(kind(), 1)[0].kind for kind in (legacy, second, third)] == [
         "1.x (5-tuple)",
         "2.x (observation and extras)",
@@ -202,7 +202,7 @@ def test_an_image_group_makes_a_dict(third):
     assert record.critic_obs.shape == (3, 2)
 
 
-def test_the_environment_is_asked_once(second, legacy):
+def test_observations_are_requested_once(second, legacy):
     env = second()
     adapter = RslRlAdapter(env)
     adapter.reset()
@@ -436,7 +436,7 @@ def test_amp_for_hardware_returns_seven_things(legacy):
     assert records[0].extras["terminal_amp_states"].shape == (1, 5)
 
 
-def test_another_number_of_answers_is_an_error(second):
+def test_another_number_of_step_results_is_an_error(second):
     class Three(second):
         def step(self, actions):
             return super().step(actions)[:3]
@@ -457,7 +457,7 @@ def test_nothing_waits_for_the_device(third):
             adapter.step(ACTION)
 
 
-def test_batched_environments_are_told_from_others(second, scripted):
+def test_batched_environments_are_distinguished_from_single_ones(second, scripted):
     assert is_batched(second())
     assert not is_batched(scripted())
     assert not is_batched(second)

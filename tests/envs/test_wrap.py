@@ -67,7 +67,7 @@ def test_an_unknown_name_lists_what_there_is():
         wrap_env("NoSuchEnv-v0")
 
 
-def test_pictures_can_be_asked_for_by_name():
+def test_a_named_environment_renders_images():
     env = wrap_env("canter/Pendulum", render_mode="rgb_array")
     assert env.render().shape[2] == 3
 
@@ -81,7 +81,7 @@ def test_a_wrong_number_of_environments_is_an_error(scripted, second):
 
 
 @pytest.mark.parametrize("thing", [3, None, [], [1, 2], {"a": 1}])
-def test_anything_else_is_an_error_that_lists_what_was_looked_for(thing):
+def test_an_unknown_object_is_an_error_that_lists_the_adapters(thing):
     with pytest.raises(TypeError) as error:
         wrap_env(thing)
     assert f"{type(thing).__name__} is no environment that canter knows" in str(error.value)
@@ -89,7 +89,7 @@ def test_anything_else_is_an_error_that_lists_what_was_looked_for(thing):
         assert part in str(error.value)
 
 
-def test_an_environment_that_lacks_an_attribute_is_told_which(second):
+def test_a_missing_attribute_is_named_in_the_error(second):
     class NoActions(second):
         num_actions = None
 
@@ -186,7 +186,7 @@ def test_an_adapter_must_return_a_vec_env(fake_simulator):
         wrap_env(3)
 
 
-def test_apexrl_environments_are_told_from_rsl_rl(second):
+def test_apexrl_environments_are_distinguished_from_rsl_rl(second):
     class Apex(second):
         action_space_gym = spaces.Discrete(2)
 

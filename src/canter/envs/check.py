@@ -181,12 +181,11 @@ class Inspection:
                 promised = bool(getattr(self.env, "returns_fresh_tensors", False))
                 rest = ", but the environment says returns_fresh_tensors" if promised else "; canter copies it"
                 self.add(f"{name} is one buffer that every step overwrites{rest}", problem=promised)
-        if torch.as_tensor(rewards).dim() == 2:
-            self.add(
-                f"rewards have shape {tuple(rewards.shape)} and are taken as ({self.env.num_envs},)", problem=False
-            )
-        if torch.as_tensor(dones).dtype != torch.bool:
-            self.add(f"dones are {str(torch.as_tensor(dones).dtype)[6:]} and taken as bool", problem=False)
+        rewards, dones = torch.as_tensor(rewards), torch.as_tensor(dones)
+        if rewards.dim() == 2:
+            self.add(f"rewards have shape {tuple(rewards.shape)} and are taken as ({len(rewards)},)", problem=False)
+        if dones.dtype != torch.bool:
+            self.add(f"dones are {str(dones.dtype)[6:]} and taken as bool", problem=False)
 
     def check_record(self, record: StepRecord) -> None:
         """Check one record."""
@@ -230,11 +229,7 @@ class Inspection:
             report.bootstrap = "time-outs continue with the value of the final observation"
         elif self.num_truncated:
             report.bootstrap = "time-outs continue with the value of the state before the last step (an approximation)"
-            self.add(
-                "put the observation before the reset in extras['final_obs'] for an exact bootstrap", problem=False
-            )
+            self.add("put the observation before the reset in extras['final_obs'] for an exact bootstrap", False)
         elif self.num_ended:
             report.bootstrap = "none so far: every end was terminal"
-            self.add(
-                "no end was a time-out; if the task has a time limit, say so in extras['time_outs']", problem=False
-            )
+            self.add("no end was a time-out; if the task has a time limit, set extras['time_outs']", False)

@@ -76,7 +76,7 @@ class GymVectorEnvAdapter(VecEnv):
         self._begin, self._end = self._halves()
         self.overlaps = self._begin is not None
         self._result: Any = None
-        self._was_done: Tensor | None = None
+        self._was_done: Any = None  # (N,) tensor or array
         self._current: tuple[Obs, Obs] | None = None
         self._tensors = False
         self._bounds: list[Tensor] | None = None
@@ -116,12 +116,11 @@ class GymVectorEnvAdapter(VecEnv):
         """Begin a step; environments with threads or processes of their own start to compute."""
         if self._current is None:
             self.reset()
-        given: Any = actions
-        if not self._tensors:
-            given = self._to_array(actions)
-        else:
-            given = actions.to(getattr(self.env, "device", None) or actions.device)
+        if self._tensors:
+            given: Any = actions.to(getattr(self.env, "device", None) or actions.device)
             given = given if self._bounds is None else given.clamp(*self._bounds)
+        else:
+            given = self._to_array(actions)
         if self._begin is None:
             self._result = self.env.step(given)
         else:
@@ -129,74 +128,57 @@ class GymVectorEnvAdapter(VecEnv):
 
     def recv(self) -> StepRecord:
         """Finish the step that `send` began."""
-        if self._end is not None:
-            self._result = self._end()
-        given, rewards, terminated, truncated, infos = self._result
-        self._result = None
-        flags = self._tensor_flags if self._tensors else self._array_flags
-        reward, terminated, truncated, valid, may_have_ended = flags(rewards, terminated, truncated)
+        given, rewards, terminated, truncated, infos = self._result if self._end is None else self._end()
+        reward = self._per_env(rewards, "rewards")
+        terminated, truncated = self._per_env(terminated, "terminated"), self._per_env(truncated, "truncated")
+        valid, was_done = self._all_valid, self._was_done
+        if was_done is not None:
+            is_valid = ~was_done
+            reward = torch.where(is_valid, reward, 0.0) if self._tensors else np.where(is_valid, reward, np.float32(0))
+            terminated, truncated = terminated & is_valid, truncated & is_valid
+            valid = torch.as_tensor(is_valid, device=self.device)
         obs, final, self._was_done = self._to_obs(given), None, None
-        if may_have_ended:
+        # In most steps of arrays no episode ends. To test tensors for an end would make the host wait.
+        if self._tensors or np.count_nonzero(terminated) or np.count_nonzero(truncated):
+            truncated = truncated & ~terminated
             done = terminated | truncated
             final, obs = self._final_and_next(obs, done, infos)
             self._was_done = done if self.has_invalid_steps else None
         self._current = split_groups(obs)
-        record = StepRecord(
-            *self._current, reward, terminated, truncated, *split_groups(final), valid, {"infos": infos}
-        )
-        return fill_extras(record)
+        if not self._tensors:
+            reward, terminated, truncated = (torch.from_numpy(array) for array in (reward, terminated, truncated))
+        if not self._tensors and self.device.type != "cpu":
+            reward, terminated, truncated = (column.to(self.device) for column in (reward, terminated, truncated))
+        finals = split_groups(final)
+        return fill_extras(StepRecord(*self._current, reward, terminated, truncated, *finals, valid, {"infos": infos}))
 
-    def _tensor_flags(
-        self, rewards: Any, terminated: Any, truncated: Any
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
-        """Reward, terminated, truncated, valid, and True: testing for ends would make the host wait."""
-        reward = per_env(rewards, torch.float32, "rewards", self.num_envs, self.device, copy=True)
-        terminated = per_env(terminated, torch.bool, "terminated", self.num_envs, self.device, copy=True)
-        truncated = per_env(truncated, torch.bool, "truncated", self.num_envs, self.device) & ~terminated
-        valid = self._all_valid
-        if self._was_done is not None:
-            valid = ~self._was_done
-            reward = reward.masked_fill(self._was_done, 0.0)
-            terminated, truncated = terminated & valid, truncated & valid
-        return reward, terminated, truncated, valid, True
+    def _per_env(self, value: Any, name: str) -> Any:
+        """A new (N,) tensor of float32 rewards or bool flags, or an array if the environment returns arrays."""
+        is_reward = name == "rewards"
+        if self._tensors:
+            dtype = torch.float32 if is_reward else torch.bool
+            return per_env(value, dtype, name, self.num_envs, self.device, copy=True)
+        array = np.array(value, np.float32 if is_reward else np.bool_)
+        check_per_env(array.shape, name, self.num_envs)
+        return array.reshape(self.num_envs)
 
-    def _array_flags(
-        self, rewards: Any, terminated: Any, truncated: Any
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
-        """Reward, terminated, truncated, valid, and whether an episode ended: in most steps none does."""
-        terminated = array_per_env(terminated, np.bool_, "terminated", self.num_envs)
-        truncated = array_per_env(truncated, np.bool_, "truncated", self.num_envs)
-        reward = array_per_env(rewards, np.float32, "rewards", self.num_envs)
-        valid, some_ended = self._all_valid, bool(np.count_nonzero(terminated) or np.count_nonzero(truncated))
-        if self._was_done is not None:
-            valid = ~self._was_done
-            mask = valid.numpy(force=True)
-            reward, terminated, truncated = np.where(mask, reward, np.float32(0)), terminated & mask, truncated & mask
-        if some_ended:
-            truncated = truncated & ~terminated
-        tensors = [torch.from_numpy(array) for array in (reward, terminated, truncated)]
-        if self.device.type != "cpu":
-            tensors = [tensor.to(self.device) for tensor in tensors]
-        return tensors[0], tensors[1], tensors[2], valid, some_ended
-
-    def _final_and_next(self, obs: Obs, done: Tensor, infos: dict[str, Any]) -> tuple[Any, Obs]:
+    def _final_and_next(self, obs: Obs, done: Any, infos: dict[str, Any]) -> tuple[Any, Obs]:
         """The final observation and the one to act on next, by the autoreset mode."""
         if self.mode is AutoresetMode.NEXT_STEP:
             return obs, obs
         if self.mode is AutoresetMode.DISABLED:
-            mask = done if self._tensors else done.cpu().numpy()
-            return obs, self._to_obs(self.env.reset(options={"reset_mask": mask})[0])
+            return obs, self._to_obs(self.env.reset(options={"reset_mask": done})[0])
         found = find_final(infos)
         if found is None:
-            self.gives_final_obs = not self._watch(done)
+            self.gives_final_obs = not self._watch(torch.as_tensor(done, device=self.device))
             return None, obs
         self.gives_final_obs = True
         if not self._tensors and isinstance(found, np.ndarray) and found.dtype == object:
             rows = empty_rows(self._stored, self.num_envs)
-            for index in np.flatnonzero(done.cpu().numpy()).tolist():
+            for index in np.flatnonzero(done).tolist():
                 put_row(rows, index, found[index], self._space)
             return rows_to_obs(rows, self.device), obs
-        return full_final(found, done, copy=True), obs
+        return full_final(found, torch.as_tensor(done, device=self.device), copy=True), obs
 
     def _to_obs(self, obs: Any) -> Obs:
         if self._tensors:
@@ -213,15 +195,8 @@ class GymVectorEnvAdapter(VecEnv):
         self.env.close()
 
 
-def array_per_env(value: Any, dtype: Any, name: str, num_envs: int) -> np.ndarray:
-    """A new (N,) array from (N,), (N, 1) or, for one environment, a scalar; any other shape is an error."""
-    array = np.array(value, dtype)
-    check_per_env(array.shape, name, num_envs)
-    return array.reshape(num_envs)
-
-
 class EnvPoolAdapter(GymVectorEnvAdapter):
-    """An EnvPool made with `env_type="gymnasium"` whose every step returns every environment.
+    """An EnvPool made with `env_type="gymnasium"` that returns all environments in every step.
 
     EnvPool takes its seed when it is made: `envpool.make(..., seed=1)`.
     """

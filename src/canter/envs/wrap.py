@@ -107,16 +107,10 @@ def wrap_env(
 
 
 def _known_adapters() -> str:
-    lines = [f"- {adapter.name}: {adapter.looks_for}" for adapter in reversed(ADAPTERS.values())]
     names = ", ".join(f'"{name}"' if "/" in name else f'"{name}/<task>"' for name in ENV_NAMES)
-    return "\n".join(
-        [
-            "Registered adapters, in the order tried:",
-            *lines,
-            "- a function that returns one of these",
-            f"- a name: a Gymnasium id, {names}",
-        ]
-    )
+    lines = [f"- {adapter.name}: {adapter.looks_for}" for adapter in reversed(ADAPTERS.values())]
+    lines += ["- a function that returns one of these", f"- a name: a Gymnasium id, {names}"]
+    return "\n".join(["Registered adapters, in the order tried:", *lines])
 
 
 def on_device(env: VecEnv, device: torch.device | str | None) -> VecEnv:
@@ -160,7 +154,9 @@ def make_torch_env(task: str, num_envs: int, device: Any, seed: int | None, rend
 
 def make_gymnasium(task: str, num_envs: int, device: Any, seed: int | None, render_mode: str | None) -> VecEnv:
     """Make the environments of a Gymnasium id."""
-    options = {} if render_mode is None else {"render_mode": render_mode}  # not every environment takes one
+    options: dict[str, Any] = (
+        {} if render_mode is None else {"render_mode": render_mode}
+    )  # not every environment takes one
     envs = [gymnasium.make(task, disable_env_checker=True, **options) for _ in range(num_envs)]
     return GymVecEnv(envs, device or "cpu", seed)
 
