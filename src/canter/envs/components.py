@@ -11,7 +11,6 @@ from gymnasium import spaces
 from torch import Tensor
 
 from canter.envs.records import fill_extras
-from canter.envs.torch_envs.base import row_where
 from canter.envs.vec_env import StepRecord, VecEnv
 from canter.envs.wrappers import VecEnvWrapper, checked_layout
 from canter.utils.obs_layout import ObsLayout, Segments
@@ -100,7 +99,9 @@ class ObsComponents(VecEnvWrapper):
         parts = self._parts(record.obs, last_action)
         for name, window in self._shifted(record.obs, last_action).items():
             filled = parts[name].unsqueeze(1).expand_as(window)
-            self._windows[name].copy_(row_where(begins, filled, window))  # in place: a graph may hold it
+            self._windows[name].copy_(
+                torch.where(begins.view(-1, 1, 1), filled, window)
+            )  # in place: a graph may hold it
         self._last_action.copy_(last_action)
         obs, critic_obs = self._views(record.obs, record.critic_obs, self._windows, self._last_action)
         return fill_extras(

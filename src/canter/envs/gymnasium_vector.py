@@ -129,7 +129,7 @@ class GymVectorEnvAdapter(VecEnv):
     def recv(self) -> StepRecord:
         """Finish the step that `send` began."""
         given, rewards, terminated, truncated, infos = self._result if self._end is None else self._end()
-        reward = self._per_env(rewards, "rewards")
+        reward: Any = self._per_env(rewards, "rewards")
         terminated, truncated = self._per_env(terminated, "terminated"), self._per_env(truncated, "truncated")
         valid, was_done = self._all_valid, self._was_done
         if was_done is not None:
@@ -146,9 +146,9 @@ class GymVectorEnvAdapter(VecEnv):
             self._was_done = done if self.has_invalid_steps else None
         self._current = split_groups(obs)
         if not self._tensors:
-            reward, terminated, truncated = (torch.from_numpy(array) for array in (reward, terminated, truncated))
-        if not self._tensors and self.device.type != "cpu":
-            reward, terminated, truncated = (column.to(self.device) for column in (reward, terminated, truncated))
+            reward, terminated, truncated = map(torch.from_numpy, (reward, terminated, truncated))
+            if self.device.type != "cpu":
+                reward, terminated, truncated = (part.to(self.device) for part in (reward, terminated, truncated))
         finals = split_groups(final)
         return fill_extras(StepRecord(*self._current, reward, terminated, truncated, *finals, valid, {"infos": infos}))
 

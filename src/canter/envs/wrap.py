@@ -154,9 +154,8 @@ def make_torch_env(task: str, num_envs: int, device: Any, seed: int | None, rend
 
 def make_gymnasium(task: str, num_envs: int, device: Any, seed: int | None, render_mode: str | None) -> VecEnv:
     """Make the environments of a Gymnasium id."""
-    options: dict[str, Any] = (
-        {} if render_mode is None else {"render_mode": render_mode}
-    )  # not every environment takes one
+    # Not every environment takes a render mode.
+    options: dict[str, Any] = {} if render_mode is None else {"render_mode": render_mode}
     envs = [gymnasium.make(task, disable_env_checker=True, **options) for _ in range(num_envs)]
     return GymVecEnv(envs, device or "cpu", seed)
 

@@ -9,16 +9,12 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from canter.envs.records import fill_extras
 from canter.envs.vec_env import StepRecord, VecEnv
-from canter.utils.tree import Obs, tree_leaves, tree_map
+from canter.utils.tree import Obs, tree_leaves, tree_map, tree_where
 
 State = dict[str, Tensor]
 NEVER = 2**62
-
-
-def row_where(mask: Tensor, yes: Tensor, no: Tensor) -> Tensor:
-    """Rows of `yes` where `mask` (N,) is true, rows of `no` elsewhere."""
-    return torch.where(mask.view(-1, *[1] * (yes.dim() - 1)), yes, no)
 
 
 class TorchEnv(VecEnv):
@@ -111,20 +107,14 @@ class TorchEnv(VecEnv):
         length = self._episode_length + 1
         truncated = (length >= (self.max_episode_length or NEVER)) & ~terminated
         done = terminated | truncated
-        final_obs, final_critic_obs = self._observe(state)
-        fresh = self.initial_state(self.num_envs)
-        for name in self.kept_on_reset:
-            fresh[name] = state[name]
+        finals = self._observe(state)
+        initial = {**self.initial_state(self.num_envs), **{name: state[name] for name in self.kept_on_reset}}
         # In place: a replayed graph reads the tensors that its last replay wrote.
-        for name, buffer in self._state.items():
-            buffer.copy_(row_where(done, fresh[name], state[name]))
+        for name, value in tree_leaves(tree_where(done, initial, state)):
+            self._state[name].copy_(value)
         self._episode_length.copy_(length.masked_fill(done, 0))
         obs, critic_obs = self._observe(self._state)
-        final: Any = final_obs if final_critic_obs is final_obs else {"obs": final_obs, "critic_obs": final_critic_obs}
-        extras = {"terminated": terminated, "truncated": truncated, "time_outs": truncated, "final_observation": final}
-        return StepRecord(
-            obs, critic_obs, reward, terminated, truncated, final_obs, final_critic_obs, self._valid, extras
-        )
+        return fill_extras(StepRecord(obs, critic_obs, reward, terminated, truncated, *finals, self._valid, {}))
 
     def get_state(self) -> dict[str, Any]:
         """Return copies of the state, the episode lengths and the generator state."""
