@@ -99,9 +99,8 @@ class ObsComponents(VecEnvWrapper):
         parts = self._parts(record.obs, last_action)
         for name, window in self._shifted(record.obs, last_action).items():
             filled = parts[name].unsqueeze(1).expand_as(window)
-            self._windows[name].copy_(
-                torch.where(begins.view(-1, 1, 1), filled, window)
-            )  # in place: a graph may hold it
+            # In place: a graph may hold the buffer.
+            self._windows[name].copy_(torch.where(begins.view(-1, 1, 1), filled, window))
         self._last_action.copy_(last_action)
         obs, critic_obs = self._views(record.obs, record.critic_obs, self._windows, self._last_action)
         return fill_extras(

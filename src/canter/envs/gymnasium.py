@@ -106,7 +106,11 @@ class GymVecEnv(VecEnv):
                 put_row(rows, index, obs, self.raw_obs_space)
             infos.append(info)
         self._current = rows
-        reward, terminated, truncated = (torch.from_numpy(array) for array in (rewards, flags[0], flags[1]))
+        reward, terminated, truncated = (
+            torch.from_numpy(rewards),
+            torch.from_numpy(flags[0]),
+            torch.from_numpy(flags[1]),
+        )
         if self.device.type != "cpu":
             reward, terminated, truncated = (part.to(self.device) for part in (reward, terminated, truncated))
         extras = {"terminated": terminated, "truncated": truncated, "time_outs": truncated, "infos": infos}
