@@ -46,6 +46,7 @@ class GymVecEnv(VecEnv):
         self.envs = [source if isinstance(source, gymnasium.Env) else source() for source in sources]
         self.num_envs = len(self.envs)
         self.device = torch.device(device)
+        self._on_cpu = self.device.type == "cpu"
         first = self.envs[0]
         for index, env in enumerate(self.envs):
             if (env.observation_space, env.action_space) != (first.observation_space, first.action_space):
@@ -106,15 +107,13 @@ class GymVecEnv(VecEnv):
                 put_row(rows, index, obs, self.raw_obs_space)
             infos.append(info)
         self._current = rows
-        reward, terminated, truncated = (
-            torch.from_numpy(rewards),
-            torch.from_numpy(flags[0]),
-            torch.from_numpy(flags[1]),
-        )
-        if self.device.type != "cpu":
+        reward = torch.from_numpy(rewards)
+        terminated, truncated = torch.from_numpy(flags[0]), torch.from_numpy(flags[1])
+        if not self._on_cpu:
             reward, terminated, truncated = (part.to(self.device) for part in (reward, terminated, truncated))
         extras = {"terminated": terminated, "truncated": truncated, "time_outs": truncated, "infos": infos}
-        obs = critic_obs = rows_to_obs(rows, self.device)
+        is_plain = self._on_cpu and isinstance(rows, np.ndarray)
+        obs = critic_obs = torch.from_numpy(rows) if is_plain else rows_to_obs(rows, self.device)
         final_obs = final_critic_obs = None
         if final is not None:
             final_obs = final_critic_obs = extras["final_observation"] = rows_to_obs(final, self.device)
