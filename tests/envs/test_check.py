@@ -29,12 +29,12 @@ def test_the_report_is_a_readable_table(staggered):
     assert text.endswith("no problem in 10 steps")
 
 
-def test_autoreset_modes_are_told(staggered):
-    told = {mode: check_env(SyncVectorEnv(staggered, autoreset_mode=mode), num_steps=12) for mode in AutoresetMode}
-    assert told[AutoresetMode.SAME_STEP].final_obs == "extras['final_obs']"
-    assert told[AutoresetMode.NEXT_STEP].final_obs == "the observation of the step that ended the episode"
-    assert told[AutoresetMode.DISABLED].autoreset == "by canter"
-    assert all(report.ok for report in told.values())
+def test_the_report_names_the_autoreset_mode(staggered):
+    reports = {mode: check_env(SyncVectorEnv(staggered, autoreset_mode=mode), num_steps=12) for mode in AutoresetMode}
+    assert reports[AutoresetMode.SAME_STEP].final_obs == "extras['final_obs']"
+    assert reports[AutoresetMode.NEXT_STEP].final_obs == "the observation of the step that ended the episode"
+    assert reports[AutoresetMode.DISABLED].autoreset == "by canter"
+    assert all(report.ok for report in reports.values())
 
 
 def test_nothing_is_printed(staggered, capsys):
@@ -42,7 +42,7 @@ def test_nothing_is_printed(staggered, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_rsl_rl_environments_are_told_their_kind_and_bootstrap(legacy, second, third):
+def test_the_report_names_the_rsl_rl_version_and_the_bootstrap(legacy, second, third):
     assert check_env(legacy(), num_steps=8).contract == "rsl_rl style, 1.x (5-tuple)"
     report = check_env(third(), num_steps=8)
     assert report.contract == "rsl_rl style, 3.x and later (observation groups)"
@@ -55,7 +55,7 @@ def test_rsl_rl_environments_are_told_their_kind_and_bootstrap(legacy, second, t
     assert any("dones are int64" in note for note in report.notes)
 
 
-def test_an_environment_that_never_times_out_is_told_so(second):
+def test_the_report_notes_that_no_episode_timed_out(second):
     class Endless(second):
         def step(self, actions):
             obs, reward, done, extras = super().step(actions)
@@ -150,7 +150,7 @@ def test_a_vec_env_that_breaks_the_contract_is_a_problem():
     assert "reward must be (3,) torch.float32, got (3, 1) torch.float32" in report.problems
 
 
-def test_pictures_with_channels_last_are_a_problem(scripted):
+def test_images_with_channels_last_are_a_problem(scripted):
     class Camera(scripted):
         observation_space = spaces.Box(0, 255, (8, 8, 3), np.uint8)
 

@@ -1,4 +1,4 @@
-"""Who sees which components; windows of the past that never reach into another episode."""
+"""Selected components of observations, and windows that never span two episodes."""
 
 import numpy as np
 import pytest
@@ -51,7 +51,7 @@ class Counting(VecEnv):
 SEGMENTS = {"who": 1, "when": 1}
 
 
-def test_the_actor_sees_what_it_is_given_and_the_critic_the_rest():
+def test_the_actor_sees_its_components_and_the_critic_all():
     env = ObsComponents(Counting(), SEGMENTS, actor=["who"])
     obs, critic_obs = env.reset()
     record = env.step(torch.zeros(2, 2))
@@ -64,7 +64,7 @@ def test_the_actor_sees_what_it_is_given_and_the_critic_the_rest():
     assert (env.num_obs, env.num_privileged_obs) == (1, 2)
 
 
-def test_where_both_see_the_same_there_is_one_observation():
+def test_actor_and_critic_with_equal_components_share_one_observation():
     env = ObsComponents(Counting(), SEGMENTS)
     obs, critic_obs = env.reset()
     assert critic_obs is obs
@@ -116,7 +116,7 @@ def test_a_discrete_action_is_one_of_its_choices():
     assert env.step(torch.tensor([1, 0, 1])).obs.tolist() == [[0, 1], [1, 0], [0, 1]]
 
 
-def test_a_critic_with_an_observation_of_its_own_keeps_it():
+def test_a_separate_critic_observation_is_kept():
     env = ObsComponents(Counting(critic=True), SEGMENTS, ["who"], history={"who": 2})
     assert env.critic_obs_segments == {"all": (2,), "secret": (1,), "who_history": (2, 1)}
     env.reset()
@@ -140,7 +140,7 @@ def test_a_state_is_continued_with_its_windows():
         assert torch.equal(env.step(torch.ones(2, 1)).obs, other.step(torch.ones(2, 1)).obs)
 
 
-def test_observations_are_the_receivers_to_keep():
+def test_returned_observations_do_not_change():
     env = ObsComponents(Counting(), SEGMENTS, ["who_history"], history={"who": 3})
     first, _ = env.reset()
     before = first.clone()

@@ -94,7 +94,7 @@ def train_skills(folder, iterations):
         runner.close()
 
 
-def test_runs_of_ours_are_switched_smoothed_commanded_and_reset_by_the_documented_components(tmp_path):
+def test_trained_skills_are_switched_smoothed_commanded_and_reset(tmp_path):
     train_skills(tmp_path, 1)
     env = Course(6, seed=0)
     settings = {

@@ -24,7 +24,7 @@ def test_episodes_end_at_the_time_limit_with_the_observation_before_the_reset():
     assert not torch.equal(records[0].reward, records[1].reward)
 
 
-def test_the_critic_may_see_more():
+def test_the_critic_can_have_a_wider_observation():
     env = DummyVecEnv(4, 6, 2, num_privileged_obs=9)
     assert (env.num_obs, env.num_privileged_obs, env.num_actions) == (6, 9, 2)
     record = env.step(torch.zeros(4, 2))

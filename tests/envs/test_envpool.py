@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from canter.envs.envpool import EnvPoolAdapter, direct_halves, is_envpool
+from canter.envs.gymnasium_vector import EnvPoolAdapter, direct_halves, is_envpool
 from canter.envs.wrap import wrap_env
 
 envpool = pytest.importorskip("envpool")
@@ -51,14 +51,14 @@ def test_a_step_has_two_halves_and_uses_no_more_threads_than_cores(monkeypatch):
     env.send(torch.ones(4, dtype=torch.long))
     assert env.recv().reward.tolist() == [1.0] * 4
     for cores, threads in ((1, 1), (3, 3), (64, 4)):
-        monkeypatch.setattr("canter.envs.wrap.usable_cores", lambda cores=cores: cores)
+        monkeypatch.setattr("canter.envs.gymnasium_vector.usable_cores", lambda cores=cores: cores)
         assert wrap_env("envpool/CartPole-v1", num_envs=4).env.config["num_threads"] == threads
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "HalfCheetah-v5"])
-def test_the_direct_way_into_envpool_gives_what_its_own_functions_give(name, monkeypatch):
+def test_direct_envpool_calls_return_the_same_as_send_and_recv(name, monkeypatch):
     direct = make(name, seed=3)
-    monkeypatch.setattr("canter.envs.envpool.direct_halves", lambda env, num_envs: None)
+    monkeypatch.setattr("canter.envs.gymnasium_vector.direct_halves", lambda env, num_envs: None)
     public = make(name, seed=3)
     assert public._begin == public.env.send != direct._begin
     assert torch.equal(direct.reset()[0], public.reset()[0])

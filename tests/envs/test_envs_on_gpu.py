@@ -1,4 +1,4 @@
-"""What can only be seen on a GPU: captured steps, and that no step waits for the device."""
+"""Checks that need a GPU: captured steps, and no step that waits for the device."""
 
 import gymnasium
 import pytest
@@ -86,7 +86,7 @@ def test_an_rsl_rl_environment_never_waits(third, request):
         assert adapter.step(action).final_obs.is_cuda
 
 
-def test_an_end_is_learnt_without_asking():
+def test_an_end_watch_does_not_wait_for_the_device():
     watch = EndWatch(torch.device("cuda"))
     mask = torch.tensor([False, True], device="cuda")
     assert not watch(~mask & mask)

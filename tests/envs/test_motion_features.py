@@ -36,14 +36,14 @@ def steps(env, count):
 
 
 @pytest.mark.parametrize("frames", [1, 2, 3])
-def test_windows_hold_the_last_frames_oldest_first(frames):  # row E13
+def test_windows_hold_the_last_frames_oldest_first(frames):
     records = steps(MotionFeatures(Counter(), ["number"], frames), 2)
     seen = [record.extras["observations"]["ref_obs"][1, :, 0].tolist() for record in records]
     wanted = {1: [[101], [102]], 2: [[100, 101], [101, 102]], 3: [[100, 100, 101], [100, 101, 102]]}[frames]
     assert seen == wanted
 
 
-def test_no_window_spans_a_reset():  # AMP defect 1
+def test_no_window_spans_a_reset():
     records = steps(MotionFeatures(Counter(), ["number"], 2), 5)
     now = [r.extras["observations"]["ref_obs"][0, :, 0].tolist() for r in records]
     final = [r.extras["final_observation"]["ref_obs"][0, :, 0].tolist() for r in records]
@@ -52,7 +52,7 @@ def test_no_window_spans_a_reset():  # AMP defect 1
     assert records[2].done.all()
 
 
-def test_windows_kept_by_the_receiver_do_not_change():
+def test_returned_windows_do_not_change():
     records = steps(MotionFeatures(Counter(), None, 2), 3)
     assert records[0].extras["observations"]["ref_obs"][0].tolist() == [[0, 0], [1, -1]]
 
@@ -84,7 +84,7 @@ def test_columns_by_name_and_number():
         feature_columns([7], None, 3)
 
 
-def test_windows_of_a_clip():  # AMP defect 2: the last frame is no window with itself
+def test_windows_of_a_clip():  # the last frame is no window with itself
     clip = torch.arange(8.0).view(4, 2)
     assert windows(clip, 2).tolist() == [[0, 1, 2, 3], [2, 3, 4, 5], [4, 5, 6, 7]]
     with pytest.raises(ValueError, match="a clip of 4 frames has no window of 5"):

@@ -4,15 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from canter.envs.final_obs import FINAL_OBS_NAMES
-from canter.envs.records import EndWatch, end_flags, step_record
-from canter.envs.tensors import take_obs, take_tensor
+from canter.envs.records import FINAL_OBS_NAMES, EndWatch, end_flags, split_groups, step_record, to_obs, to_tensor
 from canter.execution.guard import NoHostSync
 
 CPU = torch.device("cpu")
 DONE = torch.tensor([True, False, True])
 OBS = torch.zeros(3, 2)
 FINAL = torch.tensor([[10.0, 11.0], [20.0, 21.0], [30.0, 31.0]])
+A, B, C = torch.full((2, 1), 1.0), torch.full((2, 2), 2.0), torch.full((2, 3), 3.0)
 
 
 def record(dones=DONE, extras=None, obs=OBS, critic_obs=None, **more):
@@ -22,7 +21,7 @@ def record(dones=DONE, extras=None, obs=OBS, critic_obs=None, **more):
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8, torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", [(3,), (3, 1)])
-def test_dones_of_any_dtype_give_the_same_flags(dtype, shape):  # row E16
+def test_dones_of_any_dtype_give_the_same_flags(dtype, shape):
     r = record(DONE.to(dtype).view(shape))
     assert r.terminated.tolist() == [True, False, True]
     assert r.terminated.dtype == torch.bool
@@ -51,7 +50,7 @@ def test_rewards_that_would_broadcast_are_refused(shape):
         step_record(OBS, OBS, torch.zeros(shape), DONE, {})
 
 
-def test_time_outs_and_truncated_mean_the_same():  # row E04
+def test_time_outs_and_truncated_mean_the_same():
     cut = torch.tensor([True, False, False])
     for name in ("time_outs", "truncated"):
         r = record(extras={name: cut})
@@ -59,7 +58,7 @@ def test_time_outs_and_truncated_mean_the_same():  # row E04
         assert r.terminated.tolist() == [False, False, True], name
 
 
-def test_truncated_is_believed_before_time_outs():
+def test_truncated_has_priority_over_time_outs():
     r = record(extras={"truncated": DONE, "time_outs": torch.zeros(3)})
     assert r.truncated.tolist() == [True, False, True]
 
@@ -70,7 +69,7 @@ def test_time_outs_count_only_where_an_episode_ended():
     assert r.done.tolist() == [True, False, True]
 
 
-def test_terminated_beats_truncated():
+def test_terminated_has_priority_over_truncated():
     both = {"terminated": DONE, "truncated": DONE}
     r = record(extras=both)
     assert r.terminated.tolist() == [True, False, True]
@@ -240,8 +239,8 @@ def test_an_end_watch_remembers():
     ],
 )
 def test_observation_dtypes(given, kept):
-    assert take_tensor(torch.ones(2, 3).to(given)).dtype == kept
-    assert take_obs({"a": {"b": torch.ones(2, 3).to(given)}})["a"]["b"].dtype == kept
+    assert to_tensor(torch.ones(2, 3).to(given)).dtype == kept
+    assert to_obs({"a": {"b": torch.ones(2, 3).to(given)}})["a"]["b"].dtype == kept
 
 
 def test_a_copy_shares_nothing_whatever_the_tensor_is():
@@ -249,12 +248,40 @@ def test_a_copy_shares_nothing_whatever_the_tensor_is():
     with torch.inference_mode():
         inference = plain.clone()
     for tensor in (plain, plain.clone().requires_grad_(), inference, plain.T.contiguous().T, plain.clone().numpy()):
-        taken = take_tensor(tensor, CPU, copy=True)
+        taken = to_tensor(tensor, CPU, copy=True)
         assert taken.data_ptr() != torch.as_tensor(tensor).data_ptr()
         assert taken.is_contiguous()
         assert not taken.requires_grad
         assert not taken.is_inference()
         assert taken.tolist() == plain.tolist()
-    expanded = take_tensor(torch.arange(3.0).expand(2, 3), CPU, copy=True)
+    expanded = to_tensor(torch.arange(3.0).expand(2, 3), CPU, copy=True)
     expanded[0] = 9.0
     assert expanded[1].tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_tensor_is_both_observations():
+    actor, critic = split_groups(A)
+    assert actor is A
+    assert critic is A
+
+
+@pytest.mark.parametrize("actor", ["obs", "policy", "actor"])
+@pytest.mark.parametrize("critic", ["privileged_obs", "critic_obs", "critic"])
+def test_groups_are_known_by_name(actor, critic):
+    assert split_groups({actor: A, critic: B, "other": C}) == (A, B)
+
+
+def test_a_missing_critic_group_is_the_actors():
+    actor, critic = split_groups({"policy": A, "critic": None})
+    assert actor is A
+    assert critic is A
+
+
+def test_the_playground_pair_needs_both_names():
+    assert split_groups({"state": A, "privileged_state": B}) == (A, B)
+    dict_obs = {"state": A, "image": torch.zeros(2, 3, 8, 8, dtype=torch.uint8)}
+    assert split_groups(dict_obs) == (dict_obs, dict_obs)
+
+
+def test_privileged_obs_is_preferred_to_critic_obs():
+    assert split_groups({"obs": A, "critic_obs": B, "privileged_obs": C})[1] is C

@@ -3,10 +3,12 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from canter.envs.rsl_rl import RslRlAdapter, is_batched
+from canter.envs.rsl_rl import RslRlAdapter, is_batched, join_groups, resolve_sets
 from canter.execution.guard import NoHostSync
 
 ACTION = torch.zeros(3, 2)
+A, B, C = torch.full((2, 1), 1.0), torch.full((2, 2), 2.0), torch.full((2, 3), 3.0)
+IMAGE = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
 
 
 def run(env, num_steps=6):
@@ -15,7 +17,7 @@ def run(env, num_steps=6):
     return adapter, [adapter.step(ACTION) for _ in range(num_steps)]
 
 
-def test_second_version_gives_critic_observations_in_its_extras(second):  # row E01
+def test_second_version_gives_critic_observations_in_its_extras(second):
     adapter, records = run(second())
     assert adapter.num_obs == 4
     assert adapter.num_privileged_obs == 2
@@ -27,7 +29,7 @@ def test_second_version_gives_critic_observations_in_its_extras(second):  # row 
     assert adapter.max_episode_length == 10
 
 
-def test_a_missing_critic_group_is_the_actors_observation(second):  # row E02
+def test_a_missing_critic_group_is_the_actors_observation(second):
     class Symmetric(second):
         def get_observations(self):
             return self.obs, {"observations": {}}
@@ -43,7 +45,7 @@ def test_a_missing_critic_group_is_the_actors_observation(second):  # row E02
     assert records[1].terminated.tolist() == [True, False, False]
 
 
-def test_first_second_and_third_version_give_the_same_tensors(legacy, second, third):  # row E03
+def test_first_second_and_third_version_give_the_same_tensors(legacy, second, third):
     runs = [run(kind())[1] for kind in (legacy, second, third)]
     for first, *others in zip(*runs, strict=True):
         for other in others:
@@ -51,7 +53,7 @@ def test_first_second_and_third_version_give_the_same_tensors(legacy, second, th
                 assert torch.equal(getattr(first, name), getattr(other, name)), name
 
 
-def test_the_kind_is_told(legacy, second, third):
+def test_the_rsl_rl_version_is_recognised(legacy, second, third):
     assert [run(kind(), 1)[0].kind for kind in (legacy, second, third)] == [
         "1.x (5-tuple)",
         "2.x (observation and extras)",
@@ -59,7 +61,7 @@ def test_the_kind_is_told(legacy, second, third):
     ]
 
 
-def test_legacy_environments_may_give_privileged_observations_by_a_call(legacy):  # row E03
+def test_legacy_environments_may_give_privileged_observations_by_a_call(legacy):
     class Calls(legacy):
         def reset(self):
             return super().reset()[0]
@@ -131,7 +133,7 @@ def test_tensordicts_are_groups(third):
     assert records[1].final_obs[0].tolist() == [2] * 4 + [-2] * 2
 
 
-def test_apexrl_mappings_have_their_own_names(third):  # row E04
+def test_apexrl_mappings_have_their_own_names(third):
     class Apex(third):
         names = ("obs", "privileged_obs")
         num_actions = None
@@ -200,7 +202,7 @@ def test_an_image_group_makes_a_dict(third):
     assert record.critic_obs.shape == (3, 2)
 
 
-def test_the_environment_is_asked_once(second, legacy):
+def test_observations_are_requested_once(second, legacy):
     env = second()
     adapter = RslRlAdapter(env)
     adapter.reset()
@@ -246,7 +248,7 @@ class Reused:
         return self.kept["obs"], self.kept["reward"], self.kept["done"], self.extras
 
 
-def test_buffers_of_the_environment_are_copied(second):  # row E11
+def test_buffers_of_the_environment_are_copied(second):
     class Env(Reused, second):
         pass
 
@@ -434,12 +436,12 @@ def test_amp_for_hardware_returns_seven_things(legacy):
     assert records[0].extras["terminal_amp_states"].shape == (1, 5)
 
 
-def test_another_number_of_answers_is_an_error(second):
+def test_another_number_of_step_results_is_an_error(second):
     class Three(second):
         def step(self, actions):
             return super().step(actions)[:3]
 
-    with pytest.raises(TypeError, match=r"step\(\) returned 3 things"):
+    with pytest.raises(TypeError, match=r"step\(\) returned 3 values"):
         RslRlAdapter(Three()).step(ACTION)
 
 
@@ -455,8 +457,34 @@ def test_nothing_waits_for_the_device(third):
             adapter.step(ACTION)
 
 
-def test_batched_environments_are_told_from_others(second, scripted):
+def test_batched_environments_are_distinguished_from_single_ones(second, scripted):
     assert is_batched(second())
     assert not is_batched(scripted())
     assert not is_batched(second)
     assert not is_batched(object())
+
+
+def test_obs_groups_choose():
+    groups = {"policy": A, "critic": B, "terrain": C}
+    assert resolve_sets(groups, {"actor": ["policy", "terrain"]}) == (["policy", "terrain"], ["critic"])
+    assert resolve_sets(groups, {"policy": ["terrain"], "critic": ["policy"]}) == (["terrain"], ["policy"])
+    with pytest.raises(KeyError, match="asks for the group 'hights'; the environment gives"):
+        resolve_sets(groups, {"critic": ["hights"]})
+
+
+def test_vectors_are_joined_in_order_with_their_segments():
+    joined, segments = join_groups({"x": C, "y": {"p": A, "q": B}}, ["y", "x"])
+    assert joined[0].tolist() == [1.0, 2.0, 2.0, 3.0, 3.0, 3.0]
+    assert segments == {"p": (1,), "q": (2,), "x": (3,)}
+    assert list(segments) == ["p", "q", "x"]
+
+
+def test_names_that_occur_twice_keep_their_path():
+    _, segments = join_groups({"x": {"v": A}, "y": {"v": B}}, ["x", "y"])
+    assert segments == {"x.v": (1,), "y.v": (2,)}
+
+
+def test_one_image_makes_a_dict():
+    joined, segments = join_groups({"policy": A, "camera": IMAGE}, ["policy", "camera"])
+    assert joined == {"policy": A, "camera": IMAGE}
+    assert segments is None

@@ -160,7 +160,7 @@ def test_no_step_waits_for_the_host(name):
 
 
 @EVERY
-def test_earlier_records_are_never_overwritten(name):  # row E11
+def test_earlier_records_are_never_overwritten(name):
     env = TORCH_ENVS[name](4, seed=0, max_episode_length=5)
     actions = actions_of(env)
     kept = [("reset", env.reset())]
@@ -194,7 +194,7 @@ def test_state_continues_exactly(name):
 
 
 @EVERY
-def test_seeds_decide_everything(name):
+def test_a_seed_determines_every_observation(name):
     def run(env):
         env.reset()
         actions = actions_of(env)
@@ -222,7 +222,7 @@ def test_global_random_numbers_are_left_alone(name):
 
 
 @EVERY
-def test_pictures_can_be_drawn(name):
+def test_images_are_rendered(name):
     env = TORCH_ENVS[name](2, seed=0)
     first = env.render()
     assert first.dtype == np.uint8
@@ -250,7 +250,7 @@ def test_actions_of_another_shape_are_refused():
     assert torch.equal(CartPole(2, seed=0).step(torch.ones(2, 1)).obs, CartPole(2, seed=0).step(torch.ones(2)).obs)
 
 
-def test_an_observation_that_is_the_state_itself_is_refused():
+def test_an_observation_that_shares_memory_with_the_state_is_an_error():
     class Leaky(CartPole):
         def observe(self, state):
             return state["pole"]

@@ -7,7 +7,7 @@ from canter.envs.gymnasium import GymVecEnv
 from canter.envs.records import step_record
 from canter.envs.rsl_rl import RslRlAdapter
 from canter.envs.torch_envs import PointRobot
-from canter.envs.wrappers import ChannelsFirst, FlattenObs, ToDevice, VecEnvWrapper
+from canter.envs.wrappers import ChannelsFirst, FlattenObs, ToDevice, VecEnvWrapper, checked_layout
 
 
 def test_a_wrapper_does_what_its_environment_does():
@@ -37,7 +37,7 @@ def test_episode_lengths_go_through_a_wrapper():
     assert env.episode_length_buf.tolist() == [1, 2, 3]
 
 
-def test_a_wrapper_learns_about_final_observations(second):
+def test_a_wrapper_copies_gives_final_obs(second):
     wrapped = VecEnvWrapper(RslRlAdapter(second()))
     assert wrapped.gives_final_obs
     for _ in range(2):
@@ -124,7 +124,7 @@ def test_images_are_not_flattened(third):
         FlattenObs(RslRlAdapter(Env()))
 
 
-def test_pictures_are_turned(scripted):
+def test_images_are_transposed(scripted):
     class Camera(scripted):
         observation_space = spaces.Dict(
             {"image": spaces.Box(0, 255, (6, 5, 3), np.uint8), "state": spaces.Box(-1, 1, (2,))}
@@ -149,7 +149,7 @@ def test_pictures_are_turned(scripted):
     assert record.obs["state"].shape == (1, 2)
 
 
-def test_everything_is_brought_to_the_learners_device():
+def test_every_tensor_is_moved_to_the_learners_device():
     # "meta" stands for another device: a tensor left behind would show.
     env = ToDevice(PointRobot(3, seed=0), "meta")
     assert all(part.is_meta for part in env.reset())
@@ -161,3 +161,9 @@ def test_everything_is_brought_to_the_learners_device():
     assert env.device == torch.device("meta")
     assert not env.capturable
     assert torch.equal(env.env.get_observations()[0][:, 4:], torch.ones(3, 2))
+
+
+def test_segments_must_fill_the_observation():
+    assert checked_layout({"a": 2, "b": (3, 2)}, 8, "obs_segments").shapes == {"a": (2,), "b": (3, 2)}
+    with pytest.raises(ValueError, match=r"obs_segments add up to 8 values \(a 2, b 6\), but the observation has 9"):
+        checked_layout({"a": 2, "b": (3, 2)}, 9, "obs_segments")

@@ -1,77 +1,68 @@
-"""`check_env`: what canter takes an environment for, which bootstrap that gives, and what looks wrong."""
+"""`check_env`: reports which adapter canter chose for an environment, the resulting bootstrap, and likely defects."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from gymnasium import spaces
+from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
-from canter.envs.envpool import EnvPoolAdapter
-from canter.envs.gymnasium import GymVecEnv
-from canter.envs.inspection import EnvReport, Inspection
-from canter.envs.rsl_rl import RslRlAdapter
-from canter.envs.vec_env import VecEnv
-from canter.envs.vector import GymVectorEnvAdapter
+from canter.envs.gymnasium_vector import GymVectorEnvAdapter
+from canter.envs.records import FINAL_OBS_NAMES, stored_dtype
+from canter.envs.rsl_rl import RslRlAdapter, read_step
+from canter.envs.vec_env import StepRecord, VecEnv
 from canter.envs.wrap import wrap_env
-from canter.utils.tree import tree_leaves
+from canter.envs.wrappers import is_channels_last
+from canter.utils.tree import tree_leaves, tree_map
 
 
-class Listener:
-    """Stands between an adapter and its environment and keeps the raw answers of the last two steps."""
+@dataclass
+class EnvReport:
+    """Findings of `check_env`, printed as a table."""
 
-    def __init__(self, env: Any) -> None:
-        self.inner = env
-        self.answers: list[Any] = []
+    adapter: str
+    contract: str
+    num_envs: int
+    device: str
+    obs: str
+    critic_obs: str
+    actions: str
+    autoreset: str
+    final_obs: str = "unknown: no episode ended"
+    bootstrap: str = "unknown: no episode ended"
+    steps: int = 0
+    notes: list[str] = field(default_factory=list)
+    """Differences that canter converts."""
+    problems: list[str] = field(default_factory=list)
+    """Defects to repair."""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+    @property
+    def ok(self) -> bool:
+        """Whether no problem was found."""
+        return not self.problems
 
-    def step(self, actions: Any) -> Any:
-        """Step and remember."""
-        answer = self.inner.step(actions)
-        # Both are kept alive: freed memory would be given out again and look like a reused buffer.
-        self.answers = [*self.answers[-1:], answer]
-        return answer
-
-
-def describe(space: spaces.Space) -> str:
-    """Shapes and dtypes of a space in a line."""
-    if isinstance(space, Mapping):
-        return ", ".join(f"{name} {leaf.shape} {leaf.dtype}" for name, leaf in tree_leaves(space))
-    return f"{space.shape} {space.dtype}" if isinstance(space, spaces.Box) else str(space)
-
-
-def contract_of(env: VecEnv) -> tuple[str, str]:
-    """The contract's name and the autoreset mode."""
-    if isinstance(env, EnvPoolAdapter):
-        return "EnvPool", "next step (the resetting step is masked)"
-    if isinstance(env, GymVectorEnvAdapter):
-        how = {"NextStep": "next step (the resetting step is masked)", "SameStep": "same step", "Disabled": "by canter"}
-        return f"gymnasium.vector.VectorEnv ({type(env.env).__name__})", how[env.mode.value]
-    if isinstance(env, GymVecEnv):
-        return "gymnasium.Env", "by canter, in the same step"
-    if isinstance(env, RslRlAdapter):
-        return f"rsl_rl style, {env.kind}", "same step"
-    return f"canter.envs.VecEnv ({type(env).__name__})", "same step"
-
-
-def random_actions(env: VecEnv, generator: torch.Generator) -> Tensor:
-    """One action per environment: uniform where bounded, normal where not."""
-    space, n = env.action_space, env.num_envs
-    if isinstance(space, spaces.Discrete):
-        return torch.randint(int(space.n), (n,), generator=generator).to(env.device)
-    if isinstance(space, spaces.MultiDiscrete):
-        columns = [torch.randint(int(k), (n,), generator=generator) for k in space.nvec.ravel()]
-        return torch.stack(columns, 1).to(env.device)
-    assert isinstance(space, spaces.Box)
-    noise = torch.randn(n, *space.shape, generator=generator)
-    low, high = (torch.as_tensor(np.asarray(bound, np.float32)) for bound in (space.low, space.high))
-    bounded = low + (high - low) * torch.rand(n, *space.shape, generator=generator)
-    return torch.where(torch.isfinite(bounded), bounded, noise).to(env.device)
+    def __str__(self) -> str:
+        rows = {
+            "adapter": self.adapter,
+            "contract": self.contract,
+            "environments": f"{self.num_envs} on {self.device}",
+            "observation": self.obs,
+            "critic observation": self.critic_obs,
+            "actions": self.actions,
+            "autoreset": self.autoreset,
+            "final observation": self.final_obs,
+            "bootstrap": self.bootstrap,
+        }
+        lines = [f"{name:<20}{text}" for name, text in rows.items()]
+        lines += [f"note: {text}" for text in self.notes] + [f"PROBLEM: {text}" for text in self.problems]
+        return "\n".join(
+            [*lines, f"{'no problem' if self.ok else f'{len(self.problems)} problem(s)'} in {self.steps} steps"]
+        )
 
 
 def check_env(
@@ -81,56 +72,164 @@ def check_env(
     device: torch.device | str | None = None,
     obs_groups: Mapping[str, Sequence[str]] | None = None,
 ) -> EnvReport:
-    """Step `env` with random actions and report how canter understands it; resets it before and after."""
+    """Step `env` with random actions and report how canter adapts it; resets it before and after."""
     wrapped = wrap_env(env, device=device, obs_groups=obs_groups)
-    critic = "the same" if wrapped.critic_obs_space is wrapped.obs_space else describe(wrapped.critic_obs_space)
-    report = EnvReport(
-        contract="",
-        num_envs=wrapped.num_envs,
-        device=str(wrapped.device),
-        obs=describe(wrapped.obs_space),
-        critic_obs=critic,
-        actions=str(wrapped.action_space),
-        autoreset="",
-    )
-    inspection = Inspection(wrapped, report)
-    inspection.see_space("obs", wrapped.obs_space)
-    if isinstance(wrapped, GymVecEnv):
-        for name, leaf in tree_leaves(wrapped.raw_obs_space, "obs"):
-            if leaf.dtype not in (np.float32, np.uint8):
-                inspection.say(f"{name} is {leaf.dtype} and kept as float32", problem=False)
-    listens = isinstance(wrapped, (RslRlAdapter, GymVectorEnvAdapter))
-    listener = Listener(wrapped.env) if listens else None  # type: ignore[attr-defined]
+    inspection = Inspection(wrapped)
+    for name, leaf in tree_leaves(wrapped.obs_space, "obs"):
+        if is_channels_last(leaf):
+            inspection.add(f"image {name} {leaf.shape} has its channels last; wrap the environment in ChannelsFirst")
+    for name, leaf in tree_leaves(getattr(wrapped, "raw_obs_space", {}), "obs"):
+        if leaf.dtype not in (np.float32, np.uint8):
+            inspection.add(f"{name} is {leaf.dtype} and kept as float32", problem=False)
+    recorder = None
+    if isinstance(wrapped, (RslRlAdapter, GymVectorEnvAdapter)):
+        recorder = wrapped.env = ResultRecorder(wrapped.env)
     try:
-        if listener is not None:
-            wrapped.env = listener  # type: ignore[attr-defined]
-        run(wrapped, inspection, listener, num_steps, seed)
+        run(wrapped, inspection, recorder, num_steps, seed)
     finally:
-        if listener is not None:
-            wrapped.env = listener.inner  # type: ignore[attr-defined]
-    report.contract, report.autoreset = contract_of(wrapped)
+        if recorder is not None:
+            wrapped.env = recorder.inner  # type: ignore[attr-defined]
     inspection.conclude()
-    return report
+    return inspection.report
 
 
-def run(env: VecEnv, inspection: Inspection, listener: Listener | None, num_steps: int, seed: int) -> None:
-    """Step through, at half time close to the time limit, where episodes can be moved there."""
-    generator = torch.Generator().manual_seed(seed)
+def run(env: VecEnv, inspection: Inspection, recorder: ResultRecorder | None, num_steps: int, seed: int) -> None:
+    """Step through; halfway, move the episodes close to the time limit where the environment allows it."""
+    actions = batch_space(env.action_space, env.num_envs)
+    actions.seed(seed)
+    start = getattr(env.action_space, "start", 0)  # policies number discrete actions from 0
     env.reset()
     try:
         for step in range(num_steps):
-            if (
-                step == num_steps // 2
-                and hasattr(env, "episode_length_buf")
-                and (env.max_episode_length or 0) > num_steps
-            ):
-                buffer: Tensor = env.episode_length_buf  # type: ignore[attr-defined]
-                env.episode_length_buf = torch.full_like(buffer, (env.max_episode_length or 0) - 3)  # type: ignore[attr-defined]
-            record = env.step(random_actions(env, generator))
+            limit = env.max_episode_length or 0
+            if step == num_steps // 2 and hasattr(env, "episode_length_buf") and limit > num_steps:
+                env.episode_length_buf = torch.full_like(env.episode_length_buf, limit - 3)  # type: ignore[attr-defined]
+            action = torch.as_tensor(actions.sample() - start, device=env.device)
+            record = env.step(action.float() if action.is_floating_point() else action)
             inspection.report.steps += 1
-            if listener is not None and listener.answers:
-                inspection.see_raw(listener.answers)
-            inspection.see(record)
+            if recorder is not None and recorder.results:
+                inspection.check_results(recorder.results)
+            inspection.check_record(record)
         env.reset()
-    except Exception as error:  # the report is where a user looks for what went wrong
-        inspection.say(f"step {inspection.report.steps} raised {type(error).__name__}: {error}")
+    except Exception as error:  # any error of the environment belongs in the report
+        inspection.add(f"step {inspection.report.steps} raised {type(error).__name__}: {error}")
+
+
+def describe(space: spaces.Space) -> str:
+    """Shapes and dtypes of a space in a line."""
+    if isinstance(space, Mapping):
+        return ", ".join(f"{name} {leaf.shape} {leaf.dtype}" for name, leaf in tree_leaves(space))
+    return f"{space.shape} {space.dtype}" if isinstance(space, spaces.Box) else str(space)
+
+
+class ResultRecorder:
+    """Forwards to an environment and keeps its last two step results, before an adapter converts them."""
+
+    def __init__(self, env: Any) -> None:
+        self.inner = env
+        self.results: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def step(self, actions: Any) -> Any:
+        """Step and keep the result."""
+        result = self.inner.step(actions)
+        # Both stay alive: freed memory would be allocated again and look like a reused buffer.
+        self.results = [*self.results[-1:], result]
+        return result
+
+
+class Inspection:
+    """Collects findings from the steps of one environment."""
+
+    def __init__(self, env: VecEnv) -> None:
+        self.env = env
+        self.report = EnvReport(
+            adapter=env.adapter,
+            contract="",
+            num_envs=env.num_envs,
+            device=str(env.device),
+            obs=describe(env.obs_space),
+            critic_obs="the same" if env.critic_obs_space is env.obs_space else describe(env.critic_obs_space),
+            actions=str(env.action_space),
+            autoreset=env.autoreset,
+        )
+        self.kept: list[tuple[str, Tensor, Tensor]] = []
+        self.final_names: set[str] = set()
+        self.num_ended = self.num_truncated = 0
+
+    def add(self, text: str, problem: bool = True) -> None:
+        """Add a finding once."""
+        findings = self.report.problems if problem else self.report.notes
+        if text not in findings:
+            findings.append(text)
+
+    def check_results(self, results: Sequence[Any]) -> None:
+        """Check the results of the environment itself, before they were adapted."""
+        obs, privileged, rewards, dones, extras = read_step(results[-1])
+        self.final_names |= {name for name in FINAL_OBS_NAMES if extras.get(name) is not None}
+        groups = {"obs": obs, **({} if privileged is None else {"privileged_obs": privileged})}
+        before = dict(tree_leaves({"obs": read_step(results[0])[0]})) if len(results) == 2 else {}
+        for name, leaf in tree_leaves(groups):
+            if not isinstance(leaf, (Tensor, np.ndarray)):
+                continue
+            tensor = torch.as_tensor(leaf)
+            if stored_dtype(tensor.dtype) != tensor.dtype:
+                self.add(f"{name} is {str(tensor.dtype)[6:]} and kept as float32", problem=False)
+            if name in before and torch.as_tensor(before[name]).data_ptr() == tensor.data_ptr():
+                promised = bool(getattr(self.env, "returns_fresh_tensors", False))
+                rest = ", but the environment says returns_fresh_tensors" if promised else "; canter copies it"
+                self.add(f"{name} is one buffer that every step overwrites{rest}", problem=promised)
+        rewards, dones = torch.as_tensor(rewards), torch.as_tensor(dones)
+        if rewards.dim() == 2:
+            self.add(f"rewards have shape {tuple(rewards.shape)} and are taken as ({len(rewards)},)", problem=False)
+        if dones.dtype != torch.bool:
+            self.add(f"dones are {str(dones.dtype)[6:]} and taken as bool", problem=False)
+
+    def check_record(self, record: StepRecord) -> None:
+        """Check one record."""
+        for name, leaf, copy in self.kept:
+            if not torch.equal(leaf.nan_to_num(), copy.nan_to_num()):
+                self.add(f"{name} of an earlier step was overwritten; return new tensors from step")
+        parts = {"obs": record.obs, "critic_obs": record.critic_obs, "reward": record.reward}
+        self.kept = [(name, leaf, leaf.clone()) for name, leaf in tree_leaves(parts)]
+        ended = record.done
+        if record.final_obs is not None:
+            parts["final_obs"] = tree_map(lambda leaf: leaf[ended], record.final_obs)
+        for name, leaf in tree_leaves(parts):
+            if leaf.is_floating_point() and not torch.isfinite(leaf).all():
+                rows = (~torch.isfinite(leaf)).flatten(1).any(1) if leaf.dim() > 1 else ~torch.isfinite(leaf)
+                self.add(f"{name} is not finite in environment(s) {rows.nonzero().flatten().tolist()[:8]}")
+        for name in ("reward", "terminated", "truncated", "valid"):
+            tensor, dtype = getattr(record, name), torch.float32 if name == "reward" else torch.bool
+            if tensor.shape != (self.env.num_envs,) or tensor.dtype != dtype:
+                got = f"{tuple(tensor.shape)} {tensor.dtype}"
+                self.add(f"{name} must be ({self.env.num_envs},) {dtype}, got {got}")
+        for name, space in (("obs", self.env.obs_space), ("critic_obs", self.env.critic_obs_space)):
+            want = {n: (self.env.num_envs, *leaf.shape) for n, leaf in tree_leaves(space, name)}
+            got = {n: tuple(leaf.shape) for n, leaf in tree_leaves(getattr(record, name), name)}
+            if want != got:
+                self.add(f"{name} has shapes {got}, its space says {want}")
+        self.num_ended += int(ended.sum())
+        self.num_truncated += int(record.truncated.sum())
+
+    def conclude(self) -> None:
+        """Report the contract, the source of final observations and the bootstrap."""
+        report, env = self.report, self.env
+        # Some adapters know the contract only after the first step.
+        report.contract = env.contract or f"canter.envs.VecEnv ({type(env).__name__})"
+        by_canter = env.autoreset != "same step"
+        if by_canter:
+            report.final_obs = "the observation of the step that ended the episode"
+        elif self.num_ended:
+            names = " and ".join(f"extras[{name!r}]" for name in sorted(self.final_names))
+            report.final_obs = (names or "given in the record") if env.gives_final_obs else "none"
+        if by_canter or (self.num_truncated and env.gives_final_obs):
+            report.bootstrap = "time-outs continue with the value of the final observation"
+        elif self.num_truncated:
+            report.bootstrap = "time-outs continue with the value of the state before the last step (an approximation)"
+            self.add("put the observation before the reset in extras['final_obs'] for an exact bootstrap", False)
+        elif self.num_ended:
+            report.bootstrap = "none so far: every end was terminal"
+            self.add("no end was a time-out; if the task has a time limit, set extras['time_outs']", False)

@@ -1,4 +1,4 @@
-"""Who sees which components of an observation: some hidden from the actor, the past and the last action added."""
+"""`ObsComponents`: hides parts of an observation from the actor, and adds past values and the last action."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from canter.envs.records import told
-from canter.envs.torch_envs.base import row_where
+from canter.envs.records import fill_extras
 from canter.envs.vec_env import StepRecord, VecEnv
-from canter.envs.wrappers import VecEnvWrapper
+from canter.envs.wrappers import VecEnvWrapper, checked_layout
 from canter.utils.obs_layout import ObsLayout, Segments
 from canter.utils.tree import Obs
 
@@ -22,10 +21,10 @@ Parts = dict[str, Tensor]
 
 
 class ObsComponents(VecEnvWrapper):
-    """Names the parts of a flat observation and says which of them the actor and the critic see.
+    """Names the parts of a flat observation and selects those that the actor and the critic see.
 
     `ObsComponents(env, {"position": 8, "velocity": 9}, actor=["position"])` hides the velocities from the actor and
-    leaves them to the critic. A window `history={"position": 5}` is one more component, `position_history`, of shape
+    keeps them for the critic. A window `history={"position": 5}` is one more component, `position_history`, of shape
     (5, 8), oldest first, filled with the first observation when an episode begins.
 
     Args:
@@ -33,8 +32,8 @@ class ObsComponents(VecEnvWrapper):
         segments: Names and sizes of the observation's parts, in order; those of the environment if None.
         actor: Components the actor sees; all if None.
         critic: Components the critic sees; all of them, its own included, if None.
-        history: Component -> steps of the window of it; `last_action` may be one.
-        last_action: Add the component `last_action`: what was done before, 0 at first.
+        history: Component -> number of steps in its window; `last_action` may be one.
+        last_action: Add the component `last_action`: the previous action, 0 at first.
     """
 
     def __init__(
@@ -48,8 +47,7 @@ class ObsComponents(VecEnvWrapper):
     ) -> None:
         super().__init__(env)
         self._shares = env.critic_obs_space is env.obs_space
-        self._source = source_layout(env.obs_space, segments or env.obs_segments)
-        self._critic_source = self._source
+        self._source = self._critic_source = source_layout(env.obs_space, segments or env.obs_segments)
         if not self._shares:
             self._critic_source = source_layout(env.critic_obs_space, env.critic_obs_segments)
         history = dict(history or {})
@@ -78,38 +76,39 @@ class ObsComponents(VecEnvWrapper):
         self.critic_obs_space = self.obs_space if self._is_one else spaces.Box(-np.inf, np.inf, (self._critic.width,))
 
     def reset(self) -> tuple[Obs, Obs]:
-        """Start every episode anew."""
+        """Start a new episode in every environment."""
         return self._begin(*self.env.reset())
 
     def get_observations(self) -> tuple[Obs, Obs]:
-        """The current observation and the critic's."""
+        """Return the current observation and the critic's."""
         obs, critic_obs = self.env.get_observations()
-        return (
-            self._views(obs, critic_obs, self._windows, self._last_action)
-            if self._has_started
-            else self._begin(obs, critic_obs)
-        )
+        if not self._has_started:
+            return self._begin(obs, critic_obs)
+        return self._views(obs, critic_obs, self._windows, self._last_action)
 
     def step(self, actions: Tensor) -> StepRecord:
         """Apply one action per environment."""
-        done_before = self._as_component(actions)
+        applied = self._as_component(actions)
         record = super().step(actions)
         final = record.final_obs, record.final_critic_obs
         if record.final_obs is not None:
-            final = self._views(*final, self._shifted(record.final_obs, done_before), done_before)
+            final = self._views(*final, self._shifted(record.final_obs, applied), applied)
         # Where the step after an episode's end only resets, the new episode begins there.
-        begins = ~record.valid if self.has_invalid_steps else record.done
-        last_action = done_before.masked_fill(begins.unsqueeze(-1), 0.0)
+        begins = ~record.valid if self.has_invalid_steps else record.terminated | record.truncated
+        last_action = applied.masked_fill(begins.unsqueeze(-1), 0.0)
         parts = self._parts(record.obs, last_action)
         for name, window in self._shifted(record.obs, last_action).items():
             filled = parts[name].unsqueeze(1).expand_as(window)
-            self._windows[name].copy_(row_where(begins, filled, window))  # in place: a graph may hold it
+            # In place: a graph may hold the buffer.
+            self._windows[name].copy_(torch.where(begins.view(-1, 1, 1), filled, window))
         self._last_action.copy_(last_action)
         obs, critic_obs = self._views(record.obs, record.critic_obs, self._windows, self._last_action)
-        return told(record._replace(obs=obs, critic_obs=critic_obs, final_obs=final[0], final_critic_obs=final[1]))
+        return fill_extras(
+            record._replace(obs=obs, critic_obs=critic_obs, final_obs=final[0], final_critic_obs=final[1])
+        )
 
     def get_state(self) -> dict[str, Any] | None:
-        """What the wrapped environment needs to continue exactly here, and the windows."""
+        """Return the state of the wrapped environment, the windows and the last action."""
         inner = self.env.get_state()
         if inner is None:
             return None
@@ -117,7 +116,7 @@ class ObsComponents(VecEnvWrapper):
         return {"env": inner, "windows": windows, "last_action": self._last_action.clone()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from what `get_state` returned."""
+        """Continue from a result of `get_state`."""
         self.env.set_state(state["env"])
         for name, window in self._windows.items():
             window.copy_(state["windows"][name])
@@ -141,13 +140,13 @@ class ObsComponents(VecEnvWrapper):
 
     def _views(self, obs: Any, critic_obs: Any, windows: Parts, last_action: Tensor) -> tuple[Any, Any]:
         past = {f"{name}_history": window.flatten(1) for name, window in windows.items()}
-        seen = {**self._parts(obs, last_action), **past}
-        actor = torch.cat([seen[name] for name in self._actor.shapes], dim=-1)
+        parts = {**self._parts(obs, last_action), **past}
+        actor = torch.cat([parts[name] for name in self._actor.shapes], dim=-1)
         if self._is_one or critic_obs is None:
             return actor, actor if self._is_one else None
         if not self._shares:
-            seen = {**self._critic_source.split(critic_obs), LAST_ACTION: last_action, **past}
-        return actor, torch.cat([seen[name] for name in self._critic.shapes], dim=-1)
+            parts = {**self._critic_source.split(critic_obs), LAST_ACTION: last_action, **past}
+        return actor, torch.cat([parts[name] for name in self._critic.shapes], dim=-1)
 
     def _as_component(self, actions: Tensor) -> Tensor:
         if not self._last_action.shape[1]:
@@ -160,20 +159,16 @@ class ObsComponents(VecEnvWrapper):
 
 
 def source_layout(space: spaces.Space, segments: Segments | None) -> ObsLayout:
-    """Where the parts of a flat observation are."""
+    """Layout of the parts of a flat observation."""
     if not isinstance(space, spaces.Box) or len(space.shape) != 1:
         raise TypeError(f"ObsComponents wants flat observations, got {space}; wrap the environment in FlattenObs first")
-    layout = ObsLayout(segments or {"obs": space.shape})
-    if layout.width != space.shape[0]:
-        raise ValueError(f"segments {layout.shapes} add up to {layout.width} values, the observation has {space.shape}")
-    return layout
+    return checked_layout(segments or {"obs": space.shape}, space.shape[0], "segments")
 
 
 def action_bounds(space: spaces.Space, device: torch.device) -> tuple[Tensor, ...]:
-    """Lowest and highest values of a continuous action; nothing for a discrete one."""
+    """Lowest and highest values of a continuous action; an empty tuple for a discrete one."""
     if isinstance(space, spaces.Discrete):
         return ()
     if not isinstance(space, spaces.Box):
         raise TypeError(f"last_action is for Box and Discrete actions, not for {space}")
-    low, high = (torch.as_tensor(end.ravel(), dtype=torch.float32, device=device) for end in (space.low, space.high))
-    return low, high
+    return tuple(torch.as_tensor(end.ravel(), dtype=torch.float32, device=device) for end in (space.low, space.high))

@@ -1,4 +1,4 @@
-"""An environment that costs almost nothing, for measuring everything else."""
+"""An environment with almost no cost, for measuring everything else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POOL = 8
 class DummyVecEnv(VecEnv):
     """Random observations and rewards that ignore the action; every episode ends at the time limit.
 
-    Numbers are drawn once and shown in turn, so that a step is a handful of small operations.
+    The numbers are drawn once and repeat every `POOL` steps, so that a step is a handful of small operations.
     """
 
     def __init__(
@@ -44,16 +44,16 @@ class DummyVecEnv(VecEnv):
         self.seed(seed)
 
     def seed(self, seed: int) -> None:
-        """Draw the numbers anew."""
+        """Draw new numbers."""
         generator = torch.Generator(self.device).manual_seed(seed)
 
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, device=self.device)
+        def draw(*shape: int) -> tuple[Tensor, ...]:
+            return torch.randn(POOL, self.num_envs, *shape, generator=generator, device=self.device).unbind()
 
-        self._pools = [draw(POOL, self.num_envs, width).unbind() for width in self._widths]
-        self._rewards = draw(POOL, self.num_envs).unbind()
-        self._turn = 0
-        self._current = self._shown(0)
+        self._pools = [draw(width) for width in self._widths]
+        self._rewards = draw()
+        self._num_steps = 0
+        self._current = self._pair(0)
 
     @property
     def episode_length_buf(self) -> Tensor:
@@ -65,51 +65,45 @@ class DummyVecEnv(VecEnv):
         self._episode_length.copy_(value)
 
     def reset(self) -> tuple[Obs, Obs]:
-        """Start every episode anew."""
+        """Start a new episode in every environment."""
         self._episode_length.zero_()
-        self._turn = 0
-        self._current = self._shown(0)
+        self._num_steps = 0
+        self._current = self._pair(0)
         return self._current
 
     def get_observations(self) -> tuple[Obs, Obs]:
-        """The current observation and the critic's."""
+        """Return the current observation and the critic's."""
         return self._current
 
     def step(self, actions: Tensor) -> StepRecord:
-        """Show the next numbers."""
+        """Return the next numbers."""
         if actions.shape != (self.num_envs, *(self.action_space.shape or ())):
             raise ValueError(f"actions have shape {tuple(actions.shape)}; wanted {(self.num_envs, self.num_actions)}")
-        self._turn += 1
+        self._num_steps += 1
         self._episode_length.add_(1)
         truncated = self._episode_length >= (self.max_episode_length or 2**62)
         self._episode_length.masked_fill_(truncated, 0)
-        final = self._shown(self._turn)
-        first = self._shown(self._turn + 1)
+        final, first = self._pair(self._num_steps), self._pair(self._num_steps + 1)
         rows = truncated.unsqueeze(1)
         obs = torch.where(rows, first[0], final[0])
         self._current = (obs, obs if final[1] is final[0] else torch.where(rows, first[1], final[1]))
         extras: dict[str, Any] = {"terminated": self._terminated, "truncated": truncated, "time_outs": truncated}
         extras["final_observation"] = final[0] if final[1] is final[0] else {"obs": final[0], "critic_obs": final[1]}
-        reward = self._rewards[self._turn % POOL]
+        reward = self._rewards[self._num_steps % POOL]
         return StepRecord(*self._current, reward, self._terminated, truncated, *final, self._valid, extras)
 
     def get_state(self) -> dict[str, Any]:
-        """Episode lengths and whose turn it is."""
-        obs, critic_obs = self._current
-        return {
-            "episode_length": self._episode_length.clone(),
-            "turn": self._turn,
-            "obs": obs,
-            "critic_obs": critic_obs,
-        }
+        """Return the episode lengths, the number of steps and the current observations."""
+        lengths, (obs, critic_obs) = self._episode_length.clone(), self._current
+        return {"episode_length": lengths, "turn": self._num_steps, "obs": obs, "critic_obs": critic_obs}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue exactly where `get_state` was called."""
         self._episode_length.copy_(state["episode_length"])
-        self._turn = int(state["turn"])
+        self._num_steps = int(state["turn"])
         obs = state["obs"].to(self.device)
         self._current = (obs, obs if len(self._pools) == 1 else state["critic_obs"].to(self.device))
 
-    def _shown(self, turn: int) -> tuple[Any, Any]:
-        """Observation and critic's observation of one turn."""
-        return self._pools[0][turn % POOL], self._pools[-1][turn % POOL]
+    def _pair(self, step: int) -> tuple[Any, Any]:
+        """Observation and critic's observation of one step."""
+        return self._pools[0][step % POOL], self._pools[-1][step % POOL]

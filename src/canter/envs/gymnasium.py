@@ -1,31 +1,37 @@
-"""Gymnasium's single environments, stepped together in one process."""
+"""Single Gymnasium environments stepped together in one process, and the conversion between arrays and tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
+from gymnasium.vector.utils import batch_space, iterate
 from torch import Tensor
 
-from canter.envs.groups import split_groups, split_space
-from canter.envs.host import ActionCast, Rows, empty_rows, put_row, rows_to_obs, spawn_seeds, stored_space
+from canter.envs.records import split_groups, split_space
 from canter.envs.vec_env import StepRecord, VecEnv
 from canter.utils.tree import Obs
 
 EnvSource = gymnasium.Env | Callable[[], gymnasium.Env]
+Rows = np.ndarray | dict[str, Any]
 
 
 class GymVecEnv(VecEnv):
     """Steps Gymnasium environments one after the other and resets each in the step that ends its episode.
 
     Args:
-        env_fns: functions that make one environment each (or environments), or a single one.
-        clip_actions: clamp continuous actions to the bounds of their Box.
+        env_fns: Functions that make one environment each (or environments), or a single one.
+        device: Device of the returned tensors.
+        seed: Seed of the first episodes; every environment gets a stream of its own.
+        clip_actions: Clip continuous actions to the bounds of their Box.
     """
+
+    contract = "gymnasium.Env"
+    autoreset = "by canter, in the same step"
 
     def __init__(
         self,
@@ -40,18 +46,19 @@ class GymVecEnv(VecEnv):
         self.envs = [source if isinstance(source, gymnasium.Env) else source() for source in sources]
         self.num_envs = len(self.envs)
         self.device = torch.device(device)
-        self._on_host = self.device.type == "cpu"
+        self._on_cpu = self.device.type == "cpu"
         first = self.envs[0]
         for index, env in enumerate(self.envs):
             if (env.observation_space, env.action_space) != (first.observation_space, first.action_space):
                 raise ValueError(f"environment {index} has other spaces than environment 0")
         self.raw_obs_space = first.observation_space
         self._stored = stored_space(self.raw_obs_space)
-        # Arrays of this shape are copied row by row without further ado: the usual case, and the fastest.
+        # Arrays of this shape are copied row by row without conversion: the usual case, and the fastest.
         self._row_shape = self.raw_obs_space.shape if isinstance(self.raw_obs_space, spaces.Box) else None
         self.obs_space, self.critic_obs_space = split_space(self._stored)
+        self._has_groups = self.obs_space is not self._stored
         self.action_space = first.action_space
-        self._cast = ActionCast(self.action_space, self.num_envs, clip_actions)
+        self._to_array = ActionCast(self.action_space, self.num_envs, clip_actions)
         self._as_list = isinstance(self.action_space, spaces.Discrete)
         self.max_episode_length = (first.spec and first.spec.max_episode_steps) or 1000
         self._valid = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
@@ -61,38 +68,37 @@ class GymVecEnv(VecEnv):
             self.seed(seed)
 
     def seed(self, seed: int) -> None:
-        """Give every environment its own stream from the next `reset` on."""
+        """Give every environment its own random stream from the next `reset` on."""
         self._seeds = spawn_seeds(seed, self.num_envs)
 
     def reset(self) -> tuple[Obs, Obs]:
-        """Start every episode anew."""
+        """Start a new episode in every environment."""
         seeds: Sequence[int | None] = self._seeds or [None] * self.num_envs
         self._seeds = None
-        rows = empty_rows(self._stored, self.num_envs)
+        self._current = empty_rows(self._stored, self.num_envs)
         for index, env in enumerate(self.envs):
-            put_row(rows, index, env.reset(seed=seeds[index])[0], self.raw_obs_space)
-        self._current = rows
-        return self._to_obs(rows)
+            put_row(self._current, index, env.reset(seed=seeds[index])[0], self.raw_obs_space)
+        return self.get_observations()
 
     def get_observations(self) -> tuple[Obs, Obs]:
-        """The current observation and the critic's."""
-        return self.reset() if self._current is None else self._to_obs(self._current)
+        """Return the current observation and the critic's."""
+        return self.reset() if self._current is None else split_groups(rows_to_obs(self._current, self.device))
 
     def step(self, actions: Tensor) -> StepRecord:
         """Step every environment once."""
         if self._current is None:
             self.reset()
-        batch = self._cast(actions)
-        rows, final = empty_rows(self._stored, self.num_envs), None
-        rewards = np.empty(self.num_envs, np.float32)
-        flags = np.zeros((2, self.num_envs), np.bool_)  # terminated, truncated
+        num_envs, row_shape = self.num_envs, self._row_shape
+        batch = self._to_array(actions)
+        rows, final = empty_rows(self._stored, num_envs), None
+        rewards = np.empty(num_envs, np.float32)
+        flags = np.zeros((2, num_envs), np.bool_)  # terminated, truncated
         infos = []
-        row_shape = self._row_shape
         for index, (env, action) in enumerate(zip(self.envs, batch.tolist() if self._as_list else batch, strict=True)):
-            obs, rewards[index], terminated, truncated, info = env.step(action)
-            if terminated or truncated:
-                flags[0 if terminated else 1, index] = True
-                final = empty_rows(self._stored, self.num_envs) if final is None else final
+            obs, rewards[index], is_terminal, is_cut_off, info = env.step(action)
+            if is_terminal or is_cut_off:
+                flags[0 if is_terminal else 1, index] = True
+                final = empty_rows(self._stored, num_envs) if final is None else final
                 put_row(final, index, obs, self.raw_obs_space)
                 obs, _ = env.reset()
             if row_shape is not None and getattr(obs, "shape", None) == row_shape:
@@ -101,38 +107,25 @@ class GymVecEnv(VecEnv):
                 put_row(rows, index, obs, self.raw_obs_space)
             infos.append(info)
         self._current = rows
-        return self._record(rows, final, rewards, flags, infos)
-
-    def _record(
-        self, rows: Rows, final: Rows | None, rewards: np.ndarray, flags: np.ndarray, infos: list[dict[str, Any]]
-    ) -> StepRecord:
-        obs, critic_obs = self._to_obs(rows)
-        reward, terminated, truncated = (torch.from_numpy(array) for array in (rewards, flags[0], flags[1]))
-        if not self._on_host:
+        reward = torch.from_numpy(rewards)
+        terminated, truncated = torch.from_numpy(flags[0]), torch.from_numpy(flags[1])
+        if not self._on_cpu:
             reward, terminated, truncated = (part.to(self.device) for part in (reward, terminated, truncated))
-        extras: dict[str, Any] = {
-            "terminated": terminated,
-            "truncated": truncated,
-            "time_outs": truncated,
-            "infos": infos,
-        }
+        extras = {"terminated": terminated, "truncated": truncated, "time_outs": truncated, "infos": infos}
+        is_plain = self._on_cpu and isinstance(rows, np.ndarray)
+        obs = critic_obs = torch.from_numpy(rows) if is_plain else rows_to_obs(rows, self.device)
         final_obs = final_critic_obs = None
         if final is not None:
-            whole = rows_to_obs(final, self.device)
-            final_obs, final_critic_obs = split_groups(whole)
-            extras["final_observation"] = whole
+            final_obs = final_critic_obs = extras["final_observation"] = rows_to_obs(final, self.device)
+        if self._has_groups:
+            obs, critic_obs = split_groups(obs)
+            final_obs, final_critic_obs = split_groups(final_obs)
         return StepRecord(
             obs, critic_obs, reward, terminated, truncated, final_obs, final_critic_obs, self._valid, extras
         )
 
-    def _to_obs(self, rows: Rows) -> tuple[Obs, Obs]:
-        if self._on_host and isinstance(rows, np.ndarray):
-            obs = torch.from_numpy(rows)
-            return obs, obs
-        return split_groups(rows_to_obs(rows, self.device))
-
     def render(self) -> Any:
-        """A picture of the first environment, if it was made with `render_mode="rgb_array"`."""
+        """Return an image of the first environment, if it was made with `render_mode="rgb_array"`."""
         return self.envs[0].render() if self.envs[0].render_mode == "rgb_array" else None
 
     def close(self) -> None:
@@ -142,7 +135,7 @@ class GymVecEnv(VecEnv):
 
 
 class GymVecEnvContinuous(GymVecEnv):
-    """`GymVecEnv` for Box actions, refusing any other."""
+    """`GymVecEnv` for Box actions; any other action space is an error."""
 
     def __init__(
         self,
@@ -154,3 +147,103 @@ class GymVecEnvContinuous(GymVecEnv):
         super().__init__(env_fns, device, seed, clip_actions)
         if not isinstance(self.action_space, spaces.Box):
             raise TypeError(f"GymVecEnvContinuous needs a Box action space, got {self.action_space}; use GymVecEnv")
+
+
+class ActionCast:
+    """Converts a tensor of actions to the array that an environment's action space requires."""
+
+    def __init__(self, space: spaces.Space, num_envs: int, clip: bool = True) -> None:
+        if not isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete)):
+            raise TypeError(f"actions must be Box, Discrete or MultiDiscrete, not {space}")
+        self.space, self.shape = space, (num_envs, *(space.shape or ()))
+        self.bounds = self.start = None
+        if not isinstance(space, spaces.Box):
+            self.start = space.start if np.any(space.start) else None
+        elif not np.all(space.low <= space.high):
+            raise ValueError(f"the action space {space} has a lower bound above its upper bound")
+        elif clip and (np.isfinite(space.low).any() or np.isfinite(space.high).any()):
+            self.bounds = (space.low, space.high)
+
+    def __call__(self, actions: Tensor) -> np.ndarray:
+        """(N, ...) actions within bounds, in the dtype of the space."""
+        array = actions.numpy(force=True)
+        if array.shape != self.shape:
+            if array.size != np.prod(self.shape) or array.shape[:1] != self.shape[:1]:
+                raise ValueError(f"actions have shape {array.shape}; the environment wants {self.shape} ({self.space})")
+            array = array.reshape(self.shape)
+        array = array.astype(self.space.dtype, copy=True)
+        if self.bounds is not None:
+            np.clip(array, *self.bounds, out=array)
+        elif self.start is not None:
+            array += self.start
+        return array
+
+
+def stored_space(space: spaces.Space) -> spaces.Space:
+    """Space of an observation as canter stores it: Boxes of uint8 or float32, in a Dict where they are named."""
+    if isinstance(space, spaces.Dict):
+        # A list keeps the order of the names, a dict would be sorted.
+        return spaces.Dict([(name, stored_space(part)) for name, part in space.spaces.items()])
+    if not isinstance(space, spaces.Box):
+        # Discrete parts become one-hot, Tuple parts are concatenated.
+        space = spaces.flatten_space(space)
+    if not isinstance(space, spaces.Box):
+        raise TypeError(f"observations of the space {space} have no tensor form; use Box, Dict or Discrete spaces")
+    if space.dtype in (np.dtype(np.uint8), np.dtype(np.float32)):
+        return space
+    return spaces.Box(space.low.astype(np.float32), space.high.astype(np.float32), dtype=np.float32)
+
+
+def empty_rows(stored: spaces.Space, num_envs: int) -> Rows:
+    """A new zeroed array (N, ...) for every leaf of a stored space."""
+    if isinstance(stored, spaces.Dict):
+        return {name: empty_rows(part, num_envs) for name, part in stored.spaces.items()}
+    return np.zeros((num_envs, *(stored.shape or ())), stored.dtype)
+
+
+def put_row(rows: Rows, index: int, obs: Any, space: spaces.Space, name: str = "obs") -> None:
+    """Write one environment's observation, an element of `space`, into row `index`."""
+    if isinstance(rows, dict):
+        parts = space.spaces  # type: ignore[attr-defined]
+        if set(obs) != set(rows):
+            raise ValueError(f"observation {name!r} of environment {index} has {sorted(obs)}, expected {sorted(rows)}")
+        for key, part in rows.items():
+            put_row(part, index, obs[key], parts[key], f"{name}.{key}" if name != "obs" else key)
+        return
+    obs = np.asarray(obs if isinstance(space, spaces.Box) else spaces.flatten(space, obs))
+    if obs.shape != rows.shape[1:]:
+        # A row of another shape might be broadcast silently.
+        raise ValueError(
+            f"observation {name!r} of environment {index} has shape {obs.shape}, expected {rows.shape[1:]}"
+        )
+    rows[index] = obs
+
+
+def rows_to_obs(rows: Rows, device: torch.device) -> Obs:
+    """Rows as tensors; on the CPU they share memory, so the rows must not be written again."""
+    if isinstance(rows, dict):
+        return {name: rows_to_obs(part, device) for name, part in rows.items()}
+    tensor = torch.from_numpy(rows)
+    return tensor if device.type == "cpu" else tensor.to(device)
+
+
+def batch_to_rows(batch: Any, space: spaces.Space, num_envs: int, name: str = "obs") -> Rows:
+    """New arrays in stored dtypes from a batched observation of a vector environment."""
+    if isinstance(space, spaces.Dict):
+        if not isinstance(batch, Mapping) or set(batch) != set(space.spaces):
+            got = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+            raise ValueError(f"observation {name!r} is {got}, expected the keys {sorted(space.spaces)}")
+        return {k: batch_to_rows(batch[k], part, num_envs, k) for k, part in space.spaces.items()}
+    if isinstance(space, spaces.Discrete):
+        return np.eye(int(space.n), dtype=np.float32)[np.asarray(batch, np.int64).reshape(num_envs) - int(space.start)]
+    if not isinstance(space, spaces.Box):
+        return np.array([spaces.flatten(space, x) for x in iterate(batch_space(space, num_envs), batch)], np.float32)
+    array = np.array(batch, np.uint8 if space.dtype == np.uint8 else np.float32)
+    if array.shape != (num_envs, *space.shape):
+        raise ValueError(f"observation {name!r} has shape {array.shape}, expected {(num_envs, *space.shape)}")
+    return array
+
+
+def spawn_seeds(seed: int, num_envs: int) -> list[int]:
+    """One independent seed per environment."""
+    return [int(child.generate_state(1)[0]) for child in np.random.SeedSequence(seed).spawn(num_envs)]

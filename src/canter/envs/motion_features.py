@@ -1,4 +1,4 @@
-"""Motion features for environments that give none: windows of the last frames of a part of the observation."""
+"""Motion features for environments without any: windows of the last frames of a part of the observation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canter.envs.records import told
+from canter.envs.records import fill_extras
 from canter.envs.vec_env import StepRecord, VecEnv
 from canter.envs.wrappers import VecEnvWrapper
 from canter.utils.obs_layout import ObsLayout
@@ -16,7 +16,7 @@ from canter.utils.tree import Obs
 
 
 class MotionFeatures(VecEnvWrapper):
-    """Adds `extras["observations"]["ref_obs"]` (N, frames, d), oldest frame first, as APPO wants it.
+    """Adds `extras["observations"]["ref_obs"]` (N, frames, d), oldest frame first, the input of APPO.
 
     A window never spans a reset: it begins as copies of an episode's first frame, and the last one of an episode is in
     `extras["final_observation"]["ref_obs"]`.
@@ -25,7 +25,7 @@ class MotionFeatures(VecEnvWrapper):
         env: The environment.
         features: Columns of the observation, or names of its segments; all of it if None.
         frames: Length of the window, in control steps.
-        privileged: Take them from the critic's observation.
+        privileged: Read them from the critic's observation.
     """
 
     def __init__(
@@ -40,51 +40,47 @@ class MotionFeatures(VecEnvWrapper):
         columns = feature_columns(features, segments, width)
         self.columns = torch.tensor(columns, device=env.device)
         self.history = torch.zeros(env.num_envs, frames, len(columns), device=env.device)
-        self._begin(*env.get_observations())
+        self._fill(*env.get_observations())
 
-    def take(self, obs: Any, critic_obs: Any) -> Tensor:
-        """(N, d) one frame."""
-        return (critic_obs if self.privileged else obs)[:, self.columns]
+    def _frame(self, obs: Any, critic_obs: Any) -> Tensor:
+        return (critic_obs if self.privileged else obs)[:, self.columns].unsqueeze(1)  # (N, 1, d)
 
-    def _begin(self, obs: Any, critic_obs: Any) -> None:
-        self.history.copy_(self.take(obs, critic_obs).unsqueeze(1).expand_as(self.history))
+    def _fill(self, obs: Any, critic_obs: Any) -> None:
+        self.history.copy_(self._frame(obs, critic_obs).expand_as(self.history))
 
     def reset(self) -> tuple[Obs, Obs]:
-        """Start every episode anew."""
+        """Start a new episode in every environment."""
         obs, critic_obs = super().reset()
-        self._begin(obs, critic_obs)
+        self._fill(obs, critic_obs)
         return obs, critic_obs
 
     def step(self, actions: Tensor) -> StepRecord:
-        """Apply one action per environment; tensor code, so that it may be captured."""
+        """Apply one action per environment; tensor code that may be captured."""
         record = super().step(actions)
-        frame = self.take(record.obs, record.critic_obs).unsqueeze(1)
+        frame = self._frame(record.obs, record.critic_obs)
         window = torch.cat([self.history[:, 1:], frame], 1)
-        groups: dict[str, Any] = {}
+        groups = {}
         if record.final_obs is not None and (record.final_critic_obs is not None or not self.privileged):
-            last = self.take(record.final_obs, record.final_critic_obs).unsqueeze(1)
+            last = self._frame(record.final_obs, record.final_critic_obs)
             groups["ref_obs"] = torch.cat([self.history[:, 1:], last], 1)
-        begins = (record.done | ~record.valid).view(-1, 1, 1)
+        begins = (record.terminated | record.truncated | ~record.valid).view(-1, 1, 1)
         self.history.copy_(torch.where(begins, frame.expand_as(window), window))
-        given = record.extras.get("observations")
-        extras = {**record.extras, "observations": {**(given or {}), "ref_obs": self.history.clone()}}
-        final = record.extras.get("final_observation")
-        known = {n: g for n, g in final.items() if n not in ("obs", "critic_obs")} if isinstance(final, dict) else {}
-        return told(record._replace(extras=extras), {**known, **groups})
+        observations = {**(record.extras.get("observations") or {}), "ref_obs": self.history.clone()}
+        return fill_extras(record._replace(extras={**record.extras, "observations": observations}), groups)
 
     def get_state(self) -> dict[str, Any] | None:
-        """What the wrapped environment needs to continue exactly here, and the windows."""
+        """Return the state of the wrapped environment and the windows."""
         inner = super().get_state()
         return None if inner is None else {"env": inner, "history": self.history.clone()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from what `get_state` returned."""
+        """Continue from a result of `get_state`."""
         super().set_state(state["env"])
         self.history.copy_(state["history"])
 
 
 def feature_columns(features: Sequence[int | str] | None, segments: Any, width: int) -> list[int]:
-    """The columns that are meant by numbers and names, in the order given."""
+    """Columns of the observation for numbers and segment names, in the order given."""
     layout = ObsLayout(segments or {"obs": (width,)})
     columns: list[int] = []
     for feature in range(width) if features is None else features:

@@ -1,4 +1,4 @@
-"""From whatever an environment answered to one step record: dtypes, episode-end flags and final observations."""
+"""Builds a `StepRecord` from the results of any environment: dtypes, groups, end flags and final observations."""
 
 from __future__ import annotations
 
@@ -8,15 +8,30 @@ from typing import Any
 
 import numpy as np
 import torch
+from gymnasium import spaces
 from torch import Tensor
 
-from canter.envs.final_obs import FINAL_CRITIC_OBS_NAMES, FINAL_OBS_NAMES, known_final, merge_infos
-from canter.envs.groups import split_groups
-from canter.envs.host import check_per_env
 from canter.envs.vec_env import StepRecord
+from canter.utils.tree import Obs, tree_leaves, tree_map
 
-Extras = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+# Names in use for the actor's group, and for the critic's, in order of preference.
+ACTOR_GROUPS = ("obs", "policy", "actor", "actor_obs")
+CRITIC_GROUPS = ("privileged_obs", "critic_obs", "critic")
+# MuJoCo Playground's pair: "state" alone is an ordinary key of a dict observation, so both must be present.
+PLAYGROUND_PAIR = ("state", "privileged_state")
 
+# final_obs: Gymnasium and Isaac Lab; final_observation: ManiSkill, ApexRL and Gymnasium < 1.0; terminal: mjlab;
+# terminal_obs: an AMP fork of rsl_rl; final_observations: Holosoma; terminal_observation: SB3.
+# extras["observations"]["raw"], of FastTD3's Playground, is read if none of these is present.
+FINAL_OBS_NAMES = (
+    "final_obs",
+    "final_observation",
+    "terminal",
+    "terminal_obs",
+    "final_observations",
+    "terminal_observation",
+)
+FINAL_CRITIC_OBS_NAMES = ("final_critic_obs", "final_critic_observation", "final_privileged_obs")
 DISAGREEMENT = (
     "dones differ from terminated | truncated; an episode ends where either says so, "
     "and without bootstrap where only dones says so"
@@ -26,32 +41,79 @@ _warned: set[str] = set()
 
 
 def warn_once(message: str) -> None:
-    """Warn, but never twice with the same words."""
+    """Warn, but never twice with the same message."""
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, stacklevel=3)
 
 
+def stored_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which canter stores an observation: uint8 stays (images), everything else becomes float32."""
+    return dtype if dtype == torch.uint8 else torch.float32
+
+
+def to_tensor(value: Any, device: torch.device | None = None, copy: bool = False) -> Tensor:
+    """One observation leaf in its stored dtype on `device`; with `copy` it shares no memory with `value`."""
+    leaf = torch.as_tensor(value).detach()
+    device = device or leaf.device
+    return leaf.to(device, stored_dtype(leaf.dtype), copy=copy, memory_format=torch.contiguous_format)
+
+
+def to_obs(obs: Any, device: torch.device | None = None, copy: bool = False) -> Obs:
+    """An observation of tensors or arrays as tensors or plain dicts of tensors, in stored dtypes."""
+    return tree_map(lambda leaf: to_tensor(leaf, device, copy), obs)
+
+
+def check_per_env(shape: Sequence[int], name: str, num_envs: int) -> None:
+    """Raise unless the shape is (N,), (N, 1) or, for one environment, that of a scalar."""
+    if tuple(shape) not in {(num_envs,), (num_envs, 1)} and not (num_envs == 1 and not shape):
+        raise ValueError(f"{name} of {num_envs} environments must have shape ({num_envs},), got {tuple(shape)}")
+
+
 def per_env(
     value: Any, dtype: torch.dtype, name: str, num_envs: int, device: torch.device, copy: bool = False
 ) -> Tensor:
-    """(N,) from (N,), (N, 1) or, for one environment, a scalar, of any dtype; any other shape is an error."""
+    """(N,) tensor from (N,), (N, 1) or, for one environment, a scalar, of any dtype; any other shape is an error."""
     tensor = torch.as_tensor(value).detach()
     check_per_env(tensor.shape, name, num_envs)
     return tensor.reshape(num_envs).to(device, dtype, copy=copy)
 
 
+def group_names(groups: Mapping[str, Any]) -> tuple[str, str | None] | None:
+    """The actor's group and the critic's (None if it has none of its own); None if `groups` is one dict observation."""
+    if all(name in groups for name in PLAYGROUND_PAIR):
+        return PLAYGROUND_PAIR
+    actor = next((name for name in ACTOR_GROUPS if name in groups), None)
+    if actor is None:
+        return None
+    return actor, next((name for name in CRITIC_GROUPS if groups.get(name) is not None), None)
+
+
+def split_groups(obs: Any) -> tuple[Any, Any]:
+    """The actor's and the critic's part of an observation; the same object where the critic has none of its own."""
+    names = group_names(obs) if isinstance(obs, Mapping) else None
+    return (obs, obs) if names is None else (obs[names[0]], obs[names[1] or names[0]])
+
+
+def split_space(space: spaces.Space) -> tuple[spaces.Space, spaces.Space]:
+    """The spaces of the two parts of an observation that `split_groups` returns."""
+    # `name in space` of a Dict space tests whether the name is a sample of it.
+    return (
+        split_groups(space.spaces) if isinstance(space, spaces.Dict) and group_names(space.spaces) else (space, space)
+    )
+
+
 class EndWatch:
-    """Learns, without waiting for the device, whether any row it was shown is true; it may learn a few steps late."""
+    """Reports, without waiting for the device, whether any mask so far had a true row; may be a few steps late."""
 
     def __init__(self, device: torch.device) -> None:
-        with torch.inference_mode(False):  # it may be made by a rollout and written to by whatever comes after
+        with torch.inference_mode(False):  # may be constructed in inference mode and written to outside it
             self._any = torch.zeros((), dtype=torch.bool, device=device)
             self._copy = torch.zeros((), dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self._seen = np.from_dlpack(self._copy)  # a view: copies from the device arrive in it by themselves
+        self._seen = np.from_dlpack(self._copy)  # a view: asynchronous copies from the device arrive in it
 
     def __call__(self, mask: Tensor) -> bool:
-        """Look at one more mask."""
+        """Add one mask."""
         self._any.logical_or_(mask.any())
         self._copy.copy_(self._any, non_blocking=True)
         return bool(self._seen)
@@ -60,15 +122,8 @@ class EndWatch:
 _disagreements: dict[torch.device, EndWatch] = {}
 
 
-def flags_disagree(mask: Tensor) -> bool:
-    """Whether any mask shown so far was true anywhere, as far as the host knows."""
-    if mask.device not in _disagreements:
-        _disagreements[mask.device] = EndWatch(mask.device)
-    return _disagreements[mask.device](mask)
-
-
 def end_flags(dones: Any, extras: Mapping[str, Any], num_envs: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """`terminated` and `truncated` (N,), disjoint, from `dones` and whatever of the two the extras tell."""
+    """`terminated` and `truncated` (N,), disjoint, from `dones` and whichever flags the extras contain."""
 
     def flag(name: str, value: Any) -> Tensor:
         return per_env(value, torch.bool, name, num_envs, device)
@@ -79,7 +134,7 @@ def end_flags(dones: Any, extras: Mapping[str, Any], num_envs: int, device: torc
     if truncated is not None:
         truncated = flag("truncated", truncated)
     elif extras.get("time_outs") is not None:
-        # legged_gym writes time_outs only on steps that reset something: it is stale on the others.
+        # legged_gym writes time_outs only on steps that reset an environment: it is stale on the others.
         truncated = flag("time_outs", extras["time_outs"]) & done
     if terminated is None:
         truncated = torch.zeros_like(done) if truncated is None else truncated
@@ -89,10 +144,71 @@ def end_flags(dones: Any, extras: Mapping[str, Any], num_envs: int, device: torc
         truncated = done & ~terminated if truncated is None else truncated
     ended = terminated | truncated
     # Without "truncated" they agree by construction.
-    if extras.get("truncated") is not None and DISAGREEMENT not in _warned and flags_disagree(ended != done):
-        warn_once(DISAGREEMENT)
+    if extras.get("truncated") is not None and DISAGREEMENT not in _warned:
+        if done.device not in _disagreements:
+            _disagreements[done.device] = EndWatch(done.device)
+        if _disagreements[done.device](ended != done):
+            warn_once(DISAGREEMENT)
     terminated = terminated | (done & ~ended)
     return terminated, truncated & ~terminated
+
+
+def find_final(extras: Mapping[str, Any]) -> Any:
+    """The final observation under any name that environments use, None if there is none."""
+    for name in FINAL_OBS_NAMES:
+        value = extras.get(name)
+        # "terminal" is also the name of a flag in some environments.
+        if value is not None and (name != "terminal" or isinstance(value, Mapping)):
+            return value
+    groups = extras.get("observations")
+    return groups.get("raw") if isinstance(groups, Mapping) else None
+
+
+def full_final(final: Any, done: Tensor, copy: bool = False) -> Any:
+    """A final observation as a full batch on the device of `done`; rows of running episodes may hold anything."""
+    if isinstance(final, Mapping) and "env_ids" in final and "observations" in final:
+        ids = torch.as_tensor(final["env_ids"]).reshape(-1)
+        return tree_map(lambda leaf: _scatter(leaf, ids, done), final["observations"])
+    batch = tree_map(lambda leaf: _full_leaf(leaf, done), final)
+    if any(leaf is None for _, leaf in tree_leaves(batch)):
+        return None
+    return to_obs(batch, done.device, copy)
+
+
+def _full_leaf(leaf: Any, done: Tensor) -> Any:
+    if isinstance(leaf, (list, tuple)) or (isinstance(leaf, np.ndarray) and leaf.dtype == object):
+        return _stack_rows(list(leaf), done)
+    leaf = torch.as_tensor(leaf)
+    num_envs = len(done)
+    if leaf.dim() and leaf.shape[0] == num_envs:
+        return leaf
+    # Only rows of ended environments: finding their indices waits for the device.
+    indices = done.nonzero().squeeze(1)
+    if leaf.dim() == 0 or leaf.shape[0] != len(indices):
+        raise ValueError(
+            f"final observation has shape {tuple(leaf.shape)}; its first dimension must be "
+            f"{num_envs} (every environment) or {len(indices)} (those that ended)"
+        )
+    return _scatter(leaf, indices, done) if len(indices) else None
+
+
+def _scatter(rows: Any, indices: Tensor, done: Tensor) -> Tensor:
+    leaf = to_tensor(rows, done.device)
+    return leaf.new_zeros(len(done), *leaf.shape[1:]).index_copy_(0, indices.to(done.device, torch.int64), leaf)
+
+
+def _stack_rows(rows: Sequence[Any], done: Tensor) -> Any:
+    """A batch from one entry per environment; entries of running episodes may be None."""
+    example = next((row for row in rows if row is not None), None)
+    if example is None:
+        return None
+    if isinstance(example, Mapping):
+        return {k: _stack_rows([None if row is None else row[k] for row in rows], done) for k in example}
+    for index, ended in enumerate(done.tolist()):
+        if ended and rows[index] is None:
+            raise ValueError(f"environment {index} ended, but its final observation is None")
+    blank = np.zeros_like(np.asarray(example))
+    return torch.as_tensor(np.stack([blank if row is None else np.asarray(row) for row in rows]))
 
 
 def step_record(
@@ -100,46 +216,74 @@ def step_record(
     critic_obs: Any,
     rewards: Any,
     dones: Any,
-    extras: Extras | None,
+    extras: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
     valid: Tensor | None = None,
     *,
     device: torch.device | None = None,
     split: Callable[[Any], tuple[Any, Any]] = split_groups,
     copy: bool = False,
 ) -> StepRecord:
-    """One step record from the answers of any environment.
+    """Build a step record from the results of any environment.
 
-    `obs` and `critic_obs` may be None where only the rest is wanted. A final observation without a critic's part
-    stands for both if the two observations are the same object (or None), else the critic's is unknown. `split` takes
-    the two parts out of a final observation; `copy` makes every tensor independent of what the environment holds.
+    `obs` and `critic_obs` may be None where only the rest is needed. A final observation without a critic's part
+    serves both if the two observations are the same object, otherwise the critic's is unknown. `extras` may be one
+    info per environment, as SB3 returns them. `split` returns the actor's and the critic's part of a final
+    observation. With `copy`, every tensor is independent of the environment's buffers.
     """
-    given = dict(extras) if isinstance(extras, Mapping) else merge_infos(extras or ())
+    if isinstance(extras, Mapping):
+        given = dict(extras)
+    else:
+        infos = extras or ()
+        names = {name: None for info in infos for name in info if name in FINAL_OBS_NAMES}
+        given = {"infos": infos, **{name: [info.get(name) for info in infos] for name in names}}
     rewards = torch.as_tensor(rewards)
     target: torch.device = rewards.device if device is None else device
     num_envs = rewards.shape[0] if rewards.dim() else 1
     reward = per_env(rewards, torch.float32, "rewards", num_envs, target, copy)
     terminated, truncated = end_flags(dones, given, num_envs, target)
     done = terminated | truncated
-    final_obs, final_critic_obs, others = known_final(given, done, split, critic_obs is obs, copy)
     if valid is None:
         valid = per_env(given.get("valid", torch.ones_like(done)), torch.bool, "valid", num_envs, target, copy)
+    found = find_final(given)
+    batch = None if found is None else full_final(found, done, copy)
+    final_obs = final_critic_obs = None
+    others: dict[str, Any] = {}
+    if batch is not None:
+        final_obs, final_critic_obs = split(batch)
+        if isinstance(batch, Mapping) and batch is not final_obs:
+            others = {
+                n: group for n, group in batch.items() if group is not final_obs and group is not final_critic_obs
+            }
+        named = next((given[name] for name in FINAL_CRITIC_OBS_NAMES if given.get(name) is not None), None)
+        if named is not None:
+            final_critic_obs = full_final(named, done, copy)
+        elif final_critic_obs is final_obs and critic_obs is not obs:
+            final_critic_obs = None
+    given.pop("final_observation", None)
     record = StepRecord(obs, critic_obs, reward, terminated, truncated, final_obs, final_critic_obs, valid, given)
-    return told(record, others)
+    return fill_extras(record, others)
 
 
-def told(record: StepRecord, final_groups: Mapping[str, Any] | None = None) -> StepRecord:
-    """The record with its flags and final observations also in `extras`, for readers that get only those."""
+def fill_extras(record: StepRecord, final_groups: Mapping[str, Any] | None = None) -> StepRecord:
+    """Copy the record's flags and final observations into `extras`, for code that receives only those.
+
+    `final_groups` are final observation groups of neither the actor nor the critic, AMP features for example; those
+    that `extras` contains already are kept.
+    """
     extras = {name: value for name, value in record.extras.items() if name not in _FINAL_NAMES}
     extras.update(
         terminated=record.terminated, truncated=record.truncated, time_outs=record.truncated, valid=record.valid
     )
-    final = record.final_obs
+    final, earlier = record.final_obs, record.extras.get("final_observation")
     if final is not None:
-        if isinstance(final, Mapping) or final_groups or record.final_critic_obs is not final:
-            final = {**(final_groups or {}), "obs": final}
-            if record.final_critic_obs is not None and record.final_critic_obs is not record.final_obs:
-                final["critic_obs"] = record.final_critic_obs
-        extras["final_observation"] = final
+        groups = dict(final_groups or {})
+        if isinstance(earlier, Mapping) and "obs" in earlier:
+            groups = {**{n: g for n, g in earlier.items() if n not in (*ACTOR_GROUPS, *CRITIC_GROUPS)}, **groups}
+        if isinstance(final, Mapping) or groups or record.final_critic_obs is not final:
+            groups["obs"] = final
+            if record.final_critic_obs is not None and record.final_critic_obs is not final:
+                groups["critic_obs"] = record.final_critic_obs
+        extras["final_observation"] = groups or final
     return record._replace(extras=extras)
 
 

@@ -1,4 +1,14 @@
-"""Environments of the rsl_rl family and their relatives (the kinds are listed in rsl_answers.py)."""
+"""Environments with the interface of rsl_rl, of its relatives and of ApexRL.
+
+| kind               | get_observations()     | step(actions)                                             |
+|--------------------|------------------------|-----------------------------------------------------------|
+| rsl_rl 1.x         | tensor                 | obs, privileged or None, rewards, dones, infos            |
+| AMP_for_hardware   | tensor                 | the same, ended env ids, terminal AMP states              |
+| rsl_rl 2.x, st_rl  | (tensor, extras)       | obs, rewards, dones, extras with "observations"           |
+| rsl_rl 3.x to 5.x  | TensorDict or dict     | groups, rewards, dones, extras                            |
+| ApexRL             | tensor or mapping      | obs, rewards, dones, extras                               |
+| batched Gymnasium  | (reset) obs, info      | obs, rewards, terminated, truncated, info                 |
+"""
 
 from __future__ import annotations
 
@@ -10,35 +20,41 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from canter.envs.groups import Segments, checked_segments, group_names, join_groups, resolve_sets
-from canter.envs.host import check_action_space, space_of
-from canter.envs.records import EndWatch, step_record, warn_once
-from canter.envs.rsl_answers import Groups, gather_groups, read_start, read_step
-from canter.envs.tensors import take_obs
+from canter.envs.records import EndWatch, group_names, split_groups, step_record, to_obs, warn_once
 from canter.envs.vec_env import StepRecord, VecEnv, flat_size
-from canter.envs.wrappers import Forwarding
+from canter.envs.wrappers import Forwarding, checked_layout
 from canter.utils.tree import Obs, tree_leaves
+
+Groups = dict[str, Any]
+Segments = dict[str, tuple[int, ...]]
 
 
 def attribute(env: Any, name: str, default: Any = None) -> Any:
-    """`env.name`, looked for in the innermost environment too: Gymnasium's wrappers forward nothing."""
+    """`env.name`, read from the innermost environment if `env` lacks it: Gymnasium's wrappers forward nothing."""
     inner = getattr(env, "unwrapped", env)
     return getattr(env, name, getattr(inner, name, default))
 
 
 def is_batched(env: Any) -> bool:
-    """Whether `env` looks like many environments of the rsl_rl kind."""
+    """Whether `env` has the attributes of a batch of environments of the rsl_rl kind."""
     if isinstance(env, type) or not callable(getattr(env, "step", None)):
         return False
     return hasattr(env, "get_observations") or (attribute(env, "num_envs") is not None and hasattr(env, "reset"))
 
 
+def is_apexrl(env: Any) -> bool:
+    """Whether `env` is batched and states its spaces as ApexRL does."""
+    return is_batched(env) and any(hasattr(env, name) for name in ("observation_space_gym", "action_space_gym"))
+
+
 class RslRlAdapter(Forwarding, VecEnv):
-    """One environment of the rsl_rl family as a `VecEnv`; attributes it does not know come from the environment.
+    """An environment of the rsl_rl or ApexRL kind as a `VecEnv`; unknown attributes are read from the environment.
 
     Args:
-        obs_groups: which groups the sets "actor" (or "policy") and "critic" consist of; several are concatenated.
-        device: the learner's; the environment's own by default.
+        env: The environment.
+        obs_groups: Groups of the sets "actor" (or "policy") and "critic"; several groups are concatenated.
+        device: Device of the learner; the environment's own by default.
+        seed: Passed to the environment's `seed`.
     """
 
     def __init__(
@@ -48,28 +64,47 @@ class RslRlAdapter(Forwarding, VecEnv):
         device: torch.device | str | None = None,
         seed: int | None = None,
     ) -> None:
+        if type(getattr(env, "unwrapped", env)).__module__.startswith("mani_skill."):
+            raise TypeError("a bare ManiSkill environment does not reset itself; wrap it in ManiSkillVectorEnv first")
         self.env = env
         self.num_envs = int(self._required("num_envs"))
         self.action_space = self._find_action_space()
-        self.obs_groups = dict(obs_groups or {})
         self._fresh = bool(attribute(env, "returns_fresh_tensors", False))
         self._env_device = attribute(env, "device")
         limit = attribute(env, "max_episode_length")
         self.max_episode_length = None if limit is None else int(torch.as_tensor(limit).max())
-        self._asks_privileged = hasattr(env, "get_privileged_observations")
+        self._calls_privileged = hasattr(env, "get_privileged_observations")
         self._num_steps = 0
         self.kind = "tensor observations"
-        """What the answers of the environment look like."""
+        """Format of the environment's observations and step results."""
         if seed is not None:
             self.seed(seed)
         self._target = None if device is None else torch.device(device)
-        groups = self._take(*self._start())
+        groups = self._start()
         self.device = self._target or next(leaf.device for _, leaf in tree_leaves(groups))
-        self._used, self._layout = self._find_layout(groups)
-        self._current = self._select(groups)
-        self._declare_spaces(groups)
+        # Group names of the actor's and of the critic's observation; None where the groups are one dict observation.
+        self._sets: tuple[list[str], list[str]] | None = None
+        if obs_groups or group_names(groups) is not None:
+            self._sets = resolve_sets(groups, obs_groups or {})
+        self._used = list(groups) if self._sets is None else list(dict.fromkeys(self._sets[0] + self._sets[1]))
+        leaves = tree_leaves({name: groups[name] for name in self._used})
+        self._layout = {name: (tuple(leaf.shape), leaf.dtype) for name, leaf in leaves}
+        self._current = obs, critic_obs = self._select(groups)
+        self.obs_space = space_of(obs)
+        self.critic_obs_space = self.obs_space if critic_obs is obs else space_of(critic_obs)
+        self.obs_segments = self._segments(groups, 0, self.obs_space, "obs_segments")
+        self.critic_obs_segments = self._segments(
+            groups, 1, self.critic_obs_space, "critic_obs_segments", "privileged_obs_segments"
+        )
+        if self.critic_obs_segments is None and critic_obs is obs:
+            self.critic_obs_segments = self.obs_segments
         self._watch = EndWatch(self.device)
         self._is_new = True
+
+    @property
+    def contract(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Interface of the environment, shown by `check_env`."""
+        return f"rsl_rl style, {self.kind}"
 
     def _required(self, name: str) -> Any:
         value = attribute(self.env, name)
@@ -81,145 +116,104 @@ class RslRlAdapter(Forwarding, VecEnv):
         for name in ("action_space_gym", "single_action_space", "action_space"):
             space = attribute(self.env, name)
             if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
-                return check_action_space(space)
+                return space
             if name == "single_action_space" and isinstance(space, spaces.Box):
                 return space
         return spaces.Box(-np.inf, np.inf, (int(self._required("num_actions")),))
 
-    def _start(self) -> tuple[Any, Any, Mapping[str, Any]]:
-        """The first observation, by `reset` if there is one."""
+    def _start(self) -> Groups:
+        """The groups of the first observation, by `reset` if there is one."""
         reset, get = (getattr(self.env, name, None) for name in ("reset", "get_observations"))
-        answer = reset() if callable(reset) else None
-        if answer is None:
+        result = reset() if callable(reset) else None
+        if result is None:
             if not callable(get):
                 raise TypeError(
-                    f"{type(self.env).__name__} has neither a reset() nor a get_observations() that answers"
+                    f"{type(self.env).__name__} has neither a reset() nor a get_observations() that returns any"
                 )
-            answer = get()
-        if isinstance(answer, tuple) and isinstance(answer[-1], Mapping):
+            result = get()
+        obs, second = result[:2] if isinstance(result, tuple) and len(result) > 1 else (result, None)
+        if isinstance(second, Mapping):
             self.kind = "2.x (observation and extras)"
-        if isinstance(read_start(answer)[0], Mapping):
+        if isinstance(obs, Mapping):
             self.kind = "3.x and later (observation groups)"
-        return read_start(answer)
+        return self._groups(obs, None, second) if isinstance(second, Mapping) else self._groups(obs, second, {})
 
-    def _take(self, obs: Any, privileged: Any, extras: Mapping[str, Any]) -> Groups:
-        """The groups of one answer as tensors of the learner's own."""
+    def _groups(self, obs: Any, privileged: Any, extras: Mapping[str, Any]) -> Groups:
+        """Every observation of one result by its group's name, as tensors that the environment does not write to."""
         groups = gather_groups(obs, privileged, extras)
-        if self._asks_privileged and (group_names(groups) or ("", None))[1] is None:
+        if self._calls_privileged and (group_names(groups) or ("", None))[1] is None:
             privileged = self.env.get_privileged_observations()
-            self._asks_privileged = privileged is not None
+            self._calls_privileged = privileged is not None
             groups = gather_groups(obs, privileged, extras)
-        return take_obs(groups, self._target, copy=not self._fresh)  # type: ignore[return-value]
-
-    def _find_layout(self, groups: Groups) -> tuple[list[str], dict[str, tuple[Any, ...]]]:
-        """Names of the groups that matter, and what each of their leaves must look like ever after."""
-        if not self.obs_groups and group_names(groups) is None:
-            used = list(groups)
-        else:
-            actor, critic = resolve_sets(groups, self.obs_groups)
-            used = list(dict.fromkeys(actor + critic))
-        leaves = tree_leaves({name: groups[name] for name in used})
-        return used, {name: (tuple(leaf.shape), leaf.dtype) for name, leaf in leaves}
+        return to_obs(groups, self._target, copy=not self._fresh)  # type: ignore[return-value]
 
     def _check_layout(self, groups: Groups) -> None:
-        seen = dict(tree_leaves({name: groups[name] for name in self._used if name in groups}))
-        if len(seen) == len(self._layout):
-            wrong = [n for n, leaf in seen.items() if self._layout.get(n) != (tuple(leaf.shape), leaf.dtype)]
-        else:
-            wrong = sorted(set(seen) ^ set(self._layout))
-        if not wrong and list(seen) != list(self._layout):
-            raise ValueError(
-                f"observations came in another order at step {self._num_steps}: "
-                f"expected {list(self._layout)}, got {list(seen)}"
-            )
+        found = dict(tree_leaves({name: groups[name] for name in self._used if name in groups}))
+        layout = {name: (tuple(leaf.shape), leaf.dtype) for name, leaf in found.items()}
+        wrong = sorted(n for n in {**layout, **self._layout} if layout.get(n) != self._layout.get(n))
         if wrong:
             name = wrong[0]
-            got = (tuple(seen[name].shape), seen[name].dtype) if name in seen else "nothing"
             raise ValueError(
                 f"observation group {name!r} changed at step {self._num_steps}: "
-                f"expected {self._layout.get(name, 'nothing')}, got {got}"
+                f"expected {self._layout.get(name, 'nothing')}, got {layout.get(name, 'nothing')}"
+            )
+        if list(layout) != list(self._layout):
+            raise ValueError(
+                f"observations came in another order at step {self._num_steps}: "
+                f"expected {list(self._layout)}, got {list(layout)}"
             )
 
     def _select(self, groups: Groups) -> tuple[Obs, Obs]:
-        """The actor's and the critic's observation out of the groups."""
-        if not self.obs_groups and group_names(groups) is None:
+        """The actor's and the critic's observation from the groups."""
+        if self._sets is None:
             return groups, groups
-        actor, critic = resolve_sets(groups, self.obs_groups)
-        obs = self._join(groups, actor)[0]
-        return obs, obs if critic == actor else self._join(groups, critic)[0]
-
-    @staticmethod
-    def _join(groups: Groups, names: list[str]) -> tuple[Obs, Segments | None]:
-        # ApexRL's actors are written for the dict under these names.
-        if names in (["obs"], ["privileged_obs"], ["critic_obs"]):
-            return groups[names[0]], None
-        return join_groups(groups, names)
+        actor, critic = self._sets
+        obs = join_groups(groups, actor)[0]
+        return obs, obs if critic == actor else join_groups(groups, critic)[0]
 
     def _split_final(self, final: Any) -> tuple[Any, Any]:
-        if not isinstance(final, Mapping):
-            return final, final
-        missing = [name for name in self._used if name not in final]
-        if not missing:
-            return self._select(dict(final))
-        found = group_names(final)
-        return (final, final) if found is None else (final[found[0]], final[found[1] or found[0]])
+        is_whole = isinstance(final, Mapping) and all(name in final for name in self._used)
+        return self._select(dict(final)) if is_whole else split_groups(final)
 
-    def _declare_spaces(self, groups: Groups) -> None:
-        obs, critic_obs = self._current
-        self.obs_space = space_of(obs)
-        self.critic_obs_space = self.obs_space if critic_obs is obs else space_of(critic_obs)
-        names = (
-            ([], []) if group_names(groups) is None and not self.obs_groups else resolve_sets(groups, self.obs_groups)
-        )
-        for attr, owners, space, group in (
-            ("obs_segments", ("obs_segments",), self.obs_space, names[0]),
-            (
-                "critic_obs_segments",
-                ("critic_obs_segments", "privileged_obs_segments"),
-                self.critic_obs_space,
-                names[1],
-            ),
-        ):
-            stated = next((s for s in (attribute(self.env, owner) for owner in owners) if s is not None), None)
-            if stated is not None and isinstance(space, spaces.Box):
-                setattr(self, attr, checked_segments(stated, flat_size(space), attr))
-            elif group:
-                setattr(self, attr, self._join(groups, group)[1])
-        if self.critic_obs_segments is None and self.critic_obs_space is self.obs_space:
-            self.critic_obs_segments = self.obs_segments
+    def _segments(self, groups: Groups, index: int, space: spaces.Space, *names: str) -> Segments | None:
+        """Segments that the environment states under one of `names`, or those of the concatenated groups."""
+        stated = next((s for s in (attribute(self.env, name) for name in names) if s is not None), None)
+        if stated is not None and isinstance(space, spaces.Box):
+            return checked_layout(stated, flat_size(space), names[0]).shapes
+        return None if self._sets is None else join_groups(groups, self._sets[index])[1]
 
     def seed(self, seed: int) -> None:
-        """Pass the seed on."""
+        """Seed the environment."""
         if not callable(getattr(self.env, "seed", None)):
             raise NotImplementedError(f"{type(self.env).__name__} has no seed()")
         self.env.seed(seed)
         self._is_new = False
 
     def reset(self) -> tuple[Obs, Obs]:
-        """Start every episode anew; right after construction, unless seeded since, the episodes are new already."""
+        """Start new episodes; right after construction, unless seeded since, the episodes are already new."""
         if not self._is_new:
             if not callable(getattr(self.env, "reset", None)):
                 warn_once(f"{type(self.env).__name__} has no reset(): its episodes go on")
                 return self._current
-            groups = self._take(*self._start())
+            groups = self._start()
             self._check_layout(groups)
             self._current = self._select(groups)
             self._num_steps, self._is_new = 0, True
         return self._current
 
     def get_observations(self) -> tuple[Obs, Obs]:
-        """The current observation and the critic's; never asks the environment again, which might redraw noise."""
+        """Return the last observation and the critic's; the environment is not called, it might redraw noise."""
         return self._current
 
     def step(self, actions: Tensor) -> StepRecord:
         """Apply one action per environment."""
-        answer = self.env.step(actions if self._env_device is None else actions.to(self._env_device))
-        obs, privileged, rewards, dones, extras = read_step(answer)
-        if self._num_steps == 0 and len(answer) != 4:
-            self.kind = "batched Gymnasium" if "terminated" in extras else f"1.x ({len(answer)}-tuple)"
+        result = self.env.step(actions if self._env_device is None else actions.to(self._env_device))
+        obs, privileged, rewards, dones, extras = read_step(result)
+        if self._num_steps == 0 and len(result) != 4:
+            self.kind = "batched Gymnasium" if "terminated" in extras else f"1.x ({len(result)}-tuple)"
         self._num_steps += 1
         self._is_new = False
-        groups = self._take(obs, privileged, extras)
+        groups = self._groups(obs, privileged, extras)
         self._check_layout(groups)
         self._current = self._select(groups)
         if not self._fresh:
@@ -230,15 +224,90 @@ class RslRlAdapter(Forwarding, VecEnv):
         )
         if record.final_obs is not None:
             self.gives_final_obs = True
-        elif self.gives_final_obs and self._watch(record.done):
+        elif self.gives_final_obs and self._watch(record.terminated | record.truncated):
             self.gives_final_obs = False
         return record
 
     def render(self) -> Any:
-        """A picture of the first environment, if the environment renders arrays."""
+        """Return an image of the first environment, if the environment renders arrays."""
         return self.env.render() if attribute(self.env, "render_mode") == "rgb_array" else None
 
     def close(self) -> None:
-        """Close the environment, if it can be."""
+        """Close the environment, if it has a `close`."""
         if callable(getattr(self.env, "close", None)):
             self.env.close()
+
+
+def read_step(result: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+    """Observation, privileged observation or None, rewards, dones and extras from a result of `step`."""
+    result = tuple(result)
+    if len(result) == 4:
+        obs, rewards, dones, extras = result
+        return obs, None, rewards, dones, dict(extras or {})
+    if len(result) == 5 and result[1] is not None and torch.as_tensor(result[1]).dim() < 2:
+        obs, rewards, terminated, truncated, extras = result
+        flags = {"terminated": torch.as_tensor(terminated).bool(), "truncated": torch.as_tensor(truncated).bool()}
+        return obs, None, rewards, flags["terminated"] | flags["truncated"], {**(extras or {}), **flags}
+    if len(result) in (5, 7):
+        obs, privileged, rewards, dones, extras, *amp = result
+        more = dict(zip(("reset_env_ids", "terminal_amp_states"), amp, strict=False))
+        return obs, privileged, rewards, dones, {**(extras or {}), **more}
+    raise TypeError(
+        f"step() returned {len(result)} values; it must return (obs, rewards, dones, extras), "
+        "(obs, privileged_obs, rewards, dones, infos) or (obs, rewards, terminated, truncated, info)"
+    )
+
+
+def gather_groups(obs: Any, privileged: Any, extras: Mapping[str, Any]) -> Groups:
+    """Every observation of one result by its group's name; a bare tensor is the group "policy"."""
+    if isinstance(obs, Mapping):
+        groups = dict(obs.items())
+    else:
+        groups = {**(extras.get("observations") or {}), "policy": obs}
+        groups.pop("obs", None)
+    if privileged is not None:
+        groups["critic"] = privileged
+    # Some environments return a tensor of width 0 in place of None.
+    empty = {n for n, g in groups.items() if g is None or (not isinstance(g, Mapping) and g.shape[1:2] == (0,))}
+    return {name: group for name, group in groups.items() if name not in empty}
+
+
+def resolve_sets(groups: Mapping[str, Any], obs_groups: Mapping[str, Sequence[str]]) -> tuple[list[str], list[str]]:
+    """Group names of the actor's and of the critic's observation, by the user's `obs_groups` table."""
+    found = group_names(groups)
+    default_actor = None if found is None else [found[0]]
+    default_critic = None if found is None or found[1] is None else [found[1]]
+    sets = {name: [value] if isinstance(value, str) else list(value) for name, value in obs_groups.items()}
+    actor = sets.get("actor") or sets.get("policy") or default_actor
+    if actor is None:
+        raise KeyError(f"obs_groups names no 'actor' or 'policy' set and the groups {list(groups)} have neither")
+    critic = sets.get("critic") or default_critic or actor
+    for name in (*actor, *critic):
+        if name not in groups:
+            raise KeyError(f"obs_groups asks for the group {name!r}; the environment gives {list(groups)}")
+    return actor, critic
+
+
+def join_groups(groups: Mapping[str, Any], names: Sequence[str]) -> tuple[Obs, Segments | None]:
+    """The named groups as one vector with its segments, or as a flat dict if one of them is not a vector."""
+    # ApexRL's actors take the dict under these names.
+    if len(names) == 1 and names[0] in ("obs", "privileged_obs", "critic_obs"):
+        return groups[names[0]], None
+    leaves = dict(tree_leaves({name: groups[name] for name in names}))
+    if len(leaves) == 1:
+        return next(iter(leaves.values())), None
+    short = [name.rpartition(".")[2] for name in leaves]
+    keys = short if len(set(short)) == len(short) else list(leaves)
+    named = dict(zip(keys, leaves.values(), strict=True))
+    if any(leaf.dim() != 2 or leaf.dtype == torch.uint8 for leaf in named.values()):
+        return named, None
+    return torch.cat(list(named.values()), dim=1), {name: tuple(leaf.shape[1:]) for name, leaf in named.items()}
+
+
+def space_of(obs: Obs) -> spaces.Space:
+    """The space of one row of a batch of observations, with names in the same order."""
+    if isinstance(obs, dict):
+        return spaces.Dict([(name, space_of(part)) for name, part in obs.items()])
+    if obs.dtype == torch.uint8:
+        return spaces.Box(0, 255, tuple(obs.shape[1:]), np.uint8)
+    return spaces.Box(-np.inf, np.inf, tuple(obs.shape[1:]))

@@ -1,7 +1,4 @@
-"""The one environment contract inside canter: N environments stepped together, one record per step.
-
-Everything a learner must know about an episode's end is in the record, so that no algorithm has to guess.
-"""
+"""The environment contract of canter: N environments stepped together, one `StepRecord` per step."""
 
 from __future__ import annotations
 
@@ -18,16 +15,16 @@ from canter.utils.tree import Obs
 
 
 class StepRecord(NamedTuple):
-    """What one step of N environments gave. Tensors are the receiver's to keep: no environment writes to them again."""
+    """Result of one step of N environments. The receiver owns the tensors: no environment writes to them again."""
 
     obs: Obs
     """Observation to act on next; after an episode's end the first of the new episode (see `valid`)."""
     critic_obs: Obs
     """The critic's observation; the same object as `obs` where there is no privileged one."""
     reward: Tensor
-    """(N,) float32, as the environment gave it."""
+    """(N,) float32, unscaled."""
     terminated: Tensor
-    """(N,) bool: the episode ended in a true terminal state, whose future is worth nothing."""
+    """(N,) bool: the episode ended in a true terminal state, whose future value is 0."""
     truncated: Tensor
     """(N,) bool: the episode was cut off, by a time limit for example. Never true where `terminated` is."""
     final_obs: Obs | None
@@ -37,11 +34,11 @@ class StepRecord(NamedTuple):
     valid: Tensor
     """(N,) bool: false where this step only reset an environment and the action was ignored."""
     extras: dict[str, Any]
-    """Whatever else the environment said."""
+    """Everything else that the environment returned."""
 
     @property
     def done(self) -> Tensor:
-        """(N,) bool: an episode ended here, either way."""
+        """(N,) bool: an episode ended here, terminated or truncated."""
         return self.terminated | self.truncated
 
 
@@ -66,19 +63,25 @@ class VecEnv(ABC):
     has_invalid_steps: bool = False
     """Whether `StepRecord.valid` is ever false."""
     gives_final_obs: bool = True
-    """Whether `StepRecord.final_obs` is there whenever a row was truncated."""
+    """Whether `StepRecord.final_obs` is present whenever a row was truncated."""
     overlaps: bool = False
-    """Whether `send` and `recv` are there, a step in two halves, between which the caller can do something else."""
+    """Whether a step has two halves, `send` and `recv`, between which the caller can do other work."""
     capturable: bool = False
-    """Whether `step` is pure tensor code on a fixed shape that may be captured in a CUDA graph."""
+    """Whether `step` is pure tensor code on fixed shapes that may be captured in a CUDA graph."""
+    adapter: str = "none"
+    """Name of the adapter through which `wrap_env` made this object."""
+    contract: str = ""
+    """Interface of the adapted environment, shown by `check_env`."""
+    autoreset: str = "same step"
+    """When an ended episode restarts, shown by `check_env`."""
 
     @abstractmethod
     def reset(self) -> tuple[Obs, Obs]:
-        """Start every episode anew; return the observation and the critic's."""
+        """Start a new episode in every environment; return the observation and the critic's."""
 
     @abstractmethod
     def get_observations(self) -> tuple[Obs, Obs]:
-        """The current observation and the critic's, without stepping; resets once if never reset."""
+        """Return the current observation and the critic's without stepping; reset first if never reset."""
 
     @abstractmethod
     def step(self, actions: Tensor) -> StepRecord:
@@ -86,30 +89,30 @@ class VecEnv(ABC):
 
     def send(self, actions: Tensor) -> None:
         """Begin a step, where `overlaps`."""
-        raise NotImplementedError(f"{type(self).__name__} steps in one go")
+        raise NotImplementedError(f"{type(self).__name__} cannot split a step into send and recv")
 
     def recv(self) -> StepRecord:
-        """End the step that was begun, where `overlaps`."""
-        raise NotImplementedError(f"{type(self).__name__} steps in one go")
+        """Finish the step that `send` began, where `overlaps`."""
+        raise NotImplementedError(f"{type(self).__name__} cannot split a step into send and recv")
 
     def seed(self, seed: int) -> None:
         """Make the episodes from the next `reset` on repeatable."""
         raise NotImplementedError(f"{type(self).__name__} cannot be seeded")
 
     def get_state(self) -> dict[str, Any] | None:
-        """All that `set_state` needs to continue exactly here, as plain containers and tensors; None if unsupported."""
+        """Return all that `set_state` needs to continue exactly here, in plain containers; None if unsupported."""
         return None
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from what `get_state` returned."""
+        """Continue from a result of `get_state`."""
         raise NotImplementedError(f"{type(self).__name__} cannot restore its state")
 
     def render(self) -> Any:
-        """A picture of the first environment as an (H, W, 3) uint8 array, or None."""
+        """Return an image of the first environment as an (H, W, 3) uint8 array, or None."""
         return None
 
-    def close(self) -> None:  # noqa: B027 - most environments hold nothing
-        """Free what the environment holds."""
+    def close(self) -> None:  # noqa: B027 - most environments hold no resources
+        """Release the environment's resources."""
 
     @property
     def num_obs(self) -> int:
@@ -127,9 +130,7 @@ class VecEnv(ABC):
         space = self.action_space
         if isinstance(space, spaces.Discrete):
             return int(space.n)
-        if isinstance(space, spaces.MultiDiscrete):
-            return int(space.nvec.sum())
-        return flat_size(space)
+        return int(space.nvec.sum()) if isinstance(space, spaces.MultiDiscrete) else flat_size(space)
 
 
 def flat_size(space: spaces.Space) -> int:

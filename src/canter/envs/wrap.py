@@ -1,29 +1,68 @@
-"""The one door: anything that looks like environments becomes a `VecEnv`."""
+"""`wrap_env` turns anything that looks like environments into a `VecEnv`, by registered adapters and names."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium
 import torch
 
-from canter.envs.envpool import EnvPoolAdapter, is_envpool
 from canter.envs.gymnasium import GymVecEnv
-from canter.envs.rsl_rl import RslRlAdapter, is_batched
+from canter.envs.gymnasium_vector import EnvPoolAdapter, GymVectorEnvAdapter, is_envpool, make_envpool
+from canter.envs.rsl_rl import RslRlAdapter, is_apexrl, is_batched
 from canter.envs.torch_envs import TORCH_ENVS
 from canter.envs.vec_env import VecEnv
-from canter.envs.vector import GymVectorEnvAdapter
 from canter.envs.wrappers import ToDevice
-from canter.utils.runtime import usable_cores
 
-LOOKED_FOR = """\
-- a canter.envs.VecEnv
-- a gymnasium.vector.VectorEnv or an EnvPool
-- a gymnasium.Env, a function that makes one, or a list of such functions
-- rsl_rl style: num_envs, num_actions, step(actions), and reset() or get_observations()
-- a name: "CartPole-v1" (Gymnasium), "canter/CartPole" (torch-native), "envpool/HalfCheetah-v5\""""
+
+class Adapter(NamedTuple):
+    """A family of environments that `wrap_env` recognises."""
+
+    name: str
+    matches: Callable[[Any], bool]
+    adapt: Callable[..., VecEnv]
+    looks_for: str
+
+
+ADAPTERS: dict[str, Adapter] = {}
+"""Registered adapters; the newest is tried first."""
+ENV_NAMES: dict[str, Callable[..., Any]] = {}
+"""Functions that make environments, by name or by the part of a name before the slash."""
+
+
+def register_adapter(
+    name: str, matches: Callable[[Any], bool], adapt: Callable[..., VecEnv], looks_for: str = ""
+) -> None:
+    """Make `wrap_env` recognise one more family of environments.
+
+    The adapter registered last is tried first, so a user's adapters come before canter's. A known name is replaced.
+
+    Args:
+        name: Name of the family, shown by `check_env`.
+        matches: Whether an object belongs to the family; it is called with any object given to `wrap_env`.
+        adapt: `adapt(env, device, seed, obs_groups)`, a `VecEnv` subclass or function; each argument may be None.
+        looks_for: Description of the objects that match, for error messages; the docstring of `matches` by default.
+    """
+    ADAPTERS.pop(name, None)
+    ADAPTERS[name] = Adapter(name, matches, adapt, looks_for or (matches.__doc__ or "no description").strip())
+
+
+def register_env(name: str, make: Callable[..., Any]) -> None:
+    """Make environments available by name, in `wrap_env`, `make_env` and on the command line.
+
+    Args:
+        name: A full name, "my/reach", or a prefix, "my", for every name "my/<task>".
+        make: `make(task, num_envs, device, seed, render_mode)` with the part after the slash as `task`; returns
+            environments of any kind that `wrap_env` recognises.
+    """
+    ENV_NAMES[name] = make
+
+
+def find_adapter(env: Any) -> Adapter | None:
+    """The adapter registered last that matches `env`."""
+    return next((adapter for adapter in reversed(ADAPTERS.values()) if adapter.matches(env)), None)
 
 
 def wrap_env(
@@ -34,59 +73,53 @@ def wrap_env(
     obs_groups: Mapping[str, Sequence[str]] | None = None,
     render_mode: str | None = None,
 ) -> VecEnv:
-    """Recognise what `env` is and adapt it.
+    """Adapt environments of any registered family to a `VecEnv`.
 
     Args:
-        env: an environment of any kind listed in `LOOKED_FOR`, a function or functions that make one, or a name.
-        device: where the learner wants its tensors; by default where the environment has them.
-        num_envs: how many to make, for a name or a function.
-        seed: makes the episodes repeatable.
-        obs_groups: for rsl_rl-style environments, which observation groups the "actor" and the "critic" see.
-        render_mode: for a name; "rgb_array" makes `render` give pictures.
+        env: An environment, a function that makes one, or a name.
+        device: Device of the learner; by default that of the environment.
+        num_envs: Number of environments to make, for a name or a function.
+        seed: Makes the episodes repeatable.
+        obs_groups: For rsl_rl-style environments, the observation groups of the "actor" and of the "critic".
+        render_mode: For a name; with "rgb_array", `render` returns images.
     """
     if isinstance(env, str):
         return make_env(env, device, num_envs or 1, seed, render_mode)
-    wrapped = _adapt(env, device, num_envs, seed, obs_groups)
+    adapter = None if isinstance(env, type) else find_adapter(env)
+    source = env
+    if adapter is None and callable(env):
+        source = env()
+        adapter = find_adapter(source)
+        if adapter is None:
+            raise TypeError(f"{env!r} returned {source!r}; it must return an environment. {_known_adapters()}")
+        if adapter.name == "Gymnasium" and isinstance(source, gymnasium.Env):
+            source = [source, *(env() for _ in range((num_envs or 1) - 1))]
+    if adapter is None:
+        raise TypeError(f"{type(env).__name__} is no environment that canter knows. {_known_adapters()}")
+    wrapped = adapter.adapt(source, device, seed, obs_groups)
+    if not isinstance(wrapped, VecEnv):
+        raise TypeError(f"the adapter {adapter.name!r} returned {type(wrapped).__name__}, not a canter.envs.VecEnv")
+    if wrapped is not source:
+        wrapped.adapter = adapter.name
     if num_envs is not None and wrapped.num_envs != num_envs:
-        raise ValueError(f"num_envs={num_envs} was asked for, but {type(env).__name__} holds {wrapped.num_envs}")
-    return wrapped
+        raise ValueError(f"num_envs={num_envs} was requested, but {type(env).__name__} holds {wrapped.num_envs}")
+    return on_device(wrapped, device)
 
 
-def _adapt(env: Any, device: Any, num_envs: int | None, seed: int | None, obs_groups: Any) -> VecEnv:
-    if isinstance(env, VecEnv):
-        if seed is not None:
-            env.seed(seed)
-        return env if device is None or same_device(env.device, torch.device(device)) else ToDevice(env, device)
-    if is_envpool(env):
-        return EnvPoolAdapter(env, device)
-    if isinstance(env, gymnasium.vector.VectorEnv):
-        return GymVectorEnvAdapter(env, device, seed)
-    if type(getattr(env, "unwrapped", env)).__module__.startswith("mani_skill."):
-        raise TypeError("a bare ManiSkill environment does not reset itself; wrap it in ManiSkillVectorEnv first")
-    if is_batched(env):
-        return RslRlAdapter(env, obs_groups, device, seed)
-    if isinstance(env, gymnasium.Env):
-        return GymVecEnv(env, device or "cpu", seed)
-    if isinstance(env, Sequence) and env and all(callable(item) or isinstance(item, gymnasium.Env) for item in env):
-        return GymVecEnv(env, device or "cpu", seed)
-    if callable(env):
-        return _from_function(env, device, num_envs, seed, obs_groups)
-    raise TypeError(f"{type(env).__name__} is no environment that canter knows. It looked for:\n{LOOKED_FOR}")
+def _known_adapters() -> str:
+    names = ", ".join(f'"{name}"' if "/" in name else f'"{name}/<task>"' for name in ENV_NAMES)
+    lines = [f"- {adapter.name}: {adapter.looks_for}" for adapter in reversed(ADAPTERS.values())]
+    lines += ["- a function that returns one of these", f"- a name: a Gymnasium id, {names}"]
+    return "\n".join(["Registered adapters, in the order tried:", *lines])
 
 
-def _from_function(make: Callable[[], Any], device: Any, num_envs: int | None, seed: int | None, groups: Any) -> VecEnv:
-    first = make()
-    if isinstance(first, gymnasium.Env) and not is_batched(first) and not is_envpool(first):
-        rest = [make() for _ in range((num_envs or 1) - 1)]
-        return GymVecEnv([first, *rest], device or "cpu", seed)
-    if isinstance(first, str) or callable(first):
-        raise TypeError(f"{make!r} returned {first!r}; it must return an environment")
-    return _adapt(first, device, num_envs, seed, groups)
-
-
-def same_device(a: torch.device, b: torch.device) -> bool:
-    """Whether two devices are one, "cuda" being any CUDA device."""
-    return a.type == b.type and (a.index == b.index or a.index is None or b.index is None)
+def on_device(env: VecEnv, device: torch.device | str | None) -> VecEnv:
+    """`env` itself if it is on `device`, otherwise a wrapper that moves its tensors; "cuda" is any CUDA device."""
+    if device is None:
+        return env
+    a, b = env.device, torch.device(device)
+    same = a.type == b.type and (a.index == b.index or a.index is None or b.index is None)
+    return env if same else ToDevice(env, b)
 
 
 def make_env(
@@ -96,24 +129,82 @@ def make_env(
     seed: int | None = None,
     render_mode: str | None = None,
 ) -> VecEnv:
-    """Make environments by name: "canter/<class>", "envpool/<id>" or a Gymnasium id."""
-    family, _, rest = name.partition("/")
-    if family == "canter":
-        if rest not in TORCH_ENVS:
-            raise ValueError(f"no torch-native environment {rest!r}; there are {', '.join(sorted(TORCH_ENVS))}")
-        return TORCH_ENVS[rest](num_envs, device or "cpu", seed)
-    if family == "envpool":
-        try:
-            envpool = importlib.import_module("envpool")
-        except ImportError as error:
-            raise ImportError(f"{name!r} needs EnvPool: pip install 'canter[envpool]'") from error
-        # As many threads as cores this process may use, which may be fewer than the machine has.
-        options: dict[str, Any] = {"num_threads": min(num_envs, usable_cores())}
-        if seed is not None:
-            options["seed"] = seed
-        if render_mode is not None:
-            options["render_mode"] = render_mode
-        return EnvPoolAdapter(envpool.make(rest, env_type="gymnasium", num_envs=num_envs, **options), device)
-    options = {} if render_mode is None else {"render_mode": render_mode}  # not every environment takes one
-    envs = [gymnasium.make(name, disable_env_checker=True, **options) for _ in range(num_envs)]
+    """Make environments by a registered name or a Gymnasium id.
+
+    "module:name" imports the module first, which may register the name, as Gymnasium does.
+    """
+    module, _, name = name.rpartition(":")
+    if module:
+        importlib.import_module(module)
+    prefix, _, task = name.rpartition("/")
+    make = ENV_NAMES.get(name) or ENV_NAMES.get(prefix)
+    if make is None:
+        make, task = make_gymnasium, name
+    made = make(task, num_envs=num_envs, device=device, seed=seed, render_mode=render_mode)
+    # A VecEnv has its seed already: to seed it again would change its random stream, and EnvPool refuses.
+    return on_device(made, device) if isinstance(made, VecEnv) else wrap_env(made, device, num_envs, seed)
+
+
+def make_torch_env(task: str, num_envs: int, device: Any, seed: int | None, render_mode: str | None) -> VecEnv:
+    """Make one of canter's torch-native environments."""
+    if task not in TORCH_ENVS:
+        raise ValueError(f"no torch-native environment {task!r}; there are {', '.join(sorted(TORCH_ENVS))}")
+    return TORCH_ENVS[task](num_envs, device or "cpu", seed)
+
+
+def make_gymnasium(task: str, num_envs: int, device: Any, seed: int | None, render_mode: str | None) -> VecEnv:
+    """Make the environments of a Gymnasium id."""
+    # Not every environment takes a render mode.
+    options: dict[str, Any] = {} if render_mode is None else {"render_mode": render_mode}
+    envs = [gymnasium.make(task, disable_env_checker=True, **options) for _ in range(num_envs)]
     return GymVecEnv(envs, device or "cpu", seed)
+
+
+def seed_vec_env(env: VecEnv, device: Any, seed: int | None, obs_groups: Any) -> VecEnv:
+    """The environment itself, seeded."""
+    if seed is not None:
+        env.seed(seed)
+    return env
+
+
+def is_gymnasium(env: Any) -> bool:
+    """Whether `env` is a Gymnasium environment, or a list of them or of functions that make them."""
+    if isinstance(env, Sequence) and env:
+        return all(callable(item) or isinstance(item, gymnasium.Env) for item in env)
+    return isinstance(env, gymnasium.Env)
+
+
+# Later adapters are tried first, so each is more specific than those above it.
+register_adapter(
+    "Gymnasium",
+    is_gymnasium,
+    lambda env, device, seed, obs_groups: GymVecEnv(env, device or "cpu", seed),
+    "a gymnasium.Env, or a list of them or of functions that make them",
+)
+register_adapter(
+    "rsl_rl style",
+    is_batched,
+    lambda env, device, seed, obs_groups: RslRlAdapter(env, obs_groups, device, seed),
+    "num_envs, num_actions, step(actions), and reset() or get_observations()",
+)
+register_adapter(
+    "ApexRL style",
+    is_apexrl,
+    lambda env, device, seed, obs_groups: RslRlAdapter(env, obs_groups, device, seed),
+    "the same with observation_space_gym or action_space_gym",
+)
+register_adapter(
+    "Gymnasium vector",
+    lambda env: isinstance(env, gymnasium.vector.VectorEnv),
+    lambda env, device, seed, obs_groups: GymVectorEnvAdapter(env, device, seed),
+    "a gymnasium.vector.VectorEnv",
+)
+register_adapter(
+    "EnvPool",
+    is_envpool,
+    lambda env, device, seed, obs_groups: EnvPoolAdapter(env, device),
+    'an EnvPool made with env_type="gymnasium"',
+)
+register_adapter("canter", lambda env: isinstance(env, VecEnv), seed_vec_env, "a canter.envs.VecEnv, used as it is")
+register_env("canter", make_torch_env)
+register_env("envpool", make_envpool)

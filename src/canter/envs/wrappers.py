@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,14 +12,14 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from canter.envs.groups import Segments
-from canter.envs.records import told
+from canter.envs.records import fill_extras
 from canter.envs.vec_env import StepRecord, VecEnv
+from canter.utils.obs_layout import ObsLayout
 from canter.utils.tree import Obs, tree_leaves, tree_map
 
 
 class Forwarding:
-    """Reads of unknown attributes, and both ways of `episode_length_buf`, go to `self.env`."""
+    """Reads unknown attributes from `self.env`; reads and writes `episode_length_buf` there."""
 
     env: Any
 
@@ -44,24 +44,32 @@ class Forwarding:
         self.env.episode_length_buf = value
 
 
+def checked_layout(segments: Mapping[str, Any], width: int, name: str) -> ObsLayout:
+    """Layout of the segments of a flat observation; an error unless they fill `width` exactly."""
+    layout = ObsLayout(segments)
+    if layout.width != width:
+        sizes = ", ".join(f"{segment} {size}" for segment, size in layout.sizes.items())
+        raise ValueError(f"{name} add up to {layout.width} values ({sizes}), but the observation has {width}")
+    return layout
+
+
 class VecEnvWrapper(Forwarding, VecEnv):
-    """A `VecEnv` that does what `env` does; subclasses change a part of it."""
+    """A `VecEnv` that behaves as `env` does; subclasses change a part of it."""
 
     def __init__(self, env: VecEnv) -> None:
         self.env = env
-        self.num_envs, self.device = env.num_envs, env.device
+        self.num_envs, self.device, self.max_episode_length = env.num_envs, env.device, env.max_episode_length
         self.obs_space, self.critic_obs_space, self.action_space = env.obs_space, env.critic_obs_space, env.action_space
-        self.max_episode_length = env.max_episode_length
         self.obs_segments, self.critic_obs_segments = env.obs_segments, env.critic_obs_segments
         self.has_invalid_steps, self.gives_final_obs = env.has_invalid_steps, env.gives_final_obs
-        self.capturable = env.capturable
+        self.capturable, self.adapter = env.capturable, env.adapter
 
     def reset(self) -> tuple[Obs, Obs]:
-        """Start every episode anew."""
+        """Start a new episode in every environment."""
         return self.env.reset()
 
     def get_observations(self) -> tuple[Obs, Obs]:
-        """The current observation and the critic's."""
+        """Return the current observation and the critic's."""
         return self.env.get_observations()
 
     def step(self, actions: Tensor) -> StepRecord:
@@ -75,24 +83,24 @@ class VecEnvWrapper(Forwarding, VecEnv):
         self.env.seed(seed)
 
     def get_state(self) -> dict[str, Any] | None:
-        """What the wrapped environment needs to continue exactly here."""
+        """Return the state of the wrapped environment; None if it cannot be saved."""
         return self.env.get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from what `get_state` returned."""
+        """Continue from a result of `get_state`."""
         self.env.set_state(state)
 
     def render(self) -> Any:
-        """A picture of the first environment, or None."""
+        """Return an image of the first environment, or None."""
         return self.env.render()
 
     def close(self) -> None:
-        """Free what the wrapped environment holds."""
+        """Close the wrapped environment."""
         self.env.close()
 
 
 class TransformObs(VecEnvWrapper):
-    """Changes every observation, final ones included, by the two functions that a subclass states."""
+    """Changes every observation, final ones included, by `transform` and `transform_space` of a subclass."""
 
     def __init__(self, env: VecEnv) -> None:
         super().__init__(env)
@@ -100,13 +108,13 @@ class TransformObs(VecEnvWrapper):
         shared = env.critic_obs_space is env.obs_space
         self.critic_obs_space = self.obs_space if shared else self.transform_space(env.critic_obs_space)
 
-    @abstractmethod
     def transform_space(self, space: spaces.Space) -> spaces.Space:
-        """The space of a changed observation."""
+        """Return the space of a transformed observation; the same by default."""
+        return space
 
     @abstractmethod
     def transform(self, obs: Any, space: spaces.Space) -> Any:
-        """A changed batch of observations, which come from `space`."""
+        """Transform a batch of observations from `space`."""
 
     def _pair(self, obs: Any, critic_obs: Any) -> tuple[Any, Any]:
         changed = None if obs is None else self.transform(obs, self.env.obs_space)
@@ -115,11 +123,11 @@ class TransformObs(VecEnvWrapper):
         return changed, self.transform(critic_obs, self.env.critic_obs_space)
 
     def reset(self) -> tuple[Obs, Obs]:
-        """Start every episode anew."""
+        """Start a new episode in every environment."""
         return self._pair(*super().reset())
 
     def get_observations(self) -> tuple[Obs, Obs]:
-        """The current observation and the critic's."""
+        """Return the current observation and the critic's."""
         return self._pair(*super().get_observations())
 
     def step(self, actions: Tensor) -> StepRecord:
@@ -127,14 +135,13 @@ class TransformObs(VecEnvWrapper):
         record = super().step(actions)
         obs, critic_obs = self._pair(record.obs, record.critic_obs)
         final_obs, final_critic_obs = self._pair(record.final_obs, record.final_critic_obs)
-        record = record._replace(obs=obs, critic_obs=critic_obs, final_obs=final_obs, final_critic_obs=final_critic_obs)
-        final = record.extras.get("final_observation")
-        groups = final if isinstance(final, Mapping) and "obs" in final else {}
-        return told(record, {name: group for name, group in groups.items() if name not in ("obs", "critic_obs")})
+        return fill_extras(
+            record._replace(obs=obs, critic_obs=critic_obs, final_obs=final_obs, final_critic_obs=final_critic_obs)
+        )
 
 
 class FlattenObs(TransformObs):
-    """Turns dict observations of float leaves into one vector and says in `obs_segments` where each leaf went."""
+    """Concatenates the float leaves of dict observations to one vector; `obs_segments` names its parts."""
 
     def __init__(self, env: VecEnv) -> None:
         super().__init__(env)
@@ -142,11 +149,11 @@ class FlattenObs(TransformObs):
         self.critic_obs_segments = self._segments(env.critic_obs_space) or env.critic_obs_segments
 
     @staticmethod
-    def _segments(space: spaces.Space) -> Segments | None:
+    def _segments(space: spaces.Space) -> dict[str, tuple[int, ...]] | None:
         return {name: tuple(leaf.shape) for name, leaf in tree_leaves(space)} if isinstance(space, Mapping) else None
 
     def transform_space(self, space: spaces.Space) -> spaces.Space:
-        """One Box with the bounds of every leaf."""
+        """Return one Box with the bounds of every leaf."""
         if not isinstance(space, Mapping):
             return space
         for name, leaf in tree_leaves(space):
@@ -161,67 +168,48 @@ class FlattenObs(TransformObs):
         return spaces.Box(low, high, dtype=np.float32)
 
     def transform(self, obs: Any, space: spaces.Space) -> Any:
-        """Every leaf side by side in one (N, D) tensor, in the order of the space: that of a dict may change."""
-        if not isinstance(obs, Mapping):
-            return obs
-        return torch.cat([leaf.flatten(1) for leaf in in_order(obs, space)], 1)
+        """Concatenate the leaves to one (N, D) tensor, in the order of the space: that of a dict may change."""
+        return torch.cat(self._leaves(obs, space), 1) if isinstance(obs, Mapping) else obs
 
-
-def in_order(obs: Any, space: spaces.Space) -> Iterator[Tensor]:
-    """The leaves of an observation in the order of its space."""
-    if isinstance(space, spaces.Dict):
-        for name, part in space.spaces.items():
-            yield from in_order(obs[name], part)
-    else:
-        yield obs
+    def _leaves(self, obs: Any, space: spaces.Space) -> list[Tensor]:
+        if not isinstance(space, spaces.Dict):
+            return [obs.flatten(1)]
+        return [leaf for name, part in space.spaces.items() for leaf in self._leaves(obs[name], part)]
 
 
 def is_channels_last(leaf: Any) -> bool:
-    """Whether a Box holds a uint8 picture (H, W, C)."""
+    """Whether a Box holds a uint8 image (H, W, C)."""
     shape = leaf.shape
     return leaf.dtype == np.uint8 and len(shape) == 3 and shape[-1] in (1, 3, 4) and shape[0] not in (1, 3, 4)
 
 
 class ChannelsFirst(TransformObs):
-    """Turns uint8 pictures (H, W, C), as Gymnasium has them, into the (C, H, W) that convolutions want."""
+    """Transposes uint8 images from Gymnasium's (H, W, C) to the (C, H, W) of convolutions."""
 
     def transform_space(self, space: spaces.Space) -> spaces.Space:
-        """The space with its pictures turned."""
-        if isinstance(space, Mapping):
+        """Return the space with its images transposed."""
+        if isinstance(space, spaces.Dict):
             return spaces.Dict([(name, self.transform_space(part)) for name, part in space.items()])
         if not isinstance(space, spaces.Box) or not is_channels_last(space):
             return space
         return spaces.Box(space.low.transpose(2, 0, 1), space.high.transpose(2, 0, 1), dtype=np.uint8)
 
     def transform(self, obs: Any, space: spaces.Space) -> Any:
-        """The observation with its pictures turned."""
-        return tree_map(self._turn, obs)
-
-    @staticmethod
-    def _turn(leaf: Tensor) -> Tensor:
-        if (
-            leaf.dtype != torch.uint8
-            or leaf.dim() != 4
-            or leaf.shape[-1] not in (1, 3, 4)
-            or leaf.shape[1] in (1, 3, 4)
-        ):
-            return leaf
-        return leaf.permute(0, 3, 1, 2).contiguous()
+        """Transpose the images."""
+        if isinstance(space, spaces.Dict):
+            return {name: self.transform(leaf, space[name]) for name, leaf in obs.items()}
+        return obs.permute(0, 3, 1, 2).contiguous() if is_channels_last(space) else obs
 
 
 class ToDevice(TransformObs):
-    """Brings everything to the learner's device, for environments that live on another."""
+    """Moves every tensor to the learner's device, for environments on another one."""
 
     def __init__(self, env: VecEnv, device: torch.device | str) -> None:
         super().__init__(env)
         self.device, self.capturable = torch.device(device), False
 
-    def transform_space(self, space: spaces.Space) -> spaces.Space:
-        """The same space."""
-        return space
-
     def transform(self, obs: Any, space: spaces.Space) -> Any:
-        """The observation on the learner's device."""
+        """Move the observation to the learner's device."""
         return tree_map(self._move, obs)
 
     def _move(self, leaf: Any) -> Any:

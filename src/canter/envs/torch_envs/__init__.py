@@ -1,12 +1,11 @@
-"""Environments written as tensor code: they live on any device and step thousands of copies at once."""
+"""Environments written as tensor code: thousands of copies step at once on any device."""
 
 from __future__ import annotations
 
 from canter.envs.torch_envs.base import TorchEnv
 from canter.envs.torch_envs.classic import CartPole, MaskedCartPole, Pendulum
 from canter.envs.torch_envs.course import Course
-from canter.envs.torch_envs.image_reach import ImageReach
-from canter.envs.torch_envs.point_robot import PointRobot
+from canter.envs.torch_envs.point_robot import ImageReach, PointRobot
 
 TORCH_ENVS: dict[str, type[TorchEnv]] = {
     cls.__name__: cls for cls in (CartPole, Course, MaskedCartPole, Pendulum, ImageReach, PointRobot)

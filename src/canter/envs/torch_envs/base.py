@@ -1,4 +1,4 @@
-"""The common part of environments written as tensor code: time limits, resets, seeds and exact state."""
+"""Base class of environments written as tensor code: time limits, resets, seeds and exact state."""
 
 from __future__ import annotations
 
@@ -9,63 +9,69 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from canter.envs.records import fill_extras
 from canter.envs.vec_env import StepRecord, VecEnv
-from canter.utils.tree import Obs, tree_leaves, tree_map
+from canter.utils.tree import Obs, tree_leaves, tree_map, tree_where
 
 State = dict[str, Tensor]
 NEVER = 2**62
 
 
-def row_where(mask: Tensor, yes: Tensor, no: Tensor) -> Tensor:
-    """Rows of `yes` where `mask` (N,) is true, rows of `no` elsewhere."""
-    return torch.where(mask.view(-1, *[1] * (yes.dim() - 1)), yes, no)
-
-
 class TorchEnv(VecEnv):
     """N environments as a dict of (N, ...) tensors on any device; no step waits for the host, so it can be captured.
 
-    A subclass sets the spaces before calling this constructor and states `initial_state`, `dynamics` and `observe`.
-    Random numbers come from `self.generator`, which a CUDA graph must register before it captures `step`.
+    A subclass states its spaces, as class attributes or before it calls this constructor, and defines `initial_state`,
+    `dynamics` and `observe`. Random numbers come from `self.generator`, which a CUDA graph must register before it
+    captures `step`.
     """
 
     capturable = True
+    max_episode_length = 1000
     kept_on_reset: tuple[str, ...] = ()
-    """Names in the state that a reset leaves as they are."""
+    """Names in the state that a reset does not change."""
 
     def __init__(
-        self, num_envs: int, device: torch.device | str = "cpu", seed: int | None = None, max_episode_length: int = 1000
+        self,
+        num_envs: int,
+        device: torch.device | str = "cpu",
+        seed: int | None = None,
+        max_episode_length: int | None = None,
     ) -> None:
-        self.num_envs = num_envs
-        self.device = torch.device(device)
-        self.max_episode_length = max_episode_length
+        self.num_envs, self.device = num_envs, torch.device(device)
+        if max_episode_length is not None:
+            self.max_episode_length = max_episode_length
         self.generator = torch.Generator(self.device)
-        if seed is None:
-            self.generator.seed()
-        else:
-            self.generator.manual_seed(seed)
+        self.generator.seed() if seed is None else self.generator.manual_seed(seed)
         self._state = self.initial_state(num_envs)
         self._episode_length = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
         self._valid = torch.ones(num_envs, dtype=torch.bool, device=self.device)
-        self._check_observe()
+        buffers = {value.untyped_storage().data_ptr(): name for name, value in self._state.items()}
+        for _, leaf in tree_leaves(dict(enumerate(self._observe(self._state)))):
+            name = buffers.get(leaf.untyped_storage().data_ptr())
+            if name is not None:
+                raise TypeError(
+                    f"{type(self).__name__}.observe returns its state {name!r} itself, which later steps "
+                    "overwrite; return a clone"
+                )
 
     @abstractmethod
     def initial_state(self, n: int) -> State:
-        """States in which `n` episodes begin."""
+        """Return the states in which `n` episodes begin."""
 
     @abstractmethod
     def dynamics(self, state: State, action: Tensor) -> tuple[State, Tensor, Tensor]:
-        """The next state, the reward (N,) and whether it is terminal (N,); writes to none of its arguments."""
+        """Return the next state, the reward (N,) and whether it is terminal (N,), without writing to the arguments."""
 
     @abstractmethod
     def observe(self, state: State) -> Obs | tuple[Obs, Obs]:
-        """New tensors with the observation, and the critic's if it has its own; a function of the state alone."""
+        """Return the observation, and the critic's if it has its own, in new tensors that depend on the state alone."""
 
     def uniform(self, n: int, width: int, low: float, high: float) -> Tensor:
-        """(n, width) numbers between `low` and `high` from the environment's own stream."""
+        """(n, width) uniform numbers between `low` and `high` from the environment's own generator."""
         return torch.rand(n, width, generator=self.generator, device=self.device) * (high - low) + low
 
     def normal(self, n: int, width: int) -> Tensor:
-        """(n, width) standard normal numbers from the environment's own stream."""
+        """(n, width) standard normal numbers from the environment's own generator."""
         return torch.randn(n, width, generator=self.generator, device=self.device)
 
     @property
@@ -83,7 +89,7 @@ class TorchEnv(VecEnv):
 
     @torch.no_grad()
     def reset(self) -> tuple[Obs, Obs]:
-        """Start every episode anew."""
+        """Start a new episode in every environment."""
         for name, value in self.initial_state(self.num_envs).items():
             self._state[name].copy_(value)
         self._episode_length.zero_()
@@ -91,7 +97,7 @@ class TorchEnv(VecEnv):
 
     @torch.no_grad()
     def get_observations(self) -> tuple[Obs, Obs]:
-        """The current observation and the critic's."""
+        """Return the current observation and the critic's."""
         return self._observe(self._state)
 
     @torch.no_grad()
@@ -101,23 +107,17 @@ class TorchEnv(VecEnv):
         length = self._episode_length + 1
         truncated = (length >= (self.max_episode_length or NEVER)) & ~terminated
         done = terminated | truncated
-        final_obs, final_critic_obs = self._observe(state)
-        fresh = self.initial_state(self.num_envs)
-        for name in self.kept_on_reset:
-            fresh[name] = state[name]
-        # In place, so that a replayed graph reads what the last replay wrote.
-        for name, buffer in self._state.items():
-            buffer.copy_(row_where(done, fresh[name], state[name]))
+        finals = self._observe(state)
+        initial = {**self.initial_state(self.num_envs), **{name: state[name] for name in self.kept_on_reset}}
+        # In place: a replayed graph reads the tensors that its last replay wrote.
+        for name, value in tree_leaves(tree_where(done, initial, state)):
+            self._state[name].copy_(value)
         self._episode_length.copy_(length.masked_fill(done, 0))
         obs, critic_obs = self._observe(self._state)
-        final: Any = final_obs if final_critic_obs is final_obs else {"obs": final_obs, "critic_obs": final_critic_obs}
-        extras = {"terminated": terminated, "truncated": truncated, "time_outs": truncated, "final_observation": final}
-        return StepRecord(
-            obs, critic_obs, reward, terminated, truncated, final_obs, final_critic_obs, self._valid, extras
-        )
+        return fill_extras(StepRecord(obs, critic_obs, reward, terminated, truncated, *finals, self._valid, {}))
 
     def get_state(self) -> dict[str, Any]:
-        """Copies of the state, the episode lengths and the random stream."""
+        """Return copies of the state, the episode lengths and the generator state."""
         return {
             "state": tree_map(torch.clone, self._state),
             "episode_length": self._episode_length.clone(),
@@ -132,8 +132,8 @@ class TorchEnv(VecEnv):
         self.generator.set_state(state["generator"].cpu())
 
     def _observe(self, state: State) -> tuple[Obs, Obs]:
-        seen = self.observe(state)
-        return seen if isinstance(seen, tuple) else (seen, seen)
+        obs = self.observe(state)
+        return obs if isinstance(obs, tuple) else (obs, obs)
 
     def _as_action(self, actions: Tensor) -> Tensor:
         """Actions in the shape and range of the action space."""
@@ -143,14 +143,3 @@ class TorchEnv(VecEnv):
             raise ValueError(f"actions have shape {tuple(actions.shape)}; {type(self).__name__} wants {shape}")
         actions = actions.to(self.device).reshape(shape)
         return actions.float() if isinstance(space, spaces.Box) else actions.long()
-
-    def _check_observe(self) -> None:
-        buffers = {value.untyped_storage().data_ptr(): name for name, value in self._state.items()}
-        for part in self._observe(self._state):
-            for _, leaf in tree_leaves(part):
-                if leaf.untyped_storage().data_ptr() in buffers:
-                    name = buffers[leaf.untyped_storage().data_ptr()]
-                    raise TypeError(
-                        f"{type(self).__name__}.observe returns its state {name!r} itself, which later steps "
-                        "overwrite; return a clone"
-                    )

@@ -13,6 +13,12 @@ from canter.envs.torch_envs import draw
 from canter.envs.torch_envs.base import State, TorchEnv
 
 
+def symmetric_box(*high: float) -> spaces.Box:
+    """The Box between `-high` and `high`."""
+    bound = np.array(high, np.float32)
+    return spaces.Box(-bound, bound)
+
+
 class CartPole(TorchEnv):
     """Keep a pole upright by pushing its cart left (0) or right (1): Gymnasium's CartPole-v1.
 
@@ -22,14 +28,9 @@ class CartPole(TorchEnv):
     gravity, force, dt = 9.8, 10.0, 0.02
     mass_pole, mass_total, half_length = 0.1, 1.1, 0.5
     x_limit, angle_limit = 2.4, 12 * math.pi / 180
-
-    def __init__(
-        self, num_envs: int, device: torch.device | str = "cpu", seed: int | None = None, max_episode_length: int = 500
-    ) -> None:
-        high = np.array([2 * self.x_limit, np.inf, 2 * self.angle_limit, np.inf], np.float32)
-        self.obs_space = self.critic_obs_space = spaces.Box(-high, high)
-        self.action_space = spaces.Discrete(2)
-        super().__init__(num_envs, device, seed, max_episode_length)
+    max_episode_length = 500
+    obs_space = critic_obs_space = symmetric_box(2 * x_limit, np.inf, 2 * angle_limit, np.inf)
+    action_space = spaces.Discrete(2)
 
     def initial_state(self, n: int) -> State:
         """Nearly upright and at rest: (x, velocity, angle, angular velocity)."""
@@ -55,24 +56,19 @@ class CartPole(TorchEnv):
     def render(self) -> np.ndarray:
         """The first cart and its pole."""
         x, _, angle, _ = self._state["pole"][0].tolist()
-        picture = draw.canvas(120, 240)
+        image = draw.canvas(120, 240)
         cart = (x / self.x_limit, -0.5)
-        draw.line(picture, (-1, -0.62), (1, -0.62), draw.GREY, 1)
-        draw.line(picture, (cart[0] - 0.08, -0.55), (cart[0] + 0.08, -0.55), draw.BLACK, 9)
+        draw.line(image, (-1, -0.62), (1, -0.62), draw.GREY, 1)
+        draw.line(image, (cart[0] - 0.08, -0.55), (cart[0] + 0.08, -0.55), draw.BLACK, 9)
         tip = (cart[0] + 0.5 * math.sin(angle), cart[1] + math.cos(angle))
-        draw.line(picture, cart, tip, draw.RED, 4)
-        return picture
+        draw.line(image, cart, tip, draw.RED, 4)
+        return image
 
 
 class MaskedCartPole(CartPole):
-    """CartPole that shows only positions: velocities have to be remembered."""
+    """CartPole that observes only positions: the policy needs a memory for the velocities."""
 
-    def __init__(
-        self, num_envs: int, device: torch.device | str = "cpu", seed: int | None = None, max_episode_length: int = 500
-    ) -> None:
-        super().__init__(num_envs, device, seed, max_episode_length)
-        high = np.array([2 * self.x_limit, 2 * self.angle_limit], np.float32)
-        self.obs_space = self.critic_obs_space = spaces.Box(-high, high)
+    obs_space = critic_obs_space = symmetric_box(2 * CartPole.x_limit, 2 * CartPole.angle_limit)
 
     def observe(self, state: State) -> Tensor:
         """(x, angle)."""
@@ -84,21 +80,16 @@ class Pendulum(TorchEnv):
 
     gravity, mass, length, dt = 10.0, 1.0, 1.0, 0.05
     max_speed, max_torque = 8.0, 2.0
-
-    def __init__(
-        self, num_envs: int, device: torch.device | str = "cpu", seed: int | None = None, max_episode_length: int = 200
-    ) -> None:
-        high = np.array([1, 1, self.max_speed], np.float32)
-        self.obs_space = self.critic_obs_space = spaces.Box(-high, high)
-        self.action_space = spaces.Box(-self.max_torque, self.max_torque, (1,))
-        super().__init__(num_envs, device, seed, max_episode_length)
+    max_episode_length = 200
+    obs_space = critic_obs_space = symmetric_box(1, 1, max_speed)
+    action_space = spaces.Box(-max_torque, max_torque, (1,))
 
     def initial_state(self, n: int) -> State:
         """Any angle, slow: (angle, angular velocity), the angle 0 being upright."""
         return {"rod": torch.cat([self.uniform(n, 1, -math.pi, math.pi), self.uniform(n, 1, -1.0, 1.0)], 1)}
 
     def dynamics(self, state: State, action: Tensor) -> tuple[State, Tensor, Tensor]:
-        """One semi-implicit Euler step; the cost is that of the state before it. No state is terminal."""
+        """One semi-implicit Euler step; the cost is that of the state before the step. No state is terminal."""
         angle, w = state["rod"].unbind(1)
         torque = action[:, 0].clamp(-self.max_torque, self.max_torque)
         off = torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
@@ -116,7 +107,7 @@ class Pendulum(TorchEnv):
     def render(self) -> np.ndarray:
         """The first rod."""
         angle, _ = self._state["rod"][0].tolist()
-        picture = draw.canvas(160, 160)
-        draw.line(picture, (0, 0), (-0.8 * math.sin(angle), 0.8 * math.cos(angle)), draw.RED, 6)
-        draw.disc(picture, (0, 0), 0.05, draw.BLACK)
-        return picture
+        image = draw.canvas(160, 160)
+        draw.line(image, (0, 0), (-0.8 * math.sin(angle), 0.8 * math.cos(angle)), draw.RED, 6)
+        draw.disc(image, (0, 0), 0.05, draw.BLACK)
+        return image

@@ -1,4 +1,4 @@
-"""A course of obstacles for a point robot, each of which wants a skill of its own."""
+"""A course of obstacles for a point robot, each of which requires a skill of its own."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ KINDS = ("flat", "mud", "beam")
 class Course(TorchEnv):
     """Drive a mass along a course at the commanded speed: over open ground, through mud, along a narrow beam.
 
-    Mud holds whoever pushes with less than `stickiness`. On the beam whatever is off its middle is pulled further off,
-    by a side wind too, and the robot falls at `beam_half_width`. The observation has the documented components of a
-    robot that meets obstacles; its joint positions are one number, how far it is off the middle:
+    Mud stops a robot whose force is below `stickiness`. On the beam a force proportional to the offset from the middle,
+    and a side wind, push the robot outwards; it falls at `beam_half_width`. The observation has the documented
+    components of a robot that meets obstacles; its joint positions are one number, the offset from the middle:
 
         proprioception  linear velocity 3, angular velocity 3, gravity 3, commands 3, offset 1, last action 2
-        engaging_block  distance to the next obstacle 1, one-hot number of the one that is met 5, its width and wind 2
+        engaging_block  distance to the next obstacle 1, one-hot number of the current one 5, its width and wind 2
 
     Args:
         segments: Kinds of ground in order, "flat", "mud" or "beam"; a course of one kind has no end.
-        action_scale: What actions are multiplied by.
+        action_scale: Factor of the actions.
         command_range: Commanded speeds in m/s; one is drawn for each episode.
     """
 
@@ -35,16 +35,18 @@ class Course(TorchEnv):
     friction, stickiness = 1.0, 7.0  # N per m/s everywhere, N in mud
     beam_pull, max_wind, beam_half_width, ground_half_width = 25.0, 1.0, 0.2, 2.0
     lin_vel_scale = 2.0
-    """What velocities and commands in the observation are multiplied by."""
-    obs_segments = {"proprioception": (15,), "engaging_block": (8,)}
-    critic_obs_segments = obs_segments
+    """Factor of velocities and commands in the observation."""
+    max_episode_length = 600
+    obs_segments = critic_obs_segments = {"proprioception": (15,), "engaging_block": (8,)}
+    obs_space = critic_obs_space = spaces.Box(-np.inf, np.inf, (23,))
+    action_space = spaces.Box(-10.0, 10.0, (2,))
 
     def __init__(
         self,
         num_envs: int,
         device: torch.device | str = "cpu",
         seed: int | None = None,
-        max_episode_length: int = 600,
+        max_episode_length: int | None = None,
         segments: Sequence[str] = ("flat", "mud", "flat", "beam", "flat"),
         action_scale: float = 0.5,
         command_range: tuple[float, float] = (1.0, 1.0),
@@ -55,8 +57,6 @@ class Course(TorchEnv):
         self.action_scale, self.command_range, self.is_endless = action_scale, command_range, len(segments) == 1
         self.length = len(segments) * self.segment_length
         self.kinds = torch.tensor([KINDS.index(kind) for kind in segments], device=device)
-        self.obs_space = self.critic_obs_space = spaces.Box(-np.inf, np.inf, (23,))
-        self.action_space = spaces.Box(-10.0, 10.0, (2,))
         super().__init__(num_envs, device, seed, max_episode_length)
 
     def initial_state(self, n: int) -> State:
@@ -85,7 +85,7 @@ class Course(TorchEnv):
         outward = torch.stack([torch.zeros_like(pull), pull], 1)
         braking = self.friction * state["velocity"]
         velocity = state["velocity"] + self.dt * (force - braking + outward) / self.mass
-        # Mud takes its share of the speed in this step, and no more than there is.
+        # Mud reduces the speed by a fixed amount per step, at most to 0.
         held = torch.where(kind == KINDS.index("mud"), self.dt * self.stickiness / self.mass, 0.0).unsqueeze(1)
         velocity = velocity * (1.0 - held / velocity.norm(dim=1, keepdim=True).clamp_min(1e-6)).clamp_min(0.0)
         position = state["position"] + self.dt * velocity
@@ -99,11 +99,10 @@ class Course(TorchEnv):
 
     def has_arrived(self, position: Tensor) -> Tensor:
         """(N,) whether the end of the course is reached."""
-        arrived = position[:, 0] >= self.length
-        return arrived & (not self.is_endless)
+        return (position[:, 0] >= self.length) & (not self.is_endless)
 
     def observe(self, state: State) -> Tensor:
-        """Both components."""
+        """Concatenate both components."""
         x, n = state["position"][:, 0], len(state["position"])
         zero, one = torch.zeros(n, 1, device=self.device), torch.ones(n, 1, device=self.device)
         speed, command = self.lin_vel_scale * state["velocity"], self.lin_vel_scale * state["command"]
@@ -122,7 +121,7 @@ class Course(TorchEnv):
         """The first robot from above; mud is a broad band, the beam a narrow one."""
         position = self._state["position"][0].tolist()
         span = self.segment_length * len(self.kinds)
-        picture = draw.canvas(80, 400)
+        image = draw.canvas(80, 400)
 
         def at(x: float, y: float) -> draw.Point:
             return 2 * (x % span) / span - 1, y
@@ -130,6 +129,6 @@ class Course(TorchEnv):
         for i, kind in enumerate(self.kinds.tolist()):
             start, end = at(i * self.segment_length + 0.1, 0.0), at((i + 1) * self.segment_length - 0.1, 0.0)
             colour, width = ((draw.GREY, 2), (draw.GREY, 30), (draw.BLUE, 10))[kind]
-            draw.line(picture, start, end, colour, width)
-        draw.disc(picture, at(position[0], position[1]), 0.02, draw.RED)
-        return picture
+            draw.line(image, start, end, colour, width)
+        draw.disc(image, at(position[0], position[1]), 0.02, draw.RED)
+        return image

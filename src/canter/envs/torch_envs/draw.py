@@ -1,4 +1,4 @@
-"""Small pictures of torch-native environments; points are (x, y) in [-1, 1], y upwards."""
+"""Small images of torch-native environments; points are (x, y) in [-1, 1], y upwards."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ Point = tuple[float, float]
 
 
 def canvas(height: int, width: int) -> np.ndarray:
-    """A white (H, W, 3) uint8 picture."""
+    """A white (H, W, 3) uint8 image."""
     return np.full((height, width, 3), 255, np.uint8)
 
 
-def _pixel(picture: np.ndarray, point: Point) -> tuple[float, float]:
-    height, width = picture.shape[:2]
+def _pixel(image: np.ndarray, point: Point) -> tuple[float, float]:
+    height, width = image.shape[:2]
     return (1 - point[1]) / 2 * (height - 1), (1 + point[0]) / 2 * (width - 1)
 
 
-def line(picture: np.ndarray, start: Point, end: Point, colour: tuple[int, int, int], thickness: float) -> None:
+def line(image: np.ndarray, start: Point, end: Point, colour: tuple[int, int, int], thickness: float) -> None:
     """A straight stroke, `thickness` pixels wide."""
-    a, b = np.array(_pixel(picture, start)), np.array(_pixel(picture, end))
-    pixels = np.stack(np.meshgrid(*map(np.arange, picture.shape[:2]), indexing="ij"), -1)
+    a, b = np.array(_pixel(image, start)), np.array(_pixel(image, end))
+    pixels = np.stack(np.meshgrid(*map(np.arange, image.shape[:2]), indexing="ij"), -1)
     along = np.clip(((pixels - a) @ (b - a)) / max(((b - a) ** 2).sum(), 1e-9), 0, 1)
     distance = np.linalg.norm(pixels - (a + along[..., None] * (b - a)), axis=-1)
-    picture[distance <= thickness / 2] = colour
+    image[distance <= thickness / 2] = colour
 
 
-def disc(picture: np.ndarray, centre: Point, radius: float, colour: tuple[int, int, int]) -> None:
-    """A filled circle whose radius is a fraction of the picture's half width."""
-    line(picture, centre, centre, colour, radius * picture.shape[1])
+def disc(image: np.ndarray, centre: Point, radius: float, colour: tuple[int, int, int]) -> None:
+    """A filled circle whose radius is a fraction of the image's half width."""
+    line(image, centre, centre, colour, radius * image.shape[1])
 
 
-def arrow(picture: np.ndarray, start: Point, vector: Point, colour: tuple[int, int, int]) -> None:
+def arrow(image: np.ndarray, start: Point, vector: Point, colour: tuple[int, int, int]) -> None:
     """A stroke from `start` along `vector`, with a dot at its head."""
     end = (start[0] + vector[0], start[1] + vector[1])
-    line(picture, start, end, colour, 2)
-    disc(picture, end, 0.03, colour)
+    line(image, start, end, colour, 2)
+    disc(image, end, 0.03, colour)

@@ -1,4 +1,4 @@
-"""A point robot that follows velocity commands, with the trimmings of a legged-robot task."""
+"""Point tasks in the plane: a robot that follows velocity commands, and a dot that reaches a target in an image."""
 
 from __future__ import annotations
 
@@ -22,15 +22,11 @@ class PointRobot(TorchEnv):
     command_change_prob = 0.02
     obs_segments = {"velocity": (2,), "command": (2,), "last_action": (2,)}
     critic_obs_segments = {**obs_segments, "true_velocity": (2,), "friction": (1,)}
+    max_episode_length = 200
     kept_on_reset = ("tracking_error", "CoT")
-
-    def __init__(
-        self, num_envs: int, device: torch.device | str = "cpu", seed: int | None = None, max_episode_length: int = 200
-    ) -> None:
-        self.obs_space = spaces.Box(-np.inf, np.inf, (6,))
-        self.critic_obs_space = spaces.Box(-np.inf, np.inf, (9,))
-        self.action_space = spaces.Box(-1.0, 1.0, (2,))
-        super().__init__(num_envs, device, seed, max_episode_length)
+    obs_space = spaces.Box(-np.inf, np.inf, (6,))
+    critic_obs_space = spaces.Box(-np.inf, np.inf, (9,))
+    action_space = spaces.Box(-1.0, 1.0, (2,))
 
     def initial_state(self, n: int) -> State:
         """At rest at the origin, with a new command and a new friction."""
@@ -71,7 +67,7 @@ class PointRobot(TorchEnv):
         return after, reward, speed > self.max_speed
 
     def observe(self, state: State) -> tuple[Tensor, Tensor]:
-        """The segments in their stated order."""
+        """The segments in the order of `obs_segments`."""
         obs = torch.cat([state["measured"], state["command"], state["last_action"]], 1)
         return obs, torch.cat([obs, state["velocity"], state["friction"]], 1)
 
@@ -90,8 +86,40 @@ class PointRobot(TorchEnv):
         x, y = (torch.remainder(self._state["position"][0] + 1, 2) - 1).tolist()
         vx, vy = (self._state["velocity"][0] / 4.0).tolist()
         cx, cy = (self._state["command"][0] / 4.0).tolist()
-        picture = draw.canvas(160, 160)
-        draw.arrow(picture, (x, y), (cx, cy), draw.GREEN)
-        draw.arrow(picture, (x, y), (vx, vy), draw.BLUE)
-        draw.disc(picture, (x, y), 0.06, draw.BLACK)
-        return picture
+        image = draw.canvas(160, 160)
+        draw.arrow(image, (x, y), (cx, cy), draw.GREEN)
+        draw.arrow(image, (x, y), (vx, vy), draw.BLUE)
+        draw.disc(image, (x, y), 0.06, draw.BLACK)
+        return image
+
+
+class ImageReach(TorchEnv):
+    """Move the red dot to the green one; the observation is a uint8 image (3, size, size), the reward -distance."""
+
+    size, speed, blob = 24, 0.2, 0.12
+    max_episode_length = 25
+    obs_space = critic_obs_space = spaces.Box(0, 255, (3, size, size), np.uint8)
+    action_space = spaces.Box(-1.0, 1.0, (2,))
+
+    def initial_state(self, n: int) -> State:
+        """Dot and target anywhere: both (x, y) in [-0.9, 0.9]."""
+        return {"dot": self.uniform(n, 2, -0.9, 0.9), "target": self.uniform(n, 2, -0.9, 0.9)}
+
+    def dynamics(self, state: State, action: Tensor) -> tuple[State, Tensor, Tensor]:
+        """The action is a velocity; walls stop the dot. No state is terminal."""
+        dot = (state["dot"] + self.speed * action.clamp(-1.0, 1.0)).clamp(-0.9, 0.9)
+        distance = (dot - state["target"]).norm(dim=1)
+        return {"dot": dot, "target": state["target"]}, -distance, torch.zeros_like(distance, dtype=torch.bool)
+
+    def observe(self, state: State) -> Tensor:
+        """A soft blob per channel: red the dot, green the target; y points down the rows."""
+        centre = torch.stack([state["dot"], state["target"]], 1)  # (N, 2, 2)
+        axis = torch.linspace(-1, 1, self.size, device=self.device)
+        near = torch.exp(-(axis - centre.unsqueeze(-1)).square() / (2 * self.blob**2))  # (N, channel, xy, size)
+        blobs = (255 * near[:, :, 1, :, None] * near[:, :, 0, None, :]).to(torch.uint8)
+        return torch.nn.functional.pad(blobs, (0, 0, 0, 0, 0, 1))  # a black blue channel
+
+    def render(self) -> np.ndarray:
+        """The first image, enlarged."""
+        image = self.observe(self._state)[0].permute(1, 2, 0).cpu().numpy()  # type: ignore[union-attr]
+        return image.repeat(8, 0).repeat(8, 1)

@@ -6,8 +6,13 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from canter.envs.gymnasium import GymVecEnv
+<<<<<<< HEAD:tests/envs/test_vector.py
 from canter.envs.vector import GymVectorEnvAdapter, autoreset_mode
 from canter.execution.guard import NoHostSync
+=======
+from canter.envs.gymnasium_vector import GymVectorEnvAdapter, autoreset_mode
+from canter.execution.guard import NoHostSync
+>>>>>>> w-envs:tests/envs/test_gymnasium_vector.py
 
 
 def adapter(fns, mode):
@@ -113,7 +118,7 @@ def test_dict_observations_and_their_final_ones():
         assert record.final_critic_obs.dtype == torch.uint8
 
 
-def test_shared_buffers_of_worker_processes_are_copied(staggered):  # row E11
+def test_shared_buffers_of_worker_processes_are_copied(staggered):
     inner = AsyncVectorEnv(staggered, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
     env = GymVectorEnvAdapter(inner)
     try:
@@ -281,7 +286,7 @@ def test_a_resetting_step_ends_nothing(staggered):
     assert env.step(torch.zeros(3, dtype=torch.long)).valid.all()
 
 
-def test_an_end_that_is_both_is_terminal(staggered):
+def test_terminated_and_truncated_together_are_terminated(staggered):
     inner = SyncVectorEnv(staggered)
     env = GymVectorEnvAdapter(inner)
     env.reset()
