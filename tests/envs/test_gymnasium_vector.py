@@ -6,13 +6,8 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from canter.envs.gymnasium import GymVecEnv
-<<<<<<< HEAD:tests/envs/test_vector.py
-from canter.envs.vector import GymVectorEnvAdapter, autoreset_mode
-from canter.execution.guard import NoHostSync
-=======
 from canter.envs.gymnasium_vector import GymVectorEnvAdapter, autoreset_mode
 from canter.execution.guard import NoHostSync
->>>>>>> w-envs:tests/envs/test_gymnasium_vector.py
 
 
 def adapter(fns, mode):
