@@ -123,7 +123,7 @@ class GuardedOptimizer:
         if not self.flats:
             norms = [clip_gradients(part, max_grad_norm) for part in (self.others, self.separate) if part]
         elif not self.separate:
-            norms = [total_norm(grads)]
+            norms = [torch.linalg.vector_norm(grads[0]) if len(grads) == 1 else total_norm(grads)]
             for grad in grads:
                 grad.mul_((max_grad_norm / (norms[0] + 1e-6)).clamp(max=1.0))
         else:  # masks, not slices: compilers write in place only to memory that goes by one name
@@ -203,8 +203,7 @@ def has_prefix(name: str, prefixes: Sequence[str]) -> bool:
 
 def total_norm(grads: Sequence[Tensor]) -> Tensor:
     """The norm of several gradients together."""
-    norms = [torch.linalg.vector_norm(grad) for grad in grads]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], max_grad_norm: Tensor | float) -> Tensor:

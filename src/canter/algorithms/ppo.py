@@ -163,10 +163,11 @@ class PPO(Algorithm):
         self.loss_weights.update({"surrogate_loss": 1.0, **scalars})
         self.std_bounds: dict[str, Tensor | None] = {}
         self.bounds_by_action: dict[tuple[float, ...], Tensor] = {}
-        self.storage: RolloutStorage | None = None
+        self.storage: Any = None
+        """The rollout, once `prepare` or `init_storage` allocated it."""
         self.transition = Transition()
         self.return_scaler: ReturnScaler | None = None
-        self.meters: dict[Any, MeanMeter] = {}
+        self.meters: dict[Any, MeanMeter] = defaultdict(MeanMeter)
         self.meter = MeanMeter()
         self.used_current_value = torch.zeros((), dtype=torch.bool, device=self.device)
         self.has_warned = False
@@ -251,7 +252,7 @@ class PPO(Algorithm):
     @torch.no_grad()  # a stored tensor with a graph would keep every rollout alive
     def act(self, obs: Obs, critic_obs: Obs | None = None) -> Tensor:
         """Sample actions for N environments and begin their transition."""
-        storage = self.storage or self.rollout
+        storage = self.rollout if self.storage is None else self.storage
         if storage.step == 0:
             self.sync_settings()
         hidden = self.policy.hidden(storage.num_envs) if storage.hidden_shapes else {}
@@ -302,8 +303,9 @@ class PPO(Algorithm):
     @torch.no_grad()
     def process_step(self, record: StepRecord, transition: Mapping[str, Any] | None = None) -> None:
         """Finish a transition, the newest or the one given, with the record of the step it led to."""
-        storage = self.storage or self.rollout
-        storage.check_space()
+        storage = self.storage
+        if storage.step >= storage.num_transitions_per_env:
+            storage.check_space()
         extras = {name: value for e in self.extensions.values() for name, value in e.record_fields(record).items()}
         reached: Any = record.critic_obs if self.needs_next_obs else None
         needed = record._replace(obs=None, critic_obs=reached, extras=extras)  # pyright: ignore[reportArgumentType]
@@ -317,7 +319,7 @@ class PPO(Algorithm):
 
     def record_step(self, step: Mapping[str, Any], record: StepRecord) -> Hidden:
         """Write one row of the storage; returns the state of the memories for the next step."""
-        storage, extensions = self.storage or self.rollout, self.extensions.values()
+        storage, extensions = self.storage, self.extensions.values()
         ends, rewards, valid = record.terminated | record.truncated, record.reward, None
         for extension in extensions:
             rewards = extension.reward(rewards, record)
@@ -328,7 +330,14 @@ class PPO(Algorithm):
         for extension in extensions:
             bonus = extension.bonus(record)
             rewards = rewards if bonus is None else rewards + bonus
-        rewards = self.bootstrapped(rewards, step, record)
+        mode, values = self.cfg.timeout_bootstrap, step["values"]
+        if record.final_critic_obs is not None and mode in ("auto", "final_obs"):
+            with self.executor.autocast():
+                values = self.policy.value(record.final_critic_obs, step["next_hidden"])[0]
+        elif mode in ("auto", "final_obs"):
+            self.used_current_value.logical_or_(record.truncated.any())
+        if mode != "none":  # the value of the state in which a time limit stopped an episode
+            rewards = torch.where(record.truncated, rewards + self.live.gamma * values.squeeze(-1), rewards)
         ends = ends if valid is None else ends | ~valid
         storage.write({**step, **record.extras, "rewards": rewards, "dones": ends, "valid": record.valid})
         for note in self.on_record:
@@ -336,20 +345,6 @@ class PPO(Algorithm):
         for extension in extensions:
             extension.after_record(record)
         return {name: state.masked_fill(ends.view(-1, 1, 1, 1), 0.0) for name, state in step["next_hidden"].items()}
-
-    def bootstrapped(self, rewards: Tensor, step: Mapping[str, Any], record: StepRecord) -> Tensor:
-        """Rewards (N,) plus the discounted value of the state in which a time limit stopped an episode."""
-        mode, final = self.cfg.timeout_bootstrap, record.final_critic_obs
-        if mode == "none":
-            return rewards
-        if final is not None and mode != "current_value":
-            with self.executor.autocast():
-                values = self.policy.value(final, step["next_hidden"])[0]
-        else:
-            values = step["values"]
-            if mode != "current_value":
-                self.used_current_value |= record.truncated.any()
-        return torch.where(record.truncated, rewards + self.live.gamma * values.squeeze(-1), rewards)
 
     @property
     def can_lag(self) -> bool:
@@ -366,8 +361,9 @@ class PPO(Algorithm):
     @torch.no_grad()
     def compute_returns(self, last_critic_obs: Obs) -> None:
         """Compute returns and advantages of the rollout; no memory advances."""
-        hidden = self.policy.hidden(self.rollout.num_envs) if self.rollout.hidden_shapes else {}
-        self.executor.run("returns", self.returns_step, last_critic_obs, hidden, self.rollout.step)
+        storage = self.rollout if self.storage is None else self.storage
+        hidden = self.policy.hidden(storage.num_envs) if storage.hidden_shapes else {}
+        self.executor.run("returns", self.returns_step, last_critic_obs, hidden, storage.step)
 
     def returns_step(self, last_critic_obs: Obs, hidden: Hidden, num_steps: int) -> None:
         """Fill returns and advantages of the `num_steps` steps that were written."""
@@ -376,7 +372,7 @@ class PPO(Algorithm):
         with self.executor.autocast():
             last_values = self.policy.value(last_critic_obs, hidden)[0]
         per_rollout = not self.cfg.normalize_advantage_per_mini_batch
-        self.rollout.compute_returns(last_values, self.live.gamma, self.live.lam, normalize=per_rollout)
+        self.storage.compute_returns(last_values, self.live.gamma, self.live.lam, normalize=per_rollout)
 
     @torch.no_grad()
     def collect(self, env: Any, obs: Obs, critic_obs: Obs) -> tuple[Obs, Obs]:
@@ -408,11 +404,11 @@ class PPO(Algorithm):
         """Learn from the rollout; returns mean losses and mean statistics."""
         if current_learning_iteration is not None:
             self.current_learning_iteration = current_learning_iteration
-        extensions, storage = self.extensions.values(), self.rollout
+        extensions, storage = self.extensions.values(), self.storage
         for extension in extensions:
             extension.begin_update(self.current_learning_iteration)
         self.sync_settings()
-        self.meter = self.meters.setdefault(self.executor.constants, MeanMeter())  # other settings, other names
+        self.meter = self.meters[self.executor.constants]  # other settings, other names
         self.meter.reset()
         target_kl = self.cfg.target_kl if self.uses_rewards else None
         for minibatches in self.sample_minibatches(self.cfg.num_learning_epochs):
@@ -422,7 +418,8 @@ class PPO(Algorithm):
             if target_kl is not None and self._epoch_kl(before) > target_kl:
                 break
         report = self._report()
-        self._update_normalizers()
+        if self.cfg.empirical_normalization or self.cfg.value_normalization != "off":
+            self._update_normalizers()
         for extension in extensions:
             extension.end_update(storage)
         size = len(storage.data["rewards"])
@@ -433,7 +430,7 @@ class PPO(Algorithm):
 
     def sample_minibatches(self, num_epochs: int = 1) -> list[list[tuple[Any, ...]]]:
         """Arguments of `learn_step` for every minibatch of every pass: steps; or environments, trajectories and T."""
-        shuffle, count, storage = self.generators["shuffle"], self.cfg.num_mini_batches, self.rollout
+        shuffle, count, storage = self.generators["shuffle"], self.cfg.num_mini_batches, self.storage
         if not self.policy.is_recurrent:
             return [[(index,) for index in storage.step_minibatches(count, shuffle)] for _ in range(num_epochs)]
         sampled = storage.env_minibatches(count, num_epochs, shuffle)
@@ -451,7 +448,7 @@ class PPO(Algorithm):
 
     def minibatch_loss(self, index: Tensor, total: int | None = None) -> tuple[Terms, Tensor]:
         """Loss terms of a minibatch and their weighted sum."""
-        batch = self.rollout.take(index) if total is None else self.rollout.take_envs(index, total)
+        batch = self.storage.take(index) if total is None else self.storage.take_envs(index, total)
         terms = Terms(*self.compute_losses(batch, late_terms=False))
         return terms, self.weighted_sum(terms.losses)
 
@@ -587,11 +584,6 @@ class PPO(Algorithm):
         """Read the learning rate from the device."""
         self._learning_rate = float(self.lr)
 
-    @property
-    def initial_learning_rate(self) -> float:
-        """The learning rate that schedules start from."""
-        return self.cfg.learning_rate
-
     def recording_key(self) -> tuple[Any, ...]:
         """Tensors, training modes, weights of zero and modes of the extensions that recorded functions depend on."""
         if "forward" not in self.__dict__:  # still under construction
@@ -620,9 +612,9 @@ class PPO(Algorithm):
 
     def _report(self) -> tuple[dict[str, float], dict[str, float]]:
         """Mean losses and statistics of the update, read from the device at once."""
-        storage = self.rollout
+        storage = self.storage
         used = storage.newest
-        valid = storage.valid[used].squeeze(-1) if storage.has_invalid_steps else None
+        valid = storage.data["valid"][used].squeeze(-1) if storage.has_invalid_steps else None
         scalars = self.meter.averages() | {
             "stats/learning_rate": self.lr,
             "stats/used_current_value": self.used_current_value,
@@ -655,7 +647,7 @@ class PPO(Algorithm):
         """Update the normalisers of observations and values from the newest rollout."""
         storage = self.rollout
         used = storage.newest
-        valid = storage.valid[used].squeeze(-1) if storage.has_invalid_steps else None
+        valid = storage.data["valid"][used].squeeze(-1) if storage.has_invalid_steps else None
         if self.cfg.empirical_normalization:
             obs, critic_obs = self.newest_observations()
             self.policy.update_normalizers(obs, critic_obs, valid)
