@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from canter.algorithms.settings import PPOConfig
-from canter.cli.__main__ import COMMANDS
+from canter.cli import COMMANDS
 from canter.cli.options import parse_train
 from canter.modules.build import POLICIES
 from canter.runners.runner import Runner

@@ -38,7 +38,7 @@ def test_collect_is_greedy_unless_told(trained):
 
 
 @pytest.mark.parametrize(("flags", "text"), [
-    (["--num-envs", "0"], "--num-envs is too small"),
+    (["--num-envs", "0"], "--num-envs must be at least 1"),
     (["--checkpoint", "model_77.pt"], "no checkpoint"),
     (["--images", "{camera: normalized_image}"], "obs_segments"),
 ])  # fmt: skip

@@ -6,9 +6,9 @@ import inspect
 import pytest
 
 from canter.algorithms.settings import PPOConfig, PPOSettings, RunSettings
-from canter.cli.options import argument_sentences, given, parse_train, policy_options, preset_name, read_yaml
+from canter.cli.options import argument_sentences, given, parse_train, policy_options, read_yaml
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
-from canter.presets import load_preset
+from canter.presets import load_preset, preset_name
 
 
 def help_text(capsys, *args):

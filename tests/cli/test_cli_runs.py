@@ -16,7 +16,7 @@ from gymnasium import spaces
 
 from canter.cli import train as train_module
 from canter.cli.__main__ import main
-from canter.cli.plot import label_of
+from canter.cli.inspection import label_of
 from canter.cli.runs import load_policy, nearest_task, new_run_directory, read_run, safe_name
 from canter.utils.checkpoint import find_checkpoints, load_checkpoint
 from canter.utils.files import DiskFullError, RunLock
@@ -118,7 +118,7 @@ def test_what_cannot_be_drawn_is_one_line(train, monkeypatch, capsys, tmp_path):
     _, run = train("CartPole-v1")
     monkeypatch.setattr("canter.envs.gymnasium.GymVecEnv.render", lambda self: None)
     assert main(["play", str(run), "--video", str(tmp_path / "v.mp4")]) == 2
-    assert capsys.readouterr().err == "canter: CartPole-v1 could not be drawn: the environment gives no pictures\n"
+    assert capsys.readouterr().err == "canter: CartPole-v1 could not be rendered: the environment gives no pictures\n"
 
 
 def test_resume_adds_steps_and_remembers_the_new_length(trained, capsys):
@@ -145,7 +145,7 @@ def stop_at(monkeypatch, iteration, number):
     monkeypatch.setattr(train_module, "keep_best", patched)
 
 
-def test_an_interrupted_and_resumed_run_ends_like_an_uninterrupted_one(train, monkeypatch, capsys):  # row L20
+def test_an_interrupted_and_resumed_run_ends_like_an_uninterrupted_one(train, monkeypatch, capsys):
     _, whole = train(name="whole", steps=384)
     with monkeypatch.context() as patch:
         stop_at(patch, 2, signal.SIGINT)

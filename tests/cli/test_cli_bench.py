@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from canter.bench import scaling
-from canter.bench.iteration import Timing
+from canter.bench import Timing
 from canter.cli import bench
 from canter.cli.__main__ import main
 from canter.cli.errors import USAGE
@@ -85,7 +84,7 @@ def test_scaling_shows_every_size_and_the_growth(capsys, monkeypatch):
         milliseconds = work.num_envs * work.hidden_dims[0] ** 2 / 64.0
         return Timing(0.0, milliseconds, 0.0, work.num_envs, memory=float(work.num_envs))
 
-    monkeypatch.setattr(scaling, "in_fresh_process", measured)
+    monkeypatch.setattr("canter.bench.in_new_process", measured)
     sizes = ["--num-envs-list", "4", "8", "100000", "--widths", "16", "32"]
     assert main(["bench", "scaling", *SMALL, *sizes, "--max-seconds", "10"]) == 0
     out = capsys.readouterr().out
