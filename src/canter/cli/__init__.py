@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 from typing import NamedTuple
@@ -17,14 +17,14 @@ from canter.cli.errors import UserError
 
 PLUGINS_VARIABLE = "CANTER_PLUGINS"
 PLUGINS_GROUP = "canter.plugins"
-Run = Callable[[Sequence[str]], int | None]
+Run = Callable[..., int | None]
 
 
 class Command(NamedTuple):
     """One subcommand."""
 
     run: Run | str
-    """Function of the arguments that returns an exit code, or "module:function", imported when the command is run."""
+    """The function, or "module:function", imported when the command is run."""
     help: str
     arguments: str = ""
 
@@ -37,7 +37,8 @@ def register_command(name: str, run: Run | str, help: str, arguments: str = "") 
 
     Args:
         name: Name on the command line.
-        run: Function of the arguments after the name that returns an exit code (None is 0), or "module:function".
+        run: Function that returns an exit code (None is 0), or "module:function". Its arguments are the flags, with
+            their types, defaults and descriptions; a function of `args` alone gets the words after the name.
         help: One line for the overview of `canter --help`.
         arguments: Positional arguments to show in the overview, such as "RUN".
     """

@@ -33,7 +33,9 @@ def run_command(name: str, args: Sequence[str]) -> int:
     if isinstance(run, str):
         module, _, function = run.partition(":")
         run = getattr(importlib.import_module(module), function)
-    return run(args) or 0
+    from canter.cli.options import call
+
+    return call(run, args, f"canter {name}") or 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

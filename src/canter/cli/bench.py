@@ -26,7 +26,7 @@ from canter.bench import (
     with_width,
 )
 from canter.cli.errors import UserError, user_errors
-from canter.cli.options import check_lowest, given, parse
+from canter.cli.options import at_least, given, parse
 from canter.cli.runs import open_runner
 from canter.presets import load_preset
 from canter.runners import Runner, StopTraining
@@ -92,8 +92,7 @@ def bench(args: Sequence[str]) -> int:
     options_type, show = BENCHMARKS[name]
     default = None if name == "cpu" else options_type(*machine_defaults(given(rest, "--device")))
     options = parse(options_type, rest, f"canter bench {name}", default)
-    values = vars(options) | vars(getattr(options, "work", options))
-    check_lowest(values, dict.fromkeys(values, 1))
+    at_least(1, **vars(options) | vars(getattr(options, "work", options)))
     with user_errors():
         show(options)
     return 0

@@ -13,30 +13,18 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import tyro
-import yaml
 from gymnasium import spaces
 
 from canter.algorithms import TPPOConfig
+from canter.cli import runs
 from canter.cli.errors import UserError, user_errors
-from canter.cli.options import parse
+from canter.cli.options import at_least, parse
 from canter.cli.play import save_trajectories
-from canter.cli.runs import (
-    SavedRun,
-    find_checkpoint,
-    limit_threads,
-    load_policy,
-    new_run_directory,
-    new_runner,
-    open_env,
-    open_runner,
-    read_run,
-)
 from canter.cli.train import EVALS_PER_RUN, print_row, run_to_end
 from canter.runners.dagger_saver import CONFIG_NAMES, DaggerSaver
 from canter.storage.rollout_files.catalog import find_trajectory, trajectory_folders
@@ -100,12 +88,13 @@ class DistillOptions(StudentOptions):
 
 def distill(args: Sequence[str]) -> int:
     """Run `canter distill`."""
-    options: DistillOptions = parse(DistillOptions, args, "canter distill", total_timesteps=1, num_steps_per_env=1)
-    saved = read_run(options.teacher)
-    checkpoint = find_checkpoint(saved.path, options.checkpoint)
+    options: DistillOptions = parse(DistillOptions, args, "canter distill")
+    at_least(1, total_timesteps=options.total_timesteps, num_steps_per_env=options.num_steps_per_env)
+    saved = runs.read_run(options.teacher)
+    checkpoint = runs.find_checkpoint(saved.path, options.checkpoint)
     name = options.name or f"student-{time.strftime('%Y%m%d-%H%M%S')}"
-    path = new_run_directory(options.runs_dir, saved.task, name, options.seed)
-    code = run_to_end(new_runner(distill_config(options, saved, checkpoint), path), path)
+    path = runs.new_run_directory(options.runs_dir, saved.task, name, options.seed)
+    code = run_to_end(runs.new_runner(distill_config(options, saved, checkpoint), path), path)
     results = [directory / "evaluation.json" for directory in (saved.path, path)]
     if not code and all(result.is_file() for result in results):
         teacher, student = (json.loads(result.read_text())["eval/mean_reward"] for result in results)
@@ -114,7 +103,7 @@ def distill(args: Sequence[str]) -> int:
     return code
 
 
-def distill_config(options: DistillOptions, saved: SavedRun, checkpoint: Path) -> dict[str, Any]:
+def distill_config(options: DistillOptions, saved: runs.SavedRun, checkpoint: Path) -> dict[str, Any]:
     """The content of the student's config.yaml."""
     num_envs = options.num_envs or int(saved.config["run"]["num_envs"])
     iterations = -(-options.total_timesteps // (options.num_steps_per_env * num_envs))
@@ -154,7 +143,7 @@ def distill_config(options: DistillOptions, saved: SavedRun, checkpoint: Path) -
 
 def student_components(options: DistillOptions, task: str) -> dict[str, Any]:
     """The arguments of `ObsComponents` for the student, checked against the environment."""
-    env = open_env(task, 1, "cpu")
+    env = runs.open_env(task, 1, "cpu")
     segments = options.segments or env.obs_segments
     has_critic_obs = env.critic_obs_space is not env.obs_space
     env.close()
@@ -204,9 +193,9 @@ class DaggerOptions(StudentOptions):
 
 def dagger(args: Sequence[str]) -> int:
     """Run `canter dagger`."""
-    lowest = {"num_envs": 1, "num_steps_per_env": 1, "iterations": 1}
-    options: DaggerOptions = parse(DaggerOptions, args, "canter dagger", **lowest)
-    teacher = read_run(options.teacher)
+    options: DaggerOptions = parse(DaggerOptions, args, "canter dagger")
+    at_least(1, **{name: getattr(options, name) for name in ("num_envs", "num_steps_per_env", "iterations")})
+    teacher = runs.read_run(options.teacher)
     run = options.run or teacher.path / "dagger"
     data = options.data or run / "data"
     if options.role == "collect":
@@ -214,26 +203,19 @@ def dagger(args: Sequence[str]) -> int:
     elif options.role == "train":
         train(options, teacher, run, data)
     else:
-        with collector(list(args), run) as process:
-            train(options, teacher, run, data, process)
+        run.mkdir(parents=True, exist_ok=True)
+        with (run / "collector.log").open("a") as log:
+            command = [sys.executable, "-m", "canter.cli", "dagger", *args, "--role", "collect"]
+            collector = subprocess.Popen(command, stdout=log, stderr=log)
+            try:
+                train(options, teacher, run, data, collector)
+            finally:
+                collector.terminate()  # it saves its buffer and ends
+                collector.wait()
     return 0
 
 
-@contextmanager
-def collector(args: list[str], run: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A collector process during the training; its output goes to <run>/collector.log."""
-    run.mkdir(parents=True, exist_ok=True)
-    with (run / "collector.log").open("a") as log:
-        command = [sys.executable, "-m", "canter.cli", "dagger", *args, "--role", "collect"]
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-        try:
-            yield process
-        finally:
-            process.terminate()  # it saves its buffer and ends
-            process.wait()
-
-
-def collect_labels(options: DaggerOptions, teacher: SavedRun, run: Path, data: Path) -> None:
+def collect_labels(options: DaggerOptions, teacher: runs.SavedRun, run: Path, data: Path) -> None:
     """Run the newest student and label its steps with the teacher's actions."""
     end = time.monotonic() + CONFIG_SECONDS
     while not any((run / name).is_file() for name in CONFIG_NAMES):  # the trainer writes it first
@@ -241,10 +223,10 @@ def collect_labels(options: DaggerOptions, teacher: SavedRun, run: Path, data: P
             message = f"no training began in {run} within {CONFIG_SECONDS:.0f} s"
             raise UserError(f"{message}; start `canter dagger --role train`")
         time.sleep(0.1)
-    checkpoint = find_checkpoint(teacher.path, None)
+    checkpoint = runs.find_checkpoint(teacher.path, None)
     if options.task is not None:
         teacher.config["run"]["task"] = options.task
-    runner = load_policy(teacher, checkpoint, options.num_envs, options.seed, options.device)
+    runner = runs.load_policy(teacher, checkpoint, options.num_envs, options.seed, options.device)
     with user_errors():
         saver = DaggerSaver(
             runner.env,
@@ -263,24 +245,25 @@ def collect_labels(options: DaggerOptions, teacher: SavedRun, run: Path, data: P
 
 
 def train(
-    options: DaggerOptions, teacher: SavedRun, run: Path, data: Path, source: subprocess.Popen[bytes] | None = None
+    options: DaggerOptions,
+    teacher: runs.SavedRun,
+    run: Path,
+    data: Path,
+    collector: Any = None,
 ) -> None:
     """Train on the trajectories and save every iteration; continues an existing run."""
-    config_path = run / "config.yaml"
-    if config_path.is_file():
-        config = yaml.safe_load(config_path.read_text(encoding="utf-8"))
-    else:
-        config = dagger_config(options, teacher, data)
+    is_new = not (run / "config.yaml").is_file()
+    config = dagger_config(options, teacher, data) if is_new else runs.read_run(run).config
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="TPPO has no teacher")  # the collector has it
-        runner = open_runner(config, run, eval_episodes=options.eval_episodes)
+        runner = runs.open_runner(config, run, eval_episodes=options.eval_episodes)
     with user_errors():
         if find_checkpoints(run):
             runner.load(newest_valid_checkpoint(run))
         runner.init_writer()
-    limit_threads(runner, None)
+    runs.limit_threads(runner, None)
     while count_trajectories(data) < options.num_envs:  # one for every stream
-        if source is not None and source.poll() is not None:
+        if collector is not None and collector.poll() is not None:
             raise UserError(f"the collector has ended; {run}/collector.log has its output")
         time.sleep(0.1)
     runner.learn(max(0, options.iterations - runner.iteration))
@@ -298,10 +281,10 @@ def count_trajectories(data: Path) -> int:
     return sum(find_trajectory(folder)[0] is not None for _, folder in folders)
 
 
-def dagger_config(options: DaggerOptions, teacher: SavedRun, data: Path) -> dict[str, Any]:
+def dagger_config(options: DaggerOptions, teacher: runs.SavedRun, data: Path) -> dict[str, Any]:
     """The configuration of a run that only imitates, from a dataset that grows during the training."""
     task = options.task or teacher.task
-    env = open_env(task, 1, "cpu")
+    env = runs.open_env(task, 1, "cpu")
     is_box = isinstance(env.action_space, spaces.Box)
     env.close()
     algorithm = {

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import fnmatch
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 import numpy as np
 import tyro
 
 from canter.cli.errors import UserError, user_errors
-from canter.cli.options import parse
 from canter.cli.runs import known_tasks, nearest_run, open_env
 from canter.datasets.motion_clip import JOINT_POS, JOINT_VEL, MotionClip
 from canter.datasets.motion_files import read_clip
@@ -24,79 +22,61 @@ from canter.utils.logging.jsonl import METRICS_NAME
 from canter.utils.plots import plot_runs
 
 
-@dataclasses.dataclass
-class TasksOptions:
-    """List the tasks that have presets, or all whose name contains a text."""
+def tasks(contains: tyro.conf.Positional[str | None] = None) -> int:
+    """List the tasks that have presets, or all whose name contains a text.
 
-    contains: tyro.conf.Positional[str | None] = None
-    """A part of the name, or a pattern such as "*Walker*", to search every known environment for."""
-
-
-def tasks(args: Sequence[str]) -> int:
-    """Run `canter tasks`."""
-    options: TasksOptions = parse(TasksOptions, args, "canter tasks")
+    Args:
+        contains: A part of the name, or a pattern such as "*Walker*", to search every known environment for.
+    """
     names = [name for name in presets() if name != FALLBACK]
     names += [name for name in known_tasks() if name.startswith("canter/") and name not in names]
-    if options.contains is not None:
-        pattern = options.contains if "*" in options.contains else f"*{options.contains}*"
-        everything = sorted({*known_tasks(), *names})
-        names = [name for name in everything if fnmatch.fnmatch(name.lower(), pattern.lower())]
+    if contains is not None:
+        pattern = contains if "*" in contains else f"*{contains}*"
+        names = [name for name in sorted({*known_tasks(), *names}) if fnmatch(name.lower(), pattern.lower())]
     print(f"  {'task':<34}{'steps':>12}  {'envs':>5}  preset")
     for name in names:
         preset, origin = load_preset(name), preset_name(name)
         origin = "its own" if origin == name else "general" if origin == FALLBACK else f"of {origin}"
         print(f"  {name:<34}{preset['total_timesteps']:>12,}  {preset['num_envs']:>5}  {origin}")
-    if options.contains is None:
+    if contains is None:
         print("\n  Any other Gymnasium id trains with the general preset; `canter tasks TEXT` searches all of them.")
     return 0
 
 
-@dataclasses.dataclass
-class CheckOptions:
-    """Step an environment with random actions and report how canter reads it; exit code 1 if it has errors."""
+def check_environment(task: tyro.conf.Positional[str], num_envs: int = 4, num_steps: int = 200, seed: int = 0) -> int:
+    """Step an environment with random actions and report how canter reads it; exit code 1 if it has errors.
 
-    task: tyro.conf.Positional[str]
-    """A Gymnasium id, canter/<name> or envpool/<id>."""
-    num_envs: int = 4
-    """Environments stepped together."""
-    num_steps: int = 200
-    """Steps of each environment."""
-    seed: int = 0
-    """Seed of the environments and the actions."""
-
-
-def check_environment(args: Sequence[str]) -> int:
-    """Run `canter check-env`."""
-    options: CheckOptions = parse(CheckOptions, args, "canter check-env")
-    report = check_env(open_env(options.task, options.num_envs, "cpu", options.seed), options.num_steps, options.seed)
+    Args:
+        task: A Gymnasium id, canter/<name> or envpool/<id>.
+        num_envs: Environments stepped together.
+        num_steps: Steps of each environment.
+        seed: Seed of the environments and the actions.
+    """
+    report = check_env(open_env(task, num_envs, "cpu", seed), num_steps, seed)
     print(report)
     return 0 if report.ok else 1
 
 
-@dataclasses.dataclass
-class PlotOptions:
-    """Plot learning curves; runs that differ only in their seed become one mean and its spread."""
+def plot(
+    runs: tyro.conf.Positional[tuple[Path, ...]],
+    out: Path | None = None,
+    metrics: tuple[str, ...] = (),
+    labels: tuple[str, ...] = (),
+) -> int:
+    """Plot learning curves; runs that differ only in their seed become one mean and its spread.
 
-    runs: tyro.conf.Positional[tuple[Path, ...]]
-    """Run directories, or directories of them."""
-    out: Path | None = None
-    """Picture to write (.png, .svg or .pdf); <run>/curve.png by default, or ./curves.png for several runs."""
-    metrics: tuple[str, ...] = ()
-    """Metrics to plot; the usual ones that were logged by default."""
-    labels: tuple[str, ...] = ()
-    """One label per run; runs with the same label become one curve."""
-
-
-def plot(args: Sequence[str]) -> int:
-    """Run `canter plot`."""
-    options: PlotOptions = parse(PlotOptions, args, "canter plot")
-    runs = [run for path in options.runs for run in runs_in(path)]
-    if not runs:
+    Args:
+        runs: Run directories, or directories of them.
+        out: Picture to write (.png, .svg or .pdf); <run>/curve.png by default, or ./curves.png for several runs.
+        metrics: Metrics to plot; the usual ones that were logged by default.
+        labels: One label per run; runs with the same label become one curve.
+    """
+    found = [run for path in runs for run in runs_in(path)]
+    if not found:
         raise UserError("name the runs to plot: canter plot RUN...")
-    out = options.out or (runs[0] / "curve.png" if len(runs) == 1 else Path("curves.png"))
-    labels = list(options.labels) or [label_of(run) for run in runs]
+    out = out or (found[0] / "curve.png" if len(found) == 1 else Path("curves.png"))
     with user_errors():
-        print(plot_runs(runs, out, options.metrics or None, labels))
+        print(plot_runs(found, out, metrics or None, labels or [label_of(run) for run in found]))
     return 0
 
 
@@ -116,37 +96,33 @@ def label_of(run: Path) -> str:
     return f"{run.parent.name} {run.name.rpartition('-seed')[0] or run.name}"
 
 
-@dataclasses.dataclass
-class MotionOptions:
-    """Check a motion clip, print a summary of it, and plot its columns over time."""
+def motion(
+    file: tyro.conf.Positional[Path],
+    plot: Path | None = None,
+    fields: tuple[str, ...] = (),
+    fps: float | None = None,
+    joint_names: tuple[str, ...] = (),
+) -> int:
+    """Check a motion clip, print a summary of it, and plot its columns over time.
 
-    file: tyro.conf.Positional[Path]
-    """A clip (.txt, .json, .npz, .csv), or a directory of them."""
-    plot: Path | None = None
-    """Picture to write (.png, .svg, .pdf)."""
-    fields: tuple[str, ...] = ()
-    """Groups such as joint_pos, or single columns, to plot; everything by default."""
-    fps: float | None = None
-    """Frames per second, if the file does not state it; 30 for a CSV."""
-    joint_names: tuple[str, ...] = ()
-    """Joints in the order of the file, if it does not name them."""
-
-
-def motion(args: Sequence[str]) -> int:
-    """Run `canter motion`."""
-    options: MotionOptions = parse(MotionOptions, args, "canter motion")
-    if not options.file.exists():
-        raise UserError(f"there is no {options.file}")
+    Args:
+        file: A clip (.txt, .json, .npz, .csv), or a directory of them.
+        plot: Picture to write (.png, .svg, .pdf).
+        fields: Groups such as joint_pos, or single columns, to plot; everything by default.
+        fps: Frames per second, if the file does not state it; 30 for a CSV.
+        joint_names: Joints in the order of the file, if it does not name them.
+    """
+    if not file.exists():
+        raise UserError(f"there is no {file}")
     with user_errors():
-        files = [options.file / p for p in find_clips(options.file)] if options.file.is_dir() else [options.file]
-        clips = [read_clip(file, options.joint_names or None, options.fps) for file in files]
-    for clip in clips:
-        print(describe(clip))
-    if options.plot is not None:
-        if len(clips) != 1:
-            raise UserError(f"--plot shows one clip; name one of {', '.join(file.name for file in files)}")
-        with user_errors():
-            print(f"  picture     {draw(clips[0], options.plot, options.fields)}")
+        files = [file / name for name in find_clips(file)] if file.is_dir() else [file]
+        clips = [read_clip(name, joint_names or None, fps) for name in files]
+        for clip in clips:
+            print(describe(clip))
+        if plot is not None:
+            if len(clips) != 1:
+                raise UserError(f"--plot shows one clip; name one of {', '.join(name.name for name in files)}")
+            print(f"  picture     {draw(clips[0], plot, fields)}")
     return 0
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -104,8 +105,9 @@ def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, 
         total_timesteps=preset["total_timesteps"],
     )
     options_type: Any = TrainOptions[type(settings), type(policy)]  # type: ignore[misc]
-    lowest = {"num_envs": 1, "total_timesteps": 1, "final_episodes": 0, "threads": 1}
-    options = parse(options_type, args, "canter train TASK", default, **lowest)
+    options = parse(options_type, args, "canter train TASK", default)
+    at_least(1, num_envs=options.num_envs, total_timesteps=options.total_timesteps, threads=options.threads)
+    at_least(0, final_episodes=options.final_episodes)
     plan.algorithm, plan.cfg = class_name, options.settings
     if not isinstance(policy, NoPolicy):
         plan.policy = dataclasses.asdict(options.policy)
@@ -189,31 +191,40 @@ def argument_sentences(cls: type) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in ARGUMENT.findall(section)}
 
 
-def parse(options_type: Any, args: Sequence[str], prog: str, default: Any = None, **lowest: int) -> Any:
+def parse(flags: Any, args: Sequence[str], prog: str, default: Any = None) -> Any:
     """Parse flags; an unknown flag or bad value ends the program with exit code 2 and a suggestion.
 
     Args:
-        options_type: A dataclass whose fields are the flags.
+        flags: A dataclass whose fields are the flags, or a function whose arguments are.
         args: The words of the command line.
         prog: Name of the command in the help.
         default: An instance with the defaults; those of the class if None.
-        lowest: The smallest allowed number of a flag, by its name.
     """
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(yaml_rule)
     defaults = {} if default is None else {"default": default}
     with registry:
-        options = tyro.cli(options_type, args=list(args), prog=prog, **defaults)
-    check_lowest(vars(options), lowest)
-    return options
+        return tyro.cli(flags, args=list(args), prog=prog, **defaults)
 
 
-def check_lowest(values: Mapping[str, Any], lowest: Mapping[str, int]) -> None:
-    """Refuse whole numbers, or tuples of them, that are below their lowest value."""
-    for name, low in lowest.items():
-        for number in values[name] if isinstance(values[name], tuple) else (values[name],):
-            if isinstance(number, int) and number < low:
-                raise UserError(f"--{name.replace('_', '-')} must be at least {low}, got {number}")
+def call(function: Callable[..., int | None], args: Sequence[str], prog: str) -> int | None:
+    """Call a function with the flags in `args`; its only parameter may be `args`, for the words themselves."""
+    if list(inspect.signature(function).parameters) == ["args"]:
+        return function(args)
+
+    @functools.wraps(function)
+    def bind(*values: Any, **flags: Any) -> Any:
+        return functools.partial(function, *values, **flags)
+
+    return parse(bind, args, prog)()
+
+
+def at_least(lowest: int, **values: Any) -> None:
+    """Refuse whole numbers, or tuples of them, below the lowest allowed."""
+    for name, value in values.items():
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, int) and number < lowest:
+                raise UserError(f"--{name.replace('_', '-')} must be at least {lowest}, got {number}")
 
 
 def yaml_rule(info: Any) -> Any:

@@ -8,16 +8,15 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 import tyro
 
 from canter.cli.errors import UserError, user_errors
-from canter.cli.options import parse
+from canter.cli.options import at_least
 from canter.cli.runs import EVAL_ENVS, SavedRun, find_checkpoint, load_policy, open_env, read_run, select_components
 from canter.envs.vec_env import VecEnv
 from canter.runners import Runner
@@ -48,85 +47,60 @@ class PolicyOptions:
         return saved, checkpoint, load_policy(saved, checkpoint, num_envs, self.seed, self.device)
 
 
-@dataclasses.dataclass
-class EvalOptions(PolicyOptions):
-    """Run episodes without exploration noise and print their returns."""
-
-    episodes: int = 20
-    """Number of episodes."""
-    json: bool = False
-    """Print JSON."""
+TrainedPolicy = Annotated[PolicyOptions, tyro.conf.arg(name="")]
+AsJson = Annotated[bool, tyro.conf.arg(name="json")]
 
 
-@dataclasses.dataclass
-class PlayOptions(PolicyOptions):
-    """Show a policy without exploration noise, in a window or, without a screen, in a video file."""
+def evaluate(run: TrainedPolicy, episodes: int = 20, as_json: AsJson = False) -> int:
+    """Run episodes without exploration noise and print their returns.
 
-    video: Path | None = None
-    """Write this .mp4 or .gif instead of opening a window; <run>/play.mp4 without a screen."""
-    episodes: int = 1
-    """Number of episodes."""
-    seconds: float = math.inf
-    """End a video that takes longer than this to render."""
-
-
-@dataclasses.dataclass
-class CollectOptions(PolicyOptions):
-    """Run a trained policy and save every trajectory; adds to the trajectories of an existing directory."""
-
-    out: Path | None = None
-    """Directory for the trajectories; <run>/demonstrations by default."""
-    steps: int = 100_000
-    """Collect at least this many steps,"""
-    episodes: int = 1
-    """and at least this many episodes."""
-    num_envs: int = 8
-    """Environments stepped together."""
-    sample: bool = False
-    """Act with exploration noise."""
-    success_only: bool = False
-    """Keep only episodes that ended by a time limit or with success."""
-    critic_obs: bool = False
-    """The policy observes the critic's observation."""
-    images: dict[str, Any] | None = None
-    """Parts of the observation to store as bytes, as YAML: {camera: normalized_image}."""
-    file_steps: int = 64
-    """Most steps in one file."""
-
-
-def evaluate(args: Sequence[str]) -> int:
-    """Run `canter eval`."""
-    options: EvalOptions = parse(EvalOptions, args, "canter eval")
-    saved, checkpoint, runner = options.load(max(1, min(EVAL_ENVS, options.episodes)))
+    Args:
+        run: The run and its policy.
+        episodes: Number of episodes.
+        as_json: Print JSON.
+    """
+    saved, checkpoint, runner = run.load(max(1, min(EVAL_ENVS, episodes)))
     with user_errors():
-        result = runner.eval(options.episodes)
+        result = runner.eval(episodes)
     runner.close()
-    if options.json:
-        print(json.dumps({**result, "episodes": options.episodes, "step": runner.tot_timesteps}))
+    if as_json:
+        print(json.dumps({**result, "episodes": episodes, "step": runner.tot_timesteps}))
         return 0
-    print(f"  {saved.task}, {checkpoint}, {options.episodes} episodes without noise")
+    print(f"  {saved.task}, {checkpoint}, {episodes} episodes without noise")
     for name, value in result.items():
         print(f"  {name.removeprefix('eval/').replace('_', ' '):<14}{value:10.2f}")
     return 0
 
 
-def play(args: Sequence[str]) -> int:
-    """Run `canter play`."""
-    options: PlayOptions = parse(PlayOptions, args, "canter play", episodes=1)
-    saved, _, runner = options.load(1)
-    has_window = not headless() and not saved.task.startswith("canter/")
-    path = options.video or (None if has_window else saved.path / "play.mp4")
+def play(run: TrainedPolicy, video: Path | None = None, episodes: int = 1, seconds: float = math.inf) -> int:
+    """Show a policy without exploration noise, in a window or, without a screen, in a video file.
+
+    Args:
+        run: The run and its policy.
+        video: Write this .mp4 or .gif instead of opening a window; <run>/play.mp4 without a screen.
+        episodes: Number of episodes.
+        seconds: End a video that takes longer than this to render.
+    """
+    at_least(1, episodes=episodes)
+    saved, _, runner = run.load(1)
+    if video is None and (headless() or saved.task.startswith("canter/")):
+        video = saved.path / "play.mp4"
     prepare_rendering()
     # EnvPool can end the process where it cannot render; Gymnasium has tasks of the same names.
-    task, render_mode = saved.task.removeprefix("envpool/"), "human" if path is None else "rgb_array"
-    env = open_env(task, 1, options.device or "cpu", options.seed, render_mode)
+    task = saved.task.removeprefix("envpool/")
+    env = open_env(task, 1, run.device or "cpu", run.seed, "human" if video is None else "rgb_array")
     env = select_components(env, saved.config["run"].get("components"))
     policy = runner.get_inference_policy()
     try:
-        if path is None:  # the environment renders to its window as it is stepped
-            returns = run_episodes(policy, env, options.episodes)[0]
+        if video is None:  # the environment renders to its window as it is stepped
+            returns = run_episodes(policy, env, episodes)[0]
         else:
-            returns = record(task, policy, env, options, path)
+            frames, returns = film(policy, env, episodes, seconds)
+            with user_errors():
+                write_video(video, frames, frame_rate(env))
+            print(f"  video       {video} ({len(frames)} frames)")
+    except (RuntimeError, OSError, AttributeError) as error:
+        raise UserError(f"{task} could not be rendered: {error}") from error
     finally:
         env.close()
         runner.close()
@@ -135,23 +109,47 @@ def play(args: Sequence[str]) -> int:
     return 0
 
 
-def collect(args: Sequence[str]) -> int:
-    """Run `canter collect`."""
-    lowest = {"steps": 0, "episodes": 0, "num_envs": 1, "file_steps": 1}
-    options: CollectOptions = parse(CollectOptions, args, "canter collect", **lowest)
-    saved, checkpoint, runner = options.load(options.num_envs)
+def collect(
+    run: TrainedPolicy,
+    out: Path | None = None,
+    steps: int = 100_000,
+    episodes: int = 1,
+    num_envs: int = 8,
+    sample: bool = False,
+    success_only: bool = False,
+    critic_obs: bool = False,
+    images: dict[str, Any] | None = None,
+    file_steps: int = 64,
+) -> int:
+    """Run a trained policy and save every trajectory; adds to the trajectories of an existing directory.
+
+    Args:
+        run: The run and its policy.
+        out: Directory for the trajectories; <run>/demonstrations by default.
+        steps: Collect at least this many steps.
+        episodes: Collect at least this many episodes.
+        num_envs: Environments stepped together.
+        sample: Act with exploration noise.
+        success_only: Keep only episodes that ended by a time limit or with success.
+        critic_obs: The policy observes the critic's observation.
+        images: Parts of the observation to store as bytes, as YAML: {camera: normalized_image}.
+        file_steps: Most steps in one file.
+    """
+    at_least(0, steps=steps, episodes=episodes)
+    at_least(1, num_envs=num_envs, file_steps=file_steps)
+    saved, checkpoint, runner = run.load(num_envs)
     with user_errors():
         saver = DemonstrationSaver(
             runner.env,
             runner.policy,
-            options.out or saved.path / "demonstrations",
-            rollout_storage_length=options.file_steps,
-            min_timesteps=options.steps,
-            min_episodes=options.episodes,
-            success_traj_only=options.success_only,
-            use_critic_obs=options.critic_obs,
-            obs_disassemble_mapping=options.images,
-            demo_by_sample=options.sample,
+            out or saved.path / "demonstrations",
+            rollout_storage_length=file_steps,
+            min_timesteps=steps,
+            min_episodes=episodes,
+            success_traj_only=success_only,
+            use_critic_obs=critic_obs,
+            obs_disassemble_mapping=images,
+            demo_by_sample=sample,
         )
     save_trajectories(saver, saved, checkpoint, runner)
     return 0
@@ -178,18 +176,6 @@ def prepare_rendering() -> None:
     if headless():
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
         os.environ.setdefault("MUJOCO_GL", "egl")
-
-
-def record(task: str, policy: Any, env: VecEnv, options: PlayOptions, path: Path) -> list[float]:
-    """Write a video; returns the returns of its episodes."""
-    try:
-        frames, returns = film(policy, env, options.episodes, options.seconds)
-        with user_errors():
-            write_video(path, frames, frame_rate(env))
-    except (RuntimeError, OSError, AttributeError) as error:
-        raise UserError(f"{task} could not be rendered: {error}") from error
-    print(f"  video       {path} ({len(frames)} frames)")
-    return returns
 
 
 @torch.inference_mode()

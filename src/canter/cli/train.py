@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import signal
 import subprocess
@@ -16,7 +15,7 @@ from typing import Any, BinaryIO
 import tyro
 
 from canter.cli.errors import INTERRUPTED, UserError, user_errors
-from canter.cli.options import TrainOptions, parse, parse_train
+from canter.cli.options import TrainOptions, parse_train
 from canter.cli.runs import (
     BEST_NAME,
     find_checkpoint,
@@ -73,36 +72,33 @@ def run_config(options: TrainOptions[Any, Any], config: dict[str, Any]) -> dict[
     return config
 
 
-@dataclasses.dataclass
-class ResumeOptions:
-    """Continue a run from its newest valid checkpoint, with the settings it was started with."""
+def resume(
+    run: tyro.conf.Positional[Path],
+    total_timesteps: int | None = None,
+    checkpoint: str | None = None,
+    device: str | None = None,
+) -> int:
+    """Continue a run from its newest valid checkpoint, with the settings it was started with.
 
-    run: tyro.conf.Positional[Path]
-    """The run directory."""
-    total_timesteps: int | None = None
-    """Environment steps to add; the rest of the run's own length by default."""
-    checkpoint: str | None = None
-    """Another checkpoint to continue from: a file, or "best"."""
-    device: str | None = None
-    """Device to use instead of the one the run was started on."""
-
-
-def resume(args: Sequence[str]) -> int:
-    """Run `canter resume`."""
-    options: ResumeOptions = parse(ResumeOptions, args, "canter resume")
-    saved = read_run(options.run)
-    checkpoint = find_checkpoint(saved.path, options.checkpoint)
+    Args:
+        run: The run directory.
+        total_timesteps: Environment steps to add; the rest of the run's own length by default.
+        checkpoint: Another checkpoint to continue from: a file, or "best".
+        device: Device to use instead of the one the run was started on.
+    """
+    saved = read_run(run)
+    path = find_checkpoint(saved.path, checkpoint)
     config: dict[str, Any] = {**saved.config, "run": dict(saved.config["run"])}
-    if options.device is not None:
-        config["device"] = options.device
-    if options.total_timesteps is not None:
-        done = int(load_checkpoint(checkpoint, "cpu").get("total_timesteps", 0))
-        config["run"]["total_timesteps"] = done + options.total_timesteps
+    if device is not None:
+        config["device"] = device
+    if total_timesteps is not None:
+        done = int(load_checkpoint(path, "cpu").get("total_timesteps", 0))
+        config["run"]["total_timesteps"] = done + total_timesteps
         config |= {name: None for name in ("max_iterations", "max_timesteps") if name in config}
     runner = open_runner(config, saved.path, eval_episodes=config["eval_episodes"])
     with user_errors():
-        runner.load(checkpoint)
-    print(f"continuing {saved.path} from {checkpoint.name} at step {runner.tot_timesteps}")
+        runner.load(path)
+    print(f"continuing {saved.path} from {path.name} at step {runner.tot_timesteps}")
     return run_to_end(runner, saved.path)
 
 
