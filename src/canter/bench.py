@@ -109,17 +109,9 @@ def null_runner(env: VecEnv, work: Workload, execution: str = "auto", precision:
     if work.rnn_type is not None:
         policy["class_name"] = "ActorCriticRecurrent"
         policy |= {"rnn_type": work.rnn_type, "rnn_hidden_size": work.rnn_hidden_size}
-    algorithm = {
-        "num_learning_epochs": work.num_learning_epochs,
-        "num_mini_batches": work.num_mini_batches,
-        "gamma": 0.99,
-        "entropy_coef": 0.01,
-        "schedule": "adaptive",
-        "empirical_normalization": True,
-        "execution": execution,
-        "precision": precision,
-        "timeout_bootstrap": "current_value",
-    }
+    algorithm = {"num_learning_epochs": work.num_learning_epochs, "num_mini_batches": work.num_mini_batches}
+    algorithm |= {"gamma": 0.99, "entropy_coef": 0.01, "schedule": "adaptive", "empirical_normalization": True}
+    algorithm |= {"timeout_bootstrap": "current_value", "execution": execution, "precision": precision}
     cfg = {"num_steps_per_env": work.num_steps_per_env, "algorithm": algorithm, "policy": policy}
     return OnPolicyRunner(env, {**cfg, "log_interval": 0, "seed": 1}, None, env.device, show_progress=False)
 

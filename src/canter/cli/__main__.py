@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import sys
 from collections.abc import Sequence
 
@@ -19,34 +18,25 @@ canter <command> --help lists the flags; every setting is a flag. Tasks are Gymn
 torch-native environments (canter/CartPole) and EnvPool environments (envpool/HalfCheetah-v5)."""
 
 
-def run_command(name: str, args: Sequence[str]) -> int:
-    """Run one command of the table; returns its exit code."""
-    if name in ("-h", "--help", "help"):
-        rows = [f"  {f'{name} {command.arguments}':<18}{command.help}" for name, command in COMMANDS.items()]
-        print(OVERVIEW.format(version=__version__, commands="\n".join(rows)))
-        return 0
-    if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
-        raise UserError(f"no command {name!r}; {hint}")
-    run = COMMANDS[name].run
-    if isinstance(run, str):
-        module, _, function = run.partition(":")
-        run = getattr(importlib.import_module(module), function)
-    from canter.cli.options import call
-
-    return call(run, args, f"canter {name}") or 0
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run one command of the table; returns its exit code."""
     name, *args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name == "--version":
         print(__version__)
         return 0
     try:
         load_plugins()
-        return run_command(name, args)
+        if name in ("-h", "--help", "help"):
+            rows = [f"  {f'{name} {command.arguments}':<18}{command.help}" for name, command in COMMANDS.items()]
+            print(OVERVIEW.format(version=__version__, commands="\n".join(rows)))
+            return 0
+        if name not in COMMANDS:
+            near = difflib.get_close_matches(name, COMMANDS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
+            raise UserError(f"no command {name!r}; {hint}")
+        from canter.cli.options import call
+
+        return call(COMMANDS[name].run, args, f"canter {name}") or 0
     except (Exception, KeyboardInterrupt) as error:
         code = exit_code(error)
         if code is None:

@@ -23,22 +23,23 @@ from gymnasium import spaces
 from canter.algorithms import TPPOConfig
 from canter.cli import runs
 from canter.cli.errors import UserError, user_errors
-from canter.cli.options import at_least, parse
+from canter.cli.options import RunOptions, at_least, parse
 from canter.cli.play import save_trajectories
-from canter.cli.train import EVALS_PER_RUN, print_row, run_to_end
+from canter.cli.train import EVALS_PER_RUN, print_row, run_section, run_to_end
 from canter.runners.dagger_saver import CONFIG_NAMES, DaggerSaver
 from canter.storage.rollout_files.catalog import find_trajectory, trajectory_folders
 from canter.utils.checkpoint import find_checkpoints, newest_valid_checkpoint
 
 FADE = 0.2  # share of the run over which the teacher stops acting
-STUDENT = {"schedule": "fixed", "learning_rate": 1e-3, "num_learning_epochs": 5, "num_mini_batches": 4}
+STUDENT: dict[str, Any] = {"class_name": "TPPO", "teacher_act_prob": "linear", "schedule": "fixed"}
+STUDENT |= {"learning_rate": 1e-3, "num_learning_epochs": 5, "num_mini_batches": 4}
 # Imitation alone does not train the noise, and with much of it the student visits states that it never reaches without.
 LOW_NOISE = {"init_noise_std": 0.05}
 RECURRENT = {"class_name": "ActorCriticRecurrent", "rnn_type": "gru", "rnn_hidden_size": 64}
 CONFIG_SECONDS = 600.0  # time that a collector waits for its trainer to begin
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class StudentOptions:
     """A teacher, and settings of its student."""
 
@@ -54,8 +55,8 @@ class StudentOptions:
     """Device to train on; the CPU for `canter dagger`, a GPU if there is one for `canter distill` by default."""
 
 
-@dataclasses.dataclass
-class DistillOptions(StudentOptions):
+@dataclasses.dataclass(kw_only=True)
+class DistillOptions(StudentOptions, RunOptions):
     """Train a student to imitate a trained teacher from a part of the teacher's observation."""
 
     segments: dict[str, Any] | None = None
@@ -74,16 +75,6 @@ class DistillOptions(StudentOptions):
     """Steps of each environment between two updates."""
     checkpoint: str | None = None
     """The teacher's checkpoint: a file, or "best"; the newest valid one by default."""
-    name: str | None = None
-    """Name of the run; "student" and the time by default."""
-    runs_dir: Path = Path("runs")
-    """Directory for run directories."""
-    final_episodes: int = 20
-    """Episodes of the evaluation at the end."""
-    video: bool = True
-    """Record an episode at the end."""
-    threads: int | None = None
-    """Torch threads on a CPU."""
 
 
 def distill(args: Sequence[str]) -> int:
@@ -109,24 +100,15 @@ def distill_config(options: DistillOptions, saved: runs.SavedRun, checkpoint: Pa
     iterations = -(-options.total_timesteps // (options.num_steps_per_env * num_envs))
     known = {f.name for f in dataclasses.fields(TPPOConfig)}
     algorithm = {name: value for name, value in (saved.config.get("algorithm") or {}).items() if name in known}
-    algorithm |= {
-        **STUDENT,
-        "class_name": "TPPO",
-        "teacher_ac_path": str(checkpoint),
-        "using_ppo": options.using_ppo,
-        "teacher_act_prob": "linear",
-        "update_times_scale": max(1.0, FADE * iterations),
-        "label_action_with_critic_obs": bool(options.hide),
-        **(options.algorithm or {}),
-    }
+    algorithm |= STUDENT | {"teacher_ac_path": str(checkpoint), "using_ppo": options.using_ppo}
+    algorithm |= {"update_times_scale": max(1.0, FADE * iterations), "label_action_with_critic_obs": bool(options.hide)}
+    algorithm |= options.algorithm or {}
     policy = {name: value for name, value in (saved.config.get("policy") or {}).items() if name not in RECURRENT}
     policy |= RECURRENT if options.recurrent else {"class_name": "ActorCritic"}
     policy |= ({} if options.using_ppo else LOW_NOISE) | (options.policy or {})
     if options.recurrent:
         algorithm["num_mini_batches"] = min(int(algorithm["num_mini_batches"]), num_envs)
-    names = ("total_timesteps", "final_episodes", "video", "threads")
-    run: dict[str, Any] = {"task": saved.task, "num_envs": num_envs, "teacher": str(saved.path)}
-    run |= {name: getattr(options, name) for name in names}
+    run = run_section(options, saved.task, num_envs) | {"teacher": str(saved.path)}
     if options.hide or options.segments:
         run["components"] = student_components(options, saved.task)
     return {
@@ -157,7 +139,7 @@ def student_components(options: DistillOptions, task: str) -> dict[str, Any]:
     return {"segments": dict(segments), "actor": [name for name in segments if name not in options.hide]}
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class DaggerOptions(StudentOptions):
     """Train a student to imitate its teacher: collect in one process, train in another, or start both at once."""
 
@@ -285,39 +267,24 @@ def dagger_config(options: DaggerOptions, teacher: runs.SavedRun, data: Path) ->
     """The configuration of a run that only imitates, from a dataset that grows during the training."""
     task = options.task or teacher.task
     env = runs.open_env(task, 1, "cpu")
-    is_box = isinstance(env.action_space, spaces.Box)
+    distance = "mse_sum" if isinstance(env.action_space, spaces.Box) else "max_log_prob"
     env.close()
-    algorithm = {
-        "class_name": "TPPO",
-        "using_ppo": False,
-        "distill_target": "mse_sum" if is_box else "max_log_prob",
-        "learning_rate": 1e-3,
-        "num_learning_epochs": 2,
-        "num_mini_batches": 4,
-        "empirical_normalization": bool((teacher.config.get("algorithm") or {}).get("empirical_normalization", False)),
-        **(options.algorithm or {}),
-    }
+    taught = teacher.config.get("algorithm") or {}
+    algorithm = {"class_name": "TPPO", "using_ppo": False, "distill_target": distance, "learning_rate": 1e-3}
+    algorithm |= {"num_learning_epochs": 2, "num_mini_batches": 4}
+    algorithm |= {"empirical_normalization": bool(taught.get("empirical_normalization", False))}
+    dataset = {"data_dir": str(data), "dataset_loops": -1, "random_shuffle_traj_order": True, "seed": options.seed}
+    dataset |= {"keep_latest_n_trajs": options.keep_latest, "wait_interval_s": 0.2}
+    length = options.iterations * options.num_envs * options.num_steps_per_env
     return {
-        "algorithm": algorithm,
-        "policy": {**(teacher.config.get("policy") or {}), **(options.policy or {})},
+        "algorithm": algorithm | (options.algorithm or {}),
+        "policy": (teacher.config.get("policy") or {}) | (options.policy or {}),
         "num_steps_per_env": options.num_steps_per_env,
         "seed": options.seed,
         "device": options.device or "cpu",
         "log_interval": 1,
         "save_interval": 1,
         "pretrain_iterations": -1,
-        "pretrain_dataset": {
-            "data_dir": str(data),
-            "dataset_loops": -1,
-            "random_shuffle_traj_order": True,
-            "keep_latest_n_trajs": options.keep_latest,
-            "wait_interval_s": 0.2,
-            "seed": options.seed,
-        },
-        "run": {
-            "task": task,
-            "num_envs": options.num_envs,
-            "runner": "TwoStageRunner",
-            "total_timesteps": options.iterations * options.num_envs * options.num_steps_per_env,
-        },
+        "pretrain_dataset": dataset,
+        "run": {"task": task, "num_envs": options.num_envs, "runner": "TwoStageRunner", "total_timesteps": length},
     }

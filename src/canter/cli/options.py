@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import inspect
 import re
 import types
@@ -42,8 +43,24 @@ Settings = TypeVar("Settings")
 Policy = TypeVar("Policy")
 
 
-@dataclasses.dataclass
-class TrainOptions(Generic[Settings, Policy]):
+@dataclasses.dataclass(kw_only=True)
+class RunOptions:
+    """Where a new run is stored, and what happens at its end."""
+
+    name: str | None = None
+    """Name of the run; the time by default. The directory is <runs-dir>/<task>/<name>-seed<k>."""
+    runs_dir: Path = Path("runs")
+    """Directory for run directories."""
+    final_episodes: int = 20
+    """Episodes of the evaluation at the end."""
+    video: bool = True
+    """Record an episode at the end."""
+    threads: int | None = None
+    """Torch threads on a CPU; None uses one for small networks and batches, which more threads slow down."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class TrainOptions(RunOptions, Generic[Settings, Policy]):
     """Train a policy, evaluate it, plot its learning curve and record a video.
 
     The defaults shown are those of the task's preset.
@@ -63,23 +80,8 @@ class TrainOptions(Generic[Settings, Policy]):
     """Length of the run in environment steps, rounded up to whole iterations; --max-iterations overrides it."""
     seeds: tuple[int, ...] = ()
     """Train one run with each of these seeds, one after the other."""
-    name: str | None = None
-    """Name of the run; the time by default. The directory is <runs-dir>/<task>/<name>-seed<k>."""
-    runs_dir: Path = Path("runs")
-    """Directory for run directories."""
-    final_episodes: int = 20
-    """Episodes of the evaluation at the end."""
-    video: bool = True
-    """Record an episode at the end."""
-    threads: int | None = None
-    """Torch threads on a CPU; None uses one for small networks and batches, which more threads slow down."""
     components: dict[str, Any] | None = None
     """Arguments of `ObsComponents`, as YAML: {segments: {angle: 2, speed: 1}, actor: [angle]}."""
-
-
-@dataclasses.dataclass
-class NoPolicy:
-    """Empty policy options, for algorithms whose networks are part of their own settings."""
 
 
 def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, Any]]:
@@ -94,7 +96,8 @@ def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, 
     check_spellings(args, {f.name for f in dataclasses.fields(plan.cfg)})
     plan.cfg.seed = DEFAULT_SEED if plan.cfg.seed is None else plan.cfg.seed
     policy_class = given(args, "--policy.class-name") or plan.policy.get("class_name", "")
-    policy = policy_options(policy_class, plan.policy) if "class_name" in plan.policy else NoPolicy()
+    has_policy = "class_name" in plan.policy  # else the networks are part of the algorithm's own settings
+    policy = policy_options(policy_class, plan.policy) if has_policy else dataclasses.make_dataclass("NoPolicy", [])()
     settings = settings_options(plan.cfg)
     default = TrainOptions(
         task=task or (tyro.MISSING if not {"-h", "--help"} & set(args) else "TASK"),
@@ -109,7 +112,7 @@ def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, 
     at_least(1, num_envs=options.num_envs, total_timesteps=options.total_timesteps, threads=options.threads)
     at_least(0, final_episodes=options.final_episodes)
     plan.algorithm, plan.cfg = class_name, options.settings
-    if not isinstance(policy, NoPolicy):
+    if has_policy:
         plan.policy = dataclasses.asdict(options.policy)
         is_given = given(args, "--num-mini-batches") is not None
         fit_mini_batches(options.settings, options.num_envs, POLICIES[policy_class].is_recurrent, is_given)
@@ -207,14 +210,18 @@ def parse(flags: Any, args: Sequence[str], prog: str, default: Any = None) -> An
         return tyro.cli(flags, args=list(args), prog=prog, **defaults)
 
 
-def call(function: Callable[..., int | None], args: Sequence[str], prog: str) -> int | None:
-    """Call a function with the flags in `args`; its only parameter may be `args`, for the words themselves."""
-    if list(inspect.signature(function).parameters) == ["args"]:
-        return function(args)
+def call(function: Callable[..., int | None] | str, args: Sequence[str], prog: str) -> int | None:
+    """Call a function, or "module:function", with the flags in `args`; a function of `args` gets the words."""
+    command: Any = function
+    if isinstance(function, str):
+        module, _, name = function.partition(":")
+        command = getattr(importlib.import_module(module), name)
+    if list(inspect.signature(command).parameters) == ["args"]:
+        return command(args)
 
-    @functools.wraps(function)
+    @functools.wraps(command)
     def bind(*values: Any, **flags: Any) -> Any:
-        return functools.partial(function, *values, **flags)
+        return functools.partial(command, *values, **flags)
 
     return parse(bind, args, prog)()
 

@@ -17,7 +17,7 @@ import tyro
 
 from canter.cli.errors import UserError, user_errors
 from canter.cli.options import at_least
-from canter.cli.runs import EVAL_ENVS, SavedRun, find_checkpoint, load_policy, open_env, read_run, select_components
+from canter.cli.runs import EVAL_ENVS, SavedRun, find_checkpoint, load_policy, open_env, read_run
 from canter.envs.vec_env import VecEnv
 from canter.runners import Runner
 from canter.runners.demonstration import DemonstrationSaver
@@ -88,8 +88,8 @@ def play(run: TrainedPolicy, video: Path | None = None, episodes: int = 1, secon
     prepare_rendering()
     # EnvPool can end the process where it cannot render; Gymnasium has tasks of the same names.
     task = saved.task.removeprefix("envpool/")
-    env = open_env(task, 1, run.device or "cpu", run.seed, "human" if video is None else "rgb_array")
-    env = select_components(env, saved.config["run"].get("components"))
+    render_mode, components = "human" if video is None else "rgb_array", saved.config["run"].get("components")
+    env = open_env(task, 1, run.device or "cpu", run.seed, render_mode, components)
     policy = runner.get_inference_policy()
     try:
         if video is None:  # the environment renders to its window as it is stepped

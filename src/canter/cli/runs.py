@@ -106,9 +106,14 @@ def find_checkpoint(run: Path, wanted: str | None) -> Path:
 
 
 def open_env(
-    task: str, num_envs: int, device: str | None = None, seed: int | None = None, render_mode: str | None = None
+    task: str,
+    num_envs: int,
+    device: str | None = None,
+    seed: int | None = None,
+    render_mode: str | None = None,
+    components: dict[str, Any] | None = None,
 ) -> VecEnv:
-    """Environments by the name of their task."""
+    """Environments by the name of their task, with the observation components given; with all if None."""
     spec = gymnasium.registry.get(task)
     entry_point = "" if spec is None else str(spec.entry_point)
     if "mujoco" in entry_point:
@@ -120,7 +125,8 @@ def open_env(
     try:
         with user_errors(), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Gymnasium warns, then refuses
-            return make_env(task, resolve_device(device), num_envs, seed, render_mode)
+            env = make_env(task, resolve_device(device), num_envs, seed, render_mode)
+            return env if components is None else ObsComponents(env, **components)
     except UserError as error:
         cause = error.__cause__
         if isinstance(cause, gymnasium.error.DependencyNotInstalled):
@@ -150,23 +156,17 @@ def known_tasks() -> list[str]:
     return sorted(gymnasium.registry) + sorted(f"canter/{name}" for name in TORCH_ENVS)
 
 
-def select_components(env: VecEnv, components: dict[str, Any] | None) -> VecEnv:
-    """The environment with the observation components of a run's configuration; all of them if None."""
-    with user_errors():
-        return env if components is None else ObsComponents(env, **components)
-
-
 def open_runner(
     config: dict[str, Any], log_dir: Path | None = None, eval_episodes: int = 0, show_progress: bool = True
 ) -> Runner:
     """The runner that a config.yaml describes, with its environments."""
     run, seed = config["run"], config.get("seed")
-    env = select_components(open_env(run["task"], run["num_envs"], config.get("device"), seed), run.get("components"))
+    where = {"device": config.get("device"), "components": run.get("components")}
+    env = open_env(run["task"], run["num_envs"], seed=seed, **where)
     eval_env = None
     if eval_episodes:
         eval_seed = None if seed is None else seed + EVAL_SEED_OFFSET
-        eval_env = open_env(run["task"], min(EVAL_ENVS, eval_episodes), config.get("device"), eval_seed)
-        eval_env = select_components(eval_env, run.get("components"))
+        eval_env = open_env(run["task"], min(EVAL_ENVS, eval_episodes), seed=eval_seed, **where)
     settings = {key: value for key, value in config.items() if key != "run"}
     with user_errors(), warnings.catch_warnings():
         # EnvPool environments got their seed when they were made, above.

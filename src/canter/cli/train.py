@@ -14,17 +14,9 @@ from typing import Any, BinaryIO
 
 import tyro
 
+from canter.cli import runs
 from canter.cli.errors import INTERRUPTED, UserError, user_errors
 from canter.cli.options import TrainOptions, parse_train
-from canter.cli.runs import (
-    BEST_NAME,
-    find_checkpoint,
-    limit_threads,
-    new_run_directory,
-    new_runner,
-    open_runner,
-    read_run,
-)
 from canter.runners import Runner
 from canter.utils.checkpoint import load_checkpoint
 from canter.utils.files import atomic_write
@@ -40,24 +32,29 @@ def train(args: Sequence[str]) -> int:
         raise UserError("name the task to train: canter train TASK; `canter tasks` lists the known ones")
     with user_errors():
         options, config = parse_train(args)
-    runs: list[Path] = []
+    paths: list[Path] = []
     for seed in options.seeds or (options.settings.seed,):
-        path = new_run_directory(options.runs_dir, options.task, options.name, seed)
-        code = run_to_end(new_runner(run_config(options, {**config, "seed": seed}), path), path)
+        path = runs.new_run_directory(options.runs_dir, options.task, options.name, seed)
+        code = run_to_end(runs.new_runner(run_config(options, {**config, "seed": seed}), path), path)
         if code:
             return code
-        runs.append(path)
-    if len(runs) > 1:
-        together = runs[0].with_name(runs[0].name.rpartition("-seed")[0] + "-seeds.png")
-        plot_runs(runs, together, labels=[options.task] * len(runs))
+        paths.append(path)
+    if len(paths) > 1:
+        together = paths[0].with_name(paths[0].name.rpartition("-seed")[0] + "-seeds.png")
+        plot_runs(paths, together, labels=[options.task] * len(paths))
         print(f"  all seeds   {together}")
     return 0
 
 
+def run_section(options: Any, task: str, num_envs: int) -> dict[str, Any]:
+    """The section of a new run's config.yaml about the run itself."""
+    names = ("total_timesteps", "final_episodes", "video", "threads")
+    return {"task": task, "num_envs": num_envs} | {name: getattr(options, name) for name in names}
+
+
 def run_config(options: TrainOptions[Any, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """The content of a new run's config.yaml: its settings, and a section about the run itself."""
-    names = ("task", "num_envs", "total_timesteps", "final_episodes", "video", "threads")
-    config["run"] = {name: getattr(options, name) for name in names}
+    """The content of a new run's config.yaml."""
+    config["run"] = run_section(options, options.task, options.num_envs)
     if options.components is not None:
         config["run"]["components"] = options.components
     if config["eval_interval"] == 0:
@@ -86,8 +83,8 @@ def resume(
         checkpoint: Another checkpoint to continue from: a file, or "best".
         device: Device to use instead of the one the run was started on.
     """
-    saved = read_run(run)
-    path = find_checkpoint(saved.path, checkpoint)
+    saved = runs.read_run(run)
+    path = runs.find_checkpoint(saved.path, checkpoint)
     config: dict[str, Any] = {**saved.config, "run": dict(saved.config["run"])}
     if device is not None:
         config["device"] = device
@@ -95,7 +92,7 @@ def resume(
         done = int(load_checkpoint(path, "cpu").get("total_timesteps", 0))
         config["run"]["total_timesteps"] = done + total_timesteps
         config |= {name: None for name in ("max_iterations", "max_timesteps") if name in config}
-    runner = open_runner(config, saved.path, eval_episodes=config["eval_episodes"])
+    runner = runs.open_runner(config, saved.path, eval_episodes=config["eval_episodes"])
     with user_errors():
         runner.load(path)
     print(f"continuing {saved.path} from {path.name} at step {runner.tot_timesteps}")
@@ -105,7 +102,7 @@ def resume(
 def run_to_end(runner: Runner, path: Path) -> int:
     """Train the rest of a run, then evaluate it, plot its curve and record a video; returns the exit code."""
     info = runner.run_info
-    limit_threads(runner, info.get("threads"))
+    runs.limit_threads(runner, info.get("threads"))
     keep_best(runner, path)
     planned = runner.planned_iterations()
     if planned is not None:
@@ -157,7 +154,7 @@ def keep_best(runner: Runner, path: Path) -> None:
         nonlocal best
         if stats.get("eval/mean_reward", float("-inf")) > best:
             best = stats["eval/mean_reward"]
-            runner.save(path / BEST_NAME)
+            runner.save(path / runs.BEST_NAME)
             write_json(record, {"eval/mean_reward": best, "step": runner.tot_timesteps})
 
     runner.add_callback("post_iteration", keep)
