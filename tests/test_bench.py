@@ -27,7 +27,7 @@ from canter.modules import ActorCriticRecurrent
 SMALL = Workload(num_envs=6, num_steps_per_env=4, num_obs=3, num_critic_obs=5, num_actions=2, hidden_dims=(8,))
 
 
-def test_the_null_environment_has_the_sizes_asked_for():
+def test_the_null_environment_has_the_sizes_of_the_workload():
     env = NullEnv(SMALL, "cpu")
     obs, critic_obs = env.reset()
     assert (obs.shape, critic_obs.shape, env.num_actions) == ((6, 3), (6, 5), 2)
@@ -57,7 +57,7 @@ def test_two_null_environments_give_the_same_steps():
 
 
 @pytest.mark.parametrize("rnn_type", [None, "lstm", "gru"])
-def test_the_runner_does_the_work_described(rnn_type, recwarn):
+def test_the_runner_has_the_sizes_of_the_workload(rnn_type, recwarn):
     work = Workload(**{**vars(SMALL), "rnn_type": rnn_type, "rnn_hidden_size": 7, "num_learning_epochs": 3})
     runner = null_runner(NullEnv(work, "cpu"), work, "eager")
     assert runner.steps_per_iteration() == 24
@@ -66,7 +66,7 @@ def test_the_runner_does_the_work_described(rnn_type, recwarn):
     assert not recwarn.list  # such as that the environment could not be seeded
 
 
-def test_timing_an_iteration_trains_as_long_as_it_says():
+def test_timing_runs_the_warm_up_and_the_measured_iterations():
     runner = null_runner(NullEnv(SMALL, "cpu"), SMALL, "eager")
     timing = time_iterations(runner, warm_up=2, iterations=3)
     assert runner.iteration == 5
@@ -149,7 +149,7 @@ def test_a_size_that_would_take_too_long_is_left_out_with_all_that_are_larger(fa
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no"), BrokenProcessPool("killed")])
-def test_what_does_not_fit_into_memory_ends_the_series_but_not_the_program(monkeypatch, error):
+def test_a_size_that_does_not_fit_into_memory_ends_the_series_but_not_the_program(monkeypatch, error):
     def fail(fn, work, **options):
         if work.num_envs > 2:
             raise error
@@ -162,7 +162,7 @@ def test_what_does_not_fit_into_memory_ends_the_series_but_not_the_program(monke
     assert points[2].left_out == "larger than one that failed"
 
 
-def test_a_mistake_is_not_taken_for_a_lack_of_memory(monkeypatch):
+def test_a_wrong_setting_is_not_taken_for_a_lack_of_memory(monkeypatch):
     def fail(fn, work, **options):
         raise ValueError("execution must be one of ...")
 

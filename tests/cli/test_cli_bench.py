@@ -1,4 +1,4 @@
-"""`canter bench`: its tables, defaults and mistakes."""
+"""`canter bench`: its tables, defaults and errors."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_each_execution_is_a_row(capsys, monkeypatch):
     assert numbers(out, "eager") == numbers(out, "graph") == ["1.00", "2.00", "3.00", "4000", "0.5"]
 
 
-def test_a_cpu_gets_work_that_it_can_do(monkeypatch):
+def test_the_default_workload_depends_on_the_device(monkeypatch):
     work, executions = bench.machine_defaults("cpu")
     assert (work.num_envs, executions) == (256, ("eager",))
     monkeypatch.setattr(bench, "resolve_device", lambda device: torch.device("cuda"))
@@ -101,7 +101,7 @@ def test_help_names_the_three_benchmarks(capsys):
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (["iterations"], "iteration, cpu, scaling"),
         (["iteration", "--device", "tpu"], "tpu"),
@@ -113,8 +113,8 @@ def test_help_names_the_three_benchmarks(capsys):
         ([*SMALL, "--num-obs", "-1"], "--num-obs"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(args, said, capsys):
+def test_a_mistake_is_one_line_and_exit_code_2(args, message, capsys):
     assert main(["bench", *args]) == USAGE
     error = capsys.readouterr().err.strip()
-    assert said in error
+    assert message in error
     assert "\n" not in error

@@ -15,15 +15,11 @@ from canter.cli.options import parse_train
 from canter.utils.config import settings
 
 PLUGIN = '''
-import dataclasses
-from pathlib import Path
-
 import tyro
 
 from canter.algorithms import PPO, PPOConfig, register_algorithm
 from canter.cli import register_command
 from canter.cli.errors import UserError
-from canter.cli.options import parse
 from canter.utils.config import settings
 
 
@@ -41,22 +37,19 @@ class FewEpochsConfig(PPOConfig):
 register_algorithm("fewepochs", FewEpochs, FewEpochsConfig)
 
 
-@dataclasses.dataclass
-class GreetOptions:
-    """Greet somebody."""
+def greet(name: tyro.conf.Positional[str], times: int = 1):
+    """Greet a person.
 
-    name: tyro.conf.Positional[str]
-    """Name to greet."""
-
-
-def greet(args):
-    options = parse(GreetOptions, args, "canter greet")
-    if options.name == "nobody":
+    Args:
+        name: Name to greet.
+        times: Number of greetings.
+    """
+    if name == "nobody":
         raise UserError("there is nobody to greet")
-    print(f"hello {options.name}")
+    print(" ".join(["hello"] * times), name)
 
 
-register_command("greet", greet, "greet somebody", "NAME")
+register_command("greet", greet, "greet a person", "NAME")
 '''
 TINY = ["--num-envs", "2", "--num-steps-per-env", "8", "--total-timesteps", "32", "--final-episodes", "0", "--no-video"]
 TINY += ["--eval-interval", "0", "--name", "r"]
@@ -86,10 +79,10 @@ def commands():
 def test_a_plugin_adds_a_command_that_help_lists(lab):
     listed = canter("--help", cwd=lab, plugins="my_lab")
     assert listed.returncode == 0, listed.stderr
-    assert "  greet NAME        greet somebody" in listed.stdout
+    assert "  greet NAME        greet a person" in listed.stdout
     assert "  train TASK " in listed.stdout
-    done = canter("greet", "ada", cwd=lab, plugins=" my_lab ,")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "hello ada\n", "")
+    done = canter("greet", "ada", "--times", "2", cwd=lab, plugins=" my_lab ,")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "hello hello ada\n", "")
     assert "Name to greet." in canter("greet", "--help", cwd=lab, plugins="my_lab").stdout
     assert canter("greet", "ada", cwd=lab, plugins="").returncode == 2
 
@@ -165,13 +158,28 @@ def test_an_entry_point_that_cannot_be_imported_is_named(install, capsys):
 
 
 # ---------------------------------------------------------------------- the table of commands
+def divide(numerator: int, denominator: int = 2):
+    return numerator // denominator
+
+
 def test_a_command_is_a_function_or_the_name_of_one(commands, capsys):
     register_command("count", lambda args: len(args), "count the arguments")
-    register_command("where", "os.path:join", "join a path")
-    assert main(["count", "a", "b", "c"]) == 3
-    assert COMMANDS["where"].run == "os.path:join"
+    register_command("divide", divide, "divide two numbers")
+    register_command("named", f"{__name__}:divide", "divide two numbers")
+    assert main(["count", "a", "b", "--c"]) == 3
+    assert main(["divide", "--numerator", "12"]) == 6
+    assert main(["named", "--numerator", "12", "--denominator", "3"]) == 4
     assert main(["--help"]) == 0
     assert "  count             count the arguments" in capsys.readouterr().out
+
+
+def test_an_error_inside_a_command_is_not_taken_for_a_wrong_flag(commands):
+    register_command("divide", divide, "divide two numbers")
+    with pytest.raises(ZeroDivisionError):
+        main(["divide", "--numerator", "1", "--denominator", "0"])
+    with pytest.raises(SystemExit) as stop:
+        main(["divide", "--numerator", "one"])
+    assert stop.value.code == 2
 
 
 def test_a_name_that_is_taken_is_refused_and_the_same_command_twice_is_not(commands):
