@@ -45,7 +45,7 @@ Policy = TypeVar("Policy")
 
 @dataclasses.dataclass(kw_only=True)
 class RunOptions:
-    """Where a new run is stored, and what happens at its end."""
+    """The directory of a new run, and the steps at its end."""
 
     name: str | None = None
     """Name of the run; the time by default. The directory is <runs-dir>/<task>/<name>-seed<k>."""
@@ -160,7 +160,7 @@ def settings_options(cfg: Any) -> Any:
             shown = tyro.conf.arg(metavar=f"{{{','.join(map(str, choices))}}}")
             rows.append((field.name, Annotated[hints[field.name], shown], field))
     made = dataclasses.make_dataclass(type(cfg).__name__, rows, bases=(type(cfg),), kw_only=True, eq=False, repr=False)
-    return made(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)})
+    return made(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg) if field.init})
 
 
 def policy_options(class_name: str, preset: Mapping[str, Any]) -> Any:
