@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from canter.bench.iteration import NullEnv, Workload, time_iterations
+from canter.bench import NullEnv, Workload, time_iterations
 from canter.runners import AmpPolicyRunner, OnPolicyRunner
 
 FRAMES, FEATURES = 2, 45

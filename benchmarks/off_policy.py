@@ -149,7 +149,7 @@ def cpu(args):
 # ---------------------------------------------------------------------- a GPU
 def gpu_canter(args, batch, execution, precision):
     from canter.algorithms import SAC, SACConfig
-    from canter.bench.iteration import NullEnv, Workload
+    from canter.bench import NullEnv, Workload
 
     work = Workload(num_envs=256, num_obs=args.obs, num_critic_obs=args.obs, num_actions=args.actions)
     env = NullEnv(work, args.device)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from canter.bench.iteration import NullEnv, Workload, null_runner, time_iterations
+from canter.bench import NullEnv, Workload, null_runner, time_iterations
 
 warnings.filterwarnings("ignore")
 

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import torch
 
-from canter.bench.iteration import Workload
-from canter.bench.scaling import measure_sizes, slope, with_envs, with_width
+from canter.bench import Workload, measure_sizes, slope, with_envs, with_width
 
 AXES = {"envs": with_envs, "width": with_width}
 

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 
-from canter.cli.options import preset_for
 from canter.cli.runs import find_checkpoint, load_policy, read_run
 from canter.envs.wrap import wrap_env
+from canter.presets import load_preset
 from canter.runners import DemonstrationSaver, OnPolicyRunner, TwoStageRunner
 
 POINTS = 10
@@ -73,7 +73,7 @@ def teach(task, seed, cfg, args, folder):
 
 
 def compare(task, seed, args):
-    cfg = preset_for(task)
+    cfg = load_preset(task)
     total = iterations_of(cfg, args.steps)
     folder = Path(tempfile.mkdtemp())
     try:

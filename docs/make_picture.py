@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 
+from canter.cli.play import film, prepare_rendering
 from canter.cli.runs import SavedRun, find_checkpoint, load_policy, open_env, read_run
-from canter.cli.video import film, prepare_rendering
 from canter.modules.build import build_actor_critic
 from canter.utils.plots import common_grid, read_metrics, smooth
 

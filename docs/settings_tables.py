@@ -1,7 +1,7 @@
 """Tables of settings in the documentation, made from the classes that declare them.
 
 `<!-- settings: package.module.Class -->` in a page becomes a table of the class's fields, or of its constructor's
-arguments, with their sentences.
+arguments, with their descriptions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 import textwrap
 from typing import Any
 
-from canter.cli.options import FROM_ENV, argument_sentences
+from canter.cli.options import argument_sentences, constructor_settings
 
 MARK = re.compile(r"<!-- settings: ([\w.]+) -->")
 
@@ -35,17 +35,21 @@ def table(path: str) -> str:
 
 
 def field_rows(cls: type) -> list[tuple[str, str, str]]:
-    """Name, default and sentence of every field of a dataclass that a user sets."""
-    sentences = attribute_sentences(cls)
+    """Name, default and description of every field of a dataclass that a user sets."""
+    descriptions = attribute_descriptions(cls)
     fields = [f for f in dataclasses.fields(cls) if f.default is not dataclasses.MISSING and f.name != "num_envs"]
-    return [(f.name, repr(f.default), sentences[f.name]) for f in fields]
+    return [(f.name, repr(f.default), descriptions[f.name]) for f in fields]
 
 
-def attribute_sentences(cls: type) -> dict[str, str]:
-    """The string that follows each annotated attribute in a class's source, and in that of its parents."""
+def attribute_descriptions(cls: type) -> dict[str, str]:
+    """The string after each annotated attribute in the source of a class and its bases; composed classes have none."""
     found: dict[str, str] = {}
     for base in reversed([base for base in cls.__mro__ if dataclasses.is_dataclass(base)]):
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body  # type: ignore[attr-defined]
+        try:
+            source = inspect.getsource(base)
+        except (OSError, TypeError):  # made by dataclasses.make_dataclass
+            continue
+        body = ast.parse(textwrap.dedent(source)).body[0].body  # type: ignore[attr-defined]
         found |= {
             field.target.id: " ".join(text.value.value.split())  # type: ignore[attr-defined]
             for field, text in itertools.pairwise(body)
@@ -55,13 +59,9 @@ def attribute_sentences(cls: type) -> dict[str, str]:
 
 
 def argument_rows(cls: type) -> list[tuple[str, str, str]]:
-    """Name, default and sentence of every constructor argument along the inheritance that a user sets."""
-    rows = []
-    for base in cls.__mro__:
-        if base.__module__.startswith("torch.") or "__init__" not in vars(base):
-            continue
-        sentences = argument_sentences(base)
-        for name, parameter in inspect.signature(base.__init__).parameters.items():
-            if parameter.default is not parameter.empty and name not in FROM_ENV:
-                rows.append((name, repr(parameter.default), sentences[name]))
-    return rows
+    """Name, default and description of every constructor argument along the inheritance that a user sets."""
+    rows = {
+        parameter.name: (parameter.name, repr(parameter.default), argument_sentences(base)[parameter.name])
+        for base, parameter in constructor_settings(cls)
+    }
+    return list(rows.values())

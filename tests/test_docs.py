@@ -17,7 +17,7 @@ import torch
 
 from canter.algorithms import REGISTRY
 from canter.algorithms.ppo import PPOConfig
-from canter.cli.__main__ import COMMANDS
+from canter.cli import COMMANDS
 from canter.cli.options import parse_train
 from canter.modules.build import POLICIES
 from canter.runners.runner import Runner
@@ -37,7 +37,7 @@ def short_runs(monkeypatch, tmp_path):
     count = Runner.count_iterations
     monkeypatch.setattr(Runner, "count_iterations", lambda self, *given: min(2, count(self, *given)))
     monkeypatch.chdir(tmp_path)
-    tables = [(table, dict(table)) for table in (POLICIES, REGISTRY, BACKENDS)]
+    tables = [(table, dict(table)) for table in (POLICIES, REGISTRY, BACKENDS, COMMANDS)]
     yield
     for table, before in tables:
         table.clear()

@@ -1,26 +1,111 @@
-"""Presets say only what exists, and train."""
+"""Presets name only existing settings, belong to an algorithm, and train."""
 
+from dataclasses import fields
 from importlib import resources
 
 import gymnasium
 import pytest
 
-from canter.algorithms import REGISTRY
-from canter.cli.options import preset_plan
+from canter.algorithms import PPO, REGISTRY, Entry, PPOConfig
 from canter.envs import wrap_env
 from canter.modules.build import POLICIES
-from canter.presets import FALLBACK, has_preset, load_preset, presets
+from canter.presets import FALLBACK, has_preset, load_preset, preset_name, presets
 from canter.runners import OffPolicyRunner, OnPolicyRunner
 from canter.runners.run_config import parse_train_cfg
-from canter.utils.config import setting_names
+from canter.utils.config import setting_names, settings
 
 TASKS = sorted(presets())
 
 
-def test_every_file_is_the_preset_of_one_task():
-    files = [entry for entry in resources.files("canter.presets").iterdir() if entry.name.endswith(".yaml")]
-    assert len(files) == len(presets()), "two files are for the same task"
-    assert FALLBACK in presets()
+class FewEpochs(PPO):
+    """PPO under another name."""
+
+
+@settings
+class FewEpochsConfig(PPOConfig):
+    """Its settings."""
+
+    num_learning_epochs: int = 3
+
+
+@pytest.fixture
+def register(monkeypatch):
+    """Register `FewEpochs` under a name, for one test."""
+
+    def entry(name="fewepochs", presets=None):
+        monkeypatch.setitem(REGISTRY, name, Entry(FewEpochs, FewEpochsConfig, presets))
+
+    return entry
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "dqn", "sac", "td3"])
+def test_every_file_is_the_preset_of_one_task(algorithm):
+    files = list((resources.files("canter.presets") / algorithm).iterdir())
+    assert files
+    assert len(files) == len(presets(algorithm)), "two files are for the same task"
+    assert FALLBACK in presets(algorithm)
+
+
+def test_no_preset_lies_outside_the_folder_of_an_algorithm():
+    assert not [entry for entry in resources.files("canter.presets").iterdir() if entry.name.endswith(".yaml")]
+
+
+@pytest.mark.parametrize("algorithm", sorted(REGISTRY))
+def test_a_preset_is_for_the_algorithm_it_is_loaded_for(algorithm):
+    for task in ("CartPole-v1", "Nothing-v0"):
+        assert parse_train_cfg(load_preset(task, algorithm)).algorithm == REGISTRY[algorithm].agent_class.__name__
+
+
+def test_an_algorithm_without_presets_gets_the_defaults_of_its_config(register):
+    register()
+    preset = load_preset("CartPole-v1", "fewepochs")
+    assert preset["task"] == "CartPole-v1"
+    assert preset["algorithm"]["class_name"] == "FewEpochs"
+    plan = parse_train_cfg(preset)
+    default = FewEpochsConfig()
+    assert plan.cfg.num_learning_epochs == 3
+    assert {f.name: getattr(plan.cfg, f.name) for f in fields(default)} == {
+        f.name: getattr(default, f.name) for f in fields(default)
+    }
+    assert type(preset["num_envs"]) is type(preset["total_timesteps"]) is int
+    assert not has_preset("CartPole-v1", "fewepochs")
+
+
+def test_a_preset_folder_may_be_a_path(register, tmp_path):
+    (tmp_path / "own.yaml").write_text("task: CartPole-v1\nnum_envs: 5\nalgorithm: {num_learning_epochs: 7}\n")
+    register(presets=str(tmp_path))
+    preset = load_preset("CartPole-v1", "fewepochs")
+    assert preset["num_envs"] == 5
+    assert parse_train_cfg(preset).cfg.num_learning_epochs == 7
+    assert load_preset("canter/CartPole", "fewepochs")["num_envs"] == 5
+    other = load_preset("Acrobot-v1", "fewepochs")  # neither a preset for the task nor a general one
+    assert parse_train_cfg(other).cfg.num_learning_epochs == 3
+    assert preset_name("Acrobot-v1", "fewepochs") == FALLBACK
+
+
+def test_an_algorithm_may_be_registered_under_a_name_that_is_not_its_class(register):
+    register("quick")
+    assert load_preset("CartPole-v1", "quick")["algorithm"]["class_name"] == "quick"
+    assert type(parse_train_cfg(load_preset("CartPole-v1", "quick")).cfg) is FewEpochsConfig
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("algorithm: {}", "does not name its task"), ("{a: [", "cannot be read"), (None, "does not exist")],
+)
+def test_a_preset_that_cannot_be_used_is_named(register, tmp_path, content, message):
+    folder = tmp_path / "presets"
+    if content is not None:
+        folder.mkdir()
+        (folder / "bad.yaml").write_text(content)
+    register(presets=str(folder))
+    with pytest.raises(ValueError, match=message):
+        load_preset("CartPole-v1", "fewepochs")
+
+
+def test_an_unknown_algorithm_is_an_error_that_lists_them():
+    with pytest.raises(ValueError, match="unknown algorithm 'pppo'; did you mean 'ppo'"):
+        load_preset("CartPole-v1", "pppo")
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -39,7 +124,6 @@ def test_a_preset_names_only_settings_that_exist_and_fit(task):
     assert set(plan.policy) - {"class_name"} <= setting_names(policy)
     whole = preset["num_envs"] * (1 if policy.is_recurrent else plan.cfg.num_steps_per_env)
     assert plan.cfg.num_mini_batches <= whole
-    assert preset_plan(preset).to_dict() == plan.to_dict()
 
 
 @pytest.mark.parametrize("task", [task for task in TASKS if task != FALLBACK])
@@ -75,7 +159,7 @@ OFF_POLICY = [(algorithm, task) for algorithm in ("dqn", "sac", "td3") for task 
 @pytest.mark.parametrize(("algorithm", "task"), OFF_POLICY)
 def test_an_off_policy_preset_names_only_settings_that_exist(algorithm, task):
     preset = load_preset(task, algorithm)
-    plan = preset_plan(preset)
+    plan = parse_train_cfg(preset)
     assert plan.algorithm == REGISTRY[algorithm].agent_class.__name__ == preset["algorithm"]["class_name"]
     assert type(preset["num_envs"]) is type(preset["total_timesteps"]) is int
     for name, value in preset["algorithm"].items():

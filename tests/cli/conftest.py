@@ -5,7 +5,7 @@ import torch
 
 from canter.cli.__main__ import main
 
-# Small enough to finish in a moment, and independent of what a preset says.
+# Small enough to finish in a moment, and independent of the preset.
 TINY = ["--num-envs", "4", "--num-steps-per-env", "16", "--num-mini-batches", "2", "--num-learning-epochs", "1"]
 TINY += ["--final-episodes", "2", "--eval-episodes", "2", "--no-video"]
 
@@ -31,7 +31,7 @@ def train_and_draw(tmp_path):
 
 @pytest.fixture
 def train(tmp_path, monkeypatch):
-    """Train under tmp_path/runs, without the seconds that drawing a curve takes."""
+    """Train under tmp_path/runs without plotting, which takes seconds."""
     monkeypatch.setattr("canter.cli.train.plot_runs", lambda runs, path, **kwargs: path)
     return lambda *args, **kwargs: train_in(tmp_path, *args, **kwargs)
 

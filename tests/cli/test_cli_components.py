@@ -1,4 +1,4 @@
-"""A policy that estimates what it is not shown, from the command line."""
+"""A policy that estimates unobserved components, from the command line."""
 
 import imageio.v2 as imageio
 import pytest
@@ -13,7 +13,7 @@ POLICY = ("--policy.class-name", "StateAc", "--policy.estimator-target-component
 OTHERS = ("--algorithm", "estimatorppo", "--estimator-loss-coef", "0.5")
 
 
-def test_it_trains_evaluates_and_is_filmed_with_the_components_it_was_shown(train, tmp_path, capsys):
+def test_an_estimator_policy_trains_evaluates_and_plays_with_its_components(train, tmp_path, capsys):
     code, run = train("canter/Pendulum", "--components", SHOWN, *POLICY, *OTHERS)
     assert code == 0
     config = yaml.safe_load((run / "config.yaml").read_text())

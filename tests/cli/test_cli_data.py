@@ -9,7 +9,7 @@ from canter.cli.__main__ import main
 from canter.storage.rollout_files import RolloutDataset
 
 
-def test_collect_saves_what_the_policy_does_and_continues(trained, capsys):
+def test_collect_saves_trajectories_and_continues(trained, capsys):
     out = trained / "demos"
     args = ["collect", str(trained), "--out", str(out), "--num-envs", "4", "--file-steps", "16", "--episodes", "0"]
     assert main([*args, "--steps", "100"]) == 0
@@ -25,7 +25,7 @@ def test_collect_saves_what_the_policy_does_and_continues(trained, capsys):
     assert set(batch.action.flatten().tolist()) <= {0, 1}
 
 
-def test_collect_is_greedy_unless_told(trained):
+def test_collect_is_greedy_by_default(trained):
     from canter.cli.runs import find_checkpoint, load_policy, read_run
 
     out = trained / "demos"
@@ -38,7 +38,7 @@ def test_collect_is_greedy_unless_told(trained):
 
 
 @pytest.mark.parametrize(("flags", "text"), [
-    (["--num-envs", "0"], "--num-envs is too small"),
+    (["--num-envs", "0"], "--num-envs must be at least 1"),
     (["--checkpoint", "model_77.pt"], "no checkpoint"),
     (["--images", "{camera: normalized_image}"], "obs_segments"),
 ])  # fmt: skip
@@ -48,7 +48,7 @@ def test_collect_refuses_in_one_line(trained, capsys, flags, text):
 
 
 # ------------------------------------------------------------------ motion
-def test_motion_says_what_a_clip_holds_and_draws_it(tmp_path, capsys):
+def test_motion_summarises_and_plots_a_clip(tmp_path, capsys):
     from canter.datasets.generate_clips import CLIPS
 
     picture = tmp_path / "clip.png"
@@ -72,7 +72,7 @@ def test_motion_lists_a_directory_and_refuses_in_one_line(tmp_path, capsys):
     assert "bad.txt" in capsys.readouterr().err
 
 
-def test_motion_notices_velocities_that_are_not_derivatives(tmp_path, capsys):
+def test_motion_reports_velocities_that_are_not_derivatives(tmp_path, capsys):
     from canter.datasets.generate_clips import CLIPS
     from canter.datasets.motion_clip import read_clip, write_clip
 

@@ -1,4 +1,4 @@
-"""Off-policy runs from the command line: train, resume, eval, play's policy, and what is refused."""
+"""Off-policy runs from the command line: train, resume, eval, the policy of play, and errors."""
 
 import json
 
@@ -80,7 +80,7 @@ def test_a_profile_replaces_the_preset_s_settings():
         (["canter/CartPole", "--algo", "dqn", "--buffer-size", "32"], "batch_size=64 is more than the replay"),
     ],
 )
-def test_what_cannot_be_is_refused_and_leaves_nothing_behind(args, message, tmp_path, capsys):
+def test_an_impossible_run_is_refused_and_leaves_no_directory(args, message, tmp_path, capsys):
     assert main(["train", *args, "--runs-dir", str(tmp_path / "runs"), "--no-video"]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.glob("runs/**/config.yaml"))

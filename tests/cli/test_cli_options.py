@@ -1,4 +1,4 @@
-"""Flags are the settings: their names, sentences, defaults and mistakes."""
+"""Flags are made from the settings: their names, descriptions, defaults and errors."""
 
 import dataclasses
 import inspect
@@ -6,9 +6,17 @@ import inspect
 import pytest
 
 from canter.algorithms.ppo import PPOConfig, PPOSettings, RunSettings
-from canter.cli.options import argument_sentences, given, parse_train, policy_options, preset_name, read_yaml
+from canter.cli.options import (
+    argument_sentences,
+    given,
+    parse,
+    parse_train,
+    policy_options,
+    read_yaml,
+    settings_options,
+)
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
-from canter.presets import load_preset
+from canter.presets import load_preset, preset_name
 
 
 def help_text(capsys, *args):
@@ -18,14 +26,41 @@ def help_text(capsys, *args):
     return " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
-def test_every_setting_is_a_flag_with_its_sentence(capsys):
+def test_every_setting_is_a_flag_with_its_description(capsys):
     text = help_text(capsys, "CartPole-v1")
     for field in [*dataclasses.fields(RunSettings), *dataclasses.fields(PPOSettings)]:
         assert f"--{field.name.replace('_', '-')}" in text
     assert "Gradients are scaled down to this global norm." in text
 
 
-def test_every_setting_of_the_policy_is_a_flag_with_its_sentence(capsys):
+@dataclasses.dataclass(kw_only=True)
+class Speed:
+    speed: str = "slow"
+    """How fast the robot walks."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Gait:
+    gait: str = dataclasses.field(default="trot", metadata={"choices": ("trot", "pace")})
+    """Order of the feet."""
+    speed: str = "fast"
+
+
+def test_a_composed_config_has_flags_with_the_descriptions_of_its_parts_and_the_declared_choices(capsys):
+    composed = dataclasses.make_dataclass("Composed", [], bases=(Gait, Speed), kw_only=True)
+    options = settings_options(composed(gait="pace"))
+    assert isinstance(options, composed)
+    assert (options.gait, options.speed) == ("pace", "fast")
+    parsed = parse(type(options), ["--speed", "medium"], "canter train", options)
+    assert (parsed.gait, parsed.speed) == ("pace", "medium")
+    with pytest.raises(SystemExit):
+        parse(type(options), ["--help"], "canter train", options)
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "--gait {trot,pace} Order of the feet. (default: pace)" in text
+    assert "--speed STR How fast the robot walks. (default: fast)" in text
+
+
+def test_every_setting_of_the_policy_is_a_flag_with_its_description(capsys):
     text = help_text(capsys, "CartPole-v1", "--policy.class-name", "ActorCriticRecurrent")
     names = {"actor_hidden_dims", "critic_hidden_dims", "activation", "init_noise_std", "noise_std_type"}
     names |= {"mu_activation", "orthogonal_init", "squash_actions", "rnn_type", "rnn_hidden_size", "rnn_num_layers"}
@@ -65,7 +100,7 @@ def test_flags_win_over_the_preset_at_every_level():
     assert config["policy"]["actor_hidden_dims"] == [7, 9]
 
 
-def test_another_policy_class_keeps_what_the_preset_says_of_both(capsys):
+def test_another_policy_class_keeps_the_settings_of_the_preset_that_it_has(capsys):
     _, config = parse_train(["CartPole-v1", "--policy.class-name=ActorCriticRecurrent", "--policy.rnn-type", "gru"])
     assert config["policy"]["class_name"] == "ActorCriticRecurrent"
     assert config["policy"]["rnn_type"] == "gru"
@@ -86,7 +121,7 @@ def test_more_minibatches_than_steps_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("task", "whose"),
+    ("task", "preset"),
     [
         ("CartPole-v1", "CartPole-v1"),
         ("canter/CartPole", "CartPole-v1"),
@@ -97,8 +132,8 @@ def test_more_minibatches_than_steps_are_refused():
         ("Taxi-v3", "default"),
     ],
 )
-def test_a_task_is_trained_with_the_nearest_preset(task, whose):
-    assert preset_name(task) == whose
+def test_a_task_is_trained_with_the_nearest_preset(task, preset):
+    assert preset_name(task) == preset
 
 
 def test_an_unknown_flag_suggests_the_nearest_and_ends_with_2(capsys):
@@ -113,7 +148,7 @@ def test_an_unknown_policy_class_is_an_error_that_lists_them():
         policy_options("ActorCritc", {})
 
 
-def test_the_seed_is_fixed_unless_asked_otherwise():
+def test_the_seed_is_1_unless_given():
     assert parse_train(["CartPole-v1"])[1]["seed"] == 1
     assert parse_train(["CartPole-v1", "--seed", "None"])[1]["seed"] is None
 
@@ -126,14 +161,14 @@ def test_numbers_with_an_exponent_are_numbers_in_yaml_flags():
         read_yaml("{a: [}")
 
 
-def test_a_flag_is_found_in_all_its_spellings():
+def test_a_flag_is_found_with_dashes_underscores_and_equals_signs():
     assert given(["--a-b", "1"], "--a-b") == "1"
     assert given(["--a_b=x_y"], "--a-b") == "x_y"
     assert given(["--a-b"], "--a-b") is None
     assert given([], "--a-b") is None
 
 
-def test_sentences_that_span_lines_are_whole():
+def test_descriptions_that_span_lines_are_whole():
     assert argument_sentences(ActorCriticRecurrent)["rnn_type"] == '"lstm" or "gru".'
     made = type(
         "Made", (), {"__doc__": "One.\n\n    Args:\n        a: First\n            and second.\n        b: Third.\n"}
@@ -141,7 +176,7 @@ def test_sentences_that_span_lines_are_whole():
     assert argument_sentences(made) == {"a": "First and second.", "b": "Third."}
 
 
-def test_every_declared_setting_has_a_sentence():
+def test_every_declared_setting_has_a_description():
     source = inspect.getsource(inspect.getmodule(PPOConfig))
     for field in [*dataclasses.fields(RunSettings), *dataclasses.fields(PPOSettings)]:
         after = source.partition(f"    {field.name}: ")[2].split("\n", 2)[1]

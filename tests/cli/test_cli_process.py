@@ -1,4 +1,4 @@
-"""The command as users run it: a process of its own."""
+"""The command in a process of its own, as users run it."""
 
 import os
 import re
@@ -22,7 +22,7 @@ def canter(*args, cwd):
     return subprocess.run([*CANTER, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
 
 
-def test_training_ends_with_paths_that_exist_and_a_film_of_the_policy(tmp_path):
+def test_training_ends_with_paths_that_exist_and_a_video_of_the_policy(tmp_path):
     done = canter("train", "CartPole-v1", *SMALL, "--total-timesteps", "2000", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -35,7 +35,7 @@ def test_training_ends_with_paths_that_exist_and_a_film_of_the_policy(tmp_path):
     assert len(imageio.mimread(tmp_path / rows["video"], memtest=False)) > 1
 
 
-def test_ctrl_c_saves_says_how_to_go_on_and_ends_with_130(tmp_path):
+def test_ctrl_c_saves_prints_how_to_continue_and_ends_with_130(tmp_path):
     flags = ["--total-timesteps", "100000000", "--name", "long", "--no-video", "--eval-interval", "0"]
     process = subprocess.Popen(
         [*CANTER, "train", "canter/CartPole", *SMALL, *flags],
@@ -60,7 +60,7 @@ def test_ctrl_c_saves_says_how_to_go_on_and_ends_with_130(tmp_path):
     assert saved["total_timesteps"] == saved["iter"] * 128 > 0
 
 
-def test_help_comes_without_waiting_for_torch(tmp_path):
+def test_help_does_not_import_torch(tmp_path):
     probe = "import sys; from canter.cli.__main__ import main; main(['--help']); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0

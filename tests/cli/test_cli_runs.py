@@ -1,4 +1,4 @@
-"""From training to watching, in this process."""
+"""Commands on runs, from training to playing, in this process."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from gymnasium import spaces
 
 from canter.cli import train as train_module
 from canter.cli.__main__ import main
-from canter.cli.plot import label_of
+from canter.cli.inspection import label_of
 from canter.cli.runs import load_policy, nearest_task, new_run_directory, read_run, safe_name
 from canter.utils.checkpoint import find_checkpoints, load_checkpoint
 from canter.utils.files import DiskFullError, RunLock
@@ -108,17 +108,17 @@ def test_play_shows_the_episode_that_eval_measures_with_the_weights_of_the_run(t
     assert all(torch.equal(weights, saved[name]) for name, weights in runner.policy.state_dict().items())
 
 
-def test_play_ends_a_film_that_takes_too_long(trained, tmp_path):
+def test_play_ends_a_video_that_takes_too_long(trained, tmp_path):
     run = trained
     main(["play", str(run), "--video", str(tmp_path / "v.gif"), "--seconds", "0.0001", "--episodes", "100"])
     assert 1 <= len(imageio.mimread(tmp_path / "v.gif")) < 100
 
 
-def test_what_cannot_be_drawn_is_one_line(train, monkeypatch, capsys, tmp_path):
+def test_a_rendering_error_is_one_line(train, monkeypatch, capsys, tmp_path):
     _, run = train("CartPole-v1")
     monkeypatch.setattr("canter.envs.gymnasium.GymVecEnv.render", lambda self: None)
     assert main(["play", str(run), "--video", str(tmp_path / "v.mp4")]) == 2
-    assert capsys.readouterr().err == "canter: CartPole-v1 could not be drawn: the environment gives no pictures\n"
+    assert capsys.readouterr().err == "canter: CartPole-v1 could not be rendered: the environment gives no pictures\n"
 
 
 def test_resume_adds_steps_and_remembers_the_new_length(trained, capsys):
@@ -145,7 +145,7 @@ def stop_at(monkeypatch, iteration, number):
     monkeypatch.setattr(train_module, "keep_best", patched)
 
 
-def test_an_interrupted_and_resumed_run_ends_like_an_uninterrupted_one(train, monkeypatch, capsys):  # row L20
+def test_an_interrupted_and_resumed_run_ends_like_an_uninterrupted_one(train, monkeypatch, capsys):
     _, whole = train(name="whole", steps=384)
     with monkeypatch.context() as patch:
         stop_at(patch, 2, signal.SIGINT)
@@ -180,7 +180,7 @@ def test_resume_drops_what_was_logged_beyond_the_checkpoint(train):
     assert steps_of(run) == [64, 128, 192, 256]
 
 
-def test_seeds_train_one_run_each_and_are_drawn_together(train_and_draw, tmp_path):
+def test_seeds_train_one_run_each_and_are_plotted_together(train_and_draw, tmp_path):
     train_and_draw("canter/CartPole", "--seeds", "5", "6")
     runs = tmp_path / "runs/canter/CartPole"
     assert [yaml.safe_load((runs / f"r-seed{k}/config.yaml").read_text())["seed"] for k in (5, 6)] == [5, 6]
@@ -189,7 +189,7 @@ def test_seeds_train_one_run_each_and_are_drawn_together(train_and_draw, tmp_pat
     assert not torch.equal(first["actor.0.weight"], second["actor.0.weight"])
 
 
-def test_plot_draws_one_run_and_whole_folders(trained, tmp_path, capsys):
+def test_plot_takes_one_run_and_whole_folders(trained, tmp_path, capsys):
     run = trained
     shutil.copytree(run, run.with_name("r-seed2"))
     (run / "curve.png").unlink()
@@ -201,7 +201,7 @@ def test_plot_draws_one_run_and_whole_folders(trained, tmp_path, capsys):
     assert label_of(run) == label_of(run.with_name("r-seed2")) == "CartPole r"
 
 
-def test_plot_of_an_unknown_metric_lists_what_there_is(trained, capsys):
+def test_plot_of_an_unknown_metric_lists_the_logged_ones(trained, capsys):
     run = trained
     assert main(["plot", str(run), "--metrics", "nope"]) == 2
     err = capsys.readouterr().err
@@ -209,7 +209,7 @@ def test_plot_of_an_unknown_metric_lists_what_there_is(trained, capsys):
     assert "train/value_loss" in err
 
 
-# ---------------------------------------------------------------------- mistakes and their exit codes
+# ---------------------------------------------------------------------- errors and their exit codes
 def mistake(capsys, *args):
     capsys.readouterr()
     code = main(list(args))
@@ -219,7 +219,7 @@ def mistake(capsys, *args):
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
+    ("args", "message"),
     [
         (["train"], "canter tasks"),
         (["train", "CartPol-v1"], "did you mean 'CartPole-v1'"),
@@ -248,23 +248,23 @@ def mistake(capsys, *args):
         (["trian"], "did you mean 'train'"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(args, says, capsys, tmp_path, monkeypatch):
+def test_a_mistake_is_one_line_and_exit_code_2(args, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, err = mistake(capsys, *args)
     assert code == 2
-    assert says in err
+    assert message in err
     assert err.startswith("canter: ")
     assert list(tmp_path.rglob("*seed*")) == [], "a run that never began leaves no directory"
 
 
-def test_a_run_that_exists_is_not_written_over(trained, train, capsys):
+def test_an_existing_run_is_not_overwritten(trained, train, capsys):
     run = trained
     code, _ = train()
     assert code == 2
     assert f"canter resume {run}" in capsys.readouterr().err
 
 
-def test_a_missing_checkpoint_names_those_there_are(trained, capsys):
+def test_a_missing_checkpoint_names_the_existing_ones(trained, capsys):
     run = trained
     code, err = mistake(capsys, "eval", str(run), "--checkpoint", "model_7.pt")
     assert code == 2
@@ -282,7 +282,7 @@ def test_a_missing_extra_names_the_command_that_installs_it(task, extra, monkeyp
     assert f'pip install "canter[{extra}]"' in err
 
 
-def test_a_missing_logging_backend_is_found_out_before_the_training(train, monkeypatch, capsys, tmp_path):
+def test_a_missing_logging_backend_is_an_error_before_the_training(train, monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "neptune", None)
     code, _ = train("canter/CartPole", "--logger-backend", "neptune")
     assert code == 2
@@ -345,7 +345,7 @@ def test_checkpoints_that_are_all_damaged_end_with_6(trained, capsys):
     assert "model_4.pt" in err
 
 
-def test_the_traceback_is_there_for_who_asks(monkeypatch):
+def test_a_variable_of_the_environment_shows_the_traceback(monkeypatch):
     monkeypatch.setenv("CANTER_TRACEBACK", "1")
     with pytest.raises(Exception, match="CartPol-v1"):
         main(["train", "CartPol-v1"])
@@ -396,5 +396,5 @@ def test_two_unnamed_runs_in_one_second_get_two_directories(tmp_path, monkeypatc
     assert new_run_directory(tmp_path, "CartPole-v1", None, 1).name == "20260101-000000-2-seed1"
 
 
-def test_a_task_like_no_other_points_to_the_list():
+def test_an_unknown_task_without_a_similar_one_points_to_the_list():
     assert "canter tasks" in nearest_task("qqqqqqqqqqqq")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from canter.algorithms.settings import CommonRunSettings
+from canter.algorithms.ppo import CommonRunSettings
 from canter.utils.config import settings
 
 

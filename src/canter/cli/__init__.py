@@ -1,1 +1,78 @@
-"""The command line: train, resume, eval, play, plot, tasks, check-env, bench."""
+"""The subcommands of `canter`, and the plugins that add to them and to canter's other registries.
+
+Nothing heavy is imported here: a command's module is imported when the command is run, so that help is immediate.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import metadata
+from typing import NamedTuple
+
+from canter.cli.errors import UserError
+
+PLUGINS_VARIABLE = "CANTER_PLUGINS"
+PLUGINS_GROUP = "canter.plugins"
+Run = Callable[..., int | None]
+
+
+class Command(NamedTuple):
+    """One subcommand."""
+
+    run: Run | str
+    """The function, or "module:function", imported when the command is run."""
+    help: str
+    arguments: str = ""
+
+
+COMMANDS: dict[str, Command] = {}
+
+
+def register_command(name: str, run: Run | str, help: str, arguments: str = "") -> None:  # noqa: A002
+    """Add the subcommand `canter NAME`.
+
+    Args:
+        name: Name on the command line.
+        run: Function that returns an exit code (None is 0), or "module:function". Its arguments are the flags, with
+            their types, defaults and descriptions; a function of `args` alone gets the words after the name.
+        help: One line for the overview of `canter --help`.
+        arguments: Positional arguments to show in the overview, such as "RUN".
+    """
+    if name in COMMANDS and COMMANDS[name].run != run:
+        raise ValueError(f"there is a command {name!r} already; register yours under another name")
+    COMMANDS[name] = Command(run, help, arguments)
+
+
+for _name, _run, _arguments, _help in (
+    ("train", "train:train", "TASK", "train a policy, evaluate it, plot its curve and record a video"),
+    ("resume", "train:resume", "RUN", "continue a run from its newest valid checkpoint"),
+    ("eval", "play:evaluate", "RUN", "run episodes without noise and print their returns"),
+    ("play", "play:play", "RUN", "show a policy in a window or record a video"),
+    ("collect", "play:collect", "RUN", "run a policy and save its trajectories"),
+    ("plot", "inspection:plot", "RUN...", "plot learning curves with their spread over seeds"),
+    ("tasks", "inspection:tasks", "[TEXT]", "list the tasks and the presets they are trained with"),
+    ("check-env", "inspection:check_environment", "TASK", "report how canter reads an environment, and its errors"),
+    ("motion", "inspection:motion", "FILE", "check, summarise and plot a motion clip"),
+    ("dagger", "distill:dagger", "TEACHER", "train a student on its teacher's labels, in two processes"),
+    ("distill", "distill:distill", "TEACHER", "train a student that observes less than its teacher"),
+    ("bench", "bench:bench", "[NAME]", "measure the speed of canter on this machine"),
+):
+    register_command(_name, f"canter.cli.{_run}", _help, _arguments)
+
+
+def load_plugins() -> None:
+    """Import the modules in CANTER_PLUGINS (comma-separated) and the entry points of the group "canter.plugins"."""
+    named = [name.strip() for name in os.environ.get(PLUGINS_VARIABLE, "").split(",") if name.strip()]
+    if named and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    plugins = {f"{name!r} of {PLUGINS_VARIABLE}": partial(importlib.import_module, name) for name in named}
+    plugins |= {f"{p.name!r}, an entry point": p.load for p in metadata.entry_points(group=PLUGINS_GROUP)}
+    for label, load in plugins.items():
+        try:
+            load()
+        except Exception as error:  # noqa: PERF203
+            raise UserError(f"cannot import the plugin {label}: {type(error).__name__}: {error}") from error

@@ -1,117 +1,116 @@
-"""`canter distill`: a student that sees less learns what a trained teacher does."""
+"""`canter distill` and `canter dagger`: train a student of a trained teacher with TPPO.
+
+`canter distill` trains a student that observes less than its teacher. `canter dagger` does so in two processes, a
+collector and a trainer, which share only the student's run directory and the data directory; either may be stopped,
+killed and started again.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
+from gymnasium import spaces
 
-from canter.algorithms.tppo import TPPOConfig
-from canter.cli.errors import UserError
-from canter.cli.options import parse
-from canter.cli.runs import SavedRun, find_checkpoint, new_run_directory, new_runner, open_env, read_run
-from canter.cli.train import EVALS_PER_RUN, run_to_end, say
+from canter.algorithms import TPPOConfig
+from canter.cli import runs
+from canter.cli.errors import UserError, user_errors
+from canter.cli.options import RunOptions, at_least, parse
+from canter.cli.play import save_trajectories
+from canter.cli.train import EVALS_PER_RUN, print_row, run_section, run_to_end
+from canter.runners.dagger_saver import CONFIG_NAMES, DaggerSaver
+from canter.storage.rollout_files.catalog import find_trajectory, trajectory_folders
+from canter.utils.checkpoint import find_checkpoints, newest_valid_checkpoint
 
 FADE = 0.2  # share of the run over which the teacher stops acting
-STUDENT = {"schedule": "fixed", "learning_rate": 1e-3, "num_learning_epochs": 5, "num_mini_batches": 4}
-QUIET = {"init_noise_std": 0.05}  # which imitation alone does not learn: much of it leads to where nobody goes without
+STUDENT: dict[str, Any] = {"class_name": "TPPO", "teacher_act_prob": "linear", "schedule": "fixed"}
+STUDENT |= {"learning_rate": 1e-3, "num_learning_epochs": 5, "num_mini_batches": 4}
+# Imitation alone does not train the noise, and with much of it the student visits states that it never reaches without.
+LOW_NOISE = {"init_noise_std": 0.05}
 RECURRENT = {"class_name": "ActorCriticRecurrent", "rnn_type": "gru", "rnn_hidden_size": 64}
+CONFIG_SECONDS = 600.0  # time that a collector waits for its trainer to begin
 
 
-@dataclasses.dataclass
-class DistillOptions:
-    """Train a student to do what a trained teacher does, seeing only a part of what the teacher sees."""
+@dataclasses.dataclass(kw_only=True)
+class StudentOptions:
+    """A teacher, and settings of its student."""
 
     teacher: tyro.conf.Positional[Path]
     """The teacher's run directory."""
+    policy: dict[str, Any] | None = None
+    """Settings of the student's policy that differ from the teacher's, as YAML: {rnn_hidden_size: 128}."""
+    algorithm: dict[str, Any] | None = None
+    """Settings of TPPO, as YAML: {distill_target: mse_sum, learning_rate: 3e-4}."""
+    seed: int = 1
+    """Seed of weights, environments and sampling."""
+    device: str | None = None
+    """Device to train on; the CPU for `canter dagger`, a GPU if there is one for `canter distill` by default."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class DistillOptions(StudentOptions, RunOptions):
+    """Train a student to imitate a trained teacher from a part of the teacher's observation."""
+
     segments: dict[str, Any] | None = None
-    """Names and widths of the observation's parts, as YAML: {position: 8, velocity: 9}; else the environment's."""
+    """Widths of the observation's parts, as YAML: {position: 8, velocity: 9}; the environment's by default."""
     hide: tuple[str, ...] = ()
-    """Parts that the student does not see."""
+    """Parts that the student does not observe."""
     using_ppo: bool = False
-    """Learn from rewards too; without it this is DAgger."""
+    """Train on rewards too; without it this is DAgger."""
     recurrent: bool = True
-    """Give the student a memory."""
+    """Use a recurrent student."""
     total_timesteps: int = 500_000
     """Length of the run in environment steps."""
     num_envs: int | None = None
-    """Environments stepped together; as many as the teacher had by default."""
+    """Environments stepped together; the teacher's number by default."""
     num_steps_per_env: int = 128
     """Steps of each environment between two updates."""
-    algorithm: dict[str, Any] | None = None
-    """Other settings of TPPO, as YAML: {distill_target: mse_sum, learning_rate: 3e-4}."""
-    policy: dict[str, Any] | None = None
-    """Other settings of the student, as YAML: {rnn_hidden_size: 128}."""
     checkpoint: str | None = None
-    """The teacher's checkpoint: a file, or "best"; by default the newest valid one."""
-    seed: int = 1
-    """Seed of the run."""
-    name: str | None = None
-    """Name of the run; student and the time by default."""
-    runs_dir: Path = Path("runs")
-    """Where run directories are made."""
-    final_episodes: int = 20
-    """Episodes of the evaluation at the end."""
-    video: bool = True
-    """Film an episode at the end."""
-    threads: int | None = None
-    """Threads of torch on a CPU."""
-    device: str | None = None
-    """Where to learn; None takes a GPU if there is one."""
+    """The teacher's checkpoint: a file, or "best"; the newest valid one by default."""
 
 
-def main(args: Sequence[str]) -> int:
-    """Distil."""
+def distill(args: Sequence[str]) -> int:
+    """Run `canter distill`."""
     options: DistillOptions = parse(DistillOptions, args, "canter distill")
-    for name in ("total_timesteps", "num_steps_per_env"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
-    saved = read_run(options.teacher)
-    checkpoint = find_checkpoint(saved.path, options.checkpoint)
+    at_least(1, total_timesteps=options.total_timesteps, num_steps_per_env=options.num_steps_per_env)
+    saved = runs.read_run(options.teacher)
+    checkpoint = runs.find_checkpoint(saved.path, options.checkpoint)
     name = options.name or f"student-{time.strftime('%Y%m%d-%H%M%S')}"
-    path = new_run_directory(options.runs_dir, saved.task, name, options.seed)
-    config = student_config(options, saved, checkpoint)
-    code = run_to_end(new_runner(config, path), path)
-    if not code:
-        say_share(saved.path, path)
+    path = runs.new_run_directory(options.runs_dir, saved.task, name, options.seed)
+    code = run_to_end(runs.new_runner(distill_config(options, saved, checkpoint), path), path)
+    results = [directory / "evaluation.json" for directory in (saved.path, path)]
+    if not code and all(result.is_file() for result in results):
+        teacher, student = (json.loads(result.read_text())["eval/mean_reward"] for result in results)
+        share = f", {student / teacher:.0%} of the teacher's" if teacher > 0 else ""
+        print_row("teacher", f"{teacher:.1f}; student {student:.1f}{share}")
     return code
 
 
-def student_config(options: DistillOptions, saved: SavedRun, checkpoint: Path) -> dict[str, Any]:
-    """The student's whole configuration, in the layout of a config.yaml."""
+def distill_config(options: DistillOptions, saved: runs.SavedRun, checkpoint: Path) -> dict[str, Any]:
+    """The content of the student's config.yaml."""
     num_envs = options.num_envs or int(saved.config["run"]["num_envs"])
     iterations = -(-options.total_timesteps // (options.num_steps_per_env * num_envs))
-    taught = saved.config.get("algorithm") or {}
     known = {f.name for f in dataclasses.fields(TPPOConfig)}
-    kept = {name: value for name, value in taught.items() if name in known}
-    algorithm = {
-        **kept,
-        **STUDENT,
-        "class_name": "TPPO",
-        "teacher_ac_path": str(checkpoint),
-        "using_ppo": options.using_ppo,
-        "teacher_act_prob": "linear",
-        "update_times_scale": max(1.0, FADE * iterations),
-        "label_action_with_critic_obs": bool(options.hide),
-        **(options.algorithm or {}),
-    }
-    hidden = {k: v for k, v in (saved.config.get("policy") or {}).items() if k not in ("class_name", *RECURRENT)}
-    policy = hidden | (RECURRENT if options.recurrent else {"class_name": "ActorCritic"})
-    policy |= ({} if options.using_ppo else QUIET) | (options.policy or {})
+    algorithm = {name: value for name, value in (saved.config.get("algorithm") or {}).items() if name in known}
+    algorithm |= STUDENT | {"teacher_ac_path": str(checkpoint), "using_ppo": options.using_ppo}
+    algorithm |= {"update_times_scale": max(1.0, FADE * iterations), "label_action_with_critic_obs": bool(options.hide)}
+    algorithm |= options.algorithm or {}
+    policy = {name: value for name, value in (saved.config.get("policy") or {}).items() if name not in RECURRENT}
+    policy |= RECURRENT if options.recurrent else {"class_name": "ActorCritic"}
+    policy |= ({} if options.using_ppo else LOW_NOISE) | (options.policy or {})
     if options.recurrent:
         algorithm["num_mini_batches"] = min(int(algorithm["num_mini_batches"]), num_envs)
-    run: dict[str, Any] = {
-        "task": saved.task, "num_envs": num_envs, "total_timesteps": options.total_timesteps,
-        "final_episodes": options.final_episodes, "video": options.video, "threads": options.threads,
-        "teacher": str(saved.path),
-    }  # fmt: skip
+    run = run_section(options, saved.task, num_envs) | {"teacher": str(saved.path)}
     if options.hide or options.segments:
-        run["components"] = shown(options, saved)
+        run["components"] = student_components(options, saved.task)
     return {
         "algorithm": algorithm,
         "policy": policy,
@@ -124,28 +123,168 @@ def student_config(options: DistillOptions, saved: SavedRun, checkpoint: Path) -
     }
 
 
-def shown(options: DistillOptions, saved: SavedRun) -> dict[str, Any]:
-    """What `ObsComponents` is told, checked against the environment."""
-    env = open_env(saved.task, 1, "cpu")
+def student_components(options: DistillOptions, task: str) -> dict[str, Any]:
+    """The arguments of `ObsComponents` for the student, checked against the environment."""
+    env = runs.open_env(task, 1, "cpu")
     segments = options.segments or env.obs_segments
-    has_own = env.critic_obs_space is not env.obs_space
+    has_critic_obs = env.critic_obs_space is not env.obs_space
     env.close()
     if segments is None:
-        raise UserError(f"{saved.task} does not name the parts of its observation; give --segments '{{a: 3, b: 2}}'")
+        raise UserError(f"{task} does not name the parts of its observation; give --segments '{{a: 3, b: 2}}'")
     unknown = [name for name in options.hide if name not in segments]
     if unknown:
         raise UserError(f"the observation has no part {unknown[0]!r}; it has {', '.join(segments)}")
-    if has_own and options.hide:
-        raise UserError(
-            f"{saved.task} shows its critic something else already; the teacher's observation would be lost"
-        )
+    if has_critic_obs and options.hide:
+        raise UserError(f"{task} has a critic observation of its own, which would replace the teacher's observation")
     return {"segments": dict(segments), "actor": [name for name in segments if name not in options.hide]}
 
 
-def say_share(teacher: Path, student: Path) -> None:
-    """The student's return beside the teacher's, where both were evaluated."""
-    results = [directory / "evaluation.json" for directory in (teacher, student)]
-    if all(result.is_file() for result in results):
-        before, after = (json.loads(result.read_text())["eval/mean_reward"] for result in results)
-        share = f", {after / before:.0%} of it" if before > 0 else ""
-        say("teacher", f"{before:.1f}, the student {after:.1f}{share}")
+@dataclasses.dataclass(kw_only=True)
+class DaggerOptions(StudentOptions):
+    """Train a student to imitate its teacher: collect in one process, train in another, or start both at once."""
+
+    role: Literal["both", "collect", "train"] = "both"
+    """Role of this process; "both" trains here and starts a collector as a second process."""
+    run: Path | None = None
+    """The student's run directory; <teacher>/dagger by default. An existing run is continued."""
+    data: Path | None = None
+    """Directory for the trajectories; <run>/data by default."""
+    task: str | None = None
+    """The student's task, if not the teacher's: the same with other observations, for example."""
+    iterations: int = 500
+    """Length of the training, in iterations of `num_steps_per_env` recorded steps of each stream."""
+    num_envs: int = 16
+    """Environments of the collector, and streams of recorded trajectories in the trainer."""
+    num_steps_per_env: int = 32
+    """Recorded steps of each stream between two updates."""
+    teacher_act_prob: Any = "exp"
+    """Probability that the teacher acts: a number, or its decay: exp, linear or tanh."""
+    update_times_scale: float = 50
+    """Iterations over which that probability decays."""
+    noise_std: float = 0.1
+    """Standard deviation of the student's actions while collecting; 0 uses the policy's own, which is not trained."""
+    critic_obs: bool = False
+    """The teacher observes the critic's observation."""
+    keep_latest: int = 0
+    """Number of newest trajectories to train on, and to wait for at the start; 0 trains on all."""
+    max_steps: float = 1e12
+    """Steps after which the collector stops."""
+    eval_episodes: int = 10
+    """Episodes of the evaluation at the end."""
+
+
+def dagger(args: Sequence[str]) -> int:
+    """Run `canter dagger`."""
+    options: DaggerOptions = parse(DaggerOptions, args, "canter dagger")
+    at_least(1, **{name: getattr(options, name) for name in ("num_envs", "num_steps_per_env", "iterations")})
+    teacher = runs.read_run(options.teacher)
+    run = options.run or teacher.path / "dagger"
+    data = options.data or run / "data"
+    if options.role == "collect":
+        collect_labels(options, teacher, run, data)
+    elif options.role == "train":
+        train(options, teacher, run, data)
+    else:
+        run.mkdir(parents=True, exist_ok=True)
+        with (run / "collector.log").open("a") as log:
+            command = [sys.executable, "-m", "canter.cli", "dagger", *args, "--role", "collect"]
+            collector = subprocess.Popen(command, stdout=log, stderr=log)
+            try:
+                train(options, teacher, run, data, collector)
+            finally:
+                collector.terminate()  # it saves its buffer and ends
+                collector.wait()
+    return 0
+
+
+def collect_labels(options: DaggerOptions, teacher: runs.SavedRun, run: Path, data: Path) -> None:
+    """Run the newest student and label its steps with the teacher's actions."""
+    end = time.monotonic() + CONFIG_SECONDS
+    while not any((run / name).is_file() for name in CONFIG_NAMES):  # the trainer writes it first
+        if time.monotonic() > end:
+            message = f"no training began in {run} within {CONFIG_SECONDS:.0f} s"
+            raise UserError(f"{message}; start `canter dagger --role train`")
+        time.sleep(0.1)
+    checkpoint = runs.find_checkpoint(teacher.path, None)
+    if options.task is not None:
+        teacher.config["run"]["task"] = options.task
+    runner = runs.load_policy(teacher, checkpoint, options.num_envs, options.seed, options.device)
+    with user_errors():
+        saver = DaggerSaver(
+            runner.env,
+            runner.policy,
+            data,
+            options.num_steps_per_env,
+            min_timesteps=options.max_steps,
+            min_episodes=1,
+            use_critic_obs=options.critic_obs,
+            training_policy_logdir=run,
+            teacher_act_prob=options.teacher_act_prob,
+            update_times_scale=options.update_times_scale,
+            action_sample_std=options.noise_std,
+        )
+    save_trajectories(saver, teacher, checkpoint, runner)
+
+
+def train(
+    options: DaggerOptions,
+    teacher: runs.SavedRun,
+    run: Path,
+    data: Path,
+    collector: Any = None,
+) -> None:
+    """Train on the trajectories and save every iteration; continues an existing run."""
+    is_new = not (run / "config.yaml").is_file()
+    config = dagger_config(options, teacher, data) if is_new else runs.read_run(run).config
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TPPO has no teacher")  # the collector has it
+        runner = runs.open_runner(config, run, eval_episodes=options.eval_episodes)
+    with user_errors():
+        if find_checkpoints(run):
+            runner.load(newest_valid_checkpoint(run))
+        runner.init_writer()
+    runs.limit_threads(runner, None)
+    while count_trajectories(data) < options.num_envs:  # one for every stream
+        if collector is not None and collector.poll() is not None:
+            raise UserError(f"the collector has ended; {run}/collector.log has its output")
+        time.sleep(0.1)
+    runner.learn(max(0, options.iterations - runner.iteration))
+    if options.eval_episodes:
+        result = runner.eval(options.eval_episodes)
+        print_row("return", f"{result['eval/mean_reward']:.1f} ± {result['eval/std_reward']:.1f} without noise")
+    print_row("run", run)
+    print_row("data", data)
+    runner.close()
+
+
+def count_trajectories(data: Path) -> int:
+    """The number of readable trajectories in a directory."""
+    folders = trajectory_folders(data) if data.is_dir() else []
+    return sum(find_trajectory(folder)[0] is not None for _, folder in folders)
+
+
+def dagger_config(options: DaggerOptions, teacher: runs.SavedRun, data: Path) -> dict[str, Any]:
+    """The configuration of a run that only imitates, from a dataset that grows during the training."""
+    task = options.task or teacher.task
+    env = runs.open_env(task, 1, "cpu")
+    distance = "mse_sum" if isinstance(env.action_space, spaces.Box) else "max_log_prob"
+    env.close()
+    taught = teacher.config.get("algorithm") or {}
+    algorithm = {"class_name": "TPPO", "using_ppo": False, "distill_target": distance, "learning_rate": 1e-3}
+    algorithm |= {"num_learning_epochs": 2, "num_mini_batches": 4}
+    algorithm |= {"empirical_normalization": bool(taught.get("empirical_normalization", False))}
+    dataset = {"data_dir": str(data), "dataset_loops": -1, "random_shuffle_traj_order": True, "seed": options.seed}
+    dataset |= {"keep_latest_n_trajs": options.keep_latest, "wait_interval_s": 0.2}
+    length = options.iterations * options.num_envs * options.num_steps_per_env
+    return {
+        "algorithm": algorithm | (options.algorithm or {}),
+        "policy": (teacher.config.get("policy") or {}) | (options.policy or {}),
+        "num_steps_per_env": options.num_steps_per_env,
+        "seed": options.seed,
+        "device": options.device or "cpu",
+        "log_interval": 1,
+        "save_interval": 1,
+        "pretrain_iterations": -1,
+        "pretrain_dataset": dataset,
+        "run": {"task": task, "num_envs": options.num_envs, "runner": "TwoStageRunner", "total_timesteps": length},
+    }

@@ -1,4 +1,4 @@
-"""What a command ends with: a mistake of the user's is one line and an exit code, never a traceback."""
+"""Errors and exit codes of commands: a user's mistake is one line and an exit code, never a traceback."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ TRACEBACK_VARIABLE = "CANTER_TRACEBACK"
 
 
 class UserError(Exception):
-    """Something the user asked for cannot be done; the message says what and the way out."""
+    """A request that cannot be fulfilled; the message names it and the way out."""
 
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Around the set-up of a command, where whatever is refused was asked for by the user."""
+    """Turn errors of a command's set-up, which come from the user's settings, into `UserError`."""
     import gymnasium
 
     refusals = (ValueError, TypeError, LookupError, ImportError, NotImplementedError, FileNotFoundError, MemoryError)
@@ -29,25 +29,24 @@ def user_errors() -> Iterator[None]:
 
 
 def exit_code(error: BaseException) -> int | None:
-    """The exit code that tells a script what happened; None if the traceback is what the user needs."""
+    """The exit code of an error; None for a bug, whose traceback is shown."""
+    if isinstance(error, UserError):
+        return USAGE
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
     from canter.storage.rollout_files import DatasetError, TrajectoryFileError
     from canter.utils.checkpoint import CheckpointError
     from canter.utils.files import RunLockedError
     from canter.utils.metrics import NonFiniteError
 
-    if isinstance(error, UserError):
-        return USAGE
     if isinstance(error, NonFiniteError):
         return NUMERIC
-    if isinstance(error, (CheckpointError, RunLockedError, OSError, DatasetError, TrajectoryFileError)):
-        return STORAGE
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
-    return None
+    storage_errors = (CheckpointError, RunLockedError, OSError, DatasetError, TrajectoryFileError)
+    return STORAGE if isinstance(error, storage_errors) else None
 
 
 def report(error: BaseException) -> None:
-    """One line on standard error."""
+    """Print one line to standard error; raise the error if CANTER_TRACEBACK is set."""
     if os.environ.get(TRACEBACK_VARIABLE):
         raise error
     text = "interrupted" if isinstance(error, KeyboardInterrupt) else " ".join(str(error).split())

@@ -1,14 +1,15 @@
-"""Run directories, and the environments and runners behind them."""
+"""Run directories, and the environments and runners that they describe."""
 
 from __future__ import annotations
 
 import difflib
 import re
 import shutil
+import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,6 @@ import yaml
 
 from canter.algorithms import REGISTRY
 from canter.cli.errors import UserError, user_errors
-from canter.cli.video import hush_mujoco
 from canter.envs.components import ObsComponents
 from canter.envs.torch_envs import TORCH_ENVS
 from canter.envs.vec_env import VecEnv
@@ -35,19 +35,19 @@ SMALL_WORK = 1e8  # multiplications per minibatch
 
 
 class SavedRun(NamedTuple):
-    """A run directory and what its config.yaml says."""
+    """A run directory and the content of its config.yaml."""
 
     path: Path
     config: dict[str, Any]
 
     @property
     def task(self) -> str:
-        """What it was trained on."""
+        """The task that the run was trained on."""
         return self.config["run"]["task"]
 
 
 def new_run_directory(runs_dir: Path, task: str, name: str | None, seed: int | None) -> Path:
-    """A directory that does not exist yet: <runs_dir>/<task>/<name or time>-seed<k>."""
+    """A path that does not exist yet: <runs_dir>/<task>/<name or time>-seed<k>."""
     folder = runs_dir.joinpath(*(safe_name(part) for part in task.split("/")))
     stem = safe_name(name) if name else time.strftime("%Y%m%d-%H%M%S")
     path = folder / f"{stem}-seed{seed}"
@@ -59,7 +59,7 @@ def new_run_directory(runs_dir: Path, task: str, name: str | None, seed: int | N
 
 
 def safe_name(text: str) -> str:
-    """A name that is one directory on every system."""
+    """A name that is a single directory on every system."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", text).lstrip(".") or "_"
 
 
@@ -70,18 +70,18 @@ def read_run(path: Path) -> SavedRun:
     if not path.is_dir():
         raise UserError(f"there is no run directory {path}{nearest_run(path)}")
     if not config_path.is_file():
-        raise UserError(f"{path} is no run directory: it has no config.yaml{nearest_run(path)}")
+        raise UserError(f"{path} is not a run directory: it has no config.yaml{nearest_run(path)}")
     try:
         config = yaml.safe_load(config_path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{config_path} cannot be read: {error}") from error
     if not isinstance(config, dict) or "task" not in (config.get("run") or {}):
-        raise UserError(f"{config_path} does not say what the run was trained on; only runs of `canter train` do")
+        raise UserError(f"{config_path} does not name the task of the run; only runs of `canter train` do")
     return SavedRun(path, config)
 
 
 def nearest_run(path: Path) -> str:
-    """A suggestion for a run directory that is not one, looked for below it, beside it, or in runs/."""
+    """A suggestion for a wrong run directory, from the runs below it, beside it, or in runs/."""
     folder = next((p for p in (path, path.parent) if p.is_dir() and p.resolve() != Path.cwd()), Path("runs"))
     patterns = ("*/config.yaml", "*/*/config.yaml", "*/*/*/config.yaml")
     runs = sorted((p.parent for pattern in patterns for p in folder.glob(pattern)), key=lambda p: p.stat().st_mtime)
@@ -93,7 +93,7 @@ def nearest_run(path: Path) -> str:
 
 
 def find_checkpoint(run: Path, wanted: str | None) -> Path:
-    """A checkpoint of a run: "best", a file, or by default the newest that is whole."""
+    """A checkpoint of a run: "best", a file, or by default the newest valid one."""
     if wanted is None:
         with user_errors():
             return newest_valid_checkpoint(run)
@@ -101,55 +101,58 @@ def find_checkpoint(run: Path, wanted: str | None) -> Path:
     for path in named:
         if path.is_file():
             return path
-    raise UserError(
-        f"there is no checkpoint {named[0]}; {run} has {', '.join(p.name for p in sorted(run.glob('*.pt')))}"
-    )
+    existing = ", ".join(path.name for path in sorted(run.glob("*.pt")))
+    raise UserError(f"there is no checkpoint {named[0]}; {run} has {existing}")
 
 
 def open_env(
-    task: str, num_envs: int, device: str | None = None, seed: int | None = None, render_mode: str | None = None
+    task: str,
+    num_envs: int,
+    device: str | None = None,
+    seed: int | None = None,
+    render_mode: str | None = None,
+    components: dict[str, Any] | None = None,
 ) -> VecEnv:
-    """Environments by name; what cannot be made is explained."""
-    if "mujoco" in entry_point(task):
-        hush_mujoco()
+    """Environments by the name of their task, with the observation components given; with all if None."""
+    spec = gymnasium.registry.get(task)
+    entry_point = "" if spec is None else str(spec.entry_point)
+    if "mujoco" in entry_point:
+        with suppress(ImportError):
+            import mujoco
+
+            mujoco.set_mju_user_warning(print_mujoco_warning)  # pyright: ignore[reportAttributeAccessIssue]
     unknown = (gymnasium.error.NameNotFound, gymnasium.error.NamespaceNotFound)
     try:
         with user_errors(), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Gymnasium warns, then refuses
-            return make_env(task, resolve_device(device), num_envs, seed, render_mode)
+            env = make_env(task, resolve_device(device), num_envs, seed, render_mode)
+            return env if components is None else ObsComponents(env, **components)
     except UserError as error:
         cause = error.__cause__
         if isinstance(cause, gymnasium.error.DependencyNotInstalled):
-            raise UserError(
-                f"{task} needs a package that is not installed: {install_hint(task, str(cause))}"
-            ) from cause
+            extra = next((extra for extra in ("box2d", "mujoco") if extra in entry_point), None)
+            hint = cause if extra is None else f'pip install "canter[{extra}]"'
+            raise UserError(f"{task} needs a package that is not installed: {hint}") from cause
         if isinstance(cause, unknown):
             raise UserError(f"no environment is named {task!r}{nearest_task(task)}") from cause
         raise
 
 
-def entry_point(task: str) -> str:
-    """Where Gymnasium has a task from; nothing if it does not know it."""
-    spec = gymnasium.registry.get(task)
-    return "" if spec is None else str(spec.entry_point)
-
-
-def install_hint(task: str, message: str) -> str:
-    """The command that installs what a Gymnasium task needs."""
-    for extra in ("box2d", "mujoco"):
-        if extra in entry_point(task):
-            return f'pip install "canter[{extra}]"'
-    return message
+@cache
+def print_mujoco_warning(text: str) -> None:
+    """Print a MuJoCo warning once; MuJoCo repeats it for every environment it loads."""
+    if "deprecated" not in text:  # about the models in Gymnasium, which a user cannot change
+        print(f"MuJoCo: {text}", file=sys.stderr)
 
 
 def nearest_task(task: str) -> str:
-    """A suggestion for a name that is no task."""
+    """A suggestion for an unknown task."""
     near = difflib.get_close_matches(task, known_tasks(), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else "; `canter tasks` lists what there is"
+    return f"; did you mean {near[0]!r}?" if near else "; `canter tasks` lists the known ones"
 
 
 def known_tasks() -> list[str]:
-    """Every environment that can be named."""
+    """Every Gymnasium and torch-native task."""
     return sorted(gymnasium.registry) + sorted(f"canter/{name}" for name in TORCH_ENVS)
 
 
@@ -158,67 +161,40 @@ def open_runner(
 ) -> Runner:
     """The runner that a config.yaml describes, with its environments."""
     run, seed = config["run"], config.get("seed")
-    env = shown_as(open_env(run["task"], run["num_envs"], config.get("device"), seed), run.get("components"))
+    where = {"device": config.get("device"), "components": run.get("components")}
+    env = open_env(run["task"], run["num_envs"], seed=seed, **where)
     eval_env = None
     if eval_episodes:
         eval_seed = None if seed is None else seed + EVAL_SEED_OFFSET
-        eval_env = open_env(run["task"], min(EVAL_ENVS, eval_episodes), config.get("device"), eval_seed)
-        eval_env = shown_as(eval_env, run.get("components"))
+        eval_env = open_env(run["task"], min(EVAL_ENVS, eval_episodes), seed=eval_seed, **where)
     settings = {key: value for key, value in config.items() if key != "run"}
     with user_errors(), warnings.catch_warnings():
-        # EnvPool takes its seed when it is made, as it was above.
+        # EnvPool environments got their seed when they were made, above.
         warnings.filterwarnings("ignore", message=".*seeded when it is made")
-        return build_runner(
-            run.get("runner") or runner_name(settings),
-            env,
-            settings,
-            log_dir=log_dir,
-            eval_env=eval_env,
-            run_info=run,
-            show_progress=show_progress,
-        )
-
-
-def runner_name(settings: Mapping[str, Any]) -> str:
-    """Which runner trains the algorithm of a configuration."""
-    entry = REGISTRY[find_algorithm((settings.get("algorithm") or {}).get("class_name", "PPO"))]
-    return getattr(entry.agent_class, "runner_name", "OnPolicyRunner")
-
-
-def shown_as(env: VecEnv, components: dict[str, Any] | None) -> VecEnv:
-    """The environment as a policy is shown it: all of it, or the components that a run's configuration names."""
-    with user_errors():
-        return env if components is None else ObsComponents(env, **components)
-
-
-@contextmanager
-def new_directory(path: Path) -> Iterator[None]:
-    """A run that could not be set up leaves no directory behind."""
-    try:
-        yield
-    except UserError:
-        shutil.rmtree(path, ignore_errors=True)
-        raise
+        agent_class = REGISTRY[find_algorithm((config.get("algorithm") or {}).get("class_name", "PPO"))].agent_class
+        name = run.get("runner") or getattr(agent_class, "runner_name", "OnPolicyRunner")
+        options = {"log_dir": log_dir, "eval_env": eval_env, "run_info": run, "show_progress": show_progress}
+        return build_runner(name, env, settings, **options)
 
 
 def new_runner(config: dict[str, Any], path: Path) -> Runner:
-    """The runner of a new run, with its logs open; one that cannot be leaves nothing behind."""
-    with new_directory(path):
+    """The runner of a new run with open logs; leaves no directory behind if it cannot be built."""
+    try:
         runner = open_runner(config, path, eval_episodes=config["eval_episodes"])
-        with user_errors():
-            try:
-                runner.init_writer()  # a logging backend that is not there is found out before the training
-            except BaseException:
-                runner.close()  # so that nothing writes to the directory any more
-                raise
+        with user_errors(), ExitStack() as on_error:
+            on_error.callback(runner.close)  # so that nothing writes to the directory any more
+            runner.init_writer()  # finds a missing logging backend before the training
+            on_error.pop_all()
+    except UserError:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
     return runner
 
 
 def load_policy(saved: SavedRun, checkpoint: Path, num_envs: int, seed: int | None, device: str | None) -> Runner:
-    """A runner with the trained policy and fresh environments, that writes nothing."""
-    config = {**saved.config, "run": {**saved.config["run"], "num_envs": num_envs}, "seed": seed}
-    config["device"] = device or "cpu"
-    runner = open_runner(config, show_progress=False)
+    """A runner with the trained policy and new environments that writes no files."""
+    run = {**saved.config["run"], "num_envs": num_envs}
+    runner = open_runner({**saved.config, "run": run, "seed": seed, "device": device or "cpu"}, show_progress=False)
     limit_threads(runner, None)
     with user_errors():
         runner.load(checkpoint, load_optimizer=False)
@@ -226,7 +202,7 @@ def load_policy(saved: SavedRun, checkpoint: Path, num_envs: int, seed: int | No
 
 
 def limit_threads(runner: Runner, threads: int | None) -> None:
-    """Small minibatches of small networks learn fastest on one CPU thread; handing the work out costs more than it."""
+    """Use one torch thread for small minibatches of small networks, where splitting the work costs more than it."""
     if threads is not None:
         torch.set_num_threads(threads)
     elif runner.device.type == "cpu":

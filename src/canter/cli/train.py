@@ -1,4 +1,4 @@
-"""`canter train`: from a task's name to a trained policy, its curve and its film."""
+"""`canter train` and `canter resume`: from a task to a trained policy, its learning curve and its video."""
 
 from __future__ import annotations
 
@@ -6,72 +6,103 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
 
+import tyro
+
+from canter.cli import runs
 from canter.cli.errors import INTERRUPTED, UserError, user_errors
 from canter.cli.options import TrainOptions, parse_train
-from canter.cli.runs import BEST_NAME, limit_threads, new_run_directory, new_runner
 from canter.runners import Runner
+from canter.utils.checkpoint import load_checkpoint
 from canter.utils.files import atomic_write
 from canter.utils.plots import plot_runs
 
 EVALS_PER_RUN = 10
-FILM_SECONDS = 25.0  # a machine that draws in software does not get to the end of a long episode
+VIDEO_SECONDS = 25.0  # a machine that renders in software does not reach the end of a long episode
 
 
-def main(args: Sequence[str]) -> int:
-    """Train with every seed asked for."""
+def train(args: Sequence[str]) -> int:
+    """Run `canter train`: one run for every seed."""
     if not args:
-        raise UserError("say what to train on: canter train TASK; `canter tasks` lists what there is")
+        raise UserError("name the task to train: canter train TASK; `canter tasks` lists the known ones")
     with user_errors():
         options, config = parse_train(args)
-    runs: list[Path] = []
+    paths: list[Path] = []
     for seed in options.seeds or (options.settings.seed,):
-        run, code = train_one(options, {**config, "seed": seed})
+        path = runs.new_run_directory(options.runs_dir, options.task, options.name, seed)
+        code = run_to_end(runs.new_runner(run_config(options, {**config, "seed": seed}), path), path)
         if code:
             return code
-        runs.append(run)
-    if len(runs) > 1:
-        together = runs[0].with_name(runs[0].name.rpartition("-seed")[0] + "-seeds.png")
-        plot_runs(runs, together, labels=[options.task] * len(runs))
+        paths.append(path)
+    if len(paths) > 1:
+        together = paths[0].with_name(paths[0].name.rpartition("-seed")[0] + "-seeds.png")
+        plot_runs(paths, together, labels=[options.task] * len(paths))
         print(f"  all seeds   {together}")
     return 0
 
 
-def train_one(options: TrainOptions[Any, Any], config: dict[str, Any]) -> tuple[Path, int]:
-    """One run; its directory and exit code."""
-    path = new_run_directory(options.runs_dir, options.task, options.name, config["seed"])
-    config["run"] = {
-        "task": options.task,
-        "num_envs": options.num_envs,
-        "total_timesteps": options.total_timesteps,
-        "final_episodes": options.final_episodes,
-        "video": options.video,
-        "threads": options.threads,
-    }
+def run_section(options: Any, task: str, num_envs: int) -> dict[str, Any]:
+    """The section of a new run's config.yaml about the run itself."""
+    names = ("total_timesteps", "final_episodes", "video", "threads")
+    return {"task": task, "num_envs": num_envs} | {name: getattr(options, name) for name in names}
+
+
+def run_config(options: TrainOptions[Any, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """The content of a new run's config.yaml."""
+    config["run"] = run_section(options, options.task, options.num_envs)
     if options.components is not None:
         config["run"]["components"] = options.components
     if config["eval_interval"] == 0:
         config["eval_interval"] = None
     elif config["eval_interval"] is None:
-        config["eval_interval"] = max(1, run_length(options, config) // EVALS_PER_RUN)
-    return path, run_to_end(new_runner(config, path), path)
+        if "num_steps_per_env" in config:  # intervals are iterations, else environment steps
+            steps = config["num_steps_per_env"] * options.num_envs
+            length = config["max_iterations"] or -(-options.total_timesteps // steps)
+        else:
+            length = config["max_timesteps"] or options.total_timesteps
+        config["eval_interval"] = max(1, length // EVALS_PER_RUN)
+    return config
 
 
-def run_length(options: TrainOptions[Any, Any], config: dict[str, Any]) -> int:
-    """Length of the run in units of its intervals: iterations of rollouts, or environment steps."""
-    if "num_steps_per_env" not in config:
-        return config["max_timesteps"] or options.total_timesteps
-    return config["max_iterations"] or -(-options.total_timesteps // (config["num_steps_per_env"] * options.num_envs))
+def resume(
+    run: tyro.conf.Positional[Path],
+    total_timesteps: int | None = None,
+    checkpoint: str | None = None,
+    device: str | None = None,
+) -> int:
+    """Continue a run from its newest valid checkpoint, with the settings it was started with.
+
+    Args:
+        run: The run directory.
+        total_timesteps: Environment steps to add; the rest of the run's own length by default.
+        checkpoint: Another checkpoint to continue from: a file, or "best".
+        device: Device to use instead of the one the run was started on.
+    """
+    saved = runs.read_run(run)
+    path = runs.find_checkpoint(saved.path, checkpoint)
+    config: dict[str, Any] = {**saved.config, "run": dict(saved.config["run"])}
+    if device is not None:
+        config["device"] = device
+    if total_timesteps is not None:
+        done = int(load_checkpoint(path, "cpu").get("total_timesteps", 0))
+        config["run"]["total_timesteps"] = done + total_timesteps
+        config |= {name: None for name in ("max_iterations", "max_timesteps") if name in config}
+    runner = runs.open_runner(config, saved.path, eval_episodes=config["eval_episodes"])
+    with user_errors():
+        runner.load(path)
+    print(f"continuing {saved.path} from {path.name} at step {runner.tot_timesteps}")
+    return run_to_end(runner, saved.path)
 
 
 def run_to_end(runner: Runner, path: Path) -> int:
-    """Train what is left of a run, then evaluate it, draw its curve and film it."""
+    """Train the rest of a run, then evaluate it, plot its curve and record a video; returns the exit code."""
     info = runner.run_info
-    limit_threads(runner, info.get("threads"))
+    runs.limit_threads(runner, info.get("threads"))
     keep_best(runner, path)
     planned = runner.planned_iterations()
     if planned is not None:
@@ -79,40 +110,38 @@ def run_to_end(runner: Runner, path: Path) -> int:
     else:
         left = {"total_timesteps": max(0, info["total_timesteps"] - runner.tot_timesteps)}
     try:
-        with Interrupts() as interrupts:
+        with caught_interrupts() as interrupts:
             runner.learn(**left)  # type: ignore[arg-type]
     except SystemExit:
-        say_stopped(runner, path)
+        print_stopped(runner, path)
         raise
-    if interrupts.count:
-        say_stopped(runner, path)
+    if interrupts:
+        print_stopped(runner, path)
         return INTERRUPTED
     show_results(runner, path)
     runner.close()
     return 0
 
 
-class Interrupts:
-    """Counts Ctrl-C while the runner finishes what it is doing; the second raises KeyboardInterrupt."""
+@contextmanager
+def caught_interrupts() -> Iterator[list[int]]:
+    """A list of the Ctrl-C signals while the runner completes its iteration; the second raises KeyboardInterrupt."""
+    signals: list[int] = []
 
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __enter__(self) -> Interrupts:
-        self.before = signal.signal(signal.SIGINT, self._handle)
-        return self
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
-        if self.count > 1:
+    def handle(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+        if len(signals) > 1:
             raise KeyboardInterrupt
 
-    def __exit__(self, *error: object) -> None:
-        signal.signal(signal.SIGINT, self.before)
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield signals
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
-def say_stopped(runner: Runner, path: Path) -> None:
-    """How to go on after a signal."""
+def print_stopped(runner: Runner, path: Path) -> None:
+    """Print how to continue after a signal."""
     print(f"stopped after {runner.tot_timesteps} steps, saved; continue with: canter resume {path}", file=sys.stderr)
 
 
@@ -125,14 +154,14 @@ def keep_best(runner: Runner, path: Path) -> None:
         nonlocal best
         if stats.get("eval/mean_reward", float("-inf")) > best:
             best = stats["eval/mean_reward"]
-            runner.save(path / BEST_NAME)
+            runner.save(path / runs.BEST_NAME)
             write_json(record, {"eval/mean_reward": best, "step": runner.tot_timesteps})
 
     runner.add_callback("post_iteration", keep)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """A small file for people and scripts."""
+    """Write a small JSON file atomically."""
 
     def write(file: BinaryIO) -> None:
         file.write((json.dumps(content, indent=2) + "\n").encode())
@@ -141,7 +170,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def show_results(runner: Runner, path: Path) -> None:
-    """Evaluate, draw, film, and say where everything is."""
+    """Evaluate, plot, record a video, and print where everything is."""
     info = runner.run_info
     print()
     if info.get("final_episodes"):
@@ -149,38 +178,34 @@ def show_results(runner: Runner, path: Path) -> None:
         facts = {**result, "episodes": info["final_episodes"], "step": runner.tot_timesteps}
         write_json(path / "evaluation.json", facts)
         spread = f"{result['eval/mean_reward']:.1f} ± {result['eval/std_reward']:.1f}"
-        say("return", f"{spread} over {info['final_episodes']} episodes without noise")
-    say("run", path)
-    say("checkpoint", path / "checkpoint_final.pt")
+        print_row("return", f"{spread} over {info['final_episodes']} episodes without noise")
+    print_row("run", path)
+    print_row("checkpoint", path / "checkpoint_final.pt")
     try:
-        say("curve", plot_runs([path], path / "curve.png", labels=[info["task"]]))
+        print_row("curve", plot_runs([path], path / "curve.png", labels=[info["task"]]))
     except ValueError as error:
-        say("curve", f"none: {error}")
+        print_row("curve", f"none: {error}")
     if info.get("video", True):
-        say("video", film_run(path))
-    say("look", f"canter play {path}")
-    say("", f"canter eval {path}")
-    say("", f"tensorboard --logdir {path}")
+        print_row("video", record_video(path))
+    print_row("next", f"canter play {path}")
+    print_row("", f"canter eval {path}")
+    print_row("", f"tensorboard --logdir {path}")
 
 
-def say(name: str, text: object) -> None:
-    """One row of the results."""
+def print_row(name: str, text: object) -> None:
+    """Print one row of the results."""
     print(f"  {name:<12}{text}", flush=True)
 
 
-def film_run(path: Path) -> str:
-    """The film's path, or why there is none.
-
-    A process of its own draws it: graphics libraries that find no device have been seen to end theirs.
-    """
-    video = path / "video.mp4"
-    command = [sys.executable, "-m", "canter.cli", "play", str(path), "--video", str(video)]
-    limit = f"{FILM_SECONDS:g}"
+def record_video(path: Path) -> str:
+    """Record a video in a process of its own, which a graphics library may end; returns its path, or the error."""
+    video, limit = path / "video.mp4", f"{VIDEO_SECONDS:g}"
+    command = [sys.executable, "-m", "canter.cli", "play", str(path), "--video", str(video), "--seconds", limit]
     try:
-        done = subprocess.run([*command, "--seconds", limit], capture_output=True, text=True, timeout=10 * FILM_SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10 * VIDEO_SECONDS)
     except subprocess.TimeoutExpired:
-        return "none: drawing it took too long"
+        return "none: rendering took too long"
     if done.returncode == 0 and video.is_file():
         return str(video)
-    reason = (done.stderr.strip() or f"drawing ended with exit code {done.returncode}").splitlines()[-1]
+    reason = (done.stderr.strip() or f"rendering ended with exit code {done.returncode}").splitlines()[-1]
     return f"none: {reason.removeprefix('canter: ')[:200]}"

@@ -1,35 +1,73 @@
-"""Settings for tasks, one file each, in the layout of a run's config.yaml."""
+"""Tuned settings by task: one YAML file each, in the layout of a run's config.yaml, in a folder for each algorithm."""
 
 from __future__ import annotations
 
 import copy
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from canter.algorithms import REGISTRY
+from canter.runners.run_config import RunPlan, find_algorithm
+
 FALLBACK = "default"
 PPO = "ppo"
+FOLDER = Path(__file__).parent
+
+
+def presets(algorithm: str = PPO) -> dict[str, dict[str, Any]]:
+    """Every preset of an algorithm by its task; empty for an algorithm without a preset folder."""
+    name = find_algorithm(algorithm)
+    folder = REGISTRY[name].presets
+    if folder is None:
+        return {}
+    for path in (FOLDER / folder, Path(folder).expanduser()):
+        if path.is_dir():
+            return read_presets(path.resolve())
+    raise ValueError(f"the preset folder {folder!r} of algorithm {name!r} does not exist")
 
 
 @cache
-def presets(algorithm: str = PPO) -> dict[str, dict[str, Any]]:
-    """Every preset of an algorithm by its task; those of PPO and its family lie beside this file."""
+def read_presets(folder: Path) -> dict[str, dict[str, Any]]:
+    """The presets in a folder by their task."""
     found: dict[str, dict[str, Any]] = {}
-    folder = resources.files("canter.presets")
-    own = folder / algorithm.lower()
-    for entry in sorted((own if own.is_dir() else folder).iterdir(), key=lambda e: e.name):
-        if entry.name.endswith(".yaml"):
-            preset = yaml.safe_load(entry.read_text(encoding="utf-8"))
-            found[preset["task"]] = preset
+    for file in sorted(folder.glob("*.yaml")):
+        try:
+            preset = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"the preset {file} cannot be read: {error}") from error
+        if not isinstance(preset, dict) or "task" not in preset:
+            raise ValueError(f"the preset {file} does not name its task; add a line such as task: CartPole-v1")
+        found[preset["task"]] = preset
     return found
 
 
 def load_preset(task: str, algorithm: str = PPO) -> dict[str, Any]:
-    """The settings for a task; sensible ones for a task that has none of its own."""
+    """A copy of the settings to train a task with.
+
+    They are those of the preset that `preset_name` finds, or the defaults of the algorithm's config if it has none.
+    """
+    name = find_algorithm(algorithm)
+    entry = REGISTRY[name]
+    class_name = entry.agent_class.__name__
+    if REGISTRY.get(class_name.lower()) is not entry:
+        class_name = name
+    preset = copy.deepcopy(presets(name).get(preset_name(task, name)))
+    if preset is None:
+        preset = RunPlan(class_name, entry.config_class()).to_dict()
+    preset["algorithm"] = {**(preset.get("algorithm") or {}), "class_name": class_name}
+    return {"num_envs": 8, "total_timesteps": 1_000_000, **preset, "task": task}
+
+
+def preset_name(task: str, algorithm: str = PPO) -> str:
+    """The task whose preset is used: the task itself, the Gymnasium task of the same name, or "default"."""
     known = presets(algorithm)
-    return copy.deepcopy(known.get(task) or {**known[FALLBACK], "task": task})
+    family, _, rest = task.rpartition("/")
+    same = [rest] if family in ("canter", "envpool") else []
+    same += [name for name in known if same and name.rsplit("-v", 1)[0] == rest]
+    return next((name for name in (task, *same) if name in known), FALLBACK)
 
 
 def has_preset(task: str, algorithm: str = PPO) -> bool:

@@ -1,10 +1,9 @@
-"""`canter bench`: its tables, defaults and mistakes."""
+"""`canter bench`: its tables, defaults and errors."""
 
 import pytest
 import torch
 
-from canter.bench import scaling
-from canter.bench.iteration import Timing
+from canter.bench import Timing
 from canter.cli import bench
 from canter.cli.__main__ import main
 from canter.cli.errors import USAGE
@@ -40,7 +39,7 @@ def test_each_execution_is_a_row(capsys, monkeypatch):
     assert numbers(out, "eager") == numbers(out, "graph") == ["1.00", "2.00", "3.00", "4000", "0.5"]
 
 
-def test_a_cpu_gets_work_that_it_can_do(monkeypatch):
+def test_the_default_workload_depends_on_the_device(monkeypatch):
     work, executions = bench.machine_defaults("cpu")
     assert (work.num_envs, executions) == (256, ("eager",))
     monkeypatch.setattr(bench, "resolve_device", lambda device: torch.device("cuda"))
@@ -85,7 +84,7 @@ def test_scaling_shows_every_size_and_the_growth(capsys, monkeypatch):
         milliseconds = work.num_envs * work.hidden_dims[0] ** 2 / 64.0
         return Timing(0.0, milliseconds, 0.0, work.num_envs, memory=float(work.num_envs))
 
-    monkeypatch.setattr(scaling, "in_fresh_process", measured)
+    monkeypatch.setattr("canter.bench.in_new_process", measured)
     sizes = ["--num-envs-list", "4", "8", "100000", "--widths", "16", "32"]
     assert main(["bench", "scaling", *SMALL, *sizes, "--max-seconds", "10"]) == 0
     out = capsys.readouterr().out
@@ -102,7 +101,7 @@ def test_help_names_the_three_benchmarks(capsys):
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (["iterations"], "iteration, cpu, scaling"),
         (["iteration", "--device", "tpu"], "tpu"),
@@ -114,8 +113,8 @@ def test_help_names_the_three_benchmarks(capsys):
         ([*SMALL, "--num-obs", "-1"], "--num-obs"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(args, said, capsys):
+def test_a_mistake_is_one_line_and_exit_code_2(args, message, capsys):
     assert main(["bench", *args]) == USAGE
     error = capsys.readouterr().err.strip()
-    assert said in error
+    assert message in error
     assert "\n" not in error

@@ -1,0 +1,246 @@
+"""Time and memory of one PPO iteration with an environment that costs nothing, and their growth with its size."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, Literal, NamedTuple
+
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from canter.envs.vec_env import StepRecord, VecEnv
+from canter.runners.on_policy_runner import OnPolicyRunner
+
+EPISODE_LENGTH = 1000
+POOL_SIZE = 8
+GIB = 2**30
+
+
+@dataclasses.dataclass
+class Workload:
+    """The sizes of one iteration; the defaults are those of a walking robot."""
+
+    num_envs: int = 4096
+    """Environments stepped together."""
+    num_steps_per_env: int = 24
+    """Steps of each environment between two updates."""
+    num_obs: int = 48
+    """Width of the actor's observation."""
+    num_critic_obs: int = 235
+    """Width of the critic's observation."""
+    num_actions: int = 12
+    """Width of the action."""
+    hidden_dims: tuple[int, ...] = (512, 256, 128)
+    """Widths of the hidden layers of actor and critic."""
+    num_learning_epochs: int = 5
+    """Passes over each rollout."""
+    num_mini_batches: int = 4
+    """Minibatches per pass."""
+    rnn_type: Literal["lstm", "gru"] | None = None
+    """Memory of a recurrent policy; None for a feed-forward policy."""
+    rnn_hidden_size: int = 256
+    """Width of the memory."""
+
+
+def with_envs(work: Workload, size: int) -> Workload:
+    """The workload with this number of environments."""
+    return dataclasses.replace(work, num_envs=size)
+
+
+def with_width(work: Workload, size: int) -> Workload:
+    """The workload with three hidden layers of this width, a half and a quarter of it."""
+    return dataclasses.replace(work, hidden_dims=(size, max(1, size // 2), max(1, size // 4)))
+
+
+class NullEnv(VecEnv):
+    """Replays a few random observations; episodes end after 1000 steps, one environment after another."""
+
+    gives_final_obs = False
+
+    def __init__(self, work: Workload, device: torch.device | str) -> None:
+        num_envs = self.num_envs = work.num_envs
+        self.device = torch.device(device)
+        self.max_episode_length = EPISODE_LENGTH
+        self.obs_space, self.critic_obs_space = (spaces.Box(-9, 9, (n,)) for n in (work.num_obs, work.num_critic_obs))
+        self.action_space = spaces.Box(-1, 1, (work.num_actions,))
+        draw = torch.Generator(self.device).manual_seed(0)
+        shapes = ((num_envs, work.num_obs), (num_envs, work.num_critic_obs), (num_envs,))
+        self.pool = [[torch.randn(s, generator=draw, device=self.device) for s in shapes] for _ in range(POOL_SIZE)]
+        age = torch.arange(num_envs, device=self.device) % EPISODE_LENGTH
+        self.truncated = [age == t for t in range(EPISODE_LENGTH)]
+        self.no = torch.zeros(num_envs, dtype=torch.bool, device=self.device)
+        self.yes = torch.ones_like(self.no)
+        self.episode_length_buf = age
+        self.t = 0
+
+    def seed(self, seed: int) -> None:
+        """Do nothing: the steps are always the same."""
+
+    def reset(self) -> tuple[Tensor, Tensor]:
+        """The current observations; there is no state to reset."""
+        return self.get_observations()
+
+    def get_observations(self) -> tuple[Tensor, Tensor]:
+        """The current observation and the critic's."""
+        obs, critic_obs, _ = self.pool[self.t % POOL_SIZE]
+        return obs, critic_obs
+
+    def step(self, actions: Tensor) -> StepRecord:
+        """The next of the prepared steps; the actions have no effect."""
+        self.t += 1
+        obs, critic_obs, reward = self.pool[self.t % POOL_SIZE]
+        truncated = self.truncated[self.t % EPISODE_LENGTH]
+        return StepRecord(obs, critic_obs, reward, self.no, truncated, None, None, self.yes, {})
+
+
+def null_runner(env: VecEnv, work: Workload, execution: str = "auto", precision: str = "tf32") -> OnPolicyRunner:
+    """A runner of PPO with the settings usual for robots, that writes no files."""
+    policy: dict[str, Any] = {"class_name": "ActorCritic"}
+    policy |= {"actor_hidden_dims": list(work.hidden_dims), "critic_hidden_dims": list(work.hidden_dims)}
+    if work.rnn_type is not None:
+        policy["class_name"] = "ActorCriticRecurrent"
+        policy |= {"rnn_type": work.rnn_type, "rnn_hidden_size": work.rnn_hidden_size}
+    algorithm = {"num_learning_epochs": work.num_learning_epochs, "num_mini_batches": work.num_mini_batches}
+    algorithm |= {"gamma": 0.99, "entropy_coef": 0.01, "schedule": "adaptive", "empirical_normalization": True}
+    algorithm |= {"timeout_bootstrap": "current_value", "execution": execution, "precision": precision}
+    cfg = {"num_steps_per_env": work.num_steps_per_env, "algorithm": algorithm, "policy": policy}
+    return OnPolicyRunner(env, {**cfg, "log_interval": 0, "seed": 1}, None, env.device, show_progress=False)
+
+
+class Timing(NamedTuple):
+    """One measurement: milliseconds of collecting and of learning, and seconds of the warm-up before."""
+
+    collect: float
+    learn: float
+    ready: float
+    num_steps: int
+    """Environment steps of one iteration."""
+    memory: float = float("nan")
+    """Peak GiB, if measured."""
+
+    @property
+    def iteration(self) -> float:
+        """Milliseconds of one iteration."""
+        return self.collect + self.learn
+
+    @property
+    def rate(self) -> float:
+        """Environment steps per second."""
+        return self.num_steps / self.iteration * 1e3
+
+
+def time_iterations(runner: OnPolicyRunner, warm_up: int = 8, iterations: int = 20) -> Timing:
+    """Medians over `iterations`, after `warm_up` iterations in which kernels are compiled and captured."""
+
+    def synchronize(*event: Any) -> None:
+        if runner.device.type == "cuda":
+            torch.cuda.synchronize(runner.device)
+
+    begin = time.perf_counter()
+    runner.learn(warm_up)
+    synchronize()
+    ready = time.perf_counter() - begin
+    for event in ("post_rollout", "post_update"):
+        runner.add_callback(event, synchronize)
+    runner.log_interval = 1
+    history = runner.learn(iterations).history
+    collect, learn = (
+        statistics.median(metrics[name] for metrics in history) * 1e3 for name in ("time/collection", "time/learning")
+    )
+    return Timing(collect, learn, ready, runner.steps_per_iteration())
+
+
+class Point(NamedTuple):
+    """One size, with its measurement or the reason why there is none."""
+
+    size: int
+    timing: Timing | None
+    left_out: str = ""
+
+
+def measure_sizes(
+    work: Workload,
+    sizes: Iterable[int],
+    change: Callable[[Workload, int], Workload] = with_envs,
+    max_seconds: float = 60.0,
+    **options: Any,
+) -> Iterator[Point]:
+    """Measure each size in a new process, smallest first, until one does not fit or would take too long.
+
+    Args:
+        work: The workload to change.
+        sizes: The sizes.
+        change: Sets a size in the workload.
+        max_seconds: A size whose measurement would take longer, judging by the one before, is left out.
+        options: Those of `measure_one`.
+    """
+    repeats = options.get("warm_up", 8) + options.get("iterations", 10)
+    before: Point | None = None
+    reason = ""
+    for size in sorted(sizes):
+        if not reason and before is not None and before.timing is not None:
+            expected = before.timing.iteration * repeats / 1e3 * size / before.size
+            reason = f"would take about {expected:.0f} s" if expected > max_seconds else ""
+        before = Point(size, None, reason)
+        if not reason:
+            try:
+                before = Point(size, in_new_process(measure_one, change(work, size), **options))
+            except torch.OutOfMemoryError:
+                before = Point(size, None, "not enough GPU memory")
+            except BrokenProcessPool:  # the system ended the process
+                before = Point(size, None, "not enough memory")
+            reason = "larger than one that failed" if before.left_out else ""
+        yield before
+
+
+def in_new_process(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`fn(...)` in a process without allocated memory or compiled code of earlier measurements."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(fn, *args, **kwargs).result()
+
+
+def measure_one(
+    work: Workload,
+    device: str = "cpu",
+    execution: str = "auto",
+    precision: str = "tf32",
+    warm_up: int = 8,
+    iterations: int = 10,
+) -> Timing:
+    """Time and peak memory of an iteration without the memory of the environment."""
+    env = NullEnv(work, device)
+    is_gpu = env.device.type == "cuda"
+    before = torch.cuda.memory_allocated(env.device) / GIB if is_gpu else peak_memory(env.device)
+    timing = time_iterations(null_runner(env, work, execution, precision), warm_up, iterations)
+    return timing._replace(memory=peak_memory(env.device) - before)
+
+
+def peak_memory(device: torch.device) -> float:
+    """Peak GiB so far, of a GPU including captured graphs, on a CPU of the process; NaN if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / GIB
+    try:
+        import resource
+    except ImportError:  # Windows
+        return math.nan
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float:
+    """The exponent p of y ~ x**p, fitted to the larger half of the points; the smaller show fixed costs."""
+    used = sorted(points)[-max(2, -(-len(points) // 2)) :]
+    try:
+        xs, ys = zip(*((math.log(x), math.log(y)) for x, y in used), strict=True)
+        return statistics.linear_regression(xs, ys).slope
+    except ValueError:  # fewer than two sizes, or a value that is not positive
+        return math.nan

@@ -1,0 +1,170 @@
+"""`canter tasks`, `check-env`, `plot` and `motion`: inspect tasks, environments, runs and motion clips."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+
+import numpy as np
+import tyro
+
+from canter.cli.errors import UserError, user_errors
+from canter.cli.runs import known_tasks, nearest_run, open_env
+from canter.datasets.motion_clip import JOINT_POS, JOINT_VEL, MotionClip
+from canter.datasets.motion_clip import read_clip
+from canter.datasets.motion_loader import find_clips
+from canter.datasets.motion_clip import velocity_of
+from canter.envs.check import check_env
+from canter.presets import FALLBACK, load_preset, preset_name, presets
+from canter.utils.files import atomic_write
+from canter.utils.logging import METRICS_NAME
+from canter.utils.plots import plot_runs
+
+
+def tasks(contains: tyro.conf.Positional[str | None] = None) -> int:
+    """List the tasks that have presets, or all whose name contains a text.
+
+    Args:
+        contains: A part of the name, or a pattern such as "*Walker*", to search every known environment for.
+    """
+    names = [name for name in presets() if name != FALLBACK]
+    names += [name for name in known_tasks() if name.startswith("canter/") and name not in names]
+    if contains is not None:
+        pattern = contains if "*" in contains else f"*{contains}*"
+        names = [name for name in sorted({*known_tasks(), *names}) if fnmatch(name.lower(), pattern.lower())]
+    print(f"  {'task':<34}{'steps':>12}  {'envs':>5}  preset")
+    for name in names:
+        preset, origin = load_preset(name), preset_name(name)
+        origin = "its own" if origin == name else "general" if origin == FALLBACK else f"of {origin}"
+        print(f"  {name:<34}{preset['total_timesteps']:>12,}  {preset['num_envs']:>5}  {origin}")
+    if contains is None:
+        print("\n  Any other Gymnasium id trains with the general preset; `canter tasks TEXT` searches all of them.")
+    return 0
+
+
+def check_environment(task: tyro.conf.Positional[str], num_envs: int = 4, num_steps: int = 200, seed: int = 0) -> int:
+    """Step an environment with random actions and report how canter reads it; exit code 1 if it has errors.
+
+    Args:
+        task: A Gymnasium id, canter/<name> or envpool/<id>.
+        num_envs: Environments stepped together.
+        num_steps: Steps of each environment.
+        seed: Seed of the environments and the actions.
+    """
+    report = check_env(open_env(task, num_envs, "cpu", seed), num_steps, seed)
+    print(report)
+    return 0 if report.ok else 1
+
+
+def plot(
+    runs: tyro.conf.Positional[tuple[Path, ...]],
+    out: Path | None = None,
+    metrics: tuple[str, ...] = (),
+    labels: tuple[str, ...] = (),
+) -> int:
+    """Plot learning curves; runs that differ only in their seed become one mean and its spread.
+
+    Args:
+        runs: Run directories, or directories of them.
+        out: Picture to write (.png, .svg or .pdf); <run>/curve.png by default, or ./curves.png for several runs.
+        metrics: Metrics to plot; the usual ones that were logged by default.
+        labels: One label per run; runs with the same label become one curve.
+    """
+    found = [run for path in runs for run in runs_in(path)]
+    if not found:
+        raise UserError("name the runs to plot: canter plot RUN...")
+    out = out or (found[0] / "curve.png" if len(found) == 1 else Path("curves.png"))
+    with user_errors():
+        print(plot_runs(found, out, metrics or None, labels or [label_of(run) for run in found]))
+    return 0
+
+
+def runs_in(path: Path) -> list[Path]:
+    """The run at a path, or every run below it."""
+    if (path / METRICS_NAME).is_file():
+        return [path]
+    below = sorted(found.parent for found in path.glob(f"**/{METRICS_NAME}")) if path.is_dir() else []
+    if not below:
+        raise UserError(f"there is no run in {path}: no {METRICS_NAME}{nearest_run(path)}")
+    return below
+
+
+def label_of(run: Path) -> str:
+    """Task and name of a run without its seed."""
+    run = run.resolve()
+    return f"{run.parent.name} {run.name.rpartition('-seed')[0] or run.name}"
+
+
+def motion(
+    file: tyro.conf.Positional[Path],
+    plot: Path | None = None,
+    fields: tuple[str, ...] = (),
+    fps: float | None = None,
+    joint_names: tuple[str, ...] = (),
+) -> int:
+    """Check a motion clip, print a summary of it, and plot its columns over time.
+
+    Args:
+        file: A clip (.txt, .json, .npz, .csv), or a directory of them.
+        plot: Picture to write (.png, .svg, .pdf).
+        fields: Groups such as joint_pos, or single columns, to plot; everything by default.
+        fps: Frames per second, if the file does not state it; 30 for a CSV.
+        joint_names: Joints in the order of the file, if it does not name them.
+    """
+    if not file.exists():
+        raise UserError(f"there is no {file}")
+    with user_errors():
+        files = [file / name for name in find_clips(file)] if file.is_dir() else [file]
+        clips = [read_clip(name, joint_names or None, fps) for name in files]
+        for clip in clips:
+            print(describe(clip))
+        if plot is not None:
+            if len(clips) != 1:
+                raise UserError(f"--plot shows one clip; name one of {', '.join(name.name for name in files)}")
+            print(f"  picture     {draw(clips[0], plot, fields)}")
+    return 0
+
+
+def describe(clip: MotionClip) -> str:
+    """The length and rate of a clip, and the range of every group."""
+    rate = 1 / clip.frame_duration
+    lines = [
+        f"  {clip.name}: {len(clip.frames)} frames at {rate:.4g} Hz, {clip.duration:.4g} s, weight {clip.weight:g}",
+        f"  {'group':<12}{'columns':>8}{'lowest':>12}{'mean':>12}{'highest':>12}",
+    ]
+    for group, width in clip.groups.items():
+        part = clip.frames[:, clip.where([group])]
+        lines.append(f"  {group:<12}{width:>8}{part.min():>12.4f}{part.mean():>12.4f}{part.max():>12.4f}")
+    if clip.joint_names:
+        lines.append(f"  joints      {', '.join(clip.joint_names)}")
+    if JOINT_POS in clip.groups and JOINT_VEL in clip.groups:
+        moved = velocity_of(clip.frames[:, clip.where([JOINT_POS])], clip.frame_duration)
+        error = np.abs(moved - clip.frames[:, clip.where([JOINT_VEL])])[1:-1]
+        if error.size and error.max() > 0.2 * max(1.0, np.abs(moved).max()):
+            difference = f"they differ by up to {error.max():.3g} rad/s"
+            lines.append(f"  joint_vel is not the derivative of joint_pos: {difference}")
+    return "\n".join(lines)
+
+
+def draw(clip: MotionClip, path: Path, fields: Sequence[str] = ()) -> Path:
+    """Plot one panel per group with one line per column; returns the path."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"a picture must be .png, .svg or .pdf, not {path.name}")
+    chosen = set(clip.where(list(fields) or list(clip.groups)))
+    groups = [group for group in clip.groups if chosen & set(clip.where([group]))]
+    figure = Figure(figsize=(7.0, 1.8 * len(groups)), layout="constrained")
+    FigureCanvasAgg(figure)
+    time = np.arange(len(clip.frames)) * clip.frame_duration
+    for index, group in enumerate(groups, 1):
+        axes = figure.add_subplot(len(groups), 1, index)
+        for column in sorted(chosen & set(clip.where([group]))):
+            axes.plot(time, clip.frames[:, column], linewidth=1.0, label=clip.columns[column].partition(".")[2])
+        axes.set_ylabel(group)
+        axes.legend(frameon=False, fontsize=6, ncols=2, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.suptitle(f"{clip.name} (seconds)")
+    atomic_write(path, lambda file: figure.savefig(file, format=path.suffix[1:], dpi=130))
+    return path
