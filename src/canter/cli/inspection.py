@@ -11,10 +11,8 @@ import tyro
 
 from canter.cli.errors import UserError, user_errors
 from canter.cli.runs import known_tasks, nearest_run, open_env
-from canter.datasets.motion_clip import JOINT_POS, JOINT_VEL, MotionClip
-from canter.datasets.motion_clip import read_clip
+from canter.datasets.motion_clip import JOINT_POS, JOINT_VEL, MotionClip, read_clip, velocity_of
 from canter.datasets.motion_loader import find_clips
-from canter.datasets.motion_clip import velocity_of
 from canter.envs.check import check_env
 from canter.presets import FALLBACK, load_preset, preset_name, presets
 from canter.utils.files import atomic_write

@@ -72,6 +72,12 @@ def find_algorithm(name: str) -> str:
     return name.lower()
 
 
+def display_name(name: str) -> str:
+    """The class name of a registered algorithm where that is the same word, else the registered name."""
+    class_name = REGISTRY[name].agent_class.__name__
+    return class_name if class_name.lower() == name else name
+
+
 def parse_train_cfg(train_cfg: Mapping[str, Any]) -> RunPlan:
     """A plan from a training dict, flat or with a `runner` section; an unknown key is an error at every level."""
     top = {**train_cfg, **dict(train_cfg.get("runner") or {})}
@@ -86,7 +92,7 @@ def parse_train_cfg(train_cfg: Mapping[str, Any]) -> RunPlan:
     else:
         policy = {"class_name": policy_name, **policy}
     plan = RunPlan(
-        REGISTRY[find_algorithm(name)].agent_class.__name__,
+        display_name(find_algorithm(name)),
         None,
         policy,
         dict(top.pop("storage", None) or {}),
@@ -109,15 +115,16 @@ def make_plan(
         default = next((key for key, entry in REGISTRY.items() if type(cfg) is entry.config_class), default)
     name = find_algorithm(algorithm or default)
     if agent is not None:
-        return RunPlan(type(agent).__name__, cfg or config_of(agent), {})
+        name = next((key for key, entry in REGISTRY.items() if entry.agent_class is type(agent)), None)
+        return RunPlan(display_name(name) if name else type(agent).__name__, cfg or config_of(agent), {})
     entry = REGISTRY[name]
     if is_off_policy(entry.agent_class):
         known = {key: value for key, value in networks.items() if value is not None}
-        return RunPlan(entry.agent_class.__name__, cfg or entry.config_class(), known)
+        return RunPlan(display_name(name), cfg or entry.config_class(), known)
     for argument in ("actor_class", "critic_class"):
         if networks.get(argument) is None:
             raise ValueError(f"OnPolicyRunner needs {argument} (or train_cfg, or agent)")
-    return RunPlan(entry.agent_class.__name__, cfg or entry.config_class(), dict(networks))
+    return RunPlan(display_name(name), cfg or entry.config_class(), dict(networks))
 
 
 def is_off_policy(agent_class: Any) -> bool:
