@@ -56,19 +56,19 @@ def test_each_loss_moves_only_its_own_parameters(kind, num_atoms):
     alg = run(make(kind, num_atoms=num_atoms), 10)
     drawn, noise = next(alg.batches(1)), torch.randn(16, 2)
     before = parts(alg)
-    alg.descend("critic_optimizer", alg.critic_loss(drawn, noise)[0])
+    alg.optimizer_step("critic_optimizer", alg.critic_loss(drawn, noise)[0])
     assert changed(before, parts(alg)) == {"critics"}
     before = parts(alg)
     with frozen(alg.critics):
         loss, _ = alg.actor_loss(drawn, noise)
-    alg.descend("actor_optimizer", loss)
+    alg.optimizer_step("actor_optimizer", loss)
     assert changed(before, parts(alg)) == {"actor"}
     before = parts(alg)
     if kind == "sac":
-        alg.descend("alpha_optimizer", alg.alpha_loss(torch.tensor(0.3)))
+        alg.optimizer_step("alpha_optimizer", alg.alpha_loss(torch.tensor(0.3)))
         assert changed(before, parts(alg)) == {"temperature"}
         before = parts(alg)
-    alg.follow()
+    alg.update_targets()
     assert changed(before, parts(alg)) == ({"target"} if kind == "sac" else {"target", "target_actor"})
 
 
@@ -111,9 +111,10 @@ def test_an_update_says_the_documented_things():  # rows L08, P69
 
 def test_the_temperature_falls_above_the_entropy_aimed_at_and_rises_below():
     alg = make()
-    for log_prob, sign in ((-(alg.entropy_aim + 1.0), -1), (-(alg.entropy_aim - 1.0), 1)):
+    target = alg.default_target_entropy
+    for log_prob, sign in ((-(target + 1.0), -1), (-(target - 1.0), 1)):
         before = alg.temperature.log_alpha.item()
-        alg.descend("alpha_optimizer", alg.alpha_loss(torch.tensor(log_prob)))
+        alg.optimizer_step("alpha_optimizer", alg.alpha_loss(torch.tensor(log_prob)))
         assert math.copysign(1, alg.temperature.log_alpha.item() - before) == sign
 
 
@@ -123,9 +124,11 @@ def test_the_entropy_aimed_at_is_in_units_of_half_the_range():
             super().__init__(*args, **kwargs)
             self.action_space = spaces.Box(-4.0, 4.0, (2,))
 
-    assert make().entropy_aim == pytest.approx(-2.0)
-    assert make(env=Wide(2)).entropy_aim == pytest.approx(-2.0 + 2 * math.log(4.0))
-    assert make(target_entropy=-0.5).entropy_aim == -0.5
+    assert make().default_target_entropy == pytest.approx(-2.0)
+    assert make(env=Wide(2)).default_target_entropy == pytest.approx(-2.0 + 2 * math.log(4.0))
+    log_alpha = math.log(0.2)
+    assert make().alpha_loss(torch.tensor(0.0)).item() == pytest.approx(-log_alpha * -2.0)
+    assert make(target_entropy=-0.5).alpha_loss(torch.tensor(0.0)).item() == pytest.approx(-log_alpha * -0.5)
 
 
 def test_policy_delay_and_the_targets_follow_their_own_clocks():
@@ -217,7 +220,7 @@ def test_exploration_and_random_actions_fill_the_bounds(kind):
 
 def test_noise_is_spread_over_the_environments():
     alg = make("td3", PointRobot(5), exploration_noise=0.1, exploration_noise_max=0.5)
-    assert alg.noise[:, 0].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+    assert alg.exploration_std()[:, 0].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
 
 
 def test_joint_limits_become_action_bounds():

@@ -82,7 +82,6 @@ def test_actions_are_random_until_learning_starts():
     assert calls == list(range(0, 20, 2))
 
 
-@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class OwnAgent(DQN):
     """A user's agent that explores in its own way and knows no epsilon."""
 
@@ -349,7 +348,7 @@ def test_networks_can_be_given_by_name_or_class():
     runner = OffPolicyRunner(CartPole(1), cfg, show_progress=False)
     assert runner.alg.q_network.heads.out.in_features == 5
     assert runner.alg.q_network.heads.dueling
-    with pytest.raises(TypeError, match="DQN has no setting 'actor_class'"):
+    with pytest.raises(TypeError, match="DQNConfig has no setting 'actor_class'"):
         OffPolicyRunner(CartPole(1), DQNConfig(), actor_class=object, device="cpu")
 
 

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from canter.algorithms.appo import APPO, ATPPO, APPOConfig, ATPPOConfig
+from canter.algorithms.dqn import DQN, DQNConfig
 from canter.algorithms.estimator import (
     EstimatorAlgoMixin,
     EstimatorPPO,
@@ -12,7 +13,9 @@ from canter.algorithms.estimator import (
 )
 from canter.algorithms.ppo import PPO, PPOConfig
 from canter.algorithms.rnd import RND, RNDConfig
+from canter.algorithms.sac import SAC, SACConfig
 from canter.algorithms.schedules import GET_PROB_FUNC
+from canter.algorithms.td3 import TD3, TD3Config
 from canter.algorithms.tppo import TPPO, TPPOConfig
 
 
@@ -32,6 +35,9 @@ REGISTRY: dict[str, Entry] = {
     "ppo": Entry(PPO, PPOConfig, "ppo"),
     "estimatorppo": Entry(EstimatorPPO, EstimatorPPOConfig, "ppo"),
     "estimatortppo": Entry(EstimatorTPPO, EstimatorTPPOConfig, "ppo"),
+    "dqn": Entry(DQN, DQNConfig, "dqn"),
+    "sac": Entry(SAC, SACConfig, "sac"),
+    "td3": Entry(TD3, TD3Config, "td3"),
 }
 
 

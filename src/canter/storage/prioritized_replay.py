@@ -24,7 +24,7 @@ class PrioritizedReplayBuffer(TransitionReplayBuffer):
         given: See `TransitionReplayBuffer`.
     """
 
-    def __init__(self, *args: Any, exponent: float = 0.6, **given: Any) -> None:
+    def __init__(self, *args: Any, exponent: Tensor | float = 0.6, **given: Any) -> None:
         super().__init__(*args, **given)
         self.exponent = exponent
         self.highest = torch.ones((), device=self.device)
@@ -50,7 +50,7 @@ class PrioritizedReplayBuffer(TransitionReplayBuffer):
         slots = torch.arange(first, int(self.count[env]), device=self.device) % self.num_rows * self.num_envs + env
         self.data["priorities"][self.data["order"][slots].long() * self.num_envs + env] = self.highest
 
-    def draw(self, batch_size: int, n_step: int, gamma: float, generator: Generator | None) -> ReplayBatch:
+    def draw(self, batch_size: int, n_step: int, gamma: Tensor | float, generator: Generator | None) -> ReplayBatch:
         """A batch with its importance weights and its places."""
         powers = torch.where(self.data["holds_step"], self.data["priorities"] ** self.exponent, 0.0).double()
         sums = powers.cumsum(0)

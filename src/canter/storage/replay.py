@@ -37,7 +37,7 @@ class TransitionReplayBuffer(ReplayRings):
     """Replay of the last steps; see `ReplayRings` for the arguments and the layout."""
 
     def sample(
-        self, batch_size: int, *, n_step: int = 1, gamma: float = 0.99, generator: Generator | None = None
+        self, batch_size: int, *, n_step: int = 1, gamma: Tensor | float = 0.99, generator: Generator | None = None
     ) -> dict[str, Any]:
         """A batch by its documented names, drawn uniformly with replacement."""
         stored = len(self)
@@ -50,7 +50,7 @@ class TransitionReplayBuffer(ReplayRings):
             named |= {"critic_observations": batch.critic_obs, "next_critic_observations": batch.next_critic_obs}
         return named
 
-    def draw(self, batch_size: int, n_step: int, gamma: float, generator: Generator | None) -> ReplayBatch:
+    def draw(self, batch_size: int, n_step: int, gamma: Tensor | float, generator: Generator | None) -> ReplayBatch:
         """A batch without any question to the device, which may be captured."""
         return self.take(*self._choose(batch_size, generator), n_step, gamma)
 
@@ -71,7 +71,7 @@ class TransitionReplayBuffer(ReplayRings):
         slot = (newest - 1 - age) % self.num_rows * self.num_envs + envs
         return self.data["order"][slot].long(), envs
 
-    def take(self, rows: Tensor, envs: Any, n_step: int, gamma: float) -> ReplayBatch:
+    def take(self, rows: Tensor, envs: Any, n_step: int, gamma: Tensor | float) -> ReplayBatch:
         """The steps at (rows, envs), each continued to a window of up to `n_step` steps.
 
         A window ends with its episode, or with the newest step there is.
@@ -80,7 +80,7 @@ class TransitionReplayBuffer(ReplayRings):
         first = rows * num_envs + envs
         if n_step == 1:
             rewards, last = data["rewards"][first], rows
-            discounts = torch.full_like(rewards, gamma)
+            discounts = torch.ones_like(rewards) * gamma
         else:
             offsets = torch.arange(n_step, device=self.device)
             window = (rows.unsqueeze(1) + offsets) % num_rows  # (B, n)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from canter.algorithms.optim import GuardedOptimizer
-from canter.algorithms.targets import CategoricalReturns, ScalarReturns, TargetNetwork
+from canter.algorithms.actor_q import CategoricalReturns, ScalarReturns
+from canter.algorithms.off_policy import TargetNetwork
 
 
 def test_a_target_copies_statistics_and_lerps_parameters():
@@ -18,14 +19,14 @@ def test_a_target_copies_statistics_and_lerps_parameters():
         for p in net.parameters():
             p.add_(1.0)
     net(torch.randn(8, 3))
-    target.follow(0.1)
+    target.update(torch.tensor(0.1))
     for name, now in target.module.state_dict().items():
         if "running" in name or "num_batches" in name:
             assert torch.equal(now, net.state_dict()[name]), name
         else:
             assert torch.allclose(now, before[name] + 0.1, atol=1e-6), name
     assert not any(p.requires_grad for p in target.module.parameters())
-    target.follow(1.0)
+    target.update(torch.tensor(1.0))
     for name, now in target.module.state_dict().items():
         assert torch.equal(now, net.state_dict()[name]), name
 
@@ -36,7 +37,7 @@ def test_a_target_follows_several_groups_too():
     with torch.no_grad():
         for p in net.parameters():
             p.zero_()
-    target.follow(1.0)
+    target.update(torch.tensor(1.0))
     assert all(not p.any() for p in target.module.parameters())
 
 
