@@ -21,6 +21,8 @@ from canter.storage.replay import ReplayBatch
 from canter.utils.config import setting, settings
 from canter.utils.tree import Obs
 
+CRITIC_CLASSES = (MLPContinuousQNetwork, CNNContinuousQNetwork)
+
 
 @settings
 class ActorQSettings(OffPolicySettings):
@@ -62,7 +64,6 @@ class ActorQAlgorithm(OffPolicyAlgorithm):
     network_names = ("actor_class", "critic_class", "actor_cfg", "critic_cfg")
     actor_classes: ClassVar[tuple[Any, Any]]
     """Default actors for vectors and for an image."""
-    critic_classes: ClassVar[tuple[Any, Any]] = (MLPContinuousQNetwork, CNNContinuousQNetwork)
     actor_setting_names: ClassVar[tuple[str, ...]] = ()
     """Settings that the actor's network takes by their names."""
 
@@ -86,12 +87,11 @@ class ActorQAlgorithm(OffPolicyAlgorithm):
     def build(self, networks: Mapping[str, Any]) -> None:
         """Build actor, critics, their optimizers and the critics' target."""
         cfg = self.cfg
-        actor_class = networks["actor_class"] or self.actor_classes[self.has_image]
-        critic_class = networks["critic_class"] or self.critic_classes[self.has_image]
         own = {"use_tanh_squash": True} | {name: getattr(cfg, name) for name in self.actor_setting_names}
-        actor_cfg = self.network_cfg(actor_class, networks["actor_cfg"], hidden_dims=cfg.actor_hidden_dims, **own)
+        own["hidden_dims"] = cfg.actor_hidden_dims
+        actor_class, actor_cfg = self.choose_network("actor", networks, self.actor_classes, **own)
         own = {"hidden_dims": cfg.critic_hidden_dims, "num_atoms": cfg.num_atoms}
-        critic_cfg = self.network_cfg(critic_class, networks["critic_cfg"], **own)
+        critic_class, critic_cfg = self.choose_network("critic", networks, CRITIC_CLASSES, **own)
         is_shared = self.env.critic_obs_space is self.env.obs_space
         critic_space = self.obs_space if is_shared else self.env.critic_obs_space
         actor = actor_class(obs_space=self.obs_space, action_space=self.action_space, cfg=actor_cfg)

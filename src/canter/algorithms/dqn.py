@@ -70,9 +70,8 @@ class DQN(OffPolicyAlgorithm):
     def build(self, networks: Mapping[str, Any]) -> None:
         """Build the network, its optimizer and its target."""
         cfg = self.cfg
-        q_class = networks["q_network_class"] or (CNNQNetwork if self.has_image else MLPQNetwork)
         own = {"hidden_dims": cfg.network_hidden_dims, "dueling": cfg.dueling}
-        q_cfg = self.network_cfg(q_class, networks["q_network_cfg"], **own)
+        q_class, q_cfg = self.choose_network("q_network", networks, (MLPQNetwork, CNNQNetwork), **own)
         q_network = q_class(obs_space=self.obs_space, action_space=self.action_space, cfg=q_cfg)
         self.q_network = q_network.to(self.device)
         self.policy = QPolicy(self.q_network, self.action_space)

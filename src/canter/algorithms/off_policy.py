@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, ClassVar
 
@@ -108,6 +108,8 @@ class OffPolicyAlgorithm(Algorithm):
     update_period = 1
     """Number of gradient steps after which their pattern repeats."""
     policy: Policy
+    env: Any
+    action_space: Any
 
     def __init__(
         self,
@@ -133,7 +135,6 @@ class OffPolicyAlgorithm(Algorithm):
         self.log_dir, self.num_envs = log_dir, self.env.num_envs
         self.obs_space = obs_space or self.env.obs_space
         self.action_space = action_space or self.env.action_space
-        self.has_image = isinstance(self.obs_space, spaces.Box) and len(self.obs_space.shape) == 3
         self.check_action_space()
         self.new_generator("action")
         self.new_generator("replay")
@@ -182,16 +183,20 @@ class OffPolicyAlgorithm(Algorithm):
         return TransitionReplayBuffer(**arguments)
 
     # ------------------------------------------------------------------ building and live settings
-    def network_cfg(self, cls: Any, given: Mapping[str, Any] | None, **own: Any) -> dict[str, Any]:
-        """The `cfg` of a network: the settings that its class accepts, and the values that the user gave.
+    def choose_network(
+        self, kind: str, networks: Mapping[str, Any], defaults: Sequence[Any], **own: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """The class of a network, the user's or the default for vectors or for one image, and its `cfg`.
 
-        Widths of hidden layers are for vectors; image networks keep their own.
+        The `cfg` has the settings `own` that the class accepts, and the user's. Image networks keep their own widths of
+        hidden layers.
         """
+        has_image = isinstance(self.obs_space, spaces.Box) and len(self.obs_space.shape) == 3
+        cls = networks[f"{kind}_class"] or defaults[has_image]
         own |= {"activation": self.cfg.activation, "layer_norm": self.cfg.layer_norm}
-        known = set(getattr(cls, "defaults", None) or ("use_tanh_squash",)) - (
-            {"hidden_dims"} if self.has_image else set()
-        )
-        return {name: value for name, value in own.items() if name in known} | dict(given or {})
+        known = getattr(cls, "defaults", None) or ("use_tanh_squash",)
+        accepted = {name: own[name] for name in own if name in known and not (has_image and name == "hidden_dims")}
+        return cls, accepted | dict(networks[f"{kind}_cfg"] or {})
 
     def make_optimizer(self, name: str, module: nn.Module) -> GuardedOptimizer:
         """Build the optimizer of a module: "x_optimizer" takes the setting x_learning_rate."""

@@ -72,7 +72,6 @@ class SAC(ActorQAlgorithm):
         self.default_target_entropy = log_half_ranges - width.size
         """Target of the entropy where `target_entropy` is None."""
 
-    # ------------------------------------------------------------------ acting
     def explore_step(self, obs: Obs) -> Tensor:
         """A sample of the policy."""
         with self.executor.autocast():
@@ -88,7 +87,6 @@ class SAC(ActorQAlgorithm):
         raw = torch.addcmul(params["mu"].float(), params["sigma"].float(), noise)
         return distribution.to_env(raw), distribution.log_prob(params, raw)
 
-    # ------------------------------------------------------------------ learning
     def next_actions(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Samples of the policy, and their entropy bonus."""
         actions, log_prob = self.sample(batch.next_obs, noise)

@@ -50,7 +50,6 @@ class TD3(ActorQAlgorithm):
         self.targets.append(self.target_actor)
         self.spread = torch.linspace(0.0, 1.0, self.num_envs, device=self.device).unsqueeze(1)  # (N, 1)
 
-    # ------------------------------------------------------------------ acting
     def explore_step(self, obs: Obs) -> Tensor:
         """The actor's action plus noise, within the bounds."""
         actions = self._actions(self.actor, self.policy.obs_normalizer.normalize(obs))  # pyright: ignore[reportCallIssue]
@@ -72,7 +71,6 @@ class TD3(ActorQAlgorithm):
     def _bounded(self, actions: Tensor) -> Tensor:
         return actions.clamp(self.action_bounds[0], self.action_bounds[1])
 
-    # ------------------------------------------------------------------ learning
     def next_actions(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, float]:
         """The target actor's actions, smoothed by clipped noise."""
         actions = self._actions(self.target_actor.module, batch.next_obs)
