@@ -10,6 +10,7 @@ from canter.algorithms import DQN, SAC, TD3
 from canter.algorithms.off_policy import TargetNetwork
 from canter.algorithms.optim import GuardedOptimizer
 from canter.envs.torch_envs import CartPole, PointRobot
+from canter.utils.debug import NoHostSync
 
 SMALL = {"batch_size": 16, "learning_starts": 8, "buffer_size": 400}
 SMALL_NETWORKS = {"actor_hidden_dims": (8,), "critic_hidden_dims": (8,)}
@@ -224,6 +225,17 @@ def test_the_algorithm_has_a_config_of_its_own():
 @pytest.mark.parametrize("cls", [DQN, SAC, TD3])
 def test_algorithms_are_at_most_three_classes_above_their_base(cls):
     assert len(cls.__mro__) <= 5
+
+
+@pytest.mark.parametrize("kind", ["dqn", "per", "td3"])
+def test_assigning_exploring_and_learning_never_wait_for_the_device(kind):
+    alg = run(make(kind, "eager"), 10)
+    obs, critic_obs = alg.env.get_observations()
+    with NoHostSync():
+        alg.gamma, alg.tau, alg.max_grad_norm = 0.9, 0.1, 1.0
+        record = alg.env.step(alg.explore(obs, critic_obs))
+        alg.process_step(record)
+        alg.train(4)
 
 
 # ---------------------------------------------------------------------- frozen networks
