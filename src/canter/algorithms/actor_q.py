@@ -124,11 +124,6 @@ class ActorQAlgorithm(OffPolicyAlgorithm):
         owner = type(self).__name__
         raise AttributeError(f"{owner} has no single learning_rate; assign {' or '.join(self.rates)}")
 
-    @property
-    def update_period(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Gradient steps of the critics per gradient step of the actor."""
-        return self.cfg.policy_delay
-
     # ------------------------------------------------------------------ acting
     def random_actions(self) -> Tensor:
         """Uniform between the bounds; standard normal where there are none."""
@@ -194,7 +189,7 @@ class ActorQAlgorithm(OffPolicyAlgorithm):
         loss, stats = self.critic_loss(batch, noise[0])
         norm, skipped = self.optimizer_step("critic_optimizer", loss)
         self.meter.add({**stats, "critic_grad_norm": norm, "nonfinite_updates": skipped})
-        if phase == self.cfg.policy_delay - 1:
+        if (phase + 1) % self.cfg.policy_delay == 0:
             with frozen(self.critics):
                 loss, stats = self.actor_loss(batch, noise[1])
             self.slow_meter.add(self.learn_actor(loss, stats))

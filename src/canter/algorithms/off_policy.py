@@ -105,8 +105,6 @@ class OffPolicyAlgorithm(Algorithm):
     runner_name: ClassVar[str] = "OffPolicyRunner"
     network_names: ClassVar[tuple[str, ...]] = ()
     """Constructor arguments that choose the networks."""
-    update_period = 1
-    """Number of gradient steps after which their pattern repeats."""
     policy: Policy
     env: Any
     action_space: Any
@@ -175,7 +173,7 @@ class OffPolicyAlgorithm(Algorithm):
         raise NotImplementedError
 
     def learn_step(self, batch: ReplayBatch, phase: int) -> None:
-        """Take one gradient step, in tensor code. `phase` is the number of the step modulo `update_period`."""
+        """Take gradient step number `phase`, counted modulo `policy_delay`, in tensor code."""
         raise NotImplementedError
 
     def new_replay(self, **arguments: Any) -> TransitionReplayBuffer:
@@ -298,7 +296,7 @@ class OffPolicyAlgorithm(Algorithm):
     def process_step(self, record: StepRecord) -> None:
         """Store the step that the actions of the last `explore` led to."""
         if self.acted is None:
-            raise RuntimeError("process_step must follow explore, whose actions led to the step")
+            raise RuntimeError("call explore before process_step: it keeps the actions that led to the step")
         obs, critic_obs, actions = self.acted
         needed = record._replace(extras={})
         if record.critic_obs is record.obs:
@@ -361,12 +359,12 @@ class OffPolicyAlgorithm(Algorithm):
             optimizer.take_assigned_rates()
         if self._trainable() != self.trainable:
             self.sync_settings()
-        interval = self.cfg.target_update_interval
+        interval, period = self.cfg.target_update_interval, getattr(self.cfg, "policy_delay", 1)
         while gradient_steps > 0:
             count = min(gradient_steps, MAX_STEPS_PER_GRAPH)
             if interval > 1:
                 count = min(count, interval - self.num_updates % interval)
-            self.executor.run("learn", self.learn_steps, count, self.num_updates % self.update_period)
+            self.executor.run("learn", self.learn_steps, count, self.num_updates % period)
             self.num_updates += count
             gradient_steps -= count
             if interval > 1 and self.num_updates % interval == 0:
@@ -375,7 +373,7 @@ class OffPolicyAlgorithm(Algorithm):
     def learn_steps(self, count: int, phase: int) -> None:
         """Take `count` gradient steps in a row, in tensor code: one graph."""
         for number, batch in enumerate(self.batches(count)):
-            self.learn_step(batch, (phase + number) % self.update_period)
+            self.learn_step(batch, phase + number)
             if self.cfg.target_update_interval == 1:
                 self.update_targets()
 
