@@ -1,4 +1,4 @@
-"""DQN: targets worked out by hand, target networks, exploration, priorities, a chain it must solve."""
+"""DQN: targets worked out by hand, target networks, exploration, priorities, and learning a chain of states."""
 
 import pytest
 import torch
@@ -41,11 +41,11 @@ def batch(obs=0.0, action=0, reward=1.0, after=1.0, done=0.0, discount=0.9):
 @pytest.mark.parametrize(
     ("double", "done", "want"), [(True, 0.0, 1 + 0.9 * 2.0), (False, 0.0, 1 + 0.9 * 7.0), (True, 1.0, 1.0)]
 )
-def test_the_target_takes_the_value_of_the_action_that_the_learned_network_chooses(double, done, want):
+def test_the_double_target_uses_the_action_that_the_trained_network_prefers(double, done, want):
     alg = make(q_network_class=Table, double_dqn=double)
     with torch.no_grad():
-        alg.q_network.table[1] = torch.tensor([3.0, 1.0])  # chooses action 0
-        alg.target.module.table[1] = torch.tensor([2.0, 7.0])  # says 2 of it, and 7 of the other
+        alg.q_network.table[1] = torch.tensor([3.0, 1.0])  # prefers action 0
+        alg.target.module.table[1] = torch.tensor([2.0, 7.0])  # values it at 2, the other action at 7
     assert alg.td_target(batch(done=done)).item() == pytest.approx(want)
 
 
@@ -89,7 +89,7 @@ def test_epsilon_falls_linearly_and_is_applied_per_environment():
     assert alg.random_actions().unique().tolist() == [0, 1]
 
 
-def test_an_update_needs_enough_steps_and_says_the_documented_things():
+def test_an_update_needs_enough_steps_and_reports_the_documented_metrics():
     alg = make()
     assert alg.update() == {}
     run(alg, 10)
@@ -99,7 +99,7 @@ def test_an_update_needs_enough_steps_and_says_the_documented_things():
     assert set(alg.exploration()) == {"exploration/epsilon"}
 
 
-def test_windows_of_several_steps_reach_the_loss():
+def test_n_step_returns_reach_the_loss():
     alg = make(n_step=3, gamma=0.5, learning_starts=8)
     run(alg, 30)
     drawn = next(alg.batches(1))
@@ -125,7 +125,7 @@ def test_bad_settings_are_refused():
 
 
 # ---------------------------------------------------------------------- priorities
-def test_prioritised_steps_are_drawn_in_proportion_and_corrected():
+def test_prioritised_steps_are_sampled_in_proportion_with_importance_weights():
     buffer = PrioritizedReplayBuffer(10, (1,), exponent=1.0)
     for i in range(4):
         obs = torch.tensor([[float(i)]])
@@ -138,10 +138,10 @@ def test_prioritised_steps_are_drawn_in_proportion_and_corrected():
     for i, weight in enumerate((1.0, 1 / 2, 1 / 3, 1 / 4)):
         assert drawn.weights[drawn.rewards == i].mean() == pytest.approx(weight, rel=1e-3)
     buffer.add(torch.tensor([[4.0]]), torch.tensor([0]), torch.tensor([4.0]), torch.tensor([[5.0]]), torch.tensor([0]))
-    assert buffer.data["priorities"][4] == 4.0 + 1e-6, "new steps are taken for the worst"
+    assert buffer.data["priorities"][4] == 4.0 + 1e-6, "new steps get the highest priority"
 
 
-def test_learning_sets_the_priorities_of_what_it_drew():
+def test_learning_sets_the_priorities_of_the_sampled_steps():
     alg = make(prioritized_replay=True, importance_exponent=0.4)
     run(alg, 20)
     before = alg.replay.data["priorities"].clone()
@@ -174,7 +174,7 @@ class Chain(TorchEnv):
 
 
 @pytest.mark.parametrize("more", [{}, {"dueling": True, "n_step": 3}, {"prioritized_replay": True}])
-def test_dqn_walks_a_chain_to_its_end(more):
+def test_dqn_learns_to_walk_a_chain_to_its_end(more):
     alg = make(Chain(8), learning_rate=5e-3, gamma=0.9, target_update_interval=20, epsilon_decay_steps=1000, **more)
     obs, critic = alg.env.get_observations()
     for _ in range(200):

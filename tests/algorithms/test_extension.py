@@ -6,8 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from canter.algorithms import APPO, ATPPO, PPO, TPPO, EstimatorPPO, EstimatorTPPO, PPOConfig
-from canter.algorithms import REGISTRY, register_algorithm
+from canter.algorithms import (
+    APPO,
+    ATPPO,
+    PPO,
+    REGISTRY,
+    TPPO,
+    EstimatorPPO,
+    EstimatorTPPO,
+    PPOConfig,
+    register_algorithm,
+)
 from canter.algorithms.algorithm import Algorithm
 from canter.algorithms.extension import Extension
 from canter.algorithms.optim import GuardedOptimizer

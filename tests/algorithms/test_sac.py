@@ -1,4 +1,4 @@
-"""SAC and TD3: each loss moves only its own parameters, formulas by hand, the temperature's fixed point, bandits."""
+"""SAC and TD3: each loss changes only its own parameters, targets by hand, the temperature's fixed point, bandits."""
 
 import math
 
@@ -52,7 +52,7 @@ def changed(before, after):
 
 @pytest.mark.parametrize("kind", ["sac", "td3"])
 @pytest.mark.parametrize("num_atoms", [1, 11])
-def test_each_loss_moves_only_its_own_parameters(kind, num_atoms):
+def test_each_loss_changes_only_its_own_parameters(kind, num_atoms):
     alg = run(make(kind, num_atoms=num_atoms), 10)
     drawn, noise = next(alg.batches(1)), torch.randn(16, 2)
     before = parts(alg)
@@ -68,11 +68,11 @@ def test_each_loss_moves_only_its_own_parameters(kind, num_atoms):
         alg.optimizer_step("alpha_optimizer", alg.alpha_loss(torch.tensor(0.3)))
         assert changed(before, parts(alg)) == {"temperature"}
         before = parts(alg)
-    alg.follow()
+    alg.update_targets()
     assert changed(before, parts(alg)) == ({"target"} if kind == "sac" else {"target", "target_actor"})
 
 
-def test_the_actor_s_loss_asks_for_no_gradient_of_the_critics():
+def test_the_actor_loss_computes_no_gradient_of_the_critics():
     alg = run(make(), 10)
     with frozen(alg.critics):
         loss, _ = alg.actor_loss(next(alg.batches(1)), torch.randn(16, 2))
@@ -99,36 +99,39 @@ def test_the_critics_learn_the_soft_target(reduction):
     assert stats["td_target_mean"].item() == pytest.approx(want.mean().item(), rel=1e-4)
 
 
-def test_an_update_says_the_documented_things():
+def test_an_update_reports_the_documented_metrics():
     metrics = run(make(), 10).update()
     names = {"actor_loss", "critic1_loss", "critic2_loss", "alpha", "entropy", "q_loss", "alpha_loss", "mean_q"}
     assert {f"train/{name}" for name in names} <= set(metrics)
-    assert metrics["train/alpha"] == pytest.approx(0.2, rel=1e-5), "of before the step"
+    assert metrics["train/alpha"] == pytest.approx(0.2, rel=1e-5), "the value before the step"
     assert metrics["train/q_loss"] == pytest.approx(
         (metrics["train/critic1_loss"] + metrics["train/critic2_loss"]) / 2, rel=1e-5
     )
 
 
-def test_the_temperature_falls_above_the_entropy_aimed_at_and_rises_below():
+def test_the_temperature_falls_above_the_target_entropy_and_rises_below():
     alg = make()
-    for log_prob, sign in ((-(alg.entropy_aim + 1.0), -1), (-(alg.entropy_aim - 1.0), 1)):
+    target = alg.default_target_entropy
+    for log_prob, sign in ((-(target + 1.0), -1), (-(target - 1.0), 1)):
         before = alg.temperature.log_alpha.item()
         alg.optimizer_step("alpha_optimizer", alg.alpha_loss(torch.tensor(log_prob)))
         assert math.copysign(1, alg.temperature.log_alpha.item() - before) == sign
 
 
-def test_the_entropy_aimed_at_is_in_units_of_half_the_range():
+def test_the_default_target_entropy_is_in_units_of_half_the_range():
     class Wide(PointRobot):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             self.action_space = spaces.Box(-4.0, 4.0, (2,))
 
-    assert make().entropy_aim == pytest.approx(-2.0)
-    assert make(env=Wide(2)).entropy_aim == pytest.approx(-2.0 + 2 * math.log(4.0))
-    assert make(target_entropy=-0.5).entropy_aim == -0.5
+    assert make().default_target_entropy == pytest.approx(-2.0)
+    assert make(env=Wide(2)).default_target_entropy == pytest.approx(-2.0 + 2 * math.log(4.0))
+    log_alpha = math.log(0.2)
+    assert make().alpha_loss(torch.tensor(0.0)).item() == pytest.approx(-log_alpha * -2.0)
+    assert make(target_entropy=-0.5).alpha_loss(torch.tensor(0.0)).item() == pytest.approx(-log_alpha * -0.5)
 
 
-def test_policy_delay_and_the_targets_follow_their_own_clocks():
+def test_the_actor_learns_every_policy_delay_steps():
     alg = run(make(policy_delay=3), 10)
     alg.train(2)
     assert alg.slow_meter.total is None
@@ -165,14 +168,14 @@ BANDIT |= {"actor_hidden_dims": (16,), "critic_hidden_dims": (32,), "buffer_size
 @pytest.mark.parametrize(
     ("kind", "more"), [("sac", {}), ("td3", {}), ("sac", {"num_atoms": 21, "v_min": -2.0, "v_max": 0.5})]
 )
-def test_the_mean_action_of_a_bandit_is_its_best(kind, more):
+def test_the_mean_action_approaches_the_best_action_of_a_bandit(kind, more):
     given = BANDIT | ({"auto_alpha": False, "init_alpha": 0.01} if kind == "sac" else {}) | more
     alg = run(make(kind, Bandit(8), **given), 500, learn=True)
     action = alg.act(torch.zeros(1, 1), deterministic=True).item()
     assert action == pytest.approx(0.3, abs=0.12)
 
 
-def test_the_temperature_settles_where_the_entropy_is_the_one_aimed_at():
+def test_the_temperature_settles_where_the_entropy_is_at_its_target():
     # With reward -(a - c)^2 the soft-optimal policy is nearly normal, of variance alpha / 2.
     given = {**BANDIT, "actor_learning_rate": 1e-2, "alpha_learning_rate": 1e-2, "target_entropy": -0.5}
     alg = make("sac", Bandit(8), **given)
@@ -194,7 +197,7 @@ def test_critics_see_the_privileged_observation_and_the_actor_does_not():
     assert torch.equal(drawn.critic_obs[:, :6], drawn.obs)
 
 
-def test_statistics_move_once_per_step_and_never_from_replay():
+def test_statistics_are_updated_once_per_step_and_never_from_replay():
     alg = run(make(empirical_normalization=True), 10)
     assert int(alg.policy.obs_normalizer.count) == int(alg.policy.critic_obs_normalizer.count) == 40
     before = alg.policy.obs_normalizer.mean
@@ -217,7 +220,7 @@ def test_exploration_and_random_actions_fill_the_bounds(kind):
 
 def test_noise_is_spread_over_the_environments():
     alg = make("td3", PointRobot(5), exploration_noise=0.1, exploration_noise_max=0.5)
-    assert alg.noise[:, 0].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+    assert alg.exploration_std()[:, 0].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
 
 
 def test_joint_limits_become_action_bounds():
@@ -238,7 +241,7 @@ class Own(ContinuousActor):
         return torch.distributions.Normal(mean, torch.full_like(mean, 0.3))
 
 
-def test_actors_of_users_are_squashed_and_learned():
+def test_a_user_defined_actor_is_squashed_and_trained():
     alg = run(make(extra={"actor_class": Own}), 10)
     before = alg.actor.net.weight.clone()
     alg.train(1)
@@ -276,8 +279,8 @@ def test_exploring_and_learning_never_wait_for_the_device(kind):
 
 
 @pytest.mark.parametrize(("num_atoms", "bound"), [(1, 4.0), (11, 5.0)])
-def test_normalised_rewards_let_returns_fit_whatever_their_unit(num_atoms, bound):
-    """Kept as they came, divided as they are sampled."""
+def test_normalised_rewards_do_not_depend_on_their_unit(num_atoms, bound):
+    """Rewards are stored as they are and scaled when they are sampled."""
     runs = {}
     for unit in (1.0, 1000.0):
         env = PointRobot(4, seed=0)
@@ -302,7 +305,7 @@ def test_normalised_rewards_let_returns_fit_whatever_their_unit(num_atoms, bound
     assert make().return_scaler is None
 
 
-def test_recorded_steps_tell_the_unit_of_rewards():
+def test_offline_steps_set_the_scale_of_rewards():
     alg = make(env=Pendulum(4, seed=0), normalize_rewards=True, gamma=0.9)
     alg.fill([Episode(np.zeros((41, 3)), np.zeros((40, 1)), np.full(40, 7.0), terminated=False)])
     torch.testing.assert_close(alg.return_scaler.reach().item(), 70.0, rtol=1e-4, atol=0.01)

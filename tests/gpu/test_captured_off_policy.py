@@ -1,4 +1,4 @@
-"""Off-policy learning on a GPU: captured and eager steps give the same, with new noise in every replay."""
+"""Off-policy learning on a GPU: captured steps equal eager ones, with new noise in every replay."""
 
 import dataclasses
 
@@ -20,16 +20,24 @@ CONFIGS = {
 }
 
 
-def run(kind, execution, steps=60):
+CHANGES = {"gamma": 0.5, "tau": 0.9, "max_grad_norm": 1e-2, "target_noise": 0.5, "exploration_noise": 0.3}
+CHANGES |= {"target_entropy": 3.0, "learning_rate": 0.01, "actor_learning_rate": 0.01, "epsilon_end": 0.5}
+
+
+def make(kind, execution, **given):
     env = (CartPole if kind in ("dqn", "per") else PointRobot)(16, "cuda", seed=0, max_episode_length=9)
-    cfg = dataclasses.replace(CONFIGS[kind], execution=execution, precision="fp32")
-    runner = OffPolicyRunner(env, cfg, device="cuda", show_progress=False)
+    cfg = dataclasses.replace(CONFIGS[kind], execution=execution, precision="fp32", **given)
+    return OffPolicyRunner(env, cfg, device="cuda", show_progress=False)
+
+
+def run(kind, execution, steps=60):
+    runner = make(kind, execution)
     runner.learn(16 * steps)
     return runner
 
 
 @pytest.mark.parametrize("kind", list(CONFIGS))
-def test_captured_learning_is_eager_learning(kind):
+def test_captured_learning_equals_eager_learning(kind):
     # Sums of a distribution's shares are in no fixed order on a GPU, and their last bits grow from step to step.
     steps = 60 if kind != "atoms" else 9
     eager, captured = run(kind, "eager", steps), run(kind, "graph", steps)
@@ -42,8 +50,38 @@ def test_captured_learning_is_eager_learning(kind):
         assert torch.allclose(a, b, atol=1e-3 if kind in ("atoms", "per") else 1e-5)
 
 
+@pytest.mark.parametrize("execution", ["graph", "auto"])
+@pytest.mark.parametrize("kind", ["dqn", "sac", "td3"])
+def test_assigned_floats_take_effect_in_captured_graphs(kind, execution):
+    given = {"target_entropy": -1.0} if kind == "sac" else {}
+    runners = {mode: make(kind, mode, **given) for mode in ("eager", execution)}
+    for runner in runners.values():
+        runner.learn(16 * 30)
+        captured = set(runner.alg.executor.graphs)
+        before = [p.clone() for p in runner.policy.parameters()]
+        for name in CHANGES.keys() & runner.alg.setting_fields.keys():
+            setattr(runner.alg, name, CHANGES[name])
+        runner.learn(16 * 10)
+        assert set(runner.alg.executor.graphs) == captured
+        assert any(not torch.equal(a, b) for a, b in zip(before, runner.policy.parameters(), strict=True))
+    eager, fast = (runner.policy.parameters() for runner in runners.values())
+    for a, b in zip(eager, fast, strict=True):
+        assert torch.allclose(a, b, atol=1e-4 if execution == "graph" else 2e-2)
+
+
+@pytest.mark.parametrize("execution", ["eager", "graph", "auto"])
+def test_a_frozen_actor_keeps_its_parameters(execution):
+    runner = make("sac", execution)
+    runner.learn(16 * 20)
+    actor, critics = ([p.clone() for p in part.parameters()] for part in (runner.alg.actor, runner.alg.critics))
+    runner.alg.actor.requires_grad_(False)
+    runner.learn(16 * 10)
+    assert all(torch.equal(a, b) for a, b in zip(actor, runner.alg.actor.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(critics, runner.alg.critics.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("kind", ["sac", "dqn"])
-def test_the_fastest_way_learns_too(kind):
+def test_compiled_learning_stays_finite(kind):
     runner = run(kind, "auto", steps=30)
     assert all(torch.isfinite(p).all() for p in runner.policy.parameters())
     obs, critic = runner.env.get_observations()

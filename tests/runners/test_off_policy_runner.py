@@ -1,4 +1,4 @@
-"""The off-policy loop: when it explores, learns, logs and saves; that it continues exactly; what it refuses."""
+"""The off-policy loop: exploring, learning, logging, saving, exact continuation, and errors."""
 
 import dataclasses
 import warnings
@@ -37,7 +37,7 @@ def make(kind="dqn", env=None, log_dir=None, **changes):
 
 # ---------------------------------------------------------------------- the loop
 @pytest.mark.slow
-def test_the_documented_dqn_snippet(tmp_path):  # row R33
+def test_the_documented_dqn_snippet(tmp_path):
     cfg = DQNConfig(learning_starts=500)
     runner = OffPolicyRunner(env=wrap_env("CartPole-v1", "cpu", num_envs=1), cfg=cfg, algorithm="dqn", device="cpu")
     runner.learn(total_timesteps=2000)
@@ -46,17 +46,17 @@ def test_the_documented_dqn_snippet(tmp_path):  # row R33
 
 
 @pytest.mark.slow
-def test_the_documented_sac_snippet():  # row R34
+def test_the_documented_sac_snippet():
     cfg = SACConfig(learning_starts=500, batch_size=32)
     runner = OffPolicyRunner(wrap_env("Pendulum-v1", "cpu", num_envs=1), cfg, device="cpu")
     history = runner.learn(2000).history
     assert isinstance(runner.alg, SAC)
     assert {"train/actor_loss", "train/critic1_loss", "train/critic2_loss", "train/alpha", "train/entropy"} <= set(
         history[-1]
-    )  # row L08
+    )
 
 
-def test_updates_are_counted_in_vector_steps_and_start_when_told(monkeypatch):  # row R35
+def test_train_freq_counts_vector_steps_from_learning_starts_on(monkeypatch):
     runner = make("dqn", learning_starts=12, train_freq=3, gradient_steps=4)
     calls = []
     train = type(runner.alg).train
@@ -66,7 +66,7 @@ def test_updates_are_counted_in_vector_steps_and_start_when_told(monkeypatch):  
     assert runner.alg.num_updates == 20
 
 
-def test_minus_one_means_as_many_gradient_steps_as_environment_steps():
+def test_minus_one_takes_as_many_gradient_steps_as_environment_steps():
     runner = make("dqn", gradient_steps=-1, train_freq=2)
     runner.learn(40)
     steps = [t for t in range(2, 21, 2) if 2 * t >= 10]
@@ -82,9 +82,8 @@ def test_actions_are_random_until_learning_starts():
     assert calls == list(range(0, 20, 2))
 
 
-@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class OwnAgent(DQN):
-    """A user's agent that explores in its own way and knows no epsilon."""
+    """A user's agent with an exploration of its own and no epsilon."""
 
     def explore_step(self, obs):
         return torch.zeros(self.num_envs, dtype=torch.long)
@@ -93,20 +92,20 @@ class OwnAgent(DQN):
         pass
 
     def get_epsilon(self, timesteps):
-        raise AssertionError("exploration is the algorithm's business")
+        raise AssertionError("the runner must not ask for epsilon")
 
     def exploration(self):
         return {}
 
 
-def test_exploration_stays_in_the_algorithm():  # row R37
+def test_exploration_stays_in_the_algorithm():
     cfg = dataclasses.replace(CONFIGS["dqn"], learning_starts=0)
     runner = OffPolicyRunner(env_for("dqn"), agent=OwnAgent(env_for("dqn"), cfg, device="cpu"), show_progress=False)
     runner.learn(30)
     assert runner.alg.replay.data["actions"].sum() == 0
 
 
-def test_metrics_are_logged_whenever_an_interval_is_crossed():  # row L07
+def test_metrics_are_logged_whenever_an_interval_is_crossed():
     runner = make("dqn", PointRobotDiscrete(3), log_interval=20)
     history = runner.learn(61).history
     assert [row["buffer/size"] for row in history] == [21, 42, 60]
@@ -137,7 +136,7 @@ def test_rewards_between_two_logs_are_all_counted():
     assert list(runner.rewbuffer)[0] == 7.0
 
 
-def test_timesteps_are_added_in_every_call_and_after_loading(tmp_path):  # row L34
+def test_timesteps_are_added_in_every_call_and_after_loading(tmp_path):
     runner = make()
     runner.learn(20)
     runner.learn(15)
@@ -173,15 +172,15 @@ def test_callbacks_come_in_order_and_can_stop():
     assert runner.tot_timesteps == 6
 
 
-def test_a_trial_is_told_when_something_was_read():
-    told = []
+def test_a_trial_gets_a_report_with_every_log_entry():
+    reports = []
     runner = make("dqn", CartPole(2, max_episode_length=3), trial_metric="mean_reward")
-    runner.learn(60, trial=lambda report: told.append(report["mean_reward"]))
-    assert told == [3.0, 3.0, 3.0]
+    runner.learn(60, trial=lambda report: reports.append(report["mean_reward"]))
+    assert reports == [3.0, 3.0, 3.0]
 
 
 # ---------------------------------------------------------------------- saving
-def test_checkpoints_come_at_multiples_and_restore_the_counters(tmp_path):  # row R36
+def test_checkpoints_come_at_multiples_and_restore_the_counters(tmp_path):
     runner = make("dqn", log_dir=tmp_path, save_interval=20, keep_checkpoints=None, epsilon_decay_steps=100)
     runner.learn(50)
     assert sorted(p.name for p in tmp_path.glob("*.pt")) == [
@@ -228,7 +227,7 @@ def test_a_run_without_its_replay_fills_it_again_before_it_learns(kind, tmp_path
     fresh = make(kind)
     fresh.load(tmp_path / "half.pt")
     fresh.learn(8)
-    assert fresh.alg.num_updates == state["num_updates"], "nothing is learned from an empty buffer"
+    assert fresh.alg.num_updates == state["num_updates"], "no update without stored steps"
 
 
 def test_another_capacity_is_refused_before_anything_is_changed(tmp_path, weights):
@@ -287,7 +286,7 @@ def test_no_stored_step_spans_an_evaluation_that_resets():
 
 
 @pytest.mark.parametrize(("ends", "gives_final"), [("truncated", True), ("truncated", False), ("terminated", True)])
-def test_what_follows_an_end_is_stored_as_the_environment_tells_it(ends, gives_final):  # rows S19, L28
+def test_the_end_of_an_episode_is_stored_with_its_final_observation(ends, gives_final):
     class Ending(Counting):
         def step(self, actions):
             record = super().step(actions)
@@ -307,7 +306,7 @@ def test_what_follows_an_end_is_stored_as_the_environment_tells_it(ends, gives_f
         assert (batch.next_obs[is_last] == 9).all()
 
 
-def test_evaluation_changes_nothing_that_learns(differing, snapshot):
+def test_evaluation_changes_no_state_of_the_algorithm(differing, snapshot):
     runner = make("sac")
     runner.learn(30)
     before = snapshot(runner.alg)
@@ -319,15 +318,15 @@ def test_evaluation_changes_nothing_that_learns(differing, snapshot):
     assert torch.equal(policy(obs), runner.alg.act(obs, deterministic=True))
 
 
-# ---------------------------------------------------------------------- ways in
-def test_the_config_s_type_says_the_algorithm():
+# ---------------------------------------------------------------------- construction
+def test_the_type_of_the_config_selects_the_algorithm():
     assert type(make("td3").alg).__name__ == "TD3"
     assert type(OffPolicyRunner(CartPole(1), device="cpu", show_progress=False).alg) is DQN
     with pytest.raises(ValueError, match="unknown algorithm 'sacc'; did you mean 'sac'"):
         OffPolicyRunner(CartPole(1), algorithm="sacc")
 
 
-def test_a_training_dict_says_the_same():
+def test_a_training_dict_describes_a_run():
     algorithm = {"class_name": "SAC", "profile": "massive", "batch_size": 64, "actor_hidden_dims": [16, 8]}
     runner = OffPolicyRunner(PointRobot(4), {"algorithm": algorithm, "seed": 1, "device": "cpu"}, show_progress=False)
     assert (runner.cfg.gamma, runner.cfg.batch_size, runner.cfg.num_atoms) == (0.97, 64, 101)
@@ -349,7 +348,7 @@ def test_networks_can_be_given_by_name_or_class():
     runner = OffPolicyRunner(CartPole(1), cfg, show_progress=False)
     assert runner.alg.q_network.heads.out.in_features == 5
     assert runner.alg.q_network.heads.dueling
-    with pytest.raises(TypeError, match="DQN has no setting 'actor_class'"):
+    with pytest.raises(TypeError, match="DQNConfig has no setting 'actor_class'"):
         OffPolicyRunner(CartPole(1), DQNConfig(), actor_class=object, device="cpu")
 
 
@@ -364,7 +363,7 @@ def test_agents_learn_evaluate_and_save_through_a_runner(tmp_path):
 
 
 @pytest.mark.parametrize("config", [DQNConfig, SACConfig, TD3Config])
-def test_extras_can_be_chosen_in_every_config(config):  # row L17
+def test_extras_can_be_chosen_in_every_config(config):
     assert config(extra_log_keys=("robot",)).extra_log_keys == ("robot",)
 
 
@@ -373,7 +372,7 @@ def test_a_buffer_larger_than_memory_is_refused_before_training():
         make("sac", buffer_size=10**13).learn(10)
 
 
-def test_nan_is_refused_where_it_comes_in():
+def test_a_nan_reward_is_an_error():
     class Broken(PointRobot):
         def step(self, actions):
             record = super().step(actions)

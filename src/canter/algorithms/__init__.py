@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 from canter.algorithms.algorithm import Terms
 from canter.algorithms.appo import APPO, ATPPO, APPOAlgoMixin, APPOConfig, ATPPOConfig
+from canter.algorithms.dqn import DQN, DQNConfig
 from canter.algorithms.estimation import Estimation
 from canter.algorithms.estimator import (
     EstimatorAlgoMixin,
@@ -16,8 +17,10 @@ from canter.algorithms.extension import Extension
 from canter.algorithms.motion_prior import MotionPrior
 from canter.algorithms.ppo import PPO, PPOConfig
 from canter.algorithms.rnd import RND, RNDConfig
+from canter.algorithms.sac import SAC, SACConfig
 from canter.algorithms.schedules import GET_PROB_FUNC
 from canter.algorithms.symmetry import Symmetry
+from canter.algorithms.td3 import TD3, TD3Config
 from canter.algorithms.teacher import Teacher
 from canter.algorithms.tppo import TPPO, TPPOConfig
 
@@ -38,6 +41,9 @@ REGISTRY: dict[str, Entry] = {
     "ppo": Entry(PPO, PPOConfig, "ppo"),
     "estimatorppo": Entry(EstimatorPPO, EstimatorPPOConfig, "ppo"),
     "estimatortppo": Entry(EstimatorTPPO, EstimatorTPPOConfig, "ppo"),
+    "dqn": Entry(DQN, DQNConfig, "dqn"),
+    "sac": Entry(SAC, SACConfig, "sac"),
+    "td3": Entry(TD3, TD3Config, "td3"),
 }
 
 

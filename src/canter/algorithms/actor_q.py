@@ -1,4 +1,4 @@
-"""Algorithms with an actor and twin critics: what SAC and TD3 share."""
+"""Base of SAC and TD3: an actor, twin critics of actions, and the losses of scalar and categorical critics."""
 
 from __future__ import annotations
 
@@ -8,83 +8,102 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from canter.algorithms.off_policy import OffPolicyAlgorithm
-from canter.algorithms.off_policy_settings import ActorQSettings
-from canter.algorithms.targets import CategoricalReturns, ScalarReturns, TargetNetwork
+from canter.algorithms.off_policy import OffPolicyAlgorithm, OffPolicySettings, TargetNetwork
 from canter.modules.normalizer import ReturnScaler
 from canter.modules.q_networks import ActorQPolicy, CNNContinuousQNetwork, MLPContinuousQNetwork, build_critics
 from canter.storage.replay import ReplayBatch
-from canter.utils.config import settings
+from canter.utils.config import setting, settings
 from canter.utils.tree import Obs
+
+CRITIC_CLASSES = (MLPContinuousQNetwork, CNNContinuousQNetwork)
 
 
 @settings
-class ActorQAlgorithm(ActorQSettings, OffPolicyAlgorithm):
-    """Learns critics of actions and an actor that pleases them; a subclass says what both learn from.
+class ActorQSettings(OffPolicySettings):
+    """Hyperparameters of algorithms with an actor and twin critics."""
 
-    Networks are those given, `actor_class(obs_space=, action_space=, cfg=)` and `critic_class(obs_space=,
-    action_space=, cfg=)`, or MLPs, or CNNs for one image.
+    actor_learning_rate: float = setting(3e-4, low=0.0)
+    """Step size of the actor."""
+    critic_learning_rate: float = setting(3e-4, low=0.0)
+    """Step size of the critics."""
+    actor_hidden_dims: tuple[int, ...] = setting((256, 256), fixed=True)
+    """Widths of the actor's hidden layers."""
+    critic_hidden_dims: tuple[int, ...] = setting((256, 256), fixed=True)
+    """Widths of the critics' hidden layers."""
+    policy_delay: int = setting(1, low=1)
+    """Gradient steps of the critics per gradient step of the actor."""
+    critic_reduction: str = setting("min", choices=("min", "mean"))
+    """Value from two critics: "min" against overestimation, or "mean", where each critic has its own target."""
+    num_atoms: int = setting(1, low=1, fixed=True)
+    """Atoms of the distribution over returns that critics predict (Bellemare et al. 2017); 1 predicts the mean."""
+    v_min: float = setting(-20.0, fixed=True)
+    """Lowest return of the distribution."""
+    v_max: float = setting(20.0, fixed=True)
+    """Highest return of the distribution."""
+    normalize_rewards: bool = setting(False, fixed=True)
+    """Divide sampled rewards so that returns fit between `v_min` and `v_max`, or have unit variance if scalar."""
+    action_low: float | tuple[float, ...] | None = setting(None, fixed=True)
+    """Lower bound of the actions, where the environment's is infinite or far off: see `joint_limit_bounds`."""
+    action_high: float | tuple[float, ...] | None = setting(None, fixed=True)
+    """Upper bound of the actions."""
+
+
+class ActorQAlgorithm(OffPolicyAlgorithm):
+    """Learns critics of actions, and an actor that maximises the critics' value.
+
+    Networks are `actor_class(obs_space=, action_space=, cfg=)` and `critic_class(obs_space=, action_space=, cfg=)`;
+    by default MLPs, or CNNs for one image. A subclass implements `explore_step`, `next_actions` and `actor_loss`.
     """
 
-    actor_class: Any = None
-    critic_class: Any = None
-    actor_cfg: Mapping[str, Any] | None = None
-    critic_cfg: Mapping[str, Any] | None = None
     network_names = ("actor_class", "critic_class", "actor_cfg", "critic_cfg")
     actor_classes: ClassVar[tuple[Any, Any]]
     """Default actors for vectors and for an image."""
+    actor_setting_names: ClassVar[tuple[str, ...]] = ()
+    """Settings that the actor's network takes by their names."""
 
     # ------------------------------------------------------------------ networks
-    def check_actions(self) -> None:
-        """A Box, with the bounds that were given instead of its own."""
+    def check_action_space(self) -> None:
+        """Require a Box, and give it the bounds of the settings."""
         space = self.action_space
         if not isinstance(space, spaces.Box):
             raise ValueError(f"{type(self).__name__} needs a Box of actions, got {space}; use DQN for Discrete actions")
         low, high = (
             own if given is None else np.broadcast_to(np.asarray(given, np.float32), space.shape)
-            for own, given in ((space.low, self.action_low), (space.high, self.action_high))
+            for own, given in ((space.low, self.cfg.action_low), (space.high, self.cfg.action_high))
         )
         self.action_space = space = spaces.Box(low, high, space.shape, np.float32)
-        if getattr(self, "use_tanh_squash", True) and not space.is_bounded():
+        if getattr(self.cfg, "use_tanh_squash", True) and not space.is_bounded():
             raise ValueError(
-                f"{type(self).__name__} presses actions into bounds, but these are infinite: {space}; set action_low "
-                "and action_high (see joint_limit_bounds), or wrap the environment"
+                f"{type(self).__name__} squashes actions into their bounds, but these are infinite: {space}; set "
+                "action_low and action_high (see joint_limit_bounds), or wrap the environment"
             )
 
-    def actor_settings(self) -> dict[str, Any]:
-        """What the actor's network is told."""
-        shared = {"hidden_dims": self.actor_hidden_dims, "activation": self.activation, "layer_norm": self.layer_norm}
-        return {**shared, "use_tanh_squash": True}
-
-    def build(self) -> None:
-        """Actor, critics, their targets and optimizers."""
-        is_image = isinstance(self.obs_space, spaces.Box) and len(self.obs_space.shape) == 3
-        actor_class = self.actor_class or self.actor_classes[is_image]
-        critic_class = self.critic_class or (CNNContinuousQNetwork if is_image else MLPContinuousQNetwork)
-        critic_told = {"hidden_dims": self.critic_hidden_dims, "activation": self.activation}
-        critic_told |= {"layer_norm": self.layer_norm, "num_atoms": self.num_atoms}
-        actor = actor_class(
-            obs_space=self.obs_space, action_space=self.action_space,
-            cfg=network_cfg(actor_class, self.actor_settings(), self.actor_cfg, is_image),
-        )  # fmt: skip
-        critic_space = self.obs_space if self.env.critic_obs_space is self.env.obs_space else self.env.critic_obs_space
-        cfg = network_cfg(critic_class, critic_told, self.critic_cfg, is_image)
-        critics = build_critics(critic_class, critic_space, self.action_space, cfg)
+    def build(self, networks: Mapping[str, Any]) -> None:
+        """Build actor, critics, their optimizers and the critics' target."""
+        cfg = self.cfg
+        own = {"use_tanh_squash": True} | {name: getattr(cfg, name) for name in self.actor_setting_names}
+        own["hidden_dims"] = cfg.actor_hidden_dims
+        actor_class, actor_cfg = self.choose_network("actor", networks, self.actor_classes, **own)
+        own = {"hidden_dims": cfg.critic_hidden_dims, "num_atoms": cfg.num_atoms}
+        critic_class, critic_cfg = self.choose_network("critic", networks, CRITIC_CLASSES, **own)
+        is_shared = self.env.critic_obs_space is self.env.obs_space
+        critic_space = self.obs_space if is_shared else self.env.critic_obs_space
+        actor = actor_class(obs_space=self.obs_space, action_space=self.action_space, cfg=actor_cfg)
+        critics = build_critics(critic_class, critic_space, self.action_space, critic_cfg)
         self.policy = ActorQPolicy(actor.to(self.device), critics.to(self.device))
         self.actor, self.critics = actor, critics
-        self.make_optimizer("actor_optimizer", actor, self.actor_learning_rate)
-        optimizer = self.make_optimizer("critic_optimizer", critics, self.critic_learning_rate)
-        self.target = TargetNetwork(critics, optimizer)
+        self.make_optimizer("actor_optimizer", actor)
+        self.target = TargetNetwork(critics, self.make_optimizer("critic_optimizer", critics))
         self.targets = [self.target]
         self.returns: Any = ScalarReturns()
-        if self.num_atoms > 1:
-            self.returns = CategoricalReturns(self.v_min, self.v_max, self.num_atoms, self.device)
-        if self.normalize_rewards:
-            self.return_scaler = ReturnScaler(self.num_envs, self.gamma).to(self.device)
-        self.phases = self.policy_delay
+        if cfg.num_atoms > 1:
+            self.returns = CategoricalReturns(cfg.v_min, cfg.v_max, cfg.num_atoms, self.device)
+        if cfg.normalize_rewards:
+            self.return_scaler = ReturnScaler(self.num_envs, self.live.gamma).to(self.device)
         low, high = (
             torch.as_tensor(np.asarray(bound).reshape(-1), dtype=torch.float32, device=self.device)
             for bound in (self.action_space.low, self.action_space.high)
@@ -93,48 +112,54 @@ class ActorQAlgorithm(ActorQSettings, OffPolicyAlgorithm):
         self.critic_loss = self.executor.compile(self.critic_loss)
         self.actor_loss = self.executor.compile(self.actor_loss)
 
+    @property
+    def learning_rate(self) -> float:
+        """The actor's learning rate, under its name in checkpoints."""
+        return self.cfg.actor_learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        owner = type(self).__name__
+        raise AttributeError(f"{owner} has no single learning_rate; assign {' or '.join(self.rates)}")
+
     # ------------------------------------------------------------------ acting
     def random_actions(self) -> Tensor:
         """Uniform between the bounds; standard normal where there are none."""
         low, high, half = self.action_bounds
         shape = (self.num_envs, len(low))
         if self.action_space.is_bounded():
-            chance = torch.rand(shape, generator=self.generators["action"], device=self.device)
-            return torch.addcmul(low, chance, 2 * half).clamp(low, high)
+            uniform = torch.rand(shape, generator=self.generators["action"], device=self.device)
+            return torch.addcmul(low, uniform, 2 * half).clamp(low, high)
         return torch.randn(shape, generator=self.generators["action"], device=self.device)
 
     @torch.no_grad()
     def act(self, obs: Obs, deterministic: bool = False) -> Tensor:
-        """Actions for raw observations, as the environment wants them."""
+        """Actions for raw observations, in the form that the environment takes."""
         return self.policy.infer(obs)[0] if deterministic else self.explore_step(obs)
-
-    def bounded(self, actions: Tensor) -> Tensor:
-        """Actions within their bounds."""
-        return actions.clamp(self.action_bounds[0], self.action_bounds[1])
 
     # ------------------------------------------------------------------ learning
     def batches(self, count: int) -> Iterator[ReplayBatch]:
-        """With rewards in units in which returns fit."""
+        """Batches for `count` gradient steps; rewards are scaled if `normalize_rewards` is set."""
         for batch in super().batches(count):
             if self.return_scaler is not None:
                 batch = batch._replace(rewards=batch.rewards * (self.returns.bound / self.return_scaler.reach()))
             yield batch
 
     def next_actions(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Actions in the states that follow, and what else they are worth; `noise` (B, A) is standard normal."""
+        """Actions in the next states, and a bonus on their value; `noise` (B, A) is standard normal."""
         raise NotImplementedError
 
     def actor_loss(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """What the actor steps down, and what is known then."""
+        """The loss of the actor, and statistics."""
         raise NotImplementedError
 
     def critic_loss(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The critics' loss, and what is known then."""
+        """The sum of the critics' losses, and statistics."""
         with torch.no_grad(), self.executor.autocast():
             actions, bonus = self.next_actions(batch, noise)
             out = self.target.module(batch.next_critic_obs, actions).float()
-            left = batch.discounts * (1.0 - batch.dones)
-            target = self.returns.target(out, batch.rewards, left, bonus, self.critic_reduction)
+            discounts = batch.discounts * (1.0 - batch.dones)
+            target = self.returns.target(out, batch.rewards, discounts, bonus, self.cfg.critic_reduction)
         with self.executor.autocast():
             predicted = self.critics(batch.critic_obs, batch.actions).float()
         losses = self.returns.losses(predicted, target)
@@ -148,64 +173,115 @@ class ActorQAlgorithm(ActorQSettings, OffPolicyAlgorithm):
             }
         return losses.sum(), {name: value.detach() for name, value in stats.items()}
 
-    def learn_step(self, batch: ReplayBatch, phase: int) -> None:
-        """Critics, and every `policy_delay` steps the actor."""
-        # Drawn out here, since what draws from a generator cannot be compiled.
-        shape = (2, self.batch_size, self.action_bounds[0].numel())
-        noise = torch.randn(shape, generator=self.generators["replay"], device=self.device)
-        loss, stats = self.critic_loss(batch, noise[0])
-        norm, skipped = self.descend("critic_optimizer", loss)
-        self.meter.add({**stats, "critic_grad_norm": norm, "nonfinite_updates": skipped})
-        if phase == self.policy_delay - 1:
-            with frozen(self.critics):
-                loss, known = self.actor_loss(batch, noise[1])
-            self.slow_meter.add(self.learn_actor(loss, known))
-
-    def learn_actor(self, loss: Tensor, known: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Step down the actor's loss; what to report."""
-        norm, _ = self.descend("actor_optimizer", loss)
-        return {"actor_loss": loss.detach(), "actor_grad_norm": norm}
-
-    def value_of(self, batch: ReplayBatch, actions: Tensor) -> Tensor:
-        """(B,) what the critics say together of other actions in the batch's states."""
+    def action_values(self, batch: ReplayBatch, actions: Tensor) -> Tensor:
+        """(E, B) values that the critics give to actions in the batch's states."""
         with self.executor.autocast():
             out = self.critics(batch.critic_obs, actions).float()
-        values = self.returns.values(out)
-        return values.amin(0) if self.critic_reduction == "min" else values.mean(0)
+        return self.returns.values(out)
+
+    def learn_step(self, batch: ReplayBatch, phase: int) -> None:
+        """Take a gradient step of the critics and, every `policy_delay` steps, of the actor."""
+        # Noise is drawn here, because code that draws from a generator cannot be compiled.
+        shape = (2, len(batch.rewards), self.action_bounds[0].numel())
+        noise = torch.randn(shape, generator=self.generators["replay"], device=self.device)
+        loss, stats = self.critic_loss(batch, noise[0])
+        norm, skipped = self.optimizer_step("critic_optimizer", loss)
+        self.meter.add({**stats, "critic_grad_norm": norm, "nonfinite_updates": skipped})
+        if (phase + 1) % self.cfg.policy_delay == 0:
+            with frozen(self.critics):
+                loss, stats = self.actor_loss(batch, noise[1])
+            self.slow_meter.add(self.learn_actor(loss, stats))
+
+    def learn_actor(self, loss: Tensor, stats: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Minimise the actor's loss by one step; returns metrics."""
+        norm, _ = self.optimizer_step("actor_optimizer", loss)
+        return {"actor_loss": loss.detach(), "actor_grad_norm": norm}
 
     def report(self) -> dict[str, float]:
-        """Means since the last report, and the rates."""
-        rates = {
-            f"train/{name.replace('optimizer', 'learning_rate')}": float(o.lr) for name, o in self.optimizers.items()
-        }
+        """Mean metrics since the last report, and the learning rates."""
         found = super().report()
-        return found | rates if found else {}
+        rates = zip(self.rates, self.optimizers.values(), strict=True)
+        return found | {f"train/{name}": float(optimizer.lr) for name, optimizer in rates} if found else {}
 
 
-def network_cfg(cls: Any, told: Mapping[str, Any], given: Mapping[str, Any] | None, is_image: bool) -> dict[str, Any]:
-    """A network's `cfg`: what its class knows of the algorithm's settings, and what was given for it.
+class ScalarReturns:
+    """Values and losses of critics whose outputs (E, B) are the values."""
 
-    Widths of hidden layers are for vectors; image networks keep their own.
-    """
-    known = getattr(cls, "defaults", None)
-    if known is None:
-        squash = {name: value for name, value in told.items() if name == "use_tanh_squash"}
-        return {**squash, **(given or {})}
-    fitting = {
-        name: value for name, value in told.items() if name in known and not (is_image and name == "hidden_dims")
-    }
-    return {**fitting, **(given or {})}
+    bound = 4.0
+    """Largest normalised return: four standard deviations."""
+
+    def values(self, out: Tensor) -> Tensor:
+        """(E, B) values."""
+        return out
+
+    def target(self, out: Tensor, rewards: Tensor, discounts: Tensor, bonus: Tensor | float, reduction: str) -> Tensor:
+        """Targets (B,) or (E, B): rewards, plus the discounted next values and bonus."""
+        value = out.amin(0) if reduction == "min" else out
+        return rewards + discounts * (value + bonus)
+
+    def losses(self, out: Tensor, target: Tensor) -> Tensor:
+        """(E,) mean square errors."""
+        return (out - target).square().mean(1)
+
+    def mean_target(self, target: Tensor) -> Tensor:
+        """Mean of a target."""
+        return target.mean()
+
+
+class CategoricalReturns:
+    """Values and losses of critics whose outputs (E, B, K) are logits over K returns (Bellemare et al. 2017)."""
+
+    def __init__(self, v_min: float, v_max: float, num_atoms: int, device: torch.device) -> None:
+        if not v_min < v_max:
+            raise ValueError(f"v_min must be below v_max, got {v_min} and {v_max}")
+        self.v_min, self.v_max, self.num_atoms = v_min, v_max, num_atoms
+        self.step = (v_max - v_min) / (num_atoms - 1)
+        self.atoms = torch.linspace(v_min, v_max, num_atoms, device=device)
+        self.bound = min(abs(end) for end in (v_min, v_max) if end)
+
+    def values(self, out: Tensor) -> Tensor:
+        """(E, B) means."""
+        return (out.float().softmax(-1) * self.atoms).sum(-1)
+
+    def target(self, out: Tensor, rewards: Tensor, discounts: Tensor, bonus: Tensor | float, reduction: str) -> Tensor:
+        """Target probabilities, (B, K) or (E, B, K)."""
+        probs = out.float().softmax(-1)
+        if reduction == "min":
+            lowest = (probs * self.atoms).sum(-1).argmin(0)  # (B,)
+            probs = probs.gather(0, lowest.view(1, -1, 1).expand(1, *probs.shape[1:])).squeeze(0)
+        bonus = bonus.unsqueeze(-1) if isinstance(bonus, Tensor) else bonus
+        moved = rewards.unsqueeze(-1) + discounts.unsqueeze(-1) * (self.atoms + bonus)  # (B, K)
+        return self.project(moved.expand_as(probs), probs)
+
+    def project(self, returns: Tensor, probs: Tensor) -> Tensor:
+        """Probabilities of the atoms, from those of arbitrary returns split between the two nearest atoms."""
+        place = ((returns - self.v_min) / self.step).clamp(0, self.num_atoms - 1)
+        lower = place.floor()
+        share = place - lower
+        low = lower.long()
+        high = (low + 1).clamp(max=self.num_atoms - 1)
+        shared = torch.zeros_like(probs).scatter_add(-1, low, probs * (1 - share))
+        return shared.scatter_add(-1, high, probs * share)
+
+    def losses(self, out: Tensor, target: Tensor) -> Tensor:
+        """(E,) mean cross-entropies."""
+        return -(target * F.log_softmax(out.float(), -1)).sum(-1).mean(1)
+
+    def mean_target(self, target: Tensor) -> Tensor:
+        """Mean of a target."""
+        return (target * self.atoms).sum(-1).mean()
 
 
 @contextmanager
 def frozen(module: nn.Module) -> Iterator[None]:
-    """A pass inside computes no gradients of the module's parameters, only through it."""
-    for parameter in module.parameters():
+    """Compute no gradients of the module's parameters, only through it; parameters frozen before stay frozen."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    for parameter in trained:
         parameter.requires_grad_(False)
     try:
         yield
     finally:
-        for parameter in module.parameters():
+        for parameter in trained:
             parameter.requires_grad_(True)
 
 
@@ -214,7 +290,7 @@ def joint_limit_bounds(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """`action_low` and `action_high` for position targets `default + action_scale * action` within joint limits.
 
-    Simulators leave actions unbounded or at +-100, of which a uniform exploration wastes nearly everything.
+    Simulators leave actions unbounded or at +-100, where uniform exploration is of little use.
     """
     ends = [
         (np.asarray(limit, float) - np.asarray(default, float)) / np.asarray(action_scale) for limit in (lower, upper)

@@ -264,11 +264,13 @@ class Algorithm:
         """Let networks and normalisers learn."""
         for module in self.modules():
             module.train()
+        self.sync_settings()
 
     def eval_mode(self) -> None:
         """Freeze networks and normalisers."""
         for module in self.modules():
             module.eval()
+        self.sync_settings()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of every part, and the learning rate."""

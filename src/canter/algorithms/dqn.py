@@ -1,4 +1,4 @@
-"""Deep Q-learning (Mnih et al. 2015), double by default, with the extensions that pay."""
+"""Deep Q-learning (Mnih et al. 2015): double by default; dueling networks and prioritised replay are settings."""
 
 from __future__ import annotations
 
@@ -10,73 +10,107 @@ import torch.nn.functional as F
 from gymnasium import spaces
 from torch import Tensor
 
-from canter.algorithms.actor_q import network_cfg
-from canter.algorithms.off_policy import OffPolicyAlgorithm
-from canter.algorithms.off_policy_settings import DQNConfig, DQNSettings
-from canter.algorithms.targets import TargetNetwork
-from canter.modules.q_networks import CNNQNetwork, MLPQNetwork, explore_rows
-from canter.modules.q_policies import QPolicy
+from canter.algorithms.off_policy import OffPolicyAlgorithm, OffPolicyRunSettings, OffPolicySettings, TargetNetwork
+from canter.modules.q_networks import CNNQNetwork, MLPQNetwork, QPolicy, explore_rows
 from canter.storage.replay import PrioritizedReplayBuffer, ReplayBatch, TransitionReplayBuffer
-from canter.utils.config import settings
+from canter.utils.config import setting, settings
 from canter.utils.tree import Obs
-
-__all__ = ["DQN", "DQNConfig", "DQNSettings"]
 
 
 @settings
-class DQN(DQNSettings, OffPolicyAlgorithm):
+class DQNSettings(OffPolicySettings):
+    """Hyperparameters of DQN."""
+
+    learning_rate: float = setting(1e-3, low=0.0)
+    """Step size."""
+    batch_size: int = 128
+    buffer_size: int = 100_000
+    learning_starts: int = 1_000
+    target_update_interval: int = 250
+    tau: float = 1.0
+    double_dqn: bool = True
+    """Take the target value of the action that the trained network chooses (van Hasselt et al. 2016)."""
+    dueling: bool = setting(False, fixed=True)
+    """Split values into a state value and advantages (Wang et al. 2016)."""
+    epsilon_start: float = setting(1.0, low=0.0, high=1.0)
+    """Probability of a random action at the start."""
+    epsilon_end: float = setting(0.05, low=0.0, high=1.0)
+    """Probability of a random action after `epsilon_decay_steps`."""
+    epsilon_decay_steps: int = setting(10_000, low=0, host=True)
+    """Environment steps over which the probability of a random action falls linearly."""
+    prioritized_replay: bool = setting(False, fixed=True)
+    """Sample steps by the size of their temporal-difference error (Schaul et al. 2016)."""
+    priority_exponent: float = setting(0.6, low=0.0)
+    """Exponent of the priorities: 0 samples uniformly."""
+    importance_exponent: float = setting(0.4, low=0.0, high=1.0)
+    """Exponent of the importance weights at the start; it grows to 1 over the run."""
+    network_hidden_dims: tuple[int, ...] = setting((256, 256), fixed=True)
+    """Widths of the hidden layers."""
+
+
+@settings
+class DQNConfig(DQNSettings, OffPolicyRunSettings):
+    """A whole DQN run in one object."""
+
+
+class DQN(OffPolicyAlgorithm):
     """DQN on Discrete actions: `DQN(env, cfg)`; the network is `q_network_class(obs_space, action_space, cfg)`."""
 
-    q_network_class: Any = None
-    q_network_cfg: Mapping[str, Any] | None = None
+    settings_class = DQNSettings
+    config_class = DQNConfig
     network_names = ("q_network_class", "q_network_cfg")
 
-    def check_actions(self) -> None:
-        """Discrete, one choice."""
+    def check_action_space(self) -> None:
+        """Require a Discrete space."""
         if not isinstance(self.action_space, spaces.Discrete):
             raise ValueError(f"DQN needs Discrete actions, got {self.action_space}; use SAC or TD3 for a Box")
 
-    def build(self) -> None:
-        """The network, its target and its optimizer."""
-        is_image = isinstance(self.obs_space, spaces.Box) and len(self.obs_space.shape) == 3
-        q_class = self.q_network_class or (CNNQNetwork if is_image else MLPQNetwork)
-        told = {"hidden_dims": self.network_hidden_dims, "activation": self.activation, "layer_norm": self.layer_norm}
-        cfg = network_cfg(q_class, {**told, "dueling": self.dueling}, self.q_network_cfg, is_image)
-        q_network = q_class(obs_space=self.obs_space, action_space=self.action_space, cfg=cfg)
+    def build(self, networks: Mapping[str, Any]) -> None:
+        """Build the network, its optimizer and its target."""
+        cfg = self.cfg
+        own = {"hidden_dims": cfg.network_hidden_dims, "dueling": cfg.dueling}
+        q_class, q_cfg = self.choose_network("q_network", networks, (MLPQNetwork, CNNQNetwork), **own)
+        q_network = q_class(obs_space=self.obs_space, action_space=self.action_space, cfg=q_cfg)
         self.q_network = q_network.to(self.device)
         self.policy = QPolicy(self.q_network, self.action_space)
-        optimizer = self.make_optimizer("optimizer", self.q_network, self.learning_rate)
-        self.target = TargetNetwork(self.q_network, optimizer)
+        self.target = TargetNetwork(self.q_network, self.make_optimizer("optimizer", self.q_network))
         self.targets = [self.target]
-        self.epsilon = torch.tensor(self.epsilon_start, device=self.device)
+        self.epsilon = torch.tensor(cfg.epsilon_start, device=self.device)
         self.q_loss = self.executor.compile(self.q_loss)
+
+    def new_replay(self, **arguments: Any) -> TransitionReplayBuffer:
+        """Build the replay buffer, prioritised if `prioritized_replay` is set."""
+        if not self.cfg.prioritized_replay:
+            return super().new_replay(**arguments)
+        return PrioritizedReplayBuffer(**arguments, exponent=self.live.priority_exponent)
 
     # ------------------------------------------------------------------ acting
     def get_epsilon(self, timesteps: int) -> float:
-        """Probability of a random action after so many environment steps."""
-        progress = min(timesteps / self.epsilon_decay_steps, 1.0) if self.epsilon_decay_steps else 1.0
-        return self.epsilon_start + progress * (self.epsilon_end - self.epsilon_start)
+        """Probability of a random action after `timesteps` environment steps."""
+        start, end, steps = self.cfg.epsilon_start, self.cfg.epsilon_end, self.cfg.epsilon_decay_steps
+        return start + (min(timesteps / steps, 1.0) if steps else 1.0) * (end - start)
 
     def random_actions(self) -> Tensor:
-        """Any action, for every environment."""
+        """Uniform actions for every environment."""
         n = int(self.action_space.n)
         return torch.randint(n, (self.num_envs,), generator=self.generators["action"], device=self.device)
 
     sample_random_actions = random_actions
 
     def before_exploring(self) -> None:
-        """The probability of today, where a captured step reads it."""
+        """Write the current epsilon to the device."""
         self.epsilon.fill_(self.get_epsilon(self.timesteps))
 
     def explore_step(self, obs: Obs) -> Tensor:
-        """The best action, or any; every environment tosses its own coin."""
+        """The best action or, with probability epsilon in each environment, a random one."""
         return explore_rows(self._values(obs), self.epsilon, self.generators["action"])
 
     @torch.no_grad()
     def act(self, obs: Obs, deterministic: bool = False, epsilon: float | None = None) -> Tensor:
-        """Actions for raw observations; with `epsilon` instead of the schedule's if it is given."""
-        chance = 0.0 if deterministic else self.get_epsilon(self.timesteps) if epsilon is None else epsilon
-        return explore_rows(self._values(obs), chance, self.generators["action"])
+        """Actions for raw observations; `epsilon` replaces that of the schedule."""
+        if deterministic or epsilon is None:
+            epsilon = 0.0 if deterministic else self.get_epsilon(self.timesteps)
+        return explore_rows(self._values(obs), epsilon, self.generators["action"])
 
     def _values(self, obs: Obs) -> Tensor:
         with self.executor.autocast():
@@ -87,15 +121,9 @@ class DQN(DQNSettings, OffPolicyAlgorithm):
         return {"exploration/epsilon": self.get_epsilon(self.timesteps)}
 
     # ------------------------------------------------------------------ learning
-    def new_replay(self, capacity: int) -> TransitionReplayBuffer:
-        """Prioritised if asked for."""
-        if not self.prioritized_replay:
-            return super().new_replay(capacity)
-        return PrioritizedReplayBuffer(**self.replay_arguments(capacity), exponent=self.priority_exponent)
-
     def batches(self, count: int) -> Iterator[ReplayBatch]:
-        """Prioritised batches one by one, since each step changes the priorities."""
-        if not self.prioritized_replay:
+        """Batches for `count` gradient steps; prioritised ones one by one, because each step changes the priorities."""
+        if not self.cfg.prioritized_replay:
             yield from super().batches(count)
             return
         for _ in range(count):
@@ -103,38 +131,45 @@ class DQN(DQNSettings, OffPolicyAlgorithm):
 
     @torch.no_grad()
     def td_target(self, batch: ReplayBatch) -> Tensor:
-        """(B,) what the taken actions' values should be."""
+        """(B,) target values of the taken actions."""
         with self.executor.autocast():
             next_values = self.target.module(batch.next_obs).float()
-            chooser = self.q_network(batch.next_obs).float() if self.double_dqn else next_values
+            chooser = self.q_network(batch.next_obs).float() if self.cfg.double_dqn else next_values
         best = next_values.gather(-1, chooser.argmax(-1, keepdim=True)).squeeze(-1)
         return batch.rewards + batch.discounts * (1.0 - batch.dones) * best
 
     def q_loss(self, batch: ReplayBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The Huber loss on the taken actions, and what is known then."""
+        """The Huber loss on the taken actions' values, and statistics."""
         target = self.td_target(batch)
         with self.executor.autocast():
             values = self.q_network(batch.obs).float()
         taken = values.gather(-1, batch.actions.long().unsqueeze(-1)).squeeze(-1)
         losses = F.smooth_l1_loss(taken, target, reduction="none")
         weighted = losses if batch.weights is None else losses * batch.weights
-        known = {"mean_q": taken.detach().mean(), "td_target_mean": target.mean(), "error": (taken - target).detach()}
-        return weighted.mean(), known
+        stats = {"mean_q": taken.detach().mean(), "td_target_mean": target.mean(), "error": (taken - target).detach()}
+        return weighted.mean(), stats
 
     def learn_step(self, batch: ReplayBatch, phase: int) -> None:
-        """One step down the loss."""
-        loss, known = self.q_loss(batch)
-        error = known.pop("error")
-        norm, skipped = self.descend("optimizer", loss)
+        """Take a gradient step and update the priorities of the batch."""
+        loss, stats = self.q_loss(batch)
+        error = stats.pop("error")
+        norm, skipped = self.optimizer_step("optimizer", loss)
         if isinstance(self.replay, PrioritizedReplayBuffer) and batch.places is not None:
             self.replay.set_priorities(batch.places, error)
-        rate = self.optimizers["optimizer"].lr
-        stats = {"q_loss": loss.detach(), **known, "grad_norm": norm, "nonfinite_updates": skipped}
-        self.meter.add({**stats, "learning_rate": rate})
+        stats |= {"q_loss": loss.detach(), "grad_norm": norm, "nonfinite_updates": skipped}
+        self.meter.add({**stats, "learning_rate": self.optimizers["optimizer"].lr})
 
     def adjust_learning_rate(self, progress: float) -> None:
-        """Correct more of the bias of priorities as the run goes on."""
+        """Set linear schedules, and the exponent of the importance weights."""
         super().adjust_learning_rate(progress)
-        if isinstance(self.replay, PrioritizedReplayBuffer):
-            left = max(0.0, 1.0 - progress)
-            self.replay.correction.fill_(1.0 - left * (1.0 - self.importance_exponent))
+        self._set_importance_exponent()
+
+    def sync_settings(self) -> None:
+        """Copy changed settings to the device."""
+        super().sync_settings()
+        self._set_importance_exponent()
+
+    def _set_importance_exponent(self) -> None:
+        replay = self.__dict__.get("replay")
+        if isinstance(replay, PrioritizedReplayBuffer):
+            replay.correction.fill_(1.0 - self.fraction_left * (1.0 - self.cfg.importance_exponent))

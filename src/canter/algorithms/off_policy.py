@@ -1,50 +1,290 @@
-"""What every off-policy algorithm does: explore, keep steps in replay, and take gradient steps on samples of it."""
+"""Base of DQN, SAC and TD3: settings, replay, exploration, gradient steps, target networks, reports and saving."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from gymnasium import spaces
+from torch import Tensor, nn
 
-from canter.algorithms.off_policy_setup import OffPolicySetup
-from canter.algorithms.optim import backward
+from canter.algorithms.algorithm import Algorithm, AlgorithmSettings, CommonRunSettings
+from canter.algorithms.optim import GuardedOptimizer, backward
 from canter.envs.vec_env import StepRecord
-from canter.storage.replay import ReplayBatch
-from canter.utils.config import settings
-from canter.utils.tree import Obs, tree_where
+from canter.execution.flat_parameters import FlatParameters
+from canter.modules.build import build_normalizer, env_shapes
+from canter.modules.normalizer import ReturnScaler
+from canter.modules.policy import Policy
+from canter.storage.offline import fill_replay
+from canter.storage.replay import ReplayBatch, TransitionReplayBuffer
+from canter.utils.config import setting, settings
+from canter.utils.metrics import MeanMeter
+from canter.utils.tree import Obs, tree_map, tree_where
 
-LONGEST = 8  # gradient steps in one graph
+MAX_STEPS_PER_GRAPH = 8  # gradient steps
+REPLAY = "replay_buffer"
+NUM_STATISTICS = 10_000  # offline steps from which normalisers start
 
 
 @settings
-class OffPolicyAlgorithm(OffPolicySetup):
-    """Explores and learns from replay; a subclass says how, and what a gradient step is."""
+class OffPolicyRunSettings(CommonRunSettings):
+    """Settings of an off-policy run; its intervals are environment steps."""
 
-    phases = 1
-    """After how many gradient steps their pattern repeats."""
+    max_timesteps: int | None = None
+    """Environment steps of the whole run, where `learn` is given none; linear schedules end here."""
+    log_interval: int = 1_000
+    """Environment steps between two log entries."""
+    save_interval: int = 10_000
+    """Environment steps between two checkpoints; 0 saves only at the end."""
+    eval_interval: int | None = None
+    """Environment steps between two evaluations; None evaluates only on request."""
+    offline_data: str | None = None
+    """Steps that fill the replay buffer at first: a directory of trajectory files, or "minari:<dataset id>"."""
+    offline_gradient_steps: int = 0
+    """Gradient steps on the offline data before the first environment step."""
 
-    # ------------------------------------------------------------------ what a subclass says
-    def random_actions(self) -> Tensor:
-        """Uniform actions for every environment, as it wants them."""
+
+@settings
+class OffPolicySettings(AlgorithmSettings):
+    """Hyperparameters of every off-policy algorithm."""
+
+    batch_size: int = setting(256, low=1)
+    """Samples in one gradient step."""
+    buffer_size: int = setting(1_000_000, low=1, fixed=True)
+    """Capacity of the replay buffer in steps of all environments together."""
+    buffer_steps_per_env: int | None = setting(None, low=1, fixed=True)
+    """Capacity of the replay buffer in steps of each environment, instead of `buffer_size`."""
+    learning_starts: int = setting(5_000, low=0, host=True)
+    """Environment steps with random actions before learning starts."""
+    train_freq: int = setting(1, low=1, host=True)
+    """Vector steps between two updates."""
+    gradient_steps: int = setting(1, low=-1, host=True)
+    """Gradient steps per update; -1 takes one per environment step since the last update."""
+    target_update_interval: int = setting(1, low=1)
+    """Gradient steps between two updates of the target networks."""
+    tau: float = setting(0.005, low=0.0, high=1.0)
+    """Fraction by which target networks move towards the trained ones in an update; 1 copies."""
+    n_step: int = setting(1, low=1)
+    """Rewards summed before the bootstrapped value; a window ends with its episode."""
+    max_grad_norm: float | None = setting(10.0, low=0.0)
+    """Gradients are scaled down to this global norm; 0 or None turns clipping off."""
+    weight_decay: float = setting(0.0, fixed=True)
+    """Weight decay of every optimizer; with AdamW it is decoupled from the gradient."""
+    schedule: str = setting("fixed", choices=("fixed", "constant", "linear"), host=True)
+    """Learning rates: "fixed" (or "constant"), or "linear" to 0."""
+    activation: str = setting("relu", fixed=True)
+    """Nonlinearity of the networks."""
+    layer_norm: bool = setting(False, fixed=True)
+    """Normalise the features of every hidden layer."""
+    save_replay_buffer: bool = setting(False, host=True)
+    """Save the replay buffer in checkpoints, so that a resumed run continues exactly."""
+
+
+class OffPolicyAlgorithm(Algorithm):
+    """Base of algorithms that explore, store steps in a replay buffer and take gradient steps on samples of it.
+
+    A subclass implements `check_action_space`, `build`, `random_actions`, `explore_step` and `learn_step`.
+
+    Args:
+        env: Anything `wrap_env` accepts.
+        cfg: A config object instead of settings as keywords.
+        device: Device to learn on; None takes a GPU if there is one.
+        seed: Seed of exploration and of sampling; drawn from torch's generator if None.
+        obs_space: Observation space, if not the environment's.
+        action_space: Action space, if not the environment's.
+        log_dir: Run directory of `learn`.
+        **given: Settings, the fields of `settings_class`, and the arguments `network_names`.
+    """
+
+    settings_class = OffPolicySettings
+    learns_from_replay = True
+    runner_name: ClassVar[str] = "OffPolicyRunner"
+    network_names: ClassVar[tuple[str, ...]] = ()
+    """Constructor arguments that choose the networks."""
+    policy: Policy
+    env: Any
+    action_space: Any
+
+    def __init__(
+        self,
+        env: Any = None,
+        cfg: Any = None,
+        *,
+        device: Any = None,
+        seed: int | None = None,
+        obs_space: Any = None,
+        action_space: Any = None,
+        log_dir: str | None = None,
+        **given: Any,
+    ) -> None:
+        networks = {name: given.pop(name, None) for name in self.network_names}
+        self.optimizers: dict[str, GuardedOptimizer] = {}
+        self.targets: list[TargetNetwork] = []
+        self.rates: dict[str, float | None] = {}
+        """Learning rate settings and the values that the optimizers got."""
+        self.trainable: list[bool] = []
+        super().__init__(cfg, given, device, seed, env)
+        if self.env is None:
+            raise ValueError(f"{type(self).__name__} needs an environment: {type(self).__name__}(env, cfg)")
+        self.log_dir, self.num_envs = log_dir, self.env.num_envs
+        self.obs_space = obs_space or self.env.obs_space
+        self.action_space = action_space or self.env.action_space
+        self.check_action_space()
+        self.new_generator("action")
+        self.new_generator("replay")
+        self.meter, self.slow_meter = MeanMeter(), MeanMeter()
+        self.return_scaler: ReturnScaler | None = None
+        self.build(networks)
+        if self.cfg.empirical_normalization:
+            obs_shape, critic_shape = env_shapes(self.env)
+            self.policy.obs_normalizer = build_normalizer(obs_shape)
+            self.policy.critic_obs_normalizer = build_normalizer(obs_shape if critic_shape is None else critic_shape)
+        self.policy.to(self.device)
+        self.replay: TransitionReplayBuffer | None = None
+        self.acted: tuple[Any, Any, Tensor] | None = None
+        """Observations and actions of the step that `process_step` completes."""
+        self.timesteps = self.num_updates = self.num_stored = 0
+        self.fraction_left = 1.0
+        """Fraction of the run that is left, for schedules."""
+        self.sync_settings()
+
+    # ------------------------------------------------------------------ hooks of a subclass
+    def check_action_space(self) -> None:
+        """Raise an error for an action space that the algorithm cannot act in."""
         raise NotImplementedError
 
+    def build(self, networks: Mapping[str, Any]) -> None:
+        """Build the policy, the optimizers and the target networks; `networks` has the arguments `network_names`."""
+        raise NotImplementedError
+
+    def random_actions(self) -> Tensor:
+        """Uniform actions for every environment, in the form that the environment takes."""
+        raise NotImplementedError
+
+    def before_exploring(self) -> None:
+        """Set what `explore_step` depends on. Host."""
+
     def explore_step(self, obs: Obs) -> Tensor:
-        """Actions with exploration, as the environment wants them."""
+        """Actions with exploration, in the form that the environment takes."""
         raise NotImplementedError
 
     def learn_step(self, batch: ReplayBatch, phase: int) -> None:
-        """One gradient step: tensor code alone. `phase` is the number of the step modulo `phases`."""
+        """Take gradient step number `phase`, counted modulo `policy_delay`, in tensor code."""
         raise NotImplementedError
+
+    def new_replay(self, **arguments: Any) -> TransitionReplayBuffer:
+        """Build the replay buffer."""
+        return TransitionReplayBuffer(**arguments)
+
+    # ------------------------------------------------------------------ building and live settings
+    def choose_network(
+        self, kind: str, networks: Mapping[str, Any], defaults: Sequence[Any], **own: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """The class of a network, the user's or the default for vectors or for one image, and its `cfg`.
+
+        The `cfg` has the settings `own` that the class accepts, and the user's. Image networks keep their own widths of
+        hidden layers.
+        """
+        has_image = isinstance(self.obs_space, spaces.Box) and len(self.obs_space.shape) == 3
+        cls = networks[f"{kind}_class"] or defaults[has_image]
+        own |= {"activation": self.cfg.activation, "layer_norm": self.cfg.layer_norm}
+        known = getattr(cls, "defaults", None) or ("use_tanh_squash",)
+        accepted = {name: own[name] for name in own if name in known and not (has_image and name == "hidden_dims")}
+        return cls, accepted | dict(networks[f"{kind}_cfg"] or {})
+
+    def make_optimizer(self, name: str, module: nn.Module) -> GuardedOptimizer:
+        """Build the optimizer of a module: "x_optimizer" takes the setting x_learning_rate."""
+        rate_name = name.replace("optimizer", "learning_rate")
+        self.rates[rate_name] = rate = getattr(self.cfg, rate_name)
+        optimizer = GuardedOptimizer(module.to(self.device), self.cfg.optimizer_class_name, rate)
+        for group in optimizer.param_groups if self.cfg.weight_decay else ():
+            group["weight_decay"] = self.cfg.weight_decay
+        self.optimizers[name] = optimizer
+        return optimizer
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign an attribute; a learning rate reaches its optimizer even if the config had the same value."""
+        if name in self.__dict__.get("rates", ()):
+            self.rates[name] = None
+        super().__setattr__(name, value)
+
+    def sync_settings(self) -> None:
+        """Copy changed settings and learning rates to the device, and update the key of recordings."""
+        for (name, known), optimizer in zip(self.rates.items(), self.optimizers.values(), strict=True):
+            optimizer.take_assigned_rates()
+            rate = getattr(self.cfg, name)
+            if rate != known:
+                self.rates[name] = rate
+                optimizer.lr.fill_(rate * self.fraction_left if self.cfg.schedule == "linear" else rate)
+        self.trainable = self._trainable()
+        super().sync_settings()
+
+    def _trainable(self) -> list[bool]:
+        """Which of the optimizers' parameters are not frozen."""
+        return [p.requires_grad for optimizer in self.optimizers.values() for p in optimizer.parameters]
+
+    def recording_key(self) -> tuple[Any, ...]:
+        """Frozen and replaced parameters, and training modes."""
+        if not self.optimizers:  # still under construction
+            return ()
+        tensors = tuple((p.data_ptr(), p.requires_grad) for p in self.policy.parameters())
+        modes = tuple(module.training for part in self.modules() for module in part.modules())
+        return (tensors, modes, *self.trainable)
+
+    def adjust_learning_rate(self, progress: float) -> None:
+        """Set linear schedules for the fraction of the run that is done."""
+        self.fraction_left = max(0.0, 1.0 - progress)
+        if self.cfg.schedule == "linear":
+            for name, optimizer in zip(self.rates, self.optimizers.values(), strict=True):
+                optimizer.lr.fill_(getattr(self.cfg, name) * self.fraction_left)
+
+    # ------------------------------------------------------------------ replay
+    def prepare(self) -> TransitionReplayBuffer:
+        """The replay buffer, allocated at the first call; MemoryError if it does not fit."""
+        if self.replay is None:
+            capacity = self.cfg.buffer_size
+            if self.cfg.buffer_steps_per_env is not None:
+                capacity = self.cfg.buffer_steps_per_env * self.num_envs
+            if self.cfg.batch_size > capacity:
+                raise ValueError(f"batch_size={self.cfg.batch_size} is more than the replay buffer holds: {capacity}")
+            (obs_shape, critic_shape), distribution = env_shapes(self.env), self.policy.distribution
+            with torch.inference_mode(False):
+                self.replay = self.new_replay(
+                    capacity=max(capacity, self.num_envs), num_envs=self.num_envs, device=self.device,
+                    obs_shape=obs_shape, critic_obs_shape=critic_shape, action_shape=distribution.action_shape,
+                    action_dtype=distribution.action_dtype, has_invalid_steps=self.env.has_invalid_steps,
+                )  # fmt: skip
+            self.executor.forget()
+            self.sync_settings()
+        return self.replay
+
+    def fill(self, source: Any, max_steps: int | None = None) -> int:
+        """Put offline steps into the replay buffer and start the normalisers from them; returns their number.
+
+        `source` is a directory of trajectory files, "minari:<dataset id>", a Minari dataset, `Episode`s, or steps as
+        dicts; see `canter.storage.offline`.
+        """
+        replay = self.prepare()
+        added = fill_replay(replay, source, max_steps)
+        self.num_stored += added
+        if self.cfg.empirical_normalization or self.return_scaler is not None:
+            batch = replay.draw(min(added, NUM_STATISTICS), 1, self.live.gamma, self.generators["replay"])
+            if self.cfg.empirical_normalization:
+                self.policy.update_normalizers(batch.obs, batch.critic_obs)
+            if self.return_scaler is not None:  # the return of a reward that repeats forever
+                self.return_scaler.take(batch.rewards / max(1.0 - self.cfg.gamma, 1e-3))
+        return added
 
     # ------------------------------------------------------------------ collecting
     @torch.no_grad()
     def explore(self, obs: Obs, critic_obs: Obs | None = None) -> Tensor:
         """Actions for every environment: random ones until `learning_starts`, then the algorithm's own exploration."""
         self.prepare()
-        if self.timesteps < self.learning_starts:
+        if self.timesteps < self.cfg.learning_starts:
             actions = self.random_actions()
         else:
             self.before_exploring()
@@ -52,14 +292,11 @@ class OffPolicyAlgorithm(OffPolicySetup):
         self.acted = (obs, None if critic_obs is obs else critic_obs, actions)
         return actions.clone()  # the environment may keep it, or write to it
 
-    def before_exploring(self) -> None:
-        """Set what exploration depends on."""
-
     @torch.no_grad()
     def process_step(self, record: StepRecord) -> None:
-        """Keep the step that the last `explore` led to."""
+        """Store the step that the actions of the last `explore` led to."""
         if self.acted is None:
-            raise RuntimeError("process_step follows explore: nothing was done that could have led to this step")
+            raise RuntimeError("call explore before process_step: it keeps the actions that led to the step")
         obs, critic_obs, actions = self.acted
         needed = record._replace(extras={})
         if record.critic_obs is record.obs:
@@ -70,11 +307,11 @@ class OffPolicyAlgorithm(OffPolicySetup):
         self.num_stored += self.num_envs
 
     def insert_step(self, obs: Obs, critic_obs: Obs | None, actions: Tensor, record: StepRecord) -> None:
-        """Write one step of every environment, with what truly followed it (behaviour 1.5)."""
+        """Write one step of every environment; the next observation is the one before a reset."""
         assert self.replay is not None
         done, after, critic_after = record.terminated, record.obs, record.critic_obs
         if record.final_obs is None:
-            done = record.done  # what followed is not known: bootstrapping from the reset state would be wrong
+            done = record.done  # the final observation is missing: bootstrapping from the reset state would be wrong
         else:
             after = tree_where(record.done, record.final_obs, after)
             if critic_obs is not None and record.final_critic_obs is not None:
@@ -85,96 +322,107 @@ class OffPolicyAlgorithm(OffPolicySetup):
             obs, actions, record.reward, after, done, truncated=record.truncated, critic_obs=critic_obs,
             next_critic_obs=critic_after, valid=record.valid,
         )  # fmt: skip
-        if self.empirical_normalization:
-            valid = record.valid if self.env.has_invalid_steps else None
+        valid = record.valid if self.env.has_invalid_steps else None
+        if self.cfg.empirical_normalization:
             self.policy.update_normalizers(obs, obs if critic_obs is None else critic_obs, valid)
         if self.return_scaler is not None:
-            self.return_scaler.learn(record.reward, record.done, record.valid if self.env.has_invalid_steps else None)
+            self.return_scaler.learn(record.reward, record.done, valid)
         for note in self.on_record:
             note(record)
+
+    def get_epsilon(self, timesteps: int) -> float:
+        """Probability of a random action after `timesteps` environment steps; 0 without epsilon-greedy exploration."""
+        return 0.0
+
+    def exploration(self) -> dict[str, float]:
+        """Metrics of the exploration."""
+        return {}
 
     # ------------------------------------------------------------------ learning
     @property
     def can_learn(self) -> bool:
-        """Whether enough steps are stored; counted by the host, so that the device need not be asked."""
-        return self.num_stored >= max(self.batch_size, self.learning_starts)
+        """Whether enough steps are stored; counted on the host, so that nothing is read from the device."""
+        return self.num_stored >= max(self.cfg.batch_size, self.cfg.learning_starts)
 
     def update(self, gradient_steps: int | None = None) -> dict[str, float]:
-        """Gradient steps on samples of the replay, and their metrics; nothing, and {}, while too little is stored."""
+        """Take gradient steps and return their metrics; {} while too few steps are stored."""
+        self.sync_settings()
         if not self.can_learn:
             return {}
-        self.train(self.gradient_steps if gradient_steps is None else gradient_steps)
+        self.train(self.cfg.gradient_steps if gradient_steps is None else gradient_steps)
         return self.report()
 
     def train(self, gradient_steps: int) -> None:
         """Take gradient steps; nothing is read from the device."""
         self.prepare()
+        for optimizer in self.optimizers.values():
+            optimizer.take_assigned_rates()
+        if self._trainable() != self.trainable:
+            self.sync_settings()
+        interval, period = self.cfg.target_update_interval, getattr(self.cfg, "policy_delay", 1)
         while gradient_steps > 0:
-            count = min(gradient_steps, LONGEST)
-            if self.target_update_interval > 1:
-                count = min(count, self.target_update_interval - self.num_updates % self.target_update_interval)
-            self.executor.run("learn", self.learn_steps, count, self.num_updates % self.phases)
+            count = min(gradient_steps, MAX_STEPS_PER_GRAPH)
+            if interval > 1:
+                count = min(count, interval - self.num_updates % interval)
+            self.executor.run("learn", self.learn_steps, count, self.num_updates % period)
             self.num_updates += count
             gradient_steps -= count
-            if self.target_update_interval > 1 and self.num_updates % self.target_update_interval == 0:
-                self.follow()
+            if interval > 1 and self.num_updates % interval == 0:
+                self.update_targets()
 
     def learn_steps(self, count: int, phase: int) -> None:
-        """`count` gradient steps in a row: tensor code alone, one graph."""
+        """Take `count` gradient steps in a row, in tensor code: one graph."""
         for number, batch in enumerate(self.batches(count)):
-            self.learn_step(batch, (phase + number) % self.phases)
-            if self.target_update_interval == 1:
-                self.follow()
+            self.learn_step(batch, phase + number)
+            if self.cfg.target_update_interval == 1:
+                self.update_targets()
 
     def batches(self, count: int) -> Iterator[ReplayBatch]:
         """Batches for `count` gradient steps, gathered at once."""
         assert self.replay is not None
-        whole = self.replay.draw(count * self.batch_size, self.n_step, self.gamma, self.generators["replay"])
-        if self.empirical_normalization:
+        size = self.cfg.batch_size
+        whole = self.replay.draw(count * size, self.cfg.n_step, self.live.gamma, self.generators["replay"])
+        if self.cfg.empirical_normalization:
             whole = self.normalized(whole)
         if count == 1:
             yield whole
             return
         for number in range(count):
-            rows = slice(number * self.batch_size, (number + 1) * self.batch_size)
-            yield ReplayBatch(*(_rows(part, rows) for part in whole))
+            rows = slice(number * size, (number + 1) * size)
+            parts: Any = [part if part is None else tree_map(itemgetter(rows), part) for part in whole]
+            yield ReplayBatch(*parts)
 
     def normalized(self, batch: ReplayBatch) -> ReplayBatch:
-        """The batch as the networks see it."""
+        """The batch with normalised observations."""
         actor: Any = self.policy.obs_normalizer
         critic: Any = self.policy.critic_obs_normalizer
-        obs, next_obs = actor.normalize(batch.obs), actor.normalize(batch.next_obs)
-        is_shared = batch.critic_obs is batch.obs
-        critic_obs, next_critic_obs = (
-            (obs, next_obs) if is_shared else map(critic.normalize, (batch.critic_obs, batch.next_critic_obs))
-        )
-        return batch._replace(
-            obs=obs, next_obs=next_obs, critic_obs=critic_obs, next_critic_obs=next_critic_obs
-        )  # fmt: skip
+        obs, next_obs = critic_obs, next_critic_obs = actor.normalize(batch.obs), actor.normalize(batch.next_obs)
+        if batch.critic_obs is not batch.obs:
+            critic_obs, next_critic_obs = critic.normalize(batch.critic_obs), critic.normalize(batch.next_critic_obs)
+        return batch._replace(obs=obs, next_obs=next_obs, critic_obs=critic_obs, next_critic_obs=next_critic_obs)
 
-    def follow(self) -> None:
-        """Move the target networks."""
+    def update_targets(self) -> None:
+        """Move the target networks towards the trained ones."""
         for target in self.targets:
-            target.follow(self.tau)
+            target.update(self.live.tau)
 
-    def descend(self, name: str, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Step down a loss with one of the optimizers; the gradient's norm, and whether the step was skipped."""
+    def optimizer_step(self, name: str, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Minimise a loss by one step of an optimizer; returns the gradient's norm, and 1 if the step was skipped.
+
+        An optimizer whose parameters are all frozen takes no step.
+        """
         optimizer = self.optimizers[name]
+        if not any(p.requires_grad for p in optimizer.parameters):
+            zero = torch.zeros_like(optimizer.lr)
+            return zero, zero
         backward(loss, optimizer)
-        norm, skipped = optimizer.clip(self.max_grad_norm or math.inf)
+        norm, skipped = optimizer.clip(self.live.max_grad_norm if self.cfg.max_grad_norm else math.inf)
         optimizer.apply(skipped)
         return norm, skipped
 
-    def adjust_learning_rate(self, progress: float) -> None:
-        """Move what is scheduled by the fraction of the run that is done."""
-        if self.schedule == "linear":
-            left = max(0.0, 1.0 - progress)
-            for name, optimizer in self.optimizers.items():
-                optimizer.lr.fill_(self.first_rates[name] * left)
-            self.learning_rate = next(iter(self.first_rates.values())) * left
-
     def report(self) -> dict[str, float]:
-        """Means over the gradient steps since the last report, by their documented names; one read."""
+        """Mean metrics of the gradient steps since the last report, read from the device at once."""
+        self.sync_settings()
         found: dict[str, float] = {}
         for meter in (self.meter, self.slow_meter):
             means = meter.means()
@@ -185,12 +433,66 @@ class OffPolicyAlgorithm(OffPolicySetup):
                 found["nonfinite_updates"] *= count
         return {f"train/{name}": value for name, value in found.items()}
 
-    def exploration(self) -> dict[str, float]:
-        """How much is left to chance, for reports."""
-        return {}
+    # ------------------------------------------------------------------ saving
+    def checkpoint_parts(self) -> dict[str, Any]:
+        """The policy with its normalisers, the target networks and the optimizers."""
+        parts: dict[str, Any] = {"model_state_dict": self.policy}
+        for number, target in enumerate(self.targets):
+            parts[f"target_{number}_state_dict" if number else "target_state_dict"] = target.module
+        if self.return_scaler is not None:
+            parts["return_scaler_state_dict"] = self.return_scaler
+        return parts | {f"{name}_state_dict": optimizer for name, optimizer in self.optimizers.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of every part, the counters, and the replay buffer if `save_replay_buffer` is set."""
+        counters = {"num_updates": self.num_updates, "timesteps": self.timesteps, "num_stored": 0}
+        rate = float(next(iter(self.optimizers.values())).lr)
+        state = super().state_dict() | counters | {"learning_rate": rate}
+        if self.cfg.save_replay_buffer and self.replay is not None:
+            state |= {REPLAY: self.replay.state_dict(), "num_stored": self.num_stored}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], load_optimizer: bool = True) -> None:
+        """Load a saved state, and the replay buffer if there is one and the optimizers are loaded too."""
+        has_replay = load_optimizer and REPLAY in state
+        if has_replay:
+            self.prepare().check_state(state[REPLAY])
+        super().load_state_dict(state, load_optimizer)
+        if has_replay:
+            self.prepare().load_state_dict(state[REPLAY])
+        self.num_updates, self.timesteps = int(state.get("num_updates", 0)), int(state.get("timesteps", 0))
+        self.num_stored = int(state["num_stored"]) if has_replay else 0
+
+    def runner(self) -> Any:
+        """The off-policy runner of this algorithm and its environment, made at the first call."""
+        from canter.runners.off_policy_runner import OffPolicyRunner  # the runner imports the algorithms
+
+        if self._runner is None:
+            self._runner = OffPolicyRunner(self.env, agent=self, log_dir=self.log_dir)
+        return self._runner
 
 
-def _rows(part: Any, rows: slice) -> Any:
-    if isinstance(part, dict):
-        return {name: _rows(leaf, rows) for name, leaf in part.items()}
-    return None if part is None else part[rows]
+class TargetNetwork:
+    """A slowly updated copy of a module that `optimizer` trains; one operation where parameters share a vector."""
+
+    def __init__(self, source: nn.Module, optimizer: GuardedOptimizer) -> None:
+        self.source = source
+        self.module = copy.deepcopy(source)
+        self.module.requires_grad_(False)
+        trained: list[Tensor] = [flat.vector for flat in optimizer.flats]
+        own: list[Tensor] = list(self.module.parameters())
+        if len(trained) == 1 and trained[0].numel() == sum(p.numel() for p in own):
+            own = [FlatParameters(list(self.module.parameters())).vector]
+            own[0].grad = None
+            own[0].requires_grad_(False)
+        else:
+            trained = list(source.parameters())
+        self.pairs = list(zip(own, trained, strict=True))
+
+    @torch.no_grad()
+    def update(self, tau: Tensor) -> None:
+        """Move parameters by the fraction `tau` towards the trained ones (1 copies), and copy buffers."""
+        for own, trained in self.pairs:
+            own.lerp_(trained, tau.to(own.dtype))
+        for own, trained in zip(self.module.buffers(), self.source.buffers(), strict=True):
+            own.copy_(trained)

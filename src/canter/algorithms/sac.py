@@ -3,51 +3,74 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from canter.algorithms.actor_q import ActorQAlgorithm
-from canter.algorithms.off_policy_settings import SACConfig, SACSettings
+from canter.algorithms.actor_q import ActorQAlgorithm, ActorQSettings
+from canter.algorithms.off_policy import OffPolicyRunSettings
 from canter.modules.actors import CNNSquashedGaussianActor, MLPSquashedGaussianActor
 from canter.storage.replay import ReplayBatch
-from canter.utils.config import settings
+from canter.utils.config import setting, settings
 from canter.utils.tree import Obs
 
-__all__ = ["SAC", "SACConfig", "SACSettings", "Temperature"]
+
+@settings
+class SACSettings(ActorQSettings):
+    """Hyperparameters of SAC."""
+
+    alpha_learning_rate: float = setting(3e-4, low=0.0)
+    """Step size of the temperature."""
+    auto_alpha: bool = setting(True, fixed=True)
+    """Learn the temperature, so that the entropy stays near `target_entropy`."""
+    init_alpha: float = setting(0.2, low=1e-12, fixed=True)
+    """Temperature at the start, or always if `auto_alpha` is off."""
+    target_entropy: float | None = None
+    """Target of the entropy in nats; None is -1 per action, in units of half the action's range."""
+    use_tanh_squash: bool = setting(True, fixed=True)
+    """Squash actions into their bounds; without it the environment has to clip them."""
+    min_log_std: float = setting(-20.0, fixed=True)
+    """Lower bound of the log standard deviation before squashing."""
+    max_log_std: float = setting(2.0, fixed=True)
+    """Upper bound of the log standard deviation before squashing."""
+    init_std: float = setting(1.0, low=1e-12, fixed=True)
+    """Standard deviation before squashing at the start."""
+
+
+@settings
+class SACConfig(SACSettings, OffPolicyRunSettings):
+    """A whole SAC run in one object."""
 
 
 class Temperature(nn.Module):
-    """The logarithm of the price of entropy."""
+    """The logarithm of the entropy's weight."""
 
     def __init__(self, alpha: float) -> None:
         super().__init__()
         self.log_alpha = nn.Parameter(torch.tensor(math.log(alpha)))
 
 
-@settings
-class SAC(SACSettings, ActorQAlgorithm):
-    """SAC on a Box of actions: `SAC(env, cfg)`."""
+class SAC(ActorQAlgorithm):
+    """SAC on a Box of actions: `SAC(env, cfg)`; see `OffPolicyAlgorithm` for the arguments."""
 
+    settings_class = SACSettings
+    config_class = SACConfig
     actor_classes = (MLPSquashedGaussianActor, CNNSquashedGaussianActor)
+    actor_setting_names = ("min_log_std", "max_log_std", "init_std", "use_tanh_squash")
 
-    def build(self) -> None:
-        """The networks, and the temperature."""
-        super().build()
-        self.temperature = Temperature(self.init_alpha).to(self.device)
-        if self.auto_alpha:
-            self.make_optimizer("alpha_optimizer", self.temperature, self.alpha_learning_rate)
-        half = self.action_space.high.astype(np.float64) - self.action_space.low
-        per_action = np.log(half / 2).sum() if self.use_tanh_squash else 0.0
-        aim = float(per_action) - half.size if self.target_entropy is None else self.target_entropy
-        self.entropy_aim = aim
-
-    def actor_settings(self) -> dict[str, Any]:
-        """Bounds and start of the noise besides."""
-        own = ("min_log_std", "max_log_std", "init_std", "use_tanh_squash")
-        return super().actor_settings() | {name: getattr(self, name) for name in own}
+    def build(self, networks: Mapping[str, Any]) -> None:
+        """Build the networks and the temperature."""
+        super().build(networks)
+        self.temperature = Temperature(self.cfg.init_alpha).to(self.device)
+        if self.cfg.auto_alpha:
+            self.make_optimizer("alpha_optimizer", self.temperature)
+        width = self.action_space.high.astype(np.float64) - self.action_space.low
+        log_half_ranges = float(np.log(width / 2).sum()) if self.cfg.use_tanh_squash else 0.0
+        self.default_target_entropy = log_half_ranges - width.size
+        """Target of the entropy where `target_entropy` is None."""
 
     def explore_step(self, obs: Obs) -> Tensor:
         """A sample of the policy."""
@@ -57,7 +80,7 @@ class SAC(SACSettings, ActorQAlgorithm):
         return distribution.to_env(distribution.sample(params, self.generators["action"]))
 
     def sample(self, obs: Obs, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Actions that carry the actor's gradient, and their log-probabilities (B,)."""
+        """Reparameterised actions and their log-probabilities (B,)."""
         with self.executor.autocast():
             params = self.actor.get_params(obs)
         distribution = self.policy.distribution
@@ -65,34 +88,33 @@ class SAC(SACSettings, ActorQAlgorithm):
         return distribution.to_env(raw), distribution.log_prob(params, raw)
 
     def next_actions(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Samples, worth their entropy besides."""
+        """Samples of the policy, and their entropy bonus."""
         actions, log_prob = self.sample(batch.next_obs, noise)
         return actions, -self.temperature.log_alpha.exp() * log_prob
 
     def actor_loss(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """What an action's log-probability costs, less what the critics say it is worth."""
+        """The mean of the weighted log-probability minus the critics' value."""
         actions, log_prob = self.sample(batch.obs, noise)
         alpha = self.temperature.log_alpha.detach().exp()
-        loss = (alpha * log_prob - self.value_of(batch, actions)).mean()
-        return loss, {"log_prob": log_prob.detach().mean(), "alpha": alpha}
+        values = self.action_values(batch, actions)
+        value = values.amin(0) if self.cfg.critic_reduction == "min" else values.mean(0)
+        return (alpha * log_prob - value).mean(), {"log_prob": log_prob.detach().mean(), "alpha": alpha}
 
-    def learn_actor(self, loss: Tensor, known: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Actor and temperature."""
-        report = super().learn_actor(loss, known) | {"alpha": known["alpha"], "entropy": -known["log_prob"]}
-        if self.auto_alpha:
-            alpha_loss = self.alpha_loss(known["log_prob"])
-            self.descend("alpha_optimizer", alpha_loss)
-            report["alpha_loss"] = alpha_loss.detach()
-        return report
+    def learn_actor(self, loss: Tensor, stats: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Take a gradient step of the actor and of the temperature."""
+        metrics = super().learn_actor(loss, stats) | {"alpha": stats["alpha"], "entropy": -stats["log_prob"]}
+        if self.cfg.auto_alpha:
+            alpha_loss = self.alpha_loss(stats["log_prob"])
+            self.optimizer_step("alpha_optimizer", alpha_loss)
+            metrics["alpha_loss"] = alpha_loss.detach()
+        return metrics
 
     def alpha_loss(self, mean_log_prob: Tensor) -> Tensor:
-        """Falls while the entropy is above its aim, by lowering the temperature."""
-        return -self.temperature.log_alpha * (mean_log_prob + self.entropy_aim)
-
-    def get_epsilon(self, timesteps: int) -> float:
-        """Nothing is left to chance beside the policy."""
-        return 0.0
+        """The temperature's loss: minimising it lowers the temperature while the entropy is above its target."""
+        has_target = self.cfg.target_entropy is not None
+        target = self.live.target_entropy if has_target else self.default_target_entropy
+        return -self.temperature.log_alpha * (mean_log_prob + target)
 
     def checkpoint_parts(self) -> dict[str, Any]:
-        """The temperature besides."""
+        """The parts of an actor with critics, and the temperature."""
         return super().checkpoint_parts() | {"temperature_state_dict": self.temperature}

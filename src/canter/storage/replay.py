@@ -227,7 +227,7 @@ class TransitionReplayBuffer:
         return leaves
 
     def sample(
-        self, batch_size: int, *, n_step: int = 1, gamma: float = 0.99, generator: Generator | None = None
+        self, batch_size: int, *, n_step: int = 1, gamma: Tensor | float = 0.99, generator: Generator | None = None
     ) -> dict[str, Any]:
         """A random batch, with replacement, by the documented names."""
         stored = len(self)
@@ -240,7 +240,7 @@ class TransitionReplayBuffer:
             named |= {"critic_observations": batch.critic_obs, "next_critic_observations": batch.next_critic_obs}
         return named
 
-    def draw(self, batch_size: int, n_step: int, gamma: float, generator: Generator | None) -> ReplayBatch:
+    def draw(self, batch_size: int, n_step: int, gamma: Tensor | float, generator: Generator | None) -> ReplayBatch:
         """A random batch, uniform with replacement. No host reads, so that it can be captured."""
         # Doubles: float32 has too few values to reach every step of a large buffer.
         number = torch.rand(batch_size, dtype=torch.float64, device=self.device, generator=generator)
@@ -257,7 +257,7 @@ class TransitionReplayBuffer:
         slot = (newest - 1 - age) % self.num_rows * self.num_envs + envs
         return self.take(self.data["order"][slot].long(), envs, n_step, gamma)
 
-    def take(self, rows: Tensor, envs: Any, n_step: int, gamma: float) -> ReplayBatch:
+    def take(self, rows: Tensor, envs: Any, n_step: int, gamma: Tensor | float) -> ReplayBatch:
         """The steps at (rows, envs), each extended to a window of up to `n_step` steps.
 
         A window ends with its episode, or with the newest step.
@@ -266,7 +266,7 @@ class TransitionReplayBuffer:
         first = rows * num_envs + envs
         if n_step == 1:
             rewards, last = data["rewards"][first], rows
-            discounts = torch.full_like(rewards, gamma)
+            discounts = torch.ones_like(rewards) * gamma
         else:
             offsets = torch.arange(n_step, device=self.device)
             window = (rows.unsqueeze(1) + offsets) % num_rows  # (B, n)
@@ -369,7 +369,7 @@ class PrioritizedReplayBuffer(TransitionReplayBuffer):
         slots = torch.arange(first, int(self.count[env]), device=self.device) % self.num_rows * self.num_envs + env
         self.data["priorities"][self.data["order"][slots].long() * self.num_envs + env] = self.highest
 
-    def draw(self, batch_size: int, n_step: int, gamma: float, generator: Generator | None) -> ReplayBatch:
+    def draw(self, batch_size: int, n_step: int, gamma: Tensor | float, generator: Generator | None) -> ReplayBatch:
         """A random batch by priority, with importance weights and places."""
         powers = torch.where(self.data["holds_step"], self.data["priorities"] ** self.exponent, 0.0).double()
         sums = powers.cumsum(0)

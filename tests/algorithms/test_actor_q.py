@@ -1,43 +1,9 @@
-"""Target networks, and distributions over returns."""
-
-import copy
+"""Scalar and categorical critics: targets, projections and losses."""
 
 import pytest
 import torch
 
-from canter.algorithms.optim import GuardedOptimizer
-from canter.algorithms.targets import CategoricalReturns, ScalarReturns, TargetNetwork
-
-
-def test_a_target_copies_statistics_and_lerps_parameters():
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
-    target = TargetNetwork(net, GuardedOptimizer(net, "Adam", 1e-3))
-    before = copy.deepcopy(target.module.state_dict())
-    with torch.no_grad():
-        for p in net.parameters():
-            p.add_(1.0)
-    net(torch.randn(8, 3))
-    target.follow(0.1)
-    for name, now in target.module.state_dict().items():
-        if "running" in name or "num_batches" in name:
-            assert torch.equal(now, net.state_dict()[name]), name
-        else:
-            assert torch.allclose(now, before[name] + 0.1, atol=1e-6), name
-    assert not any(p.requires_grad for p in target.module.parameters())
-    target.follow(1.0)
-    for name, now in target.module.state_dict().items():
-        assert torch.equal(now, net.state_dict()[name]), name
-
-
-def test_a_target_follows_several_groups_too():
-    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
-    target = TargetNetwork(net, GuardedOptimizer(net, "Adam", 1e-3, {"1": {"lr": 1e-2}}))
-    with torch.no_grad():
-        for p in net.parameters():
-            p.zero_()
-    target.follow(1.0)
-    assert all(not p.any() for p in target.module.parameters())
+from canter.algorithms.actor_q import CategoricalReturns, ScalarReturns
 
 
 def test_probabilities_are_shared_between_the_nearest_atoms():

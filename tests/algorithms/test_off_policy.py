@@ -1,0 +1,332 @@
+"""Off-policy algorithms: target networks, live settings and frozen networks, the same in every execution mode."""
+
+import copy
+import functools
+
+import pytest
+import torch
+
+from canter.algorithms import DQN, SAC, TD3
+from canter.algorithms.off_policy import TargetNetwork
+from canter.algorithms.optim import GuardedOptimizer
+from canter.envs.torch_envs import CartPole, PointRobot
+from canter.execution.guard import NoHostSync
+
+SMALL = {"batch_size": 16, "learning_starts": 8, "buffer_size": 400}
+SMALL_NETWORKS = {"actor_hidden_dims": (8,), "critic_hidden_dims": (8,)}
+MAKERS = {
+    "dqn": (DQN, CartPole, {"network_hidden_dims": (8,), "tau": 0.5, "target_update_interval": 2, "n_step": 3}),
+    "per": (DQN, CartPole, {"network_hidden_dims": (8,), "prioritized_replay": True}),
+    "sac": (SAC, PointRobot, {**SMALL_NETWORKS, "target_entropy": -1.0}),
+    "td3": (TD3, PointRobot, {**SMALL_NETWORKS, "exploration_noise_max": 0.3}),
+}
+LIVE_FLOATS = [
+    ("dqn", "gamma", 0.5),
+    ("dqn", "tau", 0.9),
+    ("dqn", "learning_rate", 0.01),
+    ("dqn", "max_grad_norm", 1e-3),
+    ("dqn", "epsilon_end", 0.5),
+    ("per", "priority_exponent", 0.1),
+    ("per", "importance_exponent", 0.9),
+    ("sac", "gamma", 0.5),
+    ("sac", "tau", 0.9),
+    ("sac", "target_entropy", 3.0),
+    ("sac", "max_grad_norm", 1e-3),
+    ("sac", "actor_learning_rate", 0.01),
+    ("sac", "critic_learning_rate", 0.01),
+    ("sac", "alpha_learning_rate", 0.01),
+    ("td3", "gamma", 0.5),
+    ("td3", "tau", 0.9),
+    ("td3", "target_noise", 1.0),
+    ("td3", "target_noise_clip", 0.01),
+    ("td3", "exploration_noise", 0.01),
+    ("td3", "exploration_noise_max", 2.0),
+]
+LIVE_OTHERS = [
+    ("dqn", "double_dqn", False),
+    ("dqn", "n_step", 1),
+    ("dqn", "batch_size", 8),
+    ("dqn", "target_update_interval", 1),
+    ("dqn", "epsilon_decay_steps", 1),
+    ("dqn", "max_grad_norm", None),
+    ("sac", "critic_reduction", "mean"),
+    ("sac", "policy_delay", 2),
+    ("sac", "target_entropy", None),
+    ("td3", "policy_delay", 1),
+    ("td3", "exploration_noise_max", None),
+]
+
+
+def make(kind, execution="auto", **given):
+    torch.manual_seed(0)
+    cls, env_class, own = MAKERS[kind]
+    settings = {**SMALL, "epsilon_decay_steps": 40} if cls is DQN else SMALL
+    env = env_class(4, seed=0, max_episode_length=9)
+    return cls(env, device="cpu", seed=1, **{**settings, **own, "execution": execution, **given})
+
+
+def run(alg, steps):
+    """Step the environment and take a gradient step, `steps` times."""
+    obs, critic_obs = alg.env.get_observations()
+    for _ in range(steps):
+        record = alg.env.step(alg.explore(obs, critic_obs))
+        alg.process_step(record)
+        if alg.can_learn:
+            alg.train(1)
+        obs, critic_obs = record.obs, record.critic_obs
+    return alg
+
+
+def changed_run(kind, execution, change, **given):
+    """An algorithm after 24 steps, with `change(alg)` in the middle, and the recordings made before the change."""
+    alg = run(make(kind, execution, **given), 16)
+    known = set(alg.executor.graphs)
+    change(alg)
+    return run(alg, 8), known
+
+
+@functools.cache
+def unchanged_run(kind):
+    return changed_run(kind, "eager", lambda alg: None)[0]
+
+
+def contents(alg):
+    """Every tensor that depends on the training, the stored actions included."""
+    parts = [alg.policy, *(target.module for target in alg.targets)]
+    parts += [alg.temperature] if isinstance(alg, SAC) else []
+    return [tensor.clone() for part in parts for tensor in part.state_dict().values()] + [alg.replay.data["actions"]]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(contents(a), contents(b), strict=True))
+
+
+# ---------------------------------------------------------------------- live settings
+@pytest.mark.parametrize(("kind", "name", "value"), LIVE_FLOATS)
+def test_an_assigned_float_takes_effect_at_once_without_a_new_recording(kind, name, value):
+    eager, _ = changed_run(kind, "eager", lambda alg: setattr(alg, name, value))
+    recorded, known = changed_run(kind, "auto", lambda alg: setattr(alg, name, value))
+    assert getattr(recorded, name) == getattr(recorded.cfg, name) == value
+    assert same(eager, recorded)
+    assert not same(eager, unchanged_run(kind))
+    assert {"explore", "insert", "learn"} <= {signature[0] for signature in known}
+    assert set(recorded.executor.graphs) == known
+    assert not recorded.executor.eager_only
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), LIVE_OTHERS)
+def test_any_other_assigned_setting_takes_effect_at_once(kind, name, value):
+    given = {
+        "max_grad_norm": {"max_grad_norm": 1e-3},
+        "epsilon_decay_steps": {"epsilon_decay_steps": 1000},
+        "double_dqn": {"learning_rate": 0.1, "target_update_interval": 50},  # so that the networks choose differently
+    }.get(name, {})
+    eager, _ = changed_run(kind, "eager", lambda alg: setattr(alg, name, value), **given)
+    recorded, _ = changed_run(kind, "auto", lambda alg: setattr(alg, name, value), **given)
+    assert same(eager, recorded)
+    unchanged = changed_run(kind, "eager", lambda alg: None, **given)[0] if given else unchanged_run(kind)
+    assert not same(eager, unchanged)
+
+
+@pytest.mark.parametrize("kind", ["dqn", "sac", "td3"])
+def test_a_learning_rate_assigned_to_a_parameter_group_takes_effect(kind):
+    name = next(iter(make(kind).optimizers))
+
+    def assign(alg):
+        alg.optimizers[name].param_groups[0]["lr"] = 0.01
+
+    eager, _ = changed_run(kind, "eager", assign)
+    recorded, known = changed_run(kind, "auto", assign)
+    assert same(eager, recorded)
+    assert not same(eager, unchanged_run(kind))
+    assert set(recorded.executor.graphs) == known
+
+
+def test_a_change_of_the_config_object_takes_effect_with_the_next_report():
+    def change(alg):
+        alg.cfg.gamma = 0.5
+        alg.report()
+
+    assigned, _ = changed_run("sac", "auto", lambda alg: setattr(alg, "gamma", 0.5))
+    assert same(assigned, changed_run("sac", "auto", change)[0])
+
+
+def test_an_assigned_learning_rate_is_scaled_by_a_linear_schedule():
+    alg = make("sac", schedule="linear")
+    alg.adjust_learning_rate(0.75)
+    alg.actor_learning_rate = 0.01
+    assert float(alg.optimizers["actor_optimizer"].lr) == pytest.approx(0.0025)
+    assert float(alg.optimizers["critic_optimizer"].lr) == pytest.approx(3e-4 / 4)
+    alg.adjust_learning_rate(0.5)
+    assert float(alg.optimizers["actor_optimizer"].lr) == pytest.approx(0.005)
+
+
+def test_assigning_the_configured_learning_rate_replaces_the_one_of_a_checkpoint():
+    saved = make("dqn", learning_rate=0.5).state_dict()
+    alg = make("dqn", learning_rate=0.25)
+    alg.load_state_dict(saved)
+    assert float(alg.optimizers["optimizer"].lr) == saved["learning_rate"] == 0.5
+    alg.report()
+    assert float(alg.optimizers["optimizer"].lr) == 0.5
+    alg.learning_rate = 0.25
+    assert float(alg.optimizers["optimizer"].lr) == 0.25
+
+
+def test_algorithms_with_several_learning_rates_refuse_a_single_one():
+    alg = make("sac")
+    assert alg.learning_rate == 3e-4
+    with pytest.raises(AttributeError, match="SAC has no single learning_rate; assign actor_learning_rate or critic"):
+        alg.learning_rate = 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        ("dqn", "buffer_size", 500),
+        ("dqn", "dueling", True),
+        ("dqn", "network_hidden_dims", (16,)),
+        ("dqn", "prioritized_replay", True),
+        ("sac", "weight_decay", 0.1),
+        ("sac", "num_atoms", 11),
+        ("sac", "init_alpha", 1.0),
+        ("sac", "auto_alpha", False),
+        ("td3", "action_low", -2.0),
+        ("td3", "execution", "eager"),
+    ],
+)
+def test_a_setting_from_which_something_was_built_cannot_change(kind, name, value):
+    alg = make(kind)
+    owner = type(alg).__name__
+    with pytest.raises(AttributeError, match=f"{owner} was built with {name}=.*; make a new {owner} to change it"):
+        setattr(alg, name, value)
+    assert getattr(alg, name) != value
+
+
+def test_an_assigned_value_is_checked():
+    alg = make("td3")
+    with pytest.raises(ValueError, match="tau must be a number from 0 to 1, got 2"):
+        alg.tau = 2.0
+    with pytest.raises(ValueError, match="critic_reduction must be one of min, mean, got 'max'"):
+        alg.critic_reduction = "max"
+    with pytest.raises(ValueError, match="policy_delay must be a whole number of at least 1, got 0"):
+        alg.policy_delay = 0
+    assert (alg.tau, alg.critic_reduction, alg.policy_delay) == (0.005, "min", 2)
+
+
+def test_the_algorithm_has_a_config_of_its_own():
+    cfg = SAC.config_class(device="cpu", buffer_size=400)
+    alg = SAC(PointRobot(2), cfg)
+    alg.gamma = 0.5
+    assert (alg.cfg.gamma, cfg.gamma) == (0.5, 0.99)
+    with pytest.raises(ValueError, match="give gamma in cfg, not beside it"):
+        SAC(PointRobot(2), cfg, gamma=0.9)
+
+
+@pytest.mark.parametrize("cls", [DQN, SAC, TD3])
+def test_algorithms_are_at_most_three_classes_above_their_base(cls):
+    assert len(cls.__mro__) <= 5
+
+
+@pytest.mark.parametrize("kind", ["dqn", "per", "td3"])
+def test_assigning_exploring_and_learning_never_wait_for_the_device(kind):
+    alg = run(make(kind, "eager"), 10)
+    obs, critic_obs = alg.env.get_observations()
+    with NoHostSync():
+        alg.gamma, alg.tau, alg.max_grad_norm = 0.9, 0.1, 1.0
+        record = alg.env.step(alg.explore(obs, critic_obs))
+        alg.process_step(record)
+        alg.train(4)
+
+
+# ---------------------------------------------------------------------- frozen networks
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("sac", "actor"), ("sac", "critics"), ("sac", "temperature"), ("td3", "actor"), ("dqn", "q_network")],
+)
+def test_a_frozen_network_keeps_its_parameters_while_the_others_learn(kind, name):
+    def freeze(alg):
+        alg.before = contents(alg), [p.clone() for p in getattr(alg, name).parameters()]
+        getattr(alg, name).requires_grad_(False)
+
+    eager, _ = changed_run(kind, "eager", freeze)
+    recorded, _ = changed_run(kind, "auto", freeze)
+    assert same(eager, recorded)
+    for alg in (eager, recorded):
+        everything, own = alg.before
+        assert all(torch.equal(a, b) for a, b in zip(own, getattr(alg, name).parameters(), strict=True))
+        assert any(not torch.equal(a, b) for a, b in zip(everything[:-1], contents(alg)[:-1], strict=True))
+        assert not any(p.requires_grad for p in getattr(alg, name).parameters())
+        getattr(alg, name).requires_grad_(True)
+        run(alg, 4)
+        assert any(not torch.equal(a, b) for a, b in zip(own, getattr(alg, name).parameters(), strict=True))
+    assert same(eager, recorded)
+
+
+@pytest.mark.parametrize("kind", ["sac", "td3"])
+@pytest.mark.parametrize("optimizer", ["Adam", "AdamW", "RMSprop"])
+def test_a_frozen_layer_keeps_its_parameters(kind, optimizer):
+    def freeze(alg):
+        alg.before = [p.clone() for p in alg.actor.parameters()]
+        for p in list(alg.actor.parameters())[:2]:
+            p.requires_grad_(False)
+
+    given = {"optimizer_class_name": optimizer, "weight_decay": 0.1}
+    eager, _ = changed_run(kind, "eager", freeze, **given)
+    recorded, _ = changed_run(kind, "auto", freeze, **given)
+    assert same(eager, recorded)
+    kept = [torch.equal(a, b) for a, b in zip(recorded.before, recorded.actor.parameters(), strict=True)]
+    assert kept == [True, True, False, False]
+
+
+def test_a_frozen_network_reports_a_gradient_of_zero():
+    alg = run(make("sac"), 10)
+    alg.actor.requires_grad_(False)
+    alg.report()
+    metrics = alg.update(3)
+    assert metrics["train/actor_grad_norm"] == 0.0
+    assert metrics["train/critic_grad_norm"] > 0.0
+    assert metrics["train/nonfinite_updates"] == 0.0
+
+
+@pytest.mark.parametrize("execution", ["eager", "auto"])
+def test_statistics_stand_still_in_evaluation_mode(execution):
+    alg = run(make("sac", execution, empirical_normalization=True), 10)
+    count = int(alg.policy.obs_normalizer.count)
+    alg.eval_mode()
+    run(alg, 5)
+    assert int(alg.policy.obs_normalizer.count) == count == 40
+    alg.train_mode()
+    run(alg, 5)
+    assert int(alg.policy.obs_normalizer.count) == 60
+
+
+# ---------------------------------------------------------------------- target networks
+def test_a_target_copies_statistics_and_lerps_parameters():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    target = TargetNetwork(net, GuardedOptimizer(net, "Adam", 1e-3))
+    before = copy.deepcopy(target.module.state_dict())
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(1.0)
+    net(torch.randn(8, 3))
+    target.update(torch.tensor(0.1))
+    for name, now in target.module.state_dict().items():
+        if "running" in name or "num_batches" in name:
+            assert torch.equal(now, net.state_dict()[name]), name
+        else:
+            assert torch.allclose(now, before[name] + 0.1, atol=1e-6), name
+    assert not any(p.requires_grad for p in target.module.parameters())
+    target.update(torch.tensor(1.0))
+    for name, now in target.module.state_dict().items():
+        assert torch.equal(now, net.state_dict()[name]), name
+
+
+def test_a_target_is_updated_with_several_parameter_groups():
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+    target = TargetNetwork(net, GuardedOptimizer(net, "Adam", 1e-3, {"1": {"lr": 1e-2}}))
+    with torch.no_grad():
+        for p in net.parameters():
+            p.zero_()
+    target.update(torch.tensor(1.0))
+    assert all(not p.any() for p in target.module.parameters())
