@@ -3,8 +3,8 @@
 import pytest
 
 from canter.algorithms.ppo import PPO
-from canter.runners import StopTraining
-from canter.runners.callbacks import EVENTS, Callbacks
+from canter.runners import RUNNERS, OffPolicyRunner, OnPolicyRunner, StopTraining
+from canter.runners.run_log import EVENTS, Callbacks
 from canter.runners.runner import Runner
 
 ORDER = ["pre_iteration", "pre_rollout", "post_rollout", "pre_update", "post_update", "post_iteration"]
@@ -158,3 +158,5 @@ def test_callbacks_stand_alone():
 def test_the_loop_is_written_once():
     assert "learn" not in vars(PPO)
     assert "learn" in vars(Runner)
+    assert "run" in vars(Runner)
+    assert not [cls for cls in (OnPolicyRunner, OffPolicyRunner, *RUNNERS.values()) if "run" in vars(cls)]

@@ -123,7 +123,9 @@ def test_the_newest_number_is_loaded_and_junk_is_ignored(saver, run):  # row R51
 
 def test_without_a_checkpoint_a_fresh_student_plays_and_a_warning_says_so_once(saver):  # row R51, BUG-54
     one = saver()
-    with pytest.warns(UserWarning, match=r"no model_<iteration>\.pt in .*student yet: a fresh student plays") as caught:
+    with pytest.warns(
+        UserWarning, match=r"no model_<iteration>\.pt in .*student yet: an untrained student acts"
+    ) as caught:
         [one.check_stop() for _ in range(2)]
     assert len(caught) == 1
     one.get_transition()
@@ -188,7 +190,7 @@ def test_both_policies_are_reset_where_episodes_ended(saver, run):  # row R53
     assert seen == one.policy.resets == [[True, False], [False, True]]
 
 
-def test_statistics_are_merged_by_their_names(saver, run):  # row R54
+def test_statistics_are_merged_by_their_names(saver, run, capsys):
     save(run, 6, 0.0)
     said = {"height_max": torch.tensor([1.0, 5.0]), "height_min": -2.0, "reward": torch.tensor([1.0, float("nan")])}
     one = saver(extras=lambda step: {"episode": {**said, "reward": step}} if step < 3 else {}, log_to_tensorboard=True)
@@ -198,7 +200,9 @@ def test_statistics_are_merged_by_their_names(saver, run):  # row R54
     for i in range(4):
         one.collect_step(i)
     one.save_steps()
+    capsys.readouterr()
     text = one.print_log()
+    assert capsys.readouterr().out == f"{text}\n"
     assert sorted(logged) == [
         ("Episode/height_max", 5.0, 6), ("Episode/height_min", -2.0, 6), ("Episode/reward", 1.5, 6),
     ]  # fmt: skip

@@ -258,7 +258,7 @@ def test_critic_observations_are_saved_where_there_are_some(tmp_path):
     np.testing.assert_array_equal(whole["privileged_observations"][:, :6], whole["observations"])
 
 
-def test_progress_says_steps_and_rate_since_the_last_time(saver, monkeypatch):  # row R48
+def test_the_log_prints_and_returns_steps_and_rate_since_the_last_time(saver, monkeypatch, capsys):
     one = saver(min_timesteps=1000)
     clock = iter([10.0, 12.0, 12.0, 16.0])
     monkeypatch.setattr("canter.runners.demonstration.time.monotonic", lambda: next(clock))
@@ -268,6 +268,7 @@ def test_progress_says_steps_and_rate_since_the_last_time(saver, monkeypatch):  
     one.save_steps()
     assert "12 timesteps" in (text := one.print_log())
     assert "6 timesteps/s" in text
+    assert capsys.readouterr().out == f"{text}\n"
     one._mark = (next(clock), 12)
     assert "0 timesteps/s" in one.print_log()
 

@@ -150,7 +150,7 @@ def test_timesteps_are_added_in_every_call_and_after_loading(tmp_path):  # row L
     planned = make(max_timesteps=30)
     planned.learn()
     assert planned.tot_timesteps == 30
-    with pytest.raises(ValueError, match=r"say how long to train: learn\(total_timesteps\) or max_timesteps"):
+    with pytest.raises(ValueError, match=r"length of the training.*learn\(total_timesteps\) or max_timesteps"):
         make().learn()
 
 

@@ -50,9 +50,9 @@ def test_overlapping_steps_give_the_same_run(make_runner, differing, weights, ex
 
 def test_a_step_is_kept_between_the_halves_of_the_next(make_runner):
     runner = make_runner(InTwoHalves(4, seed=1))
-    calls, keep, take = runner.env.calls, runner.alg.process_step, runner.take_record
+    calls, keep, take = runner.env.calls, runner.alg.process_step, runner.stats.take
     runner.alg.process_step = lambda *step: (calls.append("keep"), keep(*step))
-    runner.take_record = lambda record: (calls.append("guard"), take(record))
+    runner.stats.take = lambda record: (calls.append("guard"), take(record))
     runner.learn(1)
     later = ["send", "keep", "recv", "guard"] * (runner.num_steps_per_env - 1)
     assert calls == ["send", "recv", "guard", *later, "keep"]

@@ -103,16 +103,54 @@ def test_log_interval_is_respected(make_runner, tmp_path):  # row R11
     assert never.learn(2).history == []
 
 
-def test_log_gives_the_table_and_writes_the_metrics(make_runner, tmp_path):  # row R11
+def test_log_prints_and_returns_the_table_and_writes_the_metrics(make_runner, tmp_path, capsys):
     runner = make_runner(log_dir=tmp_path)
     runner.init_writer()
     text = runner.log(
         {"metrics": {"train/value_loss": 1.25, "train/learning_rate": 0.5, "time/fps": 1234.0}}, width=60, pad=30
     )
+    assert capsys.readouterr().out == f"{text}\n"
     assert "train/value_loss: 1.25" in text
     assert "time/fps: 1,234" in text
     assert max(map(len, text.splitlines())) <= 60
     assert rows(tmp_path)[0]["train/value_loss"] == 1.25
+
+
+def test_log_accepts_the_locals_of_a_training_loop(make_runner, tmp_path, capsys):
+    runner = make_runner(log_dir=tmp_path, num_steps_per_env=8)
+    runner.init_writer()
+
+    def loop(self, trial=None):
+        obs, critic_obs = self.obs, self.critic_obs
+        for _ in range(self.num_steps_per_env):
+            obs, critic_obs, rewards, dones, infos = self.rollout_step(obs, critic_obs)
+        self.alg.compute_returns(critic_obs)
+        losses, stats = self.alg.update(self.current_learning_iteration)
+        learn_time, rewbuffer = 0.25, self.rewbuffer
+        self.stats.rollout_metrics(self.alg.rollout.data)
+        self.evaluation()
+        return losses, self.log(locals())
+
+    losses, text = loop(runner)
+    assert capsys.readouterr().out == f"{text}\n"
+    row = rows(tmp_path)[0]
+    assert row["train/policy_loss"] == losses["surrogate_loss"]
+    assert row["train/learning_rate"] == runner.alg.learning_rate
+    assert row["learn_time"] == 0.25
+    assert row["eval/velrmsd"] == runner.metrics_velrmsd
+    assert row["episode/mean_reward"] == sum(runner.rewbuffer) / len(runner.rewbuffer)
+    assert "train/policy_loss" in text
+
+
+def test_log_accepts_losses_alone(make_runner, capsys):
+    text = make_runner().log({"losses": {"surrogate_loss": 0.5}, "name": "x", "it": 3})
+    assert "train/policy_loss: 0.5" in text
+    assert "it:" not in text
+
+
+def test_the_loop_prints_no_table_of_its_own(make_runner, capsys):
+    make_runner().learn(2)
+    assert capsys.readouterr().out == ""
 
 
 def test_the_console_shows_return_losses_and_rate(tiny, capsys):  # row R11
@@ -199,13 +237,26 @@ def test_steps_never_decrease_within_a_run(make_runner, tmp_path, recorder):  # 
     assert steps == sorted(steps)
 
 
-def test_models_and_code_state_are_uploaded(make_runner, tmp_path, recorder):  # rows L27, R19
-    runner = make_runner(log_dir=tmp_path / "run", logger="recorder", save_interval=1)
+def test_models_and_code_state_are_uploaded(make_runner, tmp_path, recorder):
+    runner = make_runner(log_dir=tmp_path / "run", logger="recorder", save_interval=1, git_diff=False)
     runner.add_git_repo_to_log(str(repository(tmp_path / "robot")))
     runner.learn(2)
     calls = recorder.opened[0].calls
     assert ("model", "model_1.pt", 1) in calls
     assert [name for kind, name, _ in calls if kind == "file"].count("robot.diff") == 1
+
+
+def test_the_text_of_a_diff_is_never_uploaded(make_runner, tmp_path, monkeypatch, recorder):
+    uploaded = {}
+    monkeypatch.setattr(recorder, "save_file", lambda self, path: uploaded.update({path.name: path.read_text()}))
+    runner = make_runner(log_dir=tmp_path / "run", logger="recorder", git_diff=True)
+    runner.add_git_repo_to_log(str(repository(tmp_path / "robot")))
+    runner.learn(1)
+    assert "+weight = 2" in (tmp_path / "run" / "git" / "robot.diff").read_text()
+    assert "robot.diff" not in uploaded
+    assert "commit: " in uploaded["robot.status"]
+    assert "reward.py" in uploaded["robot.status"]
+    assert not [text for text in uploaded.values() if "weight" in text or "git diff" in text]
 
 
 def repository(path):

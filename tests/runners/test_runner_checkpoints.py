@@ -97,6 +97,39 @@ def test_as_many_checkpoints_are_kept_as_asked_for(make_runner, tmp_path, keep, 
     assert files(tmp_path) == ["checkpoint_final.pt", *(f"model_{n}.pt" for n in expected)]
 
 
+def test_only_files_that_the_runner_wrote_periodically_are_removed(make_runner, tmp_path):
+    make_runner(log_dir=tmp_path).learn(1)  # a run without a limit
+    (tmp_path / "model_1.pt").rename(tmp_path / "model_900.pt")
+    runner = make_runner(log_dir=tmp_path, save_interval=1, keep_checkpoints=2)
+    runner.learn(3)
+    runner.save_checkpoint("model_3.pt")  # written by the user from here on
+    runner.save_checkpoint("model_50.pt")
+    runner.learn(3)
+    kept = ["model_3.pt", "model_5.pt", "model_50.pt", "model_6.pt", "model_900.pt"]
+    assert files(tmp_path) == ["checkpoint_final.pt", *kept]
+
+
+def test_a_resumed_run_removes_the_files_of_the_process_before(make_runner, tmp_path):
+    settings = {"log_dir": tmp_path, "save_interval": 1, "keep_checkpoints": 2}
+    make_runner(**settings).learn(3)
+    assert files(tmp_path) == ["checkpoint_final.pt", "model_2.pt", "model_3.pt"]
+    resumed = make_runner(**settings)
+    resumed.load_checkpoint("model_3.pt")
+    resumed.learn(2)
+    assert files(tmp_path) == ["checkpoint_final.pt", "model_4.pt", "model_5.pt"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "3", "null"])
+def test_without_a_readable_list_no_earlier_file_is_removed(make_runner, tmp_path, text):
+    settings = {"log_dir": tmp_path, "save_interval": 1, "keep_checkpoints": 2}
+    make_runner(**settings).learn(2)
+    (tmp_path / "periodic_checkpoints.json").write_text(text)
+    resumed = make_runner(**settings)
+    resumed.load_checkpoint("model_2.pt")
+    resumed.learn(3)
+    assert files(tmp_path) == ["checkpoint_final.pt", "model_1.pt", "model_2.pt", "model_4.pt", "model_5.pt"]
+
+
 def test_checkpoints_may_lie_apart_from_the_logs(make_runner, tmp_path):  # 6.1.1
     make_runner(log_dir=tmp_path / "logs", save_dir=tmp_path / "models").learn(1)
     assert files(tmp_path / "models") == ["checkpoint_final.pt", "model_1.pt"]
@@ -188,7 +221,7 @@ def test_what_is_of_another_device_or_environment_is_a_warning(make_runner, tmp_
         state["resume"]["env"]["state"] = {"other": torch.zeros(4, 2)}
     save_checkpoint(tmp_path / "other.pt", state)
     runner = make_runner()
-    with pytest.warns(UserWarning, match="not all could be put back"):
+    with pytest.warns(UserWarning, match="the state was not restored"):
         runner.load(tmp_path / "other.pt")
     assert runner.stats.tracker.cur_episode_length.tolist() == [0] * 4
     runner.learn(1)

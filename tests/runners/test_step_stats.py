@@ -9,8 +9,8 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from canter.runners.step_stats import StepStats
-from canter.utils.metrics import ComponentSums, EpisodeTracker
+from canter.envs.vec_env import StepRecord
+from canter.utils.metrics import ComponentSums, EpisodeTracker, StepStats
 
 
 def test_buffers_hold_returns_lengths_and_frames(make_runner, counting):  # row R07
@@ -30,7 +30,9 @@ def test_buffers_keep_the_newest(make_runner, counting):  # row R07
     assert len(runner.rewbuffer) == 100
     assert list(runner.rewbuffer)[-8:] == [100.0 * i + 1 for i in range(8)]
     tracker = EpisodeTracker(3000, 1, "cpu")
-    tracker.add(torch.arange(3000.0), torch.zeros(3000).bool(), torch.ones(3000).bool())
+    obs, no = torch.zeros(3000, 1), torch.zeros(3000).bool()
+    tracker.write(StepRecord(obs, obs, torch.arange(3000.0), no, no, None, None, ~no, {}))
+    tracker.step += 1
     tracker.read()
     assert (len(tracker.rframebuffer), tracker.rframebuffer[-1]) == (2000, 2999.0)
 

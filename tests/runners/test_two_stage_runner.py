@@ -122,7 +122,7 @@ def test_memories_are_forgotten_at_the_boundary(make):  # BUG-49
 
 def test_an_exhausted_dataset_ends_stage_one(make, demos):  # 6.3
     runner = make(pretrain_iterations=50, pretrain_dataset={"data_dir": str(demos), "dataset_loops": 1})
-    with pytest.warns(UserWarning, match="played to its end in iteration 3; going on in the environment"):
+    with pytest.warns(UserWarning, match="dataset ended in iteration 3; training continues in the environment"):
         runner.learn(5)
     # two environments play 4 trajectories of 7 steps in 14 steps: three rollouts of 4 and a piece, which is dropped
     assert runner.env.num_steps == 4 * 2
@@ -151,7 +151,7 @@ def test_a_dataset_of_another_environment_is_refused_with_the_difference(make, c
         arrays = {"observations": np.zeros((7, 5), np.float32), "actions": np.zeros((7, 1), np.float32), **rest}
         writer.add(0, arrays, 0)
     runner = make(pretrain_dataset={"data_dir": str(tmp_path / "wide")})
-    with pytest.raises(ValueError, match=r"observation: recorded \(5,\), here \(2,\)"):
+    with pytest.raises(ValueError, match=r"observation: dataset \(5,\), environment \(2,\)"):
         runner.learn(1)
 
 
@@ -189,7 +189,7 @@ def test_a_run_that_was_interrupted_in_stage_one_ends_as_one_that_was_not(make, 
         file.unlink()
     (demos / "trajectory_1").rmdir()
     fresh = make(runner={"log_dir": tmp_path / "fresh"}, pretrain_dataset={**source, "seed": 7}, **given)
-    with pytest.warns(UserWarning, match="dataset is played from its beginning: 1 trajectories are no longer in"):
+    with pytest.warns(UserWarning, match="dataset starts from its beginning: 1 trajectories are no longer in"):
         fresh.load(tmp_path / "whole" / "model_2.pt")
     fresh.learn(1)
 

@@ -1,4 +1,4 @@
-"""DAgger's collecting half: the student plays, the teacher says what it would have done, both go to disk."""
+"""Data collection for DAgger: the student acts, and every step is labelled with the teacher's action."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ CONFIG_NAMES = ("config.yaml", "config.json")
 
 
 class DaggerSaver(DemonstrationSaver):
-    """Rolls out the student, or with some probability the teacher, and labels every step with the teacher's action.
+    """Runs the student, or with some probability the teacher, and labels every step with the teacher's action.
 
-    `policy` is the teacher. The student is read from the run directory of its training, always the newest checkpoint.
+    `policy` is the teacher. The student is the newest checkpoint in the run directory of its training.
 
     Args:
         training_policy_logdir: The student's run directory, with its config and `model_<iteration>.pt`.
-        teacher_act_prob: Probability that an environment is driven by the teacher, as a schedule over the student's
+        teacher_act_prob: Probability that the teacher acts in an environment, as a schedule over the student's
             iterations: "exp", "linear", "tanh", a number, or a function.
-        update_times_scale: Iterations over which the schedule falls.
-        action_sample_std: Standard deviation of the student's noise, if above 0.
+        update_times_scale: Iterations over which the schedule decays.
+        action_sample_std: Standard deviation of the student's noise; its own if 0.
         log_to_tensorboard: Write episode statistics to TensorBoard in `save_dir`.
     """
 
@@ -66,7 +66,7 @@ class DaggerSaver(DemonstrationSaver):
 
     # ------------------------------------------------------------------ the student
     def init_traj_handlers(self) -> None:
-        """Open the directory, say who is trained, and build the student."""
+        """Open the directory, add the student to the metadata, and build it."""
         if self.writer is not None:
             return
         if self.training_policy is None:
@@ -79,7 +79,7 @@ class DaggerSaver(DemonstrationSaver):
         super().init_traj_handlers()
 
     def build_training_policy(self) -> None:
-        """A fresh student as the config in its run directory describes it."""
+        """Build an untrained student from the config in its run directory."""
         config = read_config(self.training_policy_logdir)
         settings = dict(config.get("policy") or {})
         runner = config.get("runner") or {}
@@ -95,14 +95,14 @@ class DaggerSaver(DemonstrationSaver):
         self._set_noise()
 
     def load_latest_training_policy(self) -> None:
-        """Take over the newest checkpoint of the student, if there is a newer one, and draw anew who drives."""
+        """Load the newest checkpoint of the student, and draw the environments in which the teacher acts."""
         if self.training_policy is None:
             self.build_training_policy()
         found = find_checkpoints(self.training_policy_logdir) if self.training_policy_logdir.is_dir() else []
         if not found and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"no model_<iteration>.pt in {self.training_policy_logdir} yet: a fresh student plays", stacklevel=2
+                f"no model_<iteration>.pt in {self.training_policy_logdir} yet: an untrained student acts", stacklevel=2
             )
         for number, path in reversed(found):
             if number <= self.training_policy_iteration or self._load_student(path):
@@ -111,7 +111,7 @@ class DaggerSaver(DemonstrationSaver):
         self.use_teacher_act_mask = chance < self.teacher_act_prob(self.training_policy_iteration)
 
     def _load_student(self, path: Path) -> bool:
-        """Whether the file could be used; one that is incomplete or just being removed is passed over."""
+        """Load a checkpoint; returns False if the file is incomplete or has just been removed."""
         try:
             state = import_state(load_checkpoint(path, self.env.device))
         except (CheckpointError, OSError) as error:
@@ -137,7 +137,7 @@ class DaggerSaver(DemonstrationSaver):
 
     # ------------------------------------------------------------------ steps
     def choose_actions(self) -> tuple[Tensor, Tensor]:
-        """The teacher's actions as labels; the student's to execute, except where the teacher drives."""
+        """The teacher's actions as labels; the student's to execute, except where the teacher acts."""
         if self.training_policy is None:
             self.load_latest_training_policy()
         labels = self.get_policy_actions()
@@ -146,19 +146,19 @@ class DaggerSaver(DemonstrationSaver):
         return labels, torch.where(mask, labels, actions.to(labels.dtype))
 
     def add_transition(self, step_i: int, infos: Mapping[str, Any]) -> None:
-        """Keep the step, and what the environment says of episodes."""
+        """Store the step and the environment's episode statistics."""
         super().add_transition(step_i, infos)
         if infos.get("episode"):
             self.rollout_episode_infos.append(infos["episode"])
 
     def policy_reset(self, dones: Tensor) -> None:
-        """Forget the past of episodes that ended, in both policies."""
+        """Reset the memory of both policies where episodes ended."""
         super().policy_reset(dones)
         if self.training_policy is not None and bool(dones.any()):
             self.training_policy.reset(dones)
 
     def check_stop(self) -> bool:
-        """Look for a newer student, then whether there is enough."""
+        """Load a newer student if there is one, then check whether enough was collected."""
         self.load_latest_training_policy()
         return super().check_stop()
 
@@ -176,19 +176,19 @@ class DaggerSaver(DemonstrationSaver):
         return {**super().log_metrics(), **own, **merged}
 
     def print_log(self) -> str:
-        """Show how far the collection is; returns the same as text."""
+        """Print the progress of the collection; returns the printed text."""
         self.collection_iteration += 1
         return super().print_log()
 
     def close(self) -> None:
-        """Finish the directory and the TensorBoard log."""
+        """Close the directory and the TensorBoard log."""
         super().close()
         if getattr(self, "tb_writer", None) is not None:
             self.tb_writer.close()
 
 
 def merge(name: str, values: list[Any]) -> float:
-    """One number from an episode statistic of several steps."""
+    """Combine the values of an episode statistic of several steps."""
     numbers = np.concatenate([torch.as_tensor(v).detach().cpu().double().reshape(-1).numpy() for v in values])
     if not np.isfinite(numbers).any():
         return float("nan")
@@ -197,7 +197,7 @@ def merge(name: str, values: list[Any]) -> float:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The config in a run directory."""
+    """Read the config in a run directory."""
     for name in CONFIG_NAMES:
         path = directory / name
         if path.is_file():
