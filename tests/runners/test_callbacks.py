@@ -158,5 +158,5 @@ def test_callbacks_stand_alone():
 def test_the_loop_is_written_once():
     assert "learn" not in vars(PPO)
     assert "learn" in vars(Runner)
-    assert "run" in vars(Runner)
-    assert not [cls for cls in (OnPolicyRunner, OffPolicyRunner, *RUNNERS.values()) if "run" in vars(cls)]
+    assert "_one_iteration" in vars(Runner)
+    assert not [cls for cls in (OnPolicyRunner, OffPolicyRunner, *RUNNERS.values()) if "_one_iteration" in vars(cls)]

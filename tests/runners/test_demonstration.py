@@ -204,7 +204,7 @@ def test_it_stops_only_when_both_are_reached(saver):  # row R45
     one = saver(min_timesteps=20, min_episodes=3)
     one.init_traj_handlers()
     for steps, episodes, stops in ((19, 3, False), (20, 2, False), (20, 3, True), (99, 99, True)):
-        one.writer.num_steps, one.writer.num_episodes = steps, episodes
+        one.total_timesteps, one.total_episodes = steps, episodes
         assert one.check_stop() is stops
 
 

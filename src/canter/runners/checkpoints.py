@@ -13,7 +13,7 @@ import torch
 
 from canter.algorithms.foreign import import_state
 from canter.utils.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
-from canter.utils.files import atomic_write, remove_stale_temps, safe_join
+from canter.utils.files import remove_stale_temps, safe_join
 from canter.utils.rng import rng_state, set_rng_state
 from canter.utils.tree import tree_map
 
@@ -75,7 +75,10 @@ class Checkpoints:
         manipulator = find_manipulator(runner.plan.ckpt_manipulator)
         if manipulator is not None:
             state = manipulator(state, runner.alg.state_dict())
-            self._save_manipulated(path, state)
+            try:
+                save_checkpoint(path.with_name(f"manipulated_{path.name}"), dict(state))
+            except OSError as error:
+                warnings.warn(f"the manipulated checkpoint was not written: {error}", stacklevel=3)
         runner.alg.load_state_dict(with_fitting_sums(state, runner.alg.state_dict()), load_optimizer)
         runner.iteration = int(state.get("iter", 0))
         runner.tot_timesteps = int(state.get("total_timesteps", runner.iteration * runner.steps_per_iteration()))
@@ -99,12 +102,6 @@ class Checkpoints:
         own = tree_map(_to(runner.device), state["runner"])
         runner.load_extra_state({**own, "is_exact": is_exact})
 
-    def _save_manipulated(self, path: Path, state: Mapping[str, Any]) -> None:
-        try:
-            save_checkpoint(path.with_name(f"manipulated_{path.name}"), dict(state))
-        except OSError as error:
-            warnings.warn(f"the manipulated checkpoint was not written: {error}", stacklevel=3)
-
     def save_periodic(self) -> None:
         """Write model_<completed iterations>.pt, and remove old periodic files beyond `keep_checkpoints`."""
         if self.directory is None:
@@ -115,7 +112,7 @@ class Checkpoints:
             self.periodic.append(path.name)
             removed = {old.name for old in prune_checkpoints(self.directory, keep, self.periodic)}
             self.periodic = [name for name in self.periodic if name not in removed]
-            atomic_write(self.directory / PERIODIC, lambda file: file.write(json.dumps(self.periodic).encode()))
+            (self.directory / PERIODIC).write_text(json.dumps(self.periodic))
 
     def save_final(self) -> None:
         """Write the state at the end of `learn` as model_<completed iterations>.pt and checkpoint_final.pt."""

@@ -52,9 +52,10 @@ class DaggerSaver(DemonstrationSaver):
         self.training_policy_logdir = Path(training_policy_logdir)
         self.teacher_act_prob = GET_PROB_FUNC(teacher_act_prob, update_times_scale)
         self.update_times_scale, self.action_sample_std = update_times_scale, action_sample_std
+        self.metadata |= {"update_times_scale": update_times_scale, "action_sample_std": action_sample_std}
+        self.metadata["training_policy_logdir"] = str(training_policy_logdir)
         self.training_policy: Policy | None = None
-        self.training_policy_iteration = 0
-        self.collection_iteration = 0
+        self.training_policy_iteration = self.collection_iteration = 0
         self.use_teacher_act_mask = torch.ones(self.env.num_envs, dtype=torch.bool, device=self.env.device)
         self.rollout_episode_infos: list[Mapping[str, Any]] = []
         self.tb_writer: Any = None
@@ -64,18 +65,10 @@ class DaggerSaver(DemonstrationSaver):
 
             self.tb_writer = SummaryWriter(str(self.save_dir))
 
-    # ------------------------------------------------------------------ the student
     def init_traj_handlers(self) -> None:
-        """Open the directory, add the student to the metadata, and build it."""
-        if self.writer is not None:
-            return
+        """Build the student and open the directory."""
         if self.training_policy is None:
             self.build_training_policy()
-        self.metadata |= {
-            "training_policy_logdir": str(self.training_policy_logdir),
-            "update_times_scale": self.update_times_scale,
-            "action_sample_std": self.action_sample_std,
-        }
         super().init_traj_handlers()
 
     def build_training_policy(self) -> None:
@@ -135,7 +128,6 @@ class DaggerSaver(DemonstrationSaver):
                 if isinstance(noise, torch.nn.Parameter):
                     noise.fill_(float(value))
 
-    # ------------------------------------------------------------------ steps
     def choose_actions(self) -> tuple[Tensor, Tensor]:
         """The teacher's actions as labels; the student's to execute, except where the teacher acts."""
         if self.training_policy is None:
@@ -162,9 +154,9 @@ class DaggerSaver(DemonstrationSaver):
         self.load_latest_training_policy()
         return super().check_stop()
 
-    # ------------------------------------------------------------------ progress
     def log_metrics(self) -> dict[str, float]:
         """Episode statistics since the last call: the largest of `_max`, the smallest of `_min`, means of others."""
+        self.collection_iteration += 1
         infos, self.rollout_episode_infos = self.rollout_episode_infos, []
         names = dict.fromkeys(name for info in infos for name in info)
         merged = {f"Episode/{name}": merge(name, [info[name] for info in infos if name in info]) for name in names}
@@ -174,11 +166,6 @@ class DaggerSaver(DemonstrationSaver):
         teacher = float(self.use_teacher_act_mask.float().mean())
         own = {"train/student_iteration": float(self.training_policy_iteration), "train/teacher_drives": teacher}
         return {**super().log_metrics(), **own, **merged}
-
-    def print_log(self) -> str:
-        """Print the progress of the collection; returns the printed text."""
-        self.collection_iteration += 1
-        return super().print_log()
 
     def close(self) -> None:
         """Close the directory and the TensorBoard log."""

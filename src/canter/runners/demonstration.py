@@ -15,7 +15,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from canter.envs.vec_env import StepRecord, VecEnv
+from canter.envs.vec_env import StepRecord
 from canter.envs.wrap import wrap_env
 from canter.modules.build import env_shapes, leaf_dtype
 from canter.runners.run_config import plain
@@ -30,6 +30,7 @@ from canter.utils.tree import Obs, tree_leaves
 from canter.utils.utils import compress_normalized_image
 
 CODECS = ("normalized_image",)
+DESCRIBED = ("rollout_storage_length", "success_traj_only", "min_timesteps", "min_episodes", "use_critic_obs")
 
 
 class DemonstrationSaver:
@@ -75,30 +76,22 @@ class DemonstrationSaver:
         self.obs_disassemble_mapping, self.demo_by_sample = dict(obs_disassemble_mapping or {}), demo_by_sample
         self.show_progress = show_progress
         self.cutter = StepCutter(self.env.obs_segments, self.obs_disassemble_mapping)
-        self.metadata: dict[str, Any] = {
-            "config": None,
-            "env": type(env).__name__ if not isinstance(env, str) else env,
-            "policy": type(policy).__name__,
-            "rollout_storage_length": rollout_storage_length,
-            "success_traj_only": success_traj_only,
-            "min_timesteps": min_timesteps,
-            "min_episodes": min_episodes,
-            "use_critic_obs": use_critic_obs,
-        }
-        if self.obs_disassemble_mapping and self.env.obs_segments is not None:
-            shapes = ObsLayout(self.env.obs_segments).shapes
-            self.metadata |= {"obs_segments": plain(shapes), "obs_disassemble_mapping": self.obs_disassemble_mapping}
+        env_name = env if isinstance(env, str) else type(env).__name__
+        self.metadata: dict[str, Any] = {"config": None, "env": env_name, "policy": type(policy).__name__}
+        self.metadata |= {name: getattr(self, name) for name in DESCRIBED}
+        if self.cutter.layout is not None:
+            shapes = plain(self.cutter.layout.shapes)
+            self.metadata |= {"obs_segments": shapes, "obs_disassemble_mapping": self.obs_disassemble_mapping}
         self.obs: Obs | None = None
         self.critic_obs: Obs | None = None
         self.transition: dict[str, Any] = {}
         self.console: Console | None = None
         self.recent_episodes: deque[tuple[float, int]] = deque(maxlen=100)  # return and length
         self._mark = (time.monotonic(), 0)
-        self._totals = (0, 0)
+        self.total_timesteps = self.total_episodes = 0  # steps and complete episodes on disk
         if hasattr(policy, "eval"):
             policy.eval()
 
-    # ------------------------------------------------------------------ set-up
     def init_traj_handlers(self) -> None:
         """Open `save_dir`, and a new trajectory for every environment."""
         if self.writer is not None:
@@ -110,13 +103,17 @@ class DemonstrationSaver:
             self.writer.folder(int(number)).mkdir(exist_ok=True)
         self._next_number = trajectory_folders(self.save_dir)[-1][0] + 1
         self.running_returns = np.zeros(self.env.num_envs)
-        self._mark = (time.monotonic(), self.writer.num_steps)
+        self.total_timesteps, self.total_episodes = self.writer.num_steps, self.writer.num_episodes
+        self._mark = (time.monotonic(), self.total_timesteps)
 
     def init_storage_buffer(self) -> None:
-        """Allocate a buffer of `rollout_storage_length` steps."""
-        self.storage = DemonstrationStorage.for_env(self.env, self.rollout_storage_length)
+        """Allocate a buffer of `rollout_storage_length` steps, with actions in the environment's own form."""
+        env, space = self.env, self.env.action_space
+        is_box = isinstance(space, spaces.Box)
+        shape, dtype = ((env.num_actions,), leaf_dtype(space)) if is_box else (tuple(space.shape or ()), torch.long)
+        sizes = (env.num_envs, self.rollout_storage_length, *env_shapes(env), shape)
+        self.storage = DemonstrationStorage(*sizes, env.device, action_dtype=dtype)
 
-    # ------------------------------------------------------------------ one step
     def get_policy_actions(self) -> Tensor:
         """The policy's actions, in the form that the environment takes."""
         return self._act(self.policy, self.critic_obs if self.use_critic_obs else self.obs, self.demo_by_sample)
@@ -188,7 +185,6 @@ class DemonstrationSaver:
         if bool(dones.any()):
             self.policy.reset(dones)
 
-    # ------------------------------------------------------------------ to disk
     def save_steps(self) -> None:
         """Write the buffer to disk, cut at episode ends, and update the metadata."""
         self.init_traj_handlers()
@@ -239,17 +235,7 @@ class DemonstrationSaver:
         if self.writer is not None:
             self.writer.metadata |= self.metadata
             self.writer.flush()
-
-    # ------------------------------------------------------------------ the loop
-    @property
-    def total_timesteps(self) -> int:
-        """Number of steps on disk."""
-        return self._totals[0] if self.writer is None else self.writer.num_steps
-
-    @property
-    def total_episodes(self) -> int:
-        """Number of complete episodes on disk."""
-        return self._totals[1] if self.writer is None else self.writer.num_episodes
+            self.total_timesteps, self.total_episodes = self.writer.num_steps, self.writer.num_episodes
 
     def check_stop(self) -> bool:
         """Whether `min_timesteps` and `min_episodes` are reached."""
@@ -299,7 +285,7 @@ class DemonstrationSaver:
         finally:
             writer, self.writer, self.storage = self.writer, None, None
             if writer is not None:
-                self._totals = writer.num_steps, writer.num_episodes
+                self.total_timesteps, self.total_episodes = writer.num_steps, writer.num_episodes
                 writer.close()
 
     def __enter__(self) -> DemonstrationSaver:
@@ -322,16 +308,6 @@ class DemonstrationStorage(RolloutStorage):
         fields = {n: f for n, f in super().declare_fields().items() if n.partition(".")[0] in kept}
         flags = {name: Field((), None, name, torch.bool) for name in ("timeouts", "success", "valid")}
         return {**fields, **flags}
-
-    @classmethod
-    def for_env(cls, env: VecEnv, num_steps: int) -> DemonstrationStorage:
-        """A storage for `num_steps` steps of an environment, with actions in its own form."""
-        space = env.action_space
-        is_box = isinstance(space, spaces.Box)
-        shape = (env.num_actions,) if is_box else tuple(space.shape or ())
-        obs_shape, critic_shape = env_shapes(env)
-        dtype = leaf_dtype(space) if is_box else torch.long
-        return cls(env.num_envs, num_steps, obs_shape, critic_shape, shape, env.device, action_dtype=dtype)
 
 
 class StepCutter:

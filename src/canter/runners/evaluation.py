@@ -54,9 +54,7 @@ def frozen(alg: Algorithm) -> Iterator[None]:
 
 def episode_quotas(num_episodes: int, num_envs: int) -> np.ndarray:
     """Episodes to count in each environment, fixed in advance so that short episodes are not over-represented."""
-    quotas = np.full(num_envs, num_episodes // num_envs)
-    quotas[: num_episodes % num_envs] += 1
-    return quotas
+    return num_episodes // num_envs + (np.arange(num_envs) < num_episodes % num_envs)
 
 
 @torch.inference_mode()

@@ -61,7 +61,7 @@ class OffPolicyRunner(Runner):
         self.num_kept = min(MOST_STEPS, -(-max(1, self.log_interval) // self.env.num_envs))
         self.keep_stats(self.num_kept)
         self.learning_time = self.collection_time = 0.0
-        self.first_of_log: tuple[int, float] | None = None
+        self.log_start = (0, 0.0)  # timesteps and clock at the last log entry
         self.mean_rewards: list[tuple[float, int]] = []
         """Mean reward and number of vector steps of every read since the last log entry."""
 
@@ -83,7 +83,7 @@ class OffPolicyRunner(Runner):
         before = self.tot_timesteps - self.env.num_envs
         return bool(interval) and self.tot_timesteps // interval > before // interval  # pyright: ignore[reportOptionalOperand]
 
-    def learn(
+    def learn(  # pyright: ignore[reportIncompatibleMethodOverride] (this order is documented)
         self,
         total_timesteps: int | None = None,
         init_at_random_ep_len: bool = False,
@@ -91,33 +91,22 @@ class OffPolicyRunner(Runner):
         *,
         num_learning_iterations: int | None = None,
     ) -> LearnResult:
-        """Train for more environment steps, rounded up to whole vector steps.
-
-        Args:
-            total_timesteps: Environment steps to add.
-            init_at_random_ep_len: Start episodes at random ages, so that they do not all end together.
-            trial: Hyperparameter search to report to whenever a log entry is due; see `TrialReporter`.
-            num_learning_iterations: Vector steps to add, instead.
-        """
-        count = self.count_iterations(num_learning_iterations, total_timesteps)
-        return self.run(count, init_at_random_ep_len, trial)
+        """Train for more environment steps, rounded up to whole vector steps, or for more iterations."""
+        return super().learn(num_learning_iterations, init_at_random_ep_len, trial, total_timesteps=total_timesteps)
 
     def start(self, init_at_random_ep_len: bool) -> None:
         """Allocate the replay buffer and read the first observation; fill the buffer from `offline_data`."""
         self.alg.prepare()
         super().start(init_at_random_ep_len)
-        self.first_of_log = None
         if self.cfg.offline_data is not None and self.alg.num_stored == 0:
             self.alg.fill(self.cfg.offline_data)
             if self.tot_timesteps == 0:
                 self.alg.train(self.cfg.offline_gradient_steps)
+        self.log_start = (self.tot_timesteps, time.perf_counter())
 
-    # ------------------------------------------------------------------ one iteration
     def run_iteration(self) -> dict[str, float]:
         """Step, learn if that is due, and read the metrics if a log entry is due."""
         begin = time.perf_counter()
-        if self.first_of_log is None:
-            self.first_of_log = (self.tot_timesteps, begin)
         self.callbacks.fire("pre_rollout", self)
         self.stats.first_step = self.tot_timesteps // self.env.num_envs - self.stats.tracker.step
         with torch.inference_mode(self.cfg.inference_mode_rollout):
@@ -152,39 +141,31 @@ class OffPolicyRunner(Runner):
         steps = sum(count for _, count in self.mean_rewards)
         metrics["rollout/mean_reward"] = sum(mean * count for mean, count in self.mean_rewards) / max(1, steps)
         self.mean_rewards.clear()
-        kept = {"buffer/size": float(len(self.alg.prepare()))}
-        return (
-            metrics | self.alg.report() | self.alg.exploration() | kept | self._times(after) | gpu_memory(self.device)
-        )
+        metrics |= self.alg.report() | self.alg.exploration() | {"buffer/size": float(len(self.alg.prepare()))}
+        (before, begin), self.log_start = self.log_start, (after, time.perf_counter())
+        metrics["time/fps"] = (after - before) / max(self.log_start[1] - begin, 1e-9)
+        metrics |= {"time/collection": self.collection_time, "time/learning": self.learning_time}
+        self.learning_time = self.collection_time = 0.0
+        return metrics | gpu_memory(self.device)
 
     def count_episodes(self) -> dict[str, float]:
         """Add the steps since the last read to the episode statistics."""
         count = self.stats.tracker.step
+        if not count:
+            return {}
         is_flat = isinstance(self.obs, Tensor)
         metrics = self.stats.rollout_metrics({"observations": self.obs.unsqueeze(0)} if is_flat else {})
-        if count:
-            self.mean_rewards.append((metrics["rollout/mean_reward"], count))
+        self.mean_rewards.append((metrics["rollout/mean_reward"], count))
         return metrics
-
-    def _times(self, after: int) -> dict[str, float]:
-        assert self.first_of_log is not None
-        steps, begin = self.first_of_log
-        now = time.perf_counter()
-        times = {"time/collection": self.collection_time, "time/learning": self.learning_time}
-        self.first_of_log = (after, now)
-        self.learning_time = self.collection_time = 0.0
-        return times | {"time/fps": (after - steps) / max(now - begin, 1e-9)}
 
     def flush(self) -> None:
         """Count the last episodes and flush every logging backend."""
-        if self.stats.tracker.step:
-            self.count_episodes()
+        self.count_episodes()
         super().flush()
 
     def extra_state(self) -> dict[str, Any]:
         """State of the runner for exact continuation, with the rewards since the last log entry."""
-        if self.stats.tracker.step:
-            self.count_episodes()
+        self.count_episodes()
         return super().extra_state() | {"mean_rewards": [list(pair) for pair in self.mean_rewards]}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from canter.envs.vec_env import StepRecord
 from canter.modules.build import build_actor_critic
 from canter.runners.run_log import train_metrics
-from canter.runners.runner import LearnResult, Runner
+from canter.runners.runner import Runner
 from canter.utils.metrics import gpu_memory
 from canter.utils.tree import Obs
 
@@ -50,26 +50,6 @@ class OnPolicyRunner(Runner):
         super().start(init_at_random_ep_len)
         self.alg.rollout.clear()
 
-    def learn(
-        self,
-        num_learning_iterations: int | None = None,
-        init_at_random_ep_len: bool = False,
-        trial: Any = None,
-        *,
-        total_timesteps: int | None = None,
-    ) -> LearnResult:
-        """Train for more iterations, or for more environment steps rounded up to whole iterations.
-
-        Args:
-            num_learning_iterations: Iterations to add.
-            init_at_random_ep_len: Start episodes at random ages, so that they do not all end together.
-            trial: Hyperparameter search to report every iteration to; see `TrialReporter`.
-            total_timesteps: Environment steps to add, if `num_learning_iterations` is not given.
-        """
-        count = self.count_iterations(num_learning_iterations, total_timesteps)
-        return self.run(count, init_at_random_ep_len, trial)
-
-    # ------------------------------------------------------------------ one iteration
     def run_iteration(self) -> dict[str, float]:
         """Collect, learn, and return the iteration's metrics."""
         self.callbacks.fire("pre_rollout", self)

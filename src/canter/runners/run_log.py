@@ -170,26 +170,24 @@ class TrialReporter:
         eval_interval: The run's setting.
     """
 
-    def __init__(
-        self,
-        trial: Any,
-        metric: str | Callable[[Mapping[str, float]], float] | None = None,
-        eval_interval: int | None = None,
-    ) -> None:
-        if not hasattr(trial, "report") and not callable(trial):
+    def __init__(self, trial: Any, metric: Any = None, eval_interval: int | None = None) -> None:
+        self.trial, self.metric, self.num_reports = trial, metric, 0
+        report = getattr(trial, "report", None)
+        if report is None and not callable(trial):
             raise TypeError(f"trial must be callable or have report(value, step), got {type(trial).__name__}")
-        is_named = isinstance(metric, str)
-        if is_named and "/" not in metric and metric not in ("velrmsd", "CoT", "mean_reward"):
-            raise ValueError(
-                "trial_metric must be one of velrmsd, CoT, mean_reward, the name of a metric such as "
-                f"'eval/mean_reward', or a callable, got {metric!r}"
-            )
-        from_episodes = is_named and metric.startswith("eval/") and metric not in ("eval/velrmsd", "eval/CoT")
-        if from_episodes and not eval_interval:
-            raise ValueError(f"trial_metric {metric!r} needs eval_interval: without it no evaluation is run")
-        self.trial, self.metric = trial, metric
-        self.takes_value = hasattr(trial, "report") and takes_value_and_step(trial.report)
-        self.num_reports = 0
+        if isinstance(metric, str):
+            if "/" not in metric and metric not in ("velrmsd", "CoT", "mean_reward"):
+                raise ValueError(
+                    "trial_metric must be one of velrmsd, CoT, mean_reward, the name of a metric such as "
+                    f"'eval/mean_reward', or a callable, got {metric!r}"
+                )
+            is_evaluated = metric.startswith("eval/") and metric not in ("eval/velrmsd", "eval/CoT")
+            if is_evaluated and not eval_interval:
+                raise ValueError(f"trial_metric {metric!r} needs eval_interval: without it no evaluation is run")
+        try:
+            self.takes_value = report is not None and bool(inspect.signature(report).bind(0.0, 0).args)
+        except (TypeError, ValueError):  # a builtin may have no signature
+            self.takes_value = False
 
     def report(self, metrics: Mapping[str, float], velrmsd: float, cot: float, iteration: int) -> bool:
         """Report one iteration; returns whether the search prunes the run."""
@@ -197,7 +195,6 @@ class TrialReporter:
         values["mean_reward"] = metrics.get("episode/mean_reward", math.nan)
         if not self.takes_value:
             getattr(self.trial, "report", self.trial)({**values, "iteration": iteration})
-            self.num_reports += 1
             return False
         value = self._value(values)
         if value is None:
@@ -211,7 +208,7 @@ class TrialReporter:
     def _value(self, values: Mapping[str, float]) -> float | None:
         """The value to report; None if this iteration has none, as before the first episode ends."""
         name = self.metric
-        if callable(name):
+        if not isinstance(name, str | None):
             return float(name(values))
         if name is None:
             name = "mean_reward" if math.isnan(values["velrmsd"]) else "velrmsd"
@@ -223,17 +220,6 @@ class TrialReporter:
 
     def warn_if_silent(self) -> None:
         """Warn if nothing was reported during the run."""
-        if self.num_reports == 0:
+        if self.takes_value and self.num_reports == 0:
             name = "episode/mean_reward" if self.metric is None else self.metric
             warnings.warn(f"nothing was reported to the trial: no iteration had the metric {name!r}", stacklevel=3)
-
-
-def takes_value_and_step(report: Callable[..., Any]) -> bool:
-    """Whether a function accepts two positional arguments."""
-    try:
-        inspect.signature(report).bind(0.0, 0)
-    except TypeError:
-        return False
-    except ValueError:  # a builtin without a signature
-        return True
-    return True

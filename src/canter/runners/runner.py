@@ -38,12 +38,7 @@ from canter.utils.signals import StopSignal
 from canter.utils.tree import Obs, tree_leaves
 
 
-class _Metrics(NamedTuple):
-    velrmsd: float
-    CoT: float
-
-
-class LearnResult(_Metrics):
+class LearnResult(NamedTuple("RobotMetrics", [("velrmsd", float), ("CoT", float)])):
     """Result of `learn`: unpacks to (velrmsd, CoT); `history` has one dict of metrics per logged iteration."""
 
     history: list[dict[str, float]]
@@ -80,7 +75,6 @@ class Runner(ABC):
     default_algorithm = "ppo"
     ways_to_set_length = "learn(iterations), learn(total_timesteps=...) or max_iterations"
 
-    alg: Any
     stats: StepStats
 
     def __init__(
@@ -117,7 +111,7 @@ class Runner(ABC):
         overrides = {"log_interval": log_interval, "save_interval": save_interval, "eval_interval": eval_interval}
         overrides |= {"eval_episodes": eval_episodes, "device": None if device is None else str(device)}
         given = {name: value for name, value in overrides.items() if value is not None}
-        self.cfg = self.plan.cfg = dataclasses.replace(self.plan.cfg, **given)  # the user's object is not changed
+        self.cfg = self.plan.cfg = dataclasses.replace(self.plan.cfg, **given)  # the user's object stays unchanged
         check_run(self.cfg)
         self.device: torch.device = resolve_device(self.cfg.device) if agent is None else agent.device
         self.env = open_env(env, self.device, self.plan)
@@ -136,7 +130,7 @@ class Runner(ABC):
         self.callbacks = Callbacks(self.cfg.callback_errors)
         self.run_log = RunLog(self.log_dir, self.cfg)
         self.checkpoints = Checkpoints(self)
-        self.alg = self._new_algorithm(obs_space, action_space) if agent is None else agent
+        self.alg = self.agent = self._new_algorithm(obs_space, action_space) if agent is None else agent
         self.set_up()
 
     def _new_algorithm(self, obs_space: spaces.Space | None, action_space: spaces.Space | None) -> Any:
@@ -144,7 +138,12 @@ class Runner(ABC):
         with torch.random.fork_rng(devices=[]):
             if self.cfg.seed is not None:
                 torch.manual_seed(self.cfg.seed)
-                seed_env(self.env, self.cfg.seed)
+                try:
+                    self.env.seed(self.cfg.seed)
+                except NotImplementedError as error:
+                    warnings.warn(f"{error}: its episodes will differ from run to run", stacklevel=4)
+                else:
+                    self.env.reset()  # running episodes were started without the seed
             return self.build_algorithm(agent_class, obs_space=obs_space, action_space=action_space)
 
     def keep_stats(self, num_steps: int) -> None:
@@ -155,7 +154,6 @@ class Runner(ABC):
         self.rewbuffer, self.lenbuffer = self.stats.tracker.rewbuffer, self.stats.tracker.lenbuffer
         self.rframebuffer = self.stats.tracker.rframebuffer
 
-    # ------------------------------------------------------------------ defined by a subclass
     @abstractmethod
     def build_algorithm(self, agent_class: Any, **spaces_given: Any) -> Any:
         """Build the algorithm of the plan."""
@@ -176,23 +174,29 @@ class Runner(ABC):
     def run_iteration(self) -> dict[str, float]:
         """Collect, learn, and return the iteration's metrics, or an empty dict if none were read."""
 
-    @abstractmethod
-    def learn(self, *args: Any, **kwargs: Any) -> LearnResult:
-        """Train for a number of further iterations or environment steps."""
+    def learn(
+        self,
+        num_learning_iterations: int | None = None,
+        init_at_random_ep_len: bool = False,
+        trial: Any = None,
+        *,
+        total_timesteps: int | None = None,
+    ) -> LearnResult:
+        """Train for more iterations, or for more environment steps rounded up to whole iterations.
 
-    # ------------------------------------------------------------------ the loop
-    def run(self, iterations: int, init_at_random_ep_len: bool, trial: Any) -> LearnResult:
-        """Run `iterations` more iterations."""
-        last = self.iteration + iterations
+        Args:
+            num_learning_iterations: Iterations to add.
+            init_at_random_ep_len: Start episodes at random ages, so that they do not all end together.
+            trial: Hyperparameter search to report the metrics to; see `TrialReporter`.
+            total_timesteps: Environment steps to add, if `num_learning_iterations` is not given.
+        """
+        last = self.iteration + self.count_iterations(num_learning_iterations, total_timesteps)
         self.horizon = max(last, self.planned_iterations() or 1)
         reporter = None if trial is None else TrialReporter(trial, self.cfg.trial_metric, self.cfg.eval_interval)
         history: list[dict[str, float]] = []
         title = str(self.run_info.get("task", type(self.alg).__name__))
-        with (
-            contextlib.nullcontext() if self.save_dir is None else RunLock(self.save_dir),
-            StopSignal() as stop,
-            Console(last, title, self.show_progress, self.iteration) as console,
-        ):
+        lock = contextlib.nullcontext() if self.save_dir is None else RunLock(self.save_dir)
+        with lock, StopSignal() as stop, Console(last, title, self.show_progress, self.iteration) as console:
             self.init_writer(init_at_random_ep_len)
             self.alg.adjust_learning_rate(self.iteration / self.horizon)
             self.alg.train_mode()
@@ -228,12 +232,11 @@ class Runner(ABC):
             metrics |= self._robot_metrics()
         if self.is_due(self.cfg.eval_interval):
             metrics |= self.eval(self.cfg.eval_episodes)
-        is_logged = self.is_due(self.log_interval)
-        if is_logged:
+        if is_logged := self.is_due(self.log_interval):
             metrics |= self.stats.take_extras()
-        should_stop = False
+        is_pruned = False
         if metrics and reporter is not None:
-            should_stop = reporter.report(metrics, self.metrics_velrmsd, self.metrics_CoT, self.iteration)
+            is_pruned = reporter.report(metrics, self.metrics_velrmsd, self.metrics_CoT, self.iteration)
         if is_logged:
             self.log(locals())
             history.append(metrics)
@@ -242,7 +245,7 @@ class Runner(ABC):
             self.checkpoints.save_periodic()
         self.run_log.store_code()
         self.callbacks.fire("post_iteration", self, metrics)
-        if should_stop:
+        if is_pruned:
             self.checkpoints.save_periodic()
             self.run_log.close()
             raise pruned_exception(f"pruned at iteration {self.iteration}")
@@ -279,7 +282,6 @@ class Runner(ABC):
         """Call `fn(runner)` at a `pre_*` event, or `fn(runner, stats)` at a `post_*` event, of every iteration."""
         self.callbacks.add(event, fn)
 
-    # ------------------------------------------------------------------ evaluation
     def evaluation(self) -> None:
         """Read the robot metrics of the environment, which is not stepped."""
         self.metrics_velrmsd = robot_metric(self.env, "tracking_error")
@@ -330,7 +332,6 @@ class Runner(ABC):
         """Switch networks and normalisers to evaluation mode."""
         self.alg.eval_mode()
 
-    # ------------------------------------------------------------------ logging
     def init_writer(self, init_at_random_ep_len: bool = False) -> None:
         """Open the logger, if there is a run directory and none is open, and prepare the environment."""
         self.run_log.open(self.config())
@@ -372,7 +373,6 @@ class Runner(ABC):
         """Record the state of the git repository that contains this file."""
         self.run_log.git_repos.append(repo_file_path)
 
-    # ------------------------------------------------------------------ checkpoints
     def save(self, path: str | Path, infos: Any = None) -> None:
         """Write a checkpoint."""
         self.checkpoints.save(Path(path), infos)
@@ -393,10 +393,8 @@ class Runner(ABC):
 
     def extra_state(self) -> dict[str, Any]:
         """State of the runner for exact continuation: episode statistics and current observations."""
-        state = {**self.stats.state_dict(), "obs": self.obs, "critic_obs": None}
-        if self.critic_obs is not self.obs:
-            state["critic_obs"] = self.critic_obs
-        return state
+        critic_obs = None if self.critic_obs is self.obs else self.critic_obs
+        return {**self.stats.state_dict(), "obs": self.obs, "critic_obs": critic_obs}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
         """Continue from `extra_state`, with new episodes where the environment's state could not be restored."""
@@ -413,12 +411,6 @@ class Runner(ABC):
         for env in (self.env, self.eval_env):
             if env is not None:
                 env.close()
-
-    # ------------------------------------------------------------------ documented names
-    @property
-    def agent(self) -> Algorithm:
-        """The algorithm."""
-        return self.alg
 
     @property
     def policy(self) -> Any:
@@ -442,19 +434,8 @@ def open_env(env: Any, device: torch.device, plan: RunPlan) -> VecEnv:
     both = (wrapped.obs_space, wrapped.critic_obs_space)
     has_dict = any(isinstance(space, spaces.Dict) for space in both)
     has_images = any(leaf.dtype == np.uint8 for space in both for _, leaf in tree_leaves(space))
-    # Policies of the ActorCritic family take one vector with named segments. With images they build it themselves, so
-    # that images are stored as bytes.
+    # The ActorCritic family takes one vector with segments; with images it flattens itself, so that bytes are stored.
     return FlattenObs(wrapped) if has_dict and "class_name" in plan.policy and not has_images else wrapped
-
-
-def seed_env(env: VecEnv, seed: int) -> None:
-    """Seed an environment and reset it; warn if it cannot be seeded."""
-    try:
-        env.seed(seed)
-    except NotImplementedError as error:
-        warnings.warn(f"{error}: its episodes will differ from run to run", stacklevel=5)
-    else:
-        env.reset()  # running episodes were started without the seed
 
 
 def randomize_ages(env: VecEnv, generator: torch.Generator) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,20 +29,16 @@ class TwoStageRunner(OnPolicyRunner):
         env: Any environment that `wrap_env` accepts; it is not stepped in stage one.
         train_cfg: Training dict with `pretrain_dataset`, the settings of a `RolloutDataset`, and `pretrain_iterations`
             (default 0; a negative number never ends stage one).
-        log_dir: Run directory; None writes nothing.
-        device: Training device; None takes a GPU if there is one.
         pretrain_iterations: Overrides `train_cfg`.
         pretrain_dataset: Overrides `train_cfg`.
-        **kwargs: Arguments of `OnPolicyRunner`.
+        **kwargs: The other arguments are those of `Runner`.
     """
 
     def __init__(
         self,
         env: Any,
         train_cfg: Any = None,
-        log_dir: str | Path | None = None,
-        device: torch.device | str | None = None,
-        *,
+        *args: Any,
         pretrain_iterations: int | None = None,
         pretrain_dataset: Mapping[str, Any] | None = None,
         **kwargs: Any,
@@ -61,7 +56,7 @@ class TwoStageRunner(OnPolicyRunner):
             kwargs["log_interval"] = LOG_INTERVAL
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="TPPO has no teacher")  # the dataset replaces it
-            super().__init__(env, train_cfg, log_dir, device, **kwargs)
+            super().__init__(env, train_cfg, *args, **kwargs)
         if self.pretrain_iterations and not hasattr(self.alg, "collect_transition_from_dataset"):
             raise TypeError(
                 f"{type(self.alg).__name__} cannot learn from recorded steps; use TPPO (without a teacher it clones "
@@ -69,8 +64,7 @@ class TwoStageRunner(OnPolicyRunner):
             )
         self.rollout_dataset = RolloutDataset(**self.pretrain_dataset, num_envs=self.env.num_envs, device=self.device)
         self.is_exhausted = False
-        self.is_on_dataset = False
-        """Whether the last step came from the dataset, so that `obs` is not the environment's observation."""
+        self.is_on_dataset = False  # whether the last step, and with it `obs`, came from the dataset
         self.dataset_infos: dict[str, float] = {}
         self._is_checked = False
 
@@ -85,7 +79,6 @@ class TwoStageRunner(OnPolicyRunner):
         own = {"pretrain_iterations": self.pretrain_iterations, "pretrain_dataset": plain(self.pretrain_dataset)}
         return {**super().config(), **own}
 
-    # ------------------------------------------------------------------ one iteration
     def run_iteration(self) -> dict[str, float]:
         """Collect from the dataset or the environment, learn, and return the iteration's metrics."""
         metrics = super().run_iteration()
@@ -140,7 +133,6 @@ class TwoStageRunner(OnPolicyRunner):
         self.lenbuffer.clear()
         return self.env.get_observations()
 
-    # ------------------------------------------------------------------ continuing
     def extra_state(self) -> dict[str, Any]:
         """State of the runner for exact continuation, with the stage and the position in the dataset."""
         own = {"on_dataset": self.is_on_dataset, "is_exhausted": self.is_exhausted}

@@ -65,7 +65,6 @@ class MeanMeter:
         return dict(zip(averages, torch.stack(list(averages.values())).tolist(), strict=True)) if averages else {}
 
 
-# ---------------------------------------------------------------------- the steps of a rollout
 class StepStats:
     """Checks and counts the steps of a rollout.
 
@@ -81,16 +80,11 @@ class StepStats:
         self.guard = FiniteGuard(device)
         self.extras = ScalarAverager()
         self.components = ComponentSums()
-        self.keys = tuple(extra_log_keys)
-        self.key_set = frozenset(self.keys)
-        self.has_extras = False
-        """Whether the extras of the environment had anything to log."""
-        self.first_step = 0
-        """Vector steps of the run before the ones that `tracker` holds."""
-        self.newest: dict[str, float] = {}
-        """Metrics of the newest rollout."""
-        self.check_first: Any = None
-        """Called with the first record, once; it may raise."""
+        self.keys = dict.fromkeys(extra_log_keys).keys()
+        self.has_extras = False  # whether the environment's extras had anything to log
+        self.first_step = 0  # vector steps of the run before those that `tracker` holds
+        self.newest: dict[str, float] = {}  # metrics of the newest rollout
+        self.check_first: Any = None  # called with the first record, once; it may raise
 
     def begin(self, obs: Any, critic_obs: Any, total_steps: int) -> None:
         """Check the observation from which the next rollout starts, and count the steps of an interrupted one."""
@@ -103,23 +97,20 @@ class StepStats:
             self.check_first(record)
             self.check_first = None
         if self.guard.is_immediate:
-            groups: dict[str, Any] = {"obs": record.obs, "reward": record.reward}
+            groups: dict[str, Any] = {"obs": record.obs, "reward": record.reward, "final_obs": record.final_obs}
             if record.critic_obs is not record.obs:
                 groups["critic_obs"] = record.critic_obs
-            ended = None
-            if record.final_obs is not None:
-                ended = record.done
-                groups["final_obs"] = record.final_obs
-                if record.final_critic_obs is not record.final_obs:
-                    groups["final_critic_obs"] = record.final_critic_obs
+            if record.final_critic_obs is not record.final_obs:
+                groups["final_critic_obs"] = record.final_critic_obs
+            ended = None if record.final_obs is None else record.done
             self.guard.check(self.first_step + self.tracker.step, ended, **groups)
         self.tracker.step += 1
-        if not self.key_set.isdisjoint(record.extras):
+        if not self.keys.isdisjoint(record.extras):
             scalars = flatten_extras(record.extras, self.keys)
             if scalars:
                 self.has_extras = True
                 self.extras.add(scalars)
-            if COMPONENTS in self.key_set and isinstance(record.extras.get(COMPONENTS), Mapping):
+            if COMPONENTS in self.keys and isinstance(record.extras.get(COMPONENTS), Mapping):
                 self.components.add(record.extras[COMPONENTS], record.done, record.valid)
 
     def rollout_metrics(self, rollout: Mapping[str, Tensor]) -> dict[str, float]:
@@ -198,8 +189,7 @@ class EpisodeTracker:
                 self.num_episodes += int(ended.sum())
                 self.cur_reward_sum[ended] = 0.0
                 self.cur_episode_length[ended] = 0
-        going_on, first = valid & ~done, len(rewards)
-        found = 0
+        going_on, first, found = valid & ~done, len(rewards), 0
         while first and found < FRAMES:
             first -= 1
             found += int(going_on[first].sum())
@@ -314,7 +304,6 @@ class ComponentSums:
         return {name: total / count for name, (total, count) in zip(ended, table, strict=True) if count}
 
 
-# ---------------------------------------------------------------------- extras of the environment
 def flatten_extras(extras: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Tensor | float]:
     """The listed entries of `extras` as `extra/<key>/<sub>/...`; a value per environment becomes its mean.
 
@@ -383,13 +372,8 @@ class ScalarAverager:
         for device, names in groups.items():
             key = (device, tuple(names))
             dtype = torch.float32 if device is not None and device.type == "mps" else torch.float64
-            values: list[Any] = [scalars[name] for name in names]
-            if device is None:
-                row = torch.tensor(values, dtype=dtype)
-            else:
-                row = torch.stack([value.detach().reshape(()).to(dtype) for value in values])
             rows = self._rows.setdefault(key, [])
-            rows.append(row)
+            rows.append(torch.stack([torch.as_tensor(scalars[n], dtype=dtype).detach().reshape(()) for n in names]))
             if len(rows) >= ROWS_PER_FOLD:
                 self._fold(key)
 
@@ -413,11 +397,11 @@ class ScalarAverager:
             for name, column in zip(itertools.chain(*tables), on_host.unbind(1), strict=True):
                 columns[name] = _merge(columns[name], column) if name in columns else column
         values = {}
-        for name, (total, count, high, low) in ((name, column.tolist()) for name, column in columns.items()):
-            ending = name[-4:]
-            value = high if ending == "_max" else low if ending == "_min" else total / max(count, 1.0)
+        for name, column in columns.items():
+            total, count, high, low = column.tolist()
+            value = {"_max": high, "_min": low}.get(name[-4:], total / max(count, 1.0))
             # A maximum or minimum over no environment arrives as its neutral element.
-            if count and value != {"_max": -math.inf, "_min": math.inf}.get(ending):
+            if count and value != {"_max": -math.inf, "_min": math.inf}.get(name[-4:]):
                 values[name] = value
         return values
 
