@@ -1,4 +1,4 @@
-"""The off-policy loop: when it explores, learns, logs and saves; that it continues exactly; what it refuses."""
+"""The off-policy loop: exploration, learning, logging, saving, exact continuation, and refused settings."""
 
 import dataclasses
 import warnings
@@ -15,6 +15,7 @@ from canter.envs.vec_env import StepRecord, VecEnv
 from canter.envs.wrap import wrap_env
 from canter.runners import OffPolicyRunner, StopTraining
 from canter.runners.run_config import parse_train_cfg
+from canter.utils.metrics import NonFiniteError
 
 SMALL = {"batch_size": 8, "learning_starts": 10, "buffer_size": 300, "log_interval": 20, "save_interval": 0, "seed": 3}
 CONFIGS = {
@@ -37,7 +38,7 @@ def make(kind="dqn", env=None, log_dir=None, **changes):
 
 # ---------------------------------------------------------------------- the loop
 @pytest.mark.slow
-def test_the_documented_dqn_snippet(tmp_path):  # row R33
+def test_the_documented_dqn_snippet(tmp_path):
     cfg = DQNConfig(learning_starts=500)
     runner = OffPolicyRunner(env=wrap_env("CartPole-v1", "cpu", num_envs=1), cfg=cfg, algorithm="dqn", device="cpu")
     runner.learn(total_timesteps=2000)
@@ -46,17 +47,17 @@ def test_the_documented_dqn_snippet(tmp_path):  # row R33
 
 
 @pytest.mark.slow
-def test_the_documented_sac_snippet():  # row R34
+def test_the_documented_sac_snippet():
     cfg = SACConfig(learning_starts=500, batch_size=32)
     runner = OffPolicyRunner(wrap_env("Pendulum-v1", "cpu", num_envs=1), cfg, device="cpu")
     history = runner.learn(2000).history
     assert isinstance(runner.alg, SAC)
     assert {"train/actor_loss", "train/critic1_loss", "train/critic2_loss", "train/alpha", "train/entropy"} <= set(
         history[-1]
-    )  # row L08
+    )
 
 
-def test_updates_are_counted_in_vector_steps_and_start_when_told(monkeypatch):  # row R35
+def test_updates_are_counted_in_vector_steps_from_learning_starts(monkeypatch):
     runner = make("dqn", learning_starts=12, train_freq=3, gradient_steps=4)
     calls = []
     train = type(runner.alg).train
@@ -99,14 +100,14 @@ class OwnAgent(DQN):
         return {}
 
 
-def test_exploration_stays_in_the_algorithm():  # row R37
+def test_exploration_stays_in_the_algorithm():
     cfg = dataclasses.replace(CONFIGS["dqn"], learning_starts=0)
     runner = OffPolicyRunner(env_for("dqn"), agent=OwnAgent(env_for("dqn"), cfg, device="cpu"), show_progress=False)
     runner.learn(30)
     assert runner.alg.replay.data["actions"].sum() == 0
 
 
-def test_metrics_are_logged_whenever_an_interval_is_crossed():  # row L07
+def test_metrics_are_logged_whenever_an_interval_is_crossed():
     runner = make("dqn", PointRobotDiscrete(3), log_interval=20)
     history = runner.learn(61).history
     assert [row["buffer/size"] for row in history] == [21, 42, 60]
@@ -137,7 +138,23 @@ def test_rewards_between_two_logs_are_all_counted():
     assert list(runner.rewbuffer)[0] == 7.0
 
 
-def test_timesteps_are_added_in_every_call_and_after_loading(tmp_path):  # row L34
+def test_a_value_that_is_not_finite_is_named_with_its_vector_step():
+    runner = make("dqn", CartPole(2, max_episode_length=7))
+    real, calls = runner.env.step, []
+
+    def step(actions):
+        record = real(actions)
+        calls.append(actions)
+        if len(calls) == 6:
+            record.reward[1] = float("nan")
+        return record
+
+    runner.env.step = step
+    with pytest.raises(NonFiniteError, match=r"'reward' \(environments 1\) at step 5"):
+        runner.learn(40)
+
+
+def test_timesteps_are_added_in_every_call_and_after_loading(tmp_path):
     runner = make()
     runner.learn(20)
     runner.learn(15)
@@ -173,7 +190,7 @@ def test_callbacks_come_in_order_and_can_stop():
     assert runner.tot_timesteps == 6
 
 
-def test_a_trial_is_told_when_something_was_read():
+def test_a_trial_gets_a_report_at_every_log_entry():
     told = []
     runner = make("dqn", CartPole(2, max_episode_length=3), trial_metric="mean_reward")
     runner.learn(60, trial=lambda report: told.append(report["mean_reward"]))
@@ -181,7 +198,7 @@ def test_a_trial_is_told_when_something_was_read():
 
 
 # ---------------------------------------------------------------------- saving
-def test_checkpoints_come_at_multiples_and_restore_the_counters(tmp_path):  # row R36
+def test_checkpoints_come_at_multiples_and_restore_the_counters(tmp_path):
     runner = make("dqn", log_dir=tmp_path, save_interval=20, keep_checkpoints=None, epsilon_decay_steps=100)
     runner.learn(50)
     assert sorted(p.name for p in tmp_path.glob("*.pt")) == [
@@ -287,7 +304,7 @@ def test_no_stored_step_spans_an_evaluation_that_resets():
 
 
 @pytest.mark.parametrize(("ends", "gives_final"), [("truncated", True), ("truncated", False), ("terminated", True)])
-def test_what_follows_an_end_is_stored_as_the_environment_tells_it(ends, gives_final):  # rows S19, L28
+def test_the_observation_after_an_end_is_stored_as_the_environment_gives_it(ends, gives_final):
     class Ending(Counting):
         def step(self, actions):
             record = super().step(actions)
@@ -320,14 +337,14 @@ def test_evaluation_changes_nothing_that_learns(differing, snapshot):
 
 
 # ---------------------------------------------------------------------- ways in
-def test_the_config_s_type_says_the_algorithm():
+def test_the_type_of_the_config_selects_the_algorithm():
     assert type(make("td3").alg).__name__ == "TD3"
     assert type(OffPolicyRunner(CartPole(1), device="cpu", show_progress=False).alg) is DQN
     with pytest.raises(ValueError, match="unknown algorithm 'sacc'; did you mean 'sac'"):
         OffPolicyRunner(CartPole(1), algorithm="sacc")
 
 
-def test_a_training_dict_says_the_same():
+def test_a_training_dict_selects_the_same_algorithm():
     algorithm = {"class_name": "SAC", "profile": "massive", "batch_size": 64, "actor_hidden_dims": [16, 8]}
     runner = OffPolicyRunner(PointRobot(4), {"algorithm": algorithm, "seed": 1, "device": "cpu"}, show_progress=False)
     assert (runner.cfg.gamma, runner.cfg.batch_size, runner.cfg.num_atoms) == (0.97, 64, 101)
@@ -364,7 +381,7 @@ def test_agents_learn_evaluate_and_save_through_a_runner(tmp_path):
 
 
 @pytest.mark.parametrize("config", [DQNConfig, SACConfig, TD3Config])
-def test_extras_can_be_chosen_in_every_config(config):  # row L17
+def test_extras_can_be_chosen_in_every_config(config):
     assert config(extra_log_keys=("robot",)).extra_log_keys == ("robot",)
 
 
