@@ -188,7 +188,8 @@ def learned_value(env, **settings):
         for _ in range(12):
             record = env.step(alg.act(obs, critic_obs))
             alg.process_step(record)
-            tracker.add(record.reward, record.done, record.valid)
+            tracker.write(record)
+            tracker.step += 1
             obs, critic_obs = record.obs, record.critic_obs
         alg.compute_returns(critic_obs)
         alg.update(iteration)

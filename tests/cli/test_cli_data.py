@@ -94,7 +94,7 @@ def test_dagger_in_two_roles_shares_two_directories(trained, capsys):
     config = {"policy": {"class_name": "ActorCritic", "actor_hidden_dims": [4], "critic_hidden_dims": [4]}}
     run.mkdir()
     (run / "config.json").write_text(json.dumps(config))
-    with pytest.warns(UserWarning, match="fresh student"):
+    with pytest.warns(UserWarning, match="untrained student"):
         assert main(["dagger", *where, "--role", "collect", "--max-steps", "256"]) == 0
     (run / "config.json").unlink()
     metadata = json.loads((data / "metadata.json").read_text())

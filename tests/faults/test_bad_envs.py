@@ -30,7 +30,7 @@ def bad_at(step, group, value, env=2):
     return spoil
 
 
-# ------------------------------------------------------------------ NaN and infinity, F39 and F40
+# ------------------------------------------------------------------ NaN and infinity
 GROUPS = [
     ("obs", "obs", 11),
     ("critic", "critic_obs", 11),
@@ -62,7 +62,7 @@ def assert_clean(runner, directory, after):
 
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize(("group", "name", "step"), GROUPS)
-def test_what_is_not_finite_is_named_at_once_and_learned_from_by_nothing(
+def test_values_that_are_not_finite_are_named_at_once_and_never_learned_from(
     make_runner, rsl_env, tmp_path, group, name, step, value
 ):
     env = rsl_env(spoil=bad_at(step, group, value))
@@ -88,7 +88,7 @@ def test_what_is_not_finite_is_named_at_once_and_learned_from_by_nothing(
         ("final_critic", "reward", 10),  # reaches the learner through the reward it is added to
     ],
 )
-def test_on_a_device_what_is_not_finite_is_named_after_the_rollout(
+def test_on_a_device_values_that_are_not_finite_are_named_after_the_rollout(
     make_runner, rsl_env, tmp_path, group, name, step, value
 ):
     """The guard of a GPU, which looks once per rollout so that no step waits."""
@@ -143,7 +143,7 @@ def test_rows_that_did_not_end_may_hold_anything_in_the_final_observation(make_r
     make_runner(rsl_env(spoil=garbage)).learn(3)
 
 
-def test_nan_in_extras_is_dropped_from_the_log_and_stops_nothing(make_runner, rsl_env, tmp_path):  # F40
+def test_nan_in_extras_is_dropped_from_the_log_and_stops_nothing(make_runner, rsl_env, tmp_path):
     def spoil(number, answer):
         answer["extras"]["log"] = {"height": float("nan"), "speed": 1.0}
 
@@ -154,7 +154,7 @@ def test_nan_in_extras_is_dropped_from_the_log_and_stops_nothing(make_runner, rs
     assert "extra/log/speed" in text
 
 
-def test_a_loss_that_is_not_finite_takes_no_step_and_is_counted(make_runner, rsl_env):  # F55
+def test_a_loss_that_is_not_finite_takes_no_step_and_is_counted(make_runner, rsl_env):
     runner = make_runner(rsl_env())
     runner.learn(1)
     before = snapshot(runner)
@@ -181,7 +181,7 @@ def test_a_loss_that_is_not_finite_takes_no_step_and_is_counted(make_runner, rsl
         (lambda a: a.update(final=torch.zeros(3, 3)), r"final observation has shape \(3, 3\)"),
     ],
 )
-def test_an_answer_of_another_shape_is_named(make_runner, rsl_env, change, message):  # F42, F45
+def test_an_answer_of_another_shape_is_named(make_runner, rsl_env, change, message):
     runner = make_runner(rsl_env(spoil=lambda number, answer: change(answer) if number == 7 else None))
     with pytest.raises((ValueError, RuntimeError), match=message):
         runner.learn(3)
@@ -206,7 +206,7 @@ def weights_after(make_runner, env, **cfg):
 
 @pytest.mark.parametrize("policy", [{}, {"class_name": "ActorCriticRecurrent", "rnn_hidden_size": 6}])
 @pytest.mark.parametrize("kind", list(DONES))
-def test_dones_of_any_kind_give_the_same_run(make_runner, rsl_env, kind, policy):  # row E16, F45
+def test_dones_of_any_kind_give_the_same_run(make_runner, rsl_env, kind, policy):
     def stagger(number, answer):
         answer["done"] = answer["done"] & (torch.arange(4) != 1)  # environment 1 goes on
         answer["extras"]["time_outs"] = answer["done"].clone()
@@ -223,7 +223,7 @@ def test_dones_of_any_kind_give_the_same_run(make_runner, rsl_env, kind, policy)
     assert runner.alg.rollout.dones.dtype == torch.bool
 
 
-def test_an_environment_that_writes_into_the_same_buffers_trains_the_same(make_runner, rsl_env):  # row E11, F44
+def test_an_environment_that_writes_into_the_same_buffers_trains_the_same(make_runner, rsl_env):
     expected, _ = weights_after(make_runner, rsl_env())
     got, runner = weights_after(make_runner, rsl_env(reuse=True))
     assert torch.equal(got, expected)
@@ -232,7 +232,7 @@ def test_an_environment_that_writes_into_the_same_buffers_trains_the_same(make_r
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.bool])
-def test_observations_of_any_number_are_taken_as_float32(make_runner, rsl_env, dtype):  # F43
+def test_observations_of_any_number_are_taken_as_float32(make_runner, rsl_env, dtype):
     runner = make_runner(rsl_env(dtype=dtype))
     runner.learn(2)
     assert runner.alg.rollout.observations.dtype == torch.float32
@@ -243,7 +243,7 @@ def test_observations_of_any_number_are_taken_as_float32(make_runner, rsl_env, d
 
 
 @pytest.mark.parametrize("kind", ["expanded", "transposed", "inference", "requires_grad"])
-def test_odd_tensors_are_taken_as_plain_ones(make_runner, rsl_env, kind):  # F44
+def test_odd_tensors_are_taken_as_plain_ones(make_runner, rsl_env, kind):
     def spoil(number, answer):
         obs = answer["obs"]
         if kind == "expanded":
@@ -270,9 +270,7 @@ def test_odd_tensors_are_taken_as_plain_ones(make_runner, rsl_env, kind):  # F44
     ("num_envs", "num_mini_batches"),
     [(1, 1), (1, 3), (3, 4), (3, 5), (2, 8)],
 )
-def test_any_number_of_environments_and_minibatches_uses_every_step_once(
-    make_runner, num_envs, num_mini_batches
-):  # F51
+def test_any_number_of_environments_and_minibatches_uses_every_step_once(make_runner, num_envs, num_mini_batches):
     counted = {"num_mini_batches": num_mini_batches, "num_learning_epochs": 1, "execution": "eager"}
     runner = make_runner(PointRobot(num_envs), algorithm=counted)
     sizes, batch_loss = [], runner.alg.batch_loss
@@ -291,14 +289,14 @@ def test_any_number_of_environments_and_minibatches_uses_every_step_once(
         ({"class_name": "ActorCriticRecurrent"}, 3, r"num_mini_batches=3 does not fit 2 environments"),
     ],
 )
-def test_more_minibatches_than_there_is_to_share_out_are_refused(make_runner, policy, count, message):  # F51
+def test_more_minibatches_than_there_is_to_share_out_are_refused(make_runner, policy, count, message):
     runner = make_runner(PointRobot(2), policy=policy, algorithm={"num_mini_batches": count})
     with pytest.raises(ValueError, match=message):
         runner.learn(1)
 
 
 @pytest.mark.parametrize("policy", [{}, {"class_name": "ActorCriticRecurrent", "rnn_hidden_size": 6}])
-def test_episodes_of_one_step_train(make_runner, rsl_env, policy):  # F47
+def test_episodes_of_one_step_train(make_runner, rsl_env, policy):
     def terminal(number, answer):
         answer["extras"] = {"terminated": answer["done"]}
 
@@ -317,20 +315,20 @@ def test_episodes_of_one_step_train(make_runner, rsl_env, policy):  # F47
         assert not runner.alg.rollout.data["hidden.memory_a"].any()
 
 
-def test_episodes_that_never_end_are_logged_without_their_statistics(make_runner, rsl_env, tmp_path):  # F48
+def test_episodes_that_never_end_are_logged_without_their_statistics(make_runner, rsl_env, tmp_path):
     runner = make_runner(rsl_env(length=10**9), tmp_path)
     history = runner.learn(5).history
     assert not [name for row in history for name in row if name.startswith("episode/")]
     assert history[4]["rollout/mean_reward"] == 150 + 18.5  # steps 17 to 20
 
 
-def test_all_environments_may_be_cut_off_at_once(make_runner):  # F49
+def test_all_environments_may_be_cut_off_at_once(make_runner):
     runner = make_runner(PointRobot(4, max_episode_length=4))
     runner.learn(3)
     assert runner.stats.tracker.num_episodes == 12
 
 
-# ------------------------------------------------------------------ action spaces, F46
+# ------------------------------------------------------------------ action spaces
 @pytest.mark.parametrize(
     ("space", "error"),
     [
@@ -363,6 +361,6 @@ def test_a_policy_of_another_action_width_is_refused(make_runner):
         make_runner(CartPole(2), policy={"num_actions": 5, "action_space": spaces.Box(-1, 1, (5,))}).learn(1)
 
 
-def test_something_that_is_no_environment_is_told_what_would_be(make_runner):
+def test_an_unknown_environment_is_an_error_that_lists_the_known_kinds(make_runner):
     with pytest.raises(TypeError, match=r"(?s)no environment that canter knows.*gymnasium\.Env"):
         make_runner(42)

@@ -1,4 +1,4 @@
-"""Errors on the way: what is kept, what is said, and that nothing hides the first error."""
+"""Errors during a run: saved state, messages, and the first error is never hidden."""
 
 import threading
 import warnings
@@ -28,7 +28,7 @@ class Breaks(PointRobot):
         raise RuntimeError("joint limit of knee_2")
 
 
-def test_an_error_in_the_environment_keeps_its_traceback_and_the_state(make_runner, tmp_path):  # F41
+def test_an_error_in_the_environment_keeps_its_traceback_and_the_state(make_runner, tmp_path):
     runner = make_runner(Breaks(4, at=11), tmp_path, save_interval=1)
     with pytest.raises(RuntimeError, match="joint limit of knee_2") as caught:
         runner.learn(5)
@@ -46,7 +46,7 @@ def test_an_error_in_the_environment_keeps_its_traceback_and_the_state(make_runn
     assert runner.iteration == 3
 
 
-def test_an_error_in_reset_or_at_construction_comes_out_as_it_is(make_runner, tmp_path):  # F41
+def test_an_error_in_reset_or_at_construction_comes_out_as_it_is(make_runner, tmp_path):
     class NoReset(PointRobot):
         def reset(self):
             raise OSError("simulator licence")
@@ -55,7 +55,7 @@ def test_an_error_in_reset_or_at_construction_comes_out_as_it_is(make_runner, tm
         make_runner(NoReset(2), tmp_path, seed=1)
 
 
-def test_a_failing_emergency_checkpoint_does_not_hide_the_error(make_runner, tmp_path, monkeypatch):  # F26
+def test_a_failing_emergency_checkpoint_does_not_hide_the_error(make_runner, tmp_path, monkeypatch):
     runner = make_runner(Breaks(4, at=2), tmp_path)
 
     def full(path, state):
@@ -67,7 +67,7 @@ def test_a_failing_emergency_checkpoint_does_not_hide_the_error(make_runner, tmp
             runner.learn(2)
 
 
-def test_an_error_in_a_loss_term_shows_the_users_frame(make_runner, tmp_path):  # F26
+def test_an_error_in_a_loss_term_shows_the_users_frame(make_runner, tmp_path):
     runner = make_runner(PointRobot(4), tmp_path)
 
     def my_loss_term(batch, out):
@@ -80,7 +80,7 @@ def test_an_error_in_a_loss_term_shows_the_users_frame(make_runner, tmp_path):  
     assert (tmp_path / "crash" / "model_0.pt").exists()
 
 
-def test_a_full_disk_while_saving_says_so_and_keeps_the_last_checkpoint(make_runner, tmp_path, monkeypatch):  # F10
+def test_a_full_disk_while_saving_is_named_and_keeps_the_last_checkpoint(make_runner, tmp_path, monkeypatch):
     runner = make_runner(PointRobot(4), tmp_path, save_interval=1)
     runner.learn(1)
     import os
@@ -99,7 +99,7 @@ def test_a_full_disk_while_saving_says_so_and_keeps_the_last_checkpoint(make_run
     assert list(tmp_path.glob(".tmp-*")) == []
 
 
-def test_a_directory_that_cannot_be_written_fails_before_the_first_step(make_runner, tmp_path):  # F12
+def test_a_directory_that_cannot_be_written_fails_before_the_first_step(make_runner, tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(OSError, match="file"):
         make_runner(Breaks(2, at=1), tmp_path / "file" / "run").learn(1)
@@ -110,7 +110,7 @@ def test_a_directory_that_cannot_be_written_fails_before_the_first_step(make_run
         runner.learn(1)
 
 
-def test_two_runs_in_one_directory_are_refused_naming_the_first(make_runner, tmp_path):  # F14
+def test_two_runs_in_one_directory_are_refused_naming_the_first(make_runner, tmp_path):
     first, second = make_runner(PointRobot(2), tmp_path), make_runner(Breaks(2, at=1), tmp_path)
     inside = []
 
@@ -127,14 +127,14 @@ def test_two_runs_in_one_directory_are_refused_naming_the_first(make_runner, tmp
     third.learn(1)  # free again
 
 
-def test_the_lock_is_free_after_an_error(make_runner, tmp_path):  # F14
+def test_the_lock_is_free_after_an_error(make_runner, tmp_path):
     runner = make_runner(Breaks(2, at=1), tmp_path)
     with pytest.raises(RuntimeError, match="joint limit"):
         runner.learn(1)
     runner.learn(1)
 
 
-def test_a_second_process_is_refused_and_a_killed_one_leaves_no_lock(children, send, make_runner, tmp_path):  # F14
+def test_a_second_process_is_refused_and_a_killed_one_leaves_no_lock(children, send, make_runner, tmp_path):
     directory = tmp_path / "run"
     pid = children.start(directory, 10**9, "slow")
     children.wait_for(directory / "rollout")
@@ -145,7 +145,7 @@ def test_a_second_process_is_refused_and_a_killed_one_leaves_no_lock(children, s
     make_runner(PointRobot(2), directory).learn(1)
 
 
-def test_learning_in_another_thread_works_without_handlers(make_runner):  # F25
+def test_learning_in_another_thread_works_without_handlers(make_runner):
     runner, errors = make_runner(PointRobot(2)), []
 
     def work():

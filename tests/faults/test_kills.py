@@ -50,7 +50,7 @@ def kill_and_resume(children, send, directory, times, seed):
     return lost
 
 
-def test_killed_while_saving_eight_times_and_eight_times_resumed(children, send, tmp_path):  # F01
+def test_killed_while_saving_eight_times_and_eight_times_resumed(children, send, tmp_path):
     kill_and_resume(children, send, tmp_path / "run", 8, seed=1)
     # The next life removes what the last one left half-written.
     children.start(tmp_path / "run", saved_so_far(tmp_path / "run") + 1)
@@ -59,12 +59,12 @@ def test_killed_while_saving_eight_times_and_eight_times_resumed(children, send,
 
 
 @pytest.mark.slow
-def test_killed_while_saving_fifty_times_and_fifty_times_resumed(children, send, tmp_path):  # F01
+def test_killed_while_saving_fifty_times_and_fifty_times_resumed(children, send, tmp_path):
     left = kill_and_resume(children, send, tmp_path / "run", 50, seed=2)
     assert any(left), "no kill hit a save: the experiment is not about saving"
 
 
-def test_a_run_killed_in_the_middle_ends_like_one_that_was_not(children, send, tmp_path):  # F02
+def test_a_run_killed_in_the_middle_ends_like_one_that_was_not(children, send, tmp_path):
     directory, straight = tmp_path / "killed", tmp_path / "straight"
     children.start(straight, 40)
     assert children.wait() == 0
@@ -84,7 +84,7 @@ def test_a_run_killed_in_the_middle_ends_like_one_that_was_not(children, send, t
 
 
 # ------------------------------------------------------------------ signals
-def test_sigterm_finishes_the_iteration_saves_and_exits_143(children, send, tmp_path):  # F24
+def test_sigterm_finishes_the_iteration_saves_and_exits_143(children, send, tmp_path):
     directory = tmp_path / "run"
     pid = children.start(directory, 10**9, "slow")
     children.wait_for(directory / "rollout")
@@ -95,7 +95,7 @@ def test_sigterm_finishes_the_iteration_saves_and_exits_143(children, send, tmp_
     assert not (directory / "crash").exists()
 
 
-def test_sigint_finishes_the_iteration_saves_and_returns(children, send, tmp_path):  # F23
+def test_sigint_finishes_the_iteration_saves_and_returns(children, send, tmp_path):
     directory = tmp_path / "run"
     pid = children.start(directory, 10**9, "slow")
     children.wait_for(directory / "rollout")
@@ -105,7 +105,7 @@ def test_sigint_finishes_the_iteration_saves_and_returns(children, send, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_a_signal_during_a_save_lets_it_complete(children, send, tmp_path, name):  # F23, F24
+def test_a_signal_during_a_save_lets_it_complete(children, send, tmp_path, name):
     directory = tmp_path / "run"
     pid = children.start(directory, 10**9, "slow_save")
     children.wait_for(directory / "saving")
@@ -115,7 +115,7 @@ def test_a_signal_during_a_save_lets_it_complete(children, send, tmp_path, name)
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 1), ("SIGTERM", -15)])
-def test_a_second_signal_ends_the_run_at_once(children, send, tmp_path, name, code):  # F23
+def test_a_second_signal_ends_the_run_at_once(children, send, tmp_path, name, code):
     directory = tmp_path / "run"
     pid = children.start(directory, 10**9, "slow")
     wait_saved(directory, 1)
@@ -134,7 +134,7 @@ def test_a_second_signal_ends_the_run_at_once(children, send, tmp_path, name, co
     assert newest_valid_checkpoint(directory).name == f"model_{before}.pt"
 
 
-def test_the_users_own_handler_is_called_too(children, send, tmp_path):  # F25
+def test_the_users_own_handler_is_called_too(children, send, tmp_path):
     directory = tmp_path / "run"
     pid = children.start(directory, 10**9, "handler")
     wait_saved(directory, 1)
@@ -154,7 +154,7 @@ def saved(tmp_path):
     return tmp_path / "run", child
 
 
-def test_two_hundred_flipped_bits_are_two_hundred_errors(saved):  # F04
+def test_two_hundred_flipped_bits_are_two_hundred_errors(saved):
     directory, child = saved
     path, rng = directory / "model_3.pt", random.Random(4)
     content = path.read_bytes()
@@ -172,7 +172,7 @@ def test_two_hundred_flipped_bits_are_two_hundred_errors(saved):  # F04
     assert runner.iteration == 3
 
 
-def test_a_damaged_newest_checkpoint_is_skipped_loudly(saved):  # F03, F05
+def test_a_damaged_newest_checkpoint_is_skipped_loudly(saved):
     directory, child = saved
     path, rng = directory / "model_3.pt", random.Random(5)
     content = path.read_bytes()
@@ -186,7 +186,7 @@ def test_a_damaged_newest_checkpoint_is_skipped_loudly(saved):  # F03, F05
     assert newest_valid_checkpoint(directory).name == "model_3.pt"
 
 
-def test_numbers_are_numbers_and_foreign_files_are_none_of_ours(saved):  # F18
+def test_numbers_are_numbers_and_foreign_files_are_none_of_ours(saved):
     directory, _ = saved
     for name in ("model_999999.pt", "model_1000001.pt"):
         (directory / name).write_bytes((directory / "model_3.pt").read_bytes())
@@ -196,7 +196,7 @@ def test_numbers_are_numbers_and_foreign_files_are_none_of_ours(saved):  # F18
 
 
 @pytest.mark.parametrize("mask", [0o027, 0o077])
-def test_files_get_the_mode_that_the_umask_leaves(tmp_path, saved, mask):  # F15
+def test_files_get_the_mode_that_the_umask_leaves(tmp_path, saved, mask):
     directory, child = saved
     before = os.umask(mask)
     try:

@@ -27,7 +27,7 @@ def config(**algorithm):
     return {"num_steps_per_env": 4, "seed": 1, "policy": POLICY, "algorithm": given}
 
 
-def test_it_trains_and_logs_style_and_task(tmp_path):  # row R20
+def test_it_trains_and_logs_style_and_task(tmp_path):
     runner = AmpPolicyRunner(env(), config(), tmp_path, "cpu", show_progress=False)
     history = runner.learn(3).history
     assert len(history) == 3
@@ -39,7 +39,7 @@ def test_it_trains_and_logs_style_and_task(tmp_path):  # row R20
     assert RUNNERS["AmpPolicyRunner"] is AmpPolicyRunner
 
 
-def test_the_documented_call_with_an_algorithm(tmp_path):  # rows R21, R22
+def test_the_documented_call_with_an_algorithm(tmp_path):
     policy = AmpActorCritic(6, 9, 2, **{k: v for k, v in POLICY.items() if k != "class_name"})
     runner = AmpPolicyRunner(env(), APPO(policy, amp_motion_loader=BANK), device="cpu", log_dir=tmp_path)
     runner.show_progress = False

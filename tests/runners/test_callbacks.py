@@ -1,16 +1,16 @@
-"""Six events in their order, what callbacks are given, and what their exceptions do."""
+"""Six events in their order, the arguments of callbacks, and the effect of their exceptions."""
 
 import pytest
 
 from canter.algorithms.ppo import PPO
-from canter.runners import StopTraining
-from canter.runners.callbacks import EVENTS, Callbacks
+from canter.runners import RUNNERS, OffPolicyRunner, OnPolicyRunner, StopTraining
+from canter.runners.run_log import EVENTS, Callbacks
 from canter.runners.runner import Runner
 
 ORDER = ["pre_iteration", "pre_rollout", "post_rollout", "pre_update", "post_update", "post_iteration"]
 
 
-def test_the_six_events_come_in_order_with_their_arguments(make_runner):  # rows L11, L12
+def test_the_six_events_come_in_order_with_their_arguments(make_runner):
     runner, seen = make_runner(), []
     for event in reversed(ORDER):
         runner.add_callback(event, lambda *args, event=event: seen.append((event, *args)))
@@ -22,7 +22,7 @@ def test_the_six_events_come_in_order_with_their_arguments(make_runner):  # rows
         assert len(stats) == (1 if event.startswith("post_") else 0)
 
 
-def test_post_iteration_sees_rollout_and_update_together(make_runner):  # row L12
+def test_post_iteration_sees_rollout_and_update_together(make_runner):
     runner, stats, iterations = make_runner(), {}, []
     for event in EVENTS:
         if event.startswith("post_"):
@@ -38,7 +38,7 @@ def test_post_iteration_sees_rollout_and_update_together(make_runner):  # row L1
     assert "train/policy_loss" not in stats["post_rollout"]
 
 
-def test_callbacks_of_one_event_run_in_the_order_they_were_added(make_runner):  # row L11
+def test_callbacks_of_one_event_run_in_the_order_they_were_added(make_runner):
     runner, seen = make_runner(), []
     for name in "abc":
         runner.add_callback("pre_update", lambda r, name=name: seen.append(name))
@@ -46,12 +46,12 @@ def test_callbacks_of_one_event_run_in_the_order_they_were_added(make_runner):  
     assert seen == ["a", "b", "c"]
 
 
-def test_an_unknown_event_is_answered_with_the_known_ones(make_runner):  # row L13
+def test_an_unknown_event_is_answered_with_the_known_ones(make_runner):
     with pytest.raises(ValueError, match=r"unknown event 'post_step'; events are .*post_rollout"):
         make_runner().add_callback("post_step", print)
 
 
-def test_the_order_of_an_iteration_is_collect_update_rate_evaluate_log_save(make_runner, monkeypatch, tmp_path):  # R31
+def test_the_order_of_an_iteration_is_collect_update_rate_evaluate_log_save(make_runner, monkeypatch, tmp_path):
     runner, seen = make_runner(log_dir=tmp_path, save_interval=1, eval_interval=1, eval_episodes=1), []
     for target, name in (
         (runner.alg, "compute_returns"),
@@ -78,7 +78,7 @@ def test_the_order_of_an_iteration_is_collect_update_rate_evaluate_log_save(make
     assert seen[-1] == "save_periodic"  # the final one
 
 
-def test_a_linear_rate_reaches_zero_with_the_run(make_runner):  # row R31
+def test_a_linear_rate_reaches_zero_with_the_run(make_runner):
     runner = make_runner(algorithm={"schedule": "linear", "learning_rate": 0.4, "clip_schedule": "linear"})
     rates = []
     runner.add_callback("pre_update", lambda r: rates.append((float(r.alg.lr), float(r.alg.clip))))
@@ -120,7 +120,7 @@ def test_stop_training_stops_even_where_errors_are_only_warnings(make_runner):
     assert runner.iteration == 0
 
 
-def test_an_exception_in_a_callback_comes_out_with_its_own_traceback(make_runner, tmp_path):  # F26
+def test_an_exception_in_a_callback_comes_out_with_its_own_traceback(make_runner, tmp_path):
     runner = make_runner(log_dir=tmp_path)
 
     def user_function(runner, stats):
@@ -134,7 +134,7 @@ def test_an_exception_in_a_callback_comes_out_with_its_own_traceback(make_runner
     assert not (tmp_path / "model_0.pt").exists()
 
 
-def test_callback_errors_can_be_warnings(make_runner):  # 7.3
+def test_callback_errors_can_be_warnings(make_runner):
     runner, seen = make_runner(callback_errors="warn"), []
 
     def broken(runner):
@@ -158,3 +158,5 @@ def test_callbacks_stand_alone():
 def test_the_loop_is_written_once():
     assert "learn" not in vars(PPO)
     assert "learn" in vars(Runner)
+    assert "_one_iteration" in vars(Runner)
+    assert not [cls for cls in (OnPolicyRunner, OffPolicyRunner, *RUNNERS.values()) if "_one_iteration" in vars(cls)]

@@ -73,12 +73,12 @@ def saver(counting, tmp_path, run):
         one.close()
 
 
-def test_the_policy_must_be_given(counting, tmp_path, run):  # INC-20
+def test_the_policy_must_be_given(counting, tmp_path, run):
     with pytest.raises(TypeError, match="policy"):
         DaggerSaver(env=counting(), save_dir=tmp_path, training_policy_logdir=run)
 
 
-def test_labels_are_the_teachers_though_the_student_acted(saver, run, tmp_path):  # row R49
+def test_labels_are_the_teachers_though_the_student_acted(saver, run, tmp_path):
     save(run, 3, -2.0)
     one = saver()
     one.collect_and_save()
@@ -88,7 +88,7 @@ def test_labels_are_the_teachers_though_the_student_acted(saver, run, tmp_path):
 
 
 @pytest.mark.parametrize(("probability", "driven"), [(1.0, 7.0), (0.0, -2.0)])
-def test_who_drives_is_drawn_by_the_probability(saver, run, probability, driven):  # row R50
+def test_environments_of_the_teacher_are_drawn_by_the_probability(saver, run, probability, driven):
     save(run, 3, -2.0)
     one = saver(teacher_act_prob=probability)
     one.check_stop()
@@ -96,7 +96,7 @@ def test_who_drives_is_drawn_by_the_probability(saver, run, probability, driven)
     assert one.env.given[-1] == pytest.approx([driven] * 2)
 
 
-def test_the_schedule_is_over_the_students_iterations_and_drawn_at_every_check(saver, run):  # row R50
+def test_the_schedule_is_over_the_students_iterations_and_drawn_at_every_check(saver, run):
     asked = []
     save(run, 40, 0.0)
     one = saver(lengths=[2] * 64, teacher_act_prob=lambda iteration: asked.append(iteration) or 0.5)
@@ -109,7 +109,7 @@ def test_the_schedule_is_over_the_students_iterations_and_drawn_at_every_check(s
     assert fallen.teacher_act_prob(40) == pytest.approx(0.5)
 
 
-def test_the_newest_number_is_loaded_and_junk_is_ignored(saver, run):  # row R51, BUG-54
+def test_the_newest_number_is_loaded_and_junk_is_ignored(saver, run):
     save(run, 9, 9.0)
     save(run, 10, 10.0)
     (run / "model_best.pt").write_text("x")
@@ -121,9 +121,11 @@ def test_the_newest_number_is_loaded_and_junk_is_ignored(saver, run):  # row R51
     assert one.env.given[-1] == pytest.approx([10.0, 10.0])
 
 
-def test_without_a_checkpoint_a_fresh_student_plays_and_a_warning_says_so_once(saver):  # row R51, BUG-54
+def test_without_a_checkpoint_an_untrained_student_acts_with_one_warning(saver):
     one = saver()
-    with pytest.warns(UserWarning, match=r"no model_<iteration>\.pt in .*student yet: a fresh student plays") as caught:
+    with pytest.warns(
+        UserWarning, match=r"no model_<iteration>\.pt in .*student yet: an untrained student acts"
+    ) as caught:
         [one.check_stop() for _ in range(2)]
     assert len(caught) == 1
     one.get_transition()
@@ -139,7 +141,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(saver, run):
     assert one.training_policy_iteration == 9
 
 
-def test_a_newer_student_replaces_the_old_in_mid_collection(saver, run):  # row R51
+def test_a_newer_student_replaces_the_old_in_mid_collection(saver, run):
     save(run, 1, 1.0)
     one = saver()
     one.check_stop()
@@ -166,7 +168,7 @@ def test_the_students_normaliser_comes_with_it(saver, run):  # A4
     assert not torch.equal(one.training_policy.obs_normalizer.normalize(obs), obs)
 
 
-def test_the_noise_can_be_overridden(saver, run):  # row R52
+def test_the_noise_can_be_overridden(saver, run):
     save(run, 1, 0.0)
     one = saver(action_sample_std=0.3)
     one.check_stop()
@@ -176,7 +178,7 @@ def test_the_noise_can_be_overridden(saver, run):  # row R52
     assert one.training_policy.std.tolist() == pytest.approx([0.3])
 
 
-def test_both_policies_are_reset_where_episodes_ended(saver, run):  # row R53
+def test_both_policies_are_reset_where_episodes_ended(saver, run):
     save(run, 1, 0.0)
     one = saver(lengths=(2, 3))
     one.check_stop()
@@ -188,7 +190,7 @@ def test_both_policies_are_reset_where_episodes_ended(saver, run):  # row R53
     assert seen == one.policy.resets == [[True, False], [False, True]]
 
 
-def test_statistics_are_merged_by_their_names(saver, run):  # row R54
+def test_statistics_are_merged_by_their_names(saver, run, capsys):
     save(run, 6, 0.0)
     said = {"height_max": torch.tensor([1.0, 5.0]), "height_min": -2.0, "reward": torch.tensor([1.0, float("nan")])}
     one = saver(extras=lambda step: {"episode": {**said, "reward": step}} if step < 3 else {}, log_to_tensorboard=True)
@@ -198,7 +200,9 @@ def test_statistics_are_merged_by_their_names(saver, run):  # row R54
     for i in range(4):
         one.collect_step(i)
     one.save_steps()
+    capsys.readouterr()
     text = one.print_log()
+    assert capsys.readouterr().out == f"{text}\n"
     assert sorted(logged) == [
         ("Episode/height_max", 5.0, 6), ("Episode/height_min", -2.0, 6), ("Episode/reward", 1.5, 6),
     ]  # fmt: skip
@@ -206,7 +210,7 @@ def test_statistics_are_merged_by_their_names(saver, run):  # row R54
     assert "8 timesteps" in text
 
 
-def test_no_statistics_are_no_error_and_counting_does_not_hide_checkpoints(saver, run):  # row R54, BUG-55
+def test_no_statistics_are_no_error_and_counting_does_not_hide_checkpoints(saver, run):
     save(run, 1, 1.0)
     one = saver()
     one.check_stop()
@@ -218,7 +222,7 @@ def test_no_statistics_are_no_error_and_counting_does_not_hide_checkpoints(saver
     assert one.training_policy_iteration == 2
 
 
-def test_the_documented_loop_runs(saver, run, tmp_path):  # row R55, INC-20
+def test_the_documented_loop_runs(saver, run, tmp_path):
     from canter.datasets.dagger_saver import DaggerSaver as Documented
 
     assert Documented is DaggerSaver
@@ -239,7 +243,7 @@ def test_the_documented_loop_runs(saver, run, tmp_path):  # row R55, INC-20
     assert sum(len(read_trajectory(p)["rewards"]) for p in (tmp_path / "data").glob("trajectory_*")) == 40
 
 
-def test_the_metadata_says_who_was_trained(saver, run, tmp_path):  # row R56
+def test_the_metadata_names_the_student(saver, run, tmp_path):
     save(run, 1, 1.0)
     saver(action_sample_std=0.1).collect_and_save()
     metadata = json.loads((tmp_path / "data/metadata.json").read_text())

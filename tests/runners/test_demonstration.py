@@ -1,4 +1,4 @@
-"""Demonstrations: what is on disk is what the environment gave, and every step of it is counted once."""
+"""Demonstrations: the files hold the steps of the environment, each of them once."""
 
 import gc
 import inspect
@@ -56,7 +56,7 @@ def trajectories(directory):
     return {p.name: read_trajectory(p) for p in sorted(directory.glob("trajectory_*"))}
 
 
-def test_the_documented_signature_and_defaults():  # row R38
+def test_the_documented_signature_and_defaults():
     parameters = inspect.signature(DemonstrationSaver).parameters
     assert list(parameters)[:10] == [
         "env", "policy", "save_dir", "rollout_storage_length", "min_timesteps", "min_episodes", "success_traj_only",
@@ -65,7 +65,7 @@ def test_the_documented_signature_and_defaults():  # row R38
     assert [parameters[n].default for n in list(parameters)[3:10]] == [64, 1e6, 10000, False, False, None, False]
 
 
-def test_the_layout_on_disk(saver, tmp_path):  # row R39
+def test_the_layout_on_disk(saver, tmp_path):
     saver(min_timesteps=24, min_episodes=2).collect_and_save({"seed": 3})
     metadata = json.loads((tmp_path / "demos/metadata.json").read_text())
     assert metadata["total_timesteps"] == 24
@@ -79,7 +79,7 @@ def test_the_layout_on_disk(saver, tmp_path):  # row R39
     assert len(read_manifest(tmp_path / "demos")) == len(list((tmp_path / "demos").rglob("*.safetensors")))
 
 
-def test_every_step_is_what_the_environment_gave(saver, tmp_path):  # row R40
+def test_stored_steps_equal_the_steps_of_the_environment(saver, tmp_path):
     saver(lengths=(2, 6), min_timesteps=24, min_episodes=1).collect_and_save()
     lengths = []
     for whole in trajectories(tmp_path / "demos").values():
@@ -96,7 +96,7 @@ def test_every_step_is_what_the_environment_gave(saver, tmp_path):  # row R40
     assert sorted(lengths) == [2] * 6 + [6, 6]
 
 
-def test_the_dataset_serves_what_was_saved(saver, tmp_path):  # row R40
+def test_the_dataset_returns_the_saved_steps(saver, tmp_path):
     saver(lengths=(3,), ends="truncated", min_timesteps=12, min_episodes=1).collect_and_save()
     data = RolloutDataset(tmp_path / "demos", 1, device="cpu")
     rows = [(b.observation[0, 1].item(), b.reward.item(), b.done.item(), b.timeout.item()) for b in data]
@@ -104,7 +104,7 @@ def test_the_dataset_serves_what_was_saved(saver, tmp_path):  # row R40
     assert len(rows) == 12
 
 
-def test_a_second_collection_continues_the_first(saver, tmp_path):  # row R41
+def test_a_second_collection_continues_the_first(saver, tmp_path):
     saver(lengths=(2, 3), min_timesteps=8, min_episodes=1).collect_and_save()
     first = trajectories(tmp_path / "demos")
     (tmp_path / "demos" / "trajectory_99").mkdir()  # an empty folder is used again
@@ -120,7 +120,7 @@ def test_a_second_collection_continues_the_first(saver, tmp_path):  # row R41
         np.testing.assert_array_equal(whole["rewards"], both[name]["rewards"])
 
 
-def test_only_successes_and_timeouts_are_kept_and_counted(saver, tmp_path):  # row R42, BUG-50, INC-19
+def test_only_successes_and_timeouts_are_kept_and_counted(saver, tmp_path):
     won = {"success": torch.tensor([False, True, False])}
     kept = saver(success_traj_only=True, extras=won, min_timesteps=12, min_episodes=3)
     kept.collect_and_save()
@@ -133,7 +133,7 @@ def test_only_successes_and_timeouts_are_kept_and_counted(saver, tmp_path):  # r
     assert metadata["total_timesteps"] == sum(e["end"] - e["start"] for e in read_manifest(tmp_path / "demos"))
 
 
-def test_timeouts_are_successes(saver, tmp_path):  # INC-19
+def test_timeouts_are_successes(saver, tmp_path):
     saver(lengths=(2,), ends="truncated", success_traj_only=True, min_timesteps=6, directory="t").collect_and_save()
     assert len(trajectories(tmp_path / "t")) >= 3
     failing = saver(lengths=(2,), success_traj_only=True, directory="f")
@@ -146,7 +146,7 @@ def test_timeouts_are_successes(saver, tmp_path):  # INC-19
 
 @pytest.mark.parametrize("critic", [False, True])
 @pytest.mark.parametrize("by_sample", [False, True])
-def test_which_observation_and_which_actions(tmp_path, critic, by_sample):  # row R43, INC-18
+def test_which_observation_and_which_actions(tmp_path, critic, by_sample):
     player = Player()
     player._act = lambda name, obs: (player.seen.append((name, obs.shape[1])), torch.zeros(len(obs), 2))[1]
     one = DemonstrationSaver(
@@ -171,7 +171,7 @@ def test_sampled_actions_are_recorded_as_the_environment_got_them(counting, tmp_
     assert np.abs(saved).max() <= 1.0
 
 
-def test_images_are_bytes_on_disk_and_floats_when_read(counting, tmp_path):  # row R44, R40, BUG-51
+def test_images_are_bytes_on_disk_and_floats_when_read(counting, tmp_path):
     env = counting((3,))
     env.obs_segments = {"camera": (1, 1), "t": (1,)}
     env._obs = lambda: torch.stack([env.t / 10, env.t], 1)
@@ -200,22 +200,22 @@ def test_images_that_cannot_be_kept_are_refused_at_once(counting, tmp_path, mapp
         DemonstrationSaver(env, Player(), tmp_path, obs_disassemble_mapping=mapping)
 
 
-def test_it_stops_only_when_both_are_reached(saver):  # row R45
+def test_it_stops_only_when_both_are_reached(saver):
     one = saver(min_timesteps=20, min_episodes=3)
     one.init_traj_handlers()
     for steps, episodes, stops in ((19, 3, False), (20, 2, False), (20, 3, True), (99, 99, True)):
-        one.writer.num_steps, one.writer.num_episodes = steps, episodes
+        one.total_timesteps, one.total_episodes = steps, episodes
         assert one.check_stop() is stops
 
 
-def test_the_policy_is_reset_only_where_episodes_ended(saver):  # row R46
+def test_the_policy_is_reset_only_where_episodes_ended(saver):
     one = saver(lengths=(2, 3))
     for i in range(4):
         one.collect_step(i)
     assert one.policy.resets == [[True, False], [False, True], [True, False]]
 
 
-def test_closing_keeps_every_step_and_counts_it_once(saver, tmp_path):  # row R47, BUG-52
+def test_closing_keeps_every_step_and_counts_it_once(saver, tmp_path):
     one = saver(lengths=(3, 9), rollout_storage_length=8)
     one.init_traj_handlers()
     for i in range(5):
@@ -231,7 +231,7 @@ def test_closing_keeps_every_step_and_counts_it_once(saver, tmp_path):  # row R4
     TrajectoryWriter(tmp_path / "demos").close()  # the lock is free
 
 
-def test_a_saver_that_could_not_be_made_is_deleted_silently(counting, tmp_path):  # BUG-52
+def test_a_saver_that_could_not_be_made_is_deleted_silently(counting, tmp_path):
     gc.collect()  # what other tests left is not its business
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -240,7 +240,7 @@ def test_a_saver_that_could_not_be_made_is_deleted_silently(counting, tmp_path):
         gc.collect()
 
 
-def test_an_environment_without_critic_observations_is_saved_without(saver, tmp_path):  # BUG-53
+def test_an_environment_without_critic_observations_is_saved_without(saver, tmp_path):
     saver(min_timesteps=12).collect_and_save()
     assert all("privileged_observations" not in whole for whole in trajectories(tmp_path / "demos").values())
 
@@ -258,7 +258,7 @@ def test_critic_observations_are_saved_where_there_are_some(tmp_path):
     np.testing.assert_array_equal(whole["privileged_observations"][:, :6], whole["observations"])
 
 
-def test_progress_says_steps_and_rate_since_the_last_time(saver, monkeypatch):  # row R48
+def test_the_log_prints_and_returns_steps_and_rate_since_the_last_time(saver, monkeypatch, capsys):
     one = saver(min_timesteps=1000)
     clock = iter([10.0, 12.0, 12.0, 16.0])
     monkeypatch.setattr("canter.runners.demonstration.time.monotonic", lambda: next(clock))
@@ -268,6 +268,7 @@ def test_progress_says_steps_and_rate_since_the_last_time(saver, monkeypatch):  
     one.save_steps()
     assert "12 timesteps" in (text := one.print_log())
     assert "6 timesteps/s" in text
+    assert capsys.readouterr().out == f"{text}\n"
     one._mark = (next(clock), 12)
     assert "0 timesteps/s" in one.print_log()
 

@@ -14,13 +14,13 @@ from canter.runners.evaluation import episode_quotas, run_episodes, summarize
 GRU = {"class_name": "ActorCriticRecurrent", "rnn_type": "gru", "rnn_hidden_size": 6}
 
 
-def test_quotas_give_every_environment_its_share():  # 7.5
+def test_quotas_give_every_environment_its_share():
     assert episode_quotas(7, 3).tolist() == [3, 2, 2]
     assert episode_quotas(2, 3).tolist() == [1, 1, 0]
     assert episode_quotas(6, 3).tolist() == [2, 2, 2]
 
 
-def test_the_statistics_of_known_episodes(make_runner, counting):  # row L22
+def test_the_statistics_of_known_episodes(make_runner, counting):
     runner = make_runner(counting((2, 3, 5)))
     result = runner.eval(4)  # quotas 2, 1, 1: returns 3, 3, 306, 1015
     assert result["eval/mean_reward"] == 331.75
@@ -32,11 +32,11 @@ def test_the_statistics_of_known_episodes(make_runner, counting):  # row L22
     }
 
 
-def test_short_episodes_do_not_count_more_often(make_runner, counting):  # BUG-60
+def test_short_episodes_do_not_count_more_often(make_runner, counting):
     assert make_runner(counting((1, 9))).eval(2)["eval/mean_length"] == 5.0
 
 
-def test_evaluation_starts_from_a_reset_and_is_deterministic(make_runner):  # row L23
+def test_evaluation_starts_from_a_reset_and_is_deterministic(make_runner):
     runner = make_runner(PointRobot(4, max_episode_length=6), eval_env=PointRobot(4, seed=3, max_episode_length=6))
     runner.learn(1)
     state = runner.eval_env.get_state()
@@ -51,7 +51,7 @@ def test_evaluation_starts_from_a_reset_and_is_deterministic(make_runner):  # ro
     assert seen == []
 
 
-def test_recurrent_policies_forget_at_every_episode_end(make_runner):  # 7.5
+def test_recurrent_policies_forget_at_every_episode_end(make_runner):
     runner = make_runner(policy=GRU)
     memories = []
 
@@ -66,7 +66,7 @@ def test_recurrent_policies_forget_at_every_episode_end(make_runner):  # 7.5
     assert [bool(m.any()) for m in memories[1:]] == [True, True, False, True, True]
 
 
-def test_memory_of_another_run_is_forgotten_first(make_runner):
+def test_recurrent_state_of_an_earlier_run_is_reset_first(make_runner):
     runner = make_runner(policy=GRU)
     act, env = runner.get_inference_policy(), PointRobot(2, seed=4, max_episode_length=3)
     state, results = env.get_state(), []
@@ -103,12 +103,12 @@ def test_steps_that_only_reset_are_no_part_of_an_episode(make_runner, mode):
     envs.close()
 
 
-def test_an_impossible_number_of_episodes_is_refused(make_runner):  # 7.5
+def test_an_impossible_number_of_episodes_is_refused(make_runner):
     with pytest.raises(ValueError, match="at least 1, got 0"):
         make_runner().eval(0)
 
 
-def test_episodes_that_never_end_are_an_error_that_says_what_to_do(make_runner, counting):  # 7.5
+def test_episodes_that_never_end_are_an_error_with_a_way_out(make_runner, counting):
     runner = make_runner(counting((10**9, 2), max_episode_length=4))
     with pytest.raises(RuntimeError, match=r"only 1 of 2 evaluation episodes ended within 6 steps.*max_steps"):
         runner.eval(2)
@@ -117,7 +117,7 @@ def test_episodes_that_never_end_are_an_error_that_says_what_to_do(make_runner, 
     assert runner.policy.training
 
 
-def test_evaluation_restores_modes_and_statistics(make_runner):  # row L24
+def test_evaluation_restores_modes_and_statistics(make_runner):
     runner = make_runner(algorithm={"empirical_normalization": True, "normalize_rewards": True})
     runner.learn(2)
     modes, step = [], runner.env.step
@@ -161,7 +161,7 @@ def test_periodic_evaluation_changes_nothing_in_the_training(
     assert differing(tmp_path / "with.pt", tmp_path / "without.pt") == ["config.eval_interval"]
 
 
-def test_the_evaluation_environment_is_the_one_that_is_stepped(make_runner, counting):  # row L31
+def test_the_evaluation_environment_is_the_one_that_is_stepped(make_runner, counting):
     env, eval_env = counting((2, 2)), counting((3, 4))
     runner = make_runner(env, eval_env=eval_env)
     assert runner.eval(2)["eval/mean_length"] == 3.5
@@ -169,7 +169,7 @@ def test_the_evaluation_environment_is_the_one_that_is_stepped(make_runner, coun
     assert eval_env.num_resets == 1
 
 
-def test_without_any_way_back_the_training_continues_from_fresh_episodes(make_runner, counting):  # 7.5
+def test_without_any_way_back_the_training_continues_from_fresh_episodes(make_runner, counting):
     env = counting((3, 50), max_episode_length=60)
     runner = make_runner(env, policy=GRU, num_steps_per_env=4, algorithm={"normalize_rewards": True})
     runner.learn(1)
@@ -186,7 +186,7 @@ def test_without_any_way_back_the_training_continues_from_fresh_episodes(make_ru
     assert list(runner.lenbuffer) == [3, 3]
 
 
-def test_an_environment_that_can_be_put_back_is(make_runner, counting):  # 7.5
+def test_an_environment_that_can_be_restored_is_restored(make_runner, counting):
     env = counting((50, 50), can_restore=True, max_episode_length=60)
     runner = make_runner(env)
     runner.learn(1)
@@ -208,7 +208,7 @@ def test_a_failing_evaluation_puts_the_environment_back(make_runner, counting):
 
 # ------------------------------------------------------------------ the policy that is handed out
 @pytest.mark.parametrize("policy", [{}, GRU])
-def test_the_inference_policy_takes_raw_observations_and_freezes(make_runner, policy):  # row R17
+def test_the_inference_policy_takes_raw_observations_and_freezes(make_runner, policy):
     runner = make_runner(policy=policy, algorithm={"empirical_normalization": True})
     runner.learn(3)
     normalizer = runner.policy.obs_normalizer
@@ -229,7 +229,7 @@ def context(runner, num_envs):
     return Context(runner.policy.initial_hidden(num_envs))
 
 
-def test_the_inference_policy_keeps_and_resets_its_own_memory(make_runner):  # row R17
+def test_the_inference_policy_keeps_and_resets_its_own_memory(make_runner):
     runner = make_runner(policy=GRU)
     runner.learn(1)
     act, obs = runner.get_inference_policy(), torch.ones(3, 6)
@@ -247,7 +247,7 @@ def test_the_inference_policy_keeps_and_resets_its_own_memory(make_runner):  # r
     assert torch.equal(runner.policy.memory_a.state, training_memory)
 
 
-def test_another_device_gets_a_copy(make_runner):  # row R17
+def test_another_device_gets_a_copy(make_runner):
     runner = make_runner()
     same, copied = runner.get_inference_policy("cpu"), runner.get_inference_policy("meta")
     assert same.policy is runner.policy

@@ -93,7 +93,7 @@ def continued(resume_cases, tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_new_process_continues_bit_for_bit(continued, differing, case):  # rows L20, R13; F02
+def test_a_new_process_continues_bit_for_bit(continued, differing, case):
     assert differing(continued / case / "straight.pt", continued / case / "resumed.pt") == []
 
 
@@ -179,12 +179,12 @@ def test_an_unchanged_checkpoint_continues(continues):
 
 
 @pytest.mark.parametrize("item", ITEMS)
-def test_another_value_of_any_one_item_is_another_run(continues, item):  # F02, 5.3.2
+def test_another_value_of_any_one_item_is_another_run(continues, item):
     assert continues(item, changed) is not True
 
 
 @pytest.mark.parametrize("item", [item for item in ITEMS if item not in DERIVABLE])
-def test_without_any_one_item_the_run_is_refused_or_another(continues, item):  # F02, 5.3.2
+def test_without_any_one_item_the_run_is_refused_or_another(continues, item):
     assert continues(item, missing) is not True
 
 
@@ -198,7 +198,7 @@ def tensors(state, path=()):
 
 
 @pytest.mark.slow
-def test_every_single_tensor_is_needed(continued, continues):  # 5.3.2
+def test_every_single_tensor_is_needed(continued, continues):
     needless = []
     for path in tensors(torch.load(continued / "lstm" / HALFWAY, weights_only=True)):
 

@@ -15,6 +15,7 @@ from canter.envs.vec_env import StepRecord, VecEnv
 from canter.envs.wrap import wrap_env
 from canter.runners import OffPolicyRunner, StopTraining
 from canter.runners.run_config import parse_train_cfg
+from canter.utils.metrics import NonFiniteError
 
 SMALL = {"batch_size": 8, "learning_starts": 10, "buffer_size": 300, "log_interval": 20, "save_interval": 0, "seed": 3}
 CONFIGS = {
@@ -136,6 +137,22 @@ def test_rewards_between_two_logs_are_all_counted():
     assert list(runner.rewbuffer)[0] == 7.0
 
 
+def test_a_value_that_is_not_finite_is_named_with_its_vector_step():
+    runner = make("dqn", CartPole(2, max_episode_length=7))
+    real, calls = runner.env.step, []
+
+    def step(actions):
+        record = real(actions)
+        calls.append(actions)
+        if len(calls) == 6:
+            record.reward[1] = float("nan")
+        return record
+
+    runner.env.step = step
+    with pytest.raises(NonFiniteError, match=r"'reward' \(environments 1\) at step 5"):
+        runner.learn(40)
+
+
 def test_timesteps_are_added_in_every_call_and_after_loading(tmp_path):
     runner = make()
     runner.learn(20)
@@ -149,7 +166,7 @@ def test_timesteps_are_added_in_every_call_and_after_loading(tmp_path):
     planned = make(max_timesteps=30)
     planned.learn()
     assert planned.tot_timesteps == 30
-    with pytest.raises(ValueError, match=r"say how long to train: learn\(total_timesteps\) or max_timesteps"):
+    with pytest.raises(ValueError, match=r"length of the training.*learn\(total_timesteps\) or max_timesteps"):
         make().learn()
 
 

@@ -1,4 +1,4 @@
-"""Both documented ways in, how long `learn` runs, what it returns, and one rollout step."""
+"""Both documented constructors, the length and the result of `learn`, and one rollout step."""
 
 import math
 import warnings
@@ -19,7 +19,7 @@ from canter.runners import LearnResult, OnPolicyRunner, build_runner
 SMALL = {"hidden_dims": [8]}
 
 
-def test_flat_and_nested_dicts_give_the_same_run(tiny, differing, weights):  # row R01
+def test_flat_and_nested_dicts_give_the_same_run(tiny, differing, weights):
     flat = tiny(algorithm={"entropy_coef": 0.01}, empirical_normalization=True)
     nested = {
         "runner": {"policy_class_name": "ActorCritic", "algorithm_class_name": "PPO", "seed": 1},
@@ -37,7 +37,7 @@ def test_flat_and_nested_dicts_give_the_same_run(tiny, differing, weights):  # r
     assert differing(weights(runners[0]), weights(other))
 
 
-def test_the_runner_builds_policy_algorithm_storage_and_normalisers(make_runner):  # row R02
+def test_the_runner_builds_policy_algorithm_storage_and_normalisers(make_runner):
     env = PointRobot(5)
     runner = make_runner(
         env,
@@ -57,12 +57,12 @@ def test_the_runner_builds_policy_algorithm_storage_and_normalisers(make_runner)
     assert isinstance(make_runner(env).policy.obs_normalizer, NoNormalization)
 
 
-def test_storage_settings_are_forwarded_and_checked(make_runner):  # row R02
+def test_storage_settings_are_forwarded_and_checked(make_runner):
     with pytest.raises(TypeError, match="no_such"):
         make_runner(storage={"no_such": 1})
 
 
-def test_dict_observations_reach_the_policy_as_named_segments(make_runner):  # row R02
+def test_dict_observations_reach_the_policy_as_named_segments(make_runner):
     class Split(PointRobot):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
@@ -79,7 +79,7 @@ def test_dict_observations_reach_the_policy_as_named_segments(make_runner):  # r
     assert runner.alg.rollout.observations.shape == (4, 4, 4)
 
 
-def test_the_documented_snippet_trains_pendulum():  # row R28
+def test_the_documented_snippet_trains_pendulum():
     env = GymVecEnvContinuous([lambda: gymnasium.make("Pendulum-v1") for _ in range(2)])
     runner = OnPolicyRunner(
         env=env,
@@ -98,7 +98,7 @@ def test_the_documented_snippet_trains_pendulum():  # row R28
     runner.close()
 
 
-def test_a_ready_agent_is_used_as_it_is():  # row R29
+def test_a_ready_agent_is_used_as_it_is():
     env = PointRobot(4)
     cfg = PPOConfig(num_steps_per_env=4, num_mini_batches=2)
     agent = PPO(env=env, cfg=cfg, actor_class=MLPActor, critic_class=MLPCritic, actor_cfg=SMALL, critic_cfg=SMALL)
@@ -119,7 +119,7 @@ def test_an_agent_of_another_number_of_environments_gets_new_storage():
     assert agent.rollout.num_envs == 3
 
 
-def test_an_agent_that_moves_to_other_environments_keeps_what_it_has_seen():
+def test_an_agent_in_other_environments_keeps_its_normaliser_statistics():
     agent = PPO(ActorCritic(6, 9, 2, actor_hidden_dims=[8], critic_hidden_dims=[8]), empirical_normalization=True)
     OnPolicyRunner(PointRobot(4), agent, show_progress=False).learn(1)
     runner = OnPolicyRunner(PointRobot(3), agent, show_progress=False)
@@ -136,7 +136,7 @@ def test_the_config_of_a_ready_agent_is_its_own():
     assert (config["clip_param"], config["learning_rate"], config["num_learning_epochs"]) == (0.1, 0.5, 1)
 
 
-def test_ppo_learns_evaluates_and_saves_through_a_runner(monkeypatch, tmp_path):  # row P65
+def test_ppo_learns_evaluates_and_saves_through_a_runner(monkeypatch, tmp_path):
     cfg = PPOConfig(num_steps_per_env=4, num_mini_batches=2)
     classes = {"actor_class": MLPActor, "critic_class": MLPCritic, "actor_cfg": SMALL, "critic_cfg": SMALL}
     agent = PPO(env=PointRobot(4, max_episode_length=5), cfg=cfg, **classes)
@@ -153,7 +153,7 @@ def test_ppo_learns_evaluates_and_saves_through_a_runner(monkeypatch, tmp_path):
         PPO(ActorCritic(6, 9, 2)).learn(1)
 
 
-def test_learn_adds_iterations(make_runner):  # rows R04, L34
+def test_learn_adds_iterations(make_runner):
     runner = make_runner()
     runner.learn(2)
     runner.learn(3)
@@ -161,7 +161,7 @@ def test_learn_adds_iterations(make_runner):  # rows R04, L34
     assert runner.tot_timesteps == 5 * 16
 
 
-def test_total_timesteps_round_up_and_add(make_runner):  # rows R30, L34
+def test_total_timesteps_round_up_and_add(make_runner):
     runner = make_runner(PointRobot(24))  # T * N = 96
     runner.learn(total_timesteps=100)
     assert (runner.iteration, runner.tot_timesteps) == (2, 192)
@@ -188,7 +188,7 @@ def test_learning_for_no_time_is_allowed(make_runner):
     assert runner.iteration == 0
 
 
-def test_learn_returns_robot_metrics_and_history(make_runner):  # rows R05, R22
+def test_learn_returns_robot_metrics_and_history(make_runner):
     runner = make_runner()
     result = runner.learn(2)
     velrmsd, cot = result
@@ -199,7 +199,7 @@ def test_learn_returns_robot_metrics_and_history(make_runner):  # rows R05, R22
     assert result.history[1]["eval/velrmsd"] == velrmsd
 
 
-def test_robot_metrics_are_read_from_the_environment(make_runner, counting):  # rows E15, R10
+def test_robot_metrics_are_read_from_the_environment(make_runner, counting):
     env = counting()
     env.tracking_error, env.CoT = torch.tensor([0.2, 0.4, 0.3]), 0.7
     runner = make_runner(env)
@@ -215,7 +215,7 @@ def test_robot_metrics_are_read_from_the_environment(make_runner, counting):  # 
 
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("policy", [{}, {"class_name": "ActorCriticRecurrent", "rnn_hidden_size": 6}])
-def test_rollouts_run_in_inference_mode_unless_told_otherwise(make_runner, enabled, policy):  # row R06
+def test_rollouts_run_in_inference_mode_by_default(make_runner, enabled, policy):
     seen = []
 
     class Spy(PointRobot):
@@ -229,7 +229,7 @@ def test_rollouts_run_in_inference_mode_unless_told_otherwise(make_runner, enabl
     assert not runner.alg.rollout.values.requires_grad
 
 
-def test_a_rollout_step_stores_raw_observations(make_runner):  # row R09
+def test_a_rollout_step_stores_raw_observations(make_runner):
     runner = make_runner(PointRobot(4), algorithm={"empirical_normalization": True})
     runner.learn(2)  # statistics that would show
     runner.start(False)
@@ -247,7 +247,7 @@ def test_a_rollout_step_stores_raw_observations(make_runner):  # row R09
     assert "time_outs" in infos
 
 
-def test_modes_reach_policy_and_normalisers(make_runner):  # row R18
+def test_modes_reach_policy_and_normalisers(make_runner):
     runner = make_runner(algorithm={"empirical_normalization": True, "normalize_rewards": True})
     runner.eval_mode()
     assert not runner.policy.training
@@ -261,7 +261,7 @@ def test_modes_reach_policy_and_normalisers(make_runner):  # row R18
     assert int(runner.policy.obs_normalizer.count) == 16
 
 
-def test_random_episode_ages_are_in_range_and_repeatable(make_runner):  # row E12
+def test_random_episode_ages_are_in_range_and_repeatable(make_runner):
     ages = []
     for seed in (1, 1, 2):
         env = PointRobot(64, max_episode_length=50)
@@ -276,7 +276,7 @@ def test_random_episode_ages_are_in_range_and_repeatable(make_runner):  # row E1
     runner.learn(1, init_at_random_ep_len=True)
 
 
-def test_an_environment_without_episode_ages_is_a_warning(make_runner, counting):  # row E12
+def test_an_environment_without_episode_ages_is_a_warning(make_runner, counting):
     class ReadOnly(counting):
         @property
         def episode_length_buf(self):
@@ -287,7 +287,7 @@ def test_an_environment_without_episode_ages_is_a_warning(make_runner, counting)
             make_runner(env).learn(1, init_at_random_ep_len=True)
 
 
-def test_nothing_is_written_without_a_directory(make_runner, tmp_path, monkeypatch):  # rows R16, R03
+def test_nothing_is_written_without_a_directory(make_runner, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runner = make_runner(save_interval=1)
     runner.learn(2)
@@ -305,7 +305,7 @@ def test_the_device_is_a_gpu_if_there_is_one(monkeypatch, has_cuda):  # row R32
     assert resolve_device(None).type == ("cuda" if has_cuda else "cpu")
 
 
-def test_runner_arguments_override_a_copy_of_the_config():  # row L29
+def test_runner_arguments_override_a_copy_of_the_config():
     cfg = PPOConfig(num_steps_per_env=4, log_interval=7, save_interval=8, device="cuda:7")
     runner = OnPolicyRunner(
         PointRobot(2),
@@ -326,7 +326,7 @@ def test_runner_arguments_override_a_copy_of_the_config():  # row L29
     assert (cfg.log_interval, cfg.save_interval, cfg.eval_interval, cfg.device) == (7, 8, None, "cuda:7")
 
 
-def test_log_intervals_default_to_those_of_the_way_in(make_runner):  # 6.1.1
+def test_log_intervals_default_to_those_of_the_way_in(make_runner):
     assert make_runner().log_interval == 1
     assert PPOConfig().log_interval == 10
 
@@ -381,7 +381,7 @@ def test_rsl_rl_style_environments_begin_anew_once_they_are_seeded(make_runner):
     assert Seeded.calls == ["reset", 7, "reset"]
 
 
-def test_runners_are_built_by_name(tiny):  # 6.1.9
+def test_runners_are_built_by_name(tiny):
     runner = build_runner("OnPolicyRunner", PointRobot(2), tiny(), show_progress=False)
     assert isinstance(runner, OnPolicyRunner)
     with pytest.raises(KeyError, match="OnPolicyRunner"):

@@ -1,4 +1,4 @@
-"""Steps taken in while the environments are busy with the next: the same numbers, and nothing is left half done."""
+"""Steps stored while the environments compute the next: the same results, and every step that was begun is ended."""
 
 import contextlib
 
@@ -50,15 +50,15 @@ def test_overlapping_steps_give_the_same_run(make_runner, differing, weights, ex
 
 def test_a_step_is_kept_between_the_halves_of_the_next(make_runner):
     runner = make_runner(InTwoHalves(4, seed=1))
-    calls, keep, take = runner.env.calls, runner.alg.process_step, runner.take_record
+    calls, keep, take = runner.env.calls, runner.alg.process_step, runner.stats.take
     runner.alg.process_step = lambda *step: (calls.append("keep"), keep(*step))
-    runner.take_record = lambda record: (calls.append("guard"), take(record))
+    runner.stats.take = lambda record: (calls.append("guard"), take(record))
     runner.learn(1)
     later = ["send", "keep", "recv", "guard"] * (runner.num_steps_per_env - 1)
     assert calls == ["send", "recv", "guard", *later, "keep"]
 
 
-def test_what_the_next_actions_depend_on_is_not_put_off(make_runner):
+def test_steps_on_which_the_next_actions_depend_are_not_delayed(make_runner):
     for settings in (
         {"policy": {"class_name": "ActorCriticRecurrent", "rnn_hidden_size": 4}},
         {"algorithm": {"class_name": "TPPO"}},
@@ -72,7 +72,7 @@ def test_what_the_next_actions_depend_on_is_not_put_off(make_runner):
 
 
 @pytest.mark.parametrize("at", [3, 4])  # in mid-rollout, and in its last step
-def test_nobody_acts_on_what_is_not_finite(make_runner, at):
+def test_the_policy_never_acts_on_observations_that_are_not_finite(make_runner, at):
     runner = make_runner(InTwoHalves(4, seed=1), num_steps_per_env=4)
     runner.env.bad = at
     with pytest.raises(NonFiniteError, match=rf"'obs' \(environments 1, features 2\) at step {at - 1}"):

@@ -1,4 +1,4 @@
-"""What a run leaves in its directory: configuration, metrics under their documented names, the state of the code."""
+"""Files of a run directory: configuration, metrics under their documented names, the state of the code."""
 
 import json
 import subprocess
@@ -71,7 +71,7 @@ def recorder(monkeypatch):
     return Recorder
 
 
-def test_the_writer_opens_once_and_leaves_an_event_file(make_runner, tmp_path):  # row R03
+def test_the_writer_opens_once_and_leaves_an_event_file(make_runner, tmp_path):
     runner = make_runner(log_dir=tmp_path)
     assert runner.writer is None  # nothing before the training, so that playing leaves no files
     assert list(tmp_path.iterdir()) == []
@@ -83,7 +83,7 @@ def test_the_writer_opens_once_and_leaves_an_event_file(make_runner, tmp_path): 
     assert len(list(tmp_path.rglob("events.out.tfevents*"))) == 1
 
 
-def test_documented_names_are_logged_once_each_with_env_steps_as_axis(make_runner, tmp_path):  # rows L04-L06, L09
+def test_documented_names_are_logged_once_each_with_env_steps_as_axis(make_runner, tmp_path):
     runner = make_runner(log_dir=tmp_path)
     history = runner.learn(3).history
     logged = rows(tmp_path)
@@ -97,7 +97,7 @@ def test_documented_names_are_logged_once_each_with_env_steps_as_axis(make_runne
     assert not [name for name in logged[-1] if "gpu" in name]
 
 
-def test_log_interval_is_respected(make_runner, tmp_path):  # row R11
+def test_log_interval_is_respected(make_runner, tmp_path):
     runner = make_runner(log_dir=tmp_path, log_interval=2)
     assert len(runner.learn(5).history) == 2
     assert [row["iteration"] for row in rows(tmp_path)] == [2, 4]
@@ -105,19 +105,57 @@ def test_log_interval_is_respected(make_runner, tmp_path):  # row R11
     assert never.learn(2).history == []
 
 
-def test_log_gives_the_table_and_writes_the_metrics(make_runner, tmp_path):  # row R11
+def test_log_prints_and_returns_the_table_and_writes_the_metrics(make_runner, tmp_path, capsys):
     runner = make_runner(log_dir=tmp_path)
     runner.init_writer()
     text = runner.log(
         {"metrics": {"train/value_loss": 1.25, "train/learning_rate": 0.5, "time/fps": 1234.0}}, width=60, pad=30
     )
+    assert capsys.readouterr().out == f"{text}\n"
     assert "train/value_loss: 1.25" in text
     assert "time/fps: 1,234" in text
     assert max(map(len, text.splitlines())) <= 60
     assert rows(tmp_path)[0]["train/value_loss"] == 1.25
 
 
-def test_the_console_shows_return_losses_and_rate(tiny, capsys):  # row R11
+def test_log_accepts_the_locals_of_a_training_loop(make_runner, tmp_path, capsys):
+    runner = make_runner(log_dir=tmp_path, num_steps_per_env=8)
+    runner.init_writer()
+
+    def loop(self, trial=None):
+        obs, critic_obs = self.obs, self.critic_obs
+        for _ in range(self.num_steps_per_env):
+            obs, critic_obs, rewards, dones, infos = self.rollout_step(obs, critic_obs)
+        self.alg.compute_returns(critic_obs)
+        losses, stats = self.alg.update(self.current_learning_iteration)
+        learn_time, rewbuffer = 0.25, self.rewbuffer
+        self.stats.rollout_metrics(self.alg.rollout.data)
+        self.evaluation()
+        return losses, self.log(locals())
+
+    losses, text = loop(runner)
+    assert capsys.readouterr().out == f"{text}\n"
+    row = rows(tmp_path)[0]
+    assert row["train/policy_loss"] == losses["surrogate_loss"]
+    assert row["train/learning_rate"] == runner.alg.learning_rate
+    assert row["learn_time"] == 0.25
+    assert row["eval/velrmsd"] == runner.metrics_velrmsd
+    assert row["episode/mean_reward"] == sum(runner.rewbuffer) / len(runner.rewbuffer)
+    assert "train/policy_loss" in text
+
+
+def test_log_accepts_losses_alone(make_runner, capsys):
+    text = make_runner().log({"losses": {"surrogate_loss": 0.5}, "name": "x", "it": 3})
+    assert "train/policy_loss: 0.5" in text
+    assert "it:" not in text
+
+
+def test_the_loop_prints_no_table_of_its_own(make_runner, capsys):
+    make_runner().learn(2)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_console_shows_return_losses_and_rate(tiny, capsys):
     from canter.runners import OnPolicyRunner
 
     runner = OnPolicyRunner(PointRobot(4, max_episode_length=7), tiny(), run_info={"task": "Robot"})
@@ -154,7 +192,7 @@ def test_the_configuration_rebuilds_the_run(make_runner, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["wandb", "neptune", "swanlab"])
-def test_a_backend_is_chosen_by_name_with_its_project(make_runner, tmp_path, monkeypatch, name):  # row L01
+def test_a_backend_is_chosen_by_name_with_its_project(make_runner, tmp_path, monkeypatch, name):
     started = []
     monkeypatch.setenv("NEPTUNE_API_TOKEN", "x")
     assert BACKENDS[name].__name__ == f"_{name.capitalize()}Backend"
@@ -170,8 +208,8 @@ def test_a_backend_is_chosen_by_name_with_its_project(make_runner, tmp_path, mon
     assert started == [{"project": "legs"}]
 
 
-def test_a_missing_backend_says_what_to_install_before_the_first_step(make_runner, counting, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # rows L02; F68
+def test_a_missing_backend_is_an_install_hint_before_the_first_step(make_runner, counting, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
     env = counting()
     runner = make_runner(env, log_dir=tmp_path, logger="wandb")
     with pytest.raises(ImportError, match=r"canter\[wandb\]"):
@@ -179,7 +217,7 @@ def test_a_missing_backend_says_what_to_install_before_the_first_step(make_runne
     assert env.num_steps == 0
 
 
-def test_in_a_list_a_missing_backend_is_skipped(make_runner, tmp_path, monkeypatch, recorder):  # rows L02, L03
+def test_in_a_list_a_missing_backend_is_skipped(make_runner, tmp_path, monkeypatch, recorder):
     monkeypatch.setitem(sys.modules, "wandb", None)
     runner = make_runner(log_dir=tmp_path, logger=["wandb", "recorder", "second"])
     with pytest.warns(UserWarning, match=r"skipping.*canter\[wandb\]"):
@@ -191,7 +229,7 @@ def test_in_a_list_a_missing_backend_is_skipped(make_runner, tmp_path, monkeypat
     assert len(first.calls) > 2
 
 
-def test_steps_never_decrease_within_a_run(make_runner, tmp_path, recorder):  # row L10
+def test_steps_never_decrease_within_a_run(make_runner, tmp_path, recorder):
     runner = make_runner(log_dir=tmp_path, logger="recorder", save_interval=1)
     runner.learn(3)
     runner.load_checkpoint("model_1.pt")
@@ -200,13 +238,26 @@ def test_steps_never_decrease_within_a_run(make_runner, tmp_path, recorder):  # 
     assert steps == sorted(steps)
 
 
-def test_models_and_code_state_are_uploaded(make_runner, tmp_path, recorder):  # rows L27, R19
-    runner = make_runner(log_dir=tmp_path / "run", logger="recorder", save_interval=1)
+def test_models_and_code_state_are_uploaded(make_runner, tmp_path, recorder):
+    runner = make_runner(log_dir=tmp_path / "run", logger="recorder", save_interval=1, git_diff=False)
     runner.add_git_repo_to_log(str(repository(tmp_path / "robot")))
     runner.learn(2)
     calls = recorder.opened[0].calls
     assert ("model", "model_1.pt", 1) in calls
     assert [name for kind, name, _ in calls if kind == "file"].count("robot.diff") == 1
+
+
+def test_the_text_of_a_diff_is_never_uploaded(make_runner, tmp_path, monkeypatch, recorder):
+    uploaded = {}
+    monkeypatch.setattr(recorder, "save_file", lambda self, path: uploaded.update({path.name: path.read_text()}))
+    runner = make_runner(log_dir=tmp_path / "run", logger="recorder", git_diff=True)
+    runner.add_git_repo_to_log(str(repository(tmp_path / "robot")))
+    runner.learn(1)
+    assert "+weight = 2" in (tmp_path / "run" / "git" / "robot.diff").read_text()
+    assert "robot.diff" not in uploaded
+    assert "commit: " in uploaded["robot.status"]
+    assert "reward.py" in uploaded["robot.status"]
+    assert not [text for text in uploaded.values() if "weight" in text or "git diff" in text]
 
 
 def repository(path):
@@ -221,7 +272,7 @@ def repository(path):
     return file
 
 
-def test_the_code_is_looked_at_once(make_runner, tmp_path, monkeypatch):  # row R19
+def test_the_state_of_the_code_is_stored_once(make_runner, tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr("canter.runners.run_log.store_code_state", lambda *args: calls.append(args) or [])
     runner = make_runner(log_dir=tmp_path)
@@ -231,7 +282,7 @@ def test_the_code_is_looked_at_once(make_runner, tmp_path, monkeypatch):  # row 
 
 
 @pytest.mark.parametrize("with_diff", [True, False])
-def test_the_state_of_the_code_is_stored_at_the_first_iteration(make_runner, tmp_path, with_diff):  # row R19
+def test_the_state_of_the_code_is_stored_at_the_first_iteration(make_runner, tmp_path, with_diff):
     runner = make_runner(log_dir=tmp_path / "run", git_diff=with_diff)
     runner.add_git_repo_to_log(str(repository(tmp_path / "robot")))
     runner.learn(1)
@@ -240,7 +291,7 @@ def test_the_state_of_the_code_is_stored_at_the_first_iteration(make_runner, tmp
     assert ("+weight = 2" in text) == with_diff
 
 
-def test_a_broken_backend_never_stops_a_run(make_runner, tmp_path, recorder, monkeypatch):  # F26
+def test_a_broken_backend_never_stops_a_run(make_runner, tmp_path, recorder, monkeypatch):
     def broken(self, scalars, step):
         raise OSError("no space")
 
@@ -253,7 +304,7 @@ def test_a_broken_backend_never_stops_a_run(make_runner, tmp_path, recorder, mon
     assert "recorder" not in runner.writer.backends
 
 
-def test_a_frozen_or_backward_clock_gives_finite_rates(make_runner, monkeypatch, tmp_path):  # F36
+def test_a_frozen_or_backward_clock_gives_finite_rates(make_runner, monkeypatch, tmp_path):
     for clock in (lambda: 100.0, iter(range(10_000, 0, -1)).__next__):
         monkeypatch.setattr("time.perf_counter", lambda clock=clock: float(clock()))
         monkeypatch.setattr("time.time", lambda: 1.0)
@@ -264,7 +315,7 @@ def test_a_frozen_or_backward_clock_gives_finite_rates(make_runner, monkeypatch,
         assert all(0 < row["time/fps"] < float("inf") for row in history)
 
 
-def test_a_run_that_goes_on_drops_what_was_logged_after_its_checkpoint(make_runner, tmp_path):
+def test_a_resumed_run_drops_entries_logged_after_its_checkpoint(make_runner, tmp_path):
     killed = make_runner(log_dir=tmp_path, save_interval=2)
     killed.learn(5)
     (tmp_path / "model_5.pt").unlink()
@@ -280,7 +331,7 @@ def test_a_run_that_goes_on_drops_what_was_logged_after_its_checkpoint(make_runn
     assert [row["iteration"] for row in rows(tmp_path / "other")] == [5]
 
 
-def test_a_deleted_directory_is_made_again(make_runner, tmp_path):  # F13
+def test_a_deleted_directory_is_made_again(make_runner, tmp_path):
     import shutil
 
     runner = make_runner(log_dir=tmp_path / "run", save_interval=1)
@@ -292,12 +343,12 @@ def test_a_deleted_directory_is_made_again(make_runner, tmp_path):  # F13
     assert [row["iteration"] for row in rows(tmp_path / "run")] == [2, 3]
 
 
-def test_an_unknown_backend_is_answered_with_the_known_ones(make_runner, tmp_path):  # 7.2
+def test_an_unknown_backend_is_answered_with_the_known_ones(make_runner, tmp_path):
     with pytest.raises(ValueError, match=r"'tensorbord'.*tensorboard"):
         make_runner(log_dir=tmp_path, logger="tensorbord").learn(1)
 
 
-def test_a_fake_module_is_enough_for_wandb(make_runner, tmp_path, monkeypatch):  # row L01
+def test_a_fake_module_is_enough_for_wandb(make_runner, tmp_path, monkeypatch):
     calls = []
     run = types.SimpleNamespace(
         log=lambda data, step=None: calls.append((dict(data), step)),

@@ -25,7 +25,7 @@ def files(directory):
 
 
 # ------------------------------------------------------------------ content and names
-def test_the_content_is_the_documented_one_and_loads_without_pickle(make_runner, tmp_path):  # rows R12, L19, L21
+def test_the_content_is_the_documented_one_and_loads_without_pickle(make_runner, tmp_path):
     runner = make_runner(algorithm=EVERYTHING, policy=GRU)
     runner.learn(3)
     runner.save(tmp_path / "x.pt", infos={"note": "best", "score": 4.5})
@@ -59,7 +59,7 @@ def test_the_content_is_the_documented_one_and_loads_without_pickle(make_runner,
     assert set(state["resume"]) == {"num_envs", "rng", "env", "algorithm", "runner"}
 
 
-def test_a_loaded_runner_is_the_saved_one(make_runner, differing, weights, tmp_path):  # rows R13, L18
+def test_a_loaded_runner_is_the_saved_one(make_runner, differing, weights, tmp_path):
     saved = make_runner(algorithm={**EVERYTHING, "schedule": "adaptive"}, save_dir=tmp_path)
     saved.learn(3)
     assert saved.save_checkpoint("mine.pt") == tmp_path / "mine.pt"
@@ -74,13 +74,13 @@ def test_a_loaded_runner_is_the_saved_one(make_runner, differing, weights, tmp_p
     assert other.load_checkpoint(str(tmp_path / "mine.pt")) is None  # an absolute path
 
 
-def test_names_cannot_leave_the_directory(make_runner, tmp_path):  # row L18
+def test_names_cannot_leave_the_directory(make_runner, tmp_path):
     runner = make_runner(save_dir=tmp_path / "run")
     with pytest.raises(ValueError, match="'..'"):
         runner.save_checkpoint("../x.pt")
 
 
-def test_periodic_and_final_files(make_runner, tmp_path):  # row R15
+def test_periodic_and_final_files(make_runner, tmp_path):
     runner = make_runner(log_dir=tmp_path, save_interval=2)
     runner.learn(5)
     assert files(tmp_path) == ["checkpoint_final.pt", "model_2.pt", "model_4.pt", "model_5.pt"]
@@ -92,12 +92,45 @@ def test_periodic_and_final_files(make_runner, tmp_path):  # row R15
 
 
 @pytest.mark.parametrize(("keep", "expected"), [(2, [6, 7]), (3, [5, 6, 7]), (None, [1, 2, 3, 4, 5, 6, 7])])
-def test_as_many_checkpoints_are_kept_as_asked_for(make_runner, tmp_path, keep, expected):  # F17
+def test_keep_checkpoints_limits_the_number_of_files(make_runner, tmp_path, keep, expected):
     make_runner(log_dir=tmp_path, save_interval=1, keep_checkpoints=keep).learn(7)
     assert files(tmp_path) == ["checkpoint_final.pt", *(f"model_{n}.pt" for n in expected)]
 
 
-def test_checkpoints_may_lie_apart_from_the_logs(make_runner, tmp_path):  # 6.1.1
+def test_only_files_that_the_runner_wrote_periodically_are_removed(make_runner, tmp_path):
+    make_runner(log_dir=tmp_path).learn(1)  # a run without a limit
+    (tmp_path / "model_1.pt").rename(tmp_path / "model_900.pt")
+    runner = make_runner(log_dir=tmp_path, save_interval=1, keep_checkpoints=2)
+    runner.learn(3)
+    runner.save_checkpoint("model_3.pt")  # written by the user from here on
+    runner.save_checkpoint("model_50.pt")
+    runner.learn(3)
+    kept = ["model_3.pt", "model_5.pt", "model_50.pt", "model_6.pt", "model_900.pt"]
+    assert files(tmp_path) == ["checkpoint_final.pt", *kept]
+
+
+def test_a_resumed_run_removes_the_files_of_the_process_before(make_runner, tmp_path):
+    settings = {"log_dir": tmp_path, "save_interval": 1, "keep_checkpoints": 2}
+    make_runner(**settings).learn(3)
+    assert files(tmp_path) == ["checkpoint_final.pt", "model_2.pt", "model_3.pt"]
+    resumed = make_runner(**settings)
+    resumed.load_checkpoint("model_3.pt")
+    resumed.learn(2)
+    assert files(tmp_path) == ["checkpoint_final.pt", "model_4.pt", "model_5.pt"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "3", "null"])
+def test_without_a_readable_list_no_earlier_file_is_removed(make_runner, tmp_path, text):
+    settings = {"log_dir": tmp_path, "save_interval": 1, "keep_checkpoints": 2}
+    make_runner(**settings).learn(2)
+    (tmp_path / "periodic_checkpoints.json").write_text(text)
+    resumed = make_runner(**settings)
+    resumed.load_checkpoint("model_2.pt")
+    resumed.learn(3)
+    assert files(tmp_path) == ["checkpoint_final.pt", "model_1.pt", "model_2.pt", "model_4.pt", "model_5.pt"]
+
+
+def test_checkpoints_may_lie_apart_from_the_logs(make_runner, tmp_path):
     make_runner(log_dir=tmp_path / "logs", save_dir=tmp_path / "models").learn(1)
     assert files(tmp_path / "models") == ["checkpoint_final.pt", "model_1.pt"]
     assert files(tmp_path / "logs") == []
@@ -105,7 +138,7 @@ def test_checkpoints_may_lie_apart_from_the_logs(make_runner, tmp_path):  # 6.1.
 
 
 @pytest.mark.parametrize("name", ["with space", "запуск", "実験", "🤖", "x" * 200])
-def test_any_directory_name_will_do_and_may_change(make_runner, tmp_path, name):  # F16
+def test_any_directory_name_will_do_and_may_change(make_runner, tmp_path, name):
     make_runner(log_dir=tmp_path / name).learn(1)
     (tmp_path / name).rename(tmp_path / "moved")
     runner = make_runner(log_dir=tmp_path / "moved")
@@ -114,7 +147,7 @@ def test_any_directory_name_will_do_and_may_change(make_runner, tmp_path, name):
     assert runner.iteration == 2
 
 
-def test_total_timesteps_add_up_after_a_load(make_runner, tmp_path):  # row L34
+def test_total_timesteps_add_up_after_a_load(make_runner, tmp_path):
     make_runner(PointRobot(4), log_dir=tmp_path).learn(total_timesteps=30)
     wider = make_runner(PointRobot(8))
     wider.load(tmp_path / "model_2.pt")
@@ -123,7 +156,7 @@ def test_total_timesteps_add_up_after_a_load(make_runner, tmp_path):  # row L34
 
 
 # ------------------------------------------------------------------ loading in part, elsewhere, from elsewhere
-def test_without_its_optimizer_only_weights_and_counters_are_taken(make_runner, differing, tmp_path):  # row R13
+def test_without_its_optimizer_only_weights_and_counters_are_taken(make_runner, differing, tmp_path):
     make_runner(algorithm={"schedule": "adaptive", "empirical_normalization": True}, log_dir=tmp_path).learn(3)
     runner = make_runner(algorithm={"schedule": "adaptive", "empirical_normalization": True}, seed=9)
     runner.learn(1)
@@ -138,7 +171,7 @@ def test_without_its_optimizer_only_weights_and_counters_are_taken(make_runner, 
 
 
 @pytest.mark.parametrize("where", [None, "cpu", torch.device("cpu"), {"cuda:0": "cpu"}])
-def test_map_location_takes_every_form(make_runner, tmp_path, where):  # row R13
+def test_map_location_takes_every_form(make_runner, tmp_path, where):
     make_runner(log_dir=tmp_path).learn(1)
     runner = make_runner()
     runner.load(tmp_path / "model_1.pt", map_location=where)
@@ -166,7 +199,7 @@ def test_another_number_of_environments_continues_from_new_episodes(make_runner,
     assert player.iteration == 3
 
 
-def test_an_environment_that_cannot_be_put_back_starts_new_episodes(make_runner, counting, tmp_path):
+def test_an_environment_that_cannot_be_restored_starts_new_episodes(make_runner, counting, tmp_path):
     make_runner(counting((50, 50)), log_dir=tmp_path, policy=GRU).learn(1)
     env = counting((50, 50))
     runner = make_runner(env, policy=GRU)
@@ -179,7 +212,7 @@ def test_an_environment_that_cannot_be_put_back_starts_new_episodes(make_runner,
 
 
 @pytest.mark.parametrize("damage", ["generators", "env"])
-def test_what_is_of_another_device_or_environment_is_a_warning(make_runner, tmp_path, damage):  # F09
+def test_state_of_another_device_or_environment_is_a_warning(make_runner, tmp_path, damage):
     make_runner(log_dir=tmp_path).learn(2)
     state = torch.load(tmp_path / "model_2.pt", weights_only=True)
     if damage == "generators":  # a GPU's generators have states of 16 bytes
@@ -188,7 +221,7 @@ def test_what_is_of_another_device_or_environment_is_a_warning(make_runner, tmp_
         state["resume"]["env"]["state"] = {"other": torch.zeros(4, 2)}
     save_checkpoint(tmp_path / "other.pt", state)
     runner = make_runner()
-    with pytest.warns(UserWarning, match="not all could be put back"):
+    with pytest.warns(UserWarning, match="the state was not restored"):
         runner.load(tmp_path / "other.pt")
     assert runner.stats.tracker.cur_episode_length.tolist() == [0] * 4
     runner.learn(1)
@@ -196,7 +229,7 @@ def test_what_is_of_another_device_or_environment_is_a_warning(make_runner, tmp_
 
 
 @pytest.mark.parametrize("layout", ["rsl_rl", "apex"])
-def test_files_of_other_libraries_give_their_weights(make_runner, tmp_path, layout):  # 7.4
+def test_files_of_other_libraries_give_their_weights(make_runner, tmp_path, layout):
     source = make_runner(algorithm={"empirical_normalization": True}, seed=3)
     source.learn(1)
     weights = {k: v for k, v in source.policy.state_dict().items() if "normalizer" not in k}
@@ -236,7 +269,7 @@ def test_files_of_other_libraries_give_their_weights(make_runner, tmp_path, layo
         ({"algorithm": {"empirical_normalization": True}}, "set empirical_normalization=False"),
     ],
 )
-def test_another_architecture_is_refused_whole(make_runner, differing, weights, tmp_path, change, message):  # F06
+def test_another_architecture_is_refused_whole(make_runner, differing, weights, tmp_path, change, message):
     make_runner(log_dir=tmp_path).learn(2)
     env = change.pop("env", None)
     runner = make_runner(env, **change, seed=9)
@@ -248,7 +281,7 @@ def test_another_architecture_is_refused_whole(make_runner, differing, weights, 
     runner.learn(1)
 
 
-def test_every_difference_is_listed(make_runner, tmp_path):  # F06
+def test_every_difference_is_listed(make_runner, tmp_path):
     make_runner(log_dir=tmp_path).learn(1)
     runner = make_runner(policy={"actor_hidden_dims": [9], "critic_hidden_dims": [7]})
     with pytest.raises(RuntimeError, match="does not fit ActorCritic") as caught:
@@ -265,7 +298,7 @@ def test_every_difference_is_listed(make_runner, tmp_path):  # F06
         assert f"shape of {name}" in text
 
 
-def test_another_optimizer_is_refused_before_anything_changes(make_runner, differing, weights, tmp_path):  # F06
+def test_another_optimizer_is_refused_before_anything_changes(make_runner, differing, weights, tmp_path):
     make_runner(log_dir=tmp_path).learn(1)
     state = torch.load(tmp_path / "model_1.pt", weights_only=True)
     state["optimizer_state_dict"]["state"][0]["exp_avg"] = torch.zeros(3, 3)
@@ -277,7 +310,7 @@ def test_another_optimizer_is_refused_before_anything_changes(make_runner, diffe
     assert differing(before, weights(runner)) == []
 
 
-def test_a_checkpoint_of_the_future_is_refused(make_runner, tmp_path):  # F08
+def test_a_checkpoint_of_the_future_is_refused(make_runner, tmp_path):
     make_runner(log_dir=tmp_path).learn(1)
     state = torch.load(tmp_path / "model_1.pt", weights_only=True)
     save_checkpoint(tmp_path / "new.pt", {**state, "format_version": 99})
@@ -302,7 +335,7 @@ class Encoded(ActorCritic):
         return self.encoders[1](self.encoders[0](obs))
 
 
-def test_replace_encoder0_keeps_the_fresh_encoder_and_drops_the_moments(make_runner, tmp_path, monkeypatch):  # row R14
+def test_replace_encoder0_keeps_the_fresh_encoder_and_drops_the_moments(make_runner, tmp_path, monkeypatch):
     monkeypatch.setitem(policies.POLICIES, "Encoded", Encoded)
     source = make_runner(policy={"class_name": "Encoded"}, log_dir=tmp_path)
     source.learn(2)
@@ -320,7 +353,7 @@ def test_replace_encoder0_keeps_the_fresh_encoder_and_drops_the_moments(make_run
     runner.learn(1)
 
 
-def test_a_function_may_change_what_is_loaded(make_runner, tmp_path):  # row R14
+def test_a_function_may_change_the_loaded_state(make_runner, tmp_path):
     make_runner(log_dir=tmp_path).learn(2)
     seen = []
 
@@ -335,7 +368,7 @@ def test_a_function_may_change_what_is_loaded(make_runner, tmp_path):  # row R14
         find_manipulator("replace")
 
 
-def test_a_read_only_place_is_no_reason_not_to_load(make_runner, tmp_path, monkeypatch):  # row R14
+def test_a_read_only_place_is_no_reason_not_to_load(make_runner, tmp_path, monkeypatch):
     make_runner(log_dir=tmp_path).learn(1)
 
     def refuse(path, state):

@@ -1,4 +1,4 @@
-"""What is counted per step: episodes by their own lengths, raw rewards, extras and reward components."""
+"""Step statistics: episodes by their own lengths, raw rewards, extras and reward components."""
 
 import warnings
 
@@ -9,11 +9,11 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from canter.runners.step_stats import StepStats
-from canter.utils.metrics import ComponentSums, EpisodeTracker
+from canter.envs.vec_env import StepRecord
+from canter.utils.metrics import ComponentSums, EpisodeTracker, StepStats
 
 
-def test_buffers_hold_returns_lengths_and_frames(make_runner, counting):  # row R07
+def test_buffers_hold_returns_lengths_and_frames(make_runner, counting):
     runner = make_runner(counting((2, 3)), num_steps_per_env=6)
     runner.learn(1)
     # env 0 pays 1 + 2 per episode of 2, env 1 pays 101 + 102 + 103 per episode of 3
@@ -24,18 +24,20 @@ def test_buffers_hold_returns_lengths_and_frames(make_runner, counting):  # row 
     assert (runner.rewbuffer.maxlen, runner.lenbuffer.maxlen, runner.rframebuffer.maxlen) == (100, 100, 2000)
 
 
-def test_buffers_keep_the_newest(make_runner, counting):  # row R07
+def test_buffers_keep_the_newest(make_runner, counting):
     runner = make_runner(counting((1,) * 8), num_steps_per_env=20)
     runner.learn(1)
     assert len(runner.rewbuffer) == 100
     assert list(runner.rewbuffer)[-8:] == [100.0 * i + 1 for i in range(8)]
     tracker = EpisodeTracker(3000, 1, "cpu")
-    tracker.add(torch.arange(3000.0), torch.zeros(3000).bool(), torch.ones(3000).bool())
+    obs, no = torch.zeros(3000, 1), torch.zeros(3000).bool()
+    tracker.write(StepRecord(obs, obs, torch.arange(3000.0), no, no, None, None, ~no, {}))
+    tracker.step += 1
     tracker.read()
     assert (len(tracker.rframebuffer), tracker.rframebuffer[-1]) == (2000, 2999.0)
 
 
-def test_an_episode_may_span_rollouts_and_calls_of_learn(make_runner, counting):  # row R08
+def test_an_episode_may_span_rollouts_and_calls_of_learn(make_runner, counting):
     runner = make_runner(counting((12,)), num_steps_per_env=4, algorithm={"num_mini_batches": 1})
     runner.learn(2)
     assert list(runner.lenbuffer) == []
@@ -45,7 +47,7 @@ def test_an_episode_may_span_rollouts_and_calls_of_learn(make_runner, counting):
 
 
 @pytest.mark.parametrize("ends", ["truncated", "terminated"])
-def test_bootstrap_values_do_not_leak_into_statistics(make_runner, counting, ends):  # rows E05, E06, E09, L06
+def test_bootstrap_values_do_not_leak_into_statistics(make_runner, counting, ends):
     runner = make_runner(counting((2, 2), ends), num_steps_per_env=4, algorithm={"gamma": 0.9})
     with torch.no_grad():  # a critic that says 5 whatever it sees
         for parameter in runner.policy.critic.parameters():
@@ -103,10 +105,10 @@ def stored_reward(runner, value):
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        ({"terminated": True}, 1.0),  # E05
-        ({"time_outs": True, "final_observation": torch.tensor([[3.0, 0, 0]] * 2)}, 1.0 + 0.9 * 5.0),  # E06: V = 2 + 3
+        ({"terminated": True}, 1.0),
+        ({"time_outs": True, "final_observation": torch.tensor([[3.0, 0, 0]] * 2)}, 1.0 + 0.9 * 5.0),  # V = 2 + 3
         ({"truncated": True, "final_observation": torch.tensor([[3.0, 0, 0]] * 2)}, 1.0 + 0.9 * 5.0),
-        ({"terminated": True, "truncated": True, "final_observation": torch.tensor([[3.0, 0, 0]] * 2)}, 1.0),  # E08
+        ({"terminated": True, "truncated": True, "final_observation": torch.tensor([[3.0, 0, 0]] * 2)}, 1.0),
     ],
 )
 def test_timeouts_are_bootstrapped_from_the_final_observation(make_runner, said, expected):
@@ -114,7 +116,7 @@ def test_timeouts_are_bootstrapped_from_the_final_observation(make_runner, said,
     assert stored_reward(runner, 2.0) == pytest.approx(expected)
 
 
-def test_without_a_final_observation_the_value_before_the_step_counts_with_one_warning(make_runner):  # row E07, F50
+def test_without_a_final_observation_the_value_before_the_step_counts_with_one_warning(make_runner):
     runner = make_runner(rsl_env(time_outs=True), algorithm={"gamma": 0.9}, policy={"activation": "relu"})
     with pytest.warns(UserWarning, match="gave no final observation"):
         assert stored_reward(runner, 2.0) == pytest.approx(1.0 + 0.9 * 2.0)
@@ -150,7 +152,7 @@ def extras_env(counting, **said):
     return counting((2, 3), extras=lambda step: {name: value(step) for name, value in said.items()})
 
 
-def test_only_episode_and_log_are_logged_unless_listed(make_runner, counting):  # row L14
+def test_only_episode_and_log_are_logged_unless_listed(make_runner, counting):
     said = {
         "log": lambda step: {"/robot/height_mean": float(step), "text": "no", "none": None},
         "episode": lambda step: {"rew_tracking": torch.tensor([1.0, 3.0])},
@@ -164,7 +166,7 @@ def test_only_episode_and_log_are_logged_unless_listed(make_runner, counting):  
     assert not [name for name in silent if name.startswith("extra/")]
 
 
-def test_listed_extras_are_flattened_and_payloads_skipped(make_runner, counting):  # rows L15, L16
+def test_listed_extras_are_flattened_and_payloads_skipped(make_runner, counting):
     said = {
         "reward_components": lambda step: {"legs": {"velocity": torch.tensor([0.0, 1.0])}, "/robot/h": 2},
         "final_observation": lambda step: torch.ones(2),
@@ -181,14 +183,14 @@ def test_listed_extras_are_flattened_and_payloads_skipped(make_runner, counting)
     }
 
 
-def test_extras_are_averaged_over_all_steps_since_the_last_log(make_runner, counting):  # 7.6
+def test_extras_are_averaged_over_all_steps_since_the_last_log(make_runner, counting):
     env = extras_env(counting, log=lambda step: {"step": float(step)})
     runner = make_runner(env, num_steps_per_env=4, log_interval=2)
     history = runner.learn(4).history
     assert [row["extra/log/step"] for row in history] == [4.5, 12.5]
 
 
-def test_reward_components_are_summed_over_each_episode(make_runner, counting):  # 7.6
+def test_reward_components_are_summed_over_each_episode(make_runner, counting):
     said = {"reward_components": lambda step: {"alive": torch.tensor([1.0, 10.0]), "bad": torch.ones(2, 3)}}
     runner = make_runner(extras_env(counting, **said), num_steps_per_env=5, extra_log_keys=["reward_components"])
     history = runner.learn(2).history
@@ -199,7 +201,7 @@ def test_reward_components_are_summed_over_each_episode(make_runner, counting): 
     assert history[0]["extra/reward_components/alive"] == 5.5
 
 
-def test_components_of_episodes_that_were_broken_off_are_forgotten(make_runner, counting):
+def test_components_of_unfinished_episodes_are_dropped_at_a_reset(make_runner, counting):
     said = {"reward_components": lambda step: {"alive": torch.tensor([1.0, 10.0])}}
     runner = make_runner(extras_env(counting, **said), num_steps_per_env=4, extra_log_keys=["reward_components"])
     runner.learn(1)  # environment 1 is in the first step of its second episode
@@ -255,7 +257,7 @@ class Numbered(gymnasium.Env):
 
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
-def test_episode_statistics_are_the_same_in_every_autoreset_mode(make_runner, mode):  # E-rows, NEXT_STEP end to end
+def test_episode_statistics_are_the_same_in_every_autoreset_mode(make_runner, mode):  # NEXT_STEP end to end
     envs = SyncVectorEnv([lambda i=i: Numbered(i) for i in range(3)], autoreset_mode=mode)
     runner = make_runner(envs, num_steps_per_env=30, algorithm={"empirical_normalization": True})
     history = runner.learn(2).history

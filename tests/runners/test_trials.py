@@ -1,24 +1,33 @@
-"""Reporting to a hyper-parameter search: a real Optuna study, and handles in the style of Ray."""
+"""Reports to a hyperparameter search: a real Optuna study, recorded trials, and callables in the style of Ray."""
 
 import math
+import warnings
 
 import optuna
 import pytest
 
 from canter.runners import TrialPruned
-from canter.runners.trials import pruned_exception, report_trial
+from canter.runners.run_log import TrialReporter, pruned_exception
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 
-class Handle:
-    """Optuna's interface, recorded."""
+class Reports:
+    """A trial that only has `report(value, step)`."""
 
-    def __init__(self, prune_at=None):
-        self.reports, self.attributes, self.prune_at = [], {}, prune_at
+    def __init__(self):
+        self.reports = []
 
     def report(self, value, step):
         self.reports.append((value, step))
+
+
+class Handle(Reports):
+    """The interface of an Optuna trial."""
+
+    def __init__(self, prune_at=None):
+        super().__init__()
+        self.attributes, self.prune_at = {}, prune_at
 
     def set_user_attr(self, name, value):
         self.attributes[name] = value
@@ -27,7 +36,7 @@ class Handle:
         return self.prune_at is not None and self.reports[-1][1] >= self.prune_at
 
 
-def test_every_iteration_is_reported_after_its_evaluation(make_runner):  # row L25
+def test_every_iteration_is_reported_after_its_evaluation(make_runner):
     runner, trial = make_runner(), Handle()
     seen = []
     runner.add_callback("post_iteration", lambda r, s: seen.append((r.metrics_velrmsd, r.iteration)))
@@ -38,7 +47,7 @@ def test_every_iteration_is_reported_after_its_evaluation(make_runner):  # row L
     assert trial.attributes == {"CoT": runner.metrics_CoT}
 
 
-def test_a_pruned_trial_saves_closes_and_raises(make_runner, tmp_path):  # row L26
+def test_a_pruned_trial_saves_closes_and_raises(make_runner, tmp_path):
     runner = make_runner(log_dir=tmp_path)
     with pytest.raises(optuna.TrialPruned, match="iteration 2"):
         runner.learn(5, trial=Handle(prune_at=2))
@@ -48,13 +57,19 @@ def test_a_pruned_trial_saves_closes_and_raises(make_runner, tmp_path):  # row L
     assert runner.writer is None
 
 
-def test_a_real_study_prunes_and_finishes(make_runner):  # rows L25, L26
+def test_a_trial_without_should_prune_gets_values_and_is_never_pruned(make_runner):
+    runner, trial = make_runner(), Reports()
+    runner.learn(2, trial=trial)
+    assert trial.reports == [(trial.reports[0][0], 1), (runner.metrics_velrmsd, 2)]
+
+
+def test_a_real_study_prunes_and_finishes(make_runner):
     study = optuna.create_study(direction="maximize", pruner=optuna.pruners.ThresholdPruner(lower=-1e3, upper=1e3))
 
     def objective(trial):
         rate = trial.suggest_float("learning_rate", 1e-4, 1e-2, log=True)
         runner = make_runner(trial_metric="mean_reward", algorithm={"learning_rate": rate})
-        if trial.number == 1:  # a run that is worth nothing
+        if trial.number == 1:  # a run with a very low return
             runner.add_callback("post_rollout", lambda r, s: s.update({"episode/mean_reward": -1e6}))
         runner.learn(4, trial=trial)
         return sum(runner.rewbuffer)
@@ -67,37 +82,80 @@ def test_a_real_study_prunes_and_finishes(make_runner):  # rows L25, L26
     assert sorted(study.trials[1].intermediate_values) == [1]
 
 
-def test_callables_and_report_handles_are_told_everything(make_runner):  # 7.9
-    told, means = [], []
+def test_callables_and_handles_that_take_a_dict_get_all_metrics(make_runner):
+    dicts, means = [], []
     runner = make_runner()
     runner.add_callback("post_iteration", lambda r, s: means.append(s.get("episode/mean_reward")))
-    runner.learn(2, trial=told.append)
+    runner.learn(2, trial=dicts.append)
 
     class RayStyle:
         def report(self, metrics):
-            told.append(metrics)
+            dicts.append(metrics)
 
     runner.learn(1, trial=RayStyle())
-    assert [entry["iteration"] for entry in told] == [1, 2, 3]
-    assert all(set(entry) == {"velrmsd", "CoT", "mean_reward", "iteration"} for entry in told)
-    assert math.isnan(told[0]["mean_reward"])
-    assert [entry["mean_reward"] for entry in told[1:]] == means[1:]
+    assert [entry["iteration"] for entry in dicts] == [1, 2, 3]
+    assert all(entry.keys() >= {"velrmsd", "CoT", "mean_reward", "iteration", "train/value_loss"} for entry in dicts)
+    assert math.isnan(dicts[0]["mean_reward"])
+    assert [entry["mean_reward"] for entry in dicts[1:]] == means[1:]
 
 
-@pytest.mark.parametrize(("metric", "expected"), [("velrmsd", 0.3), ("CoT", 0.7), ("mean_reward", 5.0)])
-def test_the_metric_can_be_chosen(metric, expected):  # 7.9
+def test_something_that_cannot_take_a_report_is_refused_before_the_first_step(make_runner, counting):
+    env = counting()
+    with pytest.raises(TypeError, match=r"trial must be callable or have report\(value, step\), got int"):
+        make_runner(env).learn(1, trial=3)
+    assert env.num_steps == 0
+
+
+METRICS = {"episode/mean_reward": 5.0, "eval/mean_reward": 6.0, "train/value_loss": 7.0}
+
+
+@pytest.mark.parametrize(
+    ("metric", "expected"),
+    [("velrmsd", 0.3), ("CoT", 0.7), ("mean_reward", 5.0), (None, 0.3), *METRICS.items()],
+)
+def test_the_reported_metric_is_chosen_by_name_or_by_a_function(metric, expected):
     trial = Handle()
-    values = {"velrmsd": 0.3, "CoT": 0.7, "mean_reward": 5.0}
-    assert report_trial(trial, metric, values, 4) is False
-    report_trial(trial, lambda v: v["CoT"] + v["velrmsd"], values, 5)
+    assert TrialReporter(trial, metric, eval_interval=1).report(METRICS, 0.3, 0.7, 4) is False
+    TrialReporter(trial, lambda v: v["CoT"] + v["velrmsd"]).report(METRICS, 0.3, 0.7, 5)
     assert trial.reports == [(expected, 4), (1.0, 5)]
 
 
-def test_a_metric_the_environment_does_not_give_is_an_error_with_a_way_out(make_runner, counting):  # 7.9
+def test_without_a_robot_metric_the_default_is_the_episode_reward(make_runner, counting):
+    runner, trial = make_runner(counting((6, 6)), num_steps_per_env=4), Handle()
+    runner.cfg.trial_metric = None
+    runner.learn(3, trial=trial)
+    assert trial.reports == [((21 + 621) / 2, 2), ((21 + 621) / 2, 3)]  # no episode ends in the first four steps
+    robot, other = make_runner(), Handle()
+    robot.cfg.trial_metric = None
+    robot.learn(1, trial=other)
+    assert other.reports == [(robot.metrics_velrmsd, 1)]
+
+
+def test_an_evaluation_is_reported_in_the_iterations_that_have_one(make_runner):
+    runner, trial = make_runner(trial_metric="eval/mean_reward", eval_interval=2, eval_episodes=2), Handle()
+    history = runner.learn(4, trial=trial).history
+    assert trial.reports == [(history[1]["eval/mean_reward"], 2), (history[3]["eval/mean_reward"], 4)]
+
+
+def test_an_extra_of_the_environment_can_be_reported(make_runner, counting):
+    env = counting(extras=lambda step: {"log": {"height": float(step)}})
+    runner, trial = make_runner(env, trial_metric="extra/log/height", num_steps_per_env=4), Handle()
+    runner.learn(2, trial=trial)
+    assert trial.reports == [(2.5, 1), (6.5, 2)]
+
+
+def test_a_metric_that_is_never_available_is_an_error_or_a_warning(make_runner, counting):
     with pytest.raises(ValueError, match=r"gives no 'velrmsd'.*trial_metric='mean_reward'"):
-        make_runner(counting()).learn(1, trial=Handle())
+        make_runner(counting(), trial_metric="velrmsd").learn(1, trial=Handle())
     with pytest.raises(ValueError, match=r"trial_metric must be one of velrmsd, CoT, mean_reward.*'return'"):
         make_runner(trial_metric="return").learn(1, trial=Handle())
+    with pytest.raises(ValueError, match=r"'eval/mean_reward' needs eval_interval"):
+        make_runner(trial_metric="eval/mean_reward").learn(1, trial=Handle())
+    with pytest.warns(UserWarning, match="nothing was reported.*'train/valu_loss'"):
+        make_runner(trial_metric="train/valu_loss").learn(1, trial=Handle())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_runner(trial_metric="train/value_loss").learn(1, trial=Handle())
 
 
 def test_mean_reward_waits_for_the_first_episode(make_runner, counting):
@@ -107,7 +165,7 @@ def test_mean_reward_waits_for_the_first_episode(make_runner, counting):
     assert trial.attributes == {}  # no CoT here
 
 
-def test_without_optuna_the_exception_is_ours(monkeypatch):  # 7.9, F68
+def test_without_optuna_the_exception_is_canters_own(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "optuna", None)

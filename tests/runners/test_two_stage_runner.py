@@ -1,4 +1,4 @@
-"""Two stages: the dataset first, without a step of the environment, then the environment, from what it shows."""
+"""Two stages: first the dataset, without a step of the environment, then the environment."""
 
 import warnings
 
@@ -40,12 +40,12 @@ def make(counting, tiny, demos):
         one.close()
 
 
-def test_the_dataset_is_required_by_name(counting, tiny):  # row R23
+def test_the_dataset_is_required_by_name(counting, tiny):
     with pytest.raises(AssertionError, match="pretrain_dataset"):
         TwoStageRunner(counting(), tiny({"class_name": "TPPO"}), show_progress=False)
 
 
-def test_the_environment_is_not_stepped_before_its_turn(make):  # row R24
+def test_the_environment_is_not_stepped_before_its_turn(make):
     runner = make()
     steps = []
     runner.add_callback("post_iteration", lambda r, stats: steps.append(r.env.num_steps))
@@ -53,20 +53,20 @@ def test_the_environment_is_not_stepped_before_its_turn(make):  # row R24
     assert steps == [0, 0, 4, 8]
 
 
-def test_a_negative_number_is_for_ever_and_zero_is_plain(make):  # 6.3
+def test_a_negative_number_is_for_ever_and_zero_is_plain(make):
     forever, never = make(pretrain_iterations=-1), make(pretrain_iterations=0)
     forever.learn(4)
     never.learn(1)
     assert (forever.env.num_steps, never.env.num_steps) == (0, 4)
 
 
-def test_the_log_interval_is_fifty_unless_given(make):  # row R25
+def test_the_log_interval_is_fifty_unless_given(make):
     assert make().log_interval == 50
     assert make(log_interval=3).log_interval == 3
     assert make(runner={"log_interval": 4}).log_interval == 4
 
 
-def test_what_the_dataset_says_is_logged(make):  # row R25
+def test_infos_of_the_dataset_are_logged(make):
     history = make(log_interval=1).learn(3).history
     assert history[0]["Perf/dataset_trajectories"] == 0.0
     assert history[1]["Perf/dataset_trajectories"] == 2.0
@@ -74,7 +74,7 @@ def test_what_the_dataset_says_is_logged(make):  # row R25
     assert not any("time_outs" in name for row in history for name in row)
 
 
-def test_without_a_transition_the_environment_is_stepped_from_what_it_shows(make):  # row R26
+def test_without_a_transition_the_environment_is_stepped_from_its_observation(make):
     runner = make()
     runner.rollout_dataset.get_transition_batch = lambda: (None, {"waiting": 1.0})
     seen = []
@@ -86,7 +86,7 @@ def test_without_a_transition_the_environment_is_stepped_from_what_it_shows(make
     assert [obs[:, 1].tolist() for obs in seen] == [[0, 0], [1, 1], [0, 2], [1, 0]]
 
 
-def test_the_first_action_of_stage_two_is_for_what_the_environment_shows(make):  # row R27, BUG-49
+def test_the_first_action_of_stage_two_is_for_the_environments_observation(make):
     runner = make()
     seen = []
     act = runner.alg.act
@@ -96,7 +96,7 @@ def test_the_first_action_of_stage_two_is_for_what_the_environment_shows(make): 
     assert torch.equal(seen[8], torch.tensor([[0.0, 0.0], [1.0, 0.0]]))
 
 
-def test_no_episode_spans_the_stages(make):  # BUG-49
+def test_no_episode_spans_the_stages(make):
     runner = make()
     runner.learn(3)
     # episodes of 2 and 3 steps of stage two alone; those of the dataset have 7
@@ -104,7 +104,7 @@ def test_no_episode_spans_the_stages(make):  # BUG-49
     assert list(runner.lenbuffer)[0] == 2
 
 
-def test_memories_are_forgotten_at_the_boundary(make):  # BUG-49
+def test_memories_are_reset_between_the_stages(make):
     runner = make(policy={"class_name": "ActorCriticRecurrent", "rnn_hidden_size": 4}, num_steps_per_env=5)
     hidden = []
     act = runner.alg.act
@@ -120,9 +120,9 @@ def test_memories_are_forgotten_at_the_boundary(make):  # BUG-49
     assert hidden[11] > 0
 
 
-def test_an_exhausted_dataset_ends_stage_one(make, demos):  # 6.3
+def test_an_exhausted_dataset_ends_stage_one(make, demos):
     runner = make(pretrain_iterations=50, pretrain_dataset={"data_dir": str(demos), "dataset_loops": 1})
-    with pytest.warns(UserWarning, match="played to its end in iteration 3; going on in the environment"):
+    with pytest.warns(UserWarning, match="dataset ended in iteration 3; training continues in the environment"):
         runner.learn(5)
     # two environments play 4 trajectories of 7 steps in 14 steps: three rollouts of 4 and a piece, which is dropped
     assert runner.env.num_steps == 4 * 2
@@ -139,23 +139,23 @@ def test_stage_one_clones_and_stage_two_is_ppo(make):
     assert "train/distillation_loss" not in history[30]
 
 
-def test_an_algorithm_that_cannot_is_refused_at_once(make):  # 6.3
+def test_an_algorithm_that_cannot_is_refused_at_once(make):
     with pytest.raises(TypeError, match="PPO cannot learn from recorded steps; use TPPO"):
         make(algorithm={"class_name": "PPO"})
     make(algorithm={"class_name": "PPO"}, pretrain_iterations=0).learn(1)
 
 
-def test_a_dataset_of_another_environment_is_refused_with_the_difference(make, counting, tmp_path):  # F60
+def test_a_dataset_of_another_environment_is_refused_with_the_difference(make, counting, tmp_path):
     with TrajectoryWriter(tmp_path / "wide") as writer:
         rest = {"rewards": np.ones((7, 1), np.float32), "dones": np.zeros((7, 1), np.uint8)}
         arrays = {"observations": np.zeros((7, 5), np.float32), "actions": np.zeros((7, 1), np.float32), **rest}
         writer.add(0, arrays, 0)
     runner = make(pretrain_dataset={"data_dir": str(tmp_path / "wide")})
-    with pytest.raises(ValueError, match=r"observation: recorded \(5,\), here \(2,\)"):
+    with pytest.raises(ValueError, match=r"observation: dataset \(5,\), environment \(2,\)"):
         runner.learn(1)
 
 
-def test_a_run_goes_on_in_the_stage_it_was_in(make, tmp_path):
+def test_a_resumed_run_continues_in_its_stage(make, tmp_path):
     log_dir = tmp_path / "run"
     make(runner={"log_dir": log_dir}, pretrain_iterations=3).learn(3)
     config = yaml.safe_load((log_dir / "config.yaml").read_text())
@@ -189,7 +189,7 @@ def test_a_run_that_was_interrupted_in_stage_one_ends_as_one_that_was_not(make, 
         file.unlink()
     (demos / "trajectory_1").rmdir()
     fresh = make(runner={"log_dir": tmp_path / "fresh"}, pretrain_dataset={**source, "seed": 7}, **given)
-    with pytest.warns(UserWarning, match="dataset is played from its beginning: 1 trajectories are no longer in"):
+    with pytest.warns(UserWarning, match="dataset starts from its beginning: 1 trajectories are no longer in"):
         fresh.load(tmp_path / "whole" / "model_2.pt")
     fresh.learn(1)
 

@@ -1,12 +1,12 @@
-"""Runners: the outer loop around an algorithm and its environments."""
+"""Runners: the training loop around an algorithm and its environments."""
 
 from canter.runners.amp_policy_runner import AmpPolicyRunner
 from canter.runners.dagger_saver import DaggerSaver
 from canter.runners.demonstration import DemonstrationSaver
 from canter.runners.off_policy_runner import OffPolicyRunner
 from canter.runners.on_policy_runner import OnPolicyRunner
+from canter.runners.run_log import StopTraining, TrialPruned
 from canter.runners.runner import LearnResult, Runner
-from canter.runners.trials import StopTraining, TrialPruned
 from canter.runners.two_stage_runner import TwoStageRunner
 from canter.utils.config import build
 
@@ -16,7 +16,7 @@ RUNNERS: dict[str, type] = {
 
 
 def build_runner(name: str, *args: object, **kwargs: object) -> Runner:
-    """A runner by the name of its class."""
+    """Build a runner by the name of its class."""
     return build(RUNNERS, name, kwargs, *args)
 
 

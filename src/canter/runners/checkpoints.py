@@ -1,7 +1,9 @@
-"""When and what a runner saves, and how it continues."""
+"""Checkpoints of a runner: saving, loading and exact continuation."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,22 +18,27 @@ from canter.utils.runtime import rng_state, set_rng_state
 from canter.utils.tree import tree_map
 
 if TYPE_CHECKING:
-    from canter.runners.runner_tools import RunnerTools
+    from canter.runners.runner import Runner
 
+PERIODIC = "periodic_checkpoints.json"
 Manipulator = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
 
 
 class Checkpoints:
     """The checkpoints of one runner."""
 
-    def __init__(self, runner: RunnerTools) -> None:
+    def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.directory = runner.save_dir
+        self.periodic: list[str] = []
+        """Names of the files in `directory` that were written periodically, by this process or an earlier one."""
         if self.directory is not None:
             remove_stale_temps(self.directory)
+            with contextlib.suppress(OSError, ValueError, TypeError):  # then none of the earlier files is ever removed
+                self.periodic = [str(name) for name in json.loads((self.directory / PERIODIC).read_text())]
 
     def locate(self, name: str) -> Path:
-        """A file in the save directory, or the absolute path given."""
+        """Path of a file in the save directory; an absolute path stays as it is."""
         if Path(name).is_absolute():
             return Path(name)
         if self.directory is None:
@@ -39,7 +46,9 @@ class Checkpoints:
         return safe_join(self.directory, name)
 
     def save(self, path: Path, infos: Any = None) -> None:
-        """Everything learned, and everything exact continuation needs."""
+        """Write the learned state and the state for exact continuation."""
+        if path.parent == self.directory and path.name in self.periodic:
+            self.periodic.remove(path.name)
         runner = self.runner
         state = {
             **runner.alg.state_dict(),
@@ -60,13 +69,16 @@ class Checkpoints:
             runner.writer.save_model(path, runner.iteration)
 
     def load(self, path: Path, load_optimizer: bool, map_location: Any) -> Any:
-        """Continue from a file of ours, or take over the weights of a foreign one."""
+        """Continue from a checkpoint of canter, or load the weights of another library's."""
         runner = self.runner
         state = import_state(load_checkpoint(path, runner.device if map_location is None else map_location))
         manipulator = find_manipulator(runner.plan.ckpt_manipulator)
         if manipulator is not None:
             state = manipulator(state, runner.alg.state_dict())
-            self._save_manipulated(path, state)
+            try:
+                save_checkpoint(path.with_name(f"manipulated_{path.name}"), dict(state))
+            except OSError as error:
+                warnings.warn(f"the manipulated checkpoint was not written: {error}", stacklevel=3)
         runner.alg.load_state_dict(with_fitting_sums(state, runner.alg.state_dict()), load_optimizer)
         runner.iteration = int(state.get("iter", 0))
         runner.tot_timesteps = int(state.get("total_timesteps", runner.iteration * runner.steps_per_iteration()))
@@ -76,7 +88,7 @@ class Checkpoints:
         return state.get("infos")
 
     def _resume(self, state: Mapping[str, Any]) -> None:
-        """Put generators, environment and runner back; a run on other environments continues from fresh episodes."""
+        """Restore generators, environment and runner; on other environments the run continues with new episodes."""
         runner, env = self.runner, self.runner.env
         set_rng_state(state["rng"])
         is_exact = state["env"] is not None and state["num_envs"] == env.num_envs and env.get_state() is not None
@@ -84,34 +96,32 @@ class Checkpoints:
             runner.alg.load_resume_state(state["algorithm"])
             if is_exact:
                 env.set_state(tree_map(_to(env.device), state["env"]))
-        except (KeyError, ValueError, RuntimeError) as error:  # of another device or another environment
-            warnings.warn(f"not all could be put back ({error}); the run goes on from new episodes", stacklevel=4)
+        except (KeyError, ValueError, RuntimeError) as error:  # from another device or environment
+            warnings.warn(f"the state was not restored ({error}); the run continues with new episodes", stacklevel=4)
             is_exact = False
         own = tree_map(_to(runner.device), state["runner"])
         runner.load_extra_state({**own, "is_exact": is_exact})
 
-    def _save_manipulated(self, path: Path, state: Mapping[str, Any]) -> None:
-        try:
-            save_checkpoint(path.with_name(f"manipulated_{path.name}"), dict(state))
-        except OSError as error:
-            warnings.warn(f"the manipulated checkpoint was not written: {error}", stacklevel=3)
-
     def save_periodic(self) -> None:
-        """model_<completed iterations>.pt, and no more of them than were asked for."""
+        """Write model_<completed iterations>.pt, and remove old periodic files beyond `keep_checkpoints`."""
         if self.directory is None:
             return
-        self.save(self.directory / f"model_{self.runner.iteration}.pt")
-        if self.runner.cfg.keep_checkpoints is not None:
-            prune_checkpoints(self.directory, self.runner.cfg.keep_checkpoints)
+        path, keep = self.directory / f"model_{self.runner.iteration}.pt", self.runner.cfg.keep_checkpoints
+        self.save(path)
+        if keep is not None:
+            self.periodic.append(path.name)
+            removed = {old.name for old in prune_checkpoints(self.directory, keep, self.periodic)}
+            self.periodic = [name for name in self.periodic if name not in removed]
+            (self.directory / PERIODIC).write_text(json.dumps(self.periodic))
 
     def save_final(self) -> None:
-        """The state at the end of `learn`, under its number and as checkpoint_final.pt."""
+        """Write the state at the end of `learn` as model_<completed iterations>.pt and checkpoint_final.pt."""
         if self.directory is not None:
             self.save_periodic()
             self.save(self.directory / "checkpoint_final.pt")
 
     def save_after(self, error: BaseException) -> None:
-        """Keep what there is, out of the way of `resume`, without ever hiding the error."""
+        """Write the state at an error to crash/, where `resume` does not find it, without hiding the error."""
         if self.directory is None or type(error).__name__ == "TrialPruned":
             return
         try:
@@ -122,7 +132,7 @@ class Checkpoints:
 
 
 def find_manipulator(given: str | Manipulator | None) -> Manipulator | None:
-    """A checkpoint manipulator by name, or as given."""
+    """A checkpoint manipulator, given by name or as a function."""
     if given is None or callable(given):
         return given
     from canter.utils.ckpt_manipulator import MANIPULATORS
@@ -133,14 +143,12 @@ def find_manipulator(given: str | Manipulator | None) -> Manipulator | None:
 
 
 def with_fitting_sums(state: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
-    """`state` with fresh sums over the episodes under way where it has them for another number of environments."""
+    """Replace sums over unfinished episodes by those of `fresh` if the number of environments differs."""
     fitted = dict(state)
     for part in fresh.keys() & state.keys() & {"return_scaler_state_dict", "rnd_state_dict"}:
         sums = {name: value for name, value in fresh[part].items() if name.rpartition(".")[2] == "returns"}
-        other = {
-            name: value for name, value in sums.items() if name in state[part] and len(state[part][name]) != len(value)
-        }
-        fitted[part] = {**state[part], **other}
+        differs = {name for name in sums.keys() & state[part].keys() if len(state[part][name]) != len(sums[name])}
+        fitted[part] = {**state[part], **{name: sums[name] for name in differs}}
     return fitted
 
 

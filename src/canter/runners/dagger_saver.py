@@ -1,4 +1,4 @@
-"""DAgger's collecting half: the student plays, the teacher says what it would have done, both go to disk."""
+"""Data collection for DAgger: the student acts, and every step is labelled with the teacher's action."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ CONFIG_NAMES = ("config.yaml", "config.json")
 
 
 class DaggerSaver(DemonstrationSaver):
-    """Rolls out the student, or with some probability the teacher, and labels every step with the teacher's action.
+    """Runs the student, or with some probability the teacher, and labels every step with the teacher's action.
 
-    `policy` is the teacher. The student is read from the run directory of its training, always the newest checkpoint.
+    `policy` is the teacher. The student is the newest checkpoint in the run directory of its training.
 
     Args:
         training_policy_logdir: The student's run directory, with its config and `model_<iteration>.pt`.
-        teacher_act_prob: Probability that an environment is driven by the teacher, as a schedule over the student's
+        teacher_act_prob: Probability that the teacher acts in an environment, as a schedule over the student's
             iterations: "exp", "linear", "tanh", a number, or a function.
-        update_times_scale: Iterations over which the schedule falls.
-        action_sample_std: Standard deviation of the student's noise, if above 0.
+        update_times_scale: Iterations over which the schedule decays.
+        action_sample_std: Standard deviation of the student's noise; its own if 0.
         log_to_tensorboard: Write episode statistics to TensorBoard in `save_dir`.
     """
 
@@ -52,9 +52,10 @@ class DaggerSaver(DemonstrationSaver):
         self.training_policy_logdir = Path(training_policy_logdir)
         self.teacher_act_prob = GET_PROB_FUNC(teacher_act_prob, update_times_scale)
         self.update_times_scale, self.action_sample_std = update_times_scale, action_sample_std
+        self.metadata |= {"update_times_scale": update_times_scale, "action_sample_std": action_sample_std}
+        self.metadata["training_policy_logdir"] = str(training_policy_logdir)
         self.training_policy: Policy | None = None
-        self.training_policy_iteration = 0
-        self.collection_iteration = 0
+        self.training_policy_iteration = self.collection_iteration = 0
         self.use_teacher_act_mask = torch.ones(self.env.num_envs, dtype=torch.bool, device=self.env.device)
         self.rollout_episode_infos: list[Mapping[str, Any]] = []
         self.tb_writer: Any = None
@@ -64,22 +65,14 @@ class DaggerSaver(DemonstrationSaver):
 
             self.tb_writer = SummaryWriter(str(self.save_dir))
 
-    # ------------------------------------------------------------------ the student
     def init_traj_handlers(self) -> None:
-        """Open the directory, say who is trained, and build the student."""
-        if self.writer is not None:
-            return
+        """Build the student and open the directory."""
         if self.training_policy is None:
             self.build_training_policy()
-        self.metadata |= {
-            "training_policy_logdir": str(self.training_policy_logdir),
-            "update_times_scale": self.update_times_scale,
-            "action_sample_std": self.action_sample_std,
-        }
         super().init_traj_handlers()
 
     def build_training_policy(self) -> None:
-        """A fresh student as the config in its run directory describes it."""
+        """Build an untrained student from the config in its run directory."""
         config = read_config(self.training_policy_logdir)
         settings = dict(config.get("policy") or {})
         runner = config.get("runner") or {}
@@ -95,14 +88,14 @@ class DaggerSaver(DemonstrationSaver):
         self._set_noise()
 
     def load_latest_training_policy(self) -> None:
-        """Take over the newest checkpoint of the student, if there is a newer one, and draw anew who drives."""
+        """Load the newest checkpoint of the student, and draw the environments in which the teacher acts."""
         if self.training_policy is None:
             self.build_training_policy()
         found = find_checkpoints(self.training_policy_logdir) if self.training_policy_logdir.is_dir() else []
         if not found and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"no model_<iteration>.pt in {self.training_policy_logdir} yet: a fresh student plays", stacklevel=2
+                f"no model_<iteration>.pt in {self.training_policy_logdir} yet: an untrained student acts", stacklevel=2
             )
         for number, path in reversed(found):
             if number <= self.training_policy_iteration or self._load_student(path):
@@ -111,7 +104,7 @@ class DaggerSaver(DemonstrationSaver):
         self.use_teacher_act_mask = chance < self.teacher_act_prob(self.training_policy_iteration)
 
     def _load_student(self, path: Path) -> bool:
-        """Whether the file could be used; one that is incomplete or just being removed is passed over."""
+        """Load a checkpoint; returns False if the file is incomplete or has just been removed."""
         try:
             state = import_state(load_checkpoint(path, self.env.device))
         except (CheckpointError, OSError) as error:
@@ -135,9 +128,8 @@ class DaggerSaver(DemonstrationSaver):
                 if isinstance(noise, torch.nn.Parameter):
                     noise.fill_(float(value))
 
-    # ------------------------------------------------------------------ steps
     def choose_actions(self) -> tuple[Tensor, Tensor]:
-        """The teacher's actions as labels; the student's to execute, except where the teacher drives."""
+        """The teacher's actions as labels; the student's to execute, except where the teacher acts."""
         if self.training_policy is None:
             self.load_latest_training_policy()
         labels = self.get_policy_actions()
@@ -146,25 +138,25 @@ class DaggerSaver(DemonstrationSaver):
         return labels, torch.where(mask, labels, actions.to(labels.dtype))
 
     def add_transition(self, step_i: int, infos: Mapping[str, Any]) -> None:
-        """Keep the step, and what the environment says of episodes."""
+        """Store the step and the environment's episode statistics."""
         super().add_transition(step_i, infos)
         if infos.get("episode"):
             self.rollout_episode_infos.append(infos["episode"])
 
     def policy_reset(self, dones: Tensor) -> None:
-        """Forget the past of episodes that ended, in both policies."""
+        """Reset the memory of both policies where episodes ended."""
         super().policy_reset(dones)
         if self.training_policy is not None and bool(dones.any()):
             self.training_policy.reset(dones)
 
     def check_stop(self) -> bool:
-        """Look for a newer student, then whether there is enough."""
+        """Load a newer student if there is one, then check whether enough was collected."""
         self.load_latest_training_policy()
         return super().check_stop()
 
-    # ------------------------------------------------------------------ progress
     def log_metrics(self) -> dict[str, float]:
         """Episode statistics since the last call: the largest of `_max`, the smallest of `_min`, means of others."""
+        self.collection_iteration += 1
         infos, self.rollout_episode_infos = self.rollout_episode_infos, []
         names = dict.fromkeys(name for info in infos for name in info)
         merged = {f"Episode/{name}": merge(name, [info[name] for info in infos if name in info]) for name in names}
@@ -175,20 +167,15 @@ class DaggerSaver(DemonstrationSaver):
         own = {"train/student_iteration": float(self.training_policy_iteration), "train/teacher_drives": teacher}
         return {**super().log_metrics(), **own, **merged}
 
-    def print_log(self) -> str:
-        """Show how far the collection is; returns the same as text."""
-        self.collection_iteration += 1
-        return super().print_log()
-
     def close(self) -> None:
-        """Finish the directory and the TensorBoard log."""
+        """Close the directory and the TensorBoard log."""
         super().close()
         if getattr(self, "tb_writer", None) is not None:
             self.tb_writer.close()
 
 
 def merge(name: str, values: list[Any]) -> float:
-    """One number from an episode statistic of several steps."""
+    """Combine the values of an episode statistic of several steps."""
     numbers = np.concatenate([torch.as_tensor(v).detach().cpu().double().reshape(-1).numpy() for v in values])
     if not np.isfinite(numbers).any():
         return float("nan")
@@ -197,7 +184,7 @@ def merge(name: str, values: list[Any]) -> float:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The config in a run directory."""
+    """Read the config in a run directory."""
     for name in CONFIG_NAMES:
         path = directory / name
         if path.is_file():

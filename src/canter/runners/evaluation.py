@@ -1,9 +1,8 @@
-"""Running a policy without noise: the callable for users, and episodes counted fairly."""
+"""Deterministic policies and the statistics of their episodes."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ from canter.utils.tree import Obs
 
 
 class InferencePolicy:
-    """`actions = policy(obs)` on raw observations, deterministic, without gradients; keeps its own recurrent state."""
+    """`actions = policy(obs)`: deterministic actions for raw observations; keeps its own recurrent state."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -26,14 +25,14 @@ class InferencePolicy:
 
     @torch.no_grad()
     def __call__(self, obs: Obs) -> Tensor:
-        """The actions for one step."""
+        """Return the actions of one step."""
         if self.hidden is None or any(len(state) != batch_size(obs) for state in self.hidden.values()):
             self.hidden = self.policy.initial_hidden(batch_size(obs))
         actions, self.hidden = self.policy.infer(obs, self.hidden)
         return actions
 
     def reset(self, dones: Tensor | None = None) -> None:
-        """Forget the past of environments whose episode ended; of all if None."""
+        """Clear the recurrent state of environments whose episode ended; of all if None."""
         if dones is None or self.hidden is None:
             self.hidden = None
         else:
@@ -41,16 +40,9 @@ class InferencePolicy:
             self.hidden = {name: state.masked_fill(ended, 0.0) for name, state in self.hidden.items()}
 
 
-def inference_policy(policy: Policy, home: torch.device, device: torch.device | str | None) -> InferencePolicy:
-    """The policy that is trained as a callable; a copy of it where another device is asked for."""
-    if device is None or torch.device(device) == home:
-        return InferencePolicy(policy)
-    return InferencePolicy(copy.deepcopy(policy).to(device))
-
-
 @contextlib.contextmanager
 def frozen(alg: Algorithm) -> Iterator[None]:
-    """Networks and normalisers stand still inside, and are as before afterwards."""
+    """Switch an algorithm to evaluation mode, and back to its previous modes on exit."""
     was_training = [module.training for module in alg.modules()]
     alg.eval_mode()
     try:
@@ -61,17 +53,15 @@ def frozen(alg: Algorithm) -> Iterator[None]:
 
 
 def episode_quotas(num_episodes: int, num_envs: int) -> np.ndarray:
-    """Episodes each environment contributes: a fixed number, so that short episodes do not count more often."""
-    quotas = np.full(num_envs, num_episodes // num_envs)
-    quotas[: num_episodes % num_envs] += 1
-    return quotas
+    """Episodes to count in each environment, fixed in advance so that short episodes are not over-represented."""
+    return num_episodes // num_envs + (np.arange(num_envs) < num_episodes % num_envs)
 
 
 @torch.inference_mode()
 def run_episodes(
     act: Any, env: VecEnv, num_episodes: int, max_steps: int | None = None, on_step: Any = None
 ) -> tuple[list[float], list[int]]:
-    """Returns and lengths of `num_episodes` episodes from fresh resets; `on_step(env)` sees every step."""
+    """Returns and lengths of `num_episodes` episodes after a reset; `on_step(env)` is called after every step."""
     if num_episodes < 1:
         raise ValueError(f"num_episodes must be at least 1, got {num_episodes}")
     left = episode_quotas(num_episodes, env.num_envs)
@@ -104,11 +94,13 @@ def run_episodes(
 
 
 def summarize(returns: list[float], lengths: list[int]) -> dict[str, float]:
-    """The documented statistics."""
-    return {
-        "eval/mean_reward": float(np.mean(returns)),
-        "eval/std_reward": float(np.std(returns)),
-        "eval/min_reward": float(np.min(returns)),
-        "eval/max_reward": float(np.max(returns)),
-        "eval/mean_length": float(np.mean(lengths)),
-    }
+    """The `eval/` metrics of some episodes."""
+    reductions = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
+    rewards = {f"eval/{name}_reward": float(reduce(returns)) for name, reduce in reductions.items()}
+    return rewards | {"eval/mean_length": float(np.mean(lengths))}
+
+
+def robot_metric(env: Any, name: str) -> float:
+    """Mean of a robot metric of the environment; NaN if it has none of this name."""
+    value = getattr(env, name, None)
+    return float("nan") if value is None else float(torch.as_tensor(value).float().mean())

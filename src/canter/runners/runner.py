@@ -1,66 +1,207 @@
-"""The outer loop of every runner."""
+"""The training loop of every runner, with its logging, checkpoints, callbacks and evaluation."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import math
 import signal
-from abc import abstractmethod
-from collections.abc import Mapping
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from canter.runners.runner_tools import RunnerTools
-from canter.runners.trials import StopTraining, pruned_exception, report_trial
-from canter.utils.console import Console
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from canter.algorithms import REGISTRY
+from canter.algorithms.algorithm import Algorithm
+from canter.envs.vec_env import VecEnv
+from canter.envs.wrap import wrap_env
+from canter.envs.wrappers import FlattenObs
+from canter.modules.normalizer import ReturnScaler
+from canter.runners.checkpoints import Checkpoints
+from canter.runners.evaluation import InferencePolicy, frozen, robot_metric, run_episodes, summarize
+from canter.runners.run_config import RunPlan, check_run, find_algorithm, make_plan
+from canter.runners.run_log import Callbacks, RunLog, StopTraining, TrialReporter, local_metrics, pruned_exception
+from canter.utils.console import Console, table
 from canter.utils.files import RunLock
-from canter.utils.runtime import StopSignal
+from canter.utils.logging import Logger
+from canter.utils.metrics import StepStats
+from canter.utils.runtime import StopSignal, preserved_rng, resolve_device
+from canter.utils.tree import Obs, tree_leaves
 
 
-class _Metrics(NamedTuple):
-    velrmsd: float
-    CoT: float
-
-
-class LearnResult(_Metrics):
-    """What `learn` returns: unpacks to (velrmsd, CoT); `history` has one dict of metrics per logged iteration."""
+class LearnResult(NamedTuple("RobotMetrics", [("velrmsd", float), ("CoT", float)])):
+    """Result of `learn`: unpacks to (velrmsd, CoT); `history` has one dict of metrics per logged iteration."""
 
     history: list[dict[str, float]]
 
 
-class Runner(RunnerTools):
-    """Runs an algorithm on an environment. A subclass says what one iteration is."""
+class Runner(ABC):
+    """Trains an algorithm on vectorised environments. A subclass defines one iteration and one environment step.
 
-    alg: Any
+    There are three ways to create one: with a training dict, `Runner(env, train_cfg, log_dir, device)`; with a config
+    object and network classes, `Runner(env, cfg=PPOConfig(...), actor_class=, critic_class=)`; or with `agent=`.
+
+    Args:
+        env: Any environment that `wrap_env` accepts.
+        train_cfg: Training dict, flat or with a `runner` section; or a config object or an algorithm.
+        log_dir: Run directory; None writes nothing.
+        device: Training device; None takes a GPU if there is one.
+        cfg: Config object instead of a training dict.
+        algorithm: Registered name of the algorithm, if no config determines it.
+        actor_class: Class of the actor; see `canter.modules.actors`.
+        critic_class: Class of the critic.
+        actor_cfg: Settings of the actor.
+        critic_cfg: Settings of the critic.
+        obs_space: Observation space; the environment's if None.
+        action_space: Action space; the environment's if None.
+        agent: An algorithm to train; one is built if None.
+        save_dir: Directory of the checkpoints; `log_dir` if None.
+        log_interval: Overrides the config, as do the other intervals and `eval_episodes`.
+        eval_env: Separate environment for evaluation.
+        run_info: Saved in config.yaml under `run`.
+        show_progress: Show progress on the console.
+        q_network: `q_network_class` and `q_network_cfg` of DQN.
+    """
+
+    default_algorithm = "ppo"
+    ways_to_set_length = "learn(iterations), learn(total_timesteps=...) or max_iterations"
+
+    stats: StepStats
+
+    def __init__(
+        self,
+        env: Any,
+        train_cfg: Any = None,
+        log_dir: str | Path | None = None,
+        device: torch.device | str | None = None,
+        *,
+        cfg: Any = None,
+        algorithm: str | None = None,
+        actor_class: Any = None,
+        critic_class: Any = None,
+        actor_cfg: Mapping[str, Any] | None = None,
+        critic_cfg: Mapping[str, Any] | None = None,
+        obs_space: spaces.Space | None = None,
+        action_space: spaces.Space | None = None,
+        agent: Any = None,
+        save_dir: str | Path | None = None,
+        log_interval: int | None = None,
+        save_interval: int | None = None,
+        eval_env: Any = None,
+        eval_interval: int | None = None,
+        eval_episodes: int | None = None,
+        run_info: Mapping[str, Any] | None = None,
+        show_progress: bool = True,
+        q_network: Mapping[str, Any] | None = None,
+    ) -> None:
+        if isinstance(train_cfg, Algorithm):
+            train_cfg, agent = None, train_cfg
+        networks = {"actor_class": actor_class, "critic_class": critic_class, **(q_network or {})}
+        networks |= {"actor_cfg": actor_cfg, "critic_cfg": critic_cfg}
+        self.plan = make_plan(train_cfg, cfg, algorithm, agent, networks, default=self.default_algorithm)
+        overrides = {"log_interval": log_interval, "save_interval": save_interval, "eval_interval": eval_interval}
+        overrides |= {"eval_episodes": eval_episodes, "device": None if device is None else str(device)}
+        given = {name: value for name, value in overrides.items() if value is not None}
+        self.cfg = self.plan.cfg = dataclasses.replace(self.plan.cfg, **given)  # the user's object stays unchanged
+        check_run(self.cfg)
+        self.device: torch.device = resolve_device(self.cfg.device) if agent is None else agent.device
+        self.env = open_env(env, self.device, self.plan)
+        self.eval_env = None if eval_env is None else open_env(eval_env, self.device, self.plan)
+        self.log_dir = None if log_dir is None else Path(log_dir)
+        self.save_dir = self.log_dir if save_dir is None else Path(save_dir)
+        for directory in (self.log_dir, self.save_dir):
+            if directory is not None:
+                directory.mkdir(parents=True, exist_ok=True)
+        self.log_interval, self.save_interval = self.cfg.log_interval, self.cfg.save_interval
+        self.run_info, self.show_progress = dict(run_info or {}), show_progress
+        self.iteration = self.tot_timesteps = 0
+        self.metrics_velrmsd = self.metrics_CoT = float("nan")
+        self.obs: Any = None
+        self.critic_obs: Any = None
+        self.callbacks = Callbacks(self.cfg.callback_errors)
+        self.run_log = RunLog(self.log_dir, self.cfg)
+        self.checkpoints = Checkpoints(self)
+        self.alg = self.agent = self._new_algorithm(obs_space, action_space) if agent is None else agent
+        self.set_up()
+
+    def _new_algorithm(self, obs_space: spaces.Space | None, action_space: spaces.Space | None) -> Any:
+        agent_class = REGISTRY[find_algorithm(self.plan.algorithm)].agent_class
+        with torch.random.fork_rng(devices=[]):
+            if self.cfg.seed is not None:
+                torch.manual_seed(self.cfg.seed)
+                try:
+                    self.env.seed(self.cfg.seed)
+                except NotImplementedError as error:
+                    warnings.warn(f"{error}: its episodes will differ from run to run", stacklevel=4)
+                else:
+                    self.env.reset()  # running episodes were started without the seed
+            return self.build_algorithm(agent_class, obs_space=obs_space, action_space=action_space)
+
+    def keep_stats(self, num_steps: int) -> None:
+        """Record the statistics of the algorithm's steps, up to `num_steps` between two reads."""
+        self.stats = StepStats(self.env.num_envs, num_steps, self.device, self.cfg.extra_log_keys)
+        self.alg.on_record = [self.stats.tracker.write]
+        self.alg.executor.forget()  # an agent that was given may have captured steps that write elsewhere
+        self.rewbuffer, self.lenbuffer = self.stats.tracker.rewbuffer, self.stats.tracker.lenbuffer
+        self.rframebuffer = self.stats.tracker.rframebuffer
+
+    @abstractmethod
+    def build_algorithm(self, agent_class: Any, **spaces_given: Any) -> Any:
+        """Build the algorithm of the plan."""
+
+    @abstractmethod
+    def set_up(self) -> None:
+        """Prepare the algorithm and the statistics for these environments."""
+
+    @abstractmethod
+    def steps_per_iteration(self) -> int:
+        """Environment steps of one iteration."""
+
+    @abstractmethod
+    def rollout_step(self, obs: Any, critic_obs: Any, **kwargs: Any) -> tuple[Obs, Obs, Tensor, Tensor, dict[str, Any]]:
+        """Act, step the environments and store the step; the returned observations are raw."""
 
     @abstractmethod
     def run_iteration(self) -> dict[str, float]:
-        """Collect, learn, and return the iteration's metrics; none where nothing was read."""
+        """Collect, learn, and return the iteration's metrics, or an empty dict if none were read."""
 
-    def take_extras(self) -> dict[str, float]:
-        """Metrics gathered over the steps since the last log."""
-        return {}
+    def learn(
+        self,
+        num_learning_iterations: int | None = None,
+        init_at_random_ep_len: bool = False,
+        trial: Any = None,
+        *,
+        total_timesteps: int | None = None,
+    ) -> LearnResult:
+        """Train for more iterations, or for more environment steps rounded up to whole iterations.
 
-    @abstractmethod
-    def learn(self, *args: Any, **kwargs: Any) -> LearnResult:
-        """Train for longer."""
-
-    def run(self, iterations: int, init_at_random_ep_len: bool, trial: Any) -> LearnResult:
-        """The loop of `learn`: so many iterations more."""
-        last = self.iteration + iterations
+        Args:
+            num_learning_iterations: Iterations to add.
+            init_at_random_ep_len: Start episodes at random ages, so that they do not all end together.
+            trial: Hyperparameter search to report the metrics to; see `TrialReporter`.
+            total_timesteps: Environment steps to add, if `num_learning_iterations` is not given.
+        """
+        last = self.iteration + self.count_iterations(num_learning_iterations, total_timesteps)
         self.horizon = max(last, self.planned_iterations() or 1)
+        reporter = None if trial is None else TrialReporter(trial, self.cfg.trial_metric, self.cfg.eval_interval)
         history: list[dict[str, float]] = []
-        with (
-            self._lock(),
-            StopSignal() as stop,
-            Console(last, self._title(), self.show_progress, self.iteration) as console,
-        ):
+        title = str(self.run_info.get("task", type(self.alg).__name__))
+        lock = contextlib.nullcontext() if self.save_dir is None else RunLock(self.save_dir)
+        with lock, StopSignal() as stop, Console(last, title, self.show_progress, self.iteration) as console:
             self.init_writer(init_at_random_ep_len)
             self.alg.adjust_learning_rate(self.iteration / self.horizon)
             self.alg.train_mode()
             console.update(self.iteration, self.tot_timesteps, {})
             try:
                 while self.iteration < last and stop.requested is None:
-                    self._one_iteration(trial, console, history)
+                    self._one_iteration(reporter, console, history)
             except StopTraining:
                 pass
             except BaseException as error:
@@ -72,41 +213,52 @@ class Runner(RunnerTools):
             self.checkpoints.save_final()
         if stop.requested == signal.SIGTERM:
             raise SystemExit(143)
+        if reporter is not None:
+            reporter.warn_if_silent()
         result = LearnResult(float(self.metrics_velrmsd), float(self.metrics_CoT))
         result.history = history
         return result
 
-    def _one_iteration(self, trial: Any, console: Console, history: list[dict[str, float]]) -> None:
-        self.fire("pre_iteration")
+    def _one_iteration(self, reporter: TrialReporter | None, console: Console, history: list[dict[str, float]]) -> None:
+        self.callbacks.fire("pre_iteration", self)
         metrics = self.run_iteration()
         self.iteration += 1
         self.tot_timesteps += self.steps_per_iteration()
         self.alg.adjust_learning_rate(self.iteration / self.horizon)
-        should_stop = False
         if metrics:
             self.evaluation()
-            robot = {"eval/velrmsd": self.metrics_velrmsd, "eval/CoT": self.metrics_CoT}
-            metrics |= {name: value for name, value in robot.items() if not math.isnan(value)}
+            metrics |= self._robot_metrics()
         if self.is_due(self.cfg.eval_interval):
             metrics |= self.eval(self.cfg.eval_episodes)
-        if metrics:
-            should_stop = self._report_trial(trial, metrics)
-        if self.is_due(self.log_interval):
-            metrics |= self.take_extras()
-            self.log({"metrics": metrics})
+        if is_logged := self.is_due(self.log_interval):
+            metrics |= self.stats.take_extras()
+        is_pruned = False
+        if metrics and reporter is not None:
+            is_pruned = reporter.report(metrics, self.metrics_velrmsd, self.metrics_CoT, self.iteration)
+        if is_logged:
+            self.log(locals())
             history.append(metrics)
         console.update(self.iteration, self.tot_timesteps, metrics)
         if self.is_due(self.save_interval):
             self.checkpoints.save_periodic()
         self.run_log.store_code()
-        self.fire("post_iteration", metrics)
-        if should_stop:
+        self.callbacks.fire("post_iteration", self, metrics)
+        if is_pruned:
             self.checkpoints.save_periodic()
             self.run_log.close()
             raise pruned_exception(f"pruned at iteration {self.iteration}")
 
+    def start(self, init_at_random_ep_len: bool) -> None:
+        """Read the observation from which the next rollout starts."""
+        if init_at_random_ep_len:
+            randomize_ages(self.env, self.alg.generators["action"])
+        if self.obs is None:
+            with torch.inference_mode(self.cfg.inference_mode_rollout):
+                self.obs, self.critic_obs = self.env.get_observations()
+        self.stats.begin(self.obs, self.critic_obs, self.tot_timesteps // self.env.num_envs)
+
     def count_iterations(self, iterations: int | None, timesteps: int | None) -> int:
-        """Iterations meant by a call of `learn`."""
+        """Iterations that the arguments of `learn` ask for."""
         if iterations is not None:
             return int(iterations)
         if timesteps is not None:
@@ -114,30 +266,183 @@ class Runner(RunnerTools):
         planned = self.planned_iterations()
         if planned is not None:
             return max(0, planned - self.iteration)
-        raise ValueError(f"say how long to train: {self.ways_to_say}")
-
-    ways_to_say = "learn(iterations), learn(total_timesteps=...) or max_iterations"
+        raise ValueError(f"the length of the training is not given; use {self.ways_to_set_length}")
 
     def planned_iterations(self) -> int | None:
-        """Length of the whole run that the settings say."""
+        """Iterations of the whole run according to the settings."""
         return self.cfg.max_iterations
 
     def is_due(self, interval: int | None) -> bool:
-        """Whether something that happens every `interval` iterations happens now."""
+        """Whether the completed iterations are a multiple of `interval`."""
         return bool(interval) and self.iteration % interval == 0  # pyright: ignore[reportOperatorIssue]
 
-    def _report_trial(self, trial: Any, metrics: Mapping[str, float]) -> bool:
-        if trial is None:
-            return False
-        values = {
-            "velrmsd": float(self.metrics_velrmsd),
-            "CoT": float(self.metrics_CoT),
-            "mean_reward": metrics.get("episode/mean_reward", float("nan")),
-        }
-        return report_trial(trial, self.cfg.trial_metric, values, self.iteration)
+    def add_callback(self, event: str, fn: Callable[..., None]) -> None:
+        """Call `fn(runner)` at a `pre_*` event, or `fn(runner, stats)` at a `post_*` event, of every iteration."""
+        self.callbacks.add(event, fn)
 
-    def _lock(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self.save_dir is None else RunLock(self.save_dir)
+    def evaluation(self) -> None:
+        """Read the robot metrics of the environment, which is not stepped."""
+        self.metrics_velrmsd = robot_metric(self.env, "tracking_error")
+        self.metrics_CoT = robot_metric(self.env, "CoT")
 
-    def _title(self) -> str:
-        return str(self.run_info.get("task", type(self.alg).__name__))
+    def _robot_metrics(self) -> dict[str, float]:
+        values = {"eval/velrmsd": self.metrics_velrmsd, "eval/CoT": self.metrics_CoT}
+        return {name: value for name, value in values.items() if not math.isnan(value)}
+
+    def eval(self, num_episodes: int = 10, max_steps: int | None = None) -> dict[str, float]:
+        """Run deterministic episodes, the same number in every environment.
+
+        They run in `eval_env` if there is one. Otherwise they run in the training environment, whose state is restored
+        if it supports that, and which is reset if not.
+        """
+        env = self.eval_env or self.env
+        state = env.get_state() if env is self.env else None
+        try:
+            with frozen(self.alg), preserved_rng():
+                return summarize(*run_episodes(InferencePolicy(self.policy), env, num_episodes, max_steps))
+        finally:
+            if state is not None:
+                env.set_state(state)
+            elif env is self.env:
+                self.restart_episodes()
+
+    def restart_episodes(self) -> None:
+        """Reset the environments, the memories of the policy and the statistics of unfinished episodes."""
+        with torch.inference_mode(self.cfg.inference_mode_rollout):
+            self.obs, self.critic_obs = self.env.reset()
+        self.policy.reset()
+        self.stats.clear_running()
+        for part in (part for module in self.alg.modules() for part in module.modules()):
+            if isinstance(part, ReturnScaler):
+                part.returns.zero_()
+
+    def get_inference_policy(self, device: torch.device | str | None = None) -> InferencePolicy:
+        """A callable from raw observations to deterministic actions, with `reset(dones)` for recurrent policies."""
+        self.alg.eval_mode()
+        is_here = device is None or torch.device(device) == self.device
+        return InferencePolicy(self.policy if is_here else copy.deepcopy(self.policy).to(device))
+
+    def train_mode(self) -> None:
+        """Switch networks and normalisers to training mode."""
+        self.alg.train_mode()
+
+    def eval_mode(self) -> None:
+        """Switch networks and normalisers to evaluation mode."""
+        self.alg.eval_mode()
+
+    def init_writer(self, init_at_random_ep_len: bool = False) -> None:
+        """Open the logger, if there is a run directory and none is open, and prepare the environment."""
+        self.run_log.open(self.config())
+        self.start(init_at_random_ep_len)
+
+    def config(self) -> dict[str, Any]:
+        """The whole configuration in plain containers."""
+        return {**self.plan.to_dict(), **({"run": self.run_info} if self.run_info else {})}
+
+    def write_config(self) -> None:
+        """Write the current configuration to config.yaml."""
+        self.run_log.write_config(self.config())
+
+    def log(self, locs: Mapping[str, Any], width: int = 80, pad: int = 35) -> str:
+        """Write metrics to every logging backend, print them as a table and return the table.
+
+        Args:
+            locs: Either `{"metrics": {...}}`, or the `locals()` of a training loop: the dicts `losses` and `stats` and
+                every float are logged, with the statistics of the newest rollout and the robot metrics.
+            width: Width of the table.
+            pad: Width of the column of names.
+        """
+        given = locs.get("metrics")
+        if isinstance(given, Mapping):
+            metrics = dict(given)
+        else:
+            metrics = self.stats.newest | self._robot_metrics() | local_metrics(locs)
+        self.run_log.log({**metrics, "iteration": self.iteration}, self.tot_timesteps)
+        text = table(metrics, width, pad)
+        if locs.get("console") is None:  # within `learn` the progress display shows the metrics
+            print(text)  # noqa: T201 (documented)
+        return text
+
+    def flush(self) -> None:
+        """Flush every logging backend."""
+        self.run_log.flush()
+
+    def add_git_repo_to_log(self, repo_file_path: str) -> None:
+        """Record the state of the git repository that contains this file."""
+        self.run_log.git_repos.append(repo_file_path)
+
+    def save(self, path: str | Path, infos: Any = None) -> None:
+        """Write a checkpoint."""
+        self.checkpoints.save(Path(path), infos)
+
+    def load(self, path: str | Path, load_optimizer: bool = True, map_location: Any = None) -> Any:
+        """Continue from a checkpoint; returns the `infos` saved with it."""
+        return self.checkpoints.load(Path(path), load_optimizer, map_location)
+
+    def save_checkpoint(self, name: str) -> Path:
+        """Write a checkpoint to a path relative to `save_dir`."""
+        path = self.checkpoints.locate(name)
+        self.save(path)
+        return path
+
+    def load_checkpoint(self, name: str, load_optimizer: bool = True) -> Any:
+        """Continue from a checkpoint at a path relative to `save_dir`."""
+        return self.load(self.checkpoints.locate(name), load_optimizer)
+
+    def extra_state(self) -> dict[str, Any]:
+        """State of the runner for exact continuation: episode statistics and current observations."""
+        critic_obs = None if self.critic_obs is self.obs else self.critic_obs
+        return {**self.stats.state_dict(), "obs": self.obs, "critic_obs": critic_obs}
+
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from `extra_state`, with new episodes where the environment's state could not be restored."""
+        self.stats.load_state_dict(state, running=state["is_exact"])
+        if state["is_exact"]:
+            self.obs = state["obs"]
+            self.critic_obs = state["obs"] if state["critic_obs"] is None else state["critic_obs"]
+        else:
+            self.restart_episodes()
+
+    def close(self) -> None:
+        """Close the loggers and the environments."""
+        self.run_log.close()
+        for env in (self.env, self.eval_env):
+            if env is not None:
+                env.close()
+
+    @property
+    def policy(self) -> Any:
+        """The policy that is trained."""
+        return self.alg.policy
+
+    @property
+    def writer(self) -> Logger | None:
+        """The logger, while it is open."""
+        return self.run_log.writer
+
+    @property
+    def current_learning_iteration(self) -> int:
+        """Number of completed iterations."""
+        return self.iteration
+
+
+def open_env(env: Any, device: torch.device, plan: RunPlan) -> VecEnv:
+    """Wrap an environment, with observations in the form that the policy of the plan takes."""
+    wrapped = wrap_env(env, device, obs_groups=plan.obs_groups)
+    both = (wrapped.obs_space, wrapped.critic_obs_space)
+    has_dict = any(isinstance(space, spaces.Dict) for space in both)
+    has_images = any(leaf.dtype == np.uint8 for space in both for _, leaf in tree_leaves(space))
+    # The ActorCritic family takes one vector with segments; with images it flattens itself, so that bytes are stored.
+    return FlattenObs(wrapped) if has_dict and "class_name" in plan.policy and not has_images else wrapped
+
+
+def randomize_ages(env: VecEnv, generator: torch.Generator) -> None:
+    """Set running episodes to random ages, so that they do not all end together."""
+    lengths, limit = getattr(env, "episode_length_buf", None), env.max_episode_length
+    try:
+        if lengths is None or limit is None:
+            raise AttributeError("it does not exist, or there is no limit")
+        ages = torch.randint(int(limit), lengths.shape, generator=generator, device=generator.device)
+        env.episode_length_buf = ages.to(lengths)  # pyright: ignore[reportAttributeAccessIssue]
+    except AttributeError as error:
+        warnings.warn(f"episodes start at age 0: episode_length_buf cannot be set ({error})", stacklevel=5)

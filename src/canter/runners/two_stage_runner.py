@@ -1,10 +1,9 @@
-"""Training in two stages: first from recorded trajectories, then in the environment."""
+"""Training in two stages: first on recorded trajectories, then in the environment."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,28 +22,23 @@ LOG_INTERVAL = 50
 class TwoStageRunner(OnPolicyRunner):
     """Learns from a dataset for `pretrain_iterations`, then as `OnPolicyRunner` does.
 
-    The algorithm must know what to do with recorded steps (`collect_transition_from_dataset`): TPPO and its family do.
-    With TPPO and no teacher, stage one is behaviour cloning and stage two is PPO. Progress counts the steps learned
-    from, recorded ones included.
+    The algorithm must accept recorded steps (`collect_transition_from_dataset`), as TPPO and its variants do. With TPPO
+    and no teacher, stage one is behaviour cloning and stage two is PPO. Timesteps include recorded steps.
 
     Args:
-        env: Anything `wrap_env` knows; it is not stepped in stage one.
+        env: Any environment that `wrap_env` accepts; it is not stepped in stage one.
         train_cfg: Training dict with `pretrain_dataset`, the settings of a `RolloutDataset`, and `pretrain_iterations`
-            (default 0, below 0 for ever).
-        log_dir: The run directory; None writes nothing.
-        device: Where to learn; None takes a GPU if there is one.
-        pretrain_iterations: As in `train_cfg`.
-        pretrain_dataset: As in `train_cfg`.
-        **kwargs: What `OnPolicyRunner` takes.
+            (default 0; a negative number never ends stage one).
+        pretrain_iterations: Overrides `train_cfg`.
+        pretrain_dataset: Overrides `train_cfg`.
+        **kwargs: The other arguments are those of `Runner`.
     """
 
     def __init__(
         self,
         env: Any,
         train_cfg: Any = None,
-        log_dir: str | Path | None = None,
-        device: torch.device | str | None = None,
-        *,
+        *args: Any,
         pretrain_iterations: int | None = None,
         pretrain_dataset: Mapping[str, Any] | None = None,
         **kwargs: Any,
@@ -57,12 +51,12 @@ class TwoStageRunner(OnPolicyRunner):
                 "TwoStageRunner needs pretrain_dataset, the settings of a RolloutDataset: {data_dir: ...}"
             )
         self.pretrain_iterations, self.pretrain_dataset = int(iterations or 0), dict(source)
-        asked = {**(train_cfg or {}), **((train_cfg or {}).get("runner") or {})} if isinstance(train_cfg, dict) else {}
-        if asked.get("log_interval") is None and kwargs.get("log_interval") is None:
+        settings = {**train_cfg, **(train_cfg.get("runner") or {})} if isinstance(train_cfg, dict) else {}
+        if settings.get("log_interval") is None and kwargs.get("log_interval") is None:
             kwargs["log_interval"] = LOG_INTERVAL
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="TPPO has no teacher")  # its dataset is one
-            super().__init__(env, train_cfg, log_dir, device, **kwargs)
+            warnings.filterwarnings("ignore", message="TPPO has no teacher")  # the dataset replaces it
+            super().__init__(env, train_cfg, *args, **kwargs)
         if self.pretrain_iterations and not hasattr(self.alg, "collect_transition_from_dataset"):
             raise TypeError(
                 f"{type(self.alg).__name__} cannot learn from recorded steps; use TPPO (without a teacher it clones "
@@ -70,38 +64,35 @@ class TwoStageRunner(OnPolicyRunner):
             )
         self.rollout_dataset = RolloutDataset(**self.pretrain_dataset, num_envs=self.env.num_envs, device=self.device)
         self.is_exhausted = False
-        self.is_on_dataset = False
-        """Whether the last step came from the dataset, so that `obs` is none of the environment's."""
+        self.is_on_dataset = False  # whether the last step, and with it `obs`, came from the dataset
         self.dataset_infos: dict[str, float] = {}
         self._is_checked = False
 
     @property
     def is_pretraining(self) -> bool:
         """Whether the next iteration learns from the dataset."""
-        left = self.pretrain_iterations < 0 or self.current_learning_iteration < self.pretrain_iterations
-        return left and not self.is_exhausted
+        is_planned = self.pretrain_iterations < 0 or self.iteration < self.pretrain_iterations
+        return is_planned and not self.is_exhausted
 
     def config(self) -> dict[str, Any]:
         """The whole configuration in plain containers."""
         own = {"pretrain_iterations": self.pretrain_iterations, "pretrain_dataset": plain(self.pretrain_dataset)}
         return {**super().config(), **own}
 
-    # ------------------------------------------------------------------ one iteration
     def run_iteration(self) -> dict[str, float]:
-        """Collect from whichever source it is the turn of, learn, and return the iteration's metrics."""
+        """Collect from the dataset or the environment, learn, and return the iteration's metrics."""
         metrics = super().run_iteration()
         infos, self.dataset_infos = self.dataset_infos, {}
         return metrics | {f"Perf/dataset_{name}": value for name, value in infos.items()}
 
     def collect(self) -> None:
-        """One rollout; where the dataset ends in the middle of it, one from the environment instead."""
+        """Collect one rollout; if the dataset ends in the middle of it, collect it from the environment instead."""
         try:
             super().collect()
         except StopIteration:
             self.is_exhausted = True
             warnings.warn(
-                f"the pretraining dataset was played to its end in iteration {self.iteration}; going on in the "
-                "environment",
+                f"the pretraining dataset ended in iteration {self.iteration}; training continues in the environment",
                 stacklevel=2,
             )
             self.alg.rollout.clear()
@@ -110,7 +101,7 @@ class TwoStageRunner(OnPolicyRunner):
             super().collect()
 
     def rollout_step(self, obs: Any, critic_obs: Any, **kwargs: Any) -> tuple[Obs, Obs, Tensor, Tensor, dict[str, Any]]:
-        """A step of the dataset while pretraining; of the environment afterwards, and where the dataset has none."""
+        """Take a step from the dataset while pretraining; from the environment later, and if the dataset has none."""
         if not self.is_pretraining:
             if self.is_on_dataset:
                 obs, critic_obs = self._enter_environment()
@@ -124,9 +115,8 @@ class TwoStageRunner(OnPolicyRunner):
             check_fit(transition, self.env)
             self._is_checked = True
         self.is_on_dataset = True
-        # Without time_outs: nothing is bootstrapped here, so nobody need be warned of missing final observations.
-        told = {name: value for name, value in infos.items() if name != "time_outs"}
-        self.alg.collect_transition_from_dataset(transition, told)
+        # Without time_outs: nothing is bootstrapped here, so missing final observations need no warning.
+        self.alg.collect_transition_from_dataset(transition, {k: v for k, v in infos.items() if k != "time_outs"})
         self.stats.tracker.step += 1
         # The dataset's buffers are overwritten by its next step.
         next_obs = tree_map(torch.clone, transition.next_observation)
@@ -135,7 +125,7 @@ class TwoStageRunner(OnPolicyRunner):
         return next_obs, next_critic, transition.reward, transition.done, infos
 
     def _enter_environment(self) -> tuple[Obs, Obs]:
-        """The stage boundary: what the environment shows, and nothing remembered of the dataset."""
+        """Start stage two: drop statistics and memories of the dataset; returns the environment's observations."""
         self.is_on_dataset = False
         self.policy.reset()
         self.stats.clear_running()
@@ -143,25 +133,24 @@ class TwoStageRunner(OnPolicyRunner):
         self.lenbuffer.clear()
         return self.env.get_observations()
 
-    # ------------------------------------------------------------------ continuing
     def extra_state(self) -> dict[str, Any]:
-        """What the on-policy runner needs, which stage it is in, and where in the dataset."""
+        """State of the runner for exact continuation, with the stage and the position in the dataset."""
         own = {"on_dataset": self.is_on_dataset, "is_exhausted": self.is_exhausted}
         return {**super().extra_state(), **own, "dataset": self.rollout_dataset.state_dict()}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Continue, in the dataset too where its files are still there."""
+        """Continue from `extra_state`, in the dataset too if its files still exist."""
         super().load_extra_state(state)
         try:
             self.rollout_dataset.load_state_dict(state.get("dataset") or {})
         except LookupError as error:
-            warnings.warn(f"the pretraining dataset is played from its beginning: {error}", stacklevel=2)
+            warnings.warn(f"the pretraining dataset starts from its beginning: {error}", stacklevel=2)
         self.is_exhausted = bool(state.get("is_exhausted", False))
         self.is_on_dataset = bool(state.get("on_dataset", False)) and bool(state["is_exact"])
 
 
 def take_keys(train_cfg: Any) -> tuple[Any, dict[str, Any]]:
-    """A training dict without what is the two stages' own, and that."""
+    """Split a training dict into the settings of `OnPolicyRunner` and those of pretraining."""
     if not isinstance(train_cfg, Mapping):
         return train_cfg, {}
     rest = {name: value for name, value in train_cfg.items() if name not in PRETRAIN_KEYS}
@@ -174,7 +163,7 @@ def take_keys(train_cfg: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def check_fit(transition: Any, env: VecEnv) -> None:
-    """Refuse a dataset whose observations are not the environment's, with every difference."""
+    """Raise ValueError with every difference if the dataset's observations do not fit the environment."""
     obs, critic_obs = env.get_observations()
     pairs = [("observation", transition.observation, obs)]
     if critic_obs is not obs:
@@ -183,7 +172,7 @@ def check_fit(transition: Any, env: VecEnv) -> None:
     for name, recorded, current in pairs:
         got = {leaf: tuple(value.shape[1:]) for leaf, value in tree_leaves(recorded, name)}
         want = {leaf: tuple(value.shape[1:]) for leaf, value in tree_leaves(current, name)}
-        problems += [f"{leaf}: recorded {got.get(leaf)}, here {want.get(leaf)}" for leaf in got.keys() | want.keys()
-                     if got.get(leaf) != want.get(leaf)]  # fmt: skip
+        differing = [leaf for leaf in got.keys() | want.keys() if got.get(leaf) != want.get(leaf)]
+        problems += [f"{leaf}: dataset {got.get(leaf)}, environment {want.get(leaf)}" for leaf in differing]
     if problems:
         raise ValueError(f"the dataset is of another environment: {'; '.join(sorted(problems))}")

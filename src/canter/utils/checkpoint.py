@@ -13,7 +13,7 @@ import re
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -193,8 +193,14 @@ def _reason_invalid(path: Path) -> str | None:
     return None
 
 
-def prune_checkpoints(directory: StrPath, keep_last: int) -> list[Path]:
-    """Delete all but the `keep_last` newest checkpoints and the newest valid one; return the deleted paths."""
+def prune_checkpoints(directory: StrPath, keep_last: int, names: Collection[str] | None = None) -> list[Path]:
+    """Delete all but the `keep_last` newest checkpoints and the newest valid one; returns the deleted paths.
+
+    Args:
+        directory: Directory with files `model_<number>.pt`.
+        keep_last: Number of checkpoints to keep.
+        names: File names that may be deleted, which alone are counted; all if None.
+    """
     if keep_last < 2:
         raise ValueError(f"keep_last must be at least 2 so that one is left if the newest is damaged, got {keep_last}")
     found = find_checkpoints(directory)
@@ -205,7 +211,8 @@ def prune_checkpoints(directory: StrPath, keep_last: int) -> list[Path]:
         warnings.warn(f"no checkpoint in {directory} is valid; none is deleted", stacklevel=2)
         return []
     removed = []
-    for _, path in found[:-keep_last]:
+    candidates = found if names is None else [entry for entry in found if entry[1].name in names]
+    for _, path in candidates[:-keep_last]:
         if path == newest_valid:
             continue
         try:

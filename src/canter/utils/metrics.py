@@ -1,11 +1,12 @@
-"""Numbers gathered on the device and read by the host once: means of losses, episode statistics, the finite guard."""
+"""Metrics gathered on the device and read by the host once: means, episode statistics, extras, the finite guard."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,34 +14,46 @@ from torch import Tensor
 
 from canter.utils.tree import Obs, tree_leaves
 
+if TYPE_CHECKING:
+    from canter.envs.vec_env import StepRecord
+
 FRAMES = 2000
+BUFFERS = ("rewbuffer", "lenbuffer", "rframebuffer")
+COMPONENTS = "reward_components"
+LEARNED_FROM = ("observations", "privileged_observations", "rewards")
+# Entries of extras that hold observations, not measurements, even if their shape would allow a mean.
+PAYLOADS = frozenset(
+    {"final_observation", "final_obs", "final_critic_obs", "final_info", "terminal_observation", "observations"}
+)
+ROWS_PER_FOLD = 64
+Group = tuple[torch.device | None, tuple[str, ...]]
 
 
 class MeanMeter:
-    """Averages named float scalars on the device, in place, so that adding can be captured; `means` reads once."""
+    """Averages named float scalars in place on the device, so that adding can be captured; `means` reads once."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        self.total: Tensor | None = None  # the sums, and last how many there were
+        self.total: Tensor | None = None  # the sums, and in the last place the number of sets
 
     @torch.no_grad()
     def add(self, values: Mapping[str, Tensor]) -> None:
-        """Take one set of scalars; every set has the same names."""
+        """Add one set of scalars; every set has the same names."""
         first = next(iter(values.values()))
         row = torch.stack([*values.values(), torch.ones_like(first)])  # every small operation costs the same: one row
         if self.total is None:
-            with torch.inference_mode(False):  # a rollout may start it, an update empties it
+            with torch.inference_mode(False):  # a rollout may create it, an update zeroes it
                 self.total = torch.zeros(row.shape, device=row.device)
         self.names = list(values)
         self.total += row
 
     def reset(self) -> None:
-        """Start anew."""
+        """Remove all sets."""
         if self.total is not None:
             self.total.zero_()
 
     def averages(self) -> dict[str, Tensor]:
-        """Mean of every scalar, still on the device; and `count`, how many there were."""
+        """Mean of every scalar on the device, and `count`, the number of sets."""
         if self.total is None:
             return {}
         count = self.total[-1]
@@ -52,8 +65,91 @@ class MeanMeter:
         return dict(zip(averages, torch.stack(list(averages.values())).tolist(), strict=True)) if averages else {}
 
 
+class StepStats:
+    """Checks and counts the steps of a rollout.
+
+    Args:
+        num_envs: N.
+        num_steps: T.
+        device: Device of the step records.
+        extra_log_keys: Logged keys of the extras.
+    """
+
+    def __init__(self, num_envs: int, num_steps: int, device: torch.device, extra_log_keys: Iterable[str]) -> None:
+        self.tracker = EpisodeTracker(num_envs, num_steps, device)
+        self.guard = FiniteGuard(device)
+        self.extras = ScalarAverager()
+        self.components = ComponentSums()
+        self.keys = dict.fromkeys(extra_log_keys).keys()
+        self.has_extras = False  # whether the environment's extras had anything to log
+        self.first_step = 0  # vector steps of the run before those that `tracker` holds
+        self.newest: dict[str, float] = {}  # metrics of the newest rollout
+        self.check_first: Any = None  # called with the first record, once; it may raise
+
+    def begin(self, obs: Any, critic_obs: Any, total_steps: int) -> None:
+        """Check the observation from which the next rollout starts, and count the steps of an interrupted one."""
+        self.guard.check(total_steps, first_obs=obs, first_critic_obs=None if critic_obs is obs else critic_obs)
+        self.tracker.read()
+
+    def take(self, record: StepRecord) -> None:
+        """Check and count one step. The algorithm writes its rewards, with `tracker.write`."""
+        if self.check_first is not None:
+            self.check_first(record)
+            self.check_first = None
+        if self.guard.is_immediate:
+            groups: dict[str, Any] = {"obs": record.obs, "reward": record.reward, "final_obs": record.final_obs}
+            if record.critic_obs is not record.obs:
+                groups["critic_obs"] = record.critic_obs
+            if record.final_critic_obs is not record.final_obs:
+                groups["final_critic_obs"] = record.final_critic_obs
+            ended = None if record.final_obs is None else record.done
+            self.guard.check(self.first_step + self.tracker.step, ended, **groups)
+        self.tracker.step += 1
+        if not self.keys.isdisjoint(record.extras):
+            scalars = flatten_extras(record.extras, self.keys)
+            if scalars:
+                self.has_extras = True
+                self.extras.add(scalars)
+            if COMPONENTS in self.keys and isinstance(record.extras.get(COMPONENTS), Mapping):
+                self.components.add(record.extras[COMPONENTS], record.done, record.valid)
+
+    def rollout_metrics(self, rollout: Mapping[str, Tensor]) -> dict[str, float]:
+        """Metrics of the steps since the last call; NonFiniteError if `rollout`, (T, N, ...) by name, is not finite."""
+        tracker = self.tracker
+        if not self.guard.is_immediate:
+            data = {name: value for name, value in rollout.items() if name.startswith(LEARNED_FROM)}
+            try:
+                self.guard.read(self.first_step, {**data, "reward": tracker.rows[:, 0]})
+            except NonFiniteError:
+                tracker.rewind()  # such a rollout does not count
+                raise
+        self.newest = {"rollout/mean_reward": tracker.read()}
+        if tracker.rewbuffer:
+            self.newest["episode/mean_reward"] = sum(tracker.rewbuffer) / len(tracker.rewbuffer)
+            self.newest["episode/mean_length"] = sum(tracker.lenbuffer) / len(tracker.lenbuffer)
+        return dict(self.newest)
+
+    def take_extras(self) -> dict[str, float]:
+        """Means of the extras, and of the episodes' reward components, since the last call."""
+        return self.extras.take() | {f"{COMPONENTS}/{name}": value for name, value in self.components.take().items()}
+
+    def clear_running(self) -> None:
+        """Drop the unfinished episodes, because the environments were reset."""
+        self.tracker.clear_running()
+        self.components.running.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Statistics that outlive a rollout."""
+        return {"tracker": self.tracker.state_dict(), "components": dict(self.components.running)}
+
+    def load_state_dict(self, state: Mapping[str, Any], running: bool) -> None:
+        """Continue from `state_dict`; with the unfinished episodes only if `running`."""
+        self.tracker.load_state_dict(state["tracker"], running)
+        self.components.running = dict(state["components"]) if running else {}
+
+
 class EpisodeTracker:
-    """Returns and lengths of episodes, from (T, N) rows kept on the device and copied once per rollout.
+    """Returns and lengths of episodes, from rows kept on the device and copied once per rollout.
 
     An episode may span rollouts; steps that only reset an environment do not count.
     """
@@ -69,24 +165,15 @@ class EpisodeTracker:
         self.rframebuffer: deque[float] = deque(maxlen=FRAMES)
         self.num_episodes = 0
 
-    def add(self, reward: Tensor, done: Tensor, valid: Tensor) -> None:
-        """Keep one step of N environments."""
-        self.write(reward, done, valid)
-        self.step += 1
-
-    def write(self, reward: Tensor, done: Tensor, valid: Tensor) -> None:
-        """Write the row under the cursor and move it on: tensor code alone, the caller counts `step`."""
-        row = torch.stack([reward, done.to(reward.dtype), valid.to(reward.dtype)])
+    def write(self, record: StepRecord) -> None:
+        """Write a step to the row under the cursor: tensor code that may be captured; the caller counts `step`."""
+        reward = record.reward
+        row = torch.stack([reward, record.done.to(reward.dtype), record.valid.to(reward.dtype)])
         self.rows.index_copy_(0, self.cursor, row.unsqueeze(0))
         self.cursor += 1
 
-    @property
-    def rewards(self) -> Tensor:
-        """(T, N) of the rollout under way."""
-        return self.rows[:, 0]
-
     def read(self) -> float:
-        """Take the rollout into the statistics; return its mean reward per step."""
+        """Add the rollout to the statistics; returns its mean reward per step."""
         rows = self.rows[: self.step].cpu().numpy()
         self.rewind()
         rewards, done, valid = rows[:, 0], rows[:, 1].astype(bool), rows[:, 2].astype(bool)
@@ -102,107 +189,66 @@ class EpisodeTracker:
                 self.num_episodes += int(ended.sum())
                 self.cur_reward_sum[ended] = 0.0
                 self.cur_episode_length[ended] = 0
-        self._keep_frames(rewards, valid & ~done)
+        going_on, first, found = valid & ~done, len(rewards), 0
+        while first and found < FRAMES:
+            first -= 1
+            found += int(going_on[first].sum())
+        self.rframebuffer.extend(rewards[first:][going_on[first:]][-FRAMES:].tolist())
         return float(rewards.sum(dtype=np.float64) / valid.sum()) if valid.any() else float("nan")
 
-    def _keep_frames(self, rewards: np.ndarray, running: np.ndarray) -> None:
-        """Rewards of the newest steps that did not end an episode; later rows first, as many as the buffer holds."""
-        newest: list[np.ndarray] = []
-        found = 0
-        for reward, counts in zip(rewards[::-1], running[::-1], strict=True):
-            newest.insert(0, reward[counts])
-            found += len(newest[0])
-            if found >= FRAMES:
-                break
-        if newest:
-            self.rframebuffer.extend(np.concatenate(newest)[-FRAMES:].tolist())
-
     def clear_running(self) -> None:
-        """Forget the episodes under way, because the environments were reset."""
+        """Drop the unfinished episodes, because the environments were reset."""
         self.cur_reward_sum[:] = 0.0
         self.cur_episode_length[:] = 0
         self.rewind()
 
     def rewind(self) -> None:
-        """Start the next rollout."""
+        """Move to the first row."""
         self.step = 0
         self.cursor.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that outlives a rollout, in plain containers."""
-        return {
-            "cur_reward_sum": self.cur_reward_sum.tolist(),
-            "cur_episode_length": self.cur_episode_length.tolist(),
-            "rewbuffer": list(self.rewbuffer),
-            "lenbuffer": list(self.lenbuffer),
-            "rframebuffer": list(self.rframebuffer),
-            "num_episodes": self.num_episodes,
-        }
+        """Statistics that outlive a rollout, in plain containers."""
+        running = {name: getattr(self, name).tolist() for name in ("cur_reward_sum", "cur_episode_length")}
+        return running | {name: list(getattr(self, name)) for name in BUFFERS} | {"num_episodes": self.num_episodes}
 
     def load_state_dict(self, state: Mapping[str, Any], running: bool = True) -> None:
-        """Continue from `state_dict`; without the episodes under way unless `running`."""
+        """Continue from `state_dict`; with the unfinished episodes only if `running`."""
         self.rewind()
         if running:
             self.cur_reward_sum[:] = state["cur_reward_sum"]
             self.cur_episode_length[:] = state["cur_episode_length"]
-        for name in ("rewbuffer", "lenbuffer", "rframebuffer"):
+        for name in BUFFERS:
             getattr(self, name).clear()
             getattr(self, name).extend(state[name])
         self.num_episodes = state["num_episodes"]
 
 
-class ComponentSums:
-    """Named parts of the reward, summed over each episode on the device; `take` reads their means per episode."""
-
-    def __init__(self) -> None:
-        self.running: dict[str, Tensor] = {}
-        """(N,) sums over the episodes under way."""
-        self._ended: dict[str, Tensor] = {}  # (2,) sum over the episodes that ended, and their number
-
-    def add(self, parts: Mapping[str, Any], done: Tensor, valid: Tensor) -> None:
-        """Take one step; a part that is not one number per environment is passed over."""
-        for name, part in parts.items():
-            if isinstance(part, (Tensor, np.ndarray)) and part.shape == done.shape:
-                value = torch.as_tensor(part, dtype=torch.float32, device=done.device)
-                total = torch.where(valid, value, 0.0) + self.running.get(name, 0.0)
-                ended = torch.stack([torch.where(done, total, 0.0).sum(), done.sum()])
-                self._ended[name] = ended + self._ended.get(name, 0.0)
-                self.running[name] = total.masked_fill(done, 0.0)
-
-    def take(self) -> dict[str, float]:
-        """Means over the episodes that ended since the last call; nothing where none did."""
-        ended, self._ended = self._ended, {}
-        table = torch.stack(list(ended.values())).tolist() if ended else []
-        return {name: total / count for name, (total, count) in zip(ended, table, strict=True) if count}
-
-
 class NonFiniteError(RuntimeError):
-    """An environment gave NaN or infinity."""
+    """An environment returned NaN or infinity."""
 
 
 class FiniteGuard:
-    """Finds NaN and infinity in what an environment gives, before it can reach the statistics or the weights.
+    """Detects NaN and infinity from an environment, before they can reach the statistics or the weights.
 
-    On a CPU every step is checked at once, by one sum per tensor: it is finite only if every term is. Elsewhere the
-    whole rollout is looked at once, before anything learns from it.
+    On a CPU every step is checked at once, by one sum per tensor: it is finite only if every term is. On other devices
+    the whole rollout is checked once, before anything learns from it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.is_immediate = device.type == "cpu"
 
-    def check(self, total_steps: int, **groups: Obs | None) -> None:
-        """Look at one step's named groups, where that costs no waiting."""
+    def check(self, total_steps: int, ended: Tensor | None = None, **groups: Obs | None) -> None:
+        """Check the named observations of one step on a CPU; of `final_*` groups only the rows that `ended`."""
         if not self.is_immediate:
             return
         for group, tree in groups.items():
-            for name, leaf in tree_leaves(tree, group):
-                if leaf is None or not leaf.is_floating_point():
-                    continue
-                if not math.isfinite(leaf.sum()):
-                    raise_if_bad(name, leaf, total_steps)
+            for name, leaf in tree_leaves(tree, group) if isinstance(tree, Mapping) else ((group, tree),):
+                if leaf is not None and leaf.is_floating_point() and not math.isfinite(leaf.sum()):  # or overflow
+                    raise_if_bad(name, leaf, total_steps, ended if group.startswith("final_") else None)
 
     def read(self, first_step: int, rollout: Mapping[str, Tensor]) -> None:
-        """Look at (T, N, ...) tensors of a rollout, where its steps were not looked at; one host read."""
+        """Check (T, N, ...) tensors of a rollout whose steps were not checked; one host read."""
         floats = {name: value for name, value in rollout.items() if value.is_floating_point()}
         if self.is_immediate or not floats:
             return
@@ -213,31 +259,160 @@ class FiniteGuard:
                 raise_if_bad(name, value[step], first_step + step)
 
 
-def raise_if_bad(name: str, leaf: Tensor, step: int) -> None:
-    """Raise NonFiniteError naming environments and features, unless every value is finite (a sum may overflow)."""
+def raise_if_bad(name: str, leaf: Tensor, step: int, rows: Tensor | None = None) -> None:
+    """Raise NonFiniteError with the environments and features, unless every row (of `rows`) is finite after all."""
     bad = ~torch.isfinite(leaf.reshape(len(leaf), -1))
+    if rows is not None:
+        bad &= rows.view(-1, 1)
     if bad.any():
         envs = bad.any(-1).nonzero().flatten().tolist()
         features = bad.any(0).nonzero().flatten().tolist() if leaf.dim() > 1 else None
-        raise NonFiniteError(message(name, envs, features, step))
+        where = f"environments {first_eight(envs)}" + (f", features {first_eight(features)}" if features else "")
+        raise NonFiniteError(
+            f"the environment gave NaN or infinity in {name!r} ({where}) at step {step}; the policy was not updated "
+            "with it. Fix the environment, or clip the value before it is returned"
+        )
 
 
-def message(name: str, envs: list[int], features: list[int] | None, step: int) -> str:
-    """What went wrong, where, and the way out."""
-    where = f"environments {short(envs)}" + (f", features {short(features)}" if features else "")
-    return (
-        f"the environment gave NaN or infinity in {name!r} ({where}) at step {step}; the policy was not updated with "
-        "it. Fix the environment, or clip the value before it is returned"
-    )
-
-
-def short(numbers: list[int]) -> str:
+def first_eight(numbers: list[int]) -> str:
     """At most eight numbers, then how many more."""
     return ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
 
 
+class ComponentSums:
+    """Named components of the reward, summed over each episode on the device; `take` reads their means per episode."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, Tensor] = {}
+        """(N,) sums over the unfinished episodes."""
+        self._ended: dict[str, Tensor] = {}  # (2,) sum over the episodes that ended, and their number
+
+    def add(self, parts: Mapping[str, Any], done: Tensor, valid: Tensor) -> None:
+        """Add one step; a component that is not one number per environment is skipped."""
+        for name, part in parts.items():
+            if isinstance(part, (Tensor, np.ndarray)) and part.shape == done.shape:
+                value = torch.as_tensor(part, dtype=torch.float32, device=done.device)
+                total = torch.where(valid, value, 0.0) + self.running.get(name, 0.0)
+                ended = torch.stack([torch.where(done, total, 0.0).sum(), done.sum()])
+                self._ended[name] = ended + self._ended.get(name, 0.0)
+                self.running[name] = total.masked_fill(done, 0.0)
+
+    def take(self) -> dict[str, float]:
+        """Means over the episodes that ended since the last call; empty if none did."""
+        ended, self._ended = self._ended, {}
+        table = torch.stack(list(ended.values())).tolist() if ended else []
+        return {name: total / count for name, (total, count) in zip(ended, table, strict=True) if count}
+
+
+def flatten_extras(extras: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Tensor | float]:
+    """The listed entries of `extras` as `extra/<key>/<sub>/...`; a value per environment becomes its mean.
+
+    Tensors stay on their device. A name ending in `_max` or `_min` takes the maximum or minimum over environments.
+    Where Gymnasium's convention gives a mask `_<name>` beside an entry, only the environments it marks count.
+    """
+    scalars: dict[str, Tensor | float] = {}
+    for key in keys:
+        if key in extras and key not in PAYLOADS:
+            _flatten(extras[key], f"extra/{key.lstrip('/')}", extras.get(f"_{key}"), scalars)
+    return scalars
+
+
+def _flatten(value: Any, tag: str, mask: Any, scalars: dict[str, Tensor | float]) -> None:
+    if not isinstance(value, Mapping):
+        scalar = _to_scalar(value, tag, mask)
+        if scalar is not None:
+            scalars[tag] = scalar
+        return
+    for key, part in value.items():
+        name = str(key).strip("/")
+        is_mask = name.startswith("_") and name[1:] in value
+        if not is_mask and name.rsplit("/", 1)[-1] not in PAYLOADS:
+            _flatten(part, f"{tag}/{name}", value.get(f"_{key}", mask), scalars)
+
+
+def _to_scalar(value: Any, tag: str, mask: Any) -> Tensor | float | None:
+    if isinstance(value, (bool, int, float)):
+        return float(value)
+    if isinstance(value, (np.ndarray, np.generic)):
+        is_number = value.dtype.kind in "biuf"
+        scalar: Any = _to_scalar(torch.from_numpy(np.asarray(value, np.float64)), tag, mask) if is_number else None
+        return None if scalar is None else scalar.item()  # already on the host
+    if not isinstance(value, Tensor) or value.is_complex() or value.dim() > 1 or value.numel() == 0:
+        return None
+    value = value.detach()
+    if not value.is_floating_point():
+        value = value.float()
+    if value.dim() == 0:
+        return value
+    if isinstance(mask, (Tensor, np.ndarray)) and mask.shape == value.shape:
+        value = torch.where(torch.as_tensor(mask, device=value.device).bool(), value, math.nan)
+    if tag.endswith("_max"):
+        return value.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).amax()
+    if tag.endswith("_min"):
+        return value.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf).amin()
+    return value.nanmean() if mask is not None else value.mean()
+
+
+class ScalarAverager:
+    """Gathers scalars over many steps on their device; `take` reads them all at once and starts again.
+
+    Names ending in `_max` or `_min` give the extreme, all others the mean of the values that are not NaN.
+    """
+
+    def __init__(self) -> None:
+        # One group per device and set of names, which are nearly always the same from step to step.
+        self._rows: dict[Group, list[Tensor]] = {}
+        self._folded: dict[Group, Tensor] = {}
+
+    def add(self, scalars: Mapping[str, Tensor | float]) -> None:
+        """Add the values of one step; tensors are copied, so their owner may overwrite them."""
+        groups: dict[torch.device | None, list[str]] = {}
+        for name, value in scalars.items():
+            groups.setdefault(value.device if isinstance(value, Tensor) else None, []).append(name)
+        for device, names in groups.items():
+            key = (device, tuple(names))
+            dtype = torch.float32 if device is not None and device.type == "mps" else torch.float64
+            rows = self._rows.setdefault(key, [])
+            rows.append(torch.stack([torch.as_tensor(scalars[n], dtype=dtype).detach().reshape(()) for n in names]))
+            if len(rows) >= ROWS_PER_FOLD:
+                self._fold(key)
+
+    def _fold(self, key: Group) -> None:
+        rows = torch.stack(self._rows.pop(key))  # (R, K)
+        missing = rows.isnan()
+        total, count = rows.masked_fill(missing, 0.0).sum(0), (~missing).sum(0).to(rows.dtype)
+        high, low = rows.masked_fill(missing, -math.inf).amax(0), rows.masked_fill(missing, math.inf).amin(0)
+        folded = torch.stack([total, count, high, low])  # (4, K)
+        self._folded[key] = _merge(self._folded[key], folded) if key in self._folded else folded
+
+    def take(self) -> dict[str, float]:
+        """The scalars gathered since the last call; names without any value are left out."""
+        for key in list(self._rows):
+            self._fold(key)
+        folded, self._folded = self._folded, {}
+        columns: dict[str, Tensor] = {}
+        for device in dict.fromkeys(device for device, _ in folded):
+            tables = {names: table for (at, names), table in folded.items() if at == device}
+            on_host = torch.cat(list(tables.values()), dim=1).cpu().double()  # the one transfer
+            for name, column in zip(itertools.chain(*tables), on_host.unbind(1), strict=True):
+                columns[name] = _merge(columns[name], column) if name in columns else column
+        values = {}
+        for name, column in columns.items():
+            total, count, high, low = column.tolist()
+            value = {"_max": high, "_min": low}.get(name[-4:], total / max(count, 1.0))
+            # A maximum or minimum over no environment arrives as its neutral element.
+            if count and value != {"_max": -math.inf, "_min": math.inf}.get(name[-4:]):
+                values[name] = value
+        return values
+
+
+def _merge(a: Tensor, b: Tensor) -> Tensor:
+    """Combine two (4, ...) tables of sum, count, maximum and minimum."""
+    return torch.stack([a[0] + b[0], a[1] + b[1], torch.maximum(a[2], b[2]), torch.minimum(a[3], b[3])])
+
+
 def gpu_memory(device: torch.device) -> dict[str, float]:
-    """GPU memory in GiB; nothing on a CPU."""
+    """GPU memory in GiB; empty on a CPU."""
     if device.type != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info(device)

@@ -1,15 +1,12 @@
 """Logging of metrics: one logger, several backends, always a `metrics.jsonl` in the run directory."""
 
 from canter.utils.logging.backends import METRICS_NAME, Backend, read_rows, register_logger
-from canter.utils.logging.extras import ScalarAverager, flatten_extras
 from canter.utils.logging.logger import Logger, redact, sanitize_tag
 
 __all__ = [
     "METRICS_NAME",
     "Backend",
     "Logger",
-    "ScalarAverager",
-    "flatten_extras",
     "read_rows",
     "redact",
     "register_logger",
