@@ -95,7 +95,7 @@ def test_motion_priors_with_a_gradient_penalty_are_captured_and_equal_eager(devi
         captured = motion_runner(device, "graph", recurrent, **settings)
     eager = motion_runner(device, "eager", recurrent, **settings)
     assert_same(captured, eager)
-    assert torch.equal(captured.alg.prior.accuracy, eager.alg.prior.accuracy)
+    assert torch.equal(captured.alg.motion_prior.accuracy, eager.alg.motion_prior.accuracy)
 
 
 @pytest.mark.parametrize("device", DEVICES)

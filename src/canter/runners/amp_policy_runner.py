@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from canter.algorithms.appo import APPOAlgoMixin
 from canter.envs.vec_env import StepRecord
 from canter.runners.on_policy_runner import OnPolicyRunner
 
@@ -16,7 +15,7 @@ class AmpPolicyRunner(OnPolicyRunner):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if isinstance(self.alg, APPOAlgoMixin):
+        if "motion_prior" in self.alg.extensions:
             self.stats.check_first = self.check_motion
         else:
             warnings.warn(
@@ -27,7 +26,7 @@ class AmpPolicyRunner(OnPolicyRunner):
 
     def check_motion(self, record: StepRecord) -> None:
         """Raise if the first step lacks the features that motion priors learn from."""
-        extras, has_clips = record.extras, self.alg.prior.bank is not None
+        extras, has_clips = record.extras, self.alg.motion_prior.bank is not None
         groups, missing = extras.get("observations"), []
         if not isinstance(groups, Mapping) or groups.get("ref_obs") is None:
             missing.append("extras['observations']['ref_obs'], the policy's motion: wrap it in MotionFeatures")

@@ -96,7 +96,7 @@ class TwoStageRunner(OnPolicyRunner):
                 stacklevel=2,
             )
             self.alg.rollout.clear()
-            self.alg.on_dataset = False
+            self.alg.teacher.on_dataset = False
             self.stats.tracker.rewind()
             super().collect()
 
