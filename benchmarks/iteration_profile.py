@@ -43,9 +43,7 @@ class CallTrace:
         if event not in ("call", "return") or not code.co_filename.startswith(SOURCE) or code.co_name in INNER:
             return
         if event == "call":
-            name = (code.co_filename[len(SOURCE) + 1 :], code.co_qualname)
-            if self.stack or code.co_name != "fire":
-                self.calls[name] += 1
+            self.calls[code.co_filename[len(SOURCE) + 1 :], code.co_qualname] += 1
             self.stack.append(code.co_qualname)
             if len(self.stack) > self.deepest:
                 self.deepest, self.deepest_stack = len(self.stack), list(self.stack)

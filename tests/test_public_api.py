@@ -198,8 +198,7 @@ def test_the_documented_defaults_of_ppo():
         "desired_kl": 0.01,
         "empirical_normalization": False,
     }
-    parameters = inspect.signature(PPO).parameters
-    assert {name: parameters[name].default for name in defaults} == defaults
+    assert {name: getattr(PPO.full_settings_class()(), name) for name in defaults} == defaults
     for name in ("extra_log_keys", "logger_backend", "logger_kwargs", "log_interval", "save_interval", "device"):
         assert hasattr(PPOConfig(), name)
 

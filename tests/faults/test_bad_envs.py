@@ -273,8 +273,8 @@ def test_odd_tensors_are_taken_as_plain_ones(make_runner, rsl_env, kind):
 def test_any_number_of_environments_and_minibatches_uses_every_step_once(make_runner, num_envs, num_mini_batches):
     counted = {"num_mini_batches": num_mini_batches, "num_learning_epochs": 1, "execution": "eager"}
     runner = make_runner(PointRobot(num_envs), algorithm=counted)
-    sizes, batch_loss = [], runner.alg.batch_loss
-    runner.alg.batch_loss = lambda batch: (sizes.append(len(batch.actions)), batch_loss(batch))[1]
+    sizes, learn_step = [], runner.alg.learn_step
+    runner.alg.learn_step = lambda index: (sizes.append(len(index)), learn_step(index))[1]
     runner.learn(1)
     assert sum(sizes) == 4 * num_envs
     assert len(sizes) == num_mini_batches

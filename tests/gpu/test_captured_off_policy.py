@@ -58,7 +58,7 @@ def test_assigned_floats_take_effect_in_captured_graphs(kind, execution):
     for runner in runners.values():
         runner.learn(16 * 30)
         captured = set(runner.alg.executor.graphs)
-        before = [p.clone() for p in runner.policy.parameters()]
+        before = [p.detach().clone() for p in runner.policy.parameters()]
         for name in CHANGES.keys() & runner.alg.setting_fields.keys():
             setattr(runner.alg, name, CHANGES[name])
         runner.learn(16 * 10)
@@ -73,7 +73,7 @@ def test_assigned_floats_take_effect_in_captured_graphs(kind, execution):
 def test_a_frozen_actor_keeps_its_parameters(execution):
     runner = make("sac", execution)
     runner.learn(16 * 20)
-    actor, critics = ([p.clone() for p in part.parameters()] for part in (runner.alg.actor, runner.alg.critics))
+    actor, critics = ([p.detach().clone() for p in part.parameters()] for part in (runner.alg.actor, runner.alg.critics))
     runner.alg.actor.requires_grad_(False)
     runner.learn(16 * 10)
     assert all(torch.equal(a, b) for a, b in zip(actor, runner.alg.actor.parameters(), strict=True))

@@ -189,3 +189,29 @@ def test_nan_on_a_gpu_is_named_before_it_is_learned_from(group):
         runner.learn(2)
     assert all(torch.isfinite(p).all() for p in runner.alg.policy.parameters())
     assert len(before)
+
+
+def test_after_a_failed_capture_random_streams_go_on_as_in_an_eager_run():
+    def draws(execution):
+        executor = Executor(torch.device("cuda"), execution)
+        generator = torch.Generator("cuda").manual_seed(3)
+        executor.generators.append(generator)
+        kept = []
+
+        def fine():
+            return torch.rand(4, generator=generator, device="cuda")
+
+        def reads_the_host(x):
+            noise = torch.rand(4, generator=generator, device="cuda")
+            return noise if noise.sum().item() > -1 else x
+
+        for _ in range(6):
+            kept.append(executor.run("fine", fine).clone())
+            kept.append(executor.run("host", reads_the_host, torch.zeros(4, device="cuda")).clone())
+        return torch.stack(kept), executor
+
+    with pytest.warns(UserWarning, match="'host' cannot be captured"):
+        captured, executor = draws("graph")
+    assert executor.eager_only == {"host"}
+    assert executor.graphs
+    assert torch.equal(captured, draws("eager")[0])

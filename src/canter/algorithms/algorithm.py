@@ -229,16 +229,6 @@ class Algorithm:
                 total = loss * weight if total is None else total + loss * weight
         return next(iter(losses.values())) * 0.0 if total is None else total
 
-    def sync_weights(self) -> tuple[Any, ...]:
-        """Move numbers in `loss_weights` that changed to the device; returns what recorded functions depend on."""
-        weights = self.loss_weights
-        for name, weight in weights.items():
-            if not torch.is_tensor(weight) and self.first_weights.setdefault(name, weight) != weight:
-                weights[name] = self.changed_weights.setdefault(name, self.device_scalar(weight)).fill_(weight)
-        zeros = [getattr(self.live, name) for name, value in self.live_values.items() if value == 0.0]
-        self.zero_weights = frozenset(name for name, w in weights.items() if any(w is zero for zero in zeros))
-        return (*((name, w.data_ptr() if torch.is_tensor(w) else w) for name, w in weights.items()), self.zero_weights)
-
     def recording_key(self) -> tuple[Any, ...]:
         """What else recorded functions depend on, as hashable values. Extended by subclasses."""
         return ()

@@ -585,7 +585,7 @@ class PPO(Algorithm):
         self._learning_rate = float(self.lr)
 
     def recording_key(self) -> tuple[Any, ...]:
-        """Tensors, training modes, weights of zero and modes of the extensions that recorded functions depend on."""
+        """Loss weights, tensors, training modes and modes of the extensions that recorded functions depend on."""
         if "forward" not in self.__dict__:  # still under construction
             return ()
         self.optimizer.take_assigned_rates()
@@ -597,11 +597,19 @@ class PPO(Algorithm):
                 self.std_bounds[name] = self.bounds_by_action.setdefault(bound, torch.tensor(bound, device=self.device))
             else:
                 self.std_bounds[name] = None if bound is None else getattr(self.live, name)
+        weights = self.loss_weights
+        for name, weight in weights.items():
+            if not torch.is_tensor(weight) and self.first_weights.setdefault(name, weight) != weight:
+                # A number that changes is kept on the device, so that annealing it needs no new recording.
+                weights[name] = self.changed_weights.setdefault(name, self.device_scalar(weight)).fill_(weight)
+        zeros = [getattr(self.live, name) for name, value in self.live_values.items() if value == 0.0]
+        self.zero_weights = frozenset(name for name, w in weights.items() if any(w is zero for zero in zeros))
+        used = tuple((name, w.data_ptr() if torch.is_tensor(w) else w) for name, w in weights.items())
         modules = [m for part in (self.policy, self.return_scaler) if part is not None for m in part.modules()]
         tensors = tuple((p.data_ptr(), p.requires_grad) for p in self.policy.parameters())  # layers frozen or replaced
         modes = tuple(module.training for module in modules)
         own = tuple(extension.recording_key() for extension in self.extensions.values())
-        return (*self.sync_weights(), modes, tensors, own)
+        return (used, self.zero_weights, modes, tensors, own)
 
     # ------------------------------------------------------------------ reports and statistics
     def _epoch_kl(self, before: Mapping[str, float]) -> float:
@@ -615,10 +623,11 @@ class PPO(Algorithm):
         storage = self.storage
         used = storage.newest
         valid = storage.data["valid"][used].squeeze(-1) if storage.has_invalid_steps else None
+        values = storage.data["values"][used]
         scalars = self.meter.averages() | {
             "stats/learning_rate": self.lr,
             "stats/used_current_value": self.used_current_value,
-            "stats/rollout/mean_value": masked_mean(storage.data["values"][used], valid),
+            "stats/rollout/mean_value": values.mean() if valid is None else masked_mean(values, valid),
         }
         if "sigma" in storage.param_shapes:
             scalars["stats/policy/mean_noise_std"] = masked_mean(storage.data["sigma"][used], valid)

@@ -126,10 +126,16 @@ class Executor:
 
     def _capture(self, signature: Any, fn: Callable[..., Any], args: Any, leaves: Sequence[Tensor]) -> bool:
         """Capture the function; False if it cannot be captured."""
+        states = [generator.get_state() for generator in self.generators]
         try:
             graph = self._run_in_precision(Graph, fn, args, leaves, self.generators, self.owned)
         except Exception as error:
             torch.cuda.synchronize(self.device)
+            self.forget()  # graphs hold the streams that are replaced here
+            for generator, state in zip(self.generators, states, strict=True):  # a failed capture leaves them unusable
+                fresh = torch.Generator(self.device)
+                fresh.set_state(state)
+                generator.graphsafe_set_state(fresh.graphsafe_get_state())
             self._give_up(signature[0], str(error).splitlines()[0] if str(error) else repr(error))
             return False
         self.graphs[signature] = graph

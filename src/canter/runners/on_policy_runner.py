@@ -56,7 +56,7 @@ class OnPolicyRunner(Runner):
         begin = time.perf_counter()
         with torch.inference_mode(self.cfg.inference_mode_rollout):
             self.collect()
-        rollout = self.stats.rollout_metrics(self.alg.rollout.data)
+        rollout = self.stats.rollout_metrics(self.alg.storage.data)
         collected = time.perf_counter()
         self.callbacks.fire("post_rollout", self, rollout)
         self.callbacks.fire("pre_update", self)
@@ -93,7 +93,7 @@ class OnPolicyRunner(Runner):
         record = self.env.step(self.alg.act(obs, critic_obs))
         self.stats.take(record)
         self.alg.process_step(record)
-        return record.obs, record.critic_obs, record.reward, record.done, record.extras
+        return record.obs, record.critic_obs, record.reward, record.terminated | record.truncated, record.extras
 
     def overlapping_steps(self) -> None:
         """Collect a rollout, storing each step while the environments compute the next; results are the same."""

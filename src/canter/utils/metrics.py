@@ -102,7 +102,7 @@ class StepStats:
                 groups["critic_obs"] = record.critic_obs
             if record.final_critic_obs is not record.final_obs:
                 groups["final_critic_obs"] = record.final_critic_obs
-            ended = None if record.final_obs is None else record.done
+            ended = None if record.final_obs is None else record.terminated | record.truncated
             self.guard.check(self.first_step + self.tracker.step, ended, **groups)
         self.tracker.step += 1
         if not self.keys.isdisjoint(record.extras):
@@ -168,7 +168,8 @@ class EpisodeTracker:
     def write(self, record: StepRecord) -> None:
         """Write a step to the row under the cursor: tensor code that may be captured; the caller counts `step`."""
         reward = record.reward
-        row = torch.stack([reward, record.done.to(reward.dtype), record.valid.to(reward.dtype)])
+        done = record.terminated | record.truncated
+        row = torch.stack([reward, done.to(reward.dtype), record.valid.to(reward.dtype)])
         self.rows.index_copy_(0, self.cursor, row.unsqueeze(0))
         self.cursor += 1
 
