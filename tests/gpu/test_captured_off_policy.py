@@ -73,7 +73,8 @@ def test_assigned_floats_take_effect_in_captured_graphs(kind, execution):
 def test_a_frozen_actor_keeps_its_parameters(execution):
     runner = make("sac", execution)
     runner.learn(16 * 20)
-    actor, critics = ([p.detach().clone() for p in part.parameters()] for part in (runner.alg.actor, runner.alg.critics))
+    parts = (runner.alg.actor, runner.alg.critics)
+    actor, critics = ([p.detach().clone() for p in part.parameters()] for part in parts)
     runner.alg.actor.requires_grad_(False)
     runner.learn(16 * 10)
     assert all(torch.equal(a, b) for a, b in zip(actor, runner.alg.actor.parameters(), strict=True))
