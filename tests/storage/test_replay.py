@@ -8,9 +8,9 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from canter.envs.wrap import wrap_env
+from canter.execution.guard import NoHostSync
 from canter.storage.replay import TransitionReplayBuffer, check_memory, readable
 from canter.storage.rollout_storage import Field
-from canter.execution.guard import NoHostSync
 
 
 class Episodes(gymnasium.Env):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from canter.storage.rollout_storage import gae, masked_mean, normalize_advantages
 from canter.execution.guard import NoHostSync
+from canter.storage.rollout_storage import gae, masked_mean, normalize_advantages
 
 
 def direct_sum(rewards, values, dones, last_values, gamma, lam):

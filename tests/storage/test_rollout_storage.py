@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from canter.execution.guard import NoHostSync
 from canter.modules import ActorCriticRecurrent
 from canter.storage.rollout_storage import Field, RolloutStorage
-from canter.execution.guard import NoHostSync
 
 T, N = 6, 4
 

@@ -28,7 +28,6 @@ class QueueRolloutStorage(RolloutStorage):
             raise ValueError(f"buffer_dilation_ratio must be at least 1, got {buffer_dilation_ratio}")
         self.target = int(buffer_dilation_ratio * num_transitions_per_env)
         self.is_ring = self.target > num_transitions_per_env
-        self.older = 0  # rows of earlier rollouts
         super().__init__(num_envs, num_transitions_per_env, *args, **kwargs)
         self.is_first = torch.ones((), dtype=torch.bool, device=self.device)
 
@@ -42,20 +41,12 @@ class QueueRolloutStorage(RolloutStorage):
         """Number of allocated rows."""
         return len(self.data["rewards"])
 
-    @property
-    def newest(self) -> slice:
-        """Rows of the last rollout; of a full ring, after `untie_buffer_loop`."""
-        filled = min(self.capacity, self.older + self.step)
-        return slice(filled - self.step, filled)
-
     def write(self, transition: Mapping[str, Any]) -> None:
         """Write a transition at the cursor and advance it, from the last row to the first."""
-        if not self.is_ring:
-            super().write(transition)
-            return
         super().write({**transition, "firsts": self.is_first})
-        self.cursor.remainder_(self.capacity)
-        self.is_first.fill_(False)
+        if self.is_ring:
+            self.cursor.remainder_(self.capacity)
+            self.is_first.fill_(False)
 
     def clear(self) -> None:
         """Start the next rollout after the rows that are kept; a ring below its target size grows first."""
@@ -80,6 +71,7 @@ class QueueRolloutStorage(RolloutStorage):
             for data in self.data.values():
                 data.copy_(self.swap_from_cursor(data))
             self.cursor.zero_()
+        self.older = self.filled - self.step
 
     def swap_from_cursor(self, x: Tensor) -> Tensor:
         """(capacity, ...) with the rows from the cursor on first, then those before it."""
