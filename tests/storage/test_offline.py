@@ -12,7 +12,7 @@ from canter.envs.torch_envs import PointRobot
 from canter.runners import OffPolicyRunner
 from canter.storage.offline import Episode, episodes_from, fill_replay
 from canter.storage.replay import PrioritizedReplayBuffer, TransitionReplayBuffer
-from canter.storage.rollout_files.writer import TrajectoryWriter
+from canter.storage.rollout_files.catalog import TrajectoryWriter
 
 
 def episode(number, length, terminated=False):

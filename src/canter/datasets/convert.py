@@ -13,9 +13,14 @@ import numpy as np
 from gymnasium import spaces
 
 from canter.storage.offline import import_minari_package
-from canter.storage.rollout_files.catalog import TrajectoryLibrary, read_metadata, read_trajectory, trajectory_folders
+from canter.storage.rollout_files.catalog import (
+    TrajectoryLibrary,
+    TrajectoryWriter,
+    read_metadata,
+    read_trajectory,
+    trajectory_folders,
+)
 from canter.storage.rollout_files.container import get_frame_range
-from canter.storage.rollout_files.writer import TrajectoryWriter
 from canter.utils.tree import nested, tree_leaves, tree_map
 
 FILE_STEPS = 1024

@@ -8,23 +8,7 @@ from canter.storage.rollout_storage import Field, MiniBatch, RolloutStorage, Tra
 from canter.storage.sarsa_rollout_storage import SarsaRolloutStorage
 from canter.storage.trajectories import Trajectories, split_and_pad_trajectories, unpad_trajectories
 
-__all__ = [
-    "ActionLabelRollout",
-    "AmpRolloutStorage",
-    "Field",
-    "MiniBatch",
-    "PrioritizedReplayBuffer",
-    "QueueRolloutStorage",
-    "ReplayBatch",
-    "ReplayBuffer",
-    "RolloutDataset",
-    "RolloutFileBase",
-    "RolloutStorage",
-    "SarsaRolloutStorage",
-    "Trajectories",
-    "TrajectoryWriter",
-    "Transition",
-    "TransitionReplayBuffer",
-    "split_and_pad_trajectories",
-    "unpad_trajectories",
-]
+__all__ = ["ActionLabelRollout", "AmpRolloutStorage", "Field", "MiniBatch", "PrioritizedReplayBuffer", "ReplayBatch"]
+__all__ += ["QueueRolloutStorage", "ReplayBuffer", "RolloutDataset", "RolloutFileBase", "RolloutStorage"]
+__all__ += ["SarsaRolloutStorage", "Trajectories", "TrajectoryWriter", "Transition", "TransitionReplayBuffer"]
+__all__ += ["split_and_pad_trajectories", "unpad_trajectories"]
