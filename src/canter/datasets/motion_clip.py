@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,19 +52,23 @@ class MotionClip:
             raise ValueError(f"{self.name}: frames of shape {self.frames.shape} do not fit {len(self.columns)} columns")
         if len(self.frames) < 2:
             raise ValueError(f"{self.name} has {len(self.frames)} frame; a motion needs at least 2")
-        if not (np.isfinite(self.frame_duration) and self.frame_duration > 0):
+        if not 0 < self.frame_duration < np.inf:
             raise ValueError(f"{self.name}: frames must be a positive time apart, got {self.frame_duration!r} s")
-        if not (np.isfinite(self.weight) and self.weight > 0):
+        if not 0 < self.weight < np.inf:
             raise ValueError(f"{self.name}: its weight must be positive, got {self.weight!r}")
-        twice = sorted({column for column in self.columns if self.columns.count(column) > 1})
-        if twice:
+        if twice := sorted(column for column, count in Counter(self.columns).items() if count > 1):
             raise ValueError(f"{self.name} has columns of the same name: {', '.join(twice)}")
         if not np.isfinite(self.frames).all():
             row, column = np.argwhere(~np.isfinite(self.frames))[0]
             raise ValueError(f"{self.name}: frame {row} has {self.frames[row, column]} in {self.columns[column]}")
-        where = self.where([ROOT_ROT], required=False)
-        if where:
-            self.frames[:, where] = standardize(self.frames[:, where], f"{self.name}: {ROOT_ROT}")
+        if where := self.where([ROOT_ROT], required=False):
+            norms = np.linalg.norm(self.frames[:, where], axis=1, keepdims=True)
+            worst = int(np.abs(norms - 1).argmax())
+            if abs(length := float(norms[worst, 0]) - 1) > 1e-2:
+                text = f"{ROOT_ROT} of frame {worst} is no rotation: its length is {length + 1:.3f}, not 1"
+                raise ValueError(f"{self.name}: {text}")
+            unit = self.frames[:, where] / norms
+            self.frames[:, where] = np.where(unit[:, 3:] < 0, -unit, unit)
 
     @property
     def duration(self) -> float:
@@ -73,10 +78,7 @@ class MotionClip:
     @property
     def groups(self) -> dict[str, int]:
         """Width of every group, in order."""
-        widths: dict[str, int] = {}
-        for column in self.columns:
-            widths[group_of(column)] = widths.get(group_of(column), 0) + 1
-        return widths
+        return dict(Counter(map(group_of, self.columns)))
 
     @property
     def joint_names(self) -> list[str]:
@@ -96,12 +98,9 @@ class MotionClip:
     def with_joints(self, joint_names: Sequence[str]) -> MotionClip:
         """The clip with the robot's joints in the robot's order, matched by name; a missing joint is an error."""
         if all(name.isdigit() for name in self.joint_names) and not all(name.isdigit() for name in joint_names):
-            raise ValueError(
-                f"{self.name} does not name its joints, so they cannot be matched to {', '.join(joint_names)}; "
-                "give file_joint_names, the order in which the file has them"
-            )
-        missing = [name for name in joint_names if name not in self.joint_names]
-        if missing:
+            text = f"does not name its joints, so they cannot be matched to {', '.join(joint_names)}"
+            raise ValueError(f"{self.name} {text}; give file_joint_names, the order in which the file has them")
+        if missing := [name for name in joint_names if name not in self.joint_names]:
             raise ValueError(f"{self.name} lacks the joints {', '.join(missing)}; it has {', '.join(self.joint_names)}")
         wanted: list[str] = []
         for group in self.groups:
@@ -113,16 +112,13 @@ class MotionClip:
         """The clip with missing velocities computed from its positions; those of the root in the root's frame."""
         parts: dict[str, np.ndarray] = {}
         groups, dt = self.groups, self.frame_duration
-        if JOINT_POS in groups and JOINT_VEL not in groups:
+        if JOINT_POS in groups:
             parts[JOINT_VEL] = velocity_of(self.frames[:, self.where([JOINT_POS])], dt)
         if ROOT_POS in groups and ROOT_ROT in groups:
             rotation = self.frames[:, self.where([ROOT_ROT])]
-            if "lin_vel" not in groups:
-                parts["lin_vel"] = rotate_back(rotation, velocity_of(self.frames[:, self.where([ROOT_POS])], dt))
-            if "ang_vel" not in groups:
-                parts["ang_vel"] = rotate_back(rotation, angular_velocity_of(rotation, dt))
-        if not parts:
-            return self
+            parts["lin_vel"] = rotate_back(rotation, velocity_of(self.frames[:, self.where([ROOT_POS])], dt))
+            parts["ang_vel"] = rotate_back(rotation, angular_velocity_of(rotation, dt))
+        parts = {name: part for name, part in parts.items() if name not in groups}
         columns = self.columns + column_names({n: a.shape[1] for n, a in parts.items()}, self.joint_names)
         return MotionClip(self.name, np.concatenate([self.frames, *parts.values()], 1), columns, dt, self.weight)
 
@@ -183,10 +179,10 @@ def _read_json(path: Path, joints: Sequence[str] | None, fps: float | None) -> M
     fields = content.get("Fields")
     if fields is None:
         if frames.ndim != 2 or frames.shape[1] != sum(DOCUMENTED.values()):
-            raise ValueError(
-                f"frames of shape {frames.shape} have no Fields, and are not the {sum(DOCUMENTED.values())} columns of "
-                f"{', '.join(f'{name} {width}' for name, width in DOCUMENTED.items())}"
+            known = (
+                f"{sum(DOCUMENTED.values())} columns of {', '.join(f'{n} {width}' for n, width in DOCUMENTED.items())}"
             )
+            raise ValueError(f"frames of shape {frames.shape} have no Fields, and are not the {known}")
         fields = DOCUMENTED
     joints = content.get("JointNames", joints)
     columns = column_names(fields, joints) if isinstance(fields, Mapping) else [str(name) for name in fields]
@@ -195,26 +191,18 @@ def _read_json(path: Path, joints: Sequence[str] | None, fps: float | None) -> M
 
 
 def _read_csv(path: Path, joints: Sequence[str] | None, fps: float | None) -> MotionClip:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    head = lines[0].split(",") if lines else []
-    is_header = any(not _is_number(cell) for cell in head)
-    rows = [[float(cell) for cell in line.split(",")] for line in lines[is_header:] if line.strip()]
-    widths = {len(row) for row in rows}
+    lines = [line.split(",") for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    widths = {len(line) for line in lines}
     if len(widths) != 1:
         raise ValueError(f"rows of {sorted(widths) or 'no'} columns; all must have the same")
-    if is_header:
-        columns = [cell.strip() for cell in head]
-    else:
-        columns = column_names({ROOT_POS: 3, ROOT_ROT: 4, JOINT_POS: widths.pop() - 7}, joints)
-    return MotionClip(path.name, np.array(rows), columns, 1.0 / (fps or LAFAN1_FPS))
-
-
-def _is_number(cell: str) -> bool:
+    columns = [cell.strip() for cell in lines[0]]
     try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
+        np.array(columns, np.float64)
+    except ValueError:  # the first line names the columns
+        lines = lines[1:]
+    else:
+        columns = column_names({ROOT_POS: 3, ROOT_ROT: 4, JOINT_POS: len(columns) - 7}, joints)
+    return MotionClip(path.name, np.array(lines, np.float64), columns, 1.0 / (fps or LAFAN1_FPS))
 
 
 def _read_npz(path: Path, joints: Sequence[str] | None, fps: float | None) -> MotionClip:
@@ -274,18 +262,6 @@ def write_clip(path: str | Path, clip: MotionClip, digits: int = 5, with_names: 
             raise ValueError(f"{path}: a motion clip is one of {', '.join(SUFFIXES)}")
 
     atomic_write(path, write)
-
-
-def standardize(rotations: np.ndarray, what: str, tolerance: float = 1e-2) -> np.ndarray:
-    """Unit quaternions (..., 4) with w >= 0; ValueError if a length is not nearly 1."""
-    norms = np.linalg.norm(rotations, axis=-1, keepdims=True)
-    if np.abs(norms - 1).max() > tolerance:
-        worst = int(np.abs(norms - 1).reshape(len(rotations), -1).max(-1).argmax())
-        raise ValueError(
-            f"{what} of frame {worst} is no rotation: its length is {float(norms[worst].max()):.3f}, not 1"
-        )
-    unit = rotations / norms
-    return np.where(unit[..., 3:] < 0, -unit, unit)
 
 
 def conjugate(rotations: np.ndarray) -> np.ndarray:

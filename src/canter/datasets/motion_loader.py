@@ -53,7 +53,11 @@ class AMPLoader:
         read = (f if isinstance(f, MotionClip) else read_clip(Path(data_dir) / f, file_joint_names, fps) for f in files)
         self.clips = [clip if joint_names is None else clip.with_joints(joint_names) for clip in read]
         self.columns = self.clips[0].columns
-        self._check_clips()
+        for clip in self.clips:
+            if clip.columns != self.columns:
+                differing = sorted(set(clip.columns) ^ set(self.columns)) or "in another order"
+                raise ValueError(f"{clip.name} and {self.clips[0].name} have other columns: {differing}")
+        self._check_durations(self.time_between_frames, f"time_between_frames={self.time_between_frames:g}")
         if weights is not None and (len(weights) != len(self.clips) or min(weights) <= 0):
             raise ValueError(f"weights must be {len(self.clips)} positive numbers, one per clip, got {list(weights)}")
         groups = list(self.clips[0].groups)
@@ -65,17 +69,10 @@ class AMPLoader:
         if preload_transitions:
             self.preloaded = self._draw_pairs(num_preload_transitions)
 
-    def _check_clips(self) -> None:
+    def _check_durations(self, shortest: float, name: str) -> None:
         for clip in self.clips:
-            if clip.columns != self.columns:
-                raise ValueError(
-                    f"{clip.name} and {self.clips[0].name} have other columns: "
-                    f"{sorted(set(clip.columns) ^ set(self.columns)) or 'in another order'}"
-                )
-            if clip.duration < self.time_between_frames:
-                raise ValueError(
-                    f"{clip.name} lasts {clip.duration:g} s, less than time_between_frames={self.time_between_frames:g}"
-                )
+            if clip.duration < shortest:
+                raise ValueError(f"{clip.name} lasts {clip.duration:g} s, less than {name}")
 
     def _to_device(self, weights: Sequence[float] | None) -> None:
         def numbers(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -142,11 +139,7 @@ class AMPLoader:
     def expert_features(self, count: int, frames: int = 2) -> Tensor:
         """(count, frames * d) windows, the oldest frame first, like the policy's `ref_obs`."""
         longest = (frames - 1) * self.time_between_frames
-        for clip in self.clips:
-            if clip.duration < longest:
-                raise ValueError(
-                    f"{clip.name} lasts {clip.duration:g} s, less than the {longest:g} s of {frames} frames"
-                )
+        self._check_durations(longest, f"the {longest:g} s of {frames} frames")
         clips, times = self.draw_moments(count, frames)
         steps = [self.frames_at(clips, times + k * self.time_between_frames) for k in range(frames)]
         return torch.cat([self.features(step) for step in steps], -1)
