@@ -21,14 +21,10 @@ STEP_KEYS = {"obs", "action", "reward", "next_obs", "terminated"}
 class Episode(NamedTuple):
     """One episode, or a part of one."""
 
-    obs: Any
-    """(L + 1, ...) array or nested dict of arrays; the last row is the final observation."""
-    actions: Any
-    """(L, ...)."""
-    rewards: Any
-    """(L,)."""
-    terminated: bool
-    """Whether it ends in a terminal state; otherwise it was truncated, or its continuation is unknown."""
+    obs: Any  # (L + 1, ...) array or nested dict of arrays; the last row is the final observation
+    actions: Any  # (L, ...)
+    rewards: Any  # (L,)
+    terminated: bool  # it ends in a terminal state; otherwise it was truncated, or its continuation is unknown
     critic_obs: Any = None
 
 

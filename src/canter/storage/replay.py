@@ -38,21 +38,15 @@ class ReplayBatch(NamedTuple):
     """B steps, or B windows of up to n steps."""
 
     obs: Obs
-    critic_obs: Obs
-    """The same object as `obs` if the critic has no observation of its own."""
+    critic_obs: Obs  # the same object as `obs` if the critic has no observation of its own
     actions: Tensor
-    rewards: Tensor
-    """(B,) discounted sum over the window."""
+    rewards: Tensor  # (B,) discounted sum over the window
     next_obs: Obs
     next_critic_obs: Obs
-    dones: Tensor
-    """(B,) 1 where the window ends in a terminal state."""
-    discounts: Tensor
-    """(B,) factor of the value after the window: gamma to the power of its length."""
-    weights: Tensor | None = None
-    """(B,) importance weights of prioritised samples."""
-    places: Tensor | None = None
-    """(B,) positions of prioritised samples, for `set_priorities`."""
+    dones: Tensor  # (B,) 1 where the window ends in a terminal state
+    discounts: Tensor  # (B,) factor of the value after the window: gamma to the power of its length
+    weights: Tensor | None = None  # (B,) importance weights of prioritised samples
+    places: Tensor | None = None  # (B,) positions of prioritised samples, for `set_priorities`
 
 
 class TransitionReplayBuffer:
@@ -210,8 +204,8 @@ class TransitionReplayBuffer:
         if batch_size > stored:
             raise ValueError(f"batch_size={batch_size} is larger than the {stored} stored steps")
         batch = self.draw(batch_size, n_step, gamma, generator)
-        named = {"observations": batch.obs, "actions": batch.actions, "rewards": batch.rewards}
-        named |= {"next_observations": batch.next_obs, "dones": batch.dones, "discounts": batch.discounts}
+        named = {name: getattr(batch, name) for name in ("actions", "rewards", "dones", "discounts")}
+        named |= {"observations": batch.obs, "next_observations": batch.next_obs}
         if self.critic_obs_shape is not None:
             named |= {"critic_observations": batch.critic_obs, "next_critic_observations": batch.next_critic_obs}
         return named
@@ -222,14 +216,12 @@ class TransitionReplayBuffer:
         number = torch.rand(batch_size, dtype=torch.float64, device=self.device, generator=generator)
         if self.num_envs == 1:
             envs: Any = 0
-            age = (number * self.size).long()
-            newest = self.count
+            newest, age = self.count, (number * self.size).long()
         else:
             last = self.size.cumsum(0)
             place = (number * last[-1]).long()
             envs = torch.searchsorted(last, place, right=True).clamp_(max=self.num_envs - 1)
-            age = last[envs] - 1 - place
-            newest = self.count[envs]
+            newest, age = self.count[envs], last[envs] - 1 - place
         slot = (newest - 1 - age) % self.num_rows * self.num_envs + envs
         return self.take(self.data["order"][slot].long(), envs, n_step, gamma)
 
@@ -285,9 +277,9 @@ class TransitionReplayBuffer:
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise if `state` does not fit this buffer."""
-        for name, ours in (("capacity", self.capacity), ("num_envs", self.num_envs)):
-            if state[name] != ours:
-                way_out = "use the same, or load a checkpoint without a replay buffer"
+        way_out = "use the same, or load a checkpoint without a replay buffer"
+        for name in ("capacity", "num_envs"):
+            if state[name] != (ours := getattr(self, name)):
                 raise ValueError(f"the saved replay buffer has {name}={state[name]}, this one {ours}: {way_out}")
         saved, own = ({n: f"{tuple(x.shape[1:])} {x.dtype}" for n, x in d.items()} for d in (state["data"], self.data))
         for name, kind in own.items():
@@ -347,8 +339,8 @@ class PrioritizedReplayBuffer(TransitionReplayBuffer):
         # One draw from each of B equal parts of the sum: less variance than B draws from the whole.
         parts = torch.arange(batch_size, dtype=torch.float64, device=self.device)
         number = torch.rand(batch_size, dtype=torch.float64, device=self.device, generator=generator)
-        places = torch.searchsorted(sums, (parts + number) / batch_size * sums[-1], right=True)
-        places = places.clamp_(max=len(sums) - 1)
+        drawn = (parts + number) / batch_size * sums[-1]
+        places = torch.searchsorted(sums, drawn, right=True).clamp_(max=len(sums) - 1)
         batch = self.take(places // self.num_envs, places % self.num_envs, n_step, gamma)
         share = powers[places] / sums[-1] * self.size.sum()
         weights = share.clamp_min(1e-12) ** -self.correction.double()
@@ -379,10 +371,8 @@ def check_memory(fields: Mapping[str, Field], num_rows: int, num_envs: int, devi
     log.info("replay buffer on %s: %s", device, arithmetic)
     free = free_memory(device)
     if free is not None and total > free:
-        way_out = "make buffer_size smaller, or observations (images as uint8)"
-        raise MemoryError(
-            f"the replay buffer does not fit: {arithmetic}, but {device} has {readable(free)} free; {way_out}"
-        )
+        text = f"the replay buffer does not fit: {arithmetic}, but {device} has {readable(free)} free"
+        raise MemoryError(f"{text}; make buffer_size smaller, or observations (images as uint8)")
     return total
 
 

@@ -19,15 +19,11 @@ Scalar = float | Tensor  # a 0-dim tensor
 class Field(NamedTuple):
     """Declaration of one stored quantity."""
 
-    shape: tuple[int, ...]
-    """Shape of one step of one environment."""
-    batch: str | None = None
-    """Name in a minibatch, dotted for an entry of a dict; None leaves it out."""
-    source: str | None = None
-    """Name in a transition, dotted for an entry of a dict; None if the field is not written from a transition."""
+    shape: tuple[int, ...]  # of one step of one environment
+    batch: str | None = None  # name in a minibatch, dotted for an entry of a dict; None leaves it out
+    source: str | None = None  # name in a transition, dotted for an entry of a dict; None if it is computed
     dtype: torch.dtype = torch.float32
-    default: float | None = None
-    """Value stored where a transition lacks the field; None makes that an error."""
+    default: float | None = None  # stored where a transition lacks the field; None makes that an error
 
 
 def dict_entry(attribute: str, key: str, doc: str, writable: bool = False) -> Any:
@@ -49,17 +45,12 @@ class MiniBatch(SimpleNamespace):
     advantages: Tensor
     returns: Tensor
     old_actions_log_prob: Tensor
-    old_params: dict[str, Tensor]
-    """Parameters of the action distribution while collecting."""
-    valid: Tensor | None = None
-    """(B,) or (T, n) mask of the steps to learn from; None for all."""
-    learned: Tensor | None = None
-    """(B,) or (T, n) mask of the steps that the surrogate loss learns from; None for the valid ones."""
-    hidden: dict[str, Tensor]
-    """(M, S, L, H) memory state at the first step of each trajectory, by memory name."""
+    old_params: dict[str, Tensor]  # parameters of the action distribution while collecting
+    valid: Tensor | None = None  # (B,) or (T, n) mask of the steps to learn from; None for all
+    learned: Tensor | None = None  # mask of the steps that the surrogate loss learns from; None for the valid ones
+    hidden: dict[str, Tensor]  # (M, S, L, H) memory state at the first step of each trajectory, by memory name
     trajectories: Trajectories | None = None
-    random_masks: Mapping[str, Tensor] = MappingProxyType({})
-    """(..., 1) random masks that the policy drew while collecting."""
+    random_masks: Mapping[str, Tensor] = MappingProxyType({})  # (..., 1) each, drawn while collecting
     old_mu = dict_entry("old_params", "mu", "Mean of the Gaussian that the actions were sampled from.")
     old_sigma = dict_entry("old_params", "sigma", "Standard deviation of that Gaussian.")
 
@@ -91,10 +82,8 @@ class Transition:
     values: Tensor | None = None
     actions_log_prob: Tensor | None = None
     params: Mapping[str, Tensor] = MappingProxyType({})
-    hidden: Mapping[str, Tensor] = MappingProxyType({})
-    """Memory state before the step."""
-    next_hidden: Mapping[str, Tensor] = MappingProxyType({})
-    """Memory state after the step."""
+    hidden: Mapping[str, Tensor] = MappingProxyType({})  # memory state before the step
+    next_hidden: Mapping[str, Tensor] = MappingProxyType({})  # memory state after the step
     random_masks: Mapping[str, Tensor] = MappingProxyType({})
     valid: Tensor | None = None
     action_mean = dict_entry("params", "mu", "Mean of the Gaussian that the action was sampled from.", True)

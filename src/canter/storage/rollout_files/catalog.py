@@ -57,11 +57,6 @@ class Trajectory(NamedTuple):
     chunks: tuple[Path, ...]
     ranges: tuple[tuple[int, int], ...]
 
-    @property
-    def length(self) -> int:
-        """Steps in all files."""
-        return self.ranges[-1][1]
-
 
 def read_metadata(directory: Path) -> dict[str, Any]:
     """The content of metadata.json; empty if there is none."""

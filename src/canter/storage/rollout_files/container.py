@@ -41,18 +41,15 @@ class TrajectoryFileError(RuntimeError):
 
 
 class ChunkInfo(NamedTuple):
-    """Header of a file."""
+    """Header of a file with the steps [start, end) of a trajectory."""
 
     path: Path
     start: int
     end: int
-    """Steps [start, end) of the trajectory."""
-    ended: str
-    """How the episode ended in the last of these steps: "terminated", "truncated", or "" if it continues."""
+    ended: str  # how the episode ended in the last step: "terminated", "truncated", or "" if it continues
     size: int
     crc32: str
-    entries: dict[str, Any]
-    """Dtype, shape and offsets of every array, as in safetensors."""
+    entries: dict[str, Any]  # dtype, shape and offsets of every array, as in safetensors
 
     @property
     def schema(self) -> dict[str, tuple[str, tuple[int, ...]]]:

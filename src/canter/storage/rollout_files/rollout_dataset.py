@@ -158,7 +158,7 @@ class RolloutDataset(RolloutFileBase):
             self._playing[env] = trajectory = self.trajectories[self.unused_trajectory_idxs.pop(0)]
             low, high = self.starting_frame_range
             frame = int(self.rng.integers(low, high)) if high > low + 1 else low
-            frame = frame if frame < trajectory.length else 0
+            frame = frame if frame < trajectory.ranges[-1][1] else 0
             chunk = next(i for i, (_, end) in enumerate(trajectory.ranges) if frame < end)
             is_loaded = self._load(env, chunk, frame - trajectory.ranges[chunk][0])
         self._is_first[env] = True
