@@ -64,7 +64,20 @@ class AMPLoader:
         others = [group for group in groups if group not in (ROOT_POS, ROOT_ROT)]
         self.fields = (others or groups) if fields is None else list(fields)
         self.generator = None if seed is None else torch.Generator(self.device).manual_seed(seed)
-        self._to_device(weights)
+        self.num_motions = len(self.clips)
+        clips = self.clips
+        frames = [torch.as_tensor(clip.frames, dtype=torch.float32) for clip in clips]
+        self.frames = torch.cat(frames).to(self.device)  # clip after clip
+        lengths = torch.tensor([len(clip.frames) for clip in clips], device=self.device)
+        self.first_frame, self.last_frame = lengths.cumsum(0) - lengths, lengths - 1
+        times = [[clip.frame_duration, clip.duration] for clip in clips]
+        self.frame_duration, self.duration = torch.tensor(times, dtype=torch.float32, device=self.device).unbind(1)
+        relative = [clip.weight for clip in clips] if weights is None else list(weights)
+        self.weights = torch.tensor(relative, dtype=torch.float32, device=self.device)
+        self.weights /= self.weights.sum()
+        columns = (clips[0].where(self.fields), clips[0].where([ROOT_ROT], required=False))
+        self.feature_columns, self.rotation_columns = (torch.tensor(c, device=self.device).long() for c in columns)
+        self.observation_dim = len(self.feature_columns)
         self.preloaded: tuple[Tensor, Tensor] | None = None
         if preload_transitions:
             self.preloaded = self._draw_pairs(num_preload_transitions)
@@ -73,32 +86,6 @@ class AMPLoader:
         for clip in self.clips:
             if clip.duration < shortest:
                 raise ValueError(f"{clip.name} lasts {clip.duration:g} s, less than {name}")
-
-    def _to_device(self, weights: Sequence[float] | None) -> None:
-        def numbers(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.tensor(list(values), dtype=dtype, device=self.device)
-
-        clips = self.clips
-        frames = [torch.as_tensor(clip.frames, dtype=torch.float32) for clip in clips]
-        self.frames = torch.cat(frames).to(self.device)  # clip after clip
-        lengths = numbers([len(clip.frames) for clip in clips], torch.long)
-        self.first_frame, self.last_frame = lengths.cumsum(0) - lengths, lengths - 1
-        self.frame_duration = numbers([clip.frame_duration for clip in clips])
-        self.duration = numbers([clip.duration for clip in clips])
-        relative = numbers([clip.weight for clip in clips] if weights is None else weights)
-        self.weights = relative / relative.sum()
-        self.feature_columns = numbers(clips[0].where(self.fields), torch.long)
-        self.rotation_columns = numbers(clips[0].where([ROOT_ROT], required=False), torch.long)
-
-    @property
-    def num_motions(self) -> int:
-        """Number of clips."""
-        return len(self.clips)
-
-    @property
-    def observation_dim(self) -> int:
-        """Width of one frame's features."""
-        return len(self.feature_columns)
 
     def frames_at(self, clips: Tensor, times: Tensor) -> Tensor:
         """(n, D) whole frames of clips (n,) at times (n,) in seconds, interpolated; constant beyond both ends."""

@@ -233,10 +233,9 @@ class RolloutStorage:
         data = self.__dict__.get("data", {})
         if name in data:
             return data[name]
-        tree = nested(data, name)
-        if not tree:
-            raise AttributeError(f"{type(self).__name__} has no field {name!r}; it has {', '.join(data)}")
-        return tree
+        if tree := nested(data, name):
+            return tree
+        raise AttributeError(f"{type(self).__name__} has no field {name!r}; it has {', '.join(data)}")
 
     @property
     def privileged_observations(self) -> Any:

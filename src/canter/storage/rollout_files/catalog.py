@@ -43,8 +43,6 @@ PER_STEP = {"rewards": np.float32, "dones": np.bool_, "timeouts": np.bool_}
 MAX_LISTED = 20
 _FOLDER = re.compile(r"trajectory_([0-9]{1,9})")
 
-Schema = Mapping[str, tuple[str, tuple[int, ...]]]
-
 
 class DatasetError(RuntimeError):
     """Too many files of a dataset are bad; the message names them."""
@@ -135,15 +133,11 @@ def manifest_line(directory: Path, info: ChunkInfo) -> str:
     return json.dumps({**facts, "ended": info.ended, "bytes": info.size, "crc32": info.crc32}) + "\n"
 
 
-def check_schema(path: Path, given: Schema, wanted: Schema) -> None:
+def check_schema(path: Path, given: Mapping[str, str], wanted: Mapping[str, str]) -> None:
     """Raise if names, dtypes or shapes differ from those of the other files; optional arrays may be absent."""
-
-    def kind(schema: Schema, name: str) -> str:
-        return f"{schema[name][0]}{list(schema[name][1])}" if name in schema else "absent"
-
     names = [n for n in sorted(given.keys() | wanted.keys()) if n not in OPTIONAL and given.get(n) != wanted.get(n)]
     if names:
-        differing = [f"{name} is {kind(given, name)}, not {kind(wanted, name)}" for name in names]
+        differing = [f"{n} is {given.get(n, 'absent')}, not {wanted.get(n, 'absent')}" for n in names]
         raise TrajectoryFileError(path, f"does not fit the other files: {'; '.join(differing)}")
 
 
@@ -162,7 +156,7 @@ class TrajectoryLibrary:
             raise ValueError(f"max_bad_fraction must be from 0 to 1, got {max_bad_fraction}")
         self.directories, self.max_bad_fraction = list(directories), max_bad_fraction
         self.metadata: dict[str, Any] = {}
-        self.schema: dict[str, Any] | None = None
+        self.schema: dict[str, str] | None = None
         self.bad: dict[Path, TrajectoryFileError] = {}
         self.gone: set[Path] = set()
         self.longest_file = 0

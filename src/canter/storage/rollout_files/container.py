@@ -52,10 +52,9 @@ class ChunkInfo(NamedTuple):
     entries: dict[str, Any]  # dtype, shape and offsets of every array, as in safetensors
 
     @property
-    def schema(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Dtype and shape per step of every array that has one row per step."""
-        entries = sorted(self.entries.items())
-        return {n: (e["dtype"], tuple(e["shape"][1:])) for n, e in entries if not n.startswith("final_")}
+    def schema(self) -> dict[str, str]:
+        """Dtype and shape per step, such as "F32[3]", of every array that has one row per step."""
+        return {n: f"{e['dtype']}{e['shape'][1:]}" for n, e in self.entries.items() if not n.startswith("final_")}
 
 
 class Chunk(NamedTuple):
@@ -78,10 +77,10 @@ def get_frame_range(filename: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def schema_of(arrays: Mapping[str, np.ndarray]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def schema_of(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
     """The schema of a file with these arrays."""
     codes = {np.dtype(kind): code for code, kind in KINDS.items()}
-    return {n: (codes[a.dtype], a.shape[1:]) for n, a in sorted(arrays.items()) if not n.startswith("final_")}
+    return {n: f"{codes[a.dtype]}{list(a.shape[1:])}" for n, a in arrays.items() if not n.startswith("final_")}
 
 
 def write_chunk(folder: Path, arrays: Mapping[str, np.ndarray], start: int, ended: str = "") -> ChunkInfo:

@@ -262,12 +262,9 @@ class RolloutDataset(RolloutFileBase):
         if not self._is_ready:
             return {}
         name_of = self.library.name_of
+        playlist = {"trajectories": list(map(name_of, self.trajectories)), "unused": list(self.unused_trajectory_idxs)}
         return {
-            "playlist": {
-                "trajectories": [name_of(trajectory) for trajectory in self.trajectories],
-                "unused": list(self.unused_trajectory_idxs),
-                "num_looped": self.num_dataset_looped,
-            },
+            "playlist": {**playlist, "num_looped": self.num_dataset_looped},
             "rng": json.dumps(self.rng.bit_generator.state),
             "playing": [name_of(self._playing[env]) for env in range(self.num_envs)],
             "places": [self._chunk.tolist(), self._cursor.tolist()],
@@ -293,7 +290,8 @@ class RolloutDataset(RolloutFileBase):
         self.trajectories = [known[name] for name in played["trajectories"]]
         self.unused_trajectory_idxs, self.num_dataset_looped = list(played["unused"]), int(played["num_looped"])
         for env, (name, chunk, cursor) in enumerate(zip(state["playing"], *state["places"], strict=True)):
-            self._playing |= {env: known[name]} if name in known else {}
+            if name in known:
+                self._playing[env] = known[name]
             if name not in known or not self._load(env, chunk, cursor):
                 raise LookupError(f"{name} can no longer be read")
         self._is_first[:], self.repeats[:] = state["flags"]
