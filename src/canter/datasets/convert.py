@@ -141,11 +141,7 @@ def import_minari(dataset: Any, target: str | Path, file_steps: int = FILE_STEPS
 
 
 def export_minari(
-    source: str | Path,
-    dataset_id: str,
-    observation_space: spaces.Space | None = None,
-    action_space: spaces.Space | None = None,
-    **about: Any,
+    source: str | Path, dataset_id: str, observation_space: Any = None, action_space: Any = None, **about: Any
 ) -> Any:
     """Make a Minari dataset of a directory of trajectories; `about` goes to `minari.create_dataset_from_buffers`.
 
@@ -169,8 +165,8 @@ def export_minari(
         # (t + 1, ...): Minari keeps the observation after the last step too.
         observations = tree_map(lambda a, b: np.concatenate([a, b]), obs, final)
         buffers.append(EpisodeBuffer(id=number, observations=observations, **steps))
-    about |= {"observation_space": observation_space or space_of(obs)}
-    about |= {"action_space": action_space or space_of(arrays["actions"])}
+    about["observation_space"] = observation_space or space_of(obs)
+    about["action_space"] = action_space or space_of(arrays["actions"])
     return minari.create_dataset_from_buffers(dataset_id, buffers, **about)
 
 

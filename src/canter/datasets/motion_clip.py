@@ -41,10 +41,8 @@ class MotionClip:
     name: str
     frames: np.ndarray
     columns: list[str]
-    frame_duration: float
-    """Seconds between two frames."""
-    weight: float = 1.0
-    """Sampling weight, relative to other clips."""
+    frame_duration: float  # seconds
+    weight: float = 1.0  # sampling weight, relative to other clips
 
     def __post_init__(self) -> None:
         self.frames = np.asarray(self.frames, np.float64)
@@ -87,13 +85,11 @@ class MotionClip:
 
     def where(self, fields: Sequence[str], required: bool = True) -> list[int]:
         """Column numbers of groups or single columns, in the order of `fields`."""
-        found: list[int] = []
-        for field in fields:
-            hits = [i for i, column in enumerate(self.columns) if field in (column, group_of(column))]
-            if required and not hits:
-                raise ValueError(f"{self.name} has no field {field!r}; it has {', '.join(self.groups)}")
-            found += hits
-        return found
+        hits = {f: [i for i, column in enumerate(self.columns) if f in (column, group_of(column))] for f in fields}
+        if required and not all(hits.values()):
+            missing = next(field for field in fields if not hits[field])
+            raise ValueError(f"{self.name} has no field {missing!r}; it has {', '.join(self.groups)}")
+        return [i for field in fields for i in hits[field]]
 
     def with_joints(self, joint_names: Sequence[str]) -> MotionClip:
         """The clip with the robot's joints in the robot's order, matched by name; a missing joint is an error."""
@@ -132,29 +128,22 @@ def column_names(widths: Mapping[str, int], joint_names: Sequence[str] | None = 
     """One name per column of groups of these widths: joints by name, three or four numbers by axis."""
     columns: list[str] = []
     for group, width in widths.items():
+        parts = AXES[:width] if group not in JOINTS and width in (3, 4) else range(width)
         if group in JOINTS and joint_names:
             if len(joint_names) != width:
                 raise ValueError(f"{group} has {width} columns, but there are {len(joint_names)} joint names")
-            parts: Sequence[str] = joint_names
-        else:
-            parts = AXES[:width] if group not in JOINTS and width in (3, 4) else [str(i) for i in range(width)]
+            parts = joint_names
         columns += [f"{group}.{part}" for part in parts]
     return columns
 
 
 def read_clip(
-    path: str | Path,
-    file_joint_names: Sequence[str] | None = None,
-    fps: float | None = None,
-    weight: float | None = None,
+    path: str | Path, file_joint_names: Sequence[str] | None = None, fps: float | None = None, weight: Any = None
 ) -> MotionClip:
-    """Read a clip and compute missing velocities; errors name the file.
+    """Read a clip (.txt or .json of AMP, .npz, .csv) and compute missing velocities; errors name the file.
 
-    Args:
-        path: .txt or .json (AMP), .npz or .csv.
-        file_joint_names: Joints in the file's order, if the file does not name them.
-        fps: Frames per second, if the file does not contain it; 30 for a CSV, as in LAFAN1.
-        weight: Sampling weight; overrides the file's.
+    `file_joint_names`, in the file's order, and `fps`, 30 for a CSV as in LAFAN1, replace what a file does not contain;
+    `weight` overrides the file's sampling weight.
     """
     path = Path(path)
     readers = {".txt": _read_json, ".json": _read_json, ".npz": _read_npz, ".csv": _read_csv}
@@ -212,8 +201,7 @@ def _read_npz(path: Path, joints: Sequence[str] | None, fps: float | None) -> Mo
         for name in theirs:
             if name in content and ours not in content:
                 content[ours] = content.pop(name)
-    if "joint_names" in content:
-        joints = [str(name) for name in content["joint_names"]]
+    joints = [str(name) for name in content["joint_names"]] if "joint_names" in content else joints
     if "frame_duration" in content and fps is None:
         dt = float(content["frame_duration"])
     else:
@@ -238,11 +226,7 @@ def _read_npz(path: Path, joints: Sequence[str] | None, fps: float | None) -> Mo
 def write_clip(path: str | Path, clip: MotionClip, digits: int = 5, with_names: bool = True) -> None:
     """Write a clip in the format of the file name's suffix; a CSV does not contain rate and weight.
 
-    Args:
-        path: .txt or .json (AMP), .npz or .csv.
-        clip: The clip.
-        digits: Decimal places in text formats.
-        with_names: Write column names in text formats; the files of AMP and LAFAN1 have none.
+    Text formats get `digits` decimal places, and column names `with_names`; the files of AMP and LAFAN1 have none.
     """
     path = Path(path)
 

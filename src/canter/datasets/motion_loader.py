@@ -15,11 +15,9 @@ class AMPLoader:
     """Samples frames, pairs and windows of motion clips.
 
     Args:
-        device: Device of the frames and the samples.
         time_between_frames: Seconds between the frames of a pair or window: the policy's control interval.
         data_dir: Directory of the clips; all of them are used if `motion_files` is empty.
         preload_transitions: Sample pairs once, and serve only those.
-        num_preload_transitions: Number of preloaded pairs.
         motion_files: Files, relative to `data_dir`, or clips.
         fields: Groups such as "joint_pos", or single columns, of a feature vector; by default all but the root's
             position and rotation.
@@ -78,9 +76,7 @@ class AMPLoader:
         columns = (clips[0].where(self.fields), clips[0].where([ROOT_ROT], required=False))
         self.feature_columns, self.rotation_columns = (torch.tensor(c, device=self.device).long() for c in columns)
         self.observation_dim = len(self.feature_columns)
-        self.preloaded: tuple[Tensor, Tensor] | None = None
-        if preload_transitions:
-            self.preloaded = self._draw_pairs(num_preload_transitions)
+        self.preloaded = self._draw_pairs(num_preload_transitions) if preload_transitions else None
 
     def _check_durations(self, shortest: float, name: str) -> None:
         for clip in self.clips:
@@ -141,9 +137,9 @@ class AMPLoader:
             if self.preloaded is None:
                 yield self._draw_pairs(mini_batch_size)
             else:
-                total = len(self.preloaded[0])
-                rows = torch.randint(total, (mini_batch_size,), generator=self.generator, device=self.device)
-                yield self.preloaded[0][rows], self.preloaded[1][rows]
+                now, then = self.preloaded
+                rows = torch.randint(len(now), (mini_batch_size,), generator=self.generator, device=self.device)
+                yield now[rows], then[rows]
 
 
 def slerp(start: Tensor, end: Tensor, blend: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ class RolloutDataset(RolloutFileBase):
         starting_frame_range: [low, high) of the first frame of a trajectory; 0 if the trajectory is shorter.
         mark_first_frame_done: Mark the first frame served of a trajectory as done too.
         max_bad_fraction: Largest fraction of damaged files; they are left out with a warning.
-        wait_interval_s: Seconds between looks for more trajectories.
+        wait_interval_s: Seconds between searches for more trajectories.
         wait_timeout_s: Seconds until waiting is given up; None waits for ever.
         seed: Seed of the order and the starting frames; None draws one.
     """
