@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gymnasium import spaces
+from gymnasium import Space, spaces
 
 from canter.storage.offline import import_minari_package
 from canter.storage.rollout_files import TrajectoryWriter, get_frame_range, read_trajectory
 from canter.storage.rollout_files.catalog import TrajectoryLibrary, read_metadata, trajectory_folders
+from canter.utils.files import StrPath
 from canter.utils.tree import nested, tree_leaves, tree_map
 
 FILE_STEPS = 1024
@@ -25,7 +26,7 @@ NamedArrays = tuple[str, dict[str, np.ndarray]]
 
 
 def write_trajectories(
-    target: str | Path, found: Iterable[NamedArrays], metadata: Mapping[str, Any] | None, file_steps: int
+    target: StrPath, found: Iterable[NamedArrays], metadata: Mapping[str, Any] | None, file_steps: int
 ) -> int:
     """Write whole trajectories, given by name; returns their number. Error messages contain the name."""
     count = 0
@@ -58,7 +59,7 @@ def add_trajectory(writer: TrajectoryWriter, arrays: Mapping[str, np.ndarray], f
         writer.add(number, piece | (final if is_last else {}), start, ended if is_last else "")
 
 
-def import_pickles(source: str | Path, target: str | Path, file_steps: int = FILE_STEPS) -> int:
+def import_pickles(source: StrPath, target: StrPath, file_steps: int = FILE_STEPS) -> int:
     """Convert a directory of the documented pickle layout; returns the number of trajectories.
 
     Nothing in the files is executed: the unpickler knows only arrays and containers.
@@ -79,7 +80,7 @@ def import_pickles(source: str | Path, target: str | Path, file_steps: int = FIL
     return count
 
 
-def export_npz(source: str | Path, target: str | Path) -> list[Path]:
+def export_npz(source: StrPath, target: StrPath) -> list[Path]:
     """Write one trajectory_<k>.npz per trajectory, with the arrays by name; returns the files."""
     Path(target).mkdir(parents=True, exist_ok=True)
     written = []
@@ -89,7 +90,7 @@ def export_npz(source: str | Path, target: str | Path) -> list[Path]:
     return written
 
 
-def import_npz(files: list[str | Path], target: str | Path, file_steps: int = FILE_STEPS) -> int:
+def import_npz(files: list[StrPath], target: StrPath, file_steps: int = FILE_STEPS) -> int:
     """Convert files of one trajectory each; returns their number.
 
     They hold `observations`, `actions`, `rewards`, and either `dones` or `terminated` and `truncated`.
@@ -108,7 +109,7 @@ def import_npz(files: list[str | Path], target: str | Path, file_steps: int = FI
     return write_trajectories(target, found(), None, file_steps)
 
 
-def trajectories(source: str | Path) -> Iterator[NamedArrays]:
+def trajectories(source: StrPath) -> Iterator[NamedArrays]:
     """Name and arrays of every trajectory of a directory, with whole observations."""
     library = TrajectoryLibrary([Path(source)])
     if not library.scan():
@@ -118,7 +119,7 @@ def trajectories(source: str | Path) -> Iterator[NamedArrays]:
             yield folder.name, library.assemble(read_trajectory(folder))
 
 
-def import_minari(dataset: Any, target: str | Path, file_steps: int = FILE_STEPS) -> int:
+def import_minari(dataset: Any, target: StrPath, file_steps: int = FILE_STEPS) -> int:
     """Convert a Minari dataset, given as an object or by its id; returns the number of episodes."""
     if isinstance(dataset, str):
         dataset = import_minari_package().load_dataset(dataset)
@@ -141,7 +142,11 @@ def import_minari(dataset: Any, target: str | Path, file_steps: int = FILE_STEPS
 
 
 def export_minari(
-    source: str | Path, dataset_id: str, observation_space: Any = None, action_space: Any = None, **about: Any
+    source: StrPath,
+    dataset_id: str,
+    observation_space: Space | None = None,
+    action_space: Space | None = None,
+    **about: Any,
 ) -> Any:
     """Make a Minari dataset of a directory of trajectories; `about` goes to `minari.create_dataset_from_buffers`.
 
@@ -170,7 +175,7 @@ def export_minari(
     return minari.create_dataset_from_buffers(dataset_id, buffers, **about)
 
 
-def space_of(data: Any) -> spaces.Space:
+def space_of(data: Any) -> Space:
     """A space that contains the rows of arrays (t, ...)."""
     if isinstance(data, Mapping):
         return spaces.Dict({name: space_of(part) for name, part in data.items()})

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from canter.utils.files import atomic_write
+from canter.utils.files import StrPath, atomic_write
 
 ROOT_POS, ROOT_ROT, JOINT_POS, JOINT_VEL = "root_pos", "root_rot", "joint_pos", "joint_vel"
 JOINTS = (JOINT_POS, JOINT_VEL)
@@ -138,7 +138,7 @@ def column_names(widths: Mapping[str, int], joint_names: Sequence[str] | None = 
 
 
 def read_clip(
-    path: str | Path, file_joint_names: Sequence[str] | None = None, fps: float | None = None, weight: Any = None
+    path: StrPath, file_joint_names: Sequence[str] | None = None, fps: float | None = None, weight: float | None = None
 ) -> MotionClip:
     """Read a clip (.txt or .json of AMP, .npz, .csv) and compute missing velocities; errors name the file.
 
