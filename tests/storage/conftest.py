@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from canter.storage.rollout_files.writer import TrajectoryWriter
+from canter.storage.rollout_files.catalog import TrajectoryWriter
 
 
 def steps(trajectory, start, end, terminated=False, timeouts=True, critic=True):

@@ -9,6 +9,7 @@ import pytest
 from canter.storage.rollout_files.catalog import (
     MANIFEST,
     METADATA,
+    TrajectoryWriter,
     find_trajectory,
     read_manifest,
     read_metadata,
@@ -16,7 +17,6 @@ from canter.storage.rollout_files.catalog import (
     rebuild_manifest,
 )
 from canter.storage.rollout_files.container import TrajectoryFileError
-from canter.storage.rollout_files.writer import TrajectoryWriter
 from canter.utils import files
 from canter.utils.files import RunLockedError
 

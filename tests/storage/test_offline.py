@@ -12,7 +12,7 @@ from canter.envs.torch_envs import PointRobot
 from canter.runners import OffPolicyRunner
 from canter.storage.offline import Episode, episodes_from, fill_replay
 from canter.storage.replay import PrioritizedReplayBuffer, TransitionReplayBuffer
-from canter.storage.rollout_files.writer import TrajectoryWriter
+from canter.storage.rollout_files.catalog import TrajectoryWriter
 
 
 def episode(number, length, terminated=False):
@@ -129,7 +129,7 @@ def test_trajectory_files_are_read(tmp_path):
                 arrays["final_observations"] = e.obs[-1:]
             writer.add(number, arrays, 0, ended)
     found = {int(e.obs[0, 0]): e for e in episodes_from(str(tmp_path))}
-    assert [found[k].length for k in (1, 2, 3)] == [3, 4, 2], "of the last, what followed is not known"
+    assert [len(found[k].rewards) for k in (1, 2, 3)] == [3, 4, 2], "of the last, what followed is not known"
     assert [found[k].terminated for k in (1, 2, 3)] == [True, False, False]
     assert found[2].obs[-1].tolist() == [2, 4]
     assert found[3].obs[-1].tolist() == [3, 2]

@@ -3,9 +3,13 @@
 import pytest
 import torch
 
-from canter.storage.queue_rollout_storage import ActionLabelRollout, AmpRolloutStorage, QueueRolloutStorage
+from canter.storage.queue_rollout_storage import (
+    ActionLabelRollout,
+    AmpRolloutStorage,
+    QueueRolloutStorage,
+    SarsaRolloutStorage,
+)
 from canter.storage.rollout_storage import Field, gae
-from canter.storage.sarsa_rollout_storage import SarsaRolloutStorage
 
 N, T = 3, 4
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gymnasium import spaces
+from gymnasium import Space, spaces
 
 from canter.storage.offline import import_minari_package
-from canter.storage.rollout_files.catalog import TrajectoryLibrary, read_metadata, read_trajectory, trajectory_folders
-from canter.storage.rollout_files.container import get_frame_range
-from canter.storage.rollout_files.writer import TrajectoryWriter
+from canter.storage.rollout_files import TrajectoryWriter, get_frame_range, read_trajectory
+from canter.storage.rollout_files.catalog import TrajectoryLibrary, read_metadata, trajectory_folders
+from canter.utils.files import StrPath
 from canter.utils.tree import nested, tree_leaves, tree_map
 
 FILE_STEPS = 1024
@@ -26,7 +26,7 @@ NamedArrays = tuple[str, dict[str, np.ndarray]]
 
 
 def write_trajectories(
-    target: str | Path, found: Iterable[NamedArrays], metadata: Mapping[str, Any] | None, file_steps: int
+    target: StrPath, found: Iterable[NamedArrays], metadata: Mapping[str, Any] | None, file_steps: int
 ) -> int:
     """Write whole trajectories, given by name; returns their number. Error messages contain the name."""
     count = 0
@@ -41,7 +41,7 @@ def write_trajectories(
     return count
 
 
-def add_trajectory(writer: TrajectoryWriter, arrays: Mapping[str, np.ndarray], file_steps: int = FILE_STEPS) -> None:
+def add_trajectory(writer: TrajectoryWriter, arrays: Mapping[str, np.ndarray], file_steps: int) -> None:
     """Write arrays (t, ...) in files of at most `file_steps` steps; `final_...` arrays are part of the last file."""
     missing = [name for name in REQUIRED if name not in arrays]
     if missing or not any(name.startswith(("observations", "obs_")) for name in arrays):
@@ -59,7 +59,7 @@ def add_trajectory(writer: TrajectoryWriter, arrays: Mapping[str, np.ndarray], f
         writer.add(number, piece | (final if is_last else {}), start, ended if is_last else "")
 
 
-def import_pickles(source: str | Path, target: str | Path, file_steps: int = FILE_STEPS) -> int:
+def import_pickles(source: StrPath, target: StrPath, file_steps: int = FILE_STEPS) -> int:
     """Convert a directory of the documented pickle layout; returns the number of trajectories.
 
     Nothing in the files is executed: the unpickler knows only arrays and containers.
@@ -80,18 +80,17 @@ def import_pickles(source: str | Path, target: str | Path, file_steps: int = FIL
     return count
 
 
-def export_npz(source: str | Path, target: str | Path) -> list[Path]:
+def export_npz(source: StrPath, target: StrPath) -> list[Path]:
     """Write one trajectory_<k>.npz per trajectory, with the arrays by name; returns the files."""
-    target = Path(target)
-    target.mkdir(parents=True, exist_ok=True)
+    Path(target).mkdir(parents=True, exist_ok=True)
     written = []
     for name, arrays in trajectories(source):
-        written.append(target / f"{name}.npz")
+        written.append(Path(target) / f"{name}.npz")
         np.savez(written[-1], **arrays)  # pyright: ignore[reportArgumentType]
     return written
 
 
-def import_npz(files: list[str | Path], target: str | Path, file_steps: int = FILE_STEPS) -> int:
+def import_npz(files: list[StrPath], target: StrPath, file_steps: int = FILE_STEPS) -> int:
     """Convert files of one trajectory each; returns their number.
 
     They hold `observations`, `actions`, `rewards`, and either `dones` or `terminated` and `truncated`.
@@ -110,7 +109,7 @@ def import_npz(files: list[str | Path], target: str | Path, file_steps: int = FI
     return write_trajectories(target, found(), None, file_steps)
 
 
-def trajectories(source: str | Path) -> Iterator[NamedArrays]:
+def trajectories(source: StrPath) -> Iterator[NamedArrays]:
     """Name and arrays of every trajectory of a directory, with whole observations."""
     library = TrajectoryLibrary([Path(source)])
     if not library.scan():
@@ -120,7 +119,7 @@ def trajectories(source: str | Path) -> Iterator[NamedArrays]:
             yield folder.name, library.assemble(read_trajectory(folder))
 
 
-def import_minari(dataset: Any, target: str | Path, file_steps: int = FILE_STEPS) -> int:
+def import_minari(dataset: Any, target: StrPath, file_steps: int = FILE_STEPS) -> int:
     """Convert a Minari dataset, given as an object or by its id; returns the number of episodes."""
     if isinstance(dataset, str):
         dataset = import_minari_package().load_dataset(dataset)
@@ -143,10 +142,10 @@ def import_minari(dataset: Any, target: str | Path, file_steps: int = FILE_STEPS
 
 
 def export_minari(
-    source: str | Path,
+    source: StrPath,
     dataset_id: str,
-    observation_space: spaces.Space | None = None,
-    action_space: spaces.Space | None = None,
+    observation_space: Space | None = None,
+    action_space: Space | None = None,
     **about: Any,
 ) -> Any:
     """Make a Minari dataset of a directory of trajectories; `about` goes to `minari.create_dataset_from_buffers`.
@@ -156,43 +155,27 @@ def export_minari(
     minari = import_minari_package()
     from minari.data_collector import EpisodeBuffer  # pyright: ignore[reportMissingImports]
 
-    buffers, last = [], {}
+    buffers, arrays, obs = [], {}, {}
     for number, (name, arrays) in enumerate(trajectories(source)):
-        last = arrays
         dones, timeouts = arrays["dones"].reshape(-1).astype(bool), arrays["timeouts"].reshape(-1)
         terminated, truncated = dones & ~timeouts, timeouts.copy()
         truncated[-1] |= not dones[-1]
-        buffers.append(
-            EpisodeBuffer(
-                id=number,
-                observations=_with_final(arrays, name),
-                actions=arrays["actions"],  # pyright: ignore[reportArgumentType]
-                rewards=arrays["rewards"].reshape(-1).tolist(),
-                terminations=terminated.tolist(),
-                truncations=truncated.tolist(),
-            )
-        )
-    observation_space = observation_space or space_of(_observations(last))
-    action_space = action_space or space_of(last["actions"])
-    return minari.create_dataset_from_buffers(
-        dataset_id, buffers, observation_space=observation_space, action_space=action_space, **about
-    )
+        steps: dict[str, Any] = {"terminations": terminated.tolist(), "truncations": truncated.tolist()}
+        steps |= {"actions": arrays["actions"], "rewards": arrays["rewards"].reshape(-1).tolist()}
+        prefixes = ("observations", "final_observations")
+        obs, final = (arrays[p] if p in arrays else nested(arrays, p) for p in prefixes)
+        if isinstance(final, Mapping) and not final:
+            warnings.warn(f"{name} has no final observation: its last observation is repeated", stacklevel=2)
+            final = tree_map(lambda leaf: leaf[-1:], obs)
+        # (t + 1, ...): Minari keeps the observation after the last step too.
+        observations = tree_map(lambda a, b: np.concatenate([a, b]), obs, final)
+        buffers.append(EpisodeBuffer(id=number, observations=observations, **steps))
+    about["observation_space"] = observation_space or space_of(obs)
+    about["action_space"] = action_space or space_of(arrays["actions"])
+    return minari.create_dataset_from_buffers(dataset_id, buffers, **about)
 
 
-def _observations(arrays: Mapping[str, np.ndarray], prefix: str = "observations") -> Any:
-    return arrays[prefix] if prefix in arrays else nested(arrays, prefix)
-
-
-def _with_final(arrays: Mapping[str, np.ndarray], name: str) -> Any:
-    """(t + 1, ...) observations: Minari keeps the one after the last step too."""
-    steps, final = _observations(arrays), _observations(arrays, "final_observations")
-    if isinstance(final, Mapping) and not final:
-        warnings.warn(f"{name} has no final observation: its last observation is repeated", stacklevel=4)
-        final = tree_map(lambda leaf: leaf[-1:], steps)
-    return tree_map(lambda a, b: np.concatenate([a, b]), steps, final)
-
-
-def space_of(data: Any) -> spaces.Space:
+def space_of(data: Any) -> Space:
     """A space that contains the rows of arrays (t, ...)."""
     if isinstance(data, Mapping):
         return spaces.Dict({name: space_of(part) for name, part in data.items()})
@@ -226,15 +209,6 @@ def read_pickle(path: Path) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _empty_array(subtype: Any, shape: Any, kind: Any) -> np.ndarray:
-    """An array whose state the pickle sets next; the class and size that the file names are ignored."""
-    return np.ndarray.__new__(np.ndarray, (0,), "b")
-
-
-def _array_from(buffer: Any, kind: np.dtype, shape: Any, order: str, axis_order: Any = None) -> np.ndarray:
-    return np.frombuffer(buffer, dtype=kind).reshape(shape, order="F" if order == "F" else "C")
-
-
 def _bytes_from(text: str, encoding: str = "latin1") -> bytes:
     """The spelling of bytes in old protocols."""
     if encoding != "latin1":
@@ -242,8 +216,8 @@ def _bytes_from(text: str, encoding: str = "latin1") -> bytes:
     return text.encode("latin1")
 
 
-def _scalar(kind: np.dtype, content: bytes = b"") -> Any:
-    return np.frombuffer(content, dtype=kind)[0]
+def _array_from(buffer: Any, kind: np.dtype, shape: Any = (), order: str = "C", axis_order: Any = None) -> np.ndarray:
+    return np.frombuffer(buffer, dtype=kind).reshape(shape, order="F" if order == "F" else "C")
 
 
 _ALLOWED: dict[tuple[str, str], Callable[..., Any] | type] = {
@@ -253,8 +227,9 @@ _ALLOWED: dict[tuple[str, str], Callable[..., Any] | type] = {
     ("_codecs", "encode"): _bytes_from,
 }
 for _package in ("numpy.core", "numpy._core"):
-    _ALLOWED[f"{_package}.multiarray", "_reconstruct"] = _empty_array
-    _ALLOWED[f"{_package}.multiarray", "scalar"] = _scalar
+    # An array whose state the pickle sets next; the class and size that the file names are ignored.
+    _ALLOWED[f"{_package}.multiarray", "_reconstruct"] = lambda *_: np.ndarray.__new__(np.ndarray, (0,), "b")
+    _ALLOWED[f"{_package}.multiarray", "scalar"] = lambda kind, content=b"": _array_from(content, kind)[()]
     _ALLOWED[f"{_package}.numeric", "_frombuffer"] = _array_from
 
 

@@ -19,18 +19,13 @@ GAITS = {"trot": (0.0, 0.5, 0.5, 0.0), "pace": (0.0, 0.5, 0.0, 0.5)}
 LEG_LENGTH = 0.2
 
 
-def yaw_rotation(yaw: np.ndarray) -> np.ndarray:
-    """Rotations about the vertical axis as (x, y, z, w)."""
-    zero = np.zeros_like(yaw)
-    return np.stack([zero, zero, np.sin(yaw / 2), np.cos(yaw / 2)], 1)
-
-
 def path(time: np.ndarray, speed: float, turn: float, height: float) -> tuple[np.ndarray, np.ndarray]:
     """Position and rotation of a root that moves at `speed` and turns at `turn` rad/s."""
     yaw = turn * time
     x, y = (np.sin(yaw), 1 - np.cos(yaw)) if turn else (time, np.zeros_like(time))
     scale = speed / turn if turn else speed
-    return np.stack([scale * x, scale * y, np.full_like(time, height)], 1), yaw_rotation(yaw)
+    rotation = np.stack([0 * yaw, 0 * yaw, np.sin(yaw / 2), np.cos(yaw / 2)], 1)  # (x, y, z, w)
+    return np.stack([scale * x, scale * y, np.full_like(time, height)], 1), rotation
 
 
 def quadruped(gait: str, speed: float, turn: float, num_frames: int = 41, dt: float = 0.02) -> MotionClip:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from canter.utils.files import atomic_write
+from canter.utils.files import StrPath, atomic_write
 
 ROOT_POS, ROOT_ROT, JOINT_POS, JOINT_VEL = "root_pos", "root_rot", "joint_pos", "joint_vel"
 JOINTS = (JOINT_POS, JOINT_VEL)
@@ -40,10 +41,8 @@ class MotionClip:
     name: str
     frames: np.ndarray
     columns: list[str]
-    frame_duration: float
-    """Seconds between two frames."""
-    weight: float = 1.0
-    """Sampling weight, relative to other clips."""
+    frame_duration: float  # seconds
+    weight: float = 1.0  # sampling weight, relative to other clips
 
     def __post_init__(self) -> None:
         self.frames = np.asarray(self.frames, np.float64)
@@ -51,19 +50,23 @@ class MotionClip:
             raise ValueError(f"{self.name}: frames of shape {self.frames.shape} do not fit {len(self.columns)} columns")
         if len(self.frames) < 2:
             raise ValueError(f"{self.name} has {len(self.frames)} frame; a motion needs at least 2")
-        if not (np.isfinite(self.frame_duration) and self.frame_duration > 0):
+        if not 0 < self.frame_duration < np.inf:
             raise ValueError(f"{self.name}: frames must be a positive time apart, got {self.frame_duration!r} s")
-        if not (np.isfinite(self.weight) and self.weight > 0):
+        if not 0 < self.weight < np.inf:
             raise ValueError(f"{self.name}: its weight must be positive, got {self.weight!r}")
-        twice = sorted({column for column in self.columns if self.columns.count(column) > 1})
-        if twice:
+        if twice := sorted(column for column, count in Counter(self.columns).items() if count > 1):
             raise ValueError(f"{self.name} has columns of the same name: {', '.join(twice)}")
         if not np.isfinite(self.frames).all():
             row, column = np.argwhere(~np.isfinite(self.frames))[0]
             raise ValueError(f"{self.name}: frame {row} has {self.frames[row, column]} in {self.columns[column]}")
-        where = self.where([ROOT_ROT], required=False)
-        if where:
-            self.frames[:, where] = standardize(self.frames[:, where], f"{self.name}: {ROOT_ROT}")
+        if where := self.where([ROOT_ROT], required=False):
+            norms = np.linalg.norm(self.frames[:, where], axis=1, keepdims=True)
+            worst = int(np.abs(norms - 1).argmax())
+            if abs(length := float(norms[worst, 0]) - 1) > 1e-2:
+                text = f"{ROOT_ROT} of frame {worst} is no rotation: its length is {length + 1:.3f}, not 1"
+                raise ValueError(f"{self.name}: {text}")
+            unit = self.frames[:, where] / norms
+            self.frames[:, where] = np.where(unit[:, 3:] < 0, -unit, unit)
 
     @property
     def duration(self) -> float:
@@ -73,10 +76,7 @@ class MotionClip:
     @property
     def groups(self) -> dict[str, int]:
         """Width of every group, in order."""
-        widths: dict[str, int] = {}
-        for column in self.columns:
-            widths[group_of(column)] = widths.get(group_of(column), 0) + 1
-        return widths
+        return dict(Counter(map(group_of, self.columns)))
 
     @property
     def joint_names(self) -> list[str]:
@@ -85,23 +85,18 @@ class MotionClip:
 
     def where(self, fields: Sequence[str], required: bool = True) -> list[int]:
         """Column numbers of groups or single columns, in the order of `fields`."""
-        found: list[int] = []
-        for field in fields:
-            hits = [i for i, column in enumerate(self.columns) if field in (column, group_of(column))]
-            if required and not hits:
-                raise ValueError(f"{self.name} has no field {field!r}; it has {', '.join(self.groups)}")
-            found += hits
-        return found
+        hits = {f: [i for i, column in enumerate(self.columns) if f in (column, group_of(column))] for f in fields}
+        if required and not all(hits.values()):
+            missing = next(field for field in fields if not hits[field])
+            raise ValueError(f"{self.name} has no field {missing!r}; it has {', '.join(self.groups)}")
+        return [i for field in fields for i in hits[field]]
 
     def with_joints(self, joint_names: Sequence[str]) -> MotionClip:
         """The clip with the robot's joints in the robot's order, matched by name; a missing joint is an error."""
         if all(name.isdigit() for name in self.joint_names) and not all(name.isdigit() for name in joint_names):
-            raise ValueError(
-                f"{self.name} does not name its joints, so they cannot be matched to {', '.join(joint_names)}; "
-                "give file_joint_names, the order in which the file has them"
-            )
-        missing = [name for name in joint_names if name not in self.joint_names]
-        if missing:
+            text = f"does not name its joints, so they cannot be matched to {', '.join(joint_names)}"
+            raise ValueError(f"{self.name} {text}; give file_joint_names, the order in which the file has them")
+        if missing := [name for name in joint_names if name not in self.joint_names]:
             raise ValueError(f"{self.name} lacks the joints {', '.join(missing)}; it has {', '.join(self.joint_names)}")
         wanted: list[str] = []
         for group in self.groups:
@@ -113,16 +108,13 @@ class MotionClip:
         """The clip with missing velocities computed from its positions; those of the root in the root's frame."""
         parts: dict[str, np.ndarray] = {}
         groups, dt = self.groups, self.frame_duration
-        if JOINT_POS in groups and JOINT_VEL not in groups:
+        if JOINT_POS in groups:
             parts[JOINT_VEL] = velocity_of(self.frames[:, self.where([JOINT_POS])], dt)
         if ROOT_POS in groups and ROOT_ROT in groups:
             rotation = self.frames[:, self.where([ROOT_ROT])]
-            if "lin_vel" not in groups:
-                parts["lin_vel"] = rotate_back(rotation, velocity_of(self.frames[:, self.where([ROOT_POS])], dt))
-            if "ang_vel" not in groups:
-                parts["ang_vel"] = rotate_back(rotation, angular_velocity_of(rotation, dt))
-        if not parts:
-            return self
+            parts["lin_vel"] = rotate_back(rotation, velocity_of(self.frames[:, self.where([ROOT_POS])], dt))
+            parts["ang_vel"] = rotate_back(rotation, angular_velocity_of(rotation, dt))
+        parts = {name: part for name, part in parts.items() if name not in groups}
         columns = self.columns + column_names({n: a.shape[1] for n, a in parts.items()}, self.joint_names)
         return MotionClip(self.name, np.concatenate([self.frames, *parts.values()], 1), columns, dt, self.weight)
 
@@ -136,29 +128,22 @@ def column_names(widths: Mapping[str, int], joint_names: Sequence[str] | None = 
     """One name per column of groups of these widths: joints by name, three or four numbers by axis."""
     columns: list[str] = []
     for group, width in widths.items():
+        parts = AXES[:width] if group not in JOINTS and width in (3, 4) else range(width)
         if group in JOINTS and joint_names:
             if len(joint_names) != width:
                 raise ValueError(f"{group} has {width} columns, but there are {len(joint_names)} joint names")
-            parts: Sequence[str] = joint_names
-        else:
-            parts = AXES[:width] if group not in JOINTS and width in (3, 4) else [str(i) for i in range(width)]
+            parts = joint_names
         columns += [f"{group}.{part}" for part in parts]
     return columns
 
 
 def read_clip(
-    path: str | Path,
-    file_joint_names: Sequence[str] | None = None,
-    fps: float | None = None,
-    weight: float | None = None,
+    path: StrPath, file_joint_names: Sequence[str] | None = None, fps: float | None = None, weight: float | None = None
 ) -> MotionClip:
-    """Read a clip and compute missing velocities; errors name the file.
+    """Read a clip (.txt or .json of AMP, .npz, .csv) and compute missing velocities; errors name the file.
 
-    Args:
-        path: .txt or .json (AMP), .npz or .csv.
-        file_joint_names: Joints in the file's order, if the file does not name them.
-        fps: Frames per second, if the file does not contain it; 30 for a CSV, as in LAFAN1.
-        weight: Sampling weight; overrides the file's.
+    `file_joint_names`, in the file's order, and `fps`, 30 for a CSV as in LAFAN1, replace what a file does not contain;
+    `weight` overrides the file's sampling weight.
     """
     path = Path(path)
     readers = {".txt": _read_json, ".json": _read_json, ".npz": _read_npz, ".csv": _read_csv}
@@ -183,10 +168,10 @@ def _read_json(path: Path, joints: Sequence[str] | None, fps: float | None) -> M
     fields = content.get("Fields")
     if fields is None:
         if frames.ndim != 2 or frames.shape[1] != sum(DOCUMENTED.values()):
-            raise ValueError(
-                f"frames of shape {frames.shape} have no Fields, and are not the {sum(DOCUMENTED.values())} columns of "
-                f"{', '.join(f'{name} {width}' for name, width in DOCUMENTED.items())}"
+            known = (
+                f"{sum(DOCUMENTED.values())} columns of {', '.join(f'{n} {width}' for n, width in DOCUMENTED.items())}"
             )
+            raise ValueError(f"frames of shape {frames.shape} have no Fields, and are not the {known}")
         fields = DOCUMENTED
     joints = content.get("JointNames", joints)
     columns = column_names(fields, joints) if isinstance(fields, Mapping) else [str(name) for name in fields]
@@ -195,26 +180,18 @@ def _read_json(path: Path, joints: Sequence[str] | None, fps: float | None) -> M
 
 
 def _read_csv(path: Path, joints: Sequence[str] | None, fps: float | None) -> MotionClip:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    head = lines[0].split(",") if lines else []
-    is_header = any(not _is_number(cell) for cell in head)
-    rows = [[float(cell) for cell in line.split(",")] for line in lines[is_header:] if line.strip()]
-    widths = {len(row) for row in rows}
+    lines = [line.split(",") for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    widths = {len(line) for line in lines}
     if len(widths) != 1:
         raise ValueError(f"rows of {sorted(widths) or 'no'} columns; all must have the same")
-    if is_header:
-        columns = [cell.strip() for cell in head]
-    else:
-        columns = column_names({ROOT_POS: 3, ROOT_ROT: 4, JOINT_POS: widths.pop() - 7}, joints)
-    return MotionClip(path.name, np.array(rows), columns, 1.0 / (fps or LAFAN1_FPS))
-
-
-def _is_number(cell: str) -> bool:
+    columns = [cell.strip() for cell in lines[0]]
     try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
+        np.array(columns, np.float64)
+    except ValueError:  # the first line names the columns
+        lines = lines[1:]
+    else:
+        columns = column_names({ROOT_POS: 3, ROOT_ROT: 4, JOINT_POS: len(columns) - 7}, joints)
+    return MotionClip(path.name, np.array(lines, np.float64), columns, 1.0 / (fps or LAFAN1_FPS))
 
 
 def _read_npz(path: Path, joints: Sequence[str] | None, fps: float | None) -> MotionClip:
@@ -224,8 +201,7 @@ def _read_npz(path: Path, joints: Sequence[str] | None, fps: float | None) -> Mo
         for name in theirs:
             if name in content and ours not in content:
                 content[ours] = content.pop(name)
-    if "joint_names" in content:
-        joints = [str(name) for name in content["joint_names"]]
+    joints = [str(name) for name in content["joint_names"]] if "joint_names" in content else joints
     if "frame_duration" in content and fps is None:
         dt = float(content["frame_duration"])
     else:
@@ -250,11 +226,7 @@ def _read_npz(path: Path, joints: Sequence[str] | None, fps: float | None) -> Mo
 def write_clip(path: str | Path, clip: MotionClip, digits: int = 5, with_names: bool = True) -> None:
     """Write a clip in the format of the file name's suffix; a CSV does not contain rate and weight.
 
-    Args:
-        path: .txt or .json (AMP), .npz or .csv.
-        clip: The clip.
-        digits: Decimal places in text formats.
-        with_names: Write column names in text formats; the files of AMP and LAFAN1 have none.
+    Text formats get `digits` decimal places, and column names `with_names`; the files of AMP and LAFAN1 have none.
     """
     path = Path(path)
 
@@ -274,18 +246,6 @@ def write_clip(path: str | Path, clip: MotionClip, digits: int = 5, with_names: 
             raise ValueError(f"{path}: a motion clip is one of {', '.join(SUFFIXES)}")
 
     atomic_write(path, write)
-
-
-def standardize(rotations: np.ndarray, what: str, tolerance: float = 1e-2) -> np.ndarray:
-    """Unit quaternions (..., 4) with w >= 0; ValueError if a length is not nearly 1."""
-    norms = np.linalg.norm(rotations, axis=-1, keepdims=True)
-    if np.abs(norms - 1).max() > tolerance:
-        worst = int(np.abs(norms - 1).reshape(len(rotations), -1).max(-1).argmax())
-        raise ValueError(
-            f"{what} of frame {worst} is no rotation: its length is {float(norms[worst].max()):.3f}, not 1"
-        )
-    unit = rotations / norms
-    return np.where(unit[..., 3:] < 0, -unit, unit)
 
 
 def conjugate(rotations: np.ndarray) -> np.ndarray:

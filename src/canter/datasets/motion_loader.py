@@ -15,11 +15,9 @@ class AMPLoader:
     """Samples frames, pairs and windows of motion clips.
 
     Args:
-        device: Device of the frames and the samples.
         time_between_frames: Seconds between the frames of a pair or window: the policy's control interval.
         data_dir: Directory of the clips; all of them are used if `motion_files` is empty.
         preload_transitions: Sample pairs once, and serve only those.
-        num_preload_transitions: Number of preloaded pairs.
         motion_files: Files, relative to `data_dir`, or clips.
         fields: Groups such as "joint_pos", or single columns, of a feature vector; by default all but the root's
             position and rotation.
@@ -53,55 +51,37 @@ class AMPLoader:
         read = (f if isinstance(f, MotionClip) else read_clip(Path(data_dir) / f, file_joint_names, fps) for f in files)
         self.clips = [clip if joint_names is None else clip.with_joints(joint_names) for clip in read]
         self.columns = self.clips[0].columns
-        self._check_clips()
+        for clip in self.clips:
+            if clip.columns != self.columns:
+                differing = sorted(set(clip.columns) ^ set(self.columns)) or "in another order"
+                raise ValueError(f"{clip.name} and {self.clips[0].name} have other columns: {differing}")
+        self._check_durations(self.time_between_frames, f"time_between_frames={self.time_between_frames:g}")
         if weights is not None and (len(weights) != len(self.clips) or min(weights) <= 0):
             raise ValueError(f"weights must be {len(self.clips)} positive numbers, one per clip, got {list(weights)}")
         groups = list(self.clips[0].groups)
         others = [group for group in groups if group not in (ROOT_POS, ROOT_ROT)]
         self.fields = (others or groups) if fields is None else list(fields)
         self.generator = None if seed is None else torch.Generator(self.device).manual_seed(seed)
-        self._to_device(weights)
-        self.preloaded: tuple[Tensor, Tensor] | None = None
-        if preload_transitions:
-            self.preloaded = self._draw_pairs(num_preload_transitions)
-
-    def _check_clips(self) -> None:
-        for clip in self.clips:
-            if clip.columns != self.columns:
-                raise ValueError(
-                    f"{clip.name} and {self.clips[0].name} have other columns: "
-                    f"{sorted(set(clip.columns) ^ set(self.columns)) or 'in another order'}"
-                )
-            if clip.duration < self.time_between_frames:
-                raise ValueError(
-                    f"{clip.name} lasts {clip.duration:g} s, less than time_between_frames={self.time_between_frames:g}"
-                )
-
-    def _to_device(self, weights: Sequence[float] | None) -> None:
-        def numbers(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.tensor(list(values), dtype=dtype, device=self.device)
-
+        self.num_motions = len(self.clips)
         clips = self.clips
         frames = [torch.as_tensor(clip.frames, dtype=torch.float32) for clip in clips]
         self.frames = torch.cat(frames).to(self.device)  # clip after clip
-        lengths = numbers([len(clip.frames) for clip in clips], torch.long)
+        lengths = torch.tensor([len(clip.frames) for clip in clips], device=self.device)
         self.first_frame, self.last_frame = lengths.cumsum(0) - lengths, lengths - 1
-        self.frame_duration = numbers([clip.frame_duration for clip in clips])
-        self.duration = numbers([clip.duration for clip in clips])
-        relative = numbers([clip.weight for clip in clips] if weights is None else weights)
-        self.weights = relative / relative.sum()
-        self.feature_columns = numbers(clips[0].where(self.fields), torch.long)
-        self.rotation_columns = numbers(clips[0].where([ROOT_ROT], required=False), torch.long)
+        times = [[clip.frame_duration, clip.duration] for clip in clips]
+        self.frame_duration, self.duration = torch.tensor(times, dtype=torch.float32, device=self.device).unbind(1)
+        relative = [clip.weight for clip in clips] if weights is None else list(weights)
+        self.weights = torch.tensor(relative, dtype=torch.float32, device=self.device)
+        self.weights /= self.weights.sum()
+        columns = (clips[0].where(self.fields), clips[0].where([ROOT_ROT], required=False))
+        self.feature_columns, self.rotation_columns = (torch.tensor(c, device=self.device).long() for c in columns)
+        self.observation_dim = len(self.feature_columns)
+        self.preloaded = self._draw_pairs(num_preload_transitions) if preload_transitions else None
 
-    @property
-    def num_motions(self) -> int:
-        """Number of clips."""
-        return len(self.clips)
-
-    @property
-    def observation_dim(self) -> int:
-        """Width of one frame's features."""
-        return len(self.feature_columns)
+    def _check_durations(self, shortest: float, name: str) -> None:
+        for clip in self.clips:
+            if clip.duration < shortest:
+                raise ValueError(f"{clip.name} lasts {clip.duration:g} s, less than {name}")
 
     def frames_at(self, clips: Tensor, times: Tensor) -> Tensor:
         """(n, D) whole frames of clips (n,) at times (n,) in seconds, interpolated; constant beyond both ends."""
@@ -142,11 +122,7 @@ class AMPLoader:
     def expert_features(self, count: int, frames: int = 2) -> Tensor:
         """(count, frames * d) windows, the oldest frame first, like the policy's `ref_obs`."""
         longest = (frames - 1) * self.time_between_frames
-        for clip in self.clips:
-            if clip.duration < longest:
-                raise ValueError(
-                    f"{clip.name} lasts {clip.duration:g} s, less than the {longest:g} s of {frames} frames"
-                )
+        self._check_durations(longest, f"the {longest:g} s of {frames} frames")
         clips, times = self.draw_moments(count, frames)
         steps = [self.frames_at(clips, times + k * self.time_between_frames) for k in range(frames)]
         return torch.cat([self.features(step) for step in steps], -1)
@@ -161,9 +137,9 @@ class AMPLoader:
             if self.preloaded is None:
                 yield self._draw_pairs(mini_batch_size)
             else:
-                total = len(self.preloaded[0])
-                rows = torch.randint(total, (mini_batch_size,), generator=self.generator, device=self.device)
-                yield self.preloaded[0][rows], self.preloaded[1][rows]
+                now, then = self.preloaded
+                rows = torch.randint(len(now), (mini_batch_size,), generator=self.generator, device=self.device)
+                yield now[rows], then[rows]
 
 
 def slerp(start: Tensor, end: Tensor, blend: Tensor) -> Tensor:

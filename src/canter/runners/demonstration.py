@@ -19,8 +19,7 @@ from canter.envs.vec_env import StepRecord
 from canter.envs.wrap import wrap_env
 from canter.modules.build import env_shapes, leaf_dtype
 from canter.runners.run_config import plain
-from canter.storage.rollout_files.catalog import trajectory_folders
-from canter.storage.rollout_files.writer import TrajectoryWriter
+from canter.storage.rollout_files.catalog import TrajectoryWriter, trajectory_folders
 from canter.storage.rollout_storage import Field, RolloutStorage
 from canter.utils.console import Console, table
 from canter.utils.obs_layout import ObsLayout

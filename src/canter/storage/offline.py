@@ -21,20 +21,11 @@ STEP_KEYS = {"obs", "action", "reward", "next_obs", "terminated"}
 class Episode(NamedTuple):
     """One episode, or a part of one."""
 
-    obs: Any
-    """(L + 1, ...) array or nested dict of arrays; the last row is the final observation."""
-    actions: Any
-    """(L, ...)."""
-    rewards: Any
-    """(L,)."""
-    terminated: bool
-    """Whether it ends in a terminal state; otherwise it was truncated, or its continuation is unknown."""
+    obs: Any  # (L + 1, ...) array or nested dict of arrays; the last row is the final observation
+    actions: Any  # (L, ...)
+    rewards: Any  # (L,)
+    terminated: bool  # it ends in a terminal state; otherwise it was truncated, or its continuation is unknown
     critic_obs: Any = None
-
-    @property
-    def length(self) -> int:
-        """L."""
-        return len(self.rewards)
 
 
 def fill_replay(replay: TransitionReplayBuffer, source: Any, max_steps: int | None = None) -> int:
@@ -46,16 +37,14 @@ def fill_replay(replay: TransitionReplayBuffer, source: Any, max_steps: int | No
         max_steps: Largest number of steps; by default the capacity of the buffer.
     """
     limit = min(replay.capacity, max_steps or replay.capacity)
-    counts = replay.count.tolist()
-    added = 0
+    counts, added = replay.count.tolist(), 0
     for episode in episodes_from(source):
-        if episode.length == 0:
-            continue
-        kept = shortened(episode, min(limit - added, replay.num_rows - 2))
+        length = min(len(episode.rewards), limit - added, replay.num_rows - 2)
         env = counts.index(min(counts))
-        put_episode(replay, env, kept)
-        counts[env] += kept.length
-        added += kept.length
+        if length:
+            put_episode(replay, env, episode, length)
+        counts[env] += length
+        added += length
         if added >= limit:
             break
     if not added:
@@ -75,9 +64,9 @@ def episodes_from(source: Any) -> Iterator[Episode]:
     elif isinstance(source, Sequence) and source and all(isinstance(part, (str, Path)) for part in source):
         library = TrajectoryLibrary([Path(part) for part in source])
         for trajectory in library.scan():
-            chunks = [library.load(path) for path in trajectory.chunks]
-            if all(chunk is not None for chunk in chunks):
-                yield from file_episodes([chunk for chunk in chunks if chunk is not None])
+            chunks = [chunk for path in trajectory.chunks if (chunk := library.load(path)) is not None]
+            if len(chunks) == len(trajectory.chunks):
+                yield from file_episodes(chunks)
     else:
         yield from from_items(source)
 
@@ -92,7 +81,11 @@ def import_minari_package() -> Any:
 
 
 def file_episodes(chunks: Sequence[Mapping[str, np.ndarray]]) -> Iterator[Episode]:
-    """The episodes in the files of one trajectory, without steps whose next observation is unknown."""
+    """The episodes in the files of one trajectory, without steps whose next observation is unknown.
+
+    After a terminal state the final observation has no effect, so any serves. A truncated episode without a known
+    final observation loses its last step: its last observation is the final one.
+    """
     steps = ("observations", "privileged_observations", "actions", "rewards", "dones", "timeouts")
     whole = {name: np.concatenate([c[name] for c in chunks]) for name in steps if all(name in c for c in chunks)}
     ends = itertools.accumulate(len(chunk["rewards"]) for chunk in chunks)
@@ -101,24 +94,13 @@ def file_episodes(chunks: Sequence[Mapping[str, np.ndarray]]) -> Iterator[Episod
     cuts += [len(whole["rewards"])] if cuts[-1] < len(whole["rewards"]) else []
     for first, last in itertools.pairwise(cuts):
         is_cut = bool(whole["timeouts"][last - 1]) or not whole["dones"][last - 1]
-        final = finals.get(last - 1, {})
-        obs = continued(whole["observations"][first:last], final.get("final_observations"), is_cut)
-        critic = whole.get("privileged_observations")
-        if critic is not None:
-            critic = continued(critic[first:last], final.get("final_privileged_observations"), is_cut)
-        used = slice(first, first + len(obs) - 1)
-        yield Episode(obs, whole["actions"][used], whole["rewards"][used], not is_cut, critic)
-
-
-def continued(obs: np.ndarray, final: np.ndarray | None, is_cut: bool) -> np.ndarray:
-    """Observations of an episode and the final one.
-
-    After a terminal state the final observation has no effect, so any serves. A truncated episode without a known
-    final observation loses its last step: its last observation is the final one.
-    """
-    if final is not None:
-        return np.concatenate([obs, final.astype(obs.dtype)])
-    return obs if is_cut else np.concatenate([obs, obs[-1:]])
+        obs = {name: whole[name][first:last] for name in steps[:2] if name in whole}
+        for name, rows in obs.items():
+            final = finals.get(last - 1, {}).get(f"final_{name}", rows[:0] if is_cut else rows[-1:])
+            obs[name] = np.concatenate([rows, final.astype(rows.dtype)])
+        used = slice(first, first + len(obs["observations"]) - 1)
+        critic_obs = obs.get("privileged_observations")
+        yield Episode(obs["observations"], whole["actions"][used], whole["rewards"][used], not is_cut, critic_obs)
 
 
 def from_items(items: Iterable[Any]) -> Iterator[Episode]:
@@ -157,27 +139,16 @@ def joined(steps: Sequence[Mapping[str, Any]]) -> Episode:
     )
 
 
-def shortened(episode: Episode, length: int) -> Episode:
-    """The first `length` steps."""
-    if episode.length <= length:
-        return episode
-
-    def head(tree: Any) -> Any:
-        return None if tree is None else tree_map(lambda leaf: leaf[: length + 1], tree)
-
-    obs, critic_obs = head(episode.obs), head(episode.critic_obs)
-    return Episode(obs, episode.actions[:length], episode.rewards[:length], False, critic_obs)
-
-
 @torch.no_grad()
-def put_episode(replay: TransitionReplayBuffer, env: int, episode: Episode) -> None:
-    """Append an episode to the ring of one environment."""
+def put_episode(replay: TransitionReplayBuffer, env: int, episode: Episode, length: int) -> None:
+    """Append the first `length` steps of an episode to the ring of one environment."""
     if replay.critic_obs_shape is not None and episode.critic_obs is None:
         raise ValueError("the critic has observations of its own, which this data does not hold")
     leaves = replay.named_leaves(episode.obs, episode.critic_obs)
-    obs = {name: torch.as_tensor(np.asarray(value)) for name, value in leaves.items()}
+    obs = {name: torch.as_tensor(np.asarray(value)[: length + 1]) for name, value in leaves.items()}
     for name, value in obs.items():
         if name not in replay.data or value.shape[1:] != replay.data[name].shape[1:]:
             known = {key: tuple(t.shape[1:]) for key, t in replay.data.items() if key.startswith(name.split(".")[0])}
             raise ValueError(f"the data has {name} of shape {tuple(value.shape[1:])}, the environment {known}")
-    replay.append(env, obs, torch.as_tensor(np.asarray(episode.actions)), episode.rewards, episode.terminated)
+    actions, is_terminated = np.asarray(episode.actions), episode.terminated and length == len(episode.rewards)
+    replay.append(env, obs, torch.as_tensor(actions[:length]), episode.rewards[:length], is_terminated)

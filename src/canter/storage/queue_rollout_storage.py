@@ -1,4 +1,4 @@
-"""Rollout storages that keep earlier rollouts in a ring, a teacher's action labels, and motion features."""
+"""Rollout storages with earlier rollouts in a ring, a teacher's labels, motion features, or next states."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canter.storage.rollout_storage import Field, RolloutStorage, Scalar, normalize_advantages
+from canter.storage.rollout_storage import Field, MiniBatch, RolloutStorage, Scalar, normalize_advantages
+from canter.utils.tree import tree_where
 
 
 class QueueRolloutStorage(RolloutStorage):
@@ -28,7 +29,6 @@ class QueueRolloutStorage(RolloutStorage):
             raise ValueError(f"buffer_dilation_ratio must be at least 1, got {buffer_dilation_ratio}")
         self.target = int(buffer_dilation_ratio * num_transitions_per_env)
         self.is_ring = self.target > num_transitions_per_env
-        self.older = 0  # rows of earlier rollouts
         super().__init__(num_envs, num_transitions_per_env, *args, **kwargs)
         self.is_first = torch.ones((), dtype=torch.bool, device=self.device)
 
@@ -42,20 +42,12 @@ class QueueRolloutStorage(RolloutStorage):
         """Number of allocated rows."""
         return len(self.data["rewards"])
 
-    @property
-    def newest(self) -> slice:
-        """Rows of the last rollout; of a full ring, after `untie_buffer_loop`."""
-        filled = min(self.capacity, self.older + self.step)
-        return slice(filled - self.step, filled)
-
     def write(self, transition: Mapping[str, Any]) -> None:
         """Write a transition at the cursor and advance it, from the last row to the first."""
-        if not self.is_ring:
-            super().write(transition)
-            return
         super().write({**transition, "firsts": self.is_first})
-        self.cursor.remainder_(self.capacity)
-        self.is_first.fill_(False)
+        if self.is_ring:
+            self.cursor.remainder_(self.capacity)
+            self.is_first.fill_(False)
 
     def clear(self) -> None:
         """Start the next rollout after the rows that are kept; a ring below its target size grows first."""
@@ -80,6 +72,7 @@ class QueueRolloutStorage(RolloutStorage):
             for data in self.data.values():
                 data.copy_(self.swap_from_cursor(data))
             self.cursor.zero_()
+        self.older = self.filled - self.step
 
     def swap_from_cursor(self, x: Tensor) -> Tensor:
         """(capacity, ...) with the rows from the cursor on first, then those before it."""
@@ -91,10 +84,9 @@ class QueueRolloutStorage(RolloutStorage):
         self.untie_buffer_loop()
         super().compute_returns(last_values, gamma, lam, normalize and not self.is_ring)
         if self.is_ring:
-            rows = slice(0, self.filled)
-            advantages = self.data["returns"][rows] - self.data["values"][rows]
-            valid = self.data["valid"][rows] if self.has_invalid_steps else None
-            self.data["advantages"][rows].copy_(normalize_advantages(advantages, valid) if normalize else advantages)
+            data = {name: rows[: self.filled] for name, rows in self.data.items()}
+            advantages = data["returns"] - data["values"]
+            data["advantages"].copy_(normalize_advantages(advantages, data.get("valid")) if normalize else advantages)
 
     def step_minibatches(self, num_mini_batches: int, generator: torch.Generator | None = None) -> Sequence[Tensor]:
         """Random split of all steps, oldest rows first, into minibatches: flat (T * N) indices of each."""
@@ -139,12 +131,9 @@ class AmpRolloutStorage(ActionLabelRollout):
 
     def declare_fields(self) -> dict[str, Field]:
         """The fields of a labelled rollout, the features, and a mask of the policy's features to learn from."""
-        width = (self.amp_obs_dim,)
-        return super().declare_fields() | {
-            "ref_obs": Field(width, "ref_obs", "ref_obs"),
-            "ref_motion": Field(width, "ref_motion", "ref_motion"),
-            "ref_valid": Field((1,), "ref_valid", "ref_valid", torch.bool, default=True),
-        }
+        windows = {name: Field((self.amp_obs_dim,), name, name) for name in ("ref_obs", "ref_motion")}
+        valid = Field((1,), "ref_valid", "ref_valid", torch.bool, default=True)
+        return super().declare_fields() | windows | {"ref_valid": valid}
 
     def feed_forward_generator_amp(
         self, num_mini_batch: int | None, mini_batch_size: int, generator: torch.Generator | None = None
@@ -159,3 +148,56 @@ class AmpRolloutStorage(ActionLabelRollout):
         for number in range(count):
             index = torch.arange(number * mini_batch_size, (number + 1) * mini_batch_size, device=self.device)
             yield (rows[order[index.remainder(len(rows))]],)
+
+
+class SarsaRolloutStorage(RolloutStorage):
+    """Stores T + 1 rows of observations; `observations` and `next_observations` are two views of them.
+
+    The row after the end of an episode is the first of the next episode, so the final state of an episode has a row of
+    its own: pass it as `final_observations`, and minibatches contain it as `next_obs`.
+    """
+
+    def declare_fields(self) -> dict[str, Field]:
+        """The fields of a rollout, and the next and the final state of the actor's and the critic's observation."""
+        self.all_rows: dict[str, Tensor] = {}  # T + 1 rows, by name in a minibatch
+        fields = super().declare_fields()
+        fields["dones"] = fields["dones"]._replace(batch="dones")
+        observed = {n: f for n, f in fields.items() if (f.batch or "").partition(".")[0] in ("obs", "critic_obs")}
+        for when in ("next_", "final_"):
+            copies = {
+                n: f._replace(batch=when + str(f.batch), source=when + str(f.source)) for n, f in observed.items()
+            }
+            fields |= {when + name: field for name, field in copies.items()}
+        return fields
+
+    def _zeros(self, field: Field) -> Tensor:
+        """A new tensor; observations and next observations are views of one."""
+        key = (field.batch or "").removeprefix("next_")
+        if key.partition(".")[0] not in ("obs", "critic_obs"):
+            return super()._zeros(field)
+        if key not in self.all_rows:
+            shape = (self.num_transitions_per_env + 1, self.num_envs, *field.shape)
+            self.all_rows[key] = torch.zeros(shape, dtype=field.dtype, device=self.device)
+        return self.all_rows[key][:-1] if key == field.batch else self.all_rows[key][1:]
+
+    @property
+    def all_observations(self) -> Tensor:
+        """(T + 1, N, ...) of a flat observation."""
+        return self.all_rows["obs"]
+
+    def write(self, transition: Mapping[str, Any]) -> None:
+        """Write a transition; a final state that it lacks is the next one."""
+        known = {name: value for name, value in transition.items() if value is not None}
+        finals = {f"final_{name[5:]}": value for name, value in known.items() if name.startswith("next_")}
+        super().write(finals | known)
+
+    def take(self, index: Tensor) -> MiniBatch:
+        """Minibatch of the steps at flat (T * N) indices; `next_obs` is the final state where an episode ended."""
+        batch: Any = super().take(index)
+        done = batch.dones.squeeze(-1)
+        batch.next_obs = tree_where(done, batch.final_obs, batch.next_obs)
+        if self.privileged_obs_shape is None:
+            batch.next_critic_obs = batch.next_obs
+        else:
+            batch.next_critic_obs = tree_where(done, batch.final_critic_obs, batch.next_critic_obs)
+        return batch

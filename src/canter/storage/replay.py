@@ -14,10 +14,12 @@ oldest to newest; uniform samples are drawn from it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -36,21 +38,15 @@ class ReplayBatch(NamedTuple):
     """B steps, or B windows of up to n steps."""
 
     obs: Obs
-    critic_obs: Obs
-    """The same object as `obs` if the critic has no observation of its own."""
+    critic_obs: Obs  # the same object as `obs` if the critic has no observation of its own
     actions: Tensor
-    rewards: Tensor
-    """(B,) discounted sum over the window."""
+    rewards: Tensor  # (B,) discounted sum over the window
     next_obs: Obs
     next_critic_obs: Obs
-    dones: Tensor
-    """(B,) 1 where the window ends in a terminal state."""
-    discounts: Tensor
-    """(B,) factor of the value after the window: gamma to the power of its length."""
-    weights: Tensor | None = None
-    """(B,) importance weights of prioritised samples."""
-    places: Tensor | None = None
-    """(B,) positions of prioritised samples, for `set_priorities`."""
+    dones: Tensor  # (B,) 1 where the window ends in a terminal state
+    discounts: Tensor  # (B,) factor of the value after the window: gamma to the power of its length
+    weights: Tensor | None = None  # (B,) importance weights of prioritised samples
+    places: Tensor | None = None  # (B,) positions of prioritised samples, for `set_priorities`
 
 
 class TransitionReplayBuffer:
@@ -60,11 +56,8 @@ class TransitionReplayBuffer:
         capacity: Rows of all environments together; every stored episode end takes one too.
         obs_shape: Shape of one observation, or a nested dict of shapes or `Field`s.
         action_shape: Shape of one action; () for discrete ones.
-        device: Device of the rings.
         obs_dtype: Dtype of observations that `obs_shape` gives no dtype for.
-        action_dtype: Dtype of the actions.
         critic_obs_shape: Like `obs_shape`, for the critic; None if the critic uses the actor's observation.
-        num_envs: N, the number of rows in one `add`.
         has_invalid_steps: Whether some steps only reset an environment.
     """
 
@@ -106,15 +99,10 @@ class TransitionReplayBuffer:
         fields: dict[str, Field] = {}
         for name, shape in zip(OBSERVED, (self.obs_shape, self.critic_obs_shape), strict=True):
             if shape is not None:
-                fields |= observation_fields(name, _with_dtype(shape, self.obs_dtype), name, name)
-        return fields | {
-            "actions": Field(self.action_shape, dtype=self.action_dtype),
-            "rewards": Field(()),
-            "dones": Field((), dtype=torch.bool),
-            "ends": Field((), dtype=torch.bool),
-            "holds_step": Field((), dtype=torch.bool),
-            "order": Field((), dtype=torch.int32),
-        }
+                fields |= observation_fields(name, shape, name, name, self.obs_dtype)
+        fields |= {"actions": Field(self.action_shape, dtype=self.action_dtype), "rewards": Field(())}
+        fields |= {name: Field((), dtype=torch.bool) for name in ("dones", "ends", "holds_step")}
+        return fields | {"order": Field((), dtype=torch.int32)}
 
     def add(
         self,
@@ -131,16 +119,7 @@ class TransitionReplayBuffer:
     ) -> None:
         """Store one step of every environment. Tensor code only, so that it can be captured.
 
-        Args:
-            obs: (N, ...) observation before the step.
-            action: (N, ...).
-            reward: (N,).
-            next_obs: (N, ...) observation after the step, before any reset.
-            done: (N,) whether the step led to a terminal state.
-            truncated: (N,) whether the episode was truncated here.
-            critic_obs: Like `obs`, for the critic.
-            next_critic_obs: Like `next_obs`, for the critic.
-            valid: (N,) false where the step only reset an environment.
+        `next_obs` is before any reset, `done` marks terminal states, `valid` is false where a step only reset.
         """
         begin = self.named_leaves(obs, critic_obs)
         for name, leaf in begin.items():
@@ -149,7 +128,14 @@ class TransitionReplayBuffer:
         real = torch.ones_like(self.is_started) if valid is None or not self.has_invalid_steps else valid
         done = done.to(torch.bool).reshape(-1)
         ended = done if truncated is None else done | truncated.reshape(-1)
-        here = self._open_row(begin, real)
+        at = self._flat(self.head)
+        has_left = torch.zeros_like(real)  # where the last episode was left: its final observation keeps its row
+        for name, leaf in begin.items():
+            has_left |= (self.data[name][at] != leaf).reshape(self.num_envs, -1).any(1)
+        has_left &= self.is_started & real
+        self.data["ends"][self._flat((self.head - 1) % self.num_rows)] |= has_left
+        self._claim(has_left)
+        here = self._flat(self.head)
         values = {**begin, "actions": action, "rewards": reward.reshape(-1), "dones": done, "ends": ended}
         self._put(here, values, real)
         self._put(here, {"holds_step": real}, None)
@@ -163,40 +149,24 @@ class TransitionReplayBuffer:
 
     def append(self, env: int, obs: Mapping[str, Tensor], actions: Tensor, rewards: Any, is_terminated: bool) -> None:
         """Store L steps of one environment, fewer than there are rows; `obs` are (L + 1, ...) by field."""
-        length, num_rows, device = len(rewards), self.num_rows, self.device
+        length, num_rows = len(rewards), self.num_rows
+        steps = torch.arange(length + 1, device=self.device)
         head, was_started = int(self.head[env]), bool(self.is_started[env])
-        if was_started:
-            self.data["ends"][(head - 1) % num_rows * self.num_envs + env] = True
-        rows = (head + int(was_started) + torch.arange(length + 1, device=device)) % num_rows
+        self.data["ends"][(head - 1) % num_rows * self.num_envs + env] |= was_started
+        rows = (head + int(was_started) + steps) % num_rows
         at = rows * self.num_envs + env
-        gone = int(self.data["holds_step"][at].sum())
-        is_last = torch.arange(length, device=device) == length - 1
-        rewards = torch.as_tensor(rewards, dtype=torch.float32, device=device).reshape(length)
+        self.size[env] += length - self.data["holds_step"][at].sum()
+        is_last = steps[:-1] == length - 1
+        rewards = torch.as_tensor(rewards).reshape(length)
         values = {"actions": actions.reshape(length, *self.action_shape), "rewards": rewards, "ends": is_last}
-        values |= {"dones": is_last & is_terminated, "holds_step": torch.ones_like(is_last)}
-        for name, value in obs.items():
-            self.data[name][at] = value.to(device, self.data[name].dtype)
+        values |= {**obs, "dones": is_last & is_terminated, "holds_step": steps < length}
         for name, value in values.items():
-            self.data[name][at[:-1]] = value.to(device, self.data[name].dtype)
-        self.data["holds_step"][at[-1]] = False
-        slots = (self.count[env] + torch.arange(length, device=device)) % num_rows * self.num_envs + env
+            self.data[name][at[: len(value)]] = value.to(self.device, self.data[name].dtype)
+        slots = (self.count[env] + steps[:-1]) % num_rows * self.num_envs + env
         self.data["order"][slots] = rows[:-1].to(torch.int32)
         self.count[env] += length
-        self.size[env] += length - gone
         self.head[env] = rows[-1]
         self.is_started[env] = True
-
-    def _open_row(self, begin: Mapping[str, Tensor], real: Tensor) -> Tensor:
-        """Flat rows for steps from these observations; the heads move on where an episode was left."""
-        at = self._flat(self.head)
-        moved = torch.zeros_like(real)
-        for name, leaf in begin.items():
-            moved |= (self.data[name][at] != leaf).reshape(self.num_envs, -1).any(1)
-        moved &= self.is_started & real
-        last = self._flat((self.head - 1) % self.num_rows)
-        self.data["ends"][last] |= moved
-        self._claim(moved)
-        return self._flat(self.head)
 
     def _claim(self, moving: Tensor) -> None:
         """Advance the heads where `moving`; steps in their new rows are overwritten."""
@@ -234,8 +204,8 @@ class TransitionReplayBuffer:
         if batch_size > stored:
             raise ValueError(f"batch_size={batch_size} is larger than the {stored} stored steps")
         batch = self.draw(batch_size, n_step, gamma, generator)
-        named = {"observations": batch.obs, "actions": batch.actions, "rewards": batch.rewards}
-        named |= {"next_observations": batch.next_obs, "dones": batch.dones, "discounts": batch.discounts}
+        named = {name: getattr(batch, name) for name in ("actions", "rewards", "dones", "discounts")}
+        named |= {"observations": batch.obs, "next_observations": batch.next_obs}
         if self.critic_obs_shape is not None:
             named |= {"critic_observations": batch.critic_obs, "next_critic_observations": batch.next_critic_obs}
         return named
@@ -246,14 +216,12 @@ class TransitionReplayBuffer:
         number = torch.rand(batch_size, dtype=torch.float64, device=self.device, generator=generator)
         if self.num_envs == 1:
             envs: Any = 0
-            age = (number * self.size).long()
-            newest = self.count
+            newest, age = self.count, (number * self.size).long()
         else:
             last = self.size.cumsum(0)
             place = (number * last[-1]).long()
             envs = torch.searchsorted(last, place, right=True).clamp_(max=self.num_envs - 1)
-            age = last[envs] - 1 - place
-            newest = self.count[envs]
+            newest, age = self.count[envs], last[envs] - 1 - place
         slot = (newest - 1 - age) % self.num_rows * self.num_envs + envs
         return self.take(self.data["order"][slot].long(), envs, n_step, gamma)
 
@@ -283,9 +251,8 @@ class TransitionReplayBuffer:
         dones = data["dones"][last * num_envs + envs].float()
         obs, critic_obs = self._observed(first)
         next_obs, next_critic_obs = self._observed(after)
-        return ReplayBatch(
-            obs, critic_obs, data["actions"][first], rewards, next_obs, next_critic_obs, dones, discounts
-        )
+        actions = data["actions"][first]
+        return ReplayBatch(obs, critic_obs, actions, rewards, next_obs, next_critic_obs, dones, discounts)
 
     def _observed(self, at: Tensor) -> tuple[Any, Any]:
         found = {name: self.data[name][at] for name in self.data if name.startswith(OBSERVED)}
@@ -310,18 +277,14 @@ class TransitionReplayBuffer:
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise if `state` does not fit this buffer."""
-        for name, ours in (("capacity", self.capacity), ("num_envs", self.num_envs)):
-            if state[name] != ours:
-                raise ValueError(
-                    f"the saved replay buffer has {name}={state[name]}, this one {ours}: use the same, or load "
-                    "a checkpoint without a replay buffer"
-                )
-        for name, value in self.data.items():
-            theirs = state["data"].get(name)
-            if theirs is None or theirs.shape[1:] != value.shape[1:] or theirs.dtype != value.dtype:
-                got = "none" if theirs is None else f"{tuple(theirs.shape[1:])} {theirs.dtype}"
-                want = f"{tuple(value.shape[1:])} {value.dtype}"
-                raise ValueError(f"the saved replay buffer has {got} for {name!r}, this one needs {want}")
+        way_out = "use the same, or load a checkpoint without a replay buffer"
+        for name in ("capacity", "num_envs"):
+            if state[name] != (ours := getattr(self, name)):
+                raise ValueError(f"the saved replay buffer has {name}={state[name]}, this one {ours}: {way_out}")
+        saved, own = ({n: f"{tuple(x.shape[1:])} {x.dtype}" for n, x in d.items()} for d in (state["data"], self.data))
+        for name, kind in own.items():
+            if saved.get(name) != kind:
+                raise ValueError(f"the saved replay buffer has {saved.get(name)} for {name!r}, this one needs {kind}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a `state_dict`, in place; nothing is changed if it does not fit."""
@@ -376,8 +339,8 @@ class PrioritizedReplayBuffer(TransitionReplayBuffer):
         # One draw from each of B equal parts of the sum: less variance than B draws from the whole.
         parts = torch.arange(batch_size, dtype=torch.float64, device=self.device)
         number = torch.rand(batch_size, dtype=torch.float64, device=self.device, generator=generator)
-        places = torch.searchsorted(sums, (parts + number) / batch_size * sums[-1], right=True)
-        places = places.clamp_(max=len(sums) - 1)
+        drawn = (parts + number) / batch_size * sums[-1]
+        places = torch.searchsorted(sums, drawn, right=True).clamp_(max=len(sums) - 1)
         batch = self.take(places // self.num_envs, places % self.num_envs, n_step, gamma)
         share = powers[places] / sums[-1] * self.size.sum()
         weights = share.clamp_min(1e-12) ** -self.correction.double()
@@ -401,19 +364,15 @@ class PrioritizedReplayBuffer(TransitionReplayBuffer):
 
 def check_memory(fields: Mapping[str, Field], num_rows: int, num_envs: int, device: torch.device) -> int:
     """Bytes of a replay buffer, logged; MemoryError with the arithmetic if they are not free."""
-    per_row = {name: math.prod(field.shape) * field.dtype.itemsize for name, field in fields.items()}
-    total = num_rows * num_envs * sum(per_row.values())
-    parts = sorted(per_row.items(), key=lambda part: -part[1])
-    shown = " + ".join(f"{size} {name}" for name, size in parts[:4])
-    rest = sum(size for _, size in parts[4:])
-    arithmetic = f"{num_rows:,} rows x {num_envs:,} environments x ({shown} + {rest} others) bytes = {readable(total)}"
-    free = free_memory(device)
+    parts = sorted(((math.prod(f.shape) * f.dtype.itemsize, name) for name, f in fields.items()), reverse=True)
+    total = num_rows * num_envs * sum(size for size, _ in parts)
+    shown = " + ".join(f"{size} {name}" for size, name in [*parts[:4], (sum(size for size, _ in parts[4:]), "others")])
+    arithmetic = f"{num_rows:,} rows x {num_envs:,} environments x ({shown}) bytes = {readable(total)}"
     log.info("replay buffer on %s: %s", device, arithmetic)
+    free = free_memory(device)
     if free is not None and total > free:
-        raise MemoryError(
-            f"the replay buffer does not fit: {arithmetic}, but {device} has {readable(free)} free; make buffer_size "
-            "smaller, or observations (images as uint8)"
-        )
+        text = f"the replay buffer does not fit: {arithmetic}, but {device} has {readable(free)} free"
+        raise MemoryError(f"{text}; make buffer_size smaller, or observations (images as uint8)")
     return total
 
 
@@ -422,16 +381,12 @@ def free_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reserved
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            facts = dict(line.split(":", 1) for line in file)
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         return int(facts["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        pass
-    try:
+    with contextlib.suppress(AttributeError, OSError, ValueError):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return None
+    return None
 
 
 def readable(size: int) -> str:
@@ -441,10 +396,3 @@ def readable(size: int) -> str:
             return f"{size:,.4g} {unit}"
         size /= 1024  # type: ignore[assignment]
     return f"{size:,.1f} TiB"
-
-
-def _with_dtype(shape: Any, dtype: torch.dtype) -> Any:
-    """`shape` with a dtype at every leaf that has none."""
-    if isinstance(shape, Mapping):
-        return {name: _with_dtype(part, dtype) for name, part in shape.items()}
-    return shape if isinstance(shape, Field) else Field(tuple(shape), dtype=dtype)

@@ -19,11 +19,10 @@ class ReplayBuffer:
             raise ValueError(f"obs_dim and buffer_size must be at least 1, got {obs_dim} and {buffer_size}")
         self.buffer_size, self.device = buffer_size, torch.device(device)
         self.states = torch.zeros(buffer_size, obs_dim, device=self.device)
-        self.next_states = torch.zeros(buffer_size, obs_dim, device=self.device)
-        # On the device, so that a replayed graph advances them.
-        self._step = torch.zeros((), dtype=torch.long, device=self.device)
-        self._num_samples = torch.zeros((), dtype=torch.long, device=self.device)
+        self.next_states = torch.zeros_like(self.states)
         self._offsets = torch.arange(buffer_size, device=self.device)
+        self._step = self._offsets.new_zeros(())  # on the device, so that a replayed graph advances it
+        self._num_samples = torch.zeros_like(self._step)
 
     @property
     def step(self) -> int:
@@ -38,10 +37,8 @@ class ReplayBuffer:
     def insert(self, states: Tensor, next_states: Tensor) -> None:
         """Write (B, D) pairs over the oldest; of a batch larger than the buffer, the last ones."""
         if states.shape != next_states.shape or states.shape[1:] != self.states.shape[1:]:
-            raise ValueError(
-                f"pairs of shape {tuple(states.shape)} and {tuple(next_states.shape)} do not fit a buffer of width "
-                f"{self.states.shape[1]}"
-            )
+            shapes, width = f"{tuple(states.shape)} and {tuple(next_states.shape)}", self.states.shape[1]
+            raise ValueError(f"pairs of shape {shapes} do not fit a buffer of width {width}")
         states, next_states = states[-self.buffer_size :], next_states[-self.buffer_size :]
         rows = (self._step + self._offsets[: len(states)]).remainder(self.buffer_size)
         self.states.index_copy_(0, rows, states.to(self.states))

@@ -8,10 +8,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from canter.storage.trajectories import Trajectories, episode_starts, start_positions, trajectory_index
-from canter.utils.tree import Obs, nested
+from canter.utils.tree import Obs, nested, tree_leaves
 
 Scalar = float | Tensor  # a 0-dim tensor
 
@@ -19,23 +19,24 @@ Scalar = float | Tensor  # a 0-dim tensor
 class Field(NamedTuple):
     """Declaration of one stored quantity."""
 
-    shape: tuple[int, ...]
-    """Shape of one step of one environment."""
-    batch: str | None = None
-    """Name in a minibatch, dotted for an entry of a dict; None leaves it out."""
-    source: str | None = None
-    """Name in a transition, dotted for an entry of a dict; None if the field is not written from a transition."""
+    shape: tuple[int, ...]  # of one step of one environment
+    batch: str | None = None  # name in a minibatch, dotted for an entry of a dict; None leaves it out
+    source: str | None = None  # name in a transition, dotted for an entry of a dict; None if it is computed
     dtype: torch.dtype = torch.float32
-    default: float | None = None
-    """Value stored where a transition lacks the field; None makes that an error."""
+    default: float | None = None  # stored where a transition lacks the field; None makes that an error
+
+
+def dict_entry(attribute: str, key: str, doc: str, writable: bool = False) -> Any:
+    """A property for one entry of the dict `attribute`; None if it is absent."""
+
+    def write(owner: Any, value: Any) -> None:
+        setattr(owner, attribute, {**getattr(owner, attribute), key: value})
+
+    return property(lambda owner: getattr(owner, attribute).get(key), write if writable else None, doc=doc)
 
 
 class MiniBatch:
     """One minibatch: flat fields (B, ...), or (T, n, ...) together with `trajectories` and `hidden` if recurrent."""
-
-    def __init__(self, **fields: Any) -> None:
-        for name, value in fields.items():
-            setattr(self, name, value)
 
     obs: Obs
     critic_obs: Obs
@@ -44,17 +45,18 @@ class MiniBatch:
     advantages: Tensor
     returns: Tensor
     old_actions_log_prob: Tensor
-    old_params: dict[str, Tensor]
-    """Parameters of the action distribution while collecting."""
-    valid: Tensor | None = None
-    learned: Tensor | None = None
-    """(...) steps that the surrogate loss learns from; None for the valid ones."""
-    """(B,) or (T, n) mask of the steps to learn from; None if all count."""
-    hidden: dict[str, Tensor]
-    """(M, S, L, H) memory state at the first step of each trajectory, by memory name."""
+    old_params: dict[str, Tensor]  # parameters of the action distribution while collecting
+    valid: Tensor | None = None  # (B,) or (T, n) mask of the steps to learn from; None for all
+    learned: Tensor | None = None  # mask of the steps that the surrogate loss learns from; None for the valid ones
+    hidden: dict[str, Tensor]  # (M, S, L, H) memory state at the first step of each trajectory, by memory name
     trajectories: Trajectories | None = None
-    random_masks: Mapping[str, Tensor] = MappingProxyType({})
-    """(..., 1) random masks that the policy drew while collecting."""
+    random_masks: Mapping[str, Tensor] = MappingProxyType({})  # (..., 1) each, drawn while collecting
+    old_mu = dict_entry("old_params", "mu", "Mean of the Gaussian that the actions were sampled from.")
+    old_sigma = dict_entry("old_params", "sigma", "Standard deviation of that Gaussian.")
+
+    def __init__(self, **fields: Any) -> None:
+        for name, value in fields.items():  # not a SimpleNamespace, which torch.compile cannot trace
+            setattr(self, name, value)
 
     def mean(self, x: Tensor) -> Tensor:
         """Mean of a per-step quantity over the valid steps."""
@@ -63,12 +65,7 @@ class MiniBatch:
     @property
     def masks(self) -> Tensor | None:
         """(T, M) mask of real steps in the padded layout, None for flat batches."""
-        if self.trajectories is None:
-            return None
-        row, column, total = self.trajectories
-        masks = torch.zeros(len(row), total, dtype=torch.bool, device=row.device)
-        masks[row, column] = True
-        return masks
+        return None if self.trajectories is None else self.trajectories.masks
 
     @property
     def hidden_states(self) -> Any:
@@ -76,16 +73,6 @@ class MiniBatch:
         from canter.modules.memory import ActorCriticHiddenState  # which imports the storage
 
         return ActorCriticHiddenState(self.hidden, self.hidden) if self.hidden else None
-
-    @property
-    def old_mu(self) -> Tensor | None:
-        """Mean of the Gaussian that the actions were sampled from; None for other distributions."""
-        return self.old_params.get("mu")
-
-    @property
-    def old_sigma(self) -> Tensor | None:
-        """Standard deviation of the Gaussian that the actions were sampled from; None for other distributions."""
-        return self.old_params.get("sigma")
 
 
 class Transition:
@@ -99,48 +86,25 @@ class Transition:
     values: Tensor | None = None
     actions_log_prob: Tensor | None = None
     params: Mapping[str, Tensor] = MappingProxyType({})
-    hidden: Mapping[str, Tensor] = MappingProxyType({})
-    """Memory state before the step."""
-    next_hidden: Mapping[str, Tensor] = MappingProxyType({})
-    """Memory state after the step."""
+    hidden: Mapping[str, Tensor] = MappingProxyType({})  # memory state before the step
+    next_hidden: Mapping[str, Tensor] = MappingProxyType({})  # memory state after the step
     random_masks: Mapping[str, Tensor] = MappingProxyType({})
     valid: Tensor | None = None
+    action_mean = dict_entry("params", "mu", "Mean of the Gaussian that the action was sampled from.", True)
+    action_sigma = dict_entry("params", "sigma", "Standard deviation of that Gaussian.", True)
 
     def clear(self) -> None:
         """Drop all values."""
         self.__dict__ = {}
-
-    @property
-    def action_mean(self) -> Tensor | None:
-        """Mean of the Gaussian that the action was sampled from."""
-        return self.params.get("mu")
-
-    @action_mean.setter
-    def action_mean(self, value: Tensor) -> None:
-        self.params = {**self.params, "mu": value}
-
-    @property
-    def action_sigma(self) -> Tensor | None:
-        """Standard deviation of the Gaussian that the action was sampled from."""
-        return self.params.get("sigma")
-
-    @action_sigma.setter
-    def action_sigma(self, value: Tensor) -> None:
-        self.params = {**self.params, "sigma": value}
 
 
 class RolloutStorage:
     """The last rollout: T steps of N environments, one tensor per field.
 
     Args:
-        num_envs: N.
-        num_transitions_per_env: T.
         obs_shape: Shape of one observation, or a nested dict of shapes or `Field`s.
         privileged_obs_shape: The same for the critic; None or [None] if the critic uses the actor's observation.
-        actions_shape: Shape of one action.
-        device: Device of the tensors.
         param_shapes: Shapes of the stored parameters of the action distribution; a Gaussian's by default.
-        action_dtype: Dtype of the actions.
         hidden_shapes: Shape (S, L, H) of the state of one environment, by memory name.
         random_masks: Names of the policy's random masks.
         has_invalid_steps: Whether some steps are excluded from learning.
@@ -148,6 +112,7 @@ class RolloutStorage:
     """
 
     Transition = Transition
+    older = 0  # rows of earlier rollouts
 
     def __init__(
         self,
@@ -182,12 +147,12 @@ class RolloutStorage:
         self.data = {name: self._zeros(field) for name, field in self.fields.items()}
         self.step = 0
         self.cursor = torch.zeros(1, dtype=torch.long, device=self.device)  # `step` on the device, for captured writes
-        # Of each field: name, path in a transition, default, shape and size of a row.
-        self._written = [
-            (name, f.source.split("."), self._default(f), (1, num_envs, *f.shape), num_envs * math.prod(f.shape))
-            for name, f in self.fields.items()
-            if f.source
-        ]
+        self._written = []  # of each field: name, path in a transition, default, shape and size of a row
+        for name, field in self.fields.items():
+            if field.source:
+                default = None if field.default is None else self.data[name].new_full((), field.default)
+                shape = (1, num_envs, *field.shape)
+                self._written.append((name, field.source.split("."), default, shape, math.prod(shape)))
         # Of each field: name, and path in a minibatch.
         self._batched = [(name, f.batch.split(".")) for name, f in self.fields.items() if f.batch]
 
@@ -195,9 +160,8 @@ class RolloutStorage:
         """Every stored field by name. Extended by subclasses."""
         fields = observation_fields("observations", self.obs_shape, "obs", "observations")
         if self.privileged_obs_shape is not None:
-            fields |= observation_fields(
-                "privileged_observations", self.privileged_obs_shape, "critic_obs", "critic_observations"
-            )
+            shape = self.privileged_obs_shape
+            fields |= observation_fields("privileged_observations", shape, "critic_obs", "critic_observations")
         fields |= {
             "actions": Field(self.actions_shape, "actions", "actions", self.action_dtype),
             "rewards": Field((1,), None, "rewards"),
@@ -219,9 +183,6 @@ class RolloutStorage:
         shape = (self.num_transitions_per_env, self.num_envs, *field.shape)
         return torch.zeros(shape, dtype=field.dtype, device=self.device)
 
-    def _default(self, field: Field) -> Tensor | None:
-        return None if field.default is None else torch.tensor(field.default, dtype=field.dtype, device=self.device)
-
     def add_transitions(self, transition: Transition) -> None:
         """Store one transition."""
         self.add(vars(transition))
@@ -234,10 +195,8 @@ class RolloutStorage:
 
     def check_space(self) -> None:
         """Raise if the storage is full."""
-        if self.step >= self.num_transitions_per_env:
-            raise AssertionError(
-                f"Rollout buffer overflow: it holds {self.num_transitions_per_env} steps; call clear() first"
-            )
+        if self.step >= (limit := self.num_transitions_per_env):
+            raise AssertionError(f"Rollout buffer overflow: it holds {limit} steps; call clear() first")
 
     def write(self, transition: Mapping[str, Any]) -> None:
         """Write a transition at the cursor and advance it. Tensor code only: the caller increments `step`."""
@@ -265,8 +224,9 @@ class RolloutStorage:
 
     @property
     def newest(self) -> slice:
-        """Rows of the last rollout."""
-        return slice(0, self.step)
+        """Rows of the last rollout; of a full ring, after `untie_buffer_loop`."""
+        stop = min(len(self.data["rewards"]), self.older + self.step)
+        return slice(stop - self.step, stop)
 
     @property
     def filled(self) -> int:
@@ -277,10 +237,9 @@ class RolloutStorage:
         data = self.__dict__.get("data", {})
         if name in data:
             return data[name]
-        tree = nested(data, name)
-        if not tree:
-            raise AttributeError(f"{type(self).__name__} has no field {name!r}; it has {', '.join(data)}")
-        return tree
+        if tree := nested(data, name):
+            return tree
+        raise AttributeError(f"{type(self).__name__} has no field {name!r}; it has {', '.join(data)}")
 
     @property
     def privileged_observations(self) -> Any:
@@ -289,7 +248,7 @@ class RolloutStorage:
 
     def compute_returns(self, last_values: Tensor, gamma: Scalar, lam: Scalar, normalize: bool = True) -> None:
         """Fill `returns` and `advantages` of the newest rows; with `normalize`, advantages get mean 0 and std 1."""
-        rows, data = self.newest, self.data
+        rows, data = slice(self.older, self.older + self.step), self.data
         advantages = gae(data["rewards"][rows], data["values"][rows], data["dones"][rows], last_values, gamma, lam)
         data["returns"][rows].copy_(advantages + data["values"][rows])
         if normalize:
@@ -298,21 +257,22 @@ class RolloutStorage:
 
     def get_statistics(self) -> tuple[Tensor, Tensor]:
         """Mean length of the trajectories in the rollout, and mean reward."""
-        starts, rewards = episode_starts(self.data["dones"][: self.step].squeeze(-1)), self.data["rewards"][: self.step]
-        valid = self.data["valid"][: self.step].squeeze(-1) if self.has_invalid_steps else torch.ones_like(starts)
-        return valid.sum() / (starts & valid).sum(), masked_mean(rewards, valid)
+        data = {name: value[: self.step] for name, value in self.data.items()}
+        starts = episode_starts(data["dones"].squeeze(-1))
+        valid = data["valid"].squeeze(-1) if self.has_invalid_steps else torch.ones_like(starts)
+        return valid.sum() / (starts & valid).sum(), masked_mean(data["rewards"], valid)
 
     def mini_batch_generator(
-        self, num_mini_batches: int, num_epochs: int = 8, generator: torch.Generator | None = None
+        self, num_mini_batches: int, num_epochs: int = 8, generator: Generator | None = None
     ) -> Iterator[MiniBatch]:
         """Flat minibatches; every epoch is a new permutation of all steps."""
         for _ in range(num_epochs):
             for index in self.step_minibatches(num_mini_batches, generator):
                 yield self.take(index)
 
-    def step_minibatches(self, num_mini_batches: int, generator: torch.Generator | None = None) -> Sequence[Tensor]:
+    def step_minibatches(self, num_mini_batches: int, generator: Generator | None = None) -> Sequence[Tensor]:
         """Random split of all steps into minibatches: flat (T * N) indices of each."""
-        total = self.newest.stop * self.num_envs
+        total = (self.older + self.step) * self.num_envs
         if not 1 <= num_mini_batches <= total:
             raise ValueError(f"num_mini_batches={num_mini_batches} does not fit {total} steps")
         return torch.randperm(total, generator=generator, device=self.device).tensor_split(num_mini_batches)
@@ -332,30 +292,26 @@ class RolloutStorage:
         return MiniBatch(**batch)
 
     def recurrent_mini_batch_generator(
-        self, num_mini_batches: int, num_epochs: int = 8, generator: torch.Generator | None = None
+        self, num_mini_batches: int, num_epochs: int = 8, generator: Generator | None = None
     ) -> Iterator[MiniBatch]:
         """Minibatches of whole environments (T, n, ...), cut into trajectories; every epoch is a new permutation."""
         for envs, total in self.env_minibatches(num_mini_batches, num_epochs, generator):
             yield self.take_envs(envs, total)
 
     def env_minibatches(
-        self, num_mini_batches: int, num_epochs: int = 1, generator: torch.Generator | None = None
+        self, num_mini_batches: int, num_epochs: int = 1, generator: Generator | None = None
     ) -> list[tuple[Tensor, int]]:
         """Environments of each minibatch of each epoch, and their number of trajectories; one host read in all."""
         if not 1 <= num_mini_batches <= self.num_envs:
             raise ValueError(f"num_mini_batches={num_mini_batches} does not fit {self.num_envs} environments")
+        orders = [torch.randperm(self.num_envs, generator=generator, device=self.device) for _ in range(num_epochs)]
+        groups = [envs for order in orders for envs in order.tensor_split(num_mini_batches)]
         per_env = self._starts().sum(0)
-        groups: list[Tensor] = []
-        for _ in range(num_epochs):
-            order = torch.randperm(self.num_envs, generator=generator, device=self.device)
-            groups += order.tensor_split(num_mini_batches)
-        totals = torch.stack([per_env[envs].sum() for envs in groups]).tolist()
-        return list(zip(groups, map(int, totals), strict=True))
+        return list(zip(groups, torch.stack([per_env[envs].sum() for envs in groups]).tolist(), strict=True))
 
     def take_envs(self, envs: Tensor, total: int) -> MiniBatch:
         """Minibatch of the rollouts of some environments, cut into at most `total` trajectories."""
-        steps = torch.arange(self.filled, device=self.device).unsqueeze(1)
-        index = steps * self.num_envs + envs  # (T, n)
+        index = torch.arange(self.filled, device=self.device).unsqueeze(1) * self.num_envs + envs  # (T, n)
         starts = self._starts()[:, envs]
         row, column = trajectory_index(starts)
         first = index.flatten()[start_positions(starts, column, total)]  # (M,)
@@ -408,13 +364,13 @@ def is_absent(shape: Any) -> bool:
     return shape is None or (not isinstance(shape, Mapping) and len(shape) > 0 and shape[0] is None)
 
 
-def observation_fields(name: str, shape: Any, batch: str, source: str) -> dict[str, Field]:
-    """One field, or one per leaf of a nested dict of shapes."""
-    if isinstance(shape, Mapping):
-        fields: dict[str, Field] = {}
-        for key, part in shape.items():
-            fields |= observation_fields(f"{name}.{key}", part, f"{batch}.{key}", f"{source}.{key}")
-        return fields
-    if isinstance(shape, Field):
-        return {name: Field(shape.shape, batch, source, shape.dtype)}
-    return {name: Field(tuple(shape), batch, source)}
+def observation_fields(
+    name: str, shape: Any, batch: str, source: str, dtype: torch.dtype = torch.float32
+) -> dict[str, Field]:
+    """One field, or one per leaf of a nested dict of shapes; `dtype` is that of leaves that are not `Field`s."""
+    fields = {}
+    for path, leaf in tree_leaves(shape):
+        dotted = f".{path}" if path else ""
+        leaf = leaf if isinstance(leaf, Field) else Field(tuple(leaf), dtype=dtype)
+        fields[name + dotted] = Field(leaf.shape, batch + dotted, source + dotted, leaf.dtype)
+    return fields

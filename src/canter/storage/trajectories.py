@@ -19,6 +19,13 @@ class Trajectories(NamedTuple):
     column: Tensor  # (T, N)
     total: int  # M
 
+    @property
+    def masks(self) -> Tensor:
+        """(T, M) mask of real steps."""
+        masks = torch.zeros(len(self.row), self.total, dtype=torch.bool, device=self.row.device)
+        masks[self.row, self.column] = True
+        return masks
+
 
 def episode_starts(dones: Tensor) -> Tensor:
     """(T, N) -> (T, N): true where a trajectory begins; row 0 always does."""
@@ -39,13 +46,10 @@ def trajectory_index(starts: Tensor) -> tuple[Tensor, Tensor]:
 def split_and_pad_trajectories(x: Tensor, dones: Tensor) -> tuple[Tensor, Tensor]:
     """(T, N, ...) cut after every done -> zero-padded (T, M, ...) and the (T, M) mask of real steps."""
     starts = episode_starts(dones.reshape(dones.shape[:2]))
-    row, column = trajectory_index(starts)
-    total = int(starts.sum())
-    padded = x.new_zeros(len(x), total, *x.shape[2:])
-    padded[row, column] = x
-    masks = torch.zeros(len(x), total, dtype=torch.bool, device=x.device)
-    masks[row, column] = True
-    return padded, masks
+    split = Trajectories(*trajectory_index(starts), int(starts.sum()))
+    padded = x.new_zeros(len(x), split.total, *x.shape[2:])
+    padded[split.row, split.column] = x
+    return padded, split.masks
 
 
 def unpad_trajectories(padded: Tensor, masks: Tensor) -> Tensor:

@@ -41,9 +41,5 @@ def nested(flat: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def tree_where(mask: Tensor, yes: Obs, no: Obs) -> Obs:
-    """Rows of `yes` where `mask` (N,) is true, rows of `no` elsewhere."""
-
-    def pick(a: Tensor, b: Tensor) -> Tensor:
-        return torch.where(mask.view(-1, *[1] * (a.dim() - 1)), a, b)
-
-    return tree_map(pick, yes, no)
+    """Rows of `yes` where `mask`, which has the leading dimensions of the leaves, is true, rows of `no` elsewhere."""
+    return tree_map(lambda a, b: torch.where(mask.view(*mask.shape, *[1] * (a.dim() - mask.dim())), a, b), yes, no)

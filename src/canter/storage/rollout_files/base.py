@@ -19,10 +19,7 @@ class RolloutFileBase(IterableDataset, ABC):
 
     With a DataLoader use `num_workers=0`: the dataset is a stateful iterator, and every worker would serve all of it.
 
-    Args:
-        data_dir: Directory or directories of the data.
-        num_envs: N.
-        device: Device of the batches; a GPU if None and there is one.
+    `data_dir` is one directory or several; the batches are on `device`, a GPU if it is None and there is one.
     """
 
     def __init__(

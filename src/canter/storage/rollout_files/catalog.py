@@ -1,4 +1,4 @@
-"""Directories of trajectories, and reading them without damaged or foreign files.
+"""Directories of trajectories: writing them, and reading them without damaged or foreign files.
 
     <save_dir>/metadata.json
     <save_dir>/manifest.jsonl                              one line per acknowledged file; can be rebuilt from the files
@@ -13,8 +13,10 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +29,10 @@ from canter.storage.rollout_files.container import (
     get_frame_range,
     peek_chunk,
     read_chunk,
-    write_bytes,
+    schema_of,
+    write_chunk,
 )
+from canter.utils.files import RunLock, atomic_write, remove_stale_temps
 from canter.utils.obs_layout import ObsLayout
 from canter.utils.utils import decompress_normalized_image
 
@@ -38,8 +42,6 @@ OPTIONAL = ("values", "timeouts")  # a file may lack them where others have them
 PER_STEP = {"rewards": np.float32, "dones": np.bool_, "timeouts": np.bool_}
 MAX_LISTED = 20
 _FOLDER = re.compile(r"trajectory_([0-9]{1,9})")
-
-Schema = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 class DatasetError(RuntimeError):
@@ -53,20 +55,13 @@ class Trajectory(NamedTuple):
     chunks: tuple[Path, ...]
     ranges: tuple[tuple[int, int], ...]
 
-    @property
-    def length(self) -> int:
-        """Steps in all files."""
-        return self.ranges[-1][1]
-
 
 def read_metadata(directory: Path) -> dict[str, Any]:
     """The content of metadata.json; empty if there is none."""
     path = directory / METADATA
-    if not path.is_file():
-        return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
         raise TrajectoryFileError(path, f"cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise TrajectoryFileError(path, f"holds a {type(content).__name__}, not an object")
@@ -85,33 +80,30 @@ def find_trajectory(folder: Path) -> tuple[Trajectory | None, list[TrajectoryFil
     """The trajectory in a folder, None if no file is usable, and one error per unusable file."""
     named, bad = [], []
     for name in sorted(os.listdir(folder)):
-        if name.startswith("."):
-            continue  # temporary files, and those of file managers
         path = folder / name
         try:
-            named.append((*get_frame_range(name), path))
+            if not name.startswith("."):  # temporary files, and those of file managers
+                named.append((get_frame_range(name), path))
         except ValueError:
             bad.append(TrajectoryFileError(path, "is no trajectory file: its name is not traj_<start>_<end>" + SUFFIX))
     position, chunks = 0, []
-    for start, end, path in sorted(named):
+    for (start, end), path in sorted(named):
         if start != position:
             bad.append(TrajectoryFileError(path, f"begins at step {start}, but the files before it end at {position}"))
             break
         position = end
-        chunks.append((path, (start, end)))
+        chunks.append(((start, end), path))
     if not chunks:
         return None, bad
-    paths, ranges = zip(*chunks, strict=True)
+    ranges, paths = zip(*chunks, strict=True)
     return Trajectory(folder, paths, ranges), bad
 
 
 def read_trajectory(folder: Path) -> dict[str, np.ndarray]:
     """All steps of one trajectory, (t, ...) by name, verified; with `final_observations` where they are known."""
     trajectory, bad = find_trajectory(Path(folder))
-    if bad:
-        raise bad[0]
-    if trajectory is None:
-        raise TrajectoryFileError(Path(folder), "holds no trajectory")
+    if bad or trajectory is None:
+        raise bad[0] if bad else TrajectoryFileError(Path(folder), "holds no trajectory")
     parts = [read_chunk(path).arrays for path in trajectory.chunks]
     whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0] if not name.startswith("final_")}
     return whole | {name: array for name, array in parts[-1].items() if name.startswith("final_")}
@@ -124,7 +116,7 @@ def rebuild_manifest(directory: Path) -> list[ChunkInfo]:
         trajectory, _ = find_trajectory(folder)
         with contextlib.suppress(TrajectoryFileError):  # files after a damaged one do not continue the trajectory
             infos.extend(map(peek_chunk, () if trajectory is None else trajectory.chunks))
-    write_bytes(directory / MANIFEST, "".join(manifest_line(directory, info) for info in infos).encode())
+    atomic_write(directory / MANIFEST, "".join(manifest_line(directory, info) for info in infos).encode())
     return infos
 
 
@@ -137,20 +129,15 @@ def read_manifest(directory: Path) -> list[dict[str, Any]]:
 
 def manifest_line(directory: Path, info: ChunkInfo) -> str:
     """The manifest entry of a file."""
-    name = info.path.relative_to(directory).as_posix()
-    facts = {"file": name, "start": info.start, "end": info.end, "ended": info.ended}
-    return json.dumps({**facts, "bytes": info.size, "crc32": info.crc32}) + "\n"
+    facts = {"file": info.path.relative_to(directory).as_posix(), "start": info.start, "end": info.end}
+    return json.dumps({**facts, "ended": info.ended, "bytes": info.size, "crc32": info.crc32}) + "\n"
 
 
-def check_schema(path: Path, given: Schema, wanted: Schema) -> None:
+def check_schema(path: Path, given: Mapping[str, str], wanted: Mapping[str, str]) -> None:
     """Raise if names, dtypes or shapes differ from those of the other files; optional arrays may be absent."""
-
-    def kind(schema: Schema, name: str) -> str:
-        return f"{schema[name][0]}{list(schema[name][1])}" if name in schema else "absent"
-
     names = [n for n in sorted(given.keys() | wanted.keys()) if n not in OPTIONAL and given.get(n) != wanted.get(n)]
     if names:
-        differing = [f"{name} is {kind(given, name)}, not {kind(wanted, name)}" for name in names]
+        differing = [f"{n} is {given.get(n, 'absent')}, not {wanted.get(n, 'absent')}" for n in names]
         raise TrajectoryFileError(path, f"does not fit the other files: {'; '.join(differing)}")
 
 
@@ -169,7 +156,7 @@ class TrajectoryLibrary:
             raise ValueError(f"max_bad_fraction must be from 0 to 1, got {max_bad_fraction}")
         self.directories, self.max_bad_fraction = list(directories), max_bad_fraction
         self.metadata: dict[str, Any] = {}
-        self.schema: dict[str, Any] | None = None
+        self.schema: dict[str, str] | None = None
         self.bad: dict[Path, TrajectoryFileError] = {}
         self.gone: set[Path] = set()
         self.longest_file = 0
@@ -198,13 +185,16 @@ class TrajectoryLibrary:
                 except FileNotFoundError:
                     continue  # removed in the meantime
                 chunks = () if trajectory is None else trajectory.chunks
-                self._all += [*chunks, *(error.path for error in bad if error.path not in chunks)]
+                self._all += [*chunks, *(error.path for error in bad)]
                 unknown = [path for path in chunks if path not in self._good and path not in self.bad]
-                bad += [problem for path in unknown if (problem := _problem(path, self._check_header)) is not None]
+                bad += filter(None, (_problem(path, self._check_header) for path in unknown))
                 fresh_bad += bad
                 if trajectory is not None and not bad and self.is_usable(trajectory):
                     found.append((changed, trajectory))
-        self._set_metadata([m for m in metadata if m])
+        self.metadata = next(filter(None, metadata), {})
+        for name in ("obs_segments", "obs_disassemble_mapping"):
+            if any(m and m.get(name) != self.metadata.get(name) for m in metadata):
+                raise DatasetError(f"the directories {self.where} do not agree on {name} in their metadata.json")
         self._report(fresh_bad)
         return [trajectory for _, trajectory in sorted(found, key=lambda pair: pair[0])]
 
@@ -214,12 +204,6 @@ class TrajectoryLibrary:
         check_schema(path, info.schema, self.schema)
         self._good.add(path)
         self.longest_file = max(self.longest_file, info.end - info.start)
-
-    def _set_metadata(self, found: Sequence[dict[str, Any]]) -> None:
-        self.metadata = found[0] if found else {}
-        for name in ("obs_segments", "obs_disassemble_mapping"):
-            if any(m.get(name) != self.metadata.get(name) for m in found):
-                raise DatasetError(f"the directories {self.where} do not agree on {name} in their metadata.json")
 
     def load(self, path: Path) -> dict[str, np.ndarray] | None:
         """The verified arrays of one file: flat rewards, dones and timeouts, and whole observations.
@@ -251,15 +235,11 @@ class TrajectoryLibrary:
             return dict(arrays)
         segments = self.metadata.get("obs_segments")
         if segments is None or set(segments) != set(parts):
-            raise DatasetError(
-                f"the files of {self.where} hold the components {sorted(parts)}, but metadata.json has the segments "
-                f"{list(segments or [])}"
-            )
-        images = self.metadata.get("obs_disassemble_mapping") or {}
-        whole = [
-            (decompress_normalized_image(parts[name]) if name in images else parts[name]).reshape(len(parts[name]), -1)
-            for name in ObsLayout(segments).shapes
-        ]
+            known = f"metadata.json has the segments {list(segments or [])}"
+            raise DatasetError(f"the files of {self.where} hold the components {sorted(parts)}, but {known}")
+        for name in parts.keys() & (self.metadata.get("obs_disassemble_mapping") or {}):
+            parts[name] = decompress_normalized_image(parts[name])
+        whole = [parts[name].reshape(len(parts[name]), -1) for name in ObsLayout(segments).shapes]
         rest = {name: array for name, array in arrays.items() if not name.startswith("obs_")}
         return {**rest, "observations": np.concatenate(whole, axis=1)}
 
@@ -271,8 +251,8 @@ class TrajectoryLibrary:
         self.bad |= fresh
         is_error = len(self.bad) > self.max_bad_fraction * max(1, len(self._all))
         if is_error:
-            others = [path for path in self._all if path not in self.bad]
-            self.bad |= {path: problem for path in others if (problem := _problem(path, read_chunk)) is not None}
+            others = [_problem(path, read_chunk) for path in self._all if path not in self.bad]
+            self.bad |= {error.path: error for error in others if error is not None}
         listed = list(map(str, (self.bad if is_error else fresh).values()))
         more = [f"and {len(listed) - MAX_LISTED} more"] if len(listed) > MAX_LISTED else []
         lines = "\n  ".join(["", *listed[:MAX_LISTED], *more])
@@ -291,3 +271,114 @@ def _problem(path: Path, read: Callable[[Path], Any]) -> TrajectoryFileError | N
     except OSError as error:
         return TrajectoryFileError(path, f"cannot be read: {error}")
     return None
+
+
+class TrajectoryWriter(contextlib.AbstractContextManager["TrajectoryWriter"]):
+    """Adds trajectories to a directory, new or existing; one process at a time.
+
+    Args:
+        directory: Created if it is missing; RunLockedError if another process writes to it.
+        metadata: Stored in metadata.json beside the totals.
+        num_threads: Files written at once; most of the time is spent waiting for the disk.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], metadata: Mapping[str, Any] | None = None, num_threads: int = 8
+    ) -> None:
+        self.directory = Path(directory)
+        self._lock: RunLock | None = RunLock(self.directory)
+        try:
+            self._drop_pending()
+            for folder in (self.directory, *(folder for _, folder in trajectory_folders(self.directory))):
+                remove_stale_temps(folder)
+            infos = rebuild_manifest(self.directory)
+            self.metadata = {**read_metadata(self.directory), **(metadata or {}), "format_version": FORMAT_VERSION}
+        except BaseException:
+            self._lock.release()
+            raise
+        self.num_steps = sum(info.end - info.start for info in infos)
+        self.num_trajectories = len({info.path.parent for info in infos})
+        self.num_episodes = sum(bool(info.ended) for info in infos)
+        self.schema = infos[0].schema if infos else None
+        self._pool = ThreadPoolExecutor(num_threads)
+        self._writes: list[Future[ChunkInfo]] = []
+        self._unlisted: list[ChunkInfo] = []
+
+    def _drop_pending(self) -> None:
+        for folder in self.directory.glob(".pending_trajectory_*"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def free_numbers(self, count: int) -> list[int]:
+        """Numbers for new trajectories: of empty folders first, then after the highest."""
+        folders = trajectory_folders(self.directory)
+        empty = [number for number, folder in folders if not any(folder.iterdir())][:count]
+        first = 1 + max((number for number, _ in folders), default=-1)
+        return empty + list(range(first, first + count - len(empty)))
+
+    def folder(self, number: int, is_pending: bool = False) -> Path:
+        """Folder of trajectory `number`, or the one until it is published, which readers ignore."""
+        return self.directory / f"{'.pending_' if is_pending else ''}trajectory_{number}"
+
+    def add(self, number: int, arrays: Mapping[str, np.ndarray], start: int, ended: str = "") -> None:
+        """Write a piece of a trajectory in the background, until `flush`. The arrays must not change."""
+        self._check(arrays)
+        self._writes.append(self._pool.submit(write_chunk, self.folder(number), arrays, start, ended))
+
+    def add_pending(self, number: int, arrays: Mapping[str, np.ndarray], start: int, ended: str = "") -> None:
+        """Write a piece of a trajectory that `publish` keeps or `discard` drops."""
+        self._check(arrays)
+        write_chunk(self.folder(number, is_pending=True), arrays, start, ended)
+
+    def _check(self, arrays: Mapping[str, np.ndarray]) -> None:
+        schema = schema_of(arrays)
+        self.schema = self.schema or schema
+        check_schema(self.directory, schema, self.schema)
+
+    def publish(self, number: int) -> None:
+        """Keep a pending trajectory: all of its files appear at once."""
+        self.folder(number).mkdir(exist_ok=True)  # an empty folder is replaced, a full one is an error
+        os.replace(self.folder(number, is_pending=True), self.folder(number))
+        for path in sorted(self.folder(number).glob("traj_*")):
+            self._count(peek_chunk(path))
+
+    def discard(self, number: int) -> None:
+        """Drop a pending trajectory."""
+        shutil.rmtree(self.folder(number, is_pending=True), ignore_errors=True)
+
+    def _count(self, info: ChunkInfo) -> None:
+        self.num_steps += info.end - info.start
+        self.num_trajectories += info.start == 0
+        self.num_episodes += bool(info.ended)
+        self._unlisted.append(info)
+
+    def flush(self) -> None:
+        """Wait for all writes, list them in the manifest and update metadata.json."""
+        writes, self._writes = self._writes, []
+        for write in writes:
+            self._count(write.result())
+        with (self.directory / MANIFEST).open("a", encoding="utf-8") as file:
+            file.writelines(manifest_line(self.directory, info) for info in self._unlisted)
+            file.flush()
+            os.fsync(file.fileno())
+        self._unlisted = []
+        totals = {"total_timesteps": self.num_steps, "total_trajectories": self.num_trajectories}
+        content = {**self.metadata, **totals, "total_episodes": self.num_episodes}
+        atomic_write(self.directory / METADATA, (json.dumps(content, indent=2) + "\n").encode())
+
+    def close(self) -> None:
+        """Flush, remove empty folders and release the directory; harmless when repeated."""
+        lock, self._lock = self._lock, None
+        if lock is None:
+            return
+        try:
+            self.flush()
+            for _, folder in trajectory_folders(self.directory):
+                if not any(folder.iterdir()):
+                    folder.rmdir()
+            self._drop_pending()
+        finally:
+            self._pool.shutdown()
+            lock.release()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -13,7 +13,7 @@ import re
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors.numpy import save
@@ -41,24 +41,20 @@ class TrajectoryFileError(RuntimeError):
 
 
 class ChunkInfo(NamedTuple):
-    """Header of a file."""
+    """Header of a file with the steps [start, end) of a trajectory."""
 
     path: Path
     start: int
     end: int
-    """Steps [start, end) of the trajectory."""
-    ended: str
-    """How the episode ended in the last of these steps: "terminated", "truncated", or "" if it continues."""
+    ended: str  # how the episode ended in the last step: "terminated", "truncated", or "" if it continues
     size: int
     crc32: str
-    entries: dict[str, Any]
-    """Dtype, shape and offsets of every array, as in safetensors."""
+    entries: dict[str, Any]  # dtype, shape and offsets of every array, as in safetensors
 
     @property
-    def schema(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Dtype and shape per step of every array that has one row per step."""
-        steps = {name: entry for name, entry in sorted(self.entries.items()) if not name.startswith("final_")}
-        return {name: (entry["dtype"], tuple(entry["shape"][1:])) for name, entry in steps.items()}
+    def schema(self) -> dict[str, str]:
+        """Dtype and shape per step, such as "F32[3]", of every array that has one row per step."""
+        return {n: f"{e['dtype']}{e['shape'][1:]}" for n, e in self.entries.items() if not n.startswith("final_")}
 
 
 class Chunk(NamedTuple):
@@ -81,10 +77,10 @@ def get_frame_range(filename: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def schema_of(arrays: Mapping[str, np.ndarray]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def schema_of(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
     """The schema of a file with these arrays."""
     codes = {np.dtype(kind): code for code, kind in KINDS.items()}
-    return {n: (codes[a.dtype], a.shape[1:]) for n, a in sorted(arrays.items()) if not n.startswith("final_")}
+    return {n: f"{codes[a.dtype]}{list(a.shape[1:])}" for n, a in arrays.items() if not n.startswith("final_")}
 
 
 def write_chunk(folder: Path, arrays: Mapping[str, np.ndarray], start: int, ended: str = "") -> ChunkInfo:
@@ -99,17 +95,8 @@ def write_chunk(folder: Path, arrays: Mapping[str, np.ndarray], start: int, ende
     crc = f"{zlib.crc32(data):08x}"
     data[place : place + 8] = crc.encode()
     path = folder / chunk_name(start, end)
-    write_bytes(path, data)
+    atomic_write(path, lambda file: file.write(data), expected_size=len(data))
     return _info(path, memoryview(data), len(data))
-
-
-def write_bytes(path: Path, data: bytes | bytearray) -> None:
-    """Replace a file atomically."""
-
-    def write(file: BinaryIO) -> None:
-        file.write(data)
-
-    atomic_write(path, write, expected_size=len(data))
 
 
 def read_chunk(path: Path) -> Chunk:
@@ -122,11 +109,16 @@ def read_chunk(path: Path) -> Chunk:
     crc = zlib.crc32(data[place + 8 :], zlib.crc32(_NO_CRC.encode(), zlib.crc32(data[:place])))
     if f"{crc:08x}" != info.crc32:
         raise TrajectoryFileError(path, f"is damaged: its CRC-32 is {crc:08x}, not {info.crc32}")
-    first = 8 + int.from_bytes(data[:8], "little")
+    first, arrays = 8 + int.from_bytes(data[:8], "little"), {}
     try:
-        return Chunk(info, {name: _view(data, first, entry) for name, entry in info.entries.items()})
+        for name, entry in info.entries.items():
+            (begin, end), shape, kind = entry["data_offsets"], tuple(entry["shape"]), np.dtype(KINDS[entry["dtype"]])
+            if not 0 <= begin <= end or end - begin != math.prod(shape) * kind.itemsize:
+                raise ValueError(f"an array of shape {shape} does not fit its place")
+            arrays[name] = np.frombuffer(data, kind, math.prod(shape), first + begin).reshape(shape)
     except (ValueError, KeyError, TypeError) as error:
         raise TrajectoryFileError(path, f"is damaged: {error}") from error
+    return Chunk(info, arrays)
 
 
 def peek_chunk(path: Path) -> ChunkInfo:
@@ -185,12 +177,3 @@ def _info(path: Path, data: memoryview, size: int) -> ChunkInfo:
 def _crc_place(data: bytearray | memoryview) -> int:
     match = _CRC.search(data, 8, 8 + int.from_bytes(data[:8], "little"))
     return 0 if match is None else match.start(1)  # at 0 the CRC cannot match
-
-
-def _view(data: memoryview, first: int, entry: Mapping[str, Any]) -> np.ndarray:
-    begin, end = entry["data_offsets"]
-    shape = tuple(entry["shape"])
-    kind = np.dtype(KINDS[entry["dtype"]])
-    if not 0 <= begin <= end or end - begin != math.prod(shape) * kind.itemsize:
-        raise ValueError(f"an array of shape {shape} does not fit its place")
-    return np.frombuffer(data, kind, math.prod(shape), first + begin).reshape(shape)

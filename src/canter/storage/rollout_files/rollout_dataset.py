@@ -35,15 +35,13 @@ class RolloutDataset(RolloutFileBase):
 
     Args:
         data_dir: A directory that `TrajectoryWriter` made, or several.
-        num_envs: N.
         dataset_loops: How often every trajectory is played; below 1 for ever. Every loop looks for new trajectories.
         random_shuffle_traj_order: Play in a random order, a new one in each loop.
         keep_latest_n_trajs: Use only the newest; waits until there are as many. 0 uses all.
         starting_frame_range: [low, high) of the first frame of a trajectory; 0 if the trajectory is shorter.
-        device: Device of the batches; a GPU if None and there is one.
         mark_first_frame_done: Mark the first frame served of a trajectory as done too.
         max_bad_fraction: Largest fraction of damaged files; they are left out with a warning.
-        wait_interval_s: Seconds between looks for more trajectories.
+        wait_interval_s: Seconds between searches for more trajectories.
         wait_timeout_s: Seconds until waiting is given up; None waits for ever.
         seed: Seed of the order and the starting frames; None draws one.
     """
@@ -76,21 +74,21 @@ class RolloutDataset(RolloutFileBase):
         self.random_shuffle_traj_order = random_shuffle_traj_order
         self.mark_first_frame_done = mark_first_frame_done
         self.wait_interval_s, self.wait_timeout_s = wait_interval_s, wait_timeout_s
-        several = isinstance(data_dir, (list, tuple))
-        self.library = TrajectoryLibrary([Path(d) for d in (data_dir if several else [data_dir])], max_bad_fraction)  # pyright: ignore[reportArgumentType]
+        directories = [data_dir] if isinstance(data_dir, (str, Path)) else data_dir
+        self.library = TrajectoryLibrary(list(map(Path, directories)), max_bad_fraction)
         self.rng = np.random.default_rng(seed)
         self.trajectories: list[Trajectory] = []
         self.unused_trajectory_idxs: list[int] = []
         """Trajectories that are left in this loop."""
         self.num_dataset_looped = 0
         self.num_played = 0
-        self._playing: list[Trajectory | None] = [None] * num_envs
+        self._playing: dict[int, Trajectory] = {}
         self._chunk = np.zeros(num_envs, np.int64)  # which file of its trajectory an environment is in
         self._cursor = np.zeros(num_envs, np.int64)  # row in that file
         self._length = np.zeros(num_envs, np.int64)  # rows in that file
         self._is_first = np.zeros(num_envs, bool)
         self.repeats = np.zeros(num_envs, bool)
-        self._pages = _Pages(num_envs, self.device)
+        self._pages: dict[str, Tensor] = {}  # the current files: (N, longest file, ...) by name
         self._buffers: dict[int | None, Any] = {}
 
     @property
@@ -121,17 +119,6 @@ class RolloutDataset(RolloutFileBase):
     def _is_over(self) -> bool:
         return 0 < self.dataset_loops <= self.num_dataset_looped
 
-    def _next_trajectory(self) -> Trajectory:
-        """The next unplayed trajectory; after the last loop, one of them again."""
-        if not self.unused_trajectory_idxs:
-            if not self._is_over:
-                self.num_dataset_looped += 1
-            if self._is_over or not self.read_dataset_directory():
-                self._refill()
-            if not self.unused_trajectory_idxs:
-                raise FileNotFoundError(f"there is no usable trajectory left in {self.library.where}")
-        return self.trajectories[self.unused_trajectory_idxs.pop(0)]
-
     def reset_all(self) -> None:
         """Look for trajectories, wait until there are enough, and begin one in every environment."""
         started, has_warned = time.monotonic(), False
@@ -147,10 +134,8 @@ class RolloutDataset(RolloutFileBase):
         if not self.trajectories:
             raise FileNotFoundError(f"there is no trajectory in {self.library.where}")
         if (found := len(self.trajectories)) < self.num_envs:
-            warnings.warn(
-                f"{found} trajectories for {self.num_envs} environments: some are played several times at once",
-                stacklevel=3,
-            )
+            text = f"{found} trajectories for {self.num_envs} environments: some are played several times at once"
+            warnings.warn(text, stacklevel=3)
         self.num_dataset_looped = self.num_played = 0
         self.repeats[:] = False
         self.refresh_handlers(self.all_env_ids)
@@ -161,37 +146,38 @@ class RolloutDataset(RolloutFileBase):
             self._refresh_traj_handler(env)
 
     def _refresh_traj_handler(self, env: int) -> None:
-        """Begin the next trajectory that can be read."""
+        """Begin the next unplayed trajectory that can be read; after the last loop, one of them again."""
         is_loaded = False
         while not is_loaded:
-            self._playing[env] = trajectory = self._next_trajectory()
+            if not self.unused_trajectory_idxs:
+                self.num_dataset_looped += not self._is_over
+                if self._is_over or not self.read_dataset_directory():
+                    self._refill()
+            if not self.unused_trajectory_idxs:
+                raise FileNotFoundError(f"there is no usable trajectory left in {self.library.where}")
+            self._playing[env] = trajectory = self.trajectories[self.unused_trajectory_idxs.pop(0)]
             low, high = self.starting_frame_range
             frame = int(self.rng.integers(low, high)) if high > low + 1 else low
-            frame = frame if frame < trajectory.length else 0
+            frame = frame if frame < trajectory.ranges[-1][1] else 0
             chunk = next(i for i, (_, end) in enumerate(trajectory.ranges) if frame < end)
             is_loaded = self._load(env, chunk, frame - trajectory.ranges[chunk][0])
         self._is_first[env] = True
         self.repeats[env] = self._is_over
 
-    def _maintain_handler(self, env: int) -> bool:
-        """Continue with the next file of the trajectory, or the next trajectory; True in the latter case."""
-        trajectory = self._playing[env]
-        assert trajectory is not None
-        following = int(self._chunk[env]) + 1
-        if following < len(trajectory.chunks) and self._load(env, following, 0):
-            return False
-        self.num_played += 1
-        self._refresh_traj_handler(env)
-        return True
-
     def _load(self, env: int, chunk: int, cursor: int) -> bool:
         """Load a file of the environment's trajectory; False if the file cannot be used."""
-        trajectory = self._playing[env]
-        assert trajectory is not None
-        arrays = self.library.load(trajectory.chunks[chunk])
+        arrays = self.library.load(self._playing[env].chunks[chunk])
         if arrays is None:
             return False
-        self._pages.put(env, arrays, self.library.longest_file)
+        for name, array in arrays.items():
+            if name.partition(".")[0] in SERVED:
+                rows, page = torch.from_numpy(array), self._pages.get(name)
+                if page is None or page.shape[1] < self.library.longest_file:
+                    shape = (self.num_envs, self.library.longest_file, *rows.shape[1:])
+                    self._pages[name] = rows.new_zeros(shape, device=self.device)
+                    if page is not None:
+                        self._pages[name][:, : page.shape[1]] = page
+                self._pages[name][env, : len(rows)].copy_(rows)
         self._chunk[env], self._cursor[env], self._length[env] = chunk, cursor, len(arrays["rewards"])
         return True
 
@@ -212,8 +198,12 @@ class RolloutDataset(RolloutFileBase):
             self.reset()
         if num_transitions_per_env not in self._buffers:
             lead = (self.num_envs,) if num_transitions_per_env is None else (num_transitions_per_env, self.num_envs)
-            fields = [self._pages.zeros(name, lead) for name in (*SERVED, *SERVED[:2])]
-            if CRITIC_OBS not in self._pages:
+            fields = []
+            for name in (*SERVED, OBS, CRITIC_OBS):
+                pages = {n: page for n, page in self._pages.items() if n.partition(".")[0] == name}
+                parts = {n: page.new_zeros((*lead, *page.shape[2:])) for n, page in pages.items()}
+                fields.append(parts[name] if name in parts else nested(parts, name))
+            if not any(name.startswith(CRITIC_OBS) for name in self._pages):
                 fields[1], fields[-1] = fields[0], fields[-2]
             self._buffers[num_transitions_per_env] = Transition(*fields)
         return self._buffers[num_transitions_per_env]
@@ -223,55 +213,60 @@ class RolloutDataset(RolloutFileBase):
         step = 0
         while step < num_transitions_per_env:
             count = int(min(num_transitions_per_env - step, (self._length - self._cursor).min()))
-            part = slice(step, step + count)
-            self._fill(Transition(*(tree_map(lambda leaf, p=part: leaf[p], field) for field in buffer)), count, None)
+            self._fill(buffer, slice(step, step + count), count, None)
             step += count
 
     def fill_transition(self, buffer: Any, env_ids: Tensor | None = None) -> None:
         """Write the next transition of all environments, or of some, and advance."""
-        self._fill(Transition(*(tree_map(lambda leaf: leaf[None], field) for field in buffer)), 1, env_ids)
+        self._fill(buffer, None, 1, env_ids)
 
-    def _fill(self, buffer: Any, count: int, env_ids: Tensor | None) -> None:
-        """Fill fields (count, N, ...); only their last step may be the last of a file."""
+    def _fill(self, buffer: Any, part: slice | None, count: int, env_ids: Tensor | None) -> None:
+        """Fill `part` of the fields, (count, N, ...); only its last step may be the last of a file."""
+        buffer = Transition(*(tree_map(lambda leaf: leaf[part], field) for field in buffer))
         envs = np.arange(self.num_envs) if env_ids is None else env_ids.cpu().numpy()
-        rows = self._pages.rows(envs, self._cursor[envs], count)
-        for name, target in zip(SERVED, buffer, strict=False):
-            if name in self._pages:
-                self._pages.copy(name, target, rows, env_ids)
+        self._copy(dict(zip(SERVED, buffer, strict=False)), envs, count, env_ids)
         if self.mark_first_frame_done:
             buffer.done[0].logical_or_(torch.from_numpy(self._is_first).to(self.device))
         self._is_first[envs] = False
         self._cursor[envs] += count
         at_end = np.zeros(self.num_envs, bool)
-        for env in envs[self._cursor[envs] >= self._length[envs]]:
-            at_end[env] = self._maintain_handler(int(env))
+        for env in envs[self._cursor[envs] >= self._length[envs]].tolist():
+            following = int(self._chunk[env]) + 1
+            if following >= len(self._playing[env].chunks) or not self._load(env, following, 0):
+                self.num_played += 1
+                self._refresh_traj_handler(env)
+                at_end[env] = True
         if at_end.any():
             ended = torch.from_numpy(at_end).to(self.device)
             buffer.timeout[-1].logical_or_(ended & ~buffer.done[-1])
             buffer.done[-1].logical_or_(ended)
-        rows = self._pages.rows(envs, self._cursor[envs], 1)
-        self._fill_next(OBS, buffer.observation, buffer.next_observation, rows, env_ids)
-        if CRITIC_OBS in self._pages:
-            now, then = buffer.privileged_observation, buffer.next_privileged_observation
-            self._fill_next(CRITIC_OBS, now, then, rows, env_ids)
-
-    def _fill_next(self, name: str, now: Any, then: Any, rows: Tensor, env_ids: Tensor | None) -> None:
+        now = {OBS: buffer.observation, CRITIC_OBS: buffer.privileged_observation}
+        then = {OBS: buffer.next_observation, CRITIC_OBS: buffer.next_privileged_observation}
         tree_map(lambda a, b: b[:-1].copy_(a[1:]), now, then)
-        self._pages.copy(name, tree_map(lambda leaf: leaf[-1:], then), rows, env_ids)
+        self._copy(tree_map(lambda leaf: leaf[-1:], then), envs, 1, env_ids)
+
+    def _copy(self, targets: Mapping[str, Any], envs: np.ndarray, count: int, env_ids: Tensor | None) -> None:
+        """Copy the next `count` rows to all of `targets` (count, N, ...), or to the columns `env_ids` of one step."""
+        first = envs * self._pages["rewards"].shape[1] + self._cursor[envs]
+        rows = torch.from_numpy((np.arange(count)[:, None] + first).reshape(-1)).to(self.device)
+        for name, out in tree_leaves(targets):
+            if name in self._pages:  # without observations of its own, the critic's are the actor's
+                page = self._pages[name].flatten(0, 1)  # (N * longest file, ...)
+                if env_ids is None:
+                    torch.index_select(page, 0, rows, out=out.flatten(0, 1))
+                else:
+                    out[0, env_ids.to(self.device)] = page[rows]
 
     def state_dict(self) -> dict[str, Any]:
         """The position of every environment, in plain containers; empty before the first batch."""
         if not self._is_ready:
             return {}
         name_of = self.library.name_of
+        playlist = {"trajectories": list(map(name_of, self.trajectories)), "unused": list(self.unused_trajectory_idxs)}
         return {
-            "playlist": {
-                "trajectories": [name_of(trajectory) for trajectory in self.trajectories],
-                "unused": list(self.unused_trajectory_idxs),
-                "num_looped": self.num_dataset_looped,
-            },
+            "playlist": {**playlist, "num_looped": self.num_dataset_looped},
             "rng": json.dumps(self.rng.bit_generator.state),
-            "playing": [name_of(trajectory) for trajectory in self._playing if trajectory is not None],
+            "playing": [name_of(self._playing[env]) for env in range(self.num_envs)],
             "places": [self._chunk.tolist(), self._cursor.tolist()],
             "flags": [self._is_first.tolist(), self.repeats.tolist()],
             "num_played": self.num_played,
@@ -295,57 +290,11 @@ class RolloutDataset(RolloutFileBase):
         self.trajectories = [known[name] for name in played["trajectories"]]
         self.unused_trajectory_idxs, self.num_dataset_looped = list(played["unused"]), int(played["num_looped"])
         for env, (name, chunk, cursor) in enumerate(zip(state["playing"], *state["places"], strict=True)):
-            self._playing[env] = known.get(name)
-            if self._playing[env] is None or not self._load(env, chunk, cursor):
+            if name in known:
+                self._playing[env] = known[name]
+            if name not in known or not self._load(env, chunk, cursor):
                 raise LookupError(f"{name} can no longer be read")
         self._is_first[:], self.repeats[:] = state["flags"]
         self.rng.bit_generator.state = json.loads(state["rng"])
         self.num_played = int(state["num_played"])
         self._is_ready = True
-
-
-class _Pages:
-    """The current file of every environment: one tensor (N, longest file, ...) per name, gathered into batches."""
-
-    def __init__(self, num_envs: int, device: torch.device) -> None:
-        self.num_envs, self.device = num_envs, device
-        self.data: dict[str, Tensor] = {}
-        self.num_rows = 0
-
-    def __contains__(self, name: str) -> bool:
-        return any(key.partition(".")[0] == name for key in self.data)
-
-    def put(self, env: int, arrays: Mapping[str, np.ndarray], num_rows: int) -> None:
-        """Replace an environment's file; the first file declares names, shapes and dtypes."""
-        if not self.data:
-            for name, array in arrays.items():
-                if name.partition(".")[0] in SERVED:
-                    empty = torch.from_numpy(array[:0])
-                    self.data[name] = empty.new_zeros((self.num_envs, 0, *array.shape[1:]), device=self.device)
-        if num_rows > self.num_rows:
-            for name, page in self.data.items():
-                self.data[name] = page.new_zeros((self.num_envs, num_rows, *page.shape[2:]))
-                self.data[name][:, : self.num_rows] = page
-            self.num_rows = num_rows
-        for name, page in self.data.items():
-            page[env, : len(arrays[name])].copy_(torch.from_numpy(arrays[name]))
-
-    def zeros(self, name: str, lead: tuple[int, ...]) -> Any:
-        """A tensor (*lead, ...) for the named array, or a nested dict of them."""
-        parts = {n: p.new_zeros((*lead, *p.shape[2:])) for n, p in self.data.items() if n.partition(".")[0] == name}
-        return parts[name] if name in parts else nested(parts, name)
-
-    def rows(self, envs: np.ndarray, cursor: np.ndarray, count: int) -> Tensor:
-        """Flat positions of `count` rows from the cursors on, step by step, for `copy`."""
-        first = envs * self.num_rows + cursor
-        rows = first if count == 1 else (np.arange(count)[:, None] + first).reshape(-1)
-        return torch.from_numpy(rows).to(self.device)
-
-    def copy(self, name: str, target: Any, rows: Tensor, env_ids: Tensor | None) -> None:
-        """Copy rows of the named array to all of `target` (count, N, ...), or to the columns `env_ids` of one step."""
-        for leaf, out in tree_leaves(target, name):
-            page = self.data[leaf].flatten(0, 1)  # (N * num_rows, ...)
-            if env_ids is None:
-                torch.index_select(page, 0, rows, out=out.flatten(0, 1))
-            else:
-                out[0, env_ids.to(self.device)] = page[rows]
