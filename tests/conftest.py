@@ -98,6 +98,17 @@ def build_policy(kind="mlp", **settings):
 
 
 @pytest.fixture
+def minibatch_step():
+    """`minibatch_step(alg, batch)`: one gradient step on a minibatch; its losses and statistics."""
+
+    def step(alg, batch):
+        terms = alg.compute_losses(batch, late_terms=False)
+        return alg.optimizer_step(terms, alg.weighted_sum(terms.losses))
+
+    return step
+
+
+@pytest.fixture
 def policy_output():
     """`policy_output(alg, batch)`: the policy's pass over a minibatch."""
     return lambda alg, b: alg.policy(b.obs, b.critic_obs, b.hidden, b.trajectories, b.random_masks)

@@ -21,7 +21,7 @@ KINDS += ["beta", "lstm_beta", "state_std"]
 RECURRENT = ["lstm", "gru", "lstm_discrete", "lstm_beta"]
 
 
-def behaviour_errors(alg):
+def behaviour_errors(alg, minibatch_step):
     """Largest |ratio - 1| and |KL| over every minibatch of every epoch, while taking the steps at learning rate 0."""
     errors = []
     for _ in range(alg.num_learning_epochs):
@@ -34,7 +34,7 @@ def behaviour_errors(alg):
             errors.append(
                 torch.stack([(ratio - 1).abs().max(), kl.abs().max(), (out.value - batch.values).abs().max()])
             )
-            alg.minibatch_step(batch)
+            minibatch_step(alg, batch)
     return torch.stack(errors)
 
 

@@ -65,7 +65,7 @@ def test_training_goes_on_bit_for_bit_after_a_load(make_ppo, trained, collect, n
     assert differing(snapshot(alg), snapshot(other)) == []
 
 
-def test_the_adapted_learning_rate_survives(make_ppo, collect, trained):
+def test_the_adapted_learning_rate_survives(make_ppo, collect, trained, minibatch_step):
     alg, _ = trained(schedule="adaptive")
     alg.lr.fill_(3.3e-4)
     alg.learning_rate = 3.3e-4
@@ -78,7 +78,7 @@ def test_the_adapted_learning_rate_survives(make_ppo, collect, trained):
     collect(other, env)
     (batch,) = other.mini_batches()
     other.adapt_learning_rate = lambda kl: None
-    other.minibatch_step(batch)
+    minibatch_step(other, batch)
     assert float(other.lr) == pytest.approx(3.3e-4)
 
 

@@ -12,6 +12,7 @@ from canter.algorithms import (
     PPO,
     REGISTRY,
     TPPO,
+    EstimatorAlgoMixin,
     EstimatorPPO,
     EstimatorTPPO,
     PPOConfig,
@@ -22,6 +23,7 @@ from canter.algorithms.extension import Extension
 from canter.algorithms.optim import GuardedOptimizer
 from canter.algorithms.ppo import PPOSettings
 from canter.envs.torch_envs import PointRobot
+from canter.modules import StateAc
 from canter.runners import OnPolicyRunner
 from canter.storage import Field
 from canter.utils.config import setting, settings
@@ -178,6 +180,35 @@ def test_the_documented_algorithms_are_names_for_ppo_with_extensions():
     assert names == {PPO: [], TPPO: ["teacher"], APPO: ["motion_prior"], ATPPO: ["teacher", "motion_prior"]}
     assert [e.name for e in EstimatorPPO.all_extension_classes()][2:] == ["estimation"]
     assert [e.name for e in EstimatorTPPO.all_extension_classes()][2:] == ["teacher", "estimation"]
+
+
+def test_a_mixin_before_ppo_makes_an_algorithm_with_all_settings():
+    class Mine(EstimatorAlgoMixin, PPO):
+        pass
+
+    alg = Mine(
+        StateAc(3, 3, 1, obs_segments={"a": 1, "b": 2}, estimator_target_components=["b"]),
+        gamma=0.9,
+        estimator_loss_coef=0.5,
+    )
+    assert (alg.gamma, alg.estimator_loss_coef, set(alg.extensions)) == (0.9, 0.5, {"estimation"})
+
+
+@pytest.mark.parametrize("execution", ["eager", "auto"])
+def test_compute_losses_may_return_any_three_dicts(make_policy, noise_env, collect, execution):
+    class Mine(PPO):
+        def compute_losses(self, minibatch):
+            value = self.policy.value(minibatch.critic_obs)[0]
+            return {"value_loss": (value - minibatch.returns).square().mean()}, {}, {"kl": torch.zeros(())}
+
+    env, alg = noise_env(), Mine(make_policy(), seed=1, execution=execution)
+    alg.prepare(env, 6)
+    actor = alg.policy.actor[0].weight.detach().clone()
+    for iteration in range(4):
+        collect(alg, env)
+        losses, _ = alg.update(iteration)
+    assert losses["value_loss"] > 0
+    assert torch.equal(actor, alg.policy.actor[0].weight)
 
 
 @pytest.mark.parametrize("cls", [entry.agent_class for entry in REGISTRY.values()])

@@ -69,7 +69,7 @@ def test_mirror_images_and_normalised_values_never_wait_for_the_device(make_ppo,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_minibatch_and_a_forward_pass_never_wait_for_the_device(make_ppo, collect, kind):
+def test_a_minibatch_and_a_forward_pass_never_wait_for_the_device(make_ppo, collect, kind, minibatch_step):
     alg, env = make_ppo(kind, num_mini_batches=2, schedule="adaptive")
     collect(alg, env)
     alg.update(0)
@@ -77,7 +77,7 @@ def test_a_minibatch_and_a_forward_pass_never_wait_for_the_device(make_ppo, coll
     for batch in alg.mini_batches():
         with NoHostSync():
             alg.policy(batch.obs, batch.critic_obs, batch.hidden, batch.trajectories)
-            alg.minibatch_step(batch)
+            minibatch_step(alg, batch)
 
 
 def test_gae_never_waits_for_the_device():
@@ -87,17 +87,17 @@ def test_gae_never_waits_for_the_device():
 
 
 @pytest.mark.parametrize(("name", "waits"), [("Adam", False), ("AdamW", False), ("SGD", True), ("RMSprop", True)])
-def test_only_optimizers_without_a_fused_form_wait(make_ppo, collect, name, waits):
+def test_only_optimizers_without_a_fused_form_wait(make_ppo, collect, name, waits, minibatch_step):
     alg, env = make_ppo(optimizer_class_name=name, schedule="adaptive")
     collect(alg, env)
     (batch,) = alg.mini_batches()
-    alg.minibatch_step(batch)
+    minibatch_step(alg, batch)
     if waits:
         with NoHostSync(), pytest.raises(RuntimeError, match="host sync"):
-            alg.minibatch_step(batch)
+            minibatch_step(alg, batch)
     else:
         with NoHostSync():
-            alg.minibatch_step(batch)
+            minibatch_step(alg, batch)
 
 
 def state_on_self(module):
@@ -157,7 +157,9 @@ def test_collecting_under_autograd_keeps_no_graph(make_ppo, kind):
 @pytest.mark.parametrize("field", ["advantages", "returns", "obs", "old_actions_log_prob"])
 @pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
 @pytest.mark.parametrize("optimizer", ["Adam", "AdamW", "SGD", "RMSprop"])
-def test_a_minibatch_that_is_not_finite_changes_no_bit(make_ppo, collect, snapshot, differing, optimizer, bad, field):
+def test_a_minibatch_that_is_not_finite_changes_no_bit(
+    make_ppo, collect, snapshot, differing, optimizer, bad, field, minibatch_step
+):
     alg, env = make_ppo(optimizer_class_name=optimizer, num_mini_batches=3)
     collect(alg, env)
     alg.update(0)  # so that there are moments to spoil
@@ -165,7 +167,7 @@ def test_a_minibatch_that_is_not_finite_changes_no_bit(make_ppo, collect, snapsh
     before = snapshot(alg)
     poisoned = next(iter(alg.mini_batches()))
     getattr(poisoned, field)[1] = bad
-    values = alg.minibatch_step(poisoned)
+    values = minibatch_step(alg, poisoned)
     assert float(values["stats/nonfinite_updates"]) == 1
     assert differing(before, snapshot(alg)) == []
     moments = [name for name in before if name.endswith(("exp_avg", "square_avg"))]

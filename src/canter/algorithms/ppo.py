@@ -22,7 +22,7 @@ from canter.modules.build import NETWORK_ARGUMENTS, build_normalizer, build_poli
 from canter.modules.normalizer import VALUE_NORMALIZATIONS, NoNormalization, ReturnScaler, install_value_normalizer
 from canter.modules.policy import Hidden, Policy, PolicyOutput
 from canter.storage.rollout_storage import MiniBatch, RolloutStorage, Transition, masked_mean, normalize_advantages
-from canter.utils.config import setting, settings
+from canter.utils.config import check_value, setting, settings
 from canter.utils.metrics import MeanMeter
 from canter.utils.tree import Obs, tree_map
 
@@ -146,6 +146,7 @@ class PPO(Algorithm):
         for extension in extensions:
             self.add_settings(extension.cfg)
         self.needs_next_obs = any(e.needs_next_obs for e in self.extensions.values())
+        self.has_late_terms = any(overrides(e, "late_terms") for e in self.extensions.values())
         self.new_generator("action")
         self.new_generator("shuffle", is_recorded=False)
         self.optimizer = GuardedOptimizer(
@@ -449,13 +450,8 @@ class PPO(Algorithm):
     def minibatch_loss(self, index: Tensor, total: int | None = None) -> tuple[Terms, Tensor]:
         """Loss terms of a minibatch and their weighted sum."""
         batch = self.storage.take(index) if total is None else self.storage.take_envs(index, total)
-        terms = Terms(*self.compute_losses(batch, late_terms=False))
+        terms = Terms(*(self.compute_losses(batch, False) if self.has_late_terms else self.compute_losses(batch)))
         return terms, self.weighted_sum(terms.losses)
-
-    def minibatch_step(self, batch: MiniBatch) -> dict[str, Tensor]:
-        """Take one gradient step on a minibatch; returns its losses and statistics."""
-        terms = Terms(*self.compute_losses(batch, late_terms=False))
-        return self.optimizer_step(terms, self.weighted_sum(terms.losses))
 
     def compute_losses(self, minibatch: MiniBatch, late_terms: bool = True) -> Terms:
         """Losses, intermediate results and statistics of a minibatch, from one pass of the policy.
@@ -577,6 +573,7 @@ class PPO(Algorithm):
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
+        rate = check_value(type(self).__name__, self.setting_fields["learning_rate"], rate)
         self._learning_rate = self.cfg.learning_rate = rate
         self.lr.fill_(rate)
 
