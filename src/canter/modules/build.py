@@ -109,9 +109,10 @@ def build_policy(
         missing.append("env (or obs_space and action_space)")
     if missing:
         raise ValueError(f"PPO needs a policy: PPO(actor_critic, ...), or {' and '.join(missing)}")
-    obs_space = obs_space or env.obs_space
+    spaces_of: Any = env
+    obs_space = obs_space or spaces_of.obs_space
     critic_space = obs_space if env is None else env.critic_obs_space
-    action_space = action_space or env.action_space
+    action_space = action_space or spaces_of.action_space
     return build_pair(obs_space, critic_space, action_space, actor_class, critic_class, actor_cfg, critic_cfg)
 
 
