@@ -5,13 +5,6 @@ from canter.utils.logging.extras import ScalarAverager, flatten_extras
 from canter.utils.logging.logger import Logger, redact, sanitize_tag
 
 __all__ = [
-    "METRICS_NAME",
-    "Backend",
-    "Logger",
-    "ScalarAverager",
-    "flatten_extras",
-    "read_rows",
-    "redact",
-    "register_logger",
+    "METRICS_NAME", "Backend", "Logger", "ScalarAverager", "flatten_extras", "read_rows", "redact", "register_logger",
     "sanitize_tag",
-]
+]  # fmt: skip
