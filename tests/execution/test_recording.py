@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from canter.execution.cpu_compile import split
-from canter.execution.cpu_compile.rewrite import fills, merge_copies
+from canter.execution.cpu_compile import fills, merge_copies, split
 from canter.execution.cuda_graph import describe
 from canter.execution.executor import EAGER_CALLS, MAX_GRAPHS, Executor
 from canter.execution.recording import COMPILE_AFTER, TOO_LONG, Recorder, Recording, same_arguments
@@ -22,7 +21,7 @@ def record(fn, *args, compiles=False):
     leaves = []
     describe(args, leaves)
     recording = Recording(fn, args, leaves, compiles)
-    return recording, recording.take_result()
+    return recording, recording.result
 
 
 def operations(fn, *inputs):

@@ -69,11 +69,6 @@ class Recording:
         self.replays = 0
         self.strides: list[Any] | None = None  # of the inputs that the compiled kernels were made for
 
-    def take_result(self) -> Any:
-        """Return the result of the recorded run and release it."""
-        result, self.result = self.result, None
-        return result
-
     def replay(self, leaves: Sequence[Tensor]) -> Any:
         """Return the function's result for these inputs."""
         if self.to_compile is not None:
@@ -96,7 +91,7 @@ class Recording:
             self.run = cpu_compile.compile_recording(recorded, [*self.outside, *leaves])
             self.strides = [leaf.stride() for leaf in leaves]
         except Exception as error:
-            reason = str(error).splitlines()[0] if str(error) else repr(error)
+            reason = (str(error) or repr(error)).splitlines()[0]
             warnings.warn(f"a recording cannot be compiled ({reason}); it is replayed uncompiled", stacklevel=6)
 
 
@@ -105,13 +100,12 @@ class Recorder(HostReadMode):
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self.recorded = RecordedGraph(fx.Graph())
-        self.nodes: dict[int, fx.Node] = {}  # by the id of the value that they stand for
-        self.kept: list[Any] = []  # keeps those values alive, so that no id is used twice
+        self.recorded = RecordedGraph(inputs)
+        # Nodes by the id of the value that they stand for; `kept` keeps the values alive, so that no id is used twice.
+        self.nodes: dict[int, fx.Node] = dict(zip(map(id, inputs), self.recorded.inputs, strict=True))
+        self.kept: list[Any] = list(inputs)
         self.count = 0
         self.not_replayable = ""
-        for leaf in inputs:
-            self._remember(leaf, self.recorded.add_input(leaf))
 
     def on_host_read(self, name: str) -> None:
         """Note why the function cannot be replayed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,23 +17,16 @@ TIMES_ONE = {aten.mul.Tensor, aten.mul.Scalar, aten.pow.Tensor_Scalar}  # the gr
 class RecordedGraph:
     """A graph of operations. Its arguments are values from outside the function, then the function's inputs."""
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self.graph = graph
-        self.inputs: list[fx.Node] = []
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        self.graph = fx.Graph()
+        self.inputs = [self.graph.placeholder(f"input_{i}") for i in range(len(inputs))]
         self.outside: dict[fx.Node, Any] = {}  # parameters, buffers, generators and constants by their argument
-        self.storages: dict[fx.Node, int] = {}  # addresses of the arguments' memory
-
-    def add_input(self, leaf: Tensor) -> fx.Node:
-        """Add an argument for an input, before any operation is added."""
-        node = self.graph.placeholder(f"input_{len(self.inputs)}")
-        self.inputs.append(node)
-        self.storages[node] = leaf.untyped_storage().data_ptr()
-        return node
+        addresses = [leaf.untyped_storage().data_ptr() for leaf in inputs]
+        self.storages = dict(zip(self.inputs, addresses, strict=True))  # addresses of the arguments' memory
 
     def add_outside(self, value: Any) -> fx.Node:
         """Add an argument for a value from outside the function."""
-        first = self.inputs[0] if self.inputs else next(iter(self.graph.nodes), None)
-        with self.graph.inserting_before(first) if first is not None else self.graph.inserting_after():
+        with self.graph.inserting_before(self.inputs[0]) if self.inputs else self.graph.inserting_after():
             node = self.graph.placeholder(f"outside_{len(self.outside)}")
         self.outside[node] = value
         if isinstance(value, Tensor):
@@ -113,9 +106,8 @@ class Simplifier:
 
     def replacement(self, node: fx.Node) -> Any:
         """A simpler node with the same result, or the node itself."""
-        func, memory = node.target, self.memory
-        sources = node.all_input_nodes
-        if func in IDENTITY or self._is_times_one(node):
+        func, memory, sources = node.target, self.memory, node.all_input_nodes
+        if func in IDENTITY or (func in TIMES_ONE and self._is_times_one(node)):
             return node.args[0]
         if func is aten.t.default and sources[0].target is aten.t.default:
             return sources[0].args[0]
@@ -131,10 +123,9 @@ class Simplifier:
         return node
 
     def _is_times_one(self, node: fx.Node) -> bool:
-        source = node.args[0] if node.args else None
-        if node.target not in TIMES_ONE or node.args[1] != 1.0 or not isinstance(source, fx.Node):
-            return False
-        return source.meta.get("kind") == node.meta["kind"] and not self.memory.is_written(node, source)
+        source, factor = node.args
+        is_one = factor == 1.0 and isinstance(source, fx.Node) and source.meta.get("kind") == node.meta["kind"]
+        return is_one and not self.memory.is_written(node, *node.all_input_nodes)
 
     def _evaluate(self, node: fx.Node) -> Any:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self.recorded.outside[source].detach())
@@ -154,14 +145,11 @@ def simplify(recorded: RecordedGraph) -> list[Any]:
     """Simplify the graph in place; returns the values of its outside arguments, in order."""
     graph, simplifier = recorded.graph, Simplifier(recorded)
     for node in list(graph.nodes):
-        if node.op == "call_function":
-            replacement = simplifier.replacement(node)
-            if replacement is not node:
-                node.replace_all_uses_with(replacement)
-                graph.erase_node(node)
+        if node.op == "call_function" and (replacement := simplifier.replacement(node)) is not node:
+            node.replace_all_uses_with(replacement)
+            graph.erase_node(node)
     for node in reversed(list(graph.nodes)):
-        is_outside = node in recorded.outside
-        if not node.users and (is_outside or (node.op == "call_function" and is_pure(node.target))):
+        if not node.users and (node in recorded.outside or (node.op == "call_function" and is_pure(node.target))):
             recorded.outside.pop(node, None)
             graph.erase_node(node)
     outside = [recorded.outside[node] for node in graph.nodes if node in recorded.outside]
