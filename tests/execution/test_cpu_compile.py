@@ -7,8 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from canter.algorithms.optim import GuardedOptimizer
 from canter.execution.cpu_compile import LONG_LOOP, decompose, hoist_scalars, split_addmm, tanh_as_sigmoid
-from canter.execution.recording import COMPILE_AFTER, Recorder, Recording
-from canter.execution.simplify import simplify, to_python
+from canter.execution.recording import COMPILE_AFTER, Recorder, Recording, simplify, to_python
 
 aten = torch.ops.aten
 

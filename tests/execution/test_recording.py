@@ -11,8 +11,7 @@ from torch import nn
 from canter.execution.cpu_compile import fills, merge_copies, split
 from canter.execution.cuda_graph import describe
 from canter.execution.executor import EAGER_CALLS, MAX_GRAPHS, Executor
-from canter.execution.recording import COMPILE_AFTER, TOO_LONG, Recorder, Recording, same_arguments
-from canter.execution.simplify import simplify
+from canter.execution.recording import COMPILE_AFTER, TOO_LONG, Recorder, Recording, same_arguments, simplify
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from canter.execution.simplify import Memory, RecordedGraph, is_random, is_view, to_python, written_arguments
+from canter.execution.recording import Memory, RecordedGraph, is_random, is_view, to_python, written_arguments
 
 aten = torch.ops.aten
 DRAWS, ARITHMETIC, REST = range(3)

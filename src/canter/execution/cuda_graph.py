@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 
 class Graph:
@@ -21,8 +21,8 @@ class Graph:
         self,
         fn: Callable[..., Any],
         args: Any,
-        leaves: Sequence[Tensor],
-        generators: Sequence[torch.Generator],
+        leaves: list[Tensor],
+        generators: list[Generator],
         owned: set[int],
     ) -> None:
         with torch.inference_mode(False):

@@ -122,7 +122,7 @@ class Executor:
         finally:
             torch.set_float32_matmul_precision(before)
 
-    def _capture(self, signature: Any, fn: Callable[..., Any], args: Any, leaves: Sequence[Tensor]) -> bool:
+    def _capture(self, signature: Any, fn: Callable[..., Any], args: Any, leaves: list[Tensor]) -> bool:
         """Capture the function; False if it cannot be captured."""
         try:
             graph = self._run_in_precision(Graph, fn, args, leaves, self.generators, self.owned)
