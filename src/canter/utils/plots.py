@@ -62,13 +62,8 @@ def plot_runs(
     """Plot the learning curves of `run_dirs` into the image `path` (.png, .svg or .pdf) and return its path.
 
     A single run is drawn raw (faint) and smoothed. Runs with the same label are seeds of one experiment; they are drawn
-    as their mean with a band of one standard deviation.
-
-    Args:
-        run_dirs: Run directories, or `metrics.jsonl` files.
-        path: The image to write.
-        metrics: Tags to plot; by default all known ones that were logged.
-        labels: One per run; by default the directory name.
+    as their mean with a band of one standard deviation. `run_dirs` may hold `metrics.jsonl` files too. `metrics` are the
+    tags to plot, by default all known ones that were logged; a run's label is by default its directory name.
     """
     import matplotlib
 

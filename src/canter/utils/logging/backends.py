@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, ClassVar
 import numpy as np
 
 from canter.utils.files import atomic_write
+from canter.utils.tree import tree_map
 
 METRICS_NAME = "metrics.jsonl"
 
@@ -244,10 +245,9 @@ class _NeptuneBackend(Backend):
         offline = kwargs.get("mode") in ("offline", "debug")
         if not offline and "api_token" not in kwargs and "NEPTUNE_API_TOKEN" not in os.environ:
             raise KeyError("neptune needs a token: set the environment variable NEPTUNE_API_TOKEN")
-        if log_dir is not None:
-            kwargs.setdefault("name", log_dir.name)
-        kwargs.setdefault("git_ref", False)  # or else Neptune uploads the diff of the working tree
-        self._run = self._package.init_run(**kwargs)
+        name = {} if log_dir is None else {"name": log_dir.name}
+        # With git_ref Neptune would upload the diff of the working tree.
+        self._run = self._package.init_run(**{"git_ref": False, **name, **kwargs})
 
     def log_scalars(self, scalars: dict[str, float], step: int) -> None:
         for tag, value in scalars.items():
@@ -255,7 +255,7 @@ class _NeptuneBackend(Backend):
 
     def log_config(self, config: dict[str, Any]) -> None:
         # Types that Neptune lacks become text.
-        self._run["config"] = _stringify(config)
+        self._run["config"] = tree_map(lambda leaf: leaf if isinstance(leaf, (int, float, str)) else str(leaf), config)
 
     def log_image(self, tag: str, image: np.ndarray, step: int) -> None:
         self._run[tag].append(self._package.types.File.as_image(image / 255.0), step=step)
@@ -268,12 +268,6 @@ class _NeptuneBackend(Backend):
 
     def close(self) -> None:
         self._run.stop()
-
-
-def _stringify(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _stringify(part) for key, part in value.items()}
-    return value if isinstance(value, (bool, int, float, str)) else str(value)
 
 
 def import_optional(package: str) -> Any:
