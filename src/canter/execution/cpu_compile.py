@@ -186,13 +186,11 @@ def merge_copies(recorded: RecordedGraph) -> None:
 
 def fills(pieces: Sequence[Tensor], whole: Tensor) -> bool:
     """Whether tensors lie one after the other in a contiguous vector and fill it."""
-    at = whole.storage_offset()
-    for piece in pieces:
-        if piece.storage_offset() != at or not piece.is_contiguous() or piece.dtype != whole.dtype:
-            return False
-        at += piece.numel()
-    is_vector = whole.dim() == 1 and whole.is_contiguous() and at == whole.storage_offset() + whole.numel()
-    return is_vector and pieces[0].untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    *starts, end = itertools.accumulate([piece.numel() for piece in pieces], initial=whole.storage_offset())
+    fits = [p.storage_offset() == at and p.is_contiguous() for p, at in zip(pieces, starts, strict=True)]
+    kinds = {(p.dtype, p.untyped_storage().data_ptr()) for p in (whole, *pieces)}
+    is_vector = whole.dim() == 1 and whole.is_contiguous() and end == whole.storage_offset() + whole.numel()
+    return is_vector and all(fits) and len(kinds) == 1
 
 
 def decompose_foreach(graph: fx.Graph) -> None:

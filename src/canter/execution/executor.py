@@ -65,8 +65,28 @@ class Executor:
         self.constants_number = 0
 
     def compile(self, fn: Callable[..., T]) -> Callable[..., T]:
-        """Compile the function if compilation is on; not on a CPU, where recordings are compiled as a whole."""
-        return compiled(fn) if self.compiles and not self.records else fn
+        """Compile a pure function at its first call; if it cannot be compiled, it runs uncompiled, with one warning.
+
+        On a CPU the function is returned unchanged, because recordings are compiled as a whole.
+        """
+        if not self.compiles or self.records:
+            return fn
+        run: Callable[..., Any] = torch.compile(fn, dynamic=False)
+
+        def call(*args: Any) -> T:
+            nonlocal run
+            try:
+                return run(*args)
+            except Exception as error:
+                if run is fn:
+                    raise
+                result = fn(*args)  # raises the function's own errors unchanged
+                run = fn
+                reason = (str(error) or repr(error)).splitlines()[0]
+                warnings.warn(f"{fn.__name__!r} cannot be compiled ({reason}); it runs uncompiled", stacklevel=2)
+                return result
+
+        return call
 
     def run(self, name: str, fn: Callable[..., T], *args: Any) -> T:
         """Return `fn(*args)`; the next run of the same function overwrites the tensors that a CUDA graph returned."""
@@ -157,23 +177,3 @@ class Executor:
         if not (self.records and self.execution == "auto"):  # "auto" promises no recordings
             kind = "recorded" if self.records else "captured as a CUDA graph"
             warnings.warn(f"{name!r} cannot be {kind} ({reason}); it runs eagerly, slower", stacklevel=5)
-
-
-def compiled(fn: Callable[..., T]) -> Callable[..., T]:
-    """Compile a pure function at its first call; if it cannot be compiled, it runs uncompiled, with one warning."""
-    run: Callable[..., Any] = torch.compile(fn, dynamic=False)
-
-    def call(*args: Any) -> T:
-        nonlocal run
-        try:
-            return run(*args)
-        except Exception as error:
-            if run is fn:
-                raise
-            result = fn(*args)  # raises the function's own errors unchanged
-            run = fn
-            reason = (str(error) or repr(error)).splitlines()[0]
-            warnings.warn(f"{fn.__name__!r} cannot be compiled ({reason}); it runs uncompiled", stacklevel=2)
-            return result
-
-    return call

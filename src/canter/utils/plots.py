@@ -54,16 +54,13 @@ def read_metrics(run_dir: StrPath) -> Series:
 
 
 def plot_runs(
-    run_dirs: Sequence[StrPath],
-    path: StrPath,
-    metrics: Sequence[str] | None = None,
-    labels: Sequence[str] | None = None,
+    run_dirs: Sequence[StrPath], path: StrPath, metrics: Sequence[str] | None = None, labels: list[str] | None = None
 ) -> Path:
     """Plot the learning curves of `run_dirs` into the image `path` (.png, .svg or .pdf) and return its path.
 
     A single run is drawn raw (faint) and smoothed. Runs with the same label are seeds of one experiment; they are drawn
-    as their mean with a band of one standard deviation. `run_dirs` may hold `metrics.jsonl` files too. `metrics` are the
-    tags to plot, by default all known ones that were logged; a run's label is by default its directory name.
+    as their mean with a band of one standard deviation. `run_dirs` may hold `metrics.jsonl` files too. `metrics` lists
+    the tags to plot, by default all known ones that were logged; a run's label is by default its directory name.
     """
     import matplotlib
 
@@ -81,7 +78,7 @@ def plot_runs(
     return path
 
 
-def _load(run_dirs: Sequence[StrPath], labels: Sequence[str] | None) -> dict[str, list[Series]]:
+def _load(run_dirs: Sequence[StrPath], labels: list[str] | None) -> dict[str, list[Series]]:
     """Read the metrics of every run and group them by label."""
     if not run_dirs:
         raise ValueError("there is no run to plot")
@@ -96,6 +93,7 @@ def _load(run_dirs: Sequence[StrPath], labels: Sequence[str] | None) -> dict[str
 
 def _draw(groups: dict[str, list[Series]], tags: list[str]) -> Figure:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, MaxNLocator
 
     rows, columns, places = _layout(len(tags))
     figure = Figure(figsize=(3.5 * columns, 2.6 * rows + 0.4), layout="constrained")
@@ -107,7 +105,16 @@ def _draw(groups: dict[str, list[Series]], tags: list[str]) -> Figure:
             line = _draw_group(axes, tag, group, _COLORS[index % len(_COLORS)], "-" if index < len(_COLORS) else "--")
             if line is not None:
                 handles.setdefault(f"{label} ({len(group)} seeds)" if len(group) > 1 else label, line)
-        _finish(axes, tag)
+        axes.set_title(_TITLES.get(tag, tag))
+        axes.set_xlabel("environment steps", color="#444444")
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+        axes.margins(x=0.01)
+        data = np.concatenate([np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines] or [np.zeros(1)])
+        if tag == "train/learning_rate" and data.min() > 0 and data.max() > 20 * data.min():
+            axes.set_yscale("log")
+        elif np.abs(data).max() >= 1e4:
+            axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     figure.legend(list(handles.values()), list(handles), loc="outside upper left", ncols=min(4, len(handles)))
     return figure
 
@@ -156,18 +163,3 @@ def smooth(values: np.ndarray) -> np.ndarray:
     window = max(1, len(values) // 40) | 1
     kernel = np.ones(window)
     return np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")
-
-
-def _finish(axes: Axes, tag: str) -> None:
-    from matplotlib.ticker import EngFormatter, MaxNLocator
-
-    axes.set_title(_TITLES.get(tag, tag))
-    axes.set_xlabel("environment steps", color="#444444")
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.xaxis.set_major_locator(MaxNLocator(5))
-    axes.margins(x=0.01)
-    data = np.concatenate([np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines] or [np.zeros(1)])
-    if tag == "train/learning_rate" and data.min() > 0 and data.max() > 20 * data.min():
-        axes.set_yscale("log")
-    elif np.abs(data).max() >= 1e4:
-        axes.yaxis.set_major_formatter(EngFormatter(sep=""))

@@ -89,8 +89,9 @@ def namedarraytuple(name: str, fields: Sequence[str] | str) -> Any:
 
 def compress_normalized_image(image: Image) -> Image:
     """Convert an image with values in [0, 1] to uint8, rounded to the nearest of 255 steps."""
-    scaled = (image.clip(0.0, 1.0) * 255.0).round()
-    return scaled.to(torch.uint8) if isinstance(scaled, Tensor) else scaled.astype(np.uint8)
+    if isinstance(image, Tensor):
+        return (image.clamp(0.0, 1.0) * 255.0).round().to(torch.uint8)
+    return np.rint(np.clip(image, 0.0, 1.0) * 255.0).astype(np.uint8)
 
 
 def decompress_normalized_image(image: Image) -> Image:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import json
@@ -130,13 +131,10 @@ class _TensorboardBackend(Backend):
         super().__init__(log_dir)
         if log_dir is None:
             raise ValueError("the tensorboard backend needs a log_dir")
-        self._settings = {"flush_secs": 10, **kwargs, "log_dir": str(log_dir)}
-        self._writer = self._open()
-
-    def _open(self, **kwargs: Any) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
-        return SummaryWriter(**self._settings, **kwargs)
+        self._open = functools.partial(SummaryWriter, str(log_dir), **{"flush_secs": 10, **kwargs})
+        self._writer = self._open()
 
     def log_scalars(self, scalars: dict[str, float], step: int) -> None:
         for tag, value in scalars.items():
@@ -163,7 +161,7 @@ class _TensorboardBackend(Backend):
         # A new event file hides the events beyond `step` in older files. Files are read in the order of their names,
         # which hold the second and a count: within one second the tenth file of a process sorts before its ninth.
         self._writer.close()
-        if any(Path(self._settings["log_dir"]).glob(f"events.out.tfevents.{int(time.time())}.*")):
+        if any(Path(self._writer.log_dir).glob(f"events.out.tfevents.{int(time.time())}.*")):
             time.sleep(1.0 - time.time() % 1.0)
         self._writer = self._open(purge_step=step + 1)
         self.last_step = min(self.last_step, step)
