@@ -9,7 +9,7 @@ from canter.algorithms import PPO
 from canter.envs.vec_env import StepRecord
 from canter.execution import executor as executor_module
 from canter.execution.cuda_graph import describe, rebuild
-from canter.execution.executor import EAGER_CALLS, Compiled, Executor
+from canter.execution.executor import EAGER_CALLS, Executor
 from canter.modules import ActorCritic
 from canter.storage.trajectories import Trajectories
 
@@ -146,7 +146,7 @@ def test_a_function_that_cannot_be_compiled_warns_once_and_runs_uncompiled(monke
         raise RuntimeError("unsupported: something exotic")
 
     monkeypatch.setattr(torch, "compile", lambda fn, dynamic: refuse)
-    double = Compiled(lambda x: 2 * x)
+    double = Executor(torch.device("cuda"), "compile").compile(lambda x: 2 * x)
     with pytest.warns(UserWarning, match=r"cannot be compiled \(unsupported: something exotic\)") as caught:
         results = [double(torch.ones(1)).item() for _ in range(4)]
     assert results == [2.0] * 4
@@ -159,7 +159,7 @@ def test_errors_of_a_compiled_function_are_raised_unchanged(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", lambda fn, dynamic: fn)
     with pytest.raises(KeyError, match="no such segment"):
-        Compiled(wrong)(torch.ones(1))
+        Executor(torch.device("cuda"), "compile").compile(wrong)(torch.ones(1))
 
 
 def test_a_changed_weight_or_choice_needs_another_graph_and_a_new_storage_drops_all(make_ppo, collect, executor):

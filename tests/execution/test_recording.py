@@ -8,12 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from canter.execution.cpu_compile import split
-from canter.execution.cpu_compile.rewrite import fills, merge_copies
+from canter.execution.cpu_compile import fills, merge_copies, split
 from canter.execution.cuda_graph import describe
 from canter.execution.executor import EAGER_CALLS, MAX_GRAPHS, Executor
-from canter.execution.recording import COMPILE_AFTER, TOO_LONG, Recorder, Recording, same_arguments
-from canter.execution.simplify import simplify
+from canter.execution.recording import COMPILE_AFTER, TOO_LONG, Recorder, Recording, same_arguments, simplify
 
 CPU = torch.device("cpu")
 
@@ -22,7 +20,7 @@ def record(fn, *args, compiles=False):
     leaves = []
     describe(args, leaves)
     recording = Recording(fn, args, leaves, compiles)
-    return recording, recording.take_result()
+    return recording, recording.result
 
 
 def operations(fn, *inputs):

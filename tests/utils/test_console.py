@@ -67,7 +67,7 @@ def test_without_a_terminal_each_log_entry_is_one_line(monkeypatch):
 
 def test_resumed_training_estimates_from_its_own_iterations(monkeypatch):
     clock = Clock(monkeypatch)
-    console = Console(1000, start_iteration=900, enabled=False)
+    console = Console(1000, iteration=900, enabled=False)
     assert math.isnan(console.seconds_left())
     clock.now += 10.0
     console.update(905, 50_000)
@@ -90,7 +90,7 @@ def test_rate_and_time_left_are_nan_if_the_clock_does_not_advance(monkeypatch):
 def test_live_display_shows_progress_and_keeps_the_last_return(monkeypatch, terminal):
     clock = Clock(monkeypatch)
     console = Console(40, title="Ant [v5]", stream=terminal)
-    assert console.is_live
+    assert console._live is not None
     clock.now += 1.0
     console.update(1, 1000, METRICS)
     clock.now += 1.0
@@ -142,7 +142,7 @@ def test_no_color_and_dumb_terminals_are_respected(monkeypatch, terminal):
         console.update(1, 10, METRICS)
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]", terminal.getvalue())
     monkeypatch.setenv("TERM", "dumb")
-    assert not Console(10, stream=Terminal()).is_live
+    assert Console(10, stream=Terminal())._live is None
 
 
 def test_disabled_console_writes_nothing():
@@ -158,7 +158,7 @@ def test_stream_closed_during_training_raises_no_error(live, terminal):
     stream = terminal if live else io.StringIO()
     before = sys.stdout
     console = Console(10, stream=stream)
-    assert console.is_live == live
+    assert (console._live is not None) == live
     stream.close()
     for i in range(3):
         console.update(i, 10, METRICS)
@@ -192,7 +192,7 @@ def test_real_terminal_with_the_c_locale_works():
         "with Console(4, title='za\\u017c') as c:\n"
         "    for i in range(4): c.update(i + 1, i * 10, {'train/' + 90 * 'x': 2.0})\n"
         "    c.message('\\u017c')\n"
-        "    assert c.is_live, 'not live'\n"
+        "    assert c._live, 'not live'\n"
     )
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "TERM": "xterm"}
     main, side = pty.openpty()

@@ -263,7 +263,7 @@ def test_forked_worker_neither_frees_nor_keeps_the_lock(tmp_path):
         os.read(from_child, 1)
         with pytest.raises(RunLockedError):
             RunLock(tmp_path)
-        lock._close()  # as at the end of the process: closed without unlocking
+        lock._file.close()  # as at the end of the process: closed without unlocking
         RunLock(tmp_path).release()
     finally:
         for handle in (from_child, to_parent, from_parent, to_child):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 
 class Graph:
@@ -18,12 +18,7 @@ class Graph:
     """
 
     def __init__(
-        self,
-        fn: Callable[..., Any],
-        args: Any,
-        leaves: Sequence[Tensor],
-        generators: Sequence[torch.Generator],
-        owned: set[int],
+        self, fn: Callable[..., Any], args: Any, leaves: list[Tensor], generators: list[Generator], owned: set[int]
     ) -> None:
         with torch.inference_mode(False):
             self.inputs = [leaf if leaf.data_ptr() in owned else leaf.detach().clone() for leaf in leaves]

@@ -65,8 +65,28 @@ class Executor:
         self.constants_number = 0
 
     def compile(self, fn: Callable[..., T]) -> Callable[..., T]:
-        """Compile the function if compilation is on; not on a CPU, where recordings are compiled as a whole."""
-        return Compiled(fn) if self.compiles and not self.records else fn
+        """Compile a pure function at its first call; if it cannot be compiled, it runs uncompiled, with one warning.
+
+        On a CPU the function is returned unchanged, because recordings are compiled as a whole.
+        """
+        if not self.compiles or self.records:
+            return fn
+        run: Callable[..., Any] = torch.compile(fn, dynamic=False)
+
+        def call(*args: Any) -> T:
+            nonlocal run
+            try:
+                return run(*args)
+            except Exception as error:
+                if run is fn:
+                    raise
+                result = fn(*args)  # raises the function's own errors unchanged
+                run = fn
+                reason = (str(error) or repr(error)).splitlines()[0]
+                warnings.warn(f"{fn.__name__!r} cannot be compiled ({reason}); it runs uncompiled", stacklevel=2)
+                return result
+
+        return call
 
     def run(self, name: str, fn: Callable[..., T], *args: Any) -> T:
         """Return `fn(*args)`; the next run of the same function overwrites the tensors that a CUDA graph returned."""
@@ -108,11 +128,9 @@ class Executor:
         parts = []
         for arg in args:
             graph = self.results.get(id(arg))
-            if graph is None:
-                parts.append(describe(arg, leaves))
-            else:
+            if graph is not None:
                 leaves.extend(graph.output_leaves)
-                parts.append(graph.description)
+            parts.append(describe(arg, leaves) if graph is None else graph.description)
         return tuple(parts)
 
     def _run_in_precision(self, fn: Callable[..., T], *args: Any) -> T:
@@ -124,7 +142,7 @@ class Executor:
         finally:
             torch.set_float32_matmul_precision(before)
 
-    def _capture(self, signature: Any, fn: Callable[..., Any], args: Any, leaves: Sequence[Tensor]) -> bool:
+    def _capture(self, signature: Any, fn: Callable[..., Any], args: Any, leaves: list[Tensor]) -> bool:
         """Capture the function; False if it cannot be captured."""
         states = [generator.get_state() for generator in self.generators]
         try:
@@ -136,7 +154,7 @@ class Executor:
                 fresh = torch.Generator(self.device)
                 fresh.set_state(state)
                 generator.graphsafe_set_state(fresh.graphsafe_get_state())
-            self._give_up(signature[0], str(error).splitlines()[0] if str(error) else repr(error))
+            self._give_up(signature[0], (str(error) or repr(error)).splitlines()[0])
             return False
         self.graphs[signature] = graph
         self.results[id(graph.outputs)] = graph
@@ -148,16 +166,16 @@ class Executor:
         try:
             from canter.execution.recording import Recording
         except (ImportError, AttributeError) as error:
-            self.records = False
-            problem = f"torch {torch.__version__} lacks a private name that recording needs ({error})"
-            warnings.warn(f"{problem}; functions run eagerly, slower", stacklevel=4)
+            self.records, lacking = False, f"torch {torch.__version__} lacks a private name that recording needs"
+            warnings.warn(f"{lacking} ({error}); functions run eagerly, slower", stacklevel=4)
             return fn(*args)
         recording = Recording(fn, args, leaves, self.compiles)
         if recording.not_replayable:
             self._give_up(signature[0], recording.not_replayable)
         else:
             self.graphs[signature] = recording
-        return recording.take_result()
+        result, recording.result = recording.result, None  # releases the tensors
+        return result
 
     def _give_up(self, name: str, reason: str) -> None:
         """Run a function eagerly from now on."""
@@ -165,24 +183,3 @@ class Executor:
         if not (self.records and self.execution == "auto"):  # "auto" promises no recordings
             kind = "recorded" if self.records else "captured as a CUDA graph"
             warnings.warn(f"{name!r} cannot be {kind} ({reason}); it runs eagerly, slower", stacklevel=5)
-
-
-class Compiled:
-    """A pure function compiled at its first call; if it cannot be compiled, it runs uncompiled, with one warning."""
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self.fn = fn
-        self.compiled: Callable[..., Any] | None = torch.compile(fn, dynamic=False)
-
-    def __call__(self, *args: Any) -> Any:
-        """Return `fn(*args)`."""
-        if self.compiled is not None:
-            try:
-                return self.compiled(*args)
-            except Exception as error:
-                result = self.fn(*args)  # raises the function's own errors unchanged
-                self.compiled = None
-                reason = str(error).splitlines()[0] if str(error) else repr(error)
-                warnings.warn(f"{self.fn.__name__!r} cannot be compiled ({reason}); it runs uncompiled", stacklevel=3)
-                return result
-        return self.fn(*args)

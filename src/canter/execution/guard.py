@@ -1,9 +1,8 @@
-"""Host reads: what code that is recorded or captured must not do.
+"""Host reads, which recorded or captured functions must not contain because they are replayed without Python.
 
-A recorded or captured function is replayed without Python. If Python reads a tensor's value (`if x > 0`, `x.item()`,
-`x.tolist()`), if a shape depends on values (`x[mask]`, `x.nonzero()`), or if a tensor is made from Python or NumPy
-numbers, a replay repeats the decision or the numbers of the first run. On a GPU the same calls make the host wait for
-the device. The tables here are used by the CPU recorder, and by `NoHostSync` in tests.
+If Python reads a tensor's value (`if x > 0`, `x.item()`), if a shape depends on values (`x[mask]`), or if a tensor is
+made from Python or NumPy numbers, a replay repeats the decision or the numbers of the first run. On a GPU the same
+calls make the host wait for the device.
 """
 
 from __future__ import annotations
@@ -33,14 +32,6 @@ HOST_READ_FUNCTIONS = {
 LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
-def is_host_read(func: Any, args: Any) -> bool:
-    """Whether an operation lets the host read values, or gives its result a shape that depends on values."""
-    name = func.name()
-    if name in INDEXING:
-        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    return name in UNTAGGED_HOST_READS or not HOST_READ_TAGS.isdisjoint(func.tags)
-
-
 def calling_line() -> str:
     """File and line of the innermost running code outside torch and this package."""
     frame = sys._getframe()
@@ -50,10 +41,7 @@ def calling_line() -> str:
 
 
 class HostReadMode(TorchDispatchMode):
-    """Dispatch mode that calls `on_host_read(name)` before every host read.
-
-    Operations arrive at the dispatch mode, after autograd. A function mode sees the reads that dispatch nothing.
-    """
+    """Dispatch mode that calls `on_host_read(name)` before every host read, also those that dispatch no operation."""
 
     def on_host_read(self, name: str) -> None:
         """React to a host read."""
@@ -69,8 +57,13 @@ class HostReadMode(TorchDispatchMode):
         self.functions.__exit__(*exception)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_host_read(func, args):
-            self.on_host_read(func.name())
+        name = func.name()
+        if name in INDEXING:
+            reads = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+        else:
+            reads = name in UNTAGGED_HOST_READS or not HOST_READ_TAGS.isdisjoint(func.tags)
+        if reads:
+            self.on_host_read(name)
         return func(*args, **(kwargs or {}))
 
 
@@ -88,10 +81,7 @@ class HostReadFunctionMode(TorchFunctionMode):
 
 
 class NoHostSync(HostReadMode):
-    """Raises where the same code on a GPU would make the host wait for the device.
-
-    Like `torch.cuda.set_sync_debug_mode("error")`, but without a GPU.
-    """
+    """Raises where a GPU would make the host wait, like `torch.cuda.set_sync_debug_mode("error")` without a GPU."""
 
     def on_host_read(self, name: str) -> None:
         """Refuse the read."""

@@ -1,8 +1,7 @@
 """Checkpoints: written atomically, verified by checksum, and loaded without running code.
 
 A file is an ordinary `torch.save` archive. Its zip comment (the last bytes) is `canter-sha256:` and the SHA-256 of
-everything before the digest. `torch.load` reads the file unchanged, and any flipped bit is detected; torch alone misses
-almost all of them.
+everything before the digest, so that any flipped bit is detected; torch alone misses almost all of them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ FORMAT_VERSION = 1
 MARK = b"canter-sha256:"
 _COMMENT_SIZE = len(MARK) + 64
 _END_SIZE = 22  # a zip's end record without comment; its last two bytes are the comment's length
-_END_SIGNATURE = b"PK\x05\x06"
 _NAME = re.compile(r"model_([0-9]{1,18})\.pt")
 
 
@@ -58,18 +56,15 @@ def _to_plain(value: Any, key: str) -> Any:
         # Saving a slice would save its whole storage.
         return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
     if kind in (dict, OrderedDict):
-        for name in value:
-            if type(name) not in (str, int):
-                raise TypeError(f"a checkpoint cannot hold the key {name!r} in {key}; use str or int")
+        if bad := [name for name in value if type(name) not in (str, int)]:
+            raise TypeError(f"a checkpoint cannot hold the key {bad[0]!r} in {key}; use str or int")
         return {name: _to_plain(part, f"{key}[{name!r}]") for name, part in value.items()}
     if kind in (list, tuple):
         return kind(_to_plain(part, f"{key}[{index}]") for index, part in enumerate(value))
     if value is None or kind in (str, int, float, bool):
         return value
-    raise TypeError(
-        f"a checkpoint cannot hold {key}, a {kind.__module__}.{kind.__qualname__}; "
-        "make it a tensor, str, int, float, bool, None, list, tuple or dict"
-    )
+    allowed = "tensor, str, int, float, bool, None, list, tuple or dict"
+    raise TypeError(f"a checkpoint cannot hold {key}, a {kind.__module__}.{kind.__qualname__}; use {allowed}")
 
 
 def _tensor_bytes(value: Any) -> int:
@@ -116,9 +111,8 @@ def load_checkpoint(path: StrPath, map_location: Any = None) -> dict[str, Any]:
         raise CheckpointError(f"checkpoint {path} holds a {type(content).__name__}, not a dict")
     version = content.get("format_version", 0)
     if type(version) is not int or version > FORMAT_VERSION:
-        raise CheckpointError(
-            f"checkpoint {path} has format version {version!r}, this canter reads up to {FORMAT_VERSION}; upgrade it"
-        )
+        readable = f"this canter reads up to {FORMAT_VERSION}"
+        raise CheckpointError(f"checkpoint {path} has format version {version!r}, {readable}; upgrade it")
     return content
 
 
@@ -132,26 +126,22 @@ def _verify(file: BinaryIO, path: Path) -> bool:
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _COMMENT_SIZE))
     tail = file.read(_COMMENT_SIZE)
-    if size == 0:
-        raise CheckpointError(f"checkpoint {path} is empty")
     if tail.startswith(MARK):
         if _digest(file, size - 64) != tail[len(MARK) :]:
             raise CheckpointError(f"checkpoint {path} is damaged: its SHA-256 does not match ({size} bytes)")
         return True
     # Plain `torch.save` writes archives that end with the end record and have no comment.
-    if not (tail[-_END_SIZE:].startswith(_END_SIGNATURE) and tail.endswith(b"\0\0")):
+    if not (tail[-_END_SIZE:].startswith(b"PK\x05\x06") and tail.endswith(b"\0\0")):
         raise CheckpointError(f"checkpoint {path} is truncated, damaged or not a torch.save archive ({size} bytes)")
     try:
         with zipfile.ZipFile(file) as archive:
             # torch stores members uncompressed, so an archive that unpacks to more than itself is a zip bomb.
-            is_bomb = sum(member.file_size for member in archive.infolist()) > size
-            damaged = None if is_bomb else archive.testzip()
+            if sum(member.file_size for member in archive.infolist()) > size:
+                raise ValueError(f"it claims more content than its {size} bytes")
+            if damaged := archive.testzip():
+                raise ValueError(f"the CRC-32 of {damaged!r} does not match")
     except (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"checkpoint {path} is damaged: {error}") from error
-    if is_bomb:
-        raise CheckpointError(f"checkpoint {path} claims more content than its {size} bytes")
-    if damaged is not None:
-        raise CheckpointError(f"checkpoint {path} is damaged: the CRC-32 of {damaged!r} does not match")
     return False
 
 
@@ -175,22 +165,15 @@ def newest_valid_checkpoint(directory: StrPath) -> Path:
     found = find_checkpoints(directory)
     if not found:
         raise FileNotFoundError(f"no model_<number>.pt in {directory}")
-    for _, path in reversed(found):
-        reason = _reason_invalid(path)
-        if reason is None:
+    for entry in reversed(found):
+        path = entry[1]
+        try:
+            verify_checkpoint(path)
             return path
-        warnings.warn(f"SKIPPING the damaged checkpoint {path}: {reason}", stacklevel=2)
-    raise CheckpointError(
-        f"none of the {len(found)} checkpoints in {directory} is valid; the newest is {found[-1][1].name}"
-    )
-
-
-def _reason_invalid(path: Path) -> str | None:
-    try:
-        verify_checkpoint(path)
-    except (CheckpointError, OSError) as error:
-        return str(error)
-    return None
+        except (CheckpointError, OSError) as error:
+            warnings.warn(f"SKIPPING the damaged checkpoint {path}: {error}", stacklevel=2)
+    newest = found[-1][1].name
+    raise CheckpointError(f"none of the {len(found)} checkpoints in {directory} is valid; the newest is {newest}")
 
 
 def prune_checkpoints(directory: StrPath, keep_last: int, names: Collection[str] | None = None) -> list[Path]:
@@ -206,9 +189,10 @@ def prune_checkpoints(directory: StrPath, keep_last: int, names: Collection[str]
     found = find_checkpoints(directory)
     if len(found) <= keep_last:
         return []
-    newest_valid = next((path for _, path in reversed(found) if _reason_invalid(path) is None), None)
-    if newest_valid is None:
-        warnings.warn(f"no checkpoint in {directory} is valid; none is deleted", stacklevel=2)
+    try:
+        newest_valid = newest_valid_checkpoint(directory)
+    except CheckpointError as error:
+        warnings.warn(f"{error}; none is deleted", stacklevel=2)
         return []
     removed = []
     candidates = found if names is None else [entry for entry in found if entry[1].name in names]
@@ -229,13 +213,7 @@ def check_compatible(current: Mapping[str, Tensor], loaded: Mapping[str, Tensor]
     got = {name: tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__ for name, v in loaded.items()}
     problems = [f"missing {name}, want {want[name]}" for name in want if name not in got]
     problems += [f"unexpected {name}, got {got[name]}" for name in got if name not in want]
-    problems += [
-        f"shape of {name}: want {want[name]}, got {got[name]}"
-        for name in want
-        if name in got and got[name] != want[name]
-    ]
+    problems += [f"shape of {n}: want {want[n]}, got {got[n]}" for n in want if n in got and got[n] != want[n]]
     if problems:
-        lines = "\n  ".join(problems)
-        raise RuntimeError(
-            f"the checkpoint does not fit {owner} ({len(problems)} tensors); nothing was loaded:\n  {lines}"
-        )
+        head = f"the checkpoint does not fit {owner} ({len(problems)} tensors); nothing was loaded:"
+        raise RuntimeError("\n  ".join([head, *problems]))

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import dataclasses
 import math
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TextIO
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
+from collections.abc import Iterator, Mapping
+from typing import Any, TextIO
 
 _REDRAW_S = 0.25
 _BROKEN_STREAM = (OSError, ValueError, AttributeError)  # closed, disconnected, replaced, or unable to encode
@@ -33,44 +31,28 @@ _NAMES = {
 _GROUPS = ("train/", "policy/", "exploration/", "eval/", "Episode_Reward/")
 
 
-class Console:
-    """Shows the progress of a training. A failing stream disables the display and does not stop the training.
+@dataclasses.dataclass(eq=False)
+class Console(contextlib.AbstractContextManager["Console"]):
+    """Shows the progress of a training. A failing stream disables the display and does not stop the training."""
 
-    Args:
-        total_iterations: Number of the last iteration.
-        start_iteration: Number of iterations completed before this training.
-        stream: The output stream; None is standard output.
-        unit: Name of an iteration in the display.
-    """
+    total_iterations: int  # number of the last iteration
+    title: str = "canter"
+    enabled: bool = True
+    iteration: int = 0  # iterations completed before this training, later: completed until now
+    stream: TextIO | None = None  # None is standard output
+    unit: str = "iteration"  # name of an iteration in the display
 
-    def __init__(
-        self,
-        total_iterations: int,
-        title: str = "canter",
-        enabled: bool = True,
-        start_iteration: int = 0,
-        stream: TextIO | None = None,
-        unit: str = "iteration",
-    ) -> None:
-        self.unit = unit
-        self.total_iterations = total_iterations
-        self.title = title
-        self.iteration = start_iteration
+    def __post_init__(self) -> None:
         self.timesteps = 0
         self.metrics: dict[str, float] = {}
-        self._stream = sys.stdout if stream is None else stream
-        self._enabled = enabled and self._stream is not None
-        self._marks: deque[tuple[float, int, int | None]] = deque(maxlen=50)  # time, iteration, environment steps
-        self._marks.append((time.monotonic(), start_iteration, None))
+        self._stream = sys.stdout if self.stream is None else self.stream
+        # Time, iteration, environment steps.
+        self._marks = deque[tuple[float, int, int | None]]([(time.monotonic(), self.iteration, None)], maxlen=50)
         self._drawn_at = -math.inf
-        self._live: Any = None
-        if self._enabled:
-            self._guard(self._start)
-
-    @property
-    def is_live(self) -> bool:
-        """Whether the display is live, redrawn in place."""
-        return self._live is not None
+        self._live: Any = None  # the display, if it is redrawn in place
+        with self._guard():
+            if self.enabled and self._stream.isatty():
+                self._start()
 
     def update(self, iteration: int, timesteps: int, metrics: Mapping[str, float] | None = None) -> None:
         """Show the number of completed iterations and environment steps, and new metrics.
@@ -81,30 +63,33 @@ class Console:
         self._marks.append((time.monotonic(), iteration, timesteps))
         fresh = {name: float(value) for name, value in (metrics or {}).items()}
         self.metrics.update(fresh)
-        if self._live is None:
-            if self._enabled and fresh:
-                self._guard(lambda: self._print(self._line(fresh)))
-        elif time.monotonic() - self._drawn_at >= _REDRAW_S:
-            self._guard(self._redraw)
+        if self._live is not None:
+            if time.monotonic() - self._drawn_at >= _REDRAW_S:
+                self._redraw()
+        elif fresh:
+            done = f"[{iteration:>{len(str(self.total_iterations))}}/{self.total_iterations}]"
+            cells = [f"{name} {format_number(value)}" for name, value in shown_metrics(fresh)[:_LINE_CELLS]]
+            self.message("  ".join([done, *self._facts(), *cells]))
 
     def message(self, text: str) -> None:
         """Show a line of text above the live display."""
-        if self._enabled and self._live is None:
-            self._guard(lambda: self._print(text))
-        elif self._enabled:
-            self._guard(lambda: self._live.console.print(self._writable(text), markup=False, highlight=False))
+        if self.enabled:
+            with self._guard():
+                if self._live is not None:
+                    self._live.console.print(self._writable(text), markup=False, highlight=False)
+                else:
+                    self._stream.write(self._writable(text) + "\n")
+                    self._stream.flush()
 
     def close(self) -> None:
         """Draw the last state and restore the terminal; may be called twice."""
         atexit.unregister(self.close)
         if self._live is not None:
-            self._guard(self._redraw)
-            live, self._live = self._live, None
-            self._guard(live.stop)
-        self._enabled = False
-
-    def __enter__(self) -> Console:
-        return self
+            self._redraw()
+        with self._guard():
+            if self._live is not None:
+                self._live.stop()
+        self._live, self.enabled = None, False
 
     def __exit__(self, *exc: object) -> None:
         self.close()
@@ -125,72 +110,61 @@ class Console:
             return math.nan
         return max(0, self.total_iterations - after) * (end - start) / (after - before)
 
-    def _guard(self, draw: Any) -> None:
+    @contextlib.contextmanager
+    def _guard(self) -> Iterator[None]:
         try:
-            draw()
+            yield
         except _BROKEN_STREAM:
-            live, self._live, self._enabled = self._live, None, False
-            if live is None:
-                return
-            # Live has replaced sys.stdout, which must be restored even if the last frame cannot be drawn.
-            try:
-                live.stop()
-            except _BROKEN_STREAM:
+            live, self._live, self.enabled = self._live, None, False
+            if live is not None:
+                with contextlib.suppress(*_BROKEN_STREAM):
+                    live.stop()
+                # Live has replaced sys.stdout, which must be restored even if the last frame cannot be drawn.
                 live._disable_redirect_io()
 
     def _start(self) -> None:
-        if not self._stream.isatty():
-            return
         from rich.console import Console as RichConsole
         from rich.live import Live
 
         console = RichConsole(file=self._stream)
-        if console.is_dumb_terminal or not console.is_terminal:
-            return
-        self._live = Live(self._picture(), console=console, auto_refresh=False, vertical_overflow="crop")
-        atexit.register(self.close)  # shows the cursor again after an uncaught error
-        self._live.start()
+        if console.is_terminal and not console.is_dumb_terminal:
+            self._live = Live(self._picture(), console=console, auto_refresh=False, vertical_overflow="crop")
+            atexit.register(self.close)  # shows the cursor again after an uncaught error
+            self._live.start()
 
     def _redraw(self) -> None:
         self._drawn_at = time.monotonic()
-        self._live.update(self._picture(), refresh=True)
+        with self._guard():
+            self._live.update(self._picture(), refresh=True)
 
-    def _picture(self) -> RenderableType:
+    def _facts(self) -> list[str]:
+        steps, rate = _short(self.timesteps), _short(self.rate())
+        return [f"{steps} steps", f"{rate} steps/s", f"{_clock(self.seconds_left())} left"]
+
+    def _picture(self) -> Any:
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.text import Text
 
         done = min(self.iteration, self.total_iterations)
         bar = ProgressBar(total=max(1, self.total_iterations), completed=done, complete_style="cyan")
-        facts = f"{_short(self.timesteps)} steps   {_short(self.rate())} steps/s   {_clock(self.seconds_left())} left"
-        head, middle, cells = _grid(1, None), _grid(1, None), _grid(1, None, 1, None, 1, None)
+        head, cells = _grid(1, None), _grid(1, None, 1, None, 1, None)
         count = f"{self.unit} {self.iteration}/{self.total_iterations}"
         head.add_row(Text(self._writable(self.title), style="bold"), count)
-        middle.add_row(bar, facts)
+        head.add_row(bar, "   ".join(self._facts()))
         row: list[Text] = []
         for name, value in shown_metrics(self.metrics):
             row += [Text(self._writable(name), style="dim"), Text(format_number(value))]
         for start in range(0, len(row), 6):
             cells.add_row(*row[start : start + 6])
-        return Group(head, middle, cells)
-
-    def _line(self, fresh: Mapping[str, float]) -> str:
-        width = len(str(self.total_iterations))
-        parts = [f"[{self.iteration:>{width}}/{self.total_iterations}]", f"{_short(self.timesteps)} steps"]
-        parts += [f"{_short(self.rate())} steps/s", f"{_clock(self.seconds_left())} left"]
-        parts += [f"{name} {format_number(value)}" for name, value in shown_metrics(fresh)[:_LINE_CELLS]]
-        return "  ".join(parts)
-
-    def _print(self, text: str) -> None:
-        self._stream.write(self._writable(text) + "\n")
-        self._stream.flush()
+        return Group(head, cells)
 
     def _writable(self, text: str) -> str:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         return text.encode(encoding, errors="replace").decode(encoding)
 
 
-def _grid(*ratios: int | None) -> Table:
+def _grid(*ratios: int | None) -> Any:
     from rich.table import Table
 
     grid = Table.grid(expand=True, padding=(0, 2))

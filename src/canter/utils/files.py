@@ -15,10 +15,9 @@ import socket
 import subprocess
 import tempfile
 import warnings
-import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path, PureWindowsPath
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 try:
     import fcntl
@@ -56,12 +55,10 @@ class _TempFile(io.FileIO):
 
 
 def atomic_write(path: StrPath, content: bytes | Callable[[BinaryIO], object], expected_size: int = 0) -> None:
-    """Replace the file `path` completely, or leave it unchanged on any error.
+    """Replace the file `path` completely, or leave it unchanged on any error; a missing directory is created.
 
-    Args:
-        path: The file to replace; a missing directory is created.
-        content: The bytes, or a function that writes into a binary file open for reading and writing.
-        expected_size: Number of bytes, if known; used in the error message of a full disk.
+    A function as `content` writes into a binary file that is open for reading and writing. `expected_size`, the number
+    of bytes if known, is used in the error message of a full disk.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,23 +112,17 @@ def remove_stale_temps(directory: StrPath) -> list[Path]:
     removed = []
     for path in sorted(Path(directory).glob(".tmp-*")):
         match = _TEMP_NAME.fullmatch(path.name)
-        if match and match[1] == _HOST_TAG and not _is_alive(int(match[2])):
+        if not match or match[1] != _HOST_TAG or os.name == "nt":  # on Windows os.kill(pid, 0) ends the process
+            continue
+        try:
+            os.kill(int(match[2]), 0)
+        except (ProcessLookupError, OverflowError):
             with contextlib.suppress(OSError):
                 path.unlink()
                 removed.append(path)
+        except PermissionError:
+            pass
     return removed
-
-
-def _is_alive(pid: int) -> bool:
-    if os.name == "nt":  # there os.kill(pid, 0) would end the process
-        return True
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def safe_join(root: StrPath, name: str) -> Path:
@@ -149,7 +140,7 @@ def safe_join(root: StrPath, name: str) -> Path:
     return joined
 
 
-class RunLock:
+class RunLock(contextlib.AbstractContextManager["RunLock"]):
     """Locks a run directory for one writer until `release` or the end of the process.
 
     Raises RunLockedError, which names the process and host of the holder, if the directory is locked.
@@ -158,62 +149,35 @@ class RunLock:
     def __init__(self, directory: StrPath) -> None:
         self.path = Path(directory) / ".lock"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._handle: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
-        try:
-            self._lock(self._handle)
-        except BaseException:
-            self._close()
-            raise
-        _open_locks.add(self)
-
-    def _lock(self, handle: int) -> None:
+        self._file = io.FileIO(self.path, "a+")
         if fcntl is None:
             return
+        # A forked worker that outlives the run would keep the directory locked through its copy of the descriptor. It
+        # must close, not unlock: unlocking would release the run's lock.
+        os.register_at_fork(after_in_child=self._file.close)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._file.truncate(0)
+            self._file.write(f"pid {os.getpid()} on host {socket.gethostname()}\n".encode())
         except BlockingIOError as error:
-            holder = os.pread(handle, 400, 0).decode(errors="replace").strip() or "an unknown process"
-            raise RunLockedError(
-                f"{self.path.parent} is in use by {holder}; stop that run or choose another directory"
-            ) from error
+            self._file.seek(0)
+            holder = self._file.read(400).decode(errors="replace").strip() or "an unknown process"
+            self._file.close()
+            message = f"{self.path.parent} is in use by {holder}; stop that run or choose another directory"
+            raise RunLockedError(message) from error
         except OSError as error:
-            warnings.warn(f"cannot lock {self.path} ({error}); do not run two trainings there", stacklevel=4)
-            return
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, f"pid {os.getpid()} on host {socket.gethostname()}\n".encode(), 0)
+            warnings.warn(f"cannot lock {self.path} ({error}); do not run two trainings there", stacklevel=2)
 
     def release(self) -> None:
         """Unlock the directory; may be called twice."""
-        if self._handle is not None and fcntl is not None:
+        if not self._file.closed and fcntl is not None:
             # Explicitly, because a forked worker's copy of the descriptor would keep the lock until it is closed.
             with contextlib.suppress(OSError):
-                fcntl.flock(self._handle, fcntl.LOCK_UN)
-        self._close()
-
-    def _close(self) -> None:
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            os.close(handle)
-
-    def __enter__(self) -> RunLock:
-        return self
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._file.close()
 
     def __exit__(self, *exc: object) -> None:
         self.release()
-
-
-_open_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
-
-
-def _close_inherited_locks() -> None:
-    # A forked worker that outlives the run would keep the directory locked through its copy of the descriptor. It must
-    # close, not unlock: unlocking would release the run's lock.
-    for lock in list(_open_locks):
-        lock._close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_inherited_locks)
 
 
 _log = logging.getLogger(__name__)
@@ -226,20 +190,15 @@ _SECRET = re.compile(
     r"|://[^/\s:@]+:[^/\s@]+@",
     re.IGNORECASE,
 )
-_SECRET_FILES = [
-    f":(exclude,glob,icase)**/{name}" for name in (".env*", "*.env", "*.pem", "*.key", "id_rsa*", ".netrc")
-]
+_SECRET_FILES = (".env*", "*.env", "*.pem", "*.key", "id_rsa*", ".netrc")
 
 
 def store_code_state(log_dir: StrPath, repos: Iterable[StrPath], with_diff: bool = False) -> list[Path]:
     """Write `log_dir/git/<repository>.diff` (commit, dirty flag, changed files) for each repository; return the paths.
 
-    Paths outside a repository and git errors are skipped with a log message; an existing file is kept. Never raises.
-
-    Args:
-        log_dir: The run directory.
-        repos: Files or directories inside the repositories, for example a module's `__file__`.
-        with_diff: Also store the changes of tracked files, at most 1 MB, without lines that look like secrets.
+    `repos` are files or directories inside the repositories. Paths outside a repository and git errors are skipped with
+    a log message; an existing file is kept. `with_diff` also stores the changes of tracked files, at most 1 MB, without
+    lines that look like secrets. Never raises.
     """
     written: list[Path] = []
     names: dict[str, Path] = {}
@@ -285,7 +244,8 @@ def _describe_repository(root: Path, with_diff: bool) -> str:
     lines = [f"repository: {root.name}", f"commit: {commit}", f"dirty: {'yes' if status.strip() else 'no'}", ""]
     lines += ["# git status --porcelain", status.rstrip("\n")]
     if with_diff and commit != "none yet":
-        diff = _git(root, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD", "--", ".", *_SECRET_FILES)
+        excluded = [f":(exclude,glob,icase)**/{name}" for name in _SECRET_FILES]
+        diff = _git(root, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD", "--", ".", *excluded)
         lines += ["", "# git diff HEAD", _without_secrets(diff)]
     return "\n".join(lines) + "\n"
 
@@ -296,17 +256,9 @@ def _git(root: Path, *args: str) -> str:
     command = ["git", "--no-pager", "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}", *args]
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     null = subprocess.DEVNULL
+    options: Any = {"env": environment, "stdin": null, "stderr": null, "timeout": _GIT_TIMEOUT_S, "check": True}
     with tempfile.TemporaryFile() as output:
-        subprocess.run(
-            command,
-            cwd=root,
-            env=environment,
-            stdin=null,
-            stdout=output,
-            stderr=null,
-            timeout=_GIT_TIMEOUT_S,
-            check=True,
-        )
+        subprocess.run(command, cwd=root, stdout=output, **options)
         size = output.seek(0, os.SEEK_END)
         output.seek(0)
         text = output.read(_MAX_GIT_BYTES).decode(errors="replace")
@@ -314,13 +266,12 @@ def _git(root: Path, *args: str) -> str:
 
 
 def _without_secrets(diff: str) -> str:
-    kept = []
-    in_key = False
-    for line in diff.splitlines():
+    lines, in_key = diff.splitlines(), False
+    for i, line in enumerate(lines):
         in_key = in_key or ("-----BEGIN" in line and "PRIVATE KEY" in line)
         if in_key or _SECRET.search(line):
-            kept.append(line[:1] + "<removed: looks like a secret>")
-        else:
-            kept.append(line if len(line) <= _MAX_DIFF_LINE else line[:_MAX_DIFF_LINE] + "<cut>")
+            lines[i] = line[:1] + "<removed: looks like a secret>"
+        elif len(line) > _MAX_DIFF_LINE:
+            lines[i] = line[:_MAX_DIFF_LINE] + "<cut>"
         in_key = in_key and "-----END" not in line
-    return "\n".join(kept)
+    return "\n".join(lines)

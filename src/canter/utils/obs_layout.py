@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, SupportsInt
 
 import torch
@@ -19,9 +19,6 @@ Segments = Mapping[str, Shape]
 class UnknownSegmentError(KeyError, AssertionError):
     """The observation has no segment of this name."""
 
-    def __init__(self, name: str, known: Iterable[str]) -> None:
-        super().__init__(f"observation has no segment {name!r}; it has {list(known)}")
-
     def __str__(self) -> str:  # KeyError would show the repr of the message
         return str(self.args[0])
 
@@ -30,7 +27,9 @@ class ObsLayout:
     """Positions of the named segments in a flat observation; a shape is an int, a tuple or a list."""
 
     def __init__(self, segments: Segments) -> None:
-        self.shapes = {name: _shape(shape) for name, shape in segments.items()}
+        # nn.LSTM rejects numpy integers.
+        parts = {name: shape if isinstance(shape, Sequence) else [shape] for name, shape in segments.items()}
+        self.shapes = {name: tuple(int(n) for n in shape) for name, shape in parts.items()}
         self.sizes = {name: math.prod(shape) for name, shape in self.shapes.items()}
         ends = list(itertools.accumulate(self.sizes.values(), initial=0))
         self.width = ends[-1]
@@ -48,15 +47,13 @@ class ObsLayout:
 
     def slice(self, name: str) -> slice:
         """Return the columns of one segment."""
-        if name not in self._slices:
-            raise UnknownSegmentError(name, self.shapes)
-        return self._slices[name]
+        return self._slices[self.ordered([name])[0]]
 
     def ordered(self, names: Sequence[str]) -> list[str]:
         """Return the names in segment order, without duplicates."""
         wanted = {names} if isinstance(names, str) else set(names)
         for name in sorted(wanted - self.shapes.keys()):
-            raise UnknownSegmentError(name, self.shapes)
+            raise UnknownSegmentError(f"observation has no segment {name!r}; it has {list(self.shapes)}")
         return [name for name in self.shapes if name in wanted]
 
     def split(self, obs: Tensor) -> dict[str, Tensor]:
@@ -70,8 +67,7 @@ class ObsLayout:
         uint8 values are scaled to [0, 1]. A flat float tensor is returned unchanged.
         """
         if isinstance(obs, Tensor):
-            whole = next(iter(self.shapes.values())) if len(self.shapes) == 1 else (self.width,)
-            return _flat_leaf(obs, whole)
+            return _flat_leaf(obs, next(iter(self.shapes.values())) if len(self.shapes) == 1 else (self.width,))
         leaves = dict(tree_leaves(obs))
         if leaves.keys() != self.shapes.keys():
             raise ValueError(f"the observation has the parts {list(leaves)}, but its segments are {list(self.shapes)}")
@@ -109,8 +105,3 @@ def _flat_leaf(leaf: Tensor, shape: tuple[int, ...]) -> Tensor:
     if len(shape) > 1 and tuple(leaf.shape[-len(shape) :]) == shape:
         leaf = leaf.flatten(-len(shape))
     return leaf.float() / 255.0 if leaf.dtype == torch.uint8 else leaf
-
-
-def _shape(shape: Shape) -> tuple[int, ...]:
-    # nn.LSTM rejects numpy integers.
-    return tuple(int(n) for n in shape) if isinstance(shape, Sequence) else (int(shape),)

@@ -89,10 +89,8 @@ class StopSignal:
     """
 
     def __init__(self) -> None:
-        self.requested: int | None = None
-        """The first signal received."""
-        self.is_urgent = False
-        """Whether a second signal was received."""
+        self.requested: int | None = None  # the first signal received
+        self.is_urgent = False  # whether a second signal was received
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
@@ -104,7 +102,7 @@ class StopSignal:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested is not None:
             self.is_urgent = True
-            self._restore()
+            self.__exit__()
             signal.raise_signal(number)
             return
         self.requested = number
@@ -112,10 +110,7 @@ class StopSignal:
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
 
-    def _restore(self) -> None:
+    def __exit__(self, *exc: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
-
-    def __exit__(self, *exc: object) -> None:
-        self._restore()

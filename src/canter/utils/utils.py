@@ -96,6 +96,4 @@ def compress_normalized_image(image: Image) -> Image:
 
 def decompress_normalized_image(image: Image) -> Image:
     """Convert a uint8 image of `compress_normalized_image` to float32 in [0, 1]."""
-    if isinstance(image, Tensor):
-        return image.float() / 255.0
-    return image.astype(np.float32) / np.float32(255.0)
+    return image.float() / 255.0 if isinstance(image, Tensor) else image.astype(np.float32) / np.float32(255.0)

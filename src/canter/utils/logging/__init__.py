@@ -4,11 +4,6 @@ from canter.utils.logging.backends import METRICS_NAME, Backend, read_rows, regi
 from canter.utils.logging.logger import Logger, redact, sanitize_tag
 
 __all__ = [
-    "METRICS_NAME",
-    "Backend",
-    "Logger",
-    "read_rows",
-    "redact",
-    "register_logger",
+    "METRICS_NAME", "Backend", "Logger", "read_rows", "redact", "register_logger",
     "sanitize_tag",
-]
+]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import json
@@ -14,9 +15,9 @@ from typing import Any, BinaryIO, ClassVar
 import numpy as np
 
 from canter.utils.files import atomic_write
+from canter.utils.tree import tree_map
 
 METRICS_NAME = "metrics.jsonl"
-CONFIG_NAME = "config.json"
 
 
 class Backend:
@@ -72,19 +73,16 @@ class _JsonlBackend(Backend):
         super().__init__(log_dir, **kwargs)
         if log_dir is None:
             raise ValueError("the jsonl backend needs a log_dir")
-        self.directory = log_dir
         self.path = log_dir / METRICS_NAME
         self._file = self._open()
 
     def _open(self) -> BinaryIO:
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "a+b") as old:
             size = old.seek(0, os.SEEK_END)
             old.seek(max(0, size - (1 << 20)))
-            end = old.read()
-            torn = len(end) - (end.rfind(b"\n") + 1)
-            if torn:
-                old.truncate(size - torn)
+            torn = old.read().rpartition(b"\n")[2]
+            old.truncate(size - len(torn))
         return open(self.path, "ab", buffering=0)
 
     def log_scalars(self, scalars: dict[str, float], step: int) -> None:
@@ -99,7 +97,7 @@ class _JsonlBackend(Backend):
             raise OSError(f"only part of a line could be written to {self.path}")
 
     def log_config(self, config: dict[str, Any]) -> None:
-        atomic_write(self.directory / CONFIG_NAME, json.dumps(config, indent=2).encode())
+        atomic_write(self.path.with_name("config.json"), json.dumps(config, indent=2).encode())
 
     def truncate_after(self, step: int) -> None:
         kept = "".join(json.dumps(row) + "\n" for row in read_rows(self.path) if row["step"] <= step)
@@ -133,13 +131,10 @@ class _TensorboardBackend(Backend):
         super().__init__(log_dir)
         if log_dir is None:
             raise ValueError("the tensorboard backend needs a log_dir")
-        self._settings = {"flush_secs": 10, **kwargs, "log_dir": str(log_dir)}
-        self._writer = self._open()
-
-    def _open(self, **kwargs: Any) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
-        return SummaryWriter(**self._settings, **kwargs)
+        self._open = functools.partial(SummaryWriter, str(log_dir), **{"flush_secs": 10, **kwargs})
+        self._writer = self._open()
 
     def log_scalars(self, scalars: dict[str, float], step: int) -> None:
         for tag, value in scalars.items():
@@ -163,13 +158,10 @@ class _TensorboardBackend(Backend):
         self._writer._get_file_writer().add_summary(summary(value=[summary.Value(tag=tag, image=image)]), step)
 
     def truncate_after(self, step: int) -> None:
-        # A new event file hides the events beyond `step` in older files.
+        # A new event file hides the events beyond `step` in older files. Files are read in the order of their names,
+        # which hold the second and a count: within one second the tenth file of a process sorts before its ninth.
         self._writer.close()
-        # Event files are read in the order of their names, which hold the second and a count: within one second the
-        # tenth file of a process sorts before its ninth. Wait for the next second.
-        names = [path.name for path in Path(self._settings["log_dir"]).glob("events.out.tfevents.*")]
-        second = max(names, default="").split(".")[3:4]
-        if second and second[0].isdecimal() and int(second[0]) == int(time.time()):
+        if any(Path(self._writer.log_dir).glob(f"events.out.tfevents.{int(time.time())}.*")):
             time.sleep(1.0 - time.time() % 1.0)
         self._writer = self._open(purge_step=step + 1)
         self.last_step = min(self.last_step, step)
@@ -184,22 +176,19 @@ class _TensorboardBackend(Backend):
 class _RunServiceBackend(Backend):
     """The common part of wandb and SwanLab, whose runs share `log`, `config`, `save` and `finish`."""
 
-    package: ClassVar[str]
     video_options: ClassVar[dict[str, Any]] = {}
+    config_options: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, log_dir: Path | None, **kwargs: Any) -> None:
+    def __init__(self, log_dir: Path | None, package: str, settings: dict[str, Any]) -> None:
         super().__init__(log_dir)
-        self._package = import_optional(self.package)
-        self._run = self._package.init(**{"project": "canter", **self._init_settings(log_dir, kwargs)})
-
-    def _init_settings(self, log_dir: Path | None, given: dict[str, Any]) -> dict[str, Any]:
-        raise NotImplementedError
+        self._package = import_optional(package)
+        self._run = self._package.init(**{"project": "canter", **settings})
 
     def log_scalars(self, scalars: dict[str, float], step: int) -> None:
         self._run.log(dict(scalars), step=step)
 
     def log_config(self, config: dict[str, Any]) -> None:
-        self._run.config.update(config)
+        self._run.config.update(config, **self.config_options)
 
     def log_image(self, tag: str, image: np.ndarray, step: int) -> None:
         self._run.log({tag: self._package.Image(image)}, step=step)
@@ -222,19 +211,15 @@ class _RunServiceBackend(Backend):
 class _WandbBackend(_RunServiceBackend):
     """One Weights & Biases run; settings are those of `wandb.init`."""
 
-    package = "wandb"
     video_options: ClassVar[dict[str, Any]] = {"format": "gif"}
+    config_options: ClassVar[dict[str, Any]] = {"allow_val_change": True}  # by a resumed run
 
-    def _init_settings(self, log_dir: Path | None, given: dict[str, Any]) -> dict[str, Any]:
+    def __init__(self, log_dir: Path | None, **kwargs: Any) -> None:
         # By default wandb uploads a diff of the repository around the run, secrets included. `disable_code` alone does
         # not prevent this where code saving is on.
         private = {"settings": {"disable_code": True, "disable_git": True}}
         place = {} if log_dir is None else {"dir": str(log_dir), "name": log_dir.name}
-        return {**private, **place, **given}
-
-    def log_config(self, config: dict[str, Any]) -> None:
-        # A resumed run may change its config.
-        self._run.config.update(config, allow_val_change=True)
+        super().__init__(log_dir, "wandb", {**private, **place, **kwargs})
 
     def log_histogram(self, tag: str, values: np.ndarray, step: int) -> None:
         self._run.log({tag: self._package.Histogram(values)}, step=step)
@@ -243,14 +228,10 @@ class _WandbBackend(_RunServiceBackend):
 class _SwanlabBackend(_RunServiceBackend):
     """One SwanLab run; settings are those of `swanlab.init`."""
 
-    package = "swanlab"
-
-    def _init_settings(self, log_dir: Path | None, given: dict[str, Any]) -> dict[str, Any]:
-        if log_dir is None:
-            return given
-        place = given.get("log_dir", str(log_dir / "swanlab"))
-        Path(place).mkdir(parents=True, exist_ok=True)
-        return {**given, "log_dir": place}
+    def __init__(self, log_dir: Path | None, **kwargs: Any) -> None:
+        if log_dir is not None:
+            Path(kwargs.setdefault("log_dir", str(log_dir / "swanlab"))).mkdir(parents=True, exist_ok=True)
+        super().__init__(log_dir, "swanlab", kwargs)
 
 
 class _NeptuneBackend(Backend):
@@ -262,10 +243,9 @@ class _NeptuneBackend(Backend):
         offline = kwargs.get("mode") in ("offline", "debug")
         if not offline and "api_token" not in kwargs and "NEPTUNE_API_TOKEN" not in os.environ:
             raise KeyError("neptune needs a token: set the environment variable NEPTUNE_API_TOKEN")
-        if log_dir is not None:
-            kwargs.setdefault("name", log_dir.name)
-        kwargs.setdefault("git_ref", False)  # or else Neptune uploads the diff of the working tree
-        self._run = self._package.init_run(**kwargs)
+        name = {} if log_dir is None else {"name": log_dir.name}
+        # With git_ref Neptune would upload the diff of the working tree.
+        self._run = self._package.init_run(**{"git_ref": False, **name, **kwargs})
 
     def log_scalars(self, scalars: dict[str, float], step: int) -> None:
         for tag, value in scalars.items():
@@ -273,7 +253,7 @@ class _NeptuneBackend(Backend):
 
     def log_config(self, config: dict[str, Any]) -> None:
         # Types that Neptune lacks become text.
-        self._run["config"] = _stringify(config)
+        self._run["config"] = tree_map(lambda leaf: leaf if isinstance(leaf, (int, float, str)) else str(leaf), config)
 
     def log_image(self, tag: str, image: np.ndarray, step: int) -> None:
         self._run[tag].append(self._package.types.File.as_image(image / 255.0), step=step)
@@ -288,21 +268,13 @@ class _NeptuneBackend(Backend):
         self._run.stop()
 
 
-def _stringify(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _stringify(part) for key, part in value.items()}
-    return value if isinstance(value, (bool, int, float, str)) else str(value)
-
-
 def import_optional(package: str) -> Any:
     """Import an optional package; the ImportError names the install command."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise ImportError(
-            f'the logging backend {package!r} is not installed ({error}); pip install "canter[{package}]"',
-            name=package,
-        ) from error
+        problem = f"the logging backend {package!r} is not installed ({error})"
+        raise ImportError(f'{problem}; pip install "canter[{package}]"', name=package) from error
 
 
 def encode_gif(frames: Iterable[np.ndarray], fps: int) -> bytes:
@@ -327,12 +299,8 @@ BACKENDS: dict[str, type[Backend]] = {
 
 
 def register_logger(name: str, backend_class: type[Backend]) -> None:
-    """Register a backend class for `logger_backend=name`.
-
-    Each run opens one instance, `backend_class(log_dir, **logger_kwargs)`.
-    """
+    """Register a class for `logger_backend=name`; each run opens one `backend_class(log_dir, **logger_kwargs)`."""
     if not (isinstance(backend_class, type) and issubclass(backend_class, Backend)):
-        raise TypeError(
-            f"the logging backend {name!r} must be a subclass of canter.utils.logging.Backend, got {backend_class!r}"
-        )
+        base = "canter.utils.logging.Backend"
+        raise TypeError(f"the logging backend {name!r} must be a subclass of {base}, got {backend_class!r}")
     BACKENDS[name] = backend_class

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -27,7 +28,7 @@ _SECRET_KEY = re.compile(r"token|secret|password|passwd|api_?key|credential", re
 DROPPED_TAG = "logging/nonfinite_dropped"
 
 
-class Logger:
+class Logger(contextlib.AbstractContextManager["Logger"]):
     """Sends metrics to several backends, and to `metrics.jsonl` whenever there is a run directory.
 
     Args:
@@ -54,24 +55,21 @@ class Logger:
         self._dropped = 0
         self._tags: dict[str, str] = {}
         names = [backends] if isinstance(backends, str) else list(dict.fromkeys(backends or ()))
-        self._open(_settings_by_name(names, logger_kwargs or {}), must_have_all=isinstance(backends, str))
-        if config is not None:
-            self.log_config(config)
-
-    def _open(self, settings: dict[str, dict[str, Any]], must_have_all: bool) -> None:
+        settings = _settings_by_name(names, logger_kwargs or {})
         missing: list[ImportError] = []
-        always = {} if self.log_dir is None else {"jsonl": {}}
-        for name, kwargs in {**always, **settings}.items():
+        for name, kwargs in {**({} if self.log_dir is None else {"jsonl": {}}), **settings}.items():
             backend_class = BACKENDS[name]
             try:
                 self.backends[name] = backend_class(self.log_dir, **kwargs)
             except ImportError as error:
-                if must_have_all:
+                if isinstance(backends, str):
                     raise
                 missing.append(error)
-                warnings.warn(f"skipping a logging backend: {error}", stacklevel=3)
+                warnings.warn(f"skipping a logging backend: {error}", stacklevel=2)
         if missing and len(missing) == len(settings):
             raise ImportError(f"no logging backend is left: {'; '.join(map(str, missing))}") from missing[0]
+        if config is not None:
+            self.log_config(config)
 
     def log_scalars(self, scalars: Mapping[str, Any], step: int) -> None:
         """Record numbers at an environment step. NaN and infinities are dropped and counted."""
@@ -107,13 +105,13 @@ class Logger:
 
     def log_image(self, tag: str, image: Tensor | np.ndarray, step: int) -> None:
         """Record an image (H, W, 3) uint8."""
-        array = _check_image(tag, _to_numpy(image), dims=3)
+        array = _to_images(tag, image, "(H, W, 3)")
         if (clean := self._clean(tag)) is not None:
             self._each(lambda backend: backend.log_image(clean, array, backend.last_step), step)
 
     def log_video(self, tag: str, frames: Tensor | np.ndarray, step: int, fps: int = 30) -> None:
         """Record a video (T, H, W, 3) uint8."""
-        array = _check_image(tag, _to_numpy(frames), dims=4)
+        array = _to_images(tag, frames, "(T, H, W, 3)")
         if (clean := self._clean(tag)) is not None:
             self._each(lambda backend: backend.log_video(clean, array, backend.last_step, fps), step)
 
@@ -140,9 +138,6 @@ class Logger:
 
     stop = close
 
-    def __enter__(self) -> Logger:
-        return self
-
     def __exit__(self, *exc: object) -> None:
         self.close()
 
@@ -162,28 +157,20 @@ class Logger:
                 call(backend)
                 self._failures_in_a_row[name] = 0
             except Exception as error:
-                self._count_failure(name, error)
-
-    def _count_failure(self, name: str, error: Exception) -> None:
-        self.failures[name] += 1
-        self._failures_in_a_row[name] += 1
-        if self.failures[name] == 1:
-            reason = f"{type(error).__name__}: {error}"
-            warnings.warn(f"the logging backend {name!r} failed; training goes on: {reason}", stacklevel=5)
-        if self._failures_in_a_row[name] >= _MAX_FAILURES:
-            del self.backends[name]
-            warnings.warn(
-                f"the logging backend {name!r} failed {_MAX_FAILURES} times in a row; it is off", stacklevel=5
-            )
+                self.failures[name] += 1
+                self._failures_in_a_row[name] += 1
+                problem = f"the logging backend {name!r} failed"
+                if self.failures[name] == 1:
+                    warnings.warn(f"{problem}; training goes on: {type(error).__name__}: {error}", stacklevel=4)
+                if self._failures_in_a_row[name] >= _MAX_FAILURES:
+                    del self.backends[name]
+                    warnings.warn(f"{problem} {_MAX_FAILURES} times in a row; it is off", stacklevel=4)
 
 
 def _settings_by_name(names: list[str], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    for name in names:
-        if name not in BACKENDS:
-            raise ValueError(
-                f"no logging backend is named {name!r}; registered are {', '.join(sorted(BACKENDS))}. "
-                "Add your own with canter.utils.logging.register_logger"
-            )
+    if unknown := [name for name in names if name not in BACKENDS]:
+        known = f"registered are {', '.join(sorted(BACKENDS))}. Add your own with canter.utils.logging.register_logger"
+        raise ValueError(f"no logging backend is named {unknown[0]!r}; {known}")
     nested = [key for key, value in given.items() if key in BACKENDS and isinstance(value, Mapping)]
     if nested and len(nested) < len(given):
         flat = next(key for key in given if key not in nested)
@@ -226,14 +213,12 @@ def _read_floats(scalars: Mapping[str, Any]) -> dict[str, float]:
     by_device: dict[torch.device, list[str]] = {}
     read: dict[str, float] = {}
     for tag, value in scalars.items():
-        read[tag] = math.nan  # keeps the order of the tags
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise TypeError(f"the metric {tag!r} is a tensor of shape {tuple(value.shape)}; log its mean")
             by_device.setdefault(value.device, []).append(tag)
-            continue
-        try:
-            read[tag] = float(value)
+        try:  # for a tensor NaN, which is replaced below, to keep the order of the tags
+            read[tag] = math.nan if isinstance(value, Tensor) else float(value)
         except (TypeError, ValueError) as error:
             raise TypeError(f"the metric {tag!r} is not a number but {value!r}") from error
     for tags in by_device.values():
@@ -249,8 +234,8 @@ def _to_numpy(values: Tensor | np.ndarray) -> np.ndarray:
     return (on_host.float() if on_host.is_floating_point() else on_host).numpy()  # numpy has no bfloat16
 
 
-def _check_image(tag: str, array: np.ndarray, dims: int) -> np.ndarray:
-    if array.ndim != dims or array.shape[-1] != 3 or array.dtype != np.uint8:
-        layout = "(H, W, 3)" if dims == 3 else "(T, H, W, 3)"
+def _to_images(tag: str, values: Tensor | np.ndarray, layout: str) -> np.ndarray:
+    array = _to_numpy(values)
+    if array.ndim != len(layout.split()) or array.shape[-1] != 3 or array.dtype != np.uint8:
         raise ValueError(f"{tag!r} must be {layout} uint8, got {array.shape} {array.dtype}")
     return array

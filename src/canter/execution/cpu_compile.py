@@ -1,0 +1,314 @@
+"""Compile a recording: its arithmetic becomes a few kernels, made by torch's compiler (Inductor).
+
+Inductor does not know torch's generators, and guards against every alias of memory that is written to. The graph is
+therefore rewritten, library calls becoming elementwise operations, which can be fused into loops, and split into three
+parts, which run one after the other: random draws, arithmetic (the only part that is compiled), and the rest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from canter.execution.recording import Memory, RecordedGraph, is_random, is_view, to_python, written_arguments
+
+aten = torch.ops.aten
+DRAWS, ARITHMETIC, REST = range(3)
+LONG_LOOP = 1024  # elements; in shorter loops a scalar computed beforehand saves nothing
+ADAMS = {aten._fused_adam_.tensor_lr, aten._fused_adamw_.tensor_lr}
+FOREACH = {
+    aten._foreach_add_.Scalar: aten.add.Tensor, aten._foreach_add_.List: aten.add.Tensor,
+    aten._foreach_sub_.Scalar: aten.sub.Tensor, aten._foreach_sub_.List: aten.sub.Tensor,
+    aten._foreach_mul_.Scalar: aten.mul.Tensor, aten._foreach_mul_.List: aten.mul.Tensor,
+}  # fmt: skip
+COMPILED_WRITES = {
+    aten.copy_.default, aten.index_copy_.default, aten.add_.Tensor, aten.mul_.Tensor, aten.__ior__.Tensor,
+}  # fmt: skip
+# The executor compares shapes and strides already, so no asserts; a C++ wrapper, because between small kernels even the
+# generated Python takes time; one thread, because a pool of compilers takes longer to start than these graphs need.
+INDUCTOR_OPTIONS = {"size_asserts": False, "alignment_asserts": False, "cpp_wrapper": True, "compile_threads": 1}
+
+
+def compile_recording(recorded: RecordedGraph, args: Sequence[Any]) -> Callable[..., Any]:
+    """Compile a recorded graph, with `args` as examples, into a function of the same arguments."""
+    decompose(recorded)
+    parts, results = split(recorded)
+    base = Memory(recorded).base
+    is_alias_free = all(base[node] is node for node in results if parts[node] == ARITHMETIC)
+    graphs = [take_part(recorded.graph, parts, results, part) for part in (DRAWS, ARITHMETIC, REST)]
+    draw, finish = to_python(graphs[DRAWS]), to_python(graphs[REST])
+    arguments = graphs[ARITHMETIC].find_nodes(op="placeholder")
+    used = [i for i, node in enumerate(arguments) if node.users]
+    for node in arguments:
+        if not node.users:
+            graphs[ARITHMETIC].erase_node(node)
+    with torch.inference_mode(False), torch.no_grad():
+        like = [example(value) if isinstance(value, Tensor) and value.is_inference() else value for value in args]
+        states = [(value, value.get_state()) for value in args if isinstance(value, torch.Generator)]
+        examples = [*like, *draw(*like)]
+        kernels = compile_graph(graphs[ARITHMETIC], [examples[i] for i in used], is_alias_free)
+        for generator, before in states:  # undo the draws of the examples
+            generator.set_state(before)
+
+    def run(*args: Any) -> Any:
+        known = (*args, *draw(*args))
+        return finish(*known, *kernels([known[i] for i in used]))
+
+    return run
+
+
+def decompose(recorded: RecordedGraph) -> None:
+    """Replace library calls, which Inductor cannot fuse, by elementwise operations."""
+    merge_copies(recorded)
+    decompose_foreach(recorded.graph)
+    for node in [node for node in recorded.graph.nodes if node.target in ADAMS]:
+        # The part that is not compiled must not touch memory that the step reads, before the step.
+        parts, base = split(recorded)[0], Memory(recorded).base
+        before = itertools.takewhile(lambda other, node=node: other is not node, recorded.graph.nodes)
+        rest = [other for other in before if parts.get(other) == REST]
+        touched = {base[source] for other in rest for source in (other, *other.all_input_nodes)}
+        needs_rest = not touched.isdisjoint(base[source] for source in node.all_input_nodes)
+        if not (needs_rest or node.kwargs["amsgrad"] or node.kwargs.get("grad_scale")):
+            decompose_adam(recorded, node)
+
+
+def split(recorded: RecordedGraph) -> tuple[dict[fx.Node, int], list[fx.Node]]:
+    """Assign every operation to a part; also returns the results that a later part reads."""
+    memory = Memory(recorded)
+    names = Counter(memory.base[node] for node in recorded.graph.nodes if node.op == "placeholder" and node.users)
+    parts: dict[fx.Node, int] = {}
+    written: set[Any] = set()  # outside memory that has been written to so far
+    used_by_rest: set[Any] = set()  # outside memory and generators that the rest has used so far
+    for node in recorded.graph.nodes:
+        if node.op != "call_function":
+            continue
+        earliest = max([parts[source] for source in node.all_input_nodes if source in parts], default=DRAWS)
+        bases = [memory.base[target] for target in written_arguments(node)]
+        writes = {base for base in bases if not isinstance(base, fx.Node)}
+        touched = {memory.base[source] for source in node.all_input_nodes}
+        is_simple = node.target in COMPILED_WRITES and all(names[base] == 1 for base in writes)
+        if earliest == REST or used_by_rest & touched or (writes and not is_simple):
+            parts[node] = REST
+            used_by_rest |= {base for base in touched if not isinstance(base, fx.Node)}
+        elif is_random(node.target):
+            parts[node] = DRAWS if earliest == DRAWS and not written & touched else REST
+        elif node.target is aten.empty.memory_format:
+            parts[node] = DRAWS  # a draw fills it
+        else:
+            parts[node] = earliest if node.target is operator.getitem else max(earliest, ARITHMETIC)
+        written |= writes
+        if parts[node] == REST and is_random(node.target):  # later draws from the same generator must follow this one
+            used_by_rest |= {source for source in node.all_input_nodes if source in recorded.outside}
+    # A view that only the rest reads is taken there: compiled kernels that return views are slow to call.
+    for node in reversed(list(parts)):
+        if parts[node] == ARITHMETIC and is_view(node) and not memory.is_written(node):
+            parts[node] = min([parts.get(user, REST) for user in node.users], default=ARITHMETIC)
+    readers = {node: [REST if user.op == "output" else parts[user] for user in node.users] for node in parts}
+    return parts, [node for node, users in readers.items() if users and max(users) > parts[node]]
+
+
+def take_part(graph: fx.Graph, parts: dict[fx.Node, int], results: Sequence[fx.Node], part: int) -> fx.Graph:
+    """Copy one part into a graph whose arguments are those of the whole and the results of the earlier parts."""
+    made = fx.Graph()
+    before = [node for earlier in range(part) for node in results if parts[node] == earlier]
+    copies = {node: made.placeholder(node.name) for node in (*graph.find_nodes(op="placeholder"), *before)}
+    for node in graph.nodes:
+        if parts.get(node) == part or (node.op == "output" and part == REST):
+            copies[node] = made.node_copy(node, copies.__getitem__)
+    if part != REST:
+        made.output(tuple(copies[node] for node in results if parts[node] == part))
+    return made
+
+
+def example(value: Tensor) -> Tensor:
+    """A copy with the same strides; of a tensor with overlapping memory only the layout is copied."""
+    copy = value.clone()
+    if copy.stride() == value.stride():
+        return copy
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return value.new_zeros(extent).as_strided(value.shape, value.stride())
+
+
+def compile_graph(graph: fx.Graph, examples: list[Any], is_alias_free: bool) -> Callable[[list[Any]], Any]:
+    """Compile a graph into a function that takes a list of its arguments.
+
+    For small networks Inductor's wrappers take longer than the kernels. If they have nothing to do (no argument or
+    result was added, and every result has memory of its own), the kernels are called directly.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config
+
+    with config.patch(INDUCTOR_OPTIONS):
+        from torch._inductor import compile_fx
+
+    found: list[tuple[bool, Any]] = []
+
+    def sizes(graph: fx.Graph) -> tuple[int, int]:
+        results: Any = graph.output_node().args[0]
+        return len(graph.find_nodes(op="placeholder")), len(results)
+
+    def inner(module: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        is_whole = sizes(module.graph) == expected
+        made = compile_fx.compile_fx_inner(module, inputs, **options)
+        found.append((is_whole, getattr(made, "current_callable", None)))
+        return made
+
+    expected, module = sizes(graph), fx.GraphModule(torch.nn.Module(), graph)
+    options = {**INDUCTOR_OPTIONS, "post_grad_custom_post_pass": final_pass()}
+    with functorch_config.patch(enable_autograd_cache=False):  # a cache hit would skip `inner`
+        wrapped: Any = compile_fx.compile_fx(module, examples, inner_compile=inner, config_patches=options)
+    if is_alias_free and len(found) == 1 and found[0][0] and found[0][1] is not None:
+        return found[0][1]
+    return lambda args: wrapped(*args)
+
+
+def merge_copies(recorded: RecordedGraph) -> None:
+    """Replace a list of copies that together fill a vector, such as gradients, by one copy, which can be compiled."""
+    graph, outside = recorded.graph, recorded.outside
+    vectors = [(node, value) for node, value in outside.items() if isinstance(value, Tensor) and value.dim() == 1]
+    for node in [node for node in graph.nodes if node.target is aten._foreach_copy_.default]:
+        pieces: Any = [outside.get(target) for target in node.args[0]]
+        if not all(isinstance(piece, Tensor) for piece in pieces):
+            continue
+        whole = next((place for place, vector in vectors if fills(pieces, vector)), None)
+        if whole is not None:
+            with graph.inserting_before(node):
+                rows = [graph.call_function(aten.reshape.default, (source, [-1])) for source in node.args[1]]
+                graph.call_function(aten.copy_.default, (whole, graph.call_function(aten.cat.default, (rows,))))
+            graph.erase_node(node)
+
+
+def fills(pieces: Sequence[Tensor], whole: Tensor) -> bool:
+    """Whether tensors lie one after the other in a contiguous vector and fill it."""
+    *starts, end = itertools.accumulate([piece.numel() for piece in pieces], initial=whole.storage_offset())
+    fits = [p.storage_offset() == at and p.is_contiguous() for p, at in zip(pieces, starts, strict=True)]
+    kinds = {(p.dtype, p.untyped_storage().data_ptr()) for p in (whole, *pieces)}
+    is_vector = whole.dim() == 1 and whole.is_contiguous() and end == whole.storage_offset() + whole.numel()
+    return is_vector and all(fits) and len(kinds) == 1
+
+
+def decompose_foreach(graph: fx.Graph) -> None:
+    """Replace operations on lists of tensors by one operation per tensor."""
+    for node in list(graph.nodes):
+        if node.target not in FOREACH or node.kwargs:
+            continue
+        pieces: Any = node.args[0]
+        others: Any = node.args[1] if isinstance(node.args[1], tuple | list) else [node.args[1]] * len(pieces)
+        with graph.inserting_before(node):
+            for piece, other in zip(pieces, others, strict=True):
+                result = graph.call_function(FOREACH[node.target], (piece, other))
+                graph.call_function(aten.copy_.default, (piece, result))
+        graph.erase_node(node)
+
+
+def decompose_adam(recorded: RecordedGraph, node: fx.Node) -> None:
+    """Replace a fused step of Adam or AdamW, without amsgrad and grad_scale, by its arithmetic."""
+
+    def call(func: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return recorded.graph.call_function(func, args, kwargs)
+
+    options: Any = node.kwargs
+    rate, beta1, beta2, decay = (options[name] for name in ("lr", "beta1", "beta2", "weight_decay"))
+    found_inf = options.get("found_inf")
+    params, grads, means, squares, _, steps = (list[Any](part) for part in node.args)  # pyright: ignore[reportArgumentType]
+    with recorded.graph.inserting_before(node):
+        for param, grad, mean, square, step in zip(params, grads, means, squares, steps, strict=True):
+            slope = call(aten.neg.default, grad) if options["maximize"] else grad
+            before, dtype = param, recorded.outside[param].dtype
+            if decay and node.target is aten._fused_adamw_.tensor_lr:
+                before = call(aten.mul.Tensor, param, call(aten.rsub.Scalar, call(aten.mul.Tensor, rate, decay), 1.0))
+            elif decay:
+                slope = call(aten.add.Tensor, slope, call(aten.mul.Tensor, param, decay))
+            to_slope = call(aten.sub.Tensor, slope, mean)
+            new_mean = call(aten.add.Tensor, mean, call(aten.mul.Tensor, to_slope, 1 - beta1))
+            energy = call(aten.mul.Tensor, call(aten.mul.Tensor, slope, slope), 1 - beta2)
+            new_square = call(aten.add.Tensor, call(aten.mul.Tensor, square, beta2), energy)
+            # In float64, because 1 - 0.999 ** step has few digits left in float32.
+            count = call(aten._to_copy.default, step, dtype=torch.float64)
+            first, second = (call(aten.rsub.Scalar, call(aten.pow.Scalar, beta, count), 1.0) for beta in (beta1, beta2))
+            stride = call(aten._to_copy.default, call(aten.div.Tensor, rate, first), dtype=dtype)
+            root = call(aten._to_copy.default, call(aten.sqrt.default, second), dtype=dtype)
+            spread = call(aten.div.Tensor, call(aten.sqrt.default, new_square), root)
+            direction = call(aten.div.Tensor, new_mean, call(aten.add.Tensor, spread, options["eps"]))
+            new_param = call(aten.sub.Tensor, before, call(aten.mul.Tensor, direction, stride))
+            for target, value in ((param, new_param), (mean, new_mean), (square, new_square)):
+                if found_inf is not None:
+                    value = call(aten.where.self, call(aten.eq.Scalar, found_inf, 1.0), target, value)
+                call(aten.copy_.default, target, value)
+    recorded.graph.erase_node(node)
+
+
+def final_pass() -> Callable[[fx.Graph], None]:
+    """Return the three rewrites below as Inductor's last graph pass; its own passes would undo earlier rewrites."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    class FinalPass(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            split_addmm(graph)
+            tanh_as_sigmoid(graph)
+            hoist_scalars(graph)
+
+        def uuid(self) -> Any:
+            return get_hash_for_files((__file__,))
+
+    return FinalPass()
+
+
+def split_addmm(graph: fx.Graph) -> None:
+    """Take the addition out of matrix products, so that it becomes part of the next loop.
+
+    The library copies the summand first, which for a small layer takes as long as the product.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.addmm.default):
+        if not node.kwargs:
+            summand, left, right = node.args
+            replace(node, left, (aten.mm.default, right), (aten.add.Tensor, summand))
+
+
+def tanh_as_sigmoid(graph: fx.Graph) -> None:
+    """Compute a tanh that feeds a matrix product as 2 sigmoid(2x) - 1: half the time, and an error of at most 2e-7.
+
+    Any other tanh is left alone, as the last digits of a tiny value could matter (in a quotient, for example).
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.tanh.default):
+        if any(user.target is aten.mm.default for user in node.users):
+            double, minus_one = (aten.mul.Tensor, 2.0), (aten.sub.Tensor, 1.0)
+            replace(node, node.args[0], double, (aten.sigmoid.default,), double, minus_one)
+
+
+def replace(node: fx.Node, start: Any, *steps: tuple[Any, ...]) -> None:
+    """Replace a node by a chain of operations, each given with the arguments after the result of the one before."""
+    with node.graph.inserting_before(node):
+        for func, *others in steps:
+            start = node.graph.call_function(func, (start, *others))
+            start.meta.update(node.meta)
+    node.replace_all_uses_with(start)
+    node.graph.erase_node(node)
+
+
+def hoist_scalars(graph: fx.Graph) -> None:
+    """Compute a scalar that a long loop reads before the loop; Inductor would compute it in every round."""
+    for node in list(graph.nodes):
+        if count(node) != 1 or torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+            continue
+        loops = [user for user in node.users if count(user) >= LONG_LOOP]
+        if loops:
+            value = node.meta["val"]
+            args = (node, list(value.shape), list(value.stride()))
+            with graph.inserting_after(node):  # as_strided makes Inductor store its argument
+                hoisted = graph.call_function(aten.as_strided.default, args)
+            hoisted.meta.update(node.meta)
+            for user in loops:
+                user.replace_input_with(node, hoisted)
+
+
+def count(node: fx.Node) -> int:
+    """Number of elements of a node's result; 0 if it is no tensor."""
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, Tensor) else 0
