@@ -6,15 +6,16 @@ from torch import nn
 
 from canter.execution.flat_parameters import (
     FlatParameters,
-    copy_tensors,
     join_state,
-    lerp_tensors,
     sample_dirichlet,
     split_state,
 )
 
 
-def test_parameters_and_gradients_are_views_of_vectors():
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_parameters_and_gradients_are_views_of_vectors(monkeypatch, is_missing):
+    if is_missing:
+        monkeypatch.delattr(torch, "_foreach_copy_")
     a, b = nn.Parameter(torch.arange(6.0).view(2, 3)), nn.Parameter(torch.tensor([6.0, 7.0]))
     flat = FlatParameters([a, b])
     assert flat.vector.tolist() == list(range(8))
@@ -48,18 +49,6 @@ def test_an_optimizer_state_is_split_into_parameters_and_joined_again():
     assert [group["params"] for group in state["param_groups"]] == [[0, 1], [2]]
     torch.testing.assert_close(state["state"], expected["state"])
     torch.testing.assert_close(join_state(expected, flats)["state"], optimizers[0].state_dict()["state"])
-
-
-@pytest.mark.parametrize("is_missing", [False, True])
-def test_lists_of_tensors_are_copied_and_interpolated(monkeypatch, is_missing):
-    if is_missing:
-        monkeypatch.delattr(torch, "_foreach_copy_")
-        monkeypatch.delattr(torch, "_foreach_lerp_")
-    a, b = torch.zeros(2), torch.zeros(3)
-    copy_tensors([a, b], [torch.ones(2), torch.full((3,), 4.0)])
-    assert (a.tolist(), b.tolist()) == ([1, 1], [4, 4, 4])
-    lerp_tensors([a, b], [torch.full((2,), 3.0), torch.zeros(3)], 0.25)
-    assert (a.tolist(), b.tolist()) == ([1.5, 1.5], [3, 3, 3])
 
 
 @pytest.mark.parametrize("is_missing", [False, True])

@@ -20,7 +20,6 @@ SOURCE = Path(canter.__file__).parent
 USES = {
     "intercept operations in the recorder and in NoHostSync": "torch.utils._python_dispatch.TorchDispatchMode",
     "copy gradients into a flat vector in one call": "torch._foreach_copy_",
-    "move target networks in one call": "torch._foreach_lerp_",
     "draw Beta actions with a generator": "torch._sample_dirichlet",
     "compile the graph of a recording": "torch._inductor.compile_fx",
     "set compiler options": "torch._inductor.config",

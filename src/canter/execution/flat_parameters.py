@@ -30,8 +30,11 @@ class FlatParameters:
         present = [(mine, grad) for mine, grad in zip(self.grads, grads, strict=True) if grad is not None]
         if len(present) < len(self.grads):
             self.vector.grad.zero_()
-        if present:
-            copy_tensors([mine for mine, _ in present], [grad for _, grad in present])
+        if hasattr(torch, "_foreach_copy_"):
+            torch._foreach_copy_([mine for mine, _ in present], [grad for _, grad in present])  # pyright: ignore
+        else:
+            for mine, grad in present:
+                mine.copy_(grad)
         for p, grad in zip(self.parameters, self.grads, strict=True):
             p.grad = grad
 
@@ -75,24 +78,6 @@ def join_state(state: Mapping[str, Any], flats: Sequence[FlatParameters]) -> dic
             }
         result["param_groups"].append({**group, "params": [number]})
     return result
-
-
-def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy a list of tensors into another, in one call where torch has one."""
-    if hasattr(torch, "_foreach_copy_"):
-        torch._foreach_copy_(targets, sources)  # pyright: ignore
-    else:
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
-
-
-def lerp_tensors(starts: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
-    """Move a list of tensors in place by the fraction `weight` towards another, in one call where torch has one."""
-    if hasattr(torch, "_foreach_lerp_"):
-        torch._foreach_lerp_(starts, ends, weight)  # pyright: ignore
-    else:
-        for start, end in zip(starts, ends, strict=True):
-            start.lerp_(end, weight)
 
 
 def sample_dirichlet(concentration: Tensor, generator: torch.Generator | None = None) -> Tensor:
