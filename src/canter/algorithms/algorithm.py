@@ -128,7 +128,6 @@ class Algorithm:
         self.current_learning_iteration = 0
         self._runner: Any = None
 
-    # ------------------------------------------------------------------ settings
     @classmethod
     def all_extension_classes(cls) -> tuple[Any, ...]:
         """Extensions named by the class and its bases, those of the bases first."""
@@ -241,7 +240,6 @@ class Algorithm:
             self.executor.generators.append(made)
         return made
 
-    # ------------------------------------------------------------------ saving
     def checkpoint_parts(self) -> dict[str, Any]:
         """Name in the checkpoint -> the object whose state is saved. Extended by subclasses."""
         raise NotImplementedError
@@ -319,7 +317,6 @@ class Algorithm:
         for name, value in state["generators"].items():
             self.generators[name].set_state(value.cpu())
 
-    # ------------------------------------------------------------------ short cuts to a runner
     def runner(self) -> Any:
         """The runner of this algorithm and its environment, made at the first call."""
         raise NotImplementedError

@@ -23,8 +23,9 @@ class NoSettings:
 class Extension:
     """Base of everything that rides along with PPO. Every hook is optional; they run in the order of `extensions`.
 
-    Hooks are pure tensor code unless their description says "host": they are recorded on a CPU and captured on a GPU,
-    so they must not read numbers from the device or depend on Python state that changes.
+    Hooks of construction and saving run on the host, as do those whose description ends with "Host". The others are
+    pure tensor code: they are recorded on a CPU and captured on a GPU, so they must not read numbers from the device or
+    depend on Python state that changes.
 
     `PPO(policy, extensions=[Mine(mine_coef=0.1)])` uses one; a class attribute `extension_classes = (Mine,)` of an
     algorithm makes its settings keywords, YAML entries and flags of that algorithm.
@@ -51,7 +52,6 @@ class Extension:
     def __init__(self, cfg: Any = None, **given: Any) -> None:
         self.cfg = self.settings_class(**given) if cfg is None else cfg
 
-    # ------------------------------------------------------------------ construction (host)
     @classmethod
     def adjust_config(cls, cfg: Any) -> None:
         """Change the algorithm's own copy of the config before anything is built from it."""
@@ -83,7 +83,6 @@ class Extension:
     def begin(self, storage: RolloutStorage) -> None:
         """Allocate what depends on the number of environments; the storage was just made."""
 
-    # ------------------------------------------------------------------ collecting
     def after_act(self, step: dict[str, Any], obs: Obs, critic_obs: Obs) -> None:
         """Add to, or replace entries of, the step that acting began."""
 
@@ -106,7 +105,6 @@ class Extension:
         """Entries of `infos["log"]` after `process_env_step`. Host."""
         return {}
 
-    # ------------------------------------------------------------------ learning
     uses_rewards: bool = True
     """Whether returns and PPO's own losses are needed."""
 
@@ -137,7 +135,6 @@ class Extension:
         """Device scalars to report once per iteration."""
         return {}
 
-    # ------------------------------------------------------------------ saving (host)
     def checkpoint_parts(self) -> dict[str, Any]:
         """Name in the checkpoint -> the object whose state is saved."""
         return {}

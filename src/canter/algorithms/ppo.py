@@ -185,7 +185,7 @@ class PPO(Algorithm):
         if self.env is not None:
             self.prepare(self.env, getattr(self.cfg, "num_steps_per_env", 24))
 
-    # ------------------------------------------------------------------ storage
+    # Storage: made for an environment before the first step.
     def prepare(self, env: Any, num_steps_per_env: int, **storage_cfg: Any) -> None:
         """Allocate storage for an environment, and install normalisers in a policy that has none."""
         obs_shape, critic_shape = env_shapes(env)
@@ -249,7 +249,7 @@ class PPO(Algorithm):
             raise RuntimeError(f"{type(self).__name__} has no storage yet; call init_storage(...) or give it an env")
         return self.storage
 
-    # ------------------------------------------------------------------ acting
+    # Acting: `act` is called by the runner; `act_step` is the tensor function that is recorded or captured.
     @torch.no_grad()  # a stored tensor with a graph would keep every rollout alive
     def act(self, obs: Obs, critic_obs: Obs | None = None) -> Tensor:
         """Sample actions for N environments and begin their transition."""
@@ -286,7 +286,7 @@ class PPO(Algorithm):
             extension.after_act(step, obs, step["critic_observations"])
         return step
 
-    # ------------------------------------------------------------------ recording
+    # Recording: `process_step` finishes what `act` began; `record_step` is its tensor function.
     def process_env_step(
         self, rewards: Tensor, dones: Tensor, infos: dict[str, Any], next_obs: Any = None, next_critic_obs: Any = None
     ) -> None:
@@ -358,7 +358,7 @@ class PPO(Algorithm):
         taken, self.transition.__dict__ = vars(self.transition), {}
         return taken
 
-    # ------------------------------------------------------------------ returns
+    # Returns: once per rollout.
     @torch.no_grad()
     def compute_returns(self, last_critic_obs: Obs) -> None:
         """Compute returns and advantages of the rollout; no memory advances."""
@@ -400,7 +400,7 @@ class PPO(Algorithm):
         self.returns_step(obs if critic_obs is None else critic_obs, hidden, self.rollout.step)
         return obs, critic_obs, hidden
 
-    # ------------------------------------------------------------------ update
+    # Update: passes over the rollout in minibatches; `learn_step` is the tensor function.
     def update(self, current_learning_iteration: int | None = None) -> tuple[dict[str, float], dict[str, float]]:
         """Learn from the rollout; returns mean losses and mean statistics."""
         if current_learning_iteration is not None:
@@ -547,7 +547,7 @@ class PPO(Algorithm):
         report = {f"losses/{name}": loss for name, loss in losses.items()}
         return report | {f"stats/{name}": value for name, value in stats.items()}
 
-    # ------------------------------------------------------------------ schedules and live settings
+    # Schedules, and what recorded functions depend on.
     @torch.no_grad()
     def adapt_learning_rate(self, kl: Tensor) -> None:
         """Change the learning rate so that the KL step stays near `desired_kl`; decided on the device."""
@@ -608,7 +608,7 @@ class PPO(Algorithm):
         own = tuple(extension.recording_key() for extension in self.extensions.values())
         return (used, self.zero_weights, modes, tensors, own)
 
-    # ------------------------------------------------------------------ reports and statistics
+    # Reports and statistics: once per iteration.
     def _epoch_kl(self, before: Mapping[str, float]) -> float:
         """Mean KL of the pass since `before`, from the running means."""
         now, name = self.meter.means(), "stats/approx_kl"
@@ -676,7 +676,7 @@ class PPO(Algorithm):
         """The policy's critic observation normaliser."""
         return self.policy.critic_obs_normalizer
 
-    # ------------------------------------------------------------------ saving
+    # Saving and continuing.
     def checkpoint_parts(self) -> dict[str, Any]:
         """Policy with its normalisers, optimizer, and the parts of the extensions."""
         parts: dict[str, Any] = {"model_state_dict": self.policy, "optimizer_state_dict": self.optimizer}

@@ -46,12 +46,6 @@ TARGETS = (*DISTANCES, "max_log_prob")
 TANH_TARGETS = ("tanh", "scaled_tanh")
 
 
-def check_target(setting: str, target: str, known: tuple[str, ...] = TARGETS) -> None:
-    """Raise an error for an unknown distance."""
-    if target not in known:
-        raise ValueError(f"{setting} must be one of {', '.join(known)}, got {target!r}")
-
-
 def tanh_stats(mean: Tensor, label: Tensor) -> dict[str, Tensor]:
     """Distance (...,) of the actions, and of the values before tanh."""
     edge = 1 - TANH_EDGE
@@ -89,11 +83,11 @@ class TeacherSettings:
     """Leave steps in which the teacher acted out of the surrogate loss."""
     distillation_loss_coef: Any = setting(1.0, host=True)
     """Weight of the distance to the teacher: a number, the name of a decay, or a function."""
-    distill_target: str = "real"
+    distill_target: str = setting("real", choices=TARGETS)
     """The distance: real, mse_sum, l1, tanh, scaled_tanh or max_log_prob."""
     distill_latent_coef: float = 1.0
     """Weight of the distance between encoder outputs."""
-    distill_latent_target: str = "real"
+    distill_latent_target: str = setting("real", choices=tuple(DISTANCES))
     """That distance: real, mse_sum, l1, tanh or scaled_tanh."""
     distill_latent_obs_component_mapping: dict[str, str] | None = setting(None, fixed=True)
     """Component of the student -> component of the teacher, whose encoder outputs should be equal."""
@@ -135,7 +129,6 @@ class Teacher(Extension):
             if getattr(cfg, name) == fields[name].default:
                 setattr(cfg, name, check_value("ppo", fields[name], value))
 
-    # ------------------------------------------------------------------ construction
     def attach(self, alg: Any) -> None:
         """Load the teachers, and check that the distances suit the policy."""
         super().attach(alg)
@@ -154,7 +147,10 @@ class Teacher(Extension):
         self.teacher_prob = alg.device_scalar(self.act_prob(0))
         self.use_teacher_act_mask = torch.zeros(0, dtype=torch.bool, device=alg.device)
         self.policies = self.policies or self._load_policies()
-        self.ids = self._id_columns()
+        layout: Any = "critic_obs_layout" if cfg.label_action_with_critic_obs else "obs_layout"
+        self.ids = None
+        if cfg.teacher_id_component is not None:
+            self.ids = getattr(alg.policy, layout).slice(cfg.teacher_id_component)
         alg.loss_weights["distillation_loss"] = alg.device_scalar(self._distillation_coef(0))
         for student in cfg.distill_latent_obs_component_mapping or {}:
             alg.loss_weights[f"distill_latent_{student}"] = alg.live.distill_latent_coef
@@ -170,8 +166,6 @@ class Teacher(Extension):
 
     def _check_targets(self) -> None:
         target, policy = self.cfg.distill_target, self.alg.policy
-        check_target("distill_target", target)
-        check_target("distill_latent_target", self.cfg.distill_latent_target, tuple(DISTANCES))
         if "mu" not in policy.distribution.param_shapes and target != "max_log_prob":
             raise ValueError(f"distill_target {target!r} is for Gaussian actions; use 'max_log_prob'")
         actor = getattr(policy, "actor", None)
@@ -189,12 +183,6 @@ class Teacher(Extension):
             raise ValueError(f"{len(given)} teachers need teacher_id_component, the segment that selects one of them")
         arguments = (cfg.teacher_ac_path, self.alg.policy, self.alg.device)
         return [build_teacher(cfg.teacher_policy_class_name, one, *arguments) for one in given if one is not None]
-
-    def _id_columns(self) -> slice | None:
-        if self.cfg.teacher_id_component is None:
-            return None
-        side: Any = "critic_obs_layout" if self.cfg.label_action_with_critic_obs else "obs_layout"
-        return getattr(self.alg.policy, side).slice(self.cfg.teacher_id_component)
 
     def _distillation_coef(self, iteration: int) -> float:
         return GET_PROB_FUNC(self.cfg.distillation_loss_coef, self.cfg.update_times_scale)(iteration)
@@ -215,7 +203,6 @@ class Teacher(Extension):
         """The first teacher."""
         return self.policies[0] if self.policies else None
 
-    # ------------------------------------------------------------------ collecting
     def label(self, obs: Obs, generator: torch.Generator) -> Tensor:
         """(N, ...) the teacher's action; its memory advances."""
         labels = []
@@ -277,7 +264,6 @@ class Teacher(Extension):
         self.on_dataset = True
         alg.process_env_step(transition.reward.reshape(-1), transition.done.reshape(-1), infos)
 
-    # ------------------------------------------------------------------ learning
     @property
     def uses_rewards(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether PPO's losses are part of the total; recorded steps have no actions of the policy."""
@@ -353,7 +339,6 @@ class Teacher(Extension):
         self.act_prob = GET_PROB_FUNC(self.cfg.teacher_act_prob, self.cfg.update_times_scale)
         self.teacher_prob.fill_(self.act_prob(self.alg.current_learning_iteration + 1))
 
-    # ------------------------------------------------------------------ saving
     def checkpoint_parts(self) -> dict[str, Any]:
         """The learning-rate scheduler; teachers stay in their own checkpoints."""
         scheduler = self.lr_scheduler_object
@@ -384,7 +369,8 @@ def build_teacher(
     """
     cfg = {name: value for name, value in given.items() if name not in ("class_name", "teacher_ac_path")}
     path = path or given.get("teacher_ac_path")
-    state = {} if path is None else import_state(load_checkpoint(teacher_file(path), "cpu"))
+    file = newest_valid_checkpoint(Path(path)) if path and Path(path).is_dir() else path
+    state = {} if file is None else import_state(load_checkpoint(Path(file), "cpu"))
     weights = state.get("model_state_dict", {})
     saved = dict((state.get("config") or {}).get("policy") or {})
     name = given.get("class_name") or saved.pop("class_name", None) or class_name
@@ -399,13 +385,12 @@ def build_teacher(
     if path is None:
         warnings.warn("the teacher has no teacher_ac_path: its weights are random", stacklevel=5)
     else:
-        load_weights(teacher, weights, path)
+        install_normalizers(teacher, weights)
+        try:
+            teacher.load_state_dict(weights)
+        except RuntimeError as error:
+            raise ValueError(f"the teacher's checkpoint {path} is of another policy: {error}") from error
     return teacher.to(device).requires_grad_(False).eval()
-
-
-def teacher_file(path: str | Path) -> Path:
-    """The checkpoint file of a path: itself, or the newest valid one of a run directory."""
-    return newest_valid_checkpoint(Path(path)) if Path(path).is_dir() else Path(path)
 
 
 def derived_settings(weights: Mapping[str, Tensor], student: Policy) -> dict[str, Any]:
@@ -422,12 +407,3 @@ def derived_settings(weights: Mapping[str, Tensor], student: Policy) -> dict[str
         "num_actions": getattr(student, "num_actions", None),
         "action_space": getattr(student, "action_space", None),
     }
-
-
-def load_weights(teacher: Policy, weights: Mapping[str, Tensor], path: Any) -> None:
-    """Install the normalisers of the checkpoint, then load its weights; a mismatch is an error."""
-    install_normalizers(teacher, weights)
-    try:
-        teacher.load_state_dict(weights)
-    except RuntimeError as error:
-        raise ValueError(f"the teacher's checkpoint {path} is of another policy: {error}") from error
