@@ -15,7 +15,7 @@ from canter.modules.actor_critic import ActorCritic
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.amp_discriminator import AmpMixin
 from canter.modules.encoder_actor_critic import EncoderActorCriticMixin, SegmentEncoders
-from canter.modules.state_estimator import EstimatorMixin, Prediction
+from canter.modules.state_estimator import EstimatorMixin
 from canter.utils.obs_layout import ObsLayout, Segments
 
 NORMALIZED = ("_mean", "_var", "_std")
@@ -104,11 +104,12 @@ class Layouts:
         for critic, normalizer in enumerate(("obs_normalizer", "critic_obs_normalizer")):
             for part in NORMALIZED:
                 yield f"{normalizer}.{part}", self.pair(self.pairs[critic][0], bool(critic))
-        for stage in (value for value in vars(policy).values() if isinstance(value, Prediction)):
-            if not getattr(policy, "use_actor_rnn", False) or stage.head != "state_estimator":
-                own = f"{stage.memory}.rnn.weight_ih_l0" if hasattr(policy, stage.memory) else None
-                seen = stage.layout.part(stage.inputs or ())
-                yield own or f"{stage.head}.model.0.weight", self.pair(seen, critic=False, all_of_it=False)
+        for name, estimate in getattr(policy, "estimates", {}).items():
+            if name != "estimator" or not policy.use_actor_rnn:
+                head, memory = estimate.networks
+                first = f"{memory}.rnn.weight_ih_l0" if hasattr(policy, memory) else f"{head}.model.0.weight"
+                seen = estimate.layout.part(estimate.inputs)
+                yield first, self.pair(seen, critic=False, all_of_it=False)
 
 
 def encoder_names(policy: ActorCritic, source: Any, layouts: Layouts) -> Iterator[tuple[str, str | None]]:
