@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from canter.execution.guard import NoHostSync
 from canter.modules.normalizer import (
     DictNormalization,
     EmpiricalNormalization,
@@ -16,7 +17,6 @@ from canter.modules.normalizer import (
     ReturnScaler,
     RunningMeanStd,
 )
-from canter.execution.guard import NoHostSync
 
 
 def chunks(sizes, dim, scale=3.0, offset=2.0):
