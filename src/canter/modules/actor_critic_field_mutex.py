@@ -132,16 +132,11 @@ class ActorCriticFieldMutex(ActorCriticMutex):
     env_action_scale: Tensor
 
     def __init__(
-        self,
-        *args: Any,
-        cmd_vel_mapping: Mapping[int | str, Velocity] | None = None,
-        reset_non_selected: str | bool = "all",
-        action_smoothing_buffer_len: int = 1,
-        selection: str = "engaging_block[1:6]",
-        command: str = "proprioception[9]",
-        last_action: str | None = None,
+        self, *args: Any, cmd_vel_mapping: Mapping[int | str, Velocity] | None = None,
+        reset_non_selected: str | bool = "all", action_smoothing_buffer_len: int = 1,
+        selection: str = "engaging_block[1:6]", command: str = "proprioception[9]", last_action: str | None = None,
         **kwargs: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(*args, **kwargs)
         self.reset_non_selected = {True: "all", False: "none"}.get(reset_non_selected, reset_non_selected)  # pyright: ignore[reportArgumentType, reportCallIssue]
         if self.reset_non_selected not in RESETS:
@@ -290,15 +285,10 @@ class ActorCriticClimbMutex(ActorCriticFieldMutex):
     JUMP_OBSTACLE_ID = 3
 
     def __init__(
-        self,
-        *args: Any,
-        sub_policy_paths: Sequence[str | Path] = (),
-        jump_down_policy_path: str | Path,
-        jump_down_vel: Velocity | None = None,
-        jump_up: str = "engaging_block[-1]",
-        cmd_vel_mapping: Mapping[int | str, Velocity] | None = None,
-        **kwargs: Any,
-    ) -> None:
+        self, *args: Any, sub_policy_paths: Sequence[str | Path] = (), jump_down_policy_path: str | Path,
+        jump_down_vel: Velocity | None = None, jump_up: str = "engaging_block[-1]",
+        cmd_vel_mapping: Mapping[int | str, Velocity] | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
         jump, down = self.JUMP_OBSTACLE_ID, len(sub_policy_paths)
         if down <= jump:
             raise ValueError(f"sub-policy {jump} climbs, but sub_policy_paths has only {down} entries")

@@ -69,17 +69,10 @@ class AMPDiscriminator(nn.Module):
     """
 
     def __init__(
-        self,
-        input_dim: int,
-        style_reward_coef: float,
-        hidden_dims: Sequence[int],
-        task_reward_lerp: float = 0.0,
-        discriminator_grad_pen: float = 5.0,
-        *,
-        loss_type: str = "lsgan",
-        style_dt: float = 1.0,
+        self, input_dim: int, style_reward_coef: float, hidden_dims: Sequence[int], task_reward_lerp: float = 0.0,
+        discriminator_grad_pen: float = 5.0, *, loss_type: str = "lsgan", style_dt: float = 1.0,
         amp_obs_dim: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         if not 0.0 <= task_reward_lerp <= 1.0:
             raise ValueError(f"task_reward_lerp must be from 0 (style alone) to 1, got {task_reward_lerp}")

@@ -28,16 +28,10 @@ class Conv2dModel(nn.Module):
     """
 
     def __init__(
-        self,
-        in_channels: int,
-        channels: Sequence[int],
-        kernel_sizes: Sequence[Size],
-        strides: Sequence[Size],
-        paddings: Sequence[Size] | None = None,
-        nonlinearity: str | type[nn.Module] = nn.ReLU,
-        use_maxpool: bool = False,
-        normlayer: str | Callable[[int], nn.Module] | None = None,
-    ) -> None:
+        self, in_channels: int, channels: Sequence[int], kernel_sizes: Sequence[Size], strides: Sequence[Size],
+        paddings: Sequence[Size] | None = None, nonlinearity: str | type[nn.Module] = nn.ReLU,
+        use_maxpool: bool = False, normlayer: str | Callable[[int], nn.Module] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         pads = [0] * len(channels) if paddings is None else paddings
         lengths = {
@@ -84,18 +78,11 @@ class Conv2dHeadModel(nn.Module):
     """A `Conv2dModel`, flattened, and an MLP on top if it has any layer; the other arguments are those of the two."""
 
     def __init__(
-        self,
-        image_shape: Sequence[int],
-        channels: Sequence[int],
-        kernel_sizes: Sequence[Size],
-        strides: Sequence[Size],
-        hidden_sizes: int | Sequence[int] | None = None,
-        output_size: int | None = None,
-        paddings: Sequence[Size] | None = None,
-        nonlinearity: str | type[nn.Module] = nn.ReLU,
-        use_maxpool: bool = False,
-        normlayer: str | Callable[[int], nn.Module] | None = None,
-    ) -> None:
+        self, image_shape: Sequence[int], channels: Sequence[int], kernel_sizes: Sequence[Size],
+        strides: Sequence[Size], hidden_sizes: int | Sequence[int] | None = None, output_size: int | None = None,
+        paddings: Sequence[Size] | None = None, nonlinearity: str | type[nn.Module] = nn.ReLU,
+        use_maxpool: bool = False, normlayer: str | Callable[[int], nn.Module] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         c, h, w = (int(n) for n in image_shape)
         self.image_shape = (c, h, w)

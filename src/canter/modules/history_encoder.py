@@ -31,17 +31,10 @@ class HistoryEncoder(nn.Module):
     """
 
     def __init__(
-        self,
-        window_shape: Sequence[int],
-        output_size: int | None = None,
-        kind: str = "conv",
-        channels: Sequence[int] = (32, 32),
-        kernel_sizes: Sequence[int] = (3, 3),
-        strides: Sequence[int] = (1, 1),
-        hidden_sizes: Sequence[int] = (64,),
-        num_heads: int = 2,
-        nonlinearity: str | type[nn.Module] = nn.ReLU,
-    ) -> None:
+        self, window_shape: Sequence[int], output_size: int | None = None, kind: str = "conv",
+        channels: Sequence[int] = (32, 32), kernel_sizes: Sequence[int] = (3, 3), strides: Sequence[int] = (1, 1),
+        hidden_sizes: Sequence[int] = (64,), num_heads: int = 2, nonlinearity: str | type[nn.Module] = nn.ReLU,
+    ) -> None:  # fmt: skip
         super().__init__()
         if len(window_shape) != 2:
             raise ValueError(f"a window has the shape (steps, values), got {tuple(window_shape)}")

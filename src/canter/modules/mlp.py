@@ -57,12 +57,9 @@ class MlpModel(nn.Module):
     """Hidden layers, each followed by the nonlinearity, and a plain linear layer to `output_size` if one is given."""
 
     def __init__(
-        self,
-        input_size: int,
-        hidden_sizes: int | Sequence[int] | None,
-        output_size: int | None = None,
+        self, input_size: int, hidden_sizes: int | Sequence[int] | None, output_size: int | None = None,
         nonlinearity: str | type[nn.Module] = nn.ReLU,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         hidden = [hidden_sizes] if isinstance(hidden_sizes, int) else list(hidden_sizes or [])
         if not hidden and output_size is None:

@@ -165,16 +165,10 @@ class EstimatorMixin(EstimatingActorCritic):
     """
 
     def __init__(
-        self,
-        *args: Any,
-        estimator_obs_components: Sequence[str] | None = None,
-        estimator_target_components: Sequence[str] | None = None,
-        estimator_kwargs: Any = None,
-        use_actor_rnn: bool = False,
-        replace_state_prob: float = 0.0,
-        append_estimate: bool = False,
-        **kwargs: Any,
-    ) -> None:
+        self, *args: Any, estimator_obs_components: Sequence[str] | None = None,
+        estimator_target_components: Sequence[str] | None = None, estimator_kwargs: Any = None,
+        use_actor_rnn: bool = False, replace_state_prob: float = 0.0, append_estimate: bool = False, **kwargs: Any,
+    ) -> None:  # fmt: skip
         name = "append_estimate" if append_estimate else "replace_state_prob"
         if use_actor_rnn and (replace_state_prob > 0 or append_estimate):
             raise IncompatibleSettingsError(f"{name} needs the estimate before the actor's memory: use_actor_rnn=False")

@@ -67,13 +67,9 @@ def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def conv2d_output_shape(
-    h: int,
-    w: int,
-    kernel_size: int | tuple[int, int] = 1,
-    stride: int | tuple[int, int] = 1,
-    padding: int | tuple[int, int] = 0,
-    dilation: int | tuple[int, int] = 1,
-) -> tuple[int, int]:
+    h: int, w: int, kernel_size: int | tuple[int, int] = 1, stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] = 0, dilation: int | tuple[int, int] = 1,
+) -> tuple[int, int]:  # fmt: skip
     """Height and width after a convolution or pooling."""
     k, s, p, d = _pair(kernel_size), _pair(stride), _pair(padding), _pair(dilation)
     out_h, out_w = ((n + 2 * p[i] - d[i] * (k[i] - 1) - 1) // s[i] + 1 for i, n in enumerate((h, w)))
