@@ -55,7 +55,7 @@ class ActorCriticMutex(Policy):
         if not sub_policy_paths:
             warnings.warn(f"{type(self).__name__} has no sub_policy_paths: no sub-policy to choose", stacklevel=2)
         given = (num_actor_obs, num_critic_obs, num_actions, obs_segments, critic_obs_segments, action_space)
-        shared: dict[str, Any] = dict(zip(GIVEN, given, strict=True))
+        shared = dict(zip(GIVEN, given, strict=True))
         self.submodules = nn.ModuleList()
         self.sub_policy_paths = [Path(path) for path in sub_policy_paths]
         self.configs = [read_config(path) for path in self.sub_policy_paths]
@@ -74,9 +74,7 @@ class ActorCriticMutex(Policy):
         """A scalar or (A,) tensor."""
         scale = torch.as_tensor(given, dtype=torch.float32)
         if scale.shape not in ((), (self.num_actions,)) or not bool((scale != 0).all()):
-            raise ValueError(
-                f"{name} is {given} for {self.num_actions} actions; give one number other than 0 or one each"
-            )
+            raise ValueError(f"{name} is {given} for {self.num_actions} actions; give one number except 0, or one each")
         return scale.clone()
 
     def _setting(self, i: int, section: str, name: str, default: Any) -> Any:
@@ -92,9 +90,7 @@ class ActorCriticMutex(Policy):
 
     def actor_params(self, obs: Any, ctx: Context) -> Params:
         """Refuse: a subclass chooses the sub-policy."""
-        raise NotImplementedError(
-            f"{type(self).__name__} chooses no sub-policy; use ActorCriticFieldMutex or extend it"
-        )
+        raise NotImplementedError(f"{type(self).__name__} chooses no sub-policy; use or extend ActorCriticFieldMutex")
 
     def critic_value(self, critic_obs: Any, ctx: Context) -> Tensor:
         """Refuse: the critics of the sub-policies were trained on different tasks."""
@@ -116,26 +112,21 @@ def read_config(directory: Path) -> dict[str, Any]:
     raise FileNotFoundError(f"{directory} {reason}; give the run directory of the sub-policy")
 
 
-def find_model(directory: Path) -> Path:
-    """The newest complete model_<number>.pt; else the only file called model*.pt."""
-    if find_checkpoints(directory):
-        return newest_valid_checkpoint(directory)
+def load_sub_policy(
+    directory: Path, config: Mapping[str, Any], class_name: str | None, shared: Mapping[str, Any]
+) -> Policy:
+    """The policy of a run, frozen, from its newest complete model_<number>.pt or its only file called model*.pt."""
+    own = {name: value for name, value in config["policy"].items() if name not in (*GIVEN, "class_name")}
+    name = class_name or config["policy"].get("class_name") or "ActorCritic"
     found = sorted(path for path in directory.glob("model*.pt") if path.is_file())
+    if find_checkpoints(directory):
+        found = [newest_valid_checkpoint(directory)]
     if len(found) > 1:
         names = ", ".join(path.name for path in found)
         raise ValueError(f"{directory} has several models, {names}, and no number says which is newest: keep one")
     if not found:
         raise FileNotFoundError(f"{directory} has no model: no file called model*.pt")
-    return found[0]
-
-
-def load_sub_policy(
-    directory: Path, config: Mapping[str, Any], class_name: str | None, shared: Mapping[str, Any]
-) -> Policy:
-    """The policy of a run, with the normalisers of its checkpoint, frozen."""
-    own = {name: value for name, value in config["policy"].items() if name not in (*GIVEN, "class_name")}
-    name = class_name or config["policy"].get("class_name") or "ActorCritic"
-    weights = load_checkpoint(find_model(directory), "cpu").get("model_state_dict")
+    weights = load_checkpoint(found[0], "cpu").get("model_state_dict")
     if not isinstance(weights, Mapping):
         raise ValueError(f"the model in {directory} has no model_state_dict")
     try:
