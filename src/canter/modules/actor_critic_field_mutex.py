@@ -273,9 +273,7 @@ class ActorCriticClimbMutex(ActorCriticFieldMutex):
         elif jump in mapping:
             mapping[down] = mapping[jump]
         elif mapping:
-            raise KeyError(
-                f"jump_down_vel is not given, and cmd_vel_mapping has no velocity of sub-policy {jump} either"
-            )
+            raise KeyError(f"jump_down_vel is None, and cmd_vel_mapping has no velocity for sub-policy {jump} either")
         self.shares_velocity = jump_down_vel is None and bool(mapping)
         paths = [*sub_policy_paths, jump_down_policy_path]
         super().__init__(*args, sub_policy_paths=paths, cmd_vel_mapping=mapping, **kwargs)
