@@ -19,6 +19,8 @@ from canter.modules.state_estimator import EstimatorMixin
 from canter.utils.obs_layout import ObsLayout, Segments
 
 NORMALIZED = ("_mean", "_var", "_std")
+# Columns of a parameter in this policy and in the source, and the components that both have.
+Columns = tuple[ObsLayout, ObsLayout, set[str]]
 
 
 class LoadReport(NamedTuple):
@@ -57,14 +59,6 @@ class MisalignedLoadMixin(ActorCritic):
         return report
 
 
-class Columns(NamedTuple):
-    """The columns of a parameter in this policy and in the source, and the components that both have."""
-
-    here: ObsLayout
-    there: ObsLayout
-    common: set[str]
-
-
 class Layouts:
     """Layouts of the inputs of every parameter that is applied to an observation, in this policy and in the source."""
 
@@ -82,13 +76,13 @@ class Layouts:
         own, theirs = self.pairs[critic]
         common = {name for name in seen.shapes if name not in own or self.same(name, critic)}
         if there is not None:
-            return Columns(seen, there, {name for name in common if seen.sizes[name] == there.sizes.get(name)})
+            return seen, there, {name for name in common if seen.sizes[name] == there.sizes.get(name)}
         names = [name for name in theirs.shapes if all_of_it or name in seen]
         # A component that a stage resized here (features), it resized there to the same size.
         resized = {name for name in seen.shapes if name in own and seen.shapes[name] != own.shapes[name]}
         shapes = {name: seen.shapes[name] if name in resized else theirs.shapes[name] for name in names}
         shapes |= {name: seen.shapes[name] for name in seen.shapes if name not in own}  # appended by a stage
-        return Columns(seen, ObsLayout(shapes), common)
+        return seen, ObsLayout(shapes), common
 
     def columns(self, source: Any) -> Iterator[tuple[str, Columns]]:
         """The columns of every parameter or buffer that is applied to an observation, by name."""
@@ -127,11 +121,9 @@ def encoder_names(policy: ActorCritic, source: Any, layouts: Layouts) -> Iterato
 
 def _copy(own: Tensor, theirs: Tensor | None, columns: Columns | None, zero_new: bool) -> str:
     """Copy a tensor, or its common columns; returns the field of `LoadReport` for its name."""
-    if theirs is None or theirs.shape[:-1] != own.shape[:-1]:
+    if theirs is None or theirs.shape[:-1] != own.shape[:-1] or (columns is None and theirs.shape != own.shape):
         return "skipped"
     if columns is None:
-        if theirs.shape != own.shape:
-            return "skipped"
         own.copy_(theirs)
         return "copied"
     here, there, common = columns

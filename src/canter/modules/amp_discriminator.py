@@ -34,24 +34,18 @@ class AdversarialLoss(NamedTuple):
 # wgan: difference of means of tanh(0.3 d), reward in [1/e, e].
 LOSSES: dict[str, AdversarialLoss] = {
     "lsgan": AdversarialLoss(
-        expert=lambda d: 0.5 * (d - 1.0).square(),
-        policy=lambda d: 0.5 * (d + 1.0).square(),
-        reward=lambda d: (1.0 - 0.25 * (d - 1.0).square()).clamp(min=0.0),
-        floor=-1.0,
+        expert=lambda d: 0.5 * (d - 1.0).square(), policy=lambda d: 0.5 * (d + 1.0).square(),
+        reward=lambda d: (1.0 - 0.25 * (d - 1.0).square()).clamp(min=0.0), floor=-1.0,
     ),
     "bce": AdversarialLoss(
-        expert=lambda d: 0.5 * F.softplus(-d),
-        policy=lambda d: 0.5 * F.softplus(d),
-        reward=lambda d: -torch.sigmoid(-d).clamp(min=1e-4).log(),
-        floor=-4.0,
+        expert=lambda d: 0.5 * F.softplus(-d), policy=lambda d: 0.5 * F.softplus(d),
+        reward=lambda d: -torch.sigmoid(-d).clamp(min=1e-4).log(), floor=-4.0,
     ),
     "wgan": AdversarialLoss(
-        expert=lambda d: -torch.tanh(WGAN_SLOPE * d),
-        policy=lambda d: torch.tanh(WGAN_SLOPE * d),
-        reward=lambda d: torch.tanh(WGAN_SLOPE * d).exp(),
-        floor=-8.0,
+        expert=lambda d: -torch.tanh(WGAN_SLOPE * d), policy=lambda d: torch.tanh(WGAN_SLOPE * d),
+        reward=lambda d: torch.tanh(WGAN_SLOPE * d).exp(), floor=-8.0,
     ),
-}
+}  # fmt: skip
 
 
 class AMPDiscriminator(nn.Module):

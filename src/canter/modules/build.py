@@ -41,9 +41,7 @@ def build_actor_critic(env: Any, policy_class_name: str, policy_cfg: Mapping[str
         "critic_obs_segments": lambda: segments_of(env, "critic_obs"),
         "action_space": lambda: getattr(env, "action_space", None),
     }
-    for name, default in defaults.items():
-        if given.get(name) is None:
-            given[name] = default()
+    given |= {name: default() for name, default in defaults.items() if given.get(name) is None}
     return build(POLICIES, policy_class_name, given)
 
 
@@ -64,8 +62,7 @@ def build_pair(
 ) -> ActorCritic:  # fmt: skip
     """An ApexRL-style actor and critic as one policy."""
     actor = actor_class(obs_space=obs_space, action_space=action_space, cfg=dict(actor_cfg or {}))
-    critic = critic_class(obs_space=critic_obs_space, cfg=dict(critic_cfg or {}))
-    return ActorCritic(actor=actor, critic=critic)
+    return ActorCritic(actor=actor, critic=critic_class(obs_space=critic_obs_space, cfg=dict(critic_cfg or {})))
 
 
 NETWORK_ARGUMENTS = (
@@ -78,18 +75,9 @@ def build_policy(
     actor_cfg: Mapping[str, Any] | None = None, critic_cfg: Mapping[str, Any] | None = None, obs_space: Any = None,
     action_space: Any = None,
 ) -> Policy:  # fmt: skip
-    """A policy from two networks, or from their classes and the spaces of an environment.
+    """A policy from two networks, or from their classes (see `canter.modules.actors`) and settings.
 
-    Args:
-        env: The environment whose spaces are used, or None.
-        actor: Network of the actor.
-        critic: Network of the critic.
-        actor_class: Class of the actor; see `canter.modules.actors`.
-        critic_class: Class of the critic.
-        actor_cfg: Settings of the actor.
-        critic_cfg: Settings of the critic.
-        obs_space: Observation space, if not the environment's.
-        action_space: Action space, if not the environment's.
+    The spaces are the environment's, if not given; `env` may be None.
     """
     if actor is not None and critic is not None:
         return ActorCritic(actor=actor, critic=critic)

@@ -17,11 +17,7 @@ class Conv2dModel(nn.Module):
     """Convolutions, each followed by an optional norm and a nonlinearity, and by max-pooling instead of strides if set.
 
     Args:
-        in_channels: Channels of the image.
-        channels: Channels after each layer.
-        kernel_sizes: Kernel of each layer.
-        strides: Stride of each layer.
-        paddings: Padding of each layer; none if None.
+        channels: Channels after each layer; the next three have one entry per layer too.
         nonlinearity: Class, or name of a class, in `torch.nn`.
         use_maxpool: Convolve with stride 1 and shrink by a max-pool of the stride's size.
         normlayer: Class in `torch.nn`, its name, or any function from a channel count to a module.
@@ -34,12 +30,8 @@ class Conv2dModel(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         pads = [0] * len(channels) if paddings is None else paddings
-        lengths = {
-            "channels": len(channels),
-            "kernel_sizes": len(kernel_sizes),
-            "strides": len(strides),
-            "paddings": len(pads),
-        }
+        lists = {"channels": channels, "kernel_sizes": kernel_sizes, "strides": strides, "paddings": pads}
+        lengths = {name: len(values) for name, values in lists.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"every layer needs one entry in each list, but their lengths are {lengths}")
         nonlinear = activation(nonlinearity, "nonlinearity")

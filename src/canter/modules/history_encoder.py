@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -44,13 +43,12 @@ class HistoryEncoder(nn.Module):
         steps, width = self.window_shape
         self.body: nn.Module
         if kind == "conv":
-            if not len(channels) == len(kernel_sizes) == len(strides):
-                lengths = [len(channels), len(kernel_sizes), len(strides)]
+            lengths = [len(channels), len(kernel_sizes), len(strides)]
+            if len(set(lengths)) > 1:
                 raise ValueError(f"channels, kernel_sizes and strides must be of one length, got {lengths}")
             between, layers = activation(nonlinearity, "nonlinearity"), []
-            for (size_in, size_out), kernel, stride in zip(
-                pairwise([width, *channels]), kernel_sizes, strides, strict=True
-            ):
+            layer_settings = zip([width, *channels[:-1]], channels, kernel_sizes, strides, strict=True)
+            for size_in, size_out, kernel, stride in layer_settings:
                 layers += [nn.Conv1d(size_in, size_out, kernel, stride, kernel // 2), between()]
                 steps = (steps + 2 * (kernel // 2) - kernel) // stride + 1
             self.body, features = nn.Sequential(*layers, nn.Flatten()), steps * channels[-1]
@@ -84,9 +82,7 @@ class NewestAttends(nn.Module):
         """(B, K, D) -> (B, size)."""
         tokens = self.embed(window) + self.position  # (B, K, E)
         query = self.query(tokens[:, -1:])
-        q, k, v = (self._heads(x) for x in (query, *self.key_value(tokens).chunk(2, dim=-1)))
+        parts = (query, *self.key_value(tokens).chunk(2, dim=-1))
+        q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in parts)  # (B, heads, K, E / heads)
         mixed = F.scaled_dot_product_attention(q, k, v)  # (B, heads, 1, E / heads)
         return tokens[:, -1] + self.out(mixed.flatten(1))
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, K, E) -> (B, heads, K, E / heads)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from canter.modules.utils import activation as activation_class
 
+Activation = str | type[nn.Module]
 ALIGNMENT = 8  # fast matrix kernels of a GPU need rows of 8 numbers
 
 
@@ -31,11 +32,9 @@ def linear(size_in: int, size_out: int) -> nn.Linear:
 
 
 def mlp(
-    sizes: Sequence[int],
-    activation: str | type[nn.Module] = "elu",
-    output_activation: str | type[nn.Module] | None = None,
+    sizes: Sequence[int], activation: Activation = "elu", output_activation: Activation | None = None,
     layer_norm: bool = False,
-) -> nn.Sequential:
+) -> nn.Sequential:  # fmt: skip
     """Linear layers of the given sizes, input and output included.
 
     An activation follows every layer but the last, after layer normalisation if `layer_norm` is true.

@@ -6,23 +6,14 @@ import difflib
 import math
 import warnings
 
+import numpy as np
 from torch import nn
 
 ALIASES: dict[str, type[nn.Module]] = {
-    "elu": nn.ELU,
-    "selu": nn.SELU,
-    "relu": nn.ReLU,
-    "crelu": nn.ReLU,
-    "lrelu": nn.LeakyReLU,
-    "leaky_relu": nn.LeakyReLU,
-    "gelu": nn.GELU,
-    "silu": nn.SiLU,
-    "mish": nn.Mish,
-    "softplus": nn.Softplus,
-    "tanh": nn.Tanh,
-    "sigmoid": nn.Sigmoid,
-    "identity": nn.Identity,
-}
+    "elu": nn.ELU, "selu": nn.SELU, "relu": nn.ReLU, "crelu": nn.ReLU, "lrelu": nn.LeakyReLU,
+    "leaky_relu": nn.LeakyReLU, "gelu": nn.GELU, "silu": nn.SiLU, "mish": nn.Mish, "softplus": nn.Softplus,
+    "tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "identity": nn.Identity,
+}  # fmt: skip
 
 
 def _lookup(name: str) -> type[nn.Module] | None:
@@ -62,15 +53,11 @@ def orthogonal_init(module: nn.Module, last_gain: float = math.sqrt(2.0)) -> Non
             nn.init.zeros_(layer.bias)
 
 
-def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else value
-
-
 def conv2d_output_shape(
     h: int, w: int, kernel_size: int | tuple[int, int] = 1, stride: int | tuple[int, int] = 1,
     padding: int | tuple[int, int] = 0, dilation: int | tuple[int, int] = 1,
 ) -> tuple[int, int]:  # fmt: skip
     """Height and width after a convolution or pooling."""
-    k, s, p, d = _pair(kernel_size), _pair(stride), _pair(padding), _pair(dilation)
-    out_h, out_w = ((n + 2 * p[i] - d[i] * (k[i] - 1) - 1) // s[i] + 1 for i, n in enumerate((h, w)))
-    return out_h, out_w
+    k, s, p, d = (np.broadcast_to(value, 2) for value in (kernel_size, stride, padding, dilation))
+    out = (np.array((h, w)) + 2 * p - d * (k - 1) - 1) // s + 1
+    return int(out[0]), int(out[1])
