@@ -64,9 +64,6 @@ class ActorCritic(Policy):
         critic_obs_segments: The same for the critic; the actor's if None.
     """
 
-    std_low: Tensor
-    std_high: Tensor
-
     def __init__(
         self, num_actor_obs: int | None = None, num_critic_obs: int | None = None, num_actions: int | None = None, *,
         actor: nn.Module | None = None, critic: nn.Module | None = None,
@@ -174,8 +171,8 @@ class ActorCritic(Policy):
                     last.weight[self.num_actions :] = 0.0
                     last.bias[self.num_actions :] = raw if self.noise_std_type == "log" else raw.expm1().log()
             # Bounds that `clip_std` sets; a parameter could be clamped instead, a network's output cannot.
-            self.register_buffer("std_low", torch.full_like(std, SMALLEST_STD), persistent=False)
-            self.register_buffer("std_high", torch.full_like(std, torch.inf), persistent=False)
+            self.std_low = nn.Buffer(torch.full_like(std, SMALLEST_STD), persistent=False)
+            self.std_high = nn.Buffer(torch.full_like(std, torch.inf), persistent=False)
         elif self.noise_std_type == "log":
             self.log_std = nn.Parameter(raw)
         else:

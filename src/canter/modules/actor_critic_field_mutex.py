@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from canter.modules.actor_critic_mutex import ActorCriticMutex
 from canter.modules.distributions import Params
@@ -94,12 +94,6 @@ class ActorCriticFieldMutex(ActorCriticMutex):
         last_action: Position of the last action; the end of `proprioception`, if there is such a component.
     """
 
-    velocity_low: Tensor
-    velocity_high: Tensor
-    velocity_scale: Tensor
-    is_mapped: Tensor
-    recovery: Tensor
-    env_action_scale: Tensor
     num_not_selectable = 0
     """Number of sub-policies, at the end of the list, that no obstacle number selects."""
 
@@ -156,10 +150,9 @@ class ActorCriticFieldMutex(ActorCriticMutex):
             self.cmd_vel_mapping[i] = value
         for i in range(count):
             recovery[i] = self.env_action_scale / getattr(self, f"subpolicy_action_scale_{i}")
-        tables = {"velocity_low": low, "velocity_high": high, "velocity_scale": scale, "recovery": recovery}
-        tables["is_mapped"] = torch.tensor([i in self.cmd_vel_mapping for i in range(count)], dtype=torch.bool)
-        for name, table in tables.items():
-            self.register_buffer(name, table, persistent=False)
+        is_mapped = torch.tensor([i in self.cmd_vel_mapping for i in range(count)], dtype=torch.bool)
+        tables = (nn.Buffer(table, persistent=False) for table in (low, high, scale, recovery, is_mapped))
+        self.velocity_low, self.velocity_high, self.velocity_scale, self.recovery, self.is_mapped = tables
 
     @property
     def action_smoothing_buffer(self) -> Tensor | None:

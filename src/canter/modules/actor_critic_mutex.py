@@ -51,7 +51,7 @@ class ActorCriticMutex(Policy):
         self.num_actions, self.distribution = num_actions, Gaussian(num_actions)
         self.obs_layout = ObsLayout(obs_segments or {"obs": (num_actor_obs,)})
         self.critic_obs_layout = ObsLayout(critic_obs_segments or obs_segments or {"obs": (num_critic_obs,)})
-        self.register_buffer("env_action_scale", self._scale(env_action_scale, "env_action_scale"))
+        self.env_action_scale = nn.Buffer(self._scale(env_action_scale, "env_action_scale"))
         if not sub_policy_paths:
             warnings.warn(f"{type(self).__name__} has no sub_policy_paths: no sub-policy to choose", stacklevel=2)
         given = (num_actor_obs, num_critic_obs, num_actions, obs_segments, critic_obs_segments, action_space)

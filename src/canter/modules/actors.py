@@ -194,7 +194,6 @@ class NetworkActor(Actor):
     """An actor whose `network` outputs the logits, or the mean beside a state-independent standard deviation."""
 
     outputs_per_action: ClassVar[int] = 1
-    log_std: Tensor
 
     def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None = None) -> None:
         super().__init__(obs_space, action_space, cfg)
@@ -206,10 +205,7 @@ class NetworkActor(Actor):
         """Create the standard deviation of a Box of actions."""
         if "mu" in self.distribution.param_shapes:
             log_std = init_std(self.action_dim, self.cfg["init_std"]).log()
-            if self.cfg["learn_std"]:
-                self.log_std = nn.Parameter(log_std)
-            else:
-                self.register_buffer("log_std", log_std)
+            self.log_std = nn.Parameter(log_std) if self.cfg["learn_std"] else nn.Buffer(log_std)
 
     def get_params(self, obs: Obs) -> Params:
         """`mu` and `sigma`, or `logits`."""
@@ -277,11 +273,9 @@ class CNNSquashedGaussianActor(SquashedGaussianActor):
 class DeterministicActor(NetworkActor, ContinuousActor):
     """An actor whose `network` outputs the action before squashing; the algorithm adds noise."""
 
-    no_std: Tensor
-
     def init_noise(self) -> None:
         """A standard deviation of almost 0."""
-        self.register_buffer("no_std", torch.full((self.action_dim,), 1e-6), persistent=False)
+        self.no_std = nn.Buffer(torch.full((self.action_dim,), 1e-6), persistent=False)
 
     def get_params(self, obs: Obs) -> Params:
         """`mu`, and a `sigma` of almost 0."""

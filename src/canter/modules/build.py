@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,11 +66,6 @@ def build_pair(
     return ActorCritic(actor=actor, critic=critic_class(obs_space=critic_obs_space, cfg=dict(critic_cfg or {})))
 
 
-NETWORK_ARGUMENTS = (
-    "actor", "critic", "actor_class", "critic_class", "actor_cfg", "critic_cfg", "obs_space", "action_space",
-)  # fmt: skip
-
-
 def build_policy(
     env: Any, actor: Any = None, critic: Any = None, actor_class: Any = None, critic_class: Any = None,
     actor_cfg: Mapping[str, Any] | None = None, critic_cfg: Mapping[str, Any] | None = None, obs_space: Any = None,
@@ -90,6 +86,9 @@ def build_policy(
     critic_space = obs_space if env is None else env.critic_obs_space
     action_space = action_space or env.action_space
     return build_pair(obs_space, critic_space, action_space, actor_class, critic_class, actor_cfg, critic_cfg)
+
+
+NETWORK_ARGUMENTS = tuple(inspect.signature(build_policy).parameters)[1:]
 
 
 def space_shapes(space: spaces.Space) -> Any:

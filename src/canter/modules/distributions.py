@@ -406,9 +406,7 @@ def finite_bounds(low: Bounds, high: Bounds, owner: str) -> tuple[np.ndarray, np
     """Flat float64 bounds; `owner` is named in the error if they are not finite."""
     bounds = np.stack([np.asarray(low, dtype=np.float64), np.asarray(high, dtype=np.float64)]).reshape(2, -1)
     if not np.isfinite(bounds).all() or not (bounds[0] < bounds[1]).all():
-        raise ValueError(
-            f"{owner} needs finite bounds, low < high, but got {low=!s}, {high=!s}; bound the action space"
-        )
+        raise ValueError(f"{owner} needs finite bounds, low < high, got {low=!s}, {high=!s}; bound the action space")
     return bounds[0], bounds[1]
 
 

@@ -47,18 +47,12 @@ def merge_moments(
 class EmpiricalNormalization(nn.Module):
     """Subtracts the running mean and divides by the running standard deviation."""
 
-    _mean: Tensor
-    _var: Tensor
-    _std: Tensor
-    count: Tensor
-
     def __init__(self, shape: int | Sequence[int], eps: float = 1e-2, until: float | None = None) -> None:
         super().__init__()
         self.shape = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
         self.eps, self.until = eps, until
-        for name, value in (("_mean", 0.0), ("_var", 1.0), ("_std", 1.0)):
-            self.register_buffer(name, torch.full((1, *self.shape), value))
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self._mean, self.count = nn.Buffer(torch.zeros(1, *self.shape)), nn.Buffer(torch.zeros((), dtype=torch.int64))
+        self._var, self._std = nn.Buffer(torch.ones(1, *self.shape)), nn.Buffer(torch.ones(1, *self.shape))
 
     @property
     def mean(self) -> Tensor:
@@ -215,18 +209,11 @@ class DictNormalization(nn.Module):
 class ReturnScaler(nn.Module):
     """Divides rewards by the running standard deviation of the discounted return, one accumulator per environment."""
 
-    returns: Tensor
-    mean: Tensor
-    var: Tensor
-    count: Tensor
-
     def __init__(self, num_envs: int, gamma: float, eps: float = 1e-8, clip: float = 10.0) -> None:
         super().__init__()
         self.gamma, self.eps, self.clip = gamma, eps, clip
-        count = torch.zeros((), dtype=torch.int64)
-        fresh = {"returns": torch.zeros(num_envs), "mean": torch.zeros(()), "var": torch.ones(()), "count": count}
-        for name, buffer in fresh.items():
-            self.register_buffer(name, buffer)
+        self.returns, self.count = nn.Buffer(torch.zeros(num_envs)), nn.Buffer(torch.zeros((), dtype=torch.int64))
+        self.mean, self.var = nn.Buffer(torch.zeros(())), nn.Buffer(torch.ones(()))
 
     @torch.no_grad()
     def forward(self, reward: Tensor, done: Tensor, valid: Tensor | None = None) -> Tensor:

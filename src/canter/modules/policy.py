@@ -297,10 +297,7 @@ class Policy(nn.Module):
         """Names and shapes of the critic observation's parts."""
         return self.critic_obs_layout.shapes
 
-    @property
-    def privileged_obs_segments(self) -> dict[str, tuple[int, ...]]:
-        """The same as `critic_obs_segments`."""
-        return self.critic_obs_segments
+    privileged_obs_segments = critic_obs_segments
 
     def _last(self) -> Params:
         if self._params is None:

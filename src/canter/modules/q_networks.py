@@ -115,9 +115,6 @@ class QPolicy(Policy):
 class UnitActions(nn.Module):
     """Scales the actions of a Box to [-1, 1], so that every joint counts alike; infinite ranges stay as they are."""
 
-    scale: Tensor
-    offset: Tensor
-
     def __init__(self, action_space: spaces.Space) -> None:
         super().__init__()
         if not isinstance(action_space, spaces.Box):
@@ -127,8 +124,8 @@ class UnitActions(nn.Module):
         with np.errstate(invalid="ignore"):
             half, middle = np.where(is_finite, (high - low) / 2, 1.0), np.where(is_finite, (high + low) / 2, 0.0)
         self.is_identity = bool((half == 1).all() and (middle == 0).all())
-        self.register_buffer("scale", torch.as_tensor(1 / half, dtype=torch.float32), persistent=False)
-        self.register_buffer("offset", torch.as_tensor(-middle / half, dtype=torch.float32), persistent=False)
+        self.scale = nn.Buffer(torch.as_tensor(1 / half, dtype=torch.float32), persistent=False)
+        self.offset = nn.Buffer(torch.as_tensor(-middle / half, dtype=torch.float32), persistent=False)
 
     def forward(self, actions: Tensor) -> Tensor:
         """(..., A) in the environment's units -> (..., A) in [-1, 1]."""
