@@ -16,7 +16,7 @@ from canter.modules.all_mixer import (
 )
 from canter.modules.amp_discriminator import AMPDiscriminator, AmpMixin
 from canter.modules.build import NETWORKS, POLICIES, build_actor_critic, register_policy
-from canter.modules.conv2d import Conv2dHeadModel, Conv2dModel
+from canter.modules.conv2d import Conv2dHeadModel, Conv2dModel, HistoryEncoder
 from canter.modules.deterministic_policy import DeterministicPolicyMixin
 from canter.modules.distributions import (
     ActionDistribution, Beta, Categorical, Gaussian, MultiCategorical, SquashedGaussian,
@@ -24,7 +24,6 @@ from canter.modules.distributions import (
 from canter.modules.encoder_actor_critic import (
     EncoderActorCritic, EncoderActorCriticMixin, EncoderActorCriticRecurrent, register_encoder,
 )
-from canter.modules.history_encoder import HistoryEncoder
 from canter.modules.memory import ActorCriticHiddenState, LstmHiddenState, Memory
 from canter.modules.mlp import MlpModel
 from canter.modules.normalizer import EmpiricalNormalization, Normalize, Normalizer, RunningMeanStd

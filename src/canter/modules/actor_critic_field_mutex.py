@@ -142,7 +142,8 @@ class ActorCriticFieldMutex(ActorCriticMutex):
             i = int(key)  # JSON has text
             if "lin_vel" not in self.cmd_scales[i]:
                 raise KeyError(f"obs_scales of sub-policy {i} has no lin_vel, which its command is multiplied by")
-            ends = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value, value)
+            is_range = isinstance(value, Sequence) and not isinstance(value, str)
+            ends: tuple[Any, ...] = tuple(value) if is_range else (value, value)
             is_numeric = all(isinstance(end, int | float) and not isinstance(end, bool) for end in ends)
             if len(ends) != 2 or not is_numeric or ends[0] > ends[1]:
                 raise ValueError(f"cmd_vel_mapping[{i}] is {value!r}; give a number, or a range of two")

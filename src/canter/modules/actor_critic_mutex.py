@@ -55,7 +55,7 @@ class ActorCriticMutex(Policy):
         if not sub_policy_paths:
             warnings.warn(f"{type(self).__name__} has no sub_policy_paths: no sub-policy to choose", stacklevel=2)
         given = (num_actor_obs, num_critic_obs, num_actions, obs_segments, critic_obs_segments, action_space)
-        shared = dict(zip(GIVEN, given, strict=True))
+        shared: dict[str, Any] = dict(zip(GIVEN, given, strict=True))
         self.submodules = nn.ModuleList()
         self.sub_policy_paths = [Path(path) for path in sub_policy_paths]
         self.configs = [read_config(path) for path in self.sub_policy_paths]

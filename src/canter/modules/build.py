@@ -78,14 +78,14 @@ def build_policy(
     if actor is not None and critic is not None:
         return ActorCritic(actor=actor, critic=critic)
     missing = [name for name, cls in (("actor_class", actor_class), ("critic_class", critic_class)) if cls is None]
-    if env is None and (obs_space is None or action_space is None):
+    if env is None and None in (obs_space, action_space):
         missing.append("env (or obs_space and action_space)")
     if missing:
         raise ValueError(f"PPO needs a policy: PPO(actor_critic, ...), or {' and '.join(missing)}")
-    obs_space = obs_space or env.obs_space
-    critic_space = obs_space if env is None else env.critic_obs_space
-    action_space = action_space or env.action_space
-    return build_pair(obs_space, critic_space, action_space, actor_class, critic_class, actor_cfg, critic_cfg)
+    networks = (actor_class, critic_class, actor_cfg, critic_cfg)
+    if env is None:
+        return build_pair(obs_space, obs_space, action_space, *networks)
+    return build_pair(obs_space or env.obs_space, env.critic_obs_space, action_space or env.action_space, *networks)
 
 
 NETWORK_ARGUMENTS = tuple(inspect.signature(build_policy).parameters)[1:]

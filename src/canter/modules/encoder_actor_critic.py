@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from canter.modules.actor_critic import ActorCritic
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
-from canter.modules.conv2d import Conv2dHeadModel
-from canter.modules.history_encoder import HistoryEncoder
+from canter.modules.conv2d import Conv2dHeadModel, HistoryEncoder
 from canter.modules.mlp import MlpModel
 from canter.modules.policy import Context
 from canter.modules.utils import orthogonal_init
@@ -129,7 +128,7 @@ class EncoderActorCriticMixin(ActorCritic):
         if critic_names and not self.shares_encoders:
             settings = [(critic_encoder_class_name, encoder_class_name), (critic_encoder_kwargs, encoder_kwargs)]
             given = [self._for_critic(actors) if own is None else own for own, actors in settings]
-            self.critic_encoders = SegmentEncoders(self.critic_encoder_layout, critic_names, *given, size)
+            self.critic_encoders = SegmentEncoders(self.critic_encoder_layout, critic_names, *given, output_size=size)
         if kwargs.get("orthogonal_init"):
             for encoder in (*self.encoders, *getattr(self, "critic_encoders", ())):
                 orthogonal_init(encoder)

@@ -164,6 +164,8 @@ class EstimatorMixin(EstimatingActorCritic):
         append_estimate: Append the estimate to the actor's observation, which lacks the component.
     """
 
+    state_estimator: MlpModel
+
     def __init__(
         self, *args: Any, estimator_obs_components: Sequence[str] | None = None,
         estimator_target_components: Sequence[str] | None = None, estimator_kwargs: Any = None,
