@@ -39,8 +39,6 @@ class ActorCritic(Policy):
     widths passes observations of any structure to the modules as they are.
 
     Args:
-        num_actor_obs: Width of the actor's observation.
-        num_critic_obs: Width of the critic's observation.
         num_actions: Width of the action, or number of logits.
         actor: Module instead of the MLP: its output is the mean or the logits (an input of the distribution); or it
             has `get_params(obs)` and a `distribution`, as the classes of `canter.modules.actors`.

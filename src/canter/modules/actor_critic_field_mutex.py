@@ -127,7 +127,7 @@ class ActorCriticFieldMutex(ActorCriticMutex):
         self.velocities = Velocities(self, count)
         self.selections = Selections(self, action_smoothing_buffer_len, count)
         self.carried |= {"selections": self.selections, "velocities": self.velocities}
-        for i, policy in enumerate(self.sub_policies):
+        for i, policy in enumerate(self.submodules):
             self.carried |= {f"{name}_{i}": memory for name, memory in policy.memories.items()}
         self.resample_cmd_vel_current()
 
@@ -222,7 +222,7 @@ class ActorCriticFieldMutex(ActorCriticMutex):
         ctx.aux["selection_share"] = share
         seen = self.override_cmd_vel(self.recover_last_action(obs, selection), selection, velocities[:, 0, 0])
         mean = torch.zeros(len(obs), self.num_actions, device=obs.device)
-        for i, policy in enumerate(self.sub_policies):
+        for i, policy in enumerate(self.submodules):
             own = Context({name: ctx.hidden[f"{name}_{i}"] for name in policy.memories})
             params = policy.actor_params(policy.obs_normalizer.normalize(seen), own)
             action = policy.distribution.to_env(policy.distribution.mode(params))

@@ -28,8 +28,6 @@ class ActorCriticMutex(Policy):
 
     Args:
         num_actor_obs: Width of the observation, the same for every sub-policy.
-        num_critic_obs: Width of the critic's observation.
-        num_actions: Width of the action.
         sub_policy_class_name: Class of the sub-policies; None takes the one in each run's configuration.
         sub_policy_paths: Run directories: config.json or config.yaml, and the newest model_<number>.pt.
         obs_segments: Names and shapes of the observation's parts, in order.
@@ -56,19 +54,15 @@ class ActorCriticMutex(Policy):
             warnings.warn(f"{type(self).__name__} has no sub_policy_paths: no sub-policy to choose", stacklevel=2)
         given = (num_actor_obs, num_critic_obs, num_actions, obs_segments, critic_obs_segments, action_space)
         shared: dict[str, Any] = dict(zip(GIVEN, given, strict=True))
-        self.submodules = nn.ModuleList()
+        self.submodules: Any = nn.ModuleList()
+        """The sub-policies, in the order of their paths."""
         self.sub_policy_paths = [Path(path) for path in sub_policy_paths]
         self.configs = [read_config(path) for path in self.sub_policy_paths]
         for i, (path, config) in enumerate(zip(self.sub_policy_paths, self.configs, strict=True)):
             self.submodules.append(load_sub_policy(path, config, sub_policy_class_name, shared))
             scale = self._setting(i, "control", "action_scale", env_action_scale)
             self.register_buffer(f"subpolicy_action_scale_{i}", self._scale(scale, f"control.action_scale of {path}"))
-        self.is_recurrent = any(policy.is_recurrent for policy in self.sub_policies)
-
-    @property
-    def sub_policies(self) -> list[Policy]:
-        """The sub-policies, in the order of their paths."""
-        return [policy for policy in self.submodules if isinstance(policy, Policy)]
+        self.is_recurrent = any(policy.is_recurrent for policy in self.submodules)
 
     def _scale(self, given: Any, name: str) -> Tensor:
         """A scalar or (A,) tensor."""
@@ -78,10 +72,7 @@ class ActorCriticMutex(Policy):
         return scale.clone()
 
     def _setting(self, i: int, section: str, name: str, default: Any) -> Any:
-        """A number of the sub-policy's environment from its configuration.
-
-        A config.json must contain it; our config.yaml does if the run was given it as `run_info`.
-        """
+        """A setting of a sub-policy's environment; a config.json must have it, a config.yaml has it from `run_info`."""
         path, config = self.sub_policy_paths[i], self.configs[i]
         values = config.get(section) or (config.get("run") or {}).get(section) or {}
         if name not in values and (path / "config.json").is_file():

@@ -18,14 +18,7 @@ from torch import distributions as td
 
 from canter.envs.vec_env import flat_size
 from canter.modules.conv2d import Conv2dHeadModel
-from canter.modules.distributions import (
-    ActionDistribution,
-    Params,
-    bounded_std,
-    clip_std_parameter,
-    distribution_for,
-    init_std,
-)
+from canter.modules.distributions import Params, bounded_std, clip_std_parameter, distribution_for, init_std
 from canter.modules.mlp import mlp
 from canter.modules.utils import orthogonal_init
 from canter.utils.config import check_settings
@@ -125,7 +118,6 @@ class ConfiguredNetwork(nn.Module):
 class Actor(ConfiguredNetwork):
     """Maps observations to the parameters of an action distribution, by default those of `get_action_dist`."""
 
-    distribution: ActionDistribution
     action_spaces: ClassVar[tuple[type[spaces.Space], ...]] = (spaces.Space,)
     needs: ClassVar[tuple[str, str]] = ("a space of actions", "an Actor")
     """Words of the error for any other action space: the actions that the class needs, the class for the others."""

@@ -71,10 +71,7 @@ def build_policy(
     actor_cfg: Mapping[str, Any] | None = None, critic_cfg: Mapping[str, Any] | None = None, obs_space: Any = None,
     action_space: Any = None,
 ) -> Policy:  # fmt: skip
-    """A policy from two networks, or from their classes (see `canter.modules.actors`) and settings.
-
-    The spaces are the environment's, if not given; `env` may be None.
-    """
+    """A policy from two networks, or from their classes and settings; spaces not given are the environment's."""
     if actor is not None and critic is not None:
         return ActorCritic(actor=actor, critic=critic)
     missing = [name for name, cls in (("actor_class", actor_class), ("critic_class", critic_class)) if cls is None]

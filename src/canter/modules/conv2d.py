@@ -102,12 +102,8 @@ class HistoryEncoder(nn.Module):
     Args:
         window_shape: Steps K and values per step D.
         output_size: Width of the output; the last hidden layer's if None.
-        kind: "conv" or "attention".
         channels: Of each convolution; the last is the width of attention.
         kernel_sizes: Steps that each convolution sees; its input is padded, so that any window is long enough.
-        strides: Of each convolution.
-        hidden_sizes: Layers between the window's features and the output.
-        num_heads: Of attention.
         nonlinearity: Class, or name of a class, in `torch.nn`.
     """
 

@@ -104,7 +104,6 @@ class ValueNormalizer(EmpiricalNormalization):
         layer: The critic's last layer; if given, it is rescaled together with the statistics so that no value changes
             (PopArt, van Hasselt et al. 2016).
         memory: Number of rollouts over which the statistics average; returns grow while a policy learns.
-        eps: Added to the standard deviation.
     """
 
     def __init__(self, layer: nn.Linear | None = None, memory: int = 20, eps: float = 1e-4) -> None:

@@ -18,14 +18,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from canter.envs.vec_env import flat_size
-from canter.modules.actors import (
-    CNN_SETTINGS,
-    MLP_Q_SETTINGS,
-    Cfg,
-    ConfiguredNetwork,
-    build_network,
-    flatten_obs,
-)
+from canter.modules.actors import CNN_SETTINGS, MLP_Q_SETTINGS, Cfg, ConfiguredNetwork, build_network, flatten_obs
 from canter.modules.distributions import Categorical, Params
 from canter.modules.mlp import ALIGNMENT, mlp
 from canter.modules.policy import Context, Policy

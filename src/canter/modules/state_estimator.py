@@ -55,10 +55,9 @@ class Estimate:
         """Read the layout at this place in the pipeline; returns by how much the observation grows here."""
         self.layout = policy.feature_layout
         names = [self.targets] if isinstance(self.targets, str) else list(self.targets or ())
-        in_actor, in_critic = (
-            all(name in layout for name in names) for layout in (policy.obs_layout, policy.critic_obs_layout)
-        )
-        self.target = (policy.obs_layout if in_actor and not in_critic else policy.critic_obs_layout).part(names)
+        own, critics = policy.obs_layout, policy.critic_obs_layout
+        in_actor_only = all(name in own for name in names) and not all(name in critics for name in names)
+        self.target = (own if in_actor_only else critics).part(names)
         if self.inputs is None:
             self.inputs = [name for name in self.layout.shapes if name not in self.target]
         self.inputs = self.layout.ordered(self.inputs)
@@ -68,10 +67,9 @@ class Estimate:
             here = self.layout.shapes.get(name)
             if self.replace_prob > 0 and here != shape:
                 there = "not there" if here is None else f"of shape {here}"
-                raise ValueError(
-                    f"the estimate of {name!r} {shape} cannot replace it in the actor's observation, where it is "
-                    f"{there}; append the estimate instead, or leave the probability at 0"
-                )
+                problem = f"cannot replace it in the actor's observation, where it is {there}"
+                way_out = "append the estimate instead, or leave the probability at 0"
+                raise ValueError(f"the estimate of {name!r} {shape} {problem}; {way_out}")
             if self.appends and here is not None:
                 raise ValueError(f"the actor's observation has {name!r} already: replace it instead of appending to it")
         if not self.appends:
@@ -94,10 +92,7 @@ class Estimate:
         policy.estimates = {**getattr(policy, "estimates", {}), self.name: self}
 
     def embed(self, policy: ActorCritic, obs: Tensor, ctx: Context) -> Tensor:
-        """Estimate from the observation; returns it with the estimate appended or in its place.
-
-        The gradient of the next stages does not reach the networks of the estimate.
-        """
+        """Estimate; returns the observation with the estimate, without its gradient, appended or in its place."""
         head, memory = self.networks
         features = self.layout.take(obs, self.inputs or ())
         if policy.is_recurrent:
@@ -136,10 +131,7 @@ class EstimatingActorCritic(ActorCritic):
     estimates: dict[str, Estimate]
 
     def get_estimated_state(self, name: str | None = None, denormalize: bool = False) -> Tensor:
-        """The estimate of the last act, with its gradient; in physical units if `denormalize`.
-
-        Without a name: the estimator's, or the adaptor's if there is no estimator.
-        """
+        """The last act's estimate, by default the estimator's or else the adaptor's; `denormalize` gives physical units."""
         if name is None:
             name = "estimator" if "estimator" in self.estimates else "adaptor"
         if name not in self.estimates:

@@ -16,27 +16,22 @@ ALIASES: dict[str, type[nn.Module]] = {
 }  # fmt: skip
 
 
-def _lookup(name: str) -> type[nn.Module] | None:
-    """The `torch.nn` class of exactly this name, else the alias of it."""
-    found = getattr(nn, name, None)
-    if isinstance(found, type) and issubclass(found, nn.Module):
-        return found
-    return ALIASES.get(name.lower())
-
-
 def get_activation_Cls(name: str) -> type[nn.Module] | None:  # noqa: N802, the documented name
     """The activation class of that name: a `torch.nn` class or an alias; warns and returns None for any other name."""
-    found = _lookup(name)
-    if found is None:
-        warnings.warn(f"invalid activation function {name!r}; known are {sorted(ALIASES)}", stacklevel=2)
-    return found
+    try:
+        return activation(name)
+    except ValueError as error:
+        warnings.warn(f"invalid activation function {name!r}: {error}", stacklevel=2)
+        return None
 
 
 def activation(name: str | type[nn.Module], kind: str = "activation") -> type[nn.Module]:
     """The `torch.nn` class of a name; a class is returned as it is. `kind` is the noun in the error."""
     if isinstance(name, type):
         return name
-    found = _lookup(name)
+    found = getattr(nn, name, None)
+    if not isinstance(found, type) or not issubclass(found, nn.Module):
+        found = ALIASES.get(name.lower())
     if found is None:
         near = difflib.get_close_matches(name.lower(), ALIASES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
