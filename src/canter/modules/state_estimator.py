@@ -131,7 +131,7 @@ class EstimatingActorCritic(ActorCritic):
     estimates: dict[str, Estimate]
 
     def get_estimated_state(self, name: str | None = None, denormalize: bool = False) -> Tensor:
-        """The last act's estimate, by default the estimator's or else the adaptor's; `denormalize` gives physical units."""
+        """The last act's estimate (None: the estimator's, else the adaptor's), in physical units if `denormalize`."""
         if name is None:
             name = "estimator" if "estimator" in self.estimates else "adaptor"
         if name not in self.estimates:
