@@ -36,9 +36,7 @@ def test_a_recurrent_one_advances_its_memory():
 
 
 def test_it_must_precede_a_class_with_a_mean():
-    with pytest.raises(
-        AttributeError, match="Alone: DeterministicPolicyMixin must precede a class that defines action_mean"
-    ):
+    with pytest.raises(AttributeError, match="Alone: DeterministicPolicyMixin must precede a class with action_mean"):
 
         class Alone(DeterministicPolicyMixin):
             pass

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from canter.modules.actor_critic import ActorCritic
-from canter.modules.normalizer import ValueNormalizer, install_value_normalizer, value_layer
+from canter.modules.normalizer import ValueNormalizer, install_value_normalizer
 
 
 def column(*values):
@@ -116,4 +116,4 @@ def test_popart_refuses_a_critic_without_a_suitable_last_layer():
     policy = made()
     policy.critic = nn.Sequential(nn.Linear(3, 1, bias=False))
     with pytest.raises(ValueError, match="ActorCritic does not have; use value_normalization='running'"):
-        value_layer(policy)
+        install_value_normalizer(policy, "popart")

@@ -364,7 +364,7 @@ def test_networks_can_be_given_by_name_or_class():
     cfg["policy"] = {"q_network_class": "MLPQNetwork", "q_network_cfg": {"hidden_dims": [5], "dueling": True}}
     runner = OffPolicyRunner(CartPole(1), cfg, show_progress=False)
     assert runner.alg.q_network.heads.out.in_features == 5
-    assert runner.alg.q_network.heads.dueling
+    assert runner.alg.q_network.cfg["dueling"]
     with pytest.raises(TypeError, match="DQN has no setting 'actor_class'"):
         OffPolicyRunner(CartPole(1), DQNConfig(), actor_class=object, device="cpu")
 

@@ -1,98 +1,49 @@
 """Networks and policies, registered by name in `canter.modules.build`."""
 
+# isort: off
+# fmt: off
 from canter.modules.actor_critic import Actor, ActorCritic, Critic
 from canter.modules.actor_critic_field_mutex import ActorCriticClimbMutex, ActorCriticFieldMutex
 from canter.modules.actor_critic_mutex import ActorCriticMutex
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.actors import (
-    CNNActor,
-    CNNCritic,
-    CNNDeterministicActor,
-    CNNSquashedGaussianActor,
-    ContinuousActor,
-    DiscreteActor,
-    MLPActor,
-    MLPCritic,
-    MLPDeterministicActor,
-    MLPDiscreteActor,
-    MLPSquashedGaussianActor,
+    CNNActor, CNNCritic, CNNDeterministicActor, CNNSquashedGaussianActor, ConfiguredNetwork, ContinuousActor,
+    DiscreteActor, MLPActor, MLPCritic, MLPDeterministicActor, MLPDiscreteActor, MLPSquashedGaussianActor,
 )
 from canter.modules.all_mixer import (
-    AmpActorCritic,
-    AmpActorCriticRecurrent,
-    EncoderAmpActorCritic,
-    EncoderAmpActorCriticRecurrent,
-    EncoderStateAc,
+    AmpActorCritic, AmpActorCriticRecurrent, EncoderAmpActorCritic, EncoderAmpActorCriticRecurrent, EncoderStateAc,
     EncoderStateAcRecurrent,
 )
 from canter.modules.amp_discriminator import AMPDiscriminator, AmpMixin
 from canter.modules.build import NETWORKS, POLICIES, build_actor_critic, register_policy
-from canter.modules.conv2d import Conv2dHeadModel, Conv2dModel
+from canter.modules.conv2d import Conv2dHeadModel, Conv2dModel, HistoryEncoder
 from canter.modules.deterministic_policy import DeterministicPolicyMixin
 from canter.modules.distributions import (
-    ActionDistribution,
-    Beta,
-    Categorical,
-    Gaussian,
-    MultiCategorical,
-    SquashedGaussian,
+    ActionDistribution, Beta, Categorical, Gaussian, MultiCategorical, SquashedGaussian,
 )
 from canter.modules.encoder_actor_critic import (
-    EncoderActorCritic,
-    EncoderActorCriticMixin,
-    EncoderActorCriticRecurrent,
-    register_encoder,
+    EncoderActorCritic, EncoderActorCriticMixin, EncoderActorCriticRecurrent, register_encoder,
 )
-from canter.modules.history_encoder import HistoryEncoder
 from canter.modules.memory import ActorCriticHiddenState, LstmHiddenState, Memory
 from canter.modules.mlp import MlpModel
 from canter.modules.normalizer import EmpiricalNormalization, Normalize, Normalizer, RunningMeanStd
 from canter.modules.policy import Policy, PolicyOutput
 from canter.modules.q_networks import (
-    CNNContinuousQNetwork,
-    CNNQNetwork,
-    ContinuousQNetwork,
-    DiscreteQNetwork,
-    MLPContinuousQNetwork,
-    MLPQNetwork,
+    CNNContinuousQNetwork, CNNQNetwork, ContinuousQNetwork, DiscreteQNetwork, MLPContinuousQNetwork, MLPQNetwork,
 )
 from canter.modules.state_adaptor import (
-    AdaptorActorHiddenState,
-    PrivilegeEstimatorMixin,
-    PrivilegeStateAc,
-    PrivilegeStateAcRecurrent,
+    AdaptorActorHiddenState, PrivilegeEstimatorMixin, PrivilegeStateAc, PrivilegeStateAcRecurrent,
 )
 from canter.modules.state_estimator import (
-    Estimate,
-    EstimatorActorHiddenState,
-    EstimatorMixin,
-    StateAc,
-    StateAcRecurrent,
+    Estimate, EstimatorActorHiddenState, EstimatorMixin, StateAc, StateAcRecurrent,
 )
 from canter.modules.utils import conv2d_output_shape, get_activation_Cls
 from canter.modules.visual_actor_critic import (
-    VisualActorCritic,
-    VisualActorCriticMixin,
-    VisualActorCriticRecurrent,
-    VisualDeterministicAC,
+    VisualActorCritic, VisualActorCriticMixin, VisualActorCriticRecurrent, VisualDeterministicAC,
     VisualDeterministicRecurrent,
 )
-
-for _policy in (
-    ActorCritic, ActorCriticClimbMutex, ActorCriticFieldMutex, ActorCriticMutex,
-    ActorCriticRecurrent, AmpActorCritic, AmpActorCriticRecurrent,
-    EncoderActorCritic, EncoderActorCriticRecurrent, EncoderAmpActorCritic, EncoderAmpActorCriticRecurrent,
-    EncoderStateAc, EncoderStateAcRecurrent, PrivilegeStateAc, PrivilegeStateAcRecurrent,
-    StateAc, StateAcRecurrent, VisualActorCritic, VisualActorCriticRecurrent,
-    VisualDeterministicAC, VisualDeterministicRecurrent,
-):  # fmt: skip
-    register_policy(_policy)
-for _network in (
-    MLPActor, MLPDiscreteActor, CNNActor, MLPCritic, CNNCritic, MLPQNetwork, CNNQNetwork, MLPContinuousQNetwork,
-    CNNContinuousQNetwork, MLPSquashedGaussianActor, CNNSquashedGaussianActor, MLPDeterministicActor,
-    CNNDeterministicActor,
-):  # fmt: skip
-    NETWORKS[_network.__name__] = _network
+# fmt: on
+# isort: on
 
 __all__ = [
     "NETWORKS", "POLICIES", "AMPDiscriminator", "ActionDistribution", "Actor", "ActorCritic",
@@ -111,3 +62,13 @@ __all__ = [
     "VisualActorCriticRecurrent", "VisualDeterministicAC", "VisualDeterministicRecurrent", "build_actor_critic",
     "conv2d_output_shape", "get_activation_Cls", "register_encoder", "register_policy",
 ]  # fmt: skip
+
+# Configurations name every policy but the mixins, and every network with default settings.
+for _name in __all__:
+    _class = globals()[_name]
+    if not isinstance(_class, type):
+        continue
+    if issubclass(_class, Policy) and _class is not Policy and not _name.endswith("Mixin"):
+        register_policy(_class)
+    elif issubclass(_class, ConfiguredNetwork) and _class.defaults is not None:
+        NETWORKS[_name] = _class

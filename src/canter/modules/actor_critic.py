@@ -39,8 +39,6 @@ class ActorCritic(Policy):
     widths passes observations of any structure to the modules as they are.
 
     Args:
-        num_actor_obs: Width of the actor's observation.
-        num_critic_obs: Width of the critic's observation.
         num_actions: Width of the action, or number of logits.
         actor: Module instead of the MLP: its output is the mean or the logits (an input of the distribution); or it
             has `get_params(obs)` and a `distribution`, as the classes of `canter.modules.actors`.
@@ -64,36 +62,17 @@ class ActorCritic(Policy):
         critic_obs_segments: The same for the critic; the actor's if None.
     """
 
-    std_low: Tensor
-    std_high: Tensor
-
     def __init__(
-        self,
-        num_actor_obs: int | None = None,
-        num_critic_obs: int | None = None,
-        num_actions: int | None = None,
-        *,
-        actor: nn.Module | None = None,
-        critic: nn.Module | None = None,
-        actor_hidden_dims: Sequence[int] = (256, 256, 256),
-        critic_hidden_dims: Sequence[int] = (256, 256, 256),
-        activation: str = "elu",
-        actor_activation: str | None = None,
-        critic_activation: str | None = None,
-        actor_layer_norm: bool = False,
-        critic_layer_norm: bool = False,
-        init_noise_std: float | Sequence[float] = 1.0,
-        noise_std_type: str = "scalar",
-        state_dependent_std: bool = False,
-        mu_activation: str | None = None,
-        orthogonal_init: bool = False,
-        squash_actions: bool = False,
-        action_distribution: str | None = None,
-        action_space: Any = None,
-        obs_segments: Segments | None = None,
-        critic_obs_segments: Segments | None = None,
-        **unknown: Any,
-    ) -> None:
+        self, num_actor_obs: int | None = None, num_critic_obs: int | None = None, num_actions: int | None = None, *,
+        actor: nn.Module | None = None, critic: nn.Module | None = None,
+        actor_hidden_dims: Sequence[int] = (256, 256, 256), critic_hidden_dims: Sequence[int] = (256, 256, 256),
+        activation: str = "elu", actor_activation: str | None = None, critic_activation: str | None = None,
+        actor_layer_norm: bool = False, critic_layer_norm: bool = False,
+        init_noise_std: float | Sequence[float] = 1.0, noise_std_type: str = "scalar",
+        state_dependent_std: bool = False, mu_activation: str | None = None, orthogonal_init: bool = False,
+        squash_actions: bool = False, action_distribution: str | None = None, action_space: Any = None,
+        obs_segments: Segments | None = None, critic_obs_segments: Segments | None = None, **unknown: Any,
+    ) -> None:  # fmt: skip
         refuse_unknown(type(self), (name for name, value in unknown.items() if value is not None))
         super().__init__()
         if num_actions is None:
@@ -105,20 +84,17 @@ class ActorCritic(Policy):
         head_width, head_activation = self._head(mu_activation)
         actor_width, critic_width = self._init_layouts(num_actor_obs, num_critic_obs, obs_segments, critic_obs_segments)
         self.actor_gives_params, self.critic_gives_value = hasattr(actor, "get_params"), hasattr(critic, "get_value")
-        if actor is None:
-            sizes = [actor_width, *actor_hidden_dims, head_width]
-            self.actor = mlp(sizes, actor_activation or activation, head_activation, actor_layer_norm)
-        else:
-            self.actor = actor
-        if critic is None:
-            sizes = [critic_width, *critic_hidden_dims, 1]
-            self.critic = mlp(sizes, critic_activation or activation, None, critic_layer_norm)
-        else:
-            self.critic = critic
-        if orthogonal_init:
-            for given, network, gain in ((actor, self.actor, 0.01), (critic, self.critic, 1.0)):
-                if given is None:
-                    init_orthogonal(network, last_gain=gain)
+        # The base hooks return their input; they are not called where no class of the policy overrides them.
+        self.has_actor_features = type(self).actor_features is not ActorCritic.actor_features
+        self.has_critic_features = type(self).critic_features is not ActorCritic.critic_features
+        actor_sizes, actor_kind = [actor_width, *actor_hidden_dims, head_width], actor_activation or activation
+        critic_sizes, critic_kind = [critic_width, *critic_hidden_dims, 1], critic_activation or activation
+        self.actor = mlp(actor_sizes, actor_kind, head_activation, actor_layer_norm) if actor is None else actor
+        self.critic = mlp(critic_sizes, critic_kind, None, critic_layer_norm) if critic is None else critic
+        if orthogonal_init and actor is None:
+            init_orthogonal(self.actor, last_gain=0.01)
+        if orthogonal_init and critic is None:
+            init_orthogonal(self.critic, last_gain=1.0)
         if isinstance(self.distribution, Gaussian) and not self.actor_gives_params:
             self._init_noise(init_std(self.num_actions, init_noise_std), sets_last_layer=actor is None)
 
@@ -131,10 +107,8 @@ class ActorCritic(Policy):
         if unused is not None:
             raise ValueError(f"activation {unused!r} is for the MLP of the {part}, but {part}=<module> replaces it")
         if part == "actor" and hasattr(module, "get_params") and not hasattr(module, "distribution"):
-            raise TypeError(
-                f"{type(module).__name__} cannot be used as actor: it lacks distribution; "
-                "derive it from ContinuousActor or DiscreteActor"
-            )
+            way_out = "derive it from ContinuousActor or DiscreteActor"
+            raise TypeError(f"{type(module).__name__} cannot be used as actor: it lacks distribution; {way_out}")
 
     def _init_distribution(
         self, actor: nn.Module | None, num_actions: int | None, action_space: Any, squash: bool, name: str | None
@@ -165,9 +139,8 @@ class ActorCritic(Policy):
         if critic_segments is None and self.obs_layout.width == num_critic_obs:
             critic_segments = segments
         self.critic_obs_layout = layout_of(critic_segments, num_critic_obs, "critic_obs_segments")
-        self.has_image = any(
-            len(shape) > 1 for layout in (self.obs_layout, self.critic_obs_layout) for shape in layout.shapes.values()
-        )
+        shapes = (*self.obs_layout.shapes.values(), *self.critic_obs_layout.shapes.values())
+        self.has_image = any(len(shape) > 1 for shape in shapes)
         self.feature_layout, self.critic_feature_layout = self.obs_layout, self.critic_obs_layout
         """Names of the parts that the next stage gets; a stage that changes their widths replaces it."""
         return self.feature_widths(num_actor_obs, num_critic_obs)
@@ -175,8 +148,8 @@ class ActorCritic(Policy):
     def _head(self, mu_activation: str | None) -> tuple[int, str | None]:
         """Width of the actor's output, and the activation after all of it."""
         if self.state_dependent_std and not isinstance(self.distribution, Gaussian):
-            owner = type(self.distribution).__name__
-            raise ValueError(f"state_dependent_std is for Gaussian actions; a {owner} has no standard deviation")
+            name = type(self.distribution).__name__
+            raise ValueError(f"state_dependent_std is for Gaussian actions; a {name} has no standard deviation")
         if isinstance(self.distribution, Beta) and mu_activation is not None:
             raise ValueError(f"mu_activation={mu_activation!r} has no mean to act on in a Beta distribution; leave it")
         if not self.state_dependent_std:
@@ -196,8 +169,8 @@ class ActorCritic(Policy):
                     last.weight[self.num_actions :] = 0.0
                     last.bias[self.num_actions :] = raw if self.noise_std_type == "log" else raw.expm1().log()
             # Bounds that `clip_std` sets; a parameter could be clamped instead, a network's output cannot.
-            self.register_buffer("std_low", torch.full_like(std, SMALLEST_STD), persistent=False)
-            self.register_buffer("std_high", torch.full_like(std, torch.inf), persistent=False)
+            self.std_low = nn.Buffer(torch.full_like(std, SMALLEST_STD), persistent=False)
+            self.std_high = nn.Buffer(torch.full_like(std, torch.inf), persistent=False)
         elif self.noise_std_type == "log":
             self.log_std = nn.Parameter(raw)
         else:
@@ -228,10 +201,8 @@ class ActorCritic(Policy):
             return {"mu": head, "sigma": self.noise_std()}  # (A,): one noise serves every row
         mu, raw = head.chunk(2, dim=-1)
         raw = raw.float() if self.noise_std_type == "log" else F.softplus(raw.float())
-        return {
-            "mu": self.mu_activation(mu),
-            "sigma": bounded_std(raw, self.noise_std_type, self.std_low, self.std_high),
-        }
+        sigma = bounded_std(raw, self.noise_std_type, self.std_low, self.std_high)
+        return {"mu": self.mu_activation(mu), "sigma": sigma}
 
     def head_value(self, features: Tensor, obs: Tensor, ctx: Context) -> Tensor:
         """(..., 1) value from features; `obs` is the normalised critic observation they are made of."""
@@ -245,14 +216,14 @@ class ActorCritic(Policy):
         """Parameters of the action distribution."""
         if self.flattens_obs and (self.has_image or not isinstance(obs, Tensor) or obs.dtype == torch.uint8):
             obs = self.obs_layout.flat(obs)
-        return self.head_params(self.actor_features(obs, ctx), obs, ctx)
+        return self.head_params(self.actor_features(obs, ctx) if self.has_actor_features else obs, obs, ctx)
 
     def critic_value(self, critic_obs: Any, ctx: Context) -> Tensor:
         """(..., 1)."""
         obs = critic_obs
         if self.flattens_obs and (self.has_image or not isinstance(obs, Tensor) or obs.dtype == torch.uint8):
             obs = self.critic_obs_layout.flat(obs)
-        return self.head_value(self.critic_features(obs, ctx), obs, ctx)
+        return self.head_value(self.critic_features(obs, ctx) if self.has_critic_features else obs, obs, ctx)
 
     def noise_std(self) -> Tensor:
         """(A,) standard deviation of the exploration noise."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from canter.modules.actor_critic_mutex import ActorCriticMutex
 from canter.modules.distributions import Params
@@ -52,12 +52,6 @@ class Selections(Carried):
         """No choice yet."""
         return self.policy.velocity_low.new_zeros(num_envs, *self.state_shape)
 
-    def push(self, kept: Tensor, selection: Tensor) -> Tensor:
-        """The choices with the newest last; an episode's first fills all places."""
-        newest = selection.to(kept.dtype)[:, None, None, :]
-        is_first = (kept.sum((1, 2, 3)) == 0).view(-1, 1, 1, 1)
-        return torch.where(is_first, newest.expand_as(kept), torch.cat([kept[:, :, 1:], newest], 2))
-
 
 class Velocities(Carried):
     """The commanded velocity of each environment for each sub-policy, (N, 1, 1, S); 0 means not drawn yet."""
@@ -85,30 +79,6 @@ class Velocities(Carried):
         self.state = torch.where(dones.bool().view(-1, 1, 1, 1), self.draw(len(dones)), kept)
 
 
-def by_number(mapping: Mapping[Any, Any], count: int) -> dict[int, Any]:
-    """The mapping with integer keys; JSON has text."""
-    for key in mapping:
-        if not str(key).isdigit() or int(key) >= count:
-            raise ValueError(f"cmd_vel_mapping names sub-policy {key!r}; there are 0 to {count - 1}")
-    return {int(key): value for key, value in mapping.items()}
-
-
-def velocity_tables(mapping: Mapping[int, Any], scales: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """(S,) ends of every range and the scale of its command, 0 for sub-policies that are not mapped."""
-    names = ("velocity_low", "velocity_high", "velocity_scale")
-    tables = {name: torch.zeros(len(scales)) for name in names}
-    for i, value in mapping.items():
-        if "lin_vel" not in scales[i]:
-            raise KeyError(f"obs_scales of sub-policy {i} has no lin_vel, which its command is multiplied by")
-        ends = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value, value)
-        is_numeric = all(isinstance(end, int | float) and not isinstance(end, bool) for end in ends)
-        if len(ends) != 2 or not is_numeric or ends[0] > ends[1]:
-            raise ValueError(f"cmd_vel_mapping[{i}] is {value!r}; give a number, or a range of two")
-        for name, number in zip(names, (*ends, scales[i]["lin_vel"]), strict=True):
-            tables[name][i] = float(number)
-    return tables
-
-
 class ActorCriticFieldMutex(ActorCriticMutex):
     """One sub-policy per kind of obstacle, chosen by a one-hot part of the observation; the first if there is none.
 
@@ -124,24 +94,15 @@ class ActorCriticFieldMutex(ActorCriticMutex):
         last_action: Position of the last action; the end of `proprioception`, if there is such a component.
     """
 
-    velocity_low: Tensor
-    velocity_high: Tensor
-    velocity_scale: Tensor
-    is_mapped: Tensor
-    recovery: Tensor
-    env_action_scale: Tensor
+    num_not_selectable = 0
+    """Number of sub-policies, at the end of the list, that no obstacle number selects."""
 
     def __init__(
-        self,
-        *args: Any,
-        cmd_vel_mapping: Mapping[int | str, Velocity] | None = None,
-        reset_non_selected: str | bool = "all",
-        action_smoothing_buffer_len: int = 1,
-        selection: str = "engaging_block[1:6]",
-        command: str = "proprioception[9]",
-        last_action: str | None = None,
+        self, *args: Any, cmd_vel_mapping: Mapping[int | str, Velocity] | None = None,
+        reset_non_selected: str | bool = "all", action_smoothing_buffer_len: int = 1,
+        selection: str = "engaging_block[1:6]", command: str = "proprioception[9]", last_action: str | None = None,
         **kwargs: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(*args, **kwargs)
         self.reset_non_selected = {True: "all", False: "none"}.get(reset_non_selected, reset_non_selected)  # pyright: ignore[reportArgumentType, reportCallIssue]
         if self.reset_non_selected not in RESETS:
@@ -155,39 +116,44 @@ class ActorCriticFieldMutex(ActorCriticMutex):
         if last_action is not None:
             self.last_action_at = find_positions(self.obs_layout, last_action, self.num_actions)
         count = len(self.submodules)
-        self.cmd_vel_mapping = by_number(cmd_vel_mapping or {}, count)
-        self.command_at = find_positions(self.obs_layout, command, 1) if self.cmd_vel_mapping else None
+        self.num_choices = count - self.num_not_selectable
         scales = (self._setting(i, "normalization", "obs_scales", {"lin_vel": 1.0}) for i in range(count))
         self.cmd_scales = [dict(scale) for scale in scales]
-        self._register(count)
+        self._register_tables(cmd_vel_mapping or {}, count)
+        self.command_at = find_positions(self.obs_layout, command, 1) if self.cmd_vel_mapping else None
         missing = list(range(self.num_choices, self.selection_at.stop - self.selection_at.start))
         if missing:
             warnings.warn(f"obstacles {missing} have no sub-policy: the first one is used for them", stacklevel=2)
         self.velocities = Velocities(self, count)
         self.selections = Selections(self, action_smoothing_buffer_len, count)
         self.carried |= {"selections": self.selections, "velocities": self.velocities}
-        for i, policy in enumerate(self.sub_policies):
+        for i, policy in enumerate(self.submodules):
             self.carried |= {f"{name}_{i}": memory for name, memory in policy.memories.items()}
         self.resample_cmd_vel_current()
 
-    def _register(self, count: int) -> None:
+    def _register_tables(self, mapping: Mapping[Any, Any], count: int) -> None:
         """Register the constants of every sub-policy as tensors, so that a choice is arithmetic."""
-        tables = velocity_tables(self.cmd_vel_mapping, self.cmd_scales)
-        tables["is_mapped"] = torch.tensor([i in self.cmd_vel_mapping for i in range(count)], dtype=torch.bool)
-        tables["recovery"] = torch.ones(count, self.num_actions)
+        low, high, scale = torch.zeros(3, count)
+        recovery = torch.ones(count, self.num_actions)
+        self.cmd_vel_mapping: dict[int, Any] = {}
+        for key, value in mapping.items():
+            if not str(key).isdigit() or int(key) >= count:
+                raise ValueError(f"cmd_vel_mapping names sub-policy {key!r}; there are 0 to {count - 1}")
+            i = int(key)  # JSON has text
+            if "lin_vel" not in self.cmd_scales[i]:
+                raise KeyError(f"obs_scales of sub-policy {i} has no lin_vel, which its command is multiplied by")
+            is_range = isinstance(value, Sequence) and not isinstance(value, str)
+            ends: tuple[Any, ...] = tuple(value) if is_range else (value, value)
+            is_numeric = all(isinstance(end, int | float) and not isinstance(end, bool) for end in ends)
+            if len(ends) != 2 or not is_numeric or ends[0] > ends[1]:
+                raise ValueError(f"cmd_vel_mapping[{i}] is {value!r}; give a number, or a range of two")
+            low[i], high[i], scale[i] = *ends, float(self.cmd_scales[i]["lin_vel"])
+            self.cmd_vel_mapping[i] = value
         for i in range(count):
-            tables["recovery"][i] = self.env_action_scale / self.action_scale(i)
-        for name, table in tables.items():
-            self.register_buffer(name, table, persistent=False)
-
-    @property
-    def num_choices(self) -> int:
-        """Number of sub-policies that an obstacle number selects."""
-        return len(self.submodules)
-
-    def action_scale(self, i: int) -> Tensor:
-        """Action scale of the environment in which sub-policy i was trained."""
-        return getattr(self, f"subpolicy_action_scale_{i}")
+            recovery[i] = self.env_action_scale / getattr(self, f"subpolicy_action_scale_{i}")
+        is_mapped = torch.tensor([i in self.cmd_vel_mapping for i in range(count)], dtype=torch.bool)
+        tables = (nn.Buffer(table, persistent=False) for table in (low, high, scale, recovery, is_mapped))
+        self.velocity_low, self.velocity_high, self.velocity_scale, self.recovery, self.is_mapped = tables
 
     @property
     def action_smoothing_buffer(self) -> Tensor | None:
@@ -246,31 +212,28 @@ class ActorCriticFieldMutex(ActorCriticMutex):
         """Mean of the sub-policies' actions in the environment's units, weighted by their share of the last choices."""
         if obs.dim() != 2:
             raise ValueError(f"{type(self).__name__} acts step by step on (N, D), got {tuple(obs.shape)}")
-        selection = self.get_policy_selection(obs)
-        choices = self.selections.push(ctx.hidden["selections"], selection)
-        kept = ctx.hidden["velocities"]
+        selection, past, kept = self.get_policy_selection(obs), ctx.hidden["selections"], ctx.hidden["velocities"]
+        newest = selection.to(past.dtype)[:, None, None, :]
+        is_first = (past.sum((1, 2, 3)) == 0).view(-1, 1, 1, 1)  # an episode's first choice fills all places
+        choices = torch.where(is_first, newest.expand_as(past), torch.cat([past[:, :, 1:], newest], 2))
         velocities = torch.where(kept == 0, self.velocities.draw(len(obs)), kept)
         ctx.hidden |= {"selections": choices, "velocities": velocities}
         share = choices.mean((1, 2))  # (N, S)
         ctx.aux["selection_share"] = share
         seen = self.override_cmd_vel(self.recover_last_action(obs, selection), selection, velocities[:, 0, 0])
         mean = torch.zeros(len(obs), self.num_actions, device=obs.device)
-        for i, policy in enumerate(self.sub_policies):
+        for i, policy in enumerate(self.submodules):
             own = Context({name: ctx.hidden[f"{name}_{i}"] for name in policy.memories})
             params = policy.actor_params(policy.obs_normalizer.normalize(seen), own)
             action = policy.distribution.to_env(policy.distribution.mode(params))
-            mean = mean + action * self.action_scale(i) / self.env_action_scale * share[:, i : i + 1]
-            idle = self._is_idle(share, i)
+            scale = getattr(self, f"subpolicy_action_scale_{i}")
+            mean = mean + action * scale / self.env_action_scale * share[:, i : i + 1]
+            idle = (share[:, i] == 0) & (self.reset_non_selected != "none")
+            if self.reset_non_selected == "when_skill":
+                idle = idle & (share[:, 0] == 0) & (i > 0)
             for name, state in own.hidden.items():
                 ctx.hidden[f"{name}_{i}"] = state.masked_fill(idle.view(-1, 1, 1, 1), 0.0)
         return {"mu": mean, "sigma": torch.zeros_like(self.env_action_scale).expand(self.num_actions)}
-
-    def _is_idle(self, share: Tensor, i: int) -> Tensor:
-        """(N,) whether the memory of sub-policy i is zeroed."""
-        unused = share[:, i] == 0
-        if self.reset_non_selected == "when_skill":
-            return unused & (share[:, 0] == 0) if i > 0 else torch.zeros_like(unused)
-        return unused & (self.reset_non_selected == "all")
 
     def sample_action(self, params: Params, generator: torch.Generator | None) -> Tensor:
         """The mean: there is no exploration."""
@@ -288,17 +251,13 @@ class ActorCriticClimbMutex(ActorCriticFieldMutex):
     """
 
     JUMP_OBSTACLE_ID = 3
+    num_not_selectable = 1
 
     def __init__(
-        self,
-        *args: Any,
-        sub_policy_paths: Sequence[str | Path] = (),
-        jump_down_policy_path: str | Path,
-        jump_down_vel: Velocity | None = None,
-        jump_up: str = "engaging_block[-1]",
-        cmd_vel_mapping: Mapping[int | str, Velocity] | None = None,
-        **kwargs: Any,
-    ) -> None:
+        self, *args: Any, sub_policy_paths: Sequence[str | Path] = (), jump_down_policy_path: str | Path,
+        jump_down_vel: Velocity | None = None, jump_up: str = "engaging_block[-1]",
+        cmd_vel_mapping: Mapping[int | str, Velocity] | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
         jump, down = self.JUMP_OBSTACLE_ID, len(sub_policy_paths)
         if down <= jump:
             raise ValueError(f"sub-policy {jump} climbs, but sub_policy_paths has only {down} entries")
@@ -308,18 +267,11 @@ class ActorCriticClimbMutex(ActorCriticFieldMutex):
         elif jump in mapping:
             mapping[down] = mapping[jump]
         elif mapping:
-            raise KeyError(
-                f"jump_down_vel is not given, and cmd_vel_mapping has no velocity for sub-policy {jump} either"
-            )
+            raise KeyError(f"jump_down_vel is None, and cmd_vel_mapping has no velocity for sub-policy {jump} either")
         self.shares_velocity = jump_down_vel is None and bool(mapping)
         paths = [*sub_policy_paths, jump_down_policy_path]
         super().__init__(*args, sub_policy_paths=paths, cmd_vel_mapping=mapping, **kwargs)
         self.jump_up_at = find_positions(self.obs_layout, jump_up, 1)
-
-    @property
-    def num_choices(self) -> int:
-        """All but the last sub-policy, which obstacle 3 selects where it leads down."""
-        return len(self.submodules) - 1
 
     def tie_velocities(self, velocities: Tensor) -> Tensor:
         """Climb down as fast as up, unless `jump_down_vel` is given."""

@@ -28,8 +28,6 @@ class ActorCriticMutex(Policy):
 
     Args:
         num_actor_obs: Width of the observation, the same for every sub-policy.
-        num_critic_obs: Width of the critic's observation.
-        num_actions: Width of the action.
         sub_policy_class_name: Class of the sub-policies; None takes the one in each run's configuration.
         sub_policy_paths: Run directories: config.json or config.yaml, and the newest model_<number>.pt.
         obs_segments: Names and shapes of the observation's parts, in order.
@@ -41,57 +39,40 @@ class ActorCriticMutex(Policy):
     has_entropy = False
 
     def __init__(
-        self,
-        num_actor_obs: int,
-        num_critic_obs: int,
-        num_actions: int,
-        sub_policy_class_name: str | None = None,
-        sub_policy_paths: Sequence[str | Path] = (),
-        obs_segments: Mapping[str, Any] | None = None,
-        critic_obs_segments: Mapping[str, Any] | None = None,
-        env_action_scale: float | Sequence[float] = 0.5,
-        *,
-        action_space: Any = None,
-        **unknown: Any,
-    ) -> None:
+        self, num_actor_obs: int, num_critic_obs: int, num_actions: int, sub_policy_class_name: str | None = None,
+        sub_policy_paths: Sequence[str | Path] = (), obs_segments: Mapping[str, Any] | None = None,
+        critic_obs_segments: Mapping[str, Any] | None = None, env_action_scale: float | Sequence[float] = 0.5, *,
+        action_space: Any = None, **unknown: Any,
+    ) -> None:  # fmt: skip
         refuse_unknown(type(self), (name for name, value in unknown.items() if value is not None))
         super().__init__()
         self.num_actions, self.distribution = num_actions, Gaussian(num_actions)
         self.obs_layout = ObsLayout(obs_segments or {"obs": (num_actor_obs,)})
         self.critic_obs_layout = ObsLayout(critic_obs_segments or obs_segments or {"obs": (num_critic_obs,)})
-        self.register_buffer("env_action_scale", self._scale(env_action_scale, "env_action_scale"))
+        self.env_action_scale = nn.Buffer(self._scale(env_action_scale, "env_action_scale"))
         if not sub_policy_paths:
             warnings.warn(f"{type(self).__name__} has no sub_policy_paths: no sub-policy to choose", stacklevel=2)
         given = (num_actor_obs, num_critic_obs, num_actions, obs_segments, critic_obs_segments, action_space)
         shared: dict[str, Any] = dict(zip(GIVEN, given, strict=True))
-        self.submodules = nn.ModuleList()
+        self.submodules: Any = nn.ModuleList()
+        """The sub-policies, in the order of their paths."""
         self.sub_policy_paths = [Path(path) for path in sub_policy_paths]
         self.configs = [read_config(path) for path in self.sub_policy_paths]
         for i, (path, config) in enumerate(zip(self.sub_policy_paths, self.configs, strict=True)):
             self.submodules.append(load_sub_policy(path, config, sub_policy_class_name, shared))
             scale = self._setting(i, "control", "action_scale", env_action_scale)
             self.register_buffer(f"subpolicy_action_scale_{i}", self._scale(scale, f"control.action_scale of {path}"))
-        self.is_recurrent = any(policy.is_recurrent for policy in self.sub_policies)
-
-    @property
-    def sub_policies(self) -> list[Policy]:
-        """The sub-policies, in the order of their paths."""
-        return [policy for policy in self.submodules if isinstance(policy, Policy)]
+        self.is_recurrent = any(policy.is_recurrent for policy in self.submodules)
 
     def _scale(self, given: Any, name: str) -> Tensor:
         """A scalar or (A,) tensor."""
         scale = torch.as_tensor(given, dtype=torch.float32)
         if scale.shape not in ((), (self.num_actions,)) or not bool((scale != 0).all()):
-            raise ValueError(
-                f"{name} is {given} for {self.num_actions} actions; give one number other than 0 or one each"
-            )
+            raise ValueError(f"{name} is {given} for {self.num_actions} actions; give one number except 0, or one each")
         return scale.clone()
 
     def _setting(self, i: int, section: str, name: str, default: Any) -> Any:
-        """A number of the sub-policy's environment from its configuration.
-
-        A config.json must contain it; our config.yaml does if the run was given it as `run_info`.
-        """
+        """A setting of a sub-policy's environment; a config.json must have it, a config.yaml has it from `run_info`."""
         path, config = self.sub_policy_paths[i], self.configs[i]
         values = config.get(section) or (config.get("run") or {}).get(section) or {}
         if name not in values and (path / "config.json").is_file():
@@ -100,9 +81,7 @@ class ActorCriticMutex(Policy):
 
     def actor_params(self, obs: Any, ctx: Context) -> Params:
         """Refuse: a subclass chooses the sub-policy."""
-        raise NotImplementedError(
-            f"{type(self).__name__} chooses no sub-policy; use ActorCriticFieldMutex or extend it"
-        )
+        raise NotImplementedError(f"{type(self).__name__} chooses no sub-policy; use or extend ActorCriticFieldMutex")
 
     def critic_value(self, critic_obs: Any, ctx: Context) -> Tensor:
         """Refuse: the critics of the sub-policies were trained on different tasks."""
@@ -124,26 +103,21 @@ def read_config(directory: Path) -> dict[str, Any]:
     raise FileNotFoundError(f"{directory} {reason}; give the run directory of the sub-policy")
 
 
-def find_model(directory: Path) -> Path:
-    """The newest complete model_<number>.pt; else the only file called model*.pt."""
-    if find_checkpoints(directory):
-        return newest_valid_checkpoint(directory)
+def load_sub_policy(
+    directory: Path, config: Mapping[str, Any], class_name: str | None, shared: Mapping[str, Any]
+) -> Policy:
+    """The policy of a run, frozen, from its newest complete model_<number>.pt or its only file called model*.pt."""
+    own = {name: value for name, value in config["policy"].items() if name not in (*GIVEN, "class_name")}
+    name = class_name or config["policy"].get("class_name") or "ActorCritic"
     found = sorted(path for path in directory.glob("model*.pt") if path.is_file())
+    if find_checkpoints(directory):
+        found = [newest_valid_checkpoint(directory)]
     if len(found) > 1:
         names = ", ".join(path.name for path in found)
         raise ValueError(f"{directory} has several models, {names}, and no number says which is newest: keep one")
     if not found:
         raise FileNotFoundError(f"{directory} has no model: no file called model*.pt")
-    return found[0]
-
-
-def load_sub_policy(
-    directory: Path, config: Mapping[str, Any], class_name: str | None, shared: Mapping[str, Any]
-) -> Policy:
-    """The policy of a run, with the normalisers of its checkpoint, frozen."""
-    own = {name: value for name, value in config["policy"].items() if name not in (*GIVEN, "class_name")}
-    name = class_name or config["policy"].get("class_name") or "ActorCritic"
-    weights = load_checkpoint(find_model(directory), "cpu").get("model_state_dict")
+    weights = load_checkpoint(found[0], "cpu").get("model_state_dict")
     if not isinstance(weights, Mapping):
         raise ValueError(f"the model in {directory} has no model_state_dict")
     try:

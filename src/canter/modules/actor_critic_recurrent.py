@@ -23,16 +23,13 @@ class ActorCriticRecurrent(ActorCritic):
     is_recurrent = True
 
     def __init__(
-        self,
-        *args: Any,
-        rnn_type: str = "lstm",
-        rnn_hidden_size: int = 256,
-        rnn_num_layers: int = 1,
-        **kwargs: Any,
+        self, *args: Any, rnn_type: str = "lstm", rnn_hidden_size: int = 256, rnn_num_layers: int = 1, **kwargs: Any
     ) -> None:
         self.rnn_type, self.rnn_hidden_size, self.rnn_num_layers = rnn_type, rnn_hidden_size, rnn_num_layers
         super().__init__(*args, **kwargs)
         self.memory_a, self.memory_c = (self.new_memory(width) for width in self.memory_inputs)
+        self.nested_memories: list[tuple[str, Any]] = []
+        """Memories of the stages before the actor, and the class that pairs their state with the actor's."""
 
     def new_memory(self, input_size: int) -> Memory:
         """A memory with the policy's RNN settings."""
@@ -52,12 +49,22 @@ class ActorCriticRecurrent(ActorCritic):
         return ctx.remember("memory_c", self.memory_c, super().critic_features(obs, ctx))
 
     def get_hidden_states(self) -> Any:
-        """ActorCriticHiddenState(actor, critic)."""
-        return ActorCriticHiddenState(self.memory_a.hidden_states, self.memory_c.hidden_states)
+        """ActorCriticHiddenState(actor, critic); every stage with a memory pairs its state with the actor's."""
+        actor = self.memory_a.hidden_states
+        for name, pair in self.nested_memories:
+            actor = pair(getattr(self, name).hidden_states, actor)
+        return ActorCriticHiddenState(actor, self.memory_c.hidden_states)
 
     def unpack_hidden(self, hidden_states: Any, branch: str) -> Hidden:
-        """The state of the branch's memory, given alone or inside ActorCriticHiddenState."""
+        """The states of the branch's memories, given alone or inside ActorCriticHiddenState."""
         if isinstance(hidden_states, ActorCriticHiddenState):
             hidden_states = getattr(hidden_states, branch)
-        name, memory = ("memory_a", self.memory_a) if branch == "actor" else ("memory_c", self.memory_c)
-        return {name: memory.pack(hidden_states)}
+        if branch == "critic":
+            return {"memory_c": self.memory_c.pack(hidden_states)}
+        unpacked: Hidden = {}
+        for name, pair in reversed(self.nested_memories):
+            if not isinstance(hidden_states, pair):
+                raise ValueError(f"the hidden state must be the {pair.__name__} of get_hidden_states()")
+            unpacked[name] = getattr(self, name).pack(hidden_states.get(0))
+            hidden_states = hidden_states.get(1)
+        return unpacked | {"memory_a": self.memory_a.pack(hidden_states)}

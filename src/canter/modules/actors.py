@@ -18,14 +18,7 @@ from torch import distributions as td
 
 from canter.envs.vec_env import flat_size
 from canter.modules.conv2d import Conv2dHeadModel
-from canter.modules.distributions import (
-    ActionDistribution,
-    Params,
-    bounded_std,
-    clip_std_parameter,
-    distribution_for,
-    init_std,
-)
+from canter.modules.distributions import Params, bounded_std, clip_std_parameter, distribution_for, init_std
 from canter.modules.mlp import mlp
 from canter.modules.utils import orthogonal_init
 from canter.utils.config import check_settings
@@ -36,27 +29,13 @@ Cfg = Mapping[str, Any]
 MLP_SETTINGS: Cfg = {"hidden_dims": [256, 256], "activation": "elu", "layer_norm": False}
 MLP_Q_SETTINGS: Cfg = {**MLP_SETTINGS, "activation": "relu"}
 CNN_SETTINGS: Cfg = {
-    "conv_channels": [32, 64, 64],
-    "conv_kernels": [8, 4, 3],
-    "conv_strides": [4, 2, 1],
-    "hidden_dims": [512],
-    "activation": "relu",
-}
+    "conv_channels": [32, 64, 64], "conv_kernels": [8, 4, 3], "conv_strides": [4, 2, 1],
+    "hidden_dims": [512], "activation": "relu",
+}  # fmt: skip
 NOISE_SETTINGS: Cfg = {
-    "learn_std": True,
-    "init_std": 1.0,
-    "min_log_std": -5.0,
-    "max_log_std": 2.0,
-    "use_tanh_squash": False,
-}
+    "learn_std": True, "init_std": 1.0, "min_log_std": -5.0, "max_log_std": 2.0, "use_tanh_squash": False,
+}  # fmt: skip
 SQUASHED_SETTINGS: Cfg = {"min_log_std": -20.0, "max_log_std": 2.0, "init_std": 1.0, "use_tanh_squash": True}
-
-
-def read_cfg(owner: type, cfg: Cfg | None, defaults: Cfg | None) -> dict[str, Any]:
-    """`cfg` over the defaults, with an error for unknown names; any `cfg` if a class declares no defaults."""
-    if defaults is None:
-        return dict(cfg or {})
-    return {**defaults, **check_settings(owner.__name__, cfg or {}, defaults)}
 
 
 def flatten_obs(obs: Obs, space: spaces.Space) -> Tensor:
@@ -102,6 +81,11 @@ class ImageNetwork(nn.Module):
         return self.cnn(image.movedim(-1, -3) if self.channels_last else image)
 
 
+def build_network(obs_space: spaces.Space, output_dim: int, cfg: Cfg) -> nn.Module:
+    """Convolutions on an image if the settings name some, else an MLP on the flattened observation."""
+    return (ImageNetwork if "conv_channels" in cfg else FlatNetwork)(obs_space, output_dim, cfg)
+
+
 def _scaled(obs: Tensor, space: spaces.Space) -> Tensor:
     """Float32; a uint8 image in [0, 1]."""
     if obs.dtype == torch.uint8 and space.shape is not None and len(space.shape) >= 3:
@@ -126,16 +110,22 @@ class ConfiguredNetwork(nn.Module):
 
     def __init__(self, obs_space: spaces.Space, cfg: Cfg | None = None) -> None:
         super().__init__()
-        self.obs_space = obs_space
-        self.cfg = read_cfg(type(self), cfg, self.defaults)
+        self.obs_space, self.cfg = obs_space, dict(cfg or {})
+        if self.defaults is not None:
+            self.cfg = {**self.defaults, **check_settings(type(self).__name__, self.cfg, self.defaults)}
 
 
 class Actor(ConfiguredNetwork):
     """Maps observations to the parameters of an action distribution, by default those of `get_action_dist`."""
 
-    distribution: ActionDistribution
+    action_spaces: ClassVar[tuple[type[spaces.Space], ...]] = (spaces.Space,)
+    needs: ClassVar[tuple[str, str]] = ("a space of actions", "an Actor")
+    """Words of the error for any other action space: the actions that the class needs, the class for the others."""
 
     def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None = None) -> None:
+        if not isinstance(action_space, self.action_spaces):
+            needed, other = self.needs
+            raise TypeError(f"{type(self).__name__} needs {needed}, got {action_space}; use {other}")
         super().__init__(obs_space, cfg)
         self.action_space = action_space
         self.distribution = distribution_for(action_space, squash=bool(self.cfg.get("use_tanh_squash", False)))
@@ -181,43 +171,33 @@ class Actor(ConfiguredNetwork):
 class ContinuousActor(Actor):
     """An actor for a Box of actions; `get_action_dist` returns a `Normal` (before squashing, if squashing is on)."""
 
-    def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None = None) -> None:
-        if not isinstance(action_space, spaces.Box):
-            raise TypeError(f"{type(self).__name__} needs a Box of actions, got {action_space}; use a DiscreteActor")
-        super().__init__(obs_space, action_space, cfg)
+    action_spaces = (spaces.Box,)
+    needs = ("a Box of actions", "a DiscreteActor")
 
 
 class DiscreteActor(Actor):
     """An actor for discrete actions: `get_action_dist` returns a `Categorical`; MultiDiscrete needs `get_params`."""
 
-    def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None = None) -> None:
-        if not isinstance(action_space, (spaces.Discrete, spaces.MultiDiscrete)):
-            raise TypeError(f"{type(self).__name__} needs discrete actions, got {action_space}; use a ContinuousActor")
-        super().__init__(obs_space, action_space, cfg)
+    action_spaces = (spaces.Discrete, spaces.MultiDiscrete)
+    needs = ("discrete actions", "a ContinuousActor")
 
 
 class NetworkActor(Actor):
     """An actor whose `network` outputs the logits, or the mean beside a state-independent standard deviation."""
 
-    network_class: ClassVar[Any] = FlatNetwork
     outputs_per_action: ClassVar[int] = 1
-    log_std: Tensor
 
     def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None = None) -> None:
         super().__init__(obs_space, action_space, cfg)
-        network = self.network_class(obs_space, self.outputs_per_action * self.action_dim, self.cfg)
-        orthogonal_init(network, last_gain=0.01)
-        self.network: nn.Module = network
+        self.network = build_network(obs_space, self.outputs_per_action * self.action_dim, self.cfg)
+        orthogonal_init(self.network, last_gain=0.01)
         self.init_noise()
 
     def init_noise(self) -> None:
         """Create the standard deviation of a Box of actions."""
         if "mu" in self.distribution.param_shapes:
             log_std = init_std(self.action_dim, self.cfg["init_std"]).log()
-            if self.cfg["learn_std"]:
-                self.log_std = nn.Parameter(log_std)
-            else:
-                self.register_buffer("log_std", log_std)
+            self.log_std = nn.Parameter(log_std) if self.cfg["learn_std"] else nn.Buffer(log_std)
 
     def get_params(self, obs: Obs) -> Params:
         """`mu` and `sigma`, or `logits`."""
@@ -250,7 +230,6 @@ class MLPDiscreteActor(NetworkActor, DiscreteActor):
 class CNNActor(NetworkActor):
     """Convolutions on one image for continuous or discrete actions."""
 
-    network_class = ImageNetwork
     defaults = {**CNN_SETTINGS, **NOISE_SETTINGS}
 
 
@@ -280,18 +259,15 @@ class MLPSquashedGaussianActor(SquashedGaussianActor):
 class CNNSquashedGaussianActor(SquashedGaussianActor):
     """Convolutions on one image."""
 
-    network_class = ImageNetwork
     defaults = {**CNN_SETTINGS, **SQUASHED_SETTINGS}
 
 
 class DeterministicActor(NetworkActor, ContinuousActor):
     """An actor whose `network` outputs the action before squashing; the algorithm adds noise."""
 
-    no_std: Tensor
-
     def init_noise(self) -> None:
         """A standard deviation of almost 0."""
-        self.register_buffer("no_std", torch.full((self.action_dim,), 1e-6), persistent=False)
+        self.no_std = nn.Buffer(torch.full((self.action_dim,), 1e-6), persistent=False)
 
     def get_params(self, obs: Obs) -> Params:
         """`mu`, and a `sigma` of almost 0."""
@@ -307,7 +283,6 @@ class MLPDeterministicActor(DeterministicActor):
 class CNNDeterministicActor(DeterministicActor):
     """Convolutions on one image."""
 
-    network_class = ImageNetwork
     defaults = {**CNN_SETTINGS, "use_tanh_squash": True}
 
 
@@ -327,11 +302,9 @@ class Critic(ConfiguredNetwork):
 class NetworkCritic(Critic):
     """A critic with a `network` of one output."""
 
-    network_class: ClassVar[Any] = FlatNetwork
-
     def __init__(self, obs_space: spaces.Space, cfg: Cfg | None = None) -> None:
         super().__init__(obs_space, cfg)
-        self.network = self.network_class(obs_space, 1, self.cfg)
+        self.network = build_network(obs_space, 1, self.cfg)
         orthogonal_init(self.network, last_gain=1.0)
 
     def forward(self, obs: Obs) -> Tensor:
@@ -348,5 +321,4 @@ class MLPCritic(NetworkCritic):
 class CNNCritic(NetworkCritic):
     """Convolutions on one image."""
 
-    network_class = ImageNetwork
     defaults = CNN_SETTINGS

@@ -15,10 +15,12 @@ from canter.modules.actor_critic import ActorCritic
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.amp_discriminator import AmpMixin
 from canter.modules.encoder_actor_critic import EncoderActorCriticMixin, SegmentEncoders
-from canter.modules.state_estimator import EstimatorMixin, Prediction
+from canter.modules.state_estimator import EstimatorMixin
 from canter.utils.obs_layout import ObsLayout, Segments
 
 NORMALIZED = ("_mean", "_var", "_std")
+# Columns of a parameter in this policy and in the source, and the components that both have.
+Columns = tuple[ObsLayout, ObsLayout, set[str]]
 
 
 class LoadReport(NamedTuple):
@@ -34,12 +36,9 @@ class MisalignedLoadMixin(ActorCritic):
 
     @torch.no_grad()
     def load_misaligned_state_dict(
-        self,
-        module_or_state_dict: nn.Module | Mapping[str, Tensor],
-        obs_segments: Segments,
-        critic_obs_segments: Segments | None = None,
-        zero_new: bool = False,
-    ) -> LoadReport:
+        self, module_or_state_dict: nn.Module | Mapping[str, Tensor], obs_segments: Segments,
+        critic_obs_segments: Segments | None = None, zero_new: bool = False,
+    ) -> LoadReport:  # fmt: skip
         """Copy the weights of a policy of this kind with the given segments; returns the names that were copied.
 
         Columns of components that both have with the same shape are copied; the others keep their initial values, or
@@ -60,14 +59,6 @@ class MisalignedLoadMixin(ActorCritic):
         return report
 
 
-class Columns(NamedTuple):
-    """The columns of a parameter in this policy and in the source, and the components that both have."""
-
-    here: ObsLayout
-    there: ObsLayout
-    common: set[str]
-
-
 class Layouts:
     """Layouts of the inputs of every parameter that is applied to an observation, in this policy and in the source."""
 
@@ -85,13 +76,13 @@ class Layouts:
         own, theirs = self.pairs[critic]
         common = {name for name in seen.shapes if name not in own or self.same(name, critic)}
         if there is not None:
-            return Columns(seen, there, {name for name in common if seen.sizes[name] == there.sizes.get(name)})
+            return seen, there, {name for name in common if seen.sizes[name] == there.sizes.get(name)}
         names = [name for name in theirs.shapes if all_of_it or name in seen]
         # A component that a stage resized here (features), it resized there to the same size.
         resized = {name for name in seen.shapes if name in own and seen.shapes[name] != own.shapes[name]}
         shapes = {name: seen.shapes[name] if name in resized else theirs.shapes[name] for name in names}
         shapes |= {name: seen.shapes[name] for name in seen.shapes if name not in own}  # appended by a stage
-        return Columns(seen, ObsLayout(shapes), common)
+        return seen, ObsLayout(shapes), common
 
     def columns(self, source: Any) -> Iterator[tuple[str, Columns]]:
         """The columns of every parameter or buffer that is applied to an observation, by name."""
@@ -104,11 +95,12 @@ class Layouts:
         for critic, normalizer in enumerate(("obs_normalizer", "critic_obs_normalizer")):
             for part in NORMALIZED:
                 yield f"{normalizer}.{part}", self.pair(self.pairs[critic][0], bool(critic))
-        for stage in (value for value in vars(policy).values() if isinstance(value, Prediction)):
-            if not getattr(policy, "use_actor_rnn", False) or stage.head != "state_estimator":
-                own = f"{stage.memory}.rnn.weight_ih_l0" if hasattr(policy, stage.memory) else None
-                seen = stage.layout.part(stage.inputs or ())
-                yield own or f"{stage.head}.model.0.weight", self.pair(seen, critic=False, all_of_it=False)
+        for name, estimate in getattr(policy, "estimates", {}).items():
+            if name != "estimator" or not policy.use_actor_rnn:
+                head, memory = estimate.networks
+                first = f"{memory}.rnn.weight_ih_l0" if hasattr(policy, memory) else f"{head}.model.0.weight"
+                seen = estimate.layout.part(estimate.inputs)
+                yield first, self.pair(seen, critic=False, all_of_it=False)
 
 
 def encoder_names(policy: ActorCritic, source: Any, layouts: Layouts) -> Iterator[tuple[str, str | None]]:
@@ -129,11 +121,9 @@ def encoder_names(policy: ActorCritic, source: Any, layouts: Layouts) -> Iterato
 
 def _copy(own: Tensor, theirs: Tensor | None, columns: Columns | None, zero_new: bool) -> str:
     """Copy a tensor, or its common columns; returns the field of `LoadReport` for its name."""
-    if theirs is None or theirs.shape[:-1] != own.shape[:-1]:
+    if theirs is None or theirs.shape[:-1] != own.shape[:-1] or (columns is None and theirs.shape != own.shape):
         return "skipped"
     if columns is None:
-        if theirs.shape != own.shape:
-            return "skipped"
         own.copy_(theirs)
         return "copied"
     here, there, common = columns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,9 +42,7 @@ def build_actor_critic(env: Any, policy_class_name: str, policy_cfg: Mapping[str
         "critic_obs_segments": lambda: segments_of(env, "critic_obs"),
         "action_space": lambda: getattr(env, "action_space", None),
     }
-    for name, default in defaults.items():
-        if given.get(name) is None:
-            given[name] = default()
+    given |= {name: default() for name, default in defaults.items() if given.get(name) is None}
     return build(POLICIES, policy_class_name, given)
 
 
@@ -59,61 +58,34 @@ def segments_of(env: Any, which: str) -> Mapping[str, Any] | None:
 
 
 def build_pair(
-    obs_space: spaces.Space,
-    critic_obs_space: spaces.Space,
-    action_space: spaces.Space,
-    actor_class: type,
-    critic_class: type,
-    actor_cfg: Mapping[str, Any] | None = None,
-    critic_cfg: Mapping[str, Any] | None = None,
-) -> ActorCritic:
+    obs_space: spaces.Space, critic_obs_space: spaces.Space, action_space: spaces.Space, actor_class: type,
+    critic_class: type, actor_cfg: Mapping[str, Any] | None = None, critic_cfg: Mapping[str, Any] | None = None,
+) -> ActorCritic:  # fmt: skip
     """An ApexRL-style actor and critic as one policy."""
     actor = actor_class(obs_space=obs_space, action_space=action_space, cfg=dict(actor_cfg or {}))
-    critic = critic_class(obs_space=critic_obs_space, cfg=dict(critic_cfg or {}))
-    return ActorCritic(actor=actor, critic=critic)
-
-
-NETWORK_ARGUMENTS = (
-    "actor", "critic", "actor_class", "critic_class", "actor_cfg", "critic_cfg", "obs_space", "action_space",
-)  # fmt: skip
+    return ActorCritic(actor=actor, critic=critic_class(obs_space=critic_obs_space, cfg=dict(critic_cfg or {})))
 
 
 def build_policy(
-    env: Any,
-    actor: Any = None,
-    critic: Any = None,
-    actor_class: Any = None,
-    critic_class: Any = None,
-    actor_cfg: Mapping[str, Any] | None = None,
-    critic_cfg: Mapping[str, Any] | None = None,
-    obs_space: Any = None,
+    env: Any, actor: Any = None, critic: Any = None, actor_class: Any = None, critic_class: Any = None,
+    actor_cfg: Mapping[str, Any] | None = None, critic_cfg: Mapping[str, Any] | None = None, obs_space: Any = None,
     action_space: Any = None,
-) -> Policy:
-    """A policy from two networks, or from their classes and the spaces of an environment.
-
-    Args:
-        env: The environment whose spaces are used, or None.
-        actor: Network of the actor.
-        critic: Network of the critic.
-        actor_class: Class of the actor; see `canter.modules.actors`.
-        critic_class: Class of the critic.
-        actor_cfg: Settings of the actor.
-        critic_cfg: Settings of the critic.
-        obs_space: Observation space, if not the environment's.
-        action_space: Action space, if not the environment's.
-    """
+) -> Policy:  # fmt: skip
+    """A policy from two networks, or from their classes and settings; spaces not given are the environment's."""
     if actor is not None and critic is not None:
         return ActorCritic(actor=actor, critic=critic)
     missing = [name for name, cls in (("actor_class", actor_class), ("critic_class", critic_class)) if cls is None]
-    if env is None and (obs_space is None or action_space is None):
+    if env is None and None in (obs_space, action_space):
         missing.append("env (or obs_space and action_space)")
     if missing:
         raise ValueError(f"PPO needs a policy: PPO(actor_critic, ...), or {' and '.join(missing)}")
-    spaces_of: Any = env
-    obs_space = obs_space or spaces_of.obs_space
-    critic_space = obs_space if env is None else env.critic_obs_space
-    action_space = action_space or spaces_of.action_space
-    return build_pair(obs_space, critic_space, action_space, actor_class, critic_class, actor_cfg, critic_cfg)
+    networks = (actor_class, critic_class, actor_cfg, critic_cfg)
+    if env is None:
+        return build_pair(obs_space, obs_space, action_space, *networks)
+    return build_pair(obs_space or env.obs_space, env.critic_obs_space, action_space or env.action_space, *networks)
+
+
+NETWORK_ARGUMENTS = tuple(inspect.signature(build_policy).parameters)[1:]
 
 
 def space_shapes(space: spaces.Space) -> Any:

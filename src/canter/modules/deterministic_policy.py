@@ -20,9 +20,7 @@ class DeterministicPolicyMixin:
         super().__init_subclass__(**kwargs)
         after = cls.__mro__[cls.__mro__.index(DeterministicPolicyMixin) + 1 :]
         if not any("action_mean" in vars(base) for base in after):
-            raise AttributeError(
-                f"{cls.__name__}: DeterministicPolicyMixin must precede a class that defines action_mean"
-            )
+            raise AttributeError(f"{cls.__name__}: DeterministicPolicyMixin must precede a class with action_mean")
 
     def sample_action(self, params: Params, generator: torch.Generator | None) -> Tensor:
         """The mean."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -131,10 +131,11 @@ class SquashedGaussian(Gaussian):
         self.low, self.high = finite_bounds(low, high, "squashing")
         super().__init__(self.low.size)
         nodes, weights = np.polynomial.hermite_e.hermegauss(16)
-        scale = (self.high - self.low) / 2
-        bounds = {"low": self.low, "high": self.high, "scale": scale, "bias": (self.high + self.low) / 2}
-        rest = {"log_scale": np.log(scale), "nodes": nodes, "weights": weights / weights.sum()}
-        self._constants = DeviceConstants(bounds | rest)
+        scale, bias = (self.high - self.low) / 2, (self.high + self.low) / 2
+        self._constants = DeviceConstants(
+            low=self.low, high=self.high, scale=scale, bias=bias,
+            log_scale=np.log(scale), nodes=nodes, weights=weights / weights.sum(),
+        )  # fmt: skip
 
     def log_prob(self, params: Params, actions: Tensor) -> Tensor:
         """Log-density of the environment's action `tanh(u) * scale + bias`, (...,)."""
@@ -175,9 +176,7 @@ class Beta(ActionDistribution):
     def __init__(self, low: Bounds, high: Bounds) -> None:
         self.low, self.high = finite_bounds(low, high, "a Beta distribution")
         width = self.high - self.low
-        self._constants = DeviceConstants(
-            {"low": self.low, "high": self.high, "width": width, "log_volume": np.log(width).sum()}
-        )
+        self._constants = DeviceConstants(low=self.low, high=self.high, width=width, log_volume=np.log(width).sum())
         self.num_actions = self.low.size
         self.action_shape = (self.num_actions,)
         self.param_shapes = {"alpha": self.action_shape, "beta": self.action_shape}
@@ -280,8 +279,7 @@ class Categorical(ActionDistribution):
     def torch_distribution(self, params: Params) -> td.Distribution:
         """`torch.distributions.Categorical`."""
         logits = params["logits"]
-        dtype = promote_types(logits.dtype, torch.float32)
-        return td.Categorical(logits=logits.to(dtype), validate_args=False)
+        return td.Categorical(logits=logits.to(promote_types(logits.dtype, torch.float32)), validate_args=False)
 
 
 class MultiCategorical(Categorical):
@@ -361,12 +359,7 @@ def init_std(num_actions: int, init_noise_std: float | Sequence[float] = 1.0) ->
     return std.expand(num_actions).clone()
 
 
-def bounded_std(
-    raw: Tensor,
-    noise_std_type: str = "scalar",
-    min_std: float | Tensor | None = None,
-    max_std: float | Tensor | None = None,
-) -> Tensor:
+def bounded_std(raw: Tensor, noise_std_type: str = "scalar", min_std: Any = None, max_std: Any = None) -> Tensor:
     """The standard deviation of the parameter `raw` (the std itself, or its logarithm), kept within bounds.
 
     The gradient is that of the unbounded value: a plain clamp has zero gradient outside its bounds.
@@ -385,26 +378,19 @@ def clip_std_parameter(module: nn.Module, low: Any, high: Any) -> None:
     """Clamp a module's own parameter `std` or `log_std` in place to bounds of the standard deviation."""
     for name, raw in module.named_parameters(recurse=False):
         if name in ("std", "log_std"):
-            low, high = (_parameter_bound(bound, raw, is_log=name == "log_std") for bound in (low, high))
-            if low is not None:
-                raw.clamp_(min=low)
-            if high is not None:
-                raw.clamp_(max=high)
-
-
-def _parameter_bound(bound: Any, raw: Tensor, is_log: bool) -> Any:
-    """A bound of the standard deviation as one of the parameter; numbers stay numbers, which cost no copy."""
-    if bound is None or isinstance(bound, (int, float)):
-        return math.log(max(bound, 1e-38)) if is_log and bound is not None else bound
-    tensor = torch.as_tensor(bound, dtype=raw.dtype, device=raw.device)
-    return tensor.log() if is_log else tensor
+            for side, bound in (("min", low), ("max", high)):
+                if isinstance(bound, (int, float)):  # a number stays a number, which costs no copy
+                    raw.clamp_(**{side: math.log(max(bound, 1e-38)) if name == "log_std" else bound})
+                elif bound is not None:
+                    tensor = torch.as_tensor(bound, dtype=raw.dtype, device=raw.device)
+                    raw.clamp_(**{side: tensor.log() if name == "log_std" else tensor})
 
 
 class DeviceConstants:
     """Fixed numbers as float32 tensors, copied once to each device on which they are used."""
 
-    def __init__(self, values: Mapping[str, np.ndarray]) -> None:
-        self._host = dict(values)
+    def __init__(self, **values: np.ndarray) -> None:
+        self._host = values
         self._on_device: dict[torch.device, dict[str, Tensor]] = {}
 
     def __call__(self, device: torch.device) -> dict[str, Tensor]:
@@ -418,13 +404,10 @@ class DeviceConstants:
 
 def finite_bounds(low: Bounds, high: Bounds, owner: str) -> tuple[np.ndarray, np.ndarray]:
     """Flat float64 bounds; `owner` is named in the error if they are not finite."""
-    bounds = np.stack([np.asarray(low, dtype=np.float64), np.asarray(high, dtype=np.float64)])
+    bounds = np.stack([np.asarray(low, dtype=np.float64), np.asarray(high, dtype=np.float64)]).reshape(2, -1)
     if not np.isfinite(bounds).all() or not (bounds[0] < bounds[1]).all():
-        raise ValueError(
-            f"{owner} needs finite bounds with low < high, got low={low}, high={high}; bound the action space"
-        )
-    flat = bounds.reshape(2, -1)
-    return flat[0], flat[1]
+        raise ValueError(f"{owner} needs finite bounds, low < high, got {low=!s}, {high=!s}; bound the action space")
+    return bounds[0], bounds[1]
 
 
 def _concentrations(params: Params) -> tuple[Tensor, Tensor]:

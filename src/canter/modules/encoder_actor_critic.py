@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from canter.modules.actor_critic import ActorCritic
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
-from canter.modules.conv2d import Conv2dHeadModel
-from canter.modules.history_encoder import HistoryEncoder
+from canter.modules.conv2d import Conv2dHeadModel, HistoryEncoder
 from canter.modules.mlp import MlpModel
 from canter.modules.policy import Context
 from canter.modules.utils import orthogonal_init
@@ -22,24 +21,21 @@ Shape = tuple[int, ...]
 OUTPUT_SIZE, HIDDEN_SIZES = 32, (128, 64)
 
 
+CONV_DEFAULTS: dict[str, Any] = {"channels": (32, 64), "kernel_sizes": (3, 3), "strides": (2, 2)}
+
+
 def mlp_encoder(shape: Shape, output_size: int, hidden_sizes: Sequence[int] = HIDDEN_SIZES, **kwargs: Any) -> nn.Module:
     """An MLP of a component's values, with a nonlinearity at the end."""
     return MlpModel(math.prod(shape), [*hidden_sizes, output_size], **kwargs)
 
 
 def conv_encoder(
-    shape: Shape,
-    output_size: int,
-    channels: Sequence[int] = (32, 64),
-    kernel_sizes: Sequence[int] = (3, 3),
-    strides: Sequence[int] = (2, 2),
-    hidden_sizes: Sequence[int] = HIDDEN_SIZES,
-    **kwargs: Any,
+    shape: Shape, output_size: int, hidden_sizes: Sequence[int] = HIDDEN_SIZES, **kwargs: Any
 ) -> nn.Module:
     """Convolutions over an image (C, H, W), an MLP, and a nonlinearity at the end."""
     if len(shape) != 3:
         raise ValueError(f"Conv2dHeadModel encodes images (C, H, W); this component has the shape {shape}")
-    return Conv2dHeadModel(shape, channels, kernel_sizes, strides, [*hidden_sizes, output_size], **kwargs)
+    return Conv2dHeadModel(shape, hidden_sizes=[*hidden_sizes, output_size], **{**CONV_DEFAULTS, **kwargs})
 
 
 ENCODERS: dict[str, Callable[..., nn.Module]] = {
@@ -67,26 +63,14 @@ def encode(encoder: nn.Module, part: Tensor, shape: Shape) -> Tensor:
     return encoder(part if isinstance(encoder, MlpModel) else part.unflatten(-1, shape))
 
 
-def aligned(values: Any, count: int, name: str) -> list[Any]:
-    """One value per component of a setting that is given once for all, or one by one."""
+def aligned(values: Any, names: Sequence[str], setting: str) -> dict[str, Any]:
+    """The value of each component from a setting that is given once for all, or one by one."""
     if isinstance(values, str | Mapping) or values is None:
-        return [values] * count
-    if len(values) != count:
-        raise ValueError(f"{name} has {len(values)} entries for {count} components; give one for all, or one for each")
-    return list(values)
-
-
-def chosen(values: Any, names: Sequence[str], wanted: Sequence[str]) -> Any:
-    """The actor's setting for the critic's components: one for all, or that of the component of the same name."""
-    if isinstance(values, str | Mapping) or values is None:
-        return values
-    by_name = dict(zip(names, values, strict=True))
-    unknown = [name for name in wanted if name not in by_name]
-    if unknown:
-        raise ValueError(
-            f"the actor does not encode {unknown[0]!r}: give critic_encoder_class_name and critic_encoder_kwargs"
-        )
-    return [by_name[name] for name in wanted]
+        return dict.fromkeys(names, values)
+    if len(values) != len(names):
+        counts = f"{len(values)} entries for {len(names)} components"
+        raise ValueError(f"{setting} has {counts}; give one for all, or one for each")
+    return dict(zip(names, values, strict=True))
 
 
 class SegmentEncoders(nn.ModuleList):
@@ -97,14 +81,14 @@ class SegmentEncoders(nn.ModuleList):
     ) -> None:
         super().__init__()
         self.names = tuple(names)
-        classes = aligned(class_names, len(names), "encoder_class_name")
-        options = aligned(kwargs, len(names), "encoder_kwargs")
-        for name, class_name, given in zip(names, classes, options, strict=True):
-            if class_name not in ENCODERS:
-                known = ", ".join(ENCODERS)
-                raise NotImplementedError(f"no encoder {class_name!r}; there are {known}. register_encoder adds others")
+        classes, options = aligned(class_names, names, "encoder_class_name"), aligned(kwargs, names, "encoder_kwargs")
+        for name in names:
+            if classes[name] not in ENCODERS:
+                known = f"there are {', '.join(ENCODERS)}. register_encoder adds others"
+                raise NotImplementedError(f"no encoder {classes[name]!r}; {known}")
             try:
-                self.append(ENCODERS[class_name](layout.shapes[name], output_size=output_size, **(given or {})))
+                build = ENCODERS[classes[name]]
+                self.append(build(layout.shapes[name], output_size=output_size, **(options[name] or {})))
             except (TypeError, ValueError) as error:
                 raise type(error)(f"the encoder of {name!r}: {error}") from error
 
@@ -128,17 +112,12 @@ class EncoderActorCriticMixin(ActorCritic):
     """
 
     def __init__(
-        self,
-        *args: Any,
-        encoder_component_names: Sequence[str] = (),
-        encoder_class_name: str | Sequence[str] = "MlpModel",
-        encoder_kwargs: Any = None,
-        encoder_output_size: int | None = None,
-        critic_encoder_component_names: str | Sequence[str] | None = None,
-        critic_encoder_class_name: str | Sequence[str] | None = None,
-        critic_encoder_kwargs: Any = None,
+        self, *args: Any, encoder_component_names: Sequence[str] = (),
+        encoder_class_name: str | Sequence[str] = "MlpModel", encoder_kwargs: Any = None,
+        encoder_output_size: int | None = None, critic_encoder_component_names: str | Sequence[str] | None = None,
+        critic_encoder_class_name: str | Sequence[str] | None = None, critic_encoder_kwargs: Any = None,
         **kwargs: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         names = self.encoder_component_names = names_of(encoder_component_names)
         self.shares_encoders = critic_encoder_component_names == "shared"
         critic_names = names_of(names if self.shares_encoders else critic_encoder_component_names or ())
@@ -147,16 +126,22 @@ class EncoderActorCriticMixin(ActorCritic):
         super().__init__(*args, **kwargs)
         self.encoders = SegmentEncoders(self.encoder_layout, names, encoder_class_name, encoder_kwargs, size)
         if critic_names and not self.shares_encoders:
-            if critic_encoder_class_name is None:
-                critic_encoder_class_name = chosen(encoder_class_name, names, critic_names)
-            if critic_encoder_kwargs is None:
-                critic_encoder_kwargs = chosen(encoder_kwargs, names, critic_names)
-            self.critic_encoders = SegmentEncoders(
-                self.critic_encoder_layout, critic_names, critic_encoder_class_name, critic_encoder_kwargs, size
-            )
+            settings = [(critic_encoder_class_name, encoder_class_name), (critic_encoder_kwargs, encoder_kwargs)]
+            given = [self._for_critic(actors) if own is None else own for own, actors in settings]
+            self.critic_encoders = SegmentEncoders(self.critic_encoder_layout, critic_names, *given, output_size=size)
         if kwargs.get("orthogonal_init"):
             for encoder in (*self.encoders, *getattr(self, "critic_encoders", ())):
                 orthogonal_init(encoder)
+
+    def _for_critic(self, values: Any) -> Any:
+        """The actor's setting for the critic's components: one for all, or that of the component of the same name."""
+        if isinstance(values, str | Mapping) or values is None:
+            return values
+        by_name = dict(zip(self.encoder_component_names, values, strict=True))
+        for name in (name for name in self.critic_encoder_component_names if name not in by_name):
+            way_out = "give critic_encoder_class_name and critic_encoder_kwargs"
+            raise ValueError(f"the actor does not encode {name!r}: {way_out}")
+        return [by_name[name] for name in self.critic_encoder_component_names]
 
     def feature_widths(self, num_actor_obs: int, num_critic_obs: int) -> tuple[int, int]:
         """Every encoded component gets the width of the encoders' output."""
@@ -181,8 +166,7 @@ class EncoderActorCriticMixin(ActorCritic):
 
     def get_encoder_latent(self, observations: Any, obs_component: str, critic: bool = False) -> Tensor:
         """(..., encoder_output_size) features of one component of raw observations."""
-        encoders = self._encoders(critic)
-        layout, normalizer = (self.obs_layout, self.obs_normalizer)
+        encoders, layout, normalizer = self._encoders(critic), self.obs_layout, self.obs_normalizer
         if critic:
             layout, normalizer = self.critic_obs_layout, self.critic_obs_normalizer
         if obs_component not in encoders or obs_component not in layout:
@@ -213,10 +197,8 @@ def resize_features(
     policy.critic_feature_layout = critic.resized(dict.fromkeys(critic.ordered(critic_names), (size,)))
     for name in critic_names if is_shared else ():
         if actor.shapes[name] != critic.shapes[name]:
-            raise ValueError(
-                f"the encoder of {name!r} cannot be shared: it is {actor.shapes[name]} in the actor's observation and "
-                f"{critic.shapes[name]} in the critic's"
-            )
+            shapes = f"{actor.shapes[name]} in the actor's observation and {critic.shapes[name]} in the critic's"
+            raise ValueError(f"the encoder of {name!r} cannot be shared: it is {shapes}")
     return policy.feature_layout.width - actor.width, policy.critic_feature_layout.width - critic.width
 
 

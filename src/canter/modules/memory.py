@@ -42,13 +42,7 @@ class Carried(ABC):
 class Memory(Carried, nn.Module):
     """An LSTM or GRU with a pure `run` and a documented stateful `forward`."""
 
-    def __init__(
-        self,
-        input_size: int,
-        type: str = "lstm",  # noqa: A002 (documented name)
-        num_layers: int = 1,
-        hidden_size: int = 256,
-    ) -> None:
+    def __init__(self, input_size: int, type: str = "lstm", num_layers: int = 1, hidden_size: int = 256) -> None:  # noqa: A002
         super().__init__()
         kind = type.lower()
         if kind not in RNNS:

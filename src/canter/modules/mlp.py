@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from canter.modules.utils import activation as activation_class
 
+Activation = str | type[nn.Module]
 ALIGNMENT = 8  # fast matrix kernels of a GPU need rows of 8 numbers
 
 
@@ -31,11 +32,9 @@ def linear(size_in: int, size_out: int) -> nn.Linear:
 
 
 def mlp(
-    sizes: Sequence[int],
-    activation: str | type[nn.Module] = "elu",
-    output_activation: str | type[nn.Module] | None = None,
+    sizes: Sequence[int], activation: Activation = "elu", output_activation: Activation | None = None,
     layer_norm: bool = False,
-) -> nn.Sequential:
+) -> nn.Sequential:  # fmt: skip
     """Linear layers of the given sizes, input and output included.
 
     An activation follows every layer but the last, after layer normalisation if `layer_norm` is true.
@@ -57,12 +56,9 @@ class MlpModel(nn.Module):
     """Hidden layers, each followed by the nonlinearity, and a plain linear layer to `output_size` if one is given."""
 
     def __init__(
-        self,
-        input_size: int,
-        hidden_sizes: int | Sequence[int] | None,
-        output_size: int | None = None,
+        self, input_size: int, hidden_sizes: int | Sequence[int] | None, output_size: int | None = None,
         nonlinearity: str | type[nn.Module] = nn.ReLU,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         hidden = [hidden_sizes] if isinstance(hidden_sizes, int) else list(hidden_sizes or [])
         if not hidden and output_size is None:

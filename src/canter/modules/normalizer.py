@@ -47,19 +47,12 @@ def merge_moments(
 class EmpiricalNormalization(nn.Module):
     """Subtracts the running mean and divides by the running standard deviation."""
 
-    _mean: Tensor
-    _var: Tensor
-    _std: Tensor
-    count: Tensor
-
     def __init__(self, shape: int | Sequence[int], eps: float = 1e-2, until: float | None = None) -> None:
         super().__init__()
         self.shape = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
         self.eps, self.until = eps, until
-        self.register_buffer("_mean", torch.zeros(1, *self.shape))
-        self.register_buffer("_var", torch.ones(1, *self.shape))
-        self.register_buffer("_std", torch.ones(1, *self.shape))
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self._mean, self.count = nn.Buffer(torch.zeros(1, *self.shape)), nn.Buffer(torch.zeros((), dtype=torch.int64))
+        self._var, self._std = nn.Buffer(torch.ones(1, *self.shape)), nn.Buffer(torch.ones(1, *self.shape))
 
     @property
     def mean(self) -> Tensor:
@@ -100,10 +93,8 @@ class EmpiricalNormalization(nn.Module):
         if self.until is not None:
             keep = keep & (self.count < self.until)
         mean, var, count = merge_moments(self._mean[0], self._var[0], self.count, rows, keep)
-        self._mean[0].copy_(mean)
-        self._var[0].copy_(var)
-        self._std[0].copy_(var.sqrt())
-        self.count.copy_(count)
+        for buffer, new in ((self._mean, mean), (self._var, var), (self._std, var.sqrt()), (self.count, count)):
+            buffer.copy_(new)
 
 
 class ValueNormalizer(EmpiricalNormalization):
@@ -113,7 +104,6 @@ class ValueNormalizer(EmpiricalNormalization):
         layer: The critic's last layer; if given, it is rescaled together with the statistics so that no value changes
             (PopArt, van Hasselt et al. 2016).
         memory: Number of rollouts over which the statistics average; returns grow while a policy learns.
-        eps: Added to the standard deviation.
     """
 
     def __init__(self, layer: nn.Linear | None = None, memory: int = 20, eps: float = 1e-4) -> None:
@@ -142,23 +132,17 @@ class ValueNormalizer(EmpiricalNormalization):
             layer.weight.mul_(scale / self.scale)
 
 
-def value_layer(policy: nn.Module) -> nn.Linear:
-    """The last linear layer of `policy.critic`, whose output is the value."""
-    critic = getattr(policy, "critic", None)
-    layers = [layer for layer in critic.modules() if isinstance(layer, nn.Linear)] if critic is not None else []
-    if not layers or layers[-1].out_features != 1 or layers[-1].bias is None:
-        raise ValueError(
-            "popart rescales the critic's last linear layer, with one output and a bias, which "
-            f"{type(policy).__name__} does not have; use value_normalization='running'"
-        )
-    return layers[-1]
-
-
 def install_value_normalizer(policy: nn.Module, kind: str) -> None:
     """Make the policy's critic predict normalised values; statistics that it has already are kept."""
     if kind == "off":
         return
-    layer = value_layer(policy) if kind == "popart" else None
+    layer = None
+    if kind == "popart":
+        modules = getattr(policy, "critic", nn.Identity()).modules()
+        layer = ([None] + [module for module in modules if isinstance(module, nn.Linear)])[-1]
+        if layer is None or layer.out_features != 1 or layer.bias is None:
+            name, needed = type(policy).__name__, "the critic's last linear layer, with one output and a bias"
+            raise ValueError(f"popart rescales {needed}, which {name} does not have; use value_normalization='running'")
     fresh = ValueNormalizer(layer).to(next(policy.parameters()).device)
     if isinstance(policy.value_normalizer, ValueNormalizer):
         fresh.load_state_dict(policy.value_normalizer.state_dict())
@@ -177,18 +161,18 @@ class NoNormalization(nn.Identity):
 class DictNormalization(nn.Module):
     """Normalises each float vector of a nested dict of observations; images, integers and leaves of shape None pass.
 
-    Args:
-        shapes: Nested dict of leaf shapes. A shape of three or more dimensions is an image.
-        eps: As of `EmpiricalNormalization`.
-        until: As of `EmpiricalNormalization`.
+    `shapes` is the nested dict of leaf shapes; a shape of three or more dimensions is an image.
     """
 
     def __init__(self, shapes: Mapping[str, Any], eps: float = 1e-2, until: float | None = None) -> None:
         super().__init__()
         leaves = {name: shape for name, shape in tree_leaves(shapes) if shape is not None and np.size(shape) < 3}
-        # The prefix keeps a leaf called "values" from hiding a method of ModuleDict; a dot is not allowed in its keys.
-        made = {_module_name(name): EmpiricalNormalization(shape, eps, until) for name, shape in leaves.items()}
+        made = {self._key(name): EmpiricalNormalization(shape, eps, until) for name, shape in leaves.items()}
         self.leaves = nn.ModuleDict(made)
+
+    def _key(self, name: str) -> str:
+        # The prefix keeps a leaf called "values" from hiding a method of ModuleDict; a dot is not allowed in its keys.
+        return "obs/" + name.replace(".", "/")
 
     def forward(self, x: Obs) -> Obs:
         """Update the statistics in training mode, then normalise every float vector."""
@@ -212,8 +196,7 @@ class DictNormalization(nn.Module):
 
     def leaf(self, name: str) -> EmpiricalNormalization | None:
         """The statistics of one leaf by its dotted name; None if it is not normalised."""
-        key = _module_name(name)
-        return self.leaves[key] if key in self.leaves else None  # noqa: SIM401 (has no get) # pyright: ignore[reportReturnType]
+        return dict(self.leaves.items()).get(self._key(name))  # pyright: ignore[reportReturnType]
 
     def _map(self, method: str, tree: Any, name: str = "") -> Any:
         if isinstance(tree, Mapping):
@@ -222,25 +205,14 @@ class DictNormalization(nn.Module):
         return getattr(statistics, method)(tree) if statistics is not None and tree.is_floating_point() else tree
 
 
-def _module_name(dotted: str) -> str:
-    return "obs/" + dotted.replace(".", "/")
-
-
 class ReturnScaler(nn.Module):
     """Divides rewards by the running standard deviation of the discounted return, one accumulator per environment."""
-
-    returns: Tensor
-    mean: Tensor
-    var: Tensor
-    count: Tensor
 
     def __init__(self, num_envs: int, gamma: float, eps: float = 1e-8, clip: float = 10.0) -> None:
         super().__init__()
         self.gamma, self.eps, self.clip = gamma, eps, clip
-        self.register_buffer("returns", torch.zeros(num_envs))
-        self.register_buffer("mean", torch.zeros(()))
-        self.register_buffer("var", torch.ones(()))
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.returns, self.count = nn.Buffer(torch.zeros(num_envs)), nn.Buffer(torch.zeros((), dtype=torch.int64))
+        self.mean, self.var = nn.Buffer(torch.zeros(())), nn.Buffer(torch.ones(()))
 
     @torch.no_grad()
     def forward(self, reward: Tensor, done: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -262,10 +234,9 @@ class ReturnScaler(nn.Module):
     @torch.no_grad()
     def take(self, returns: Tensor, valid: Tensor | None = None) -> None:
         """Add returns (N,) to the statistics."""
-        mean, var, count = merge_moments(self.mean, self.var, self.count, returns, valid)
-        self.mean.copy_(mean)
-        self.var.copy_(var)
-        self.count.copy_(count)
+        statistics = (self.mean, self.var, self.count)
+        for buffer, new in zip(statistics, merge_moments(*statistics, returns, valid), strict=True):
+            buffer.copy_(new)
 
     def reach(self) -> Tensor:
         """Bound of nearly all returns: |mean| plus four standard deviations; 1 before the first return."""
@@ -304,11 +275,8 @@ class RunningMeanStd:
 
     def state_dict(self) -> dict[str, Any]:
         """The statistics as tensors and numbers."""
-        return {
-            "mean": torch.from_numpy(self.mean.copy()),
-            "var": torch.from_numpy(self.var.copy()),
-            "count": self.count,
-        }
+        mean, var = torch.from_numpy(self.mean.copy()), torch.from_numpy(self.var.copy())
+        return {"mean": mean, "var": var, "count": self.count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the statistics of `state_dict`."""
@@ -340,9 +308,7 @@ class Normalizer(RunningMeanStd):
     def update_normalizer(self, rollouts: Any, expert_loader: Any) -> None:
         """Add pairs of a policy batch and an expert batch to the statistics, until either side ends.
 
-        Args:
-            rollouts: A storage with `feed_forward_generator_amp`.
-            expert_loader: Iterates over batches and has a `batch_size`, a `DataLoader` for example.
+        `rollouts` has `feed_forward_generator_amp`; `expert_loader` has a `batch_size`, as a `DataLoader` has.
         """
         policy_batches = rollouts.feed_forward_generator_amp(None, mini_batch_size=expert_loader.batch_size)
         for batches in zip(policy_batches, expert_loader, strict=False):

@@ -129,23 +129,16 @@ class Policy(nn.Module):
 
     @final
     def forward(
-        self,
-        obs: Obs,
-        critic_obs: Obs | None = None,
-        hidden: Mapping[str, Tensor] | None = None,
-        trajectories: Trajectories | None = None,
-        random_masks: Mapping[str, Tensor] | None = None,
-    ) -> PolicyOutput:
+        self, obs: Obs, critic_obs: Obs | None = None, hidden: Mapping[str, Tensor] | None = None,
+        trajectories: Trajectories | None = None, random_masks: Mapping[str, Tensor] | None = None,
+    ) -> PolicyOutput:  # fmt: skip
         """Actor and critic in one pass; nothing is kept on the policy."""
-        if hidden is None:
-            hidden = self.initial_hidden(batch_size(obs))
-        ctx = Context(dict(hidden), {}, trajectories, random_masks or {})
+        hidden = self.initial_hidden(batch_size(obs)) if hidden is None else dict(hidden)
+        ctx = Context(hidden, {}, trajectories, random_masks or {})
         params = self.actor_params(self.obs_normalizer.normalize(obs), ctx)
-        value = self.critic_value(
-            self.critic_obs_normalizer.normalize(obs if critic_obs is None else critic_obs), ctx
-        ).float()
-        if not isinstance(self.value_normalizer, NoNormalization):
-            value = self.value_normalizer.inverse(value)
+        critic_obs = obs if critic_obs is None else critic_obs
+        value = self.critic_value(self.critic_obs_normalizer.normalize(critic_obs), ctx).float()
+        value = self.value_normalizer.inverse(value)
         # Half precision ends here: losses and sums use float32.
         return PolicyOutput({name: p.float() for name, p in params.items()}, value, ctx.hidden, ctx.aux)
 
@@ -158,22 +151,17 @@ class Policy(nn.Module):
     @final
     def act_params(self, obs: Obs, hidden: Mapping[str, Tensor] | None = None) -> tuple[Params, Hidden]:
         """The action distribution alone, without the critic, and the state after it."""
-        ctx = Context(dict(self.initial_hidden(batch_size(obs)) if hidden is None else hidden))
+        ctx = Context(self.initial_hidden(batch_size(obs)) if hidden is None else dict(hidden))
         return self.actor_params(self.obs_normalizer.normalize(obs), ctx), ctx.hidden
 
     @final
     def value(
-        self,
-        critic_obs: Obs,
-        hidden: Mapping[str, Tensor] | None = None,
-        trajectories: Trajectories | None = None,
+        self, critic_obs: Obs, hidden: Mapping[str, Tensor] | None = None, trajectories: Trajectories | None = None
     ) -> tuple[Tensor, Hidden]:
         """(..., 1) value and the state after it."""
-        ctx = Context(dict(self.initial_hidden(batch_size(critic_obs)) if hidden is None else hidden), {}, trajectories)
+        ctx = Context(self.initial_hidden(batch_size(critic_obs)) if hidden is None else dict(hidden), {}, trajectories)
         value = self.critic_value(self.critic_obs_normalizer.normalize(critic_obs), ctx).float()
-        if not isinstance(self.value_normalizer, NoNormalization):
-            value = self.value_normalizer.inverse(value)
-        return value, ctx.hidden
+        return self.value_normalizer.inverse(value), ctx.hidden
 
     @property
     def memories(self) -> dict[str, Carried]:
@@ -187,20 +175,16 @@ class Policy(nn.Module):
 
     def hidden(self, num_envs: int) -> Hidden:
         """The state of the stateful calls; zeros at first, and when the number of environments changes."""
-        if not self.is_recurrent and not self.carried:
-            return {}
-        for memory in self.memories.values():
+        memories = self.memories
+        for memory in memories.values():
             if memory.state is None or len(memory.state) != num_envs:
                 memory.state = memory.zero_state(num_envs)
-        return {name: memory.state for name, memory in self.memories.items() if memory.state is not None}
+        return {name: memory.state for name, memory in memories.items() if memory.state is not None}
 
     def set_hidden(self, hidden: Mapping[str, Tensor | None]) -> None:
         """Continue from this state."""
-        if not self.is_recurrent and not self.carried:
-            return
         for name, memory in self.memories.items():
-            if name in hidden:
-                memory.state = hidden[name]
+            memory.state = hidden.get(name, memory.state)
 
     @final
     def reset(self, dones: Tensor | None = None) -> None:
@@ -245,13 +229,7 @@ class Policy(nn.Module):
     def _run_branch(
         self, branch: str, obs: Any, masks: Any, hidden_states: Any, random_masks: Any = None, core: Any = None
     ) -> Any:
-        """Run one branch of the core from the kept or a given state; `core` takes observations without normalising."""
-        if core is None:
-            is_actor = branch == "actor"
-            normalizer = self.obs_normalizer if is_actor else self.critic_obs_normalizer
-            core = self.actor_params if is_actor else self.critic_value
-        else:
-            normalizer = NoNormalization()
+        """Run one branch from the kept or a given state; `core` replaces its normalisation and its hooks."""
         if hidden_states is None:
             ctx = Context(self.hidden(batch_size(obs)), random_masks=random_masks or {})
         else:
@@ -260,7 +238,12 @@ class Policy(nn.Module):
             if masks is not None:
                 ctx.trajectories = trajectories_from_masks(masks)
                 obs = tree_map(lambda leaf: unpad_trajectories(leaf, masks), obs)
-        result = core(normalizer.normalize(obs), ctx)
+        if core is not None:
+            result = core(obs, ctx)
+        elif branch == "actor":
+            result = self.actor_params(self.obs_normalizer.normalize(obs), ctx)
+        else:
+            result = self.critic_value(self.critic_obs_normalizer.normalize(obs), ctx)
         if hidden_states is None:
             self.set_hidden(ctx.hidden)
         if branch == "actor":
@@ -314,10 +297,7 @@ class Policy(nn.Module):
         """Names and shapes of the critic observation's parts."""
         return self.critic_obs_layout.shapes
 
-    @property
-    def privileged_obs_segments(self) -> dict[str, tuple[int, ...]]:
-        """The same as `critic_obs_segments`."""
-        return self.critic_obs_segments
+    privileged_obs_segments = critic_obs_segments
 
     def _last(self) -> Params:
         if self._params is None:

@@ -7,8 +7,9 @@ implements `forward(obs, actions)`.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,16 +18,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from canter.envs.vec_env import flat_size
-from canter.modules.actors import (
-    CNN_SETTINGS,
-    MLP_Q_SETTINGS,
-    Cfg,
-    ConfiguredNetwork,
-    FlatNetwork,
-    ImageNetwork,
-    flatten_obs,
-    read_cfg,
-)
+from canter.modules.actors import CNN_SETTINGS, MLP_Q_SETTINGS, Cfg, ConfiguredNetwork, build_network, flatten_obs
 from canter.modules.distributions import Categorical, Params
 from canter.modules.mlp import ALIGNMENT, mlp
 from canter.modules.policy import Context, Policy
@@ -61,39 +53,25 @@ def explore_rows(values: Tensor, epsilon: float | Tensor, generator: torch.Gener
     return torch.where(draws[0] < epsilon, other, best)
 
 
-class QHeads(nn.Module):
-    """Values of n actions from features; `dueling` (Wang et al. 2016) splits them into a level and advantages."""
-
-    def __init__(self, num_features: int, num_actions: int, nonlinearity: str | type[nn.Module], dueling: bool) -> None:
-        super().__init__()
-        self.nonlinearity, self.dueling = activation(nonlinearity)(), dueling
-        self.out = nn.Linear(num_features, num_actions + int(dueling))
-        orthogonal_init(self.out, last_gain=1.0)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """(..., num_features) before their nonlinearity -> (..., n)."""
-        out = self.out(self.nonlinearity(features))
-        if not self.dueling:
-            return out
-        level, advantage = out[..., :1], out[..., 1:]
-        return level + advantage - advantage.mean(-1, keepdim=True)
-
-
 class EncodedQNetwork(DiscreteQNetwork):
-    """An encoder of observations and a head of values."""
-
-    network_class: ClassVar[Any] = FlatNetwork
+    """An encoder of observations, and a head that `dueling` (Wang et al. 2016) splits into a level and advantages."""
 
     def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None = None) -> None:
         super().__init__(obs_space, action_space, cfg)
         *hidden, last = self.cfg["hidden_dims"]
-        self.encoder = self.network_class(obs_space, last, {**self.cfg, "hidden_dims": hidden})
+        self.encoder = build_network(obs_space, last, {**self.cfg, "hidden_dims": hidden})
         orthogonal_init(self.encoder)
-        self.heads = QHeads(last, self.num_actions, self.cfg["activation"], self.cfg["dueling"])
+        out = nn.Linear(last, self.num_actions + int(self.cfg["dueling"]))
+        orthogonal_init(out, last_gain=1.0)
+        self.heads = nn.ModuleDict({"nonlinearity": activation(self.cfg["activation"])(), "out": out})
 
     def forward(self, obs: Obs) -> Tensor:
         """Values (B, n)."""
-        return self.heads(self.encoder(obs))
+        out = self.heads["out"](self.heads["nonlinearity"](self.encoder(obs)))
+        if not self.cfg["dueling"]:
+            return out
+        level, advantage = out[..., :1], out[..., 1:]
+        return level + advantage - advantage.mean(-1, keepdim=True)
 
 
 class MLPQNetwork(EncodedQNetwork):
@@ -105,7 +83,6 @@ class MLPQNetwork(EncodedQNetwork):
 class CNNQNetwork(EncodedQNetwork):
     """Convolutions on one image."""
 
-    network_class = ImageNetwork
     defaults = {**CNN_SETTINGS, "dueling": False}
 
 
@@ -131,9 +108,6 @@ class QPolicy(Policy):
 class UnitActions(nn.Module):
     """Scales the actions of a Box to [-1, 1], so that every joint counts alike; infinite ranges stay as they are."""
 
-    scale: Tensor
-    offset: Tensor
-
     def __init__(self, action_space: spaces.Space) -> None:
         super().__init__()
         if not isinstance(action_space, spaces.Box):
@@ -143,8 +117,8 @@ class UnitActions(nn.Module):
         with np.errstate(invalid="ignore"):
             half, middle = np.where(is_finite, (high - low) / 2, 1.0), np.where(is_finite, (high + low) / 2, 0.0)
         self.is_identity = bool((half == 1).all() and (middle == 0).all())
-        self.register_buffer("scale", torch.as_tensor(1 / half, dtype=torch.float32), persistent=False)
-        self.register_buffer("offset", torch.as_tensor(-middle / half, dtype=torch.float32), persistent=False)
+        self.scale = nn.Buffer(torch.as_tensor(1 / half, dtype=torch.float32), persistent=False)
+        self.offset = nn.Buffer(torch.as_tensor(-middle / half, dtype=torch.float32), persistent=False)
 
     def forward(self, actions: Tensor) -> Tensor:
         """(..., A) in the environment's units -> (..., A) in [-1, 1]."""
@@ -156,9 +130,8 @@ class ContinuousQNetwork(ConfiguredNetwork):
 
     def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None = None) -> None:
         super().__init__(obs_space, cfg)
-        self.action_space = action_space
         self.unit_actions = UnitActions(action_space)
-        self.num_actions = flat_size(action_space)
+        self.action_space, self.num_actions = action_space, flat_size(action_space)
 
     def forward(self, obs: Obs, actions: Tensor) -> Tensor:
         """Values (B,) or logits (B, K)."""
@@ -190,15 +163,14 @@ class CNNContinuousQNetwork(ContinuousQNetwork):
     def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None = None) -> None:
         super().__init__(obs_space, action_space, cfg)
         *hidden, width = self.cfg["hidden_dims"]
-        self.encoder = ImageNetwork(obs_space, width, {**self.cfg, "hidden_dims": hidden})
+        self.encoder = build_network(obs_space, width, {**self.cfg, "hidden_dims": hidden})
         orthogonal_init(self.encoder)
         self.mlp = mlp([width + self.num_actions, width, self.cfg["num_atoms"]], self.cfg["activation"])
         orthogonal_init(self.mlp, last_gain=1.0)
 
-    def forward(self, obs: Tensor, actions: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, obs: Obs, actions: Tensor) -> Tensor:
         """Values (B,) or logits (B, K)."""
-        features = torch.relu(self.encoder(obs))
-        out = self.mlp(torch.cat([features, self.unit_actions(actions)], dim=-1))
+        out = self.mlp(torch.cat([torch.relu(self.encoder(obs)), self.unit_actions(actions)], dim=-1))
         return out.squeeze(-1) if self.cfg["num_atoms"] == 1 else out
 
 
@@ -234,40 +206,35 @@ class StackedLayerNorm(nn.Module):
         return torch.addcmul(self.bias, F.layer_norm(x, x.shape[-1:]), self.weight)
 
 
-class StackedMLPCritics(nn.Module):
+class StackedMLPCritics(ContinuousQNetwork):
     """`MLPContinuousQNetwork`s of one shape, whose layers are batched: half the operations for twins."""
 
+    defaults = MLPContinuousQNetwork.defaults
+
     def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None, members: int) -> None:
-        super().__init__()
-        settings = read_cfg(MLPContinuousQNetwork, cfg, MLPContinuousQNetwork.defaults)
-        self.obs_space, self.members, self.num_atoms = obs_space, members, settings["num_atoms"]
-        self.unit_actions = UnitActions(action_space)
-        nonlinear = activation(settings["activation"])
-        sizes = [flat_size(obs_space) + flat_size(action_space), *settings["hidden_dims"]]
+        super().__init__(obs_space, action_space, cfg)
+        self.members = members
+        sizes = [flat_size(obs_space) + self.num_actions, *self.cfg["hidden_dims"]]
         layers: list[nn.Module] = []
         for size_in, size_out in pairwise(sizes):
             layers.append(StackedLinear(members, size_in, size_out, math.sqrt(2.0)))
-            layers += [StackedLayerNorm(members, size_out)] if settings["layer_norm"] else []
-            layers.append(nonlinear())
-        self.mlp = nn.Sequential(*layers, StackedLinear(members, sizes[-1], self.num_atoms, 1.0))
+            layers += [StackedLayerNorm(members, size_out)] if self.cfg["layer_norm"] else []
+            layers.append(activation(self.cfg["activation"])())
+        self.mlp = nn.Sequential(*layers, StackedLinear(members, sizes[-1], self.cfg["num_atoms"], 1.0))
 
     def forward(self, obs: Obs, actions: Tensor) -> Tensor:
         """(E, B) values or (E, B, K) logits."""
         x = torch.cat([flatten_obs(obs, self.obs_space), self.unit_actions(actions)], dim=-1)
         out = self.mlp(x.expand(self.members, *x.shape))
-        return out.squeeze(-1) if self.num_atoms == 1 else out
+        return out.squeeze(-1) if self.cfg["num_atoms"] == 1 else out
 
 
 class ListedCritics(nn.Module):
     """Critics of any class, one after the other."""
 
-    def __init__(
-        self, critic_class: Any, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None, members: int
-    ) -> None:
+    def __init__(self, critics: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.critics = nn.ModuleList(
-            critic_class(obs_space=obs_space, action_space=action_space, cfg=cfg) for _ in range(members)
-        )
+        self.critics = nn.ModuleList(critics)
 
     def forward(self, obs: Obs, actions: Tensor) -> Tensor:
         """(E, B) values or (E, B, K) logits."""
@@ -280,7 +247,7 @@ def build_critics(
     """`members` critics of a class, stacked where their layers can be batched."""
     if critic_class is MLPContinuousQNetwork:
         return StackedMLPCritics(obs_space, action_space, cfg, members)
-    return ListedCritics(critic_class, obs_space, action_space, cfg, members)
+    return ListedCritics(critic_class(obs_space=obs_space, action_space=action_space, cfg=cfg) for _ in range(members))
 
 
 class ActorQPolicy(Policy):
@@ -290,10 +257,8 @@ class ActorQPolicy(Policy):
         super().__init__()
         missing = [name for name in ("get_params", "distribution") if not hasattr(actor, name)]
         if missing:
-            raise TypeError(
-                f"{type(actor).__name__} cannot be used as actor: it lacks {', '.join(missing)}; derive it from "
-                "ContinuousActor"
-            )
+            name, lacks = type(actor).__name__, ", ".join(missing)
+            raise TypeError(f"{name} cannot be used as actor: it lacks {lacks}; derive it from ContinuousActor")
         self.actor, self.critics = actor, critics
         self.distribution = actor.distribution  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -1,20 +1,19 @@
-"""A stage that estimates components of the state, for a loss and for the stages that follow."""
+"""Stages that predict components of the state, for a loss and for the stages that follow."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from canter.modules.actor_critic import ActorCritic
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
-from canter.modules.memory import ActorCriticHiddenState
 from canter.modules.mlp import MlpModel
 from canter.modules.normalizer import DictNormalization, EmpiricalNormalization
-from canter.modules.policy import Context, Hidden
+from canter.modules.policy import Context
 from canter.utils.obs_layout import ObsLayout
 from canter.utils.utils import namedarraytuple
 
@@ -26,39 +25,29 @@ class IncompatibleSettingsError(ValueError, AssertionError):
     """Two settings that exclude each other."""
 
 
-class Estimate(NamedTuple):
-    """An estimate of a policy: its name in `aux`, and the components that are its target."""
-
-    aux: str
-    target: ObsLayout
-    networks: tuple[str, ...]
-    """Children of the policy that are trained by the loss of this estimate alone."""
-
-
 @dataclasses.dataclass
-class Prediction:
-    """A prediction of components from other components, and how the next stages see it.
+class Estimate:
+    """A prediction of components from other components, and how the next stages see it."""
 
-    The networks are children of the policy, named `head` and `memory`.
-    """
-
+    name: str
+    """Key in `policy.estimates`, and prefix of the settings in error messages."""
     aux: str
-    head: str
-    memory: str
-    setting: str
-    """Prefix of its settings, for error messages."""
+    """Name of the prediction in `Context.aux`."""
+    networks: tuple[str, str]
+    """Children of the policy that are trained by the loss of this estimate alone: its MLP, and the memory before it."""
+    pair: Any
+    """Class of the pair of the memory's state and the actor's."""
     inputs: Sequence[str] | None
     targets: Sequence[str] | None
-    replace_prob: float = 0.0
-    appends: bool = False
-    hidden_state: Any = None
-    """Class of the pair of this memory's state and the actor's."""
+    replace_prob: float
+    appends: bool
     layout: ObsLayout = dataclasses.field(init=False)
+    """Layout of the observation at this place in the pipeline."""
     target: ObsLayout = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         if not self.targets:
-            raise ValueError(f"no components to estimate; set {self.setting}_target_components=[...]")
+            raise ValueError(f"no components to estimate; set {self.name}_target_components=[...]")
         if not 0.0 <= self.replace_prob <= 1.0:
             raise ValueError(f"a probability is from 0 to 1, got {self.replace_prob} for {self.aux}")
 
@@ -66,23 +55,21 @@ class Prediction:
         """Read the layout at this place in the pipeline; returns by how much the observation grows here."""
         self.layout = policy.feature_layout
         names = [self.targets] if isinstance(self.targets, str) else list(self.targets or ())
-        in_actor, in_critic = (
-            all(name in layout for name in names) for layout in (policy.obs_layout, policy.critic_obs_layout)
-        )
-        self.target = (policy.obs_layout if in_actor and not in_critic else policy.critic_obs_layout).part(names)
+        own, critics = policy.obs_layout, policy.critic_obs_layout
+        in_actor_only = all(name in own for name in names) and not all(name in critics for name in names)
+        self.target = (own if in_actor_only else critics).part(names)
         if self.inputs is None:
             self.inputs = [name for name in self.layout.shapes if name not in self.target]
         self.inputs = self.layout.ordered(self.inputs)
         if not self.inputs:
-            raise ValueError(f"{self.setting}_obs_components is empty; there is nothing to estimate from")
+            raise ValueError(f"{self.name}_obs_components is empty; there is nothing to estimate from")
         for name, shape in self.target.shapes.items():
             here = self.layout.shapes.get(name)
             if self.replace_prob > 0 and here != shape:
                 there = "not there" if here is None else f"of shape {here}"
-                raise ValueError(
-                    f"the estimate of {name!r} {shape} cannot replace it in the actor's observation, where it is "
-                    f"{there}; append the estimate instead, or leave the probability at 0"
-                )
+                problem = f"cannot replace it in the actor's observation, where it is {there}"
+                way_out = "append the estimate instead, or leave the probability at 0"
+                raise ValueError(f"the estimate of {name!r} {shape} {problem}; {way_out}")
             if self.appends and here is not None:
                 raise ValueError(f"the actor's observation has {name!r} already: replace it instead of appending to it")
         if not self.appends:
@@ -90,26 +77,28 @@ class Prediction:
         policy.feature_layout = self.layout.resized(self.target.shapes)
         return self.target.width
 
-    def build(self, policy: ActorCritic, width: int, has_memory: bool, kwargs: Mapping[str, Any] | None) -> Estimate:
-        """Add the networks to the policy; `width` is the width of their input."""
-        if has_memory:
-            setattr(policy, self.memory, policy.new_memory(width))  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
-            width = policy.rnn_hidden_size  # pyright: ignore[reportAttributeAccessIssue, reportAssignmentType]
+    def build(self, policy: Any, kwargs: Any, from_actor_memory: bool = False) -> None:
+        """Add the estimate and its networks to the policy; the memory only if the policy is recurrent."""
+        head, memory = self.networks
+        width = policy.rnn_hidden_size if from_actor_memory else self.layout.size(self.inputs or ())
+        if policy.is_recurrent and not from_actor_memory:
+            setattr(policy, memory, policy.new_memory(width))
+            policy.nested_memories.append((memory, self.pair))
+            width = policy.rnn_hidden_size
         options = {"hidden_sizes": HIDDEN_SIZES, **(kwargs or {})}
-        setattr(policy, self.head, MlpModel(width, output_size=self.target.width, **options))
+        setattr(policy, head, MlpModel(width, output_size=self.target.width, **options))
         if 0.0 < self.replace_prob < 1.0:
             policy.random_mask_probs[self.aux] = self.replace_prob
-        return Estimate(self.aux, self.target, (self.head, self.memory))
+        policy.estimates = {**getattr(policy, "estimates", {}), self.name: self}
 
-    def features(self, policy: ActorCritic, obs: Tensor, ctx: Context) -> Tensor:
-        """The head's input: the input components, or the output of the memory that gets them."""
-        inputs = self.layout.take(obs, self.inputs or ())
-        memory = getattr(policy, self.memory, None)
-        return inputs if memory is None else ctx.remember(self.memory, memory, inputs)
-
-    def place(self, obs: Tensor, estimate: Tensor, ctx: Context) -> Tensor:
-        """The observation with the estimate in it; the gradient of the next stages does not reach the estimator."""
-        parts = self.target.split(estimate.detach())
+    def embed(self, policy: ActorCritic, obs: Tensor, ctx: Context) -> Tensor:
+        """Estimate; returns the observation with the estimate, without its gradient, appended or in its place."""
+        head, memory = self.networks
+        features = self.layout.take(obs, self.inputs or ())
+        if policy.is_recurrent:
+            features = ctx.remember(memory, getattr(policy, memory), features)
+        ctx.aux[self.aux] = getattr(policy, head)(features)
+        parts = self.target.split(ctx.aux[self.aux].detach())
         if self.appends:
             return torch.cat([obs, *parts.values()], dim=-1)
         if self.replace_prob == 0.0:
@@ -118,24 +107,6 @@ class Prediction:
         replaced = self.layout.put(obs, names, torch.cat([parts[name] for name in names], dim=-1))
         mask = ctx.random_masks.get(self.aux)
         return replaced if mask is None else torch.where(mask, replaced, obs)
-
-    def nest_hidden(self, policy: ActorCritic, states: Any) -> Any:
-        """The documented hidden state of the policy, with the state of this memory beside the actor's."""
-        memory = getattr(policy, self.memory, None)
-        if memory is None or states is None:
-            return states
-        return states._replace(actor=self.hidden_state(memory.hidden_states, states.actor))
-
-    def peel_hidden(self, policy: ActorCritic, states: Any, branch: str) -> tuple[Hidden, Any]:
-        """The inverse of `nest_hidden` for one branch: the state of this memory by name, and the rest."""
-        if isinstance(states, ActorCriticHiddenState):
-            states = getattr(states, branch)
-        memory = getattr(policy, self.memory, None)
-        if memory is None or branch == "critic":
-            return {}, states
-        if not isinstance(states, self.hidden_state):
-            raise ValueError(f"the hidden state must be the {self.hidden_state.__name__} of get_hidden_states()")
-        return {self.memory: memory.pack(states.get(0))}, states.get(1)
 
 
 def rescale(policy: ActorCritic, layout: ObsLayout, values: Tensor, inverse: bool = False) -> Tensor:
@@ -154,18 +125,25 @@ def rescale(policy: ActorCritic, layout: ObsLayout, values: Tensor, inverse: boo
     return torch.cat(list(parts.values()), dim=-1)
 
 
-def last_estimate(policy: Any, name: str, denormalize: bool) -> Tensor:
-    """The estimate of the policy's last act."""
-    if name not in policy.estimates:
-        raise ValueError(f"{type(policy).__name__} has no estimate {name!r}; it has {list(policy.estimates)}")
-    known = policy.estimates[name]
-    if known.aux not in policy._aux:
-        raise RuntimeError("the policy has not estimated anything yet; call act() first")
-    estimate = policy._aux[known.aux]
-    return rescale(policy, known.target, estimate, inverse=True) if denormalize else estimate
+class EstimatingActorCritic(ActorCritic):
+    """Access to the estimates of the mixins below and in `state_adaptor`."""
+
+    estimates: dict[str, Estimate]
+
+    def get_estimated_state(self, name: str | None = None, denormalize: bool = False) -> Tensor:
+        """The last act's estimate (None: the estimator's, else the adaptor's), in physical units if `denormalize`."""
+        if name is None:
+            name = "estimator" if "estimator" in self.estimates else "adaptor"
+        if name not in self.estimates:
+            raise ValueError(f"{type(self).__name__} has no estimate {name!r}; it has {list(self.estimates)}")
+        known = self.estimates[name]
+        if known.aux not in self._aux:
+            raise RuntimeError("the policy has not estimated anything yet; call act() first")
+        estimate = self._aux[known.aux]
+        return rescale(self, known.target, estimate, inverse=True) if denormalize else estimate
 
 
-class EstimatorMixin(ActorCritic):
+class EstimatorMixin(EstimatingActorCritic):
     """Estimates components of the state: from the observation, from a memory of it, or from the actor's memory.
 
     Args:
@@ -178,20 +156,13 @@ class EstimatorMixin(ActorCritic):
         append_estimate: Append the estimate to the actor's observation, which lacks the component.
     """
 
-    estimates: dict[str, Estimate]
     state_estimator: MlpModel
 
     def __init__(
-        self,
-        *args: Any,
-        estimator_obs_components: Sequence[str] | None = None,
-        estimator_target_components: Sequence[str] | None = None,
-        estimator_kwargs: Any = None,
-        use_actor_rnn: bool = False,
-        replace_state_prob: float = 0.0,
-        append_estimate: bool = False,
-        **kwargs: Any,
-    ) -> None:
+        self, *args: Any, estimator_obs_components: Sequence[str] | None = None,
+        estimator_target_components: Sequence[str] | None = None, estimator_kwargs: Any = None,
+        use_actor_rnn: bool = False, replace_state_prob: float = 0.0, append_estimate: bool = False, **kwargs: Any,
+    ) -> None:  # fmt: skip
         name = "append_estimate" if append_estimate else "replace_state_prob"
         if use_actor_rnn and (replace_state_prob > 0 or append_estimate):
             raise IncompatibleSettingsError(f"{name} needs the estimate before the actor's memory: use_actor_rnn=False")
@@ -200,20 +171,12 @@ class EstimatorMixin(ActorCritic):
         if use_actor_rnn and not self.is_recurrent:
             raise IncompatibleSettingsError(f"use_actor_rnn: {type(self).__name__} has no memory; take a recurrent one")
         self.use_actor_rnn = use_actor_rnn
-        self.estimator_stage = Prediction(
-            "estimated_state", "state_estimator", "memory_s", "estimator",
+        self.estimator_stage = Estimate(
+            "estimator", "estimated_state", ("state_estimator", "memory_s"), EstimatorActorHiddenState,
             estimator_obs_components, estimator_target_components, replace_state_prob, append_estimate,
-            EstimatorActorHiddenState,
         )  # fmt: skip
         super().__init__(*args, **kwargs)
-        self.estimates = {**getattr(self, "estimates", {}), "estimator": self.build_estimator(estimator_kwargs)}
-
-    def build_estimator(self, estimator_kwargs: Mapping[str, Any] | None) -> Estimate:
-        """Build the estimator's MLP, and a memory of its own before it if the policy is recurrent."""
-        stage = self.estimator_stage
-        width = self.rnn_hidden_size if self.use_actor_rnn else stage.layout.size(stage.inputs or ())  # pyright: ignore[reportAttributeAccessIssue]
-        has_memory = self.is_recurrent and not self.use_actor_rnn
-        return stage.build(self, width, has_memory, estimator_kwargs)  # pyright: ignore[reportArgumentType]
+        self.estimator_stage.build(self, estimator_kwargs, use_actor_rnn)
 
     def feature_widths(self, num_actor_obs: int, num_critic_obs: int) -> tuple[int, int]:
         """The actor's observation grows by an appended estimate."""
@@ -221,18 +184,11 @@ class EstimatorMixin(ActorCritic):
 
     def actor_features(self, obs: Tensor, ctx: Context) -> Tensor:
         """Estimate, and pass the estimate to the next stages if it is appended or replaces."""
-        stage = self.estimator_stage
-        if self.use_actor_rnn:
-            features = super().actor_features(obs, ctx)
-            ctx.aux[stage.aux] = self.state_estimator(features)
-            return features
-        estimate = self.state_estimator(stage.features(self, obs, ctx))
-        ctx.aux[stage.aux] = estimate
-        return super().actor_features(stage.place(obs, estimate, ctx), ctx)
-
-    def get_estimated_state(self, name: str | None = None, denormalize: bool = False) -> Tensor:
-        """The estimate of the last act, with its gradient; in physical units if `denormalize`."""
-        return last_estimate(self, name or "estimator", denormalize)
+        if not self.use_actor_rnn:
+            return super().actor_features(self.estimator_stage.embed(self, obs, ctx), ctx)
+        features = super().actor_features(obs, ctx)
+        ctx.aux[self.estimator_stage.aux] = self.state_estimator(features)
+        return features
 
     @property
     def estimator_obs_components(self) -> list[str]:
@@ -243,15 +199,6 @@ class EstimatorMixin(ActorCritic):
     def estimator_target_components(self) -> list[str]:
         """Estimated components."""
         return list(self.estimator_stage.target.shapes)
-
-    def get_hidden_states(self) -> Any:
-        """ActorCriticHiddenState whose actor is EstimatorActorHiddenState, if the estimator has a memory."""
-        return self.estimator_stage.nest_hidden(self, super().get_hidden_states())
-
-    def unpack_hidden(self, hidden_states: Any, branch: str) -> Hidden:
-        """The state of the branch's memories."""
-        own, rest = self.estimator_stage.peel_hidden(self, hidden_states, branch)
-        return own | super().unpack_hidden(rest, branch)
 
 
 class StateAc(EstimatorMixin, ActorCritic):

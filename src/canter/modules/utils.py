@@ -6,46 +6,32 @@ import difflib
 import math
 import warnings
 
+import numpy as np
 from torch import nn
 
 ALIASES: dict[str, type[nn.Module]] = {
-    "elu": nn.ELU,
-    "selu": nn.SELU,
-    "relu": nn.ReLU,
-    "crelu": nn.ReLU,
-    "lrelu": nn.LeakyReLU,
-    "leaky_relu": nn.LeakyReLU,
-    "gelu": nn.GELU,
-    "silu": nn.SiLU,
-    "mish": nn.Mish,
-    "softplus": nn.Softplus,
-    "tanh": nn.Tanh,
-    "sigmoid": nn.Sigmoid,
-    "identity": nn.Identity,
-}
-
-
-def _lookup(name: str) -> type[nn.Module] | None:
-    """The `torch.nn` class of exactly this name, else the alias of it."""
-    found = getattr(nn, name, None)
-    if isinstance(found, type) and issubclass(found, nn.Module):
-        return found
-    return ALIASES.get(name.lower())
+    "elu": nn.ELU, "selu": nn.SELU, "relu": nn.ReLU, "crelu": nn.ReLU, "lrelu": nn.LeakyReLU,
+    "leaky_relu": nn.LeakyReLU, "gelu": nn.GELU, "silu": nn.SiLU, "mish": nn.Mish, "softplus": nn.Softplus,
+    "tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "identity": nn.Identity,
+}  # fmt: skip
 
 
 def get_activation_Cls(name: str) -> type[nn.Module] | None:  # noqa: N802, the documented name
     """The activation class of that name: a `torch.nn` class or an alias; warns and returns None for any other name."""
-    found = _lookup(name)
-    if found is None:
-        warnings.warn(f"invalid activation function {name!r}; known are {sorted(ALIASES)}", stacklevel=2)
-    return found
+    try:
+        return activation(name)
+    except ValueError as error:
+        warnings.warn(f"invalid activation function {name!r}: {error}", stacklevel=2)
+        return None
 
 
 def activation(name: str | type[nn.Module], kind: str = "activation") -> type[nn.Module]:
     """The `torch.nn` class of a name; a class is returned as it is. `kind` is the noun in the error."""
     if isinstance(name, type):
         return name
-    found = _lookup(name)
+    found = getattr(nn, name, None)
+    if not isinstance(found, type) or not issubclass(found, nn.Module):
+        found = ALIASES.get(name.lower())
     if found is None:
         near = difflib.get_close_matches(name.lower(), ALIASES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -62,19 +48,11 @@ def orthogonal_init(module: nn.Module, last_gain: float = math.sqrt(2.0)) -> Non
             nn.init.zeros_(layer.bias)
 
 
-def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else value
-
-
 def conv2d_output_shape(
-    h: int,
-    w: int,
-    kernel_size: int | tuple[int, int] = 1,
-    stride: int | tuple[int, int] = 1,
-    padding: int | tuple[int, int] = 0,
-    dilation: int | tuple[int, int] = 1,
-) -> tuple[int, int]:
+    h: int, w: int, kernel_size: int | tuple[int, int] = 1, stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] = 0, dilation: int | tuple[int, int] = 1,
+) -> tuple[int, int]:  # fmt: skip
     """Height and width after a convolution or pooling."""
-    k, s, p, d = _pair(kernel_size), _pair(stride), _pair(padding), _pair(dilation)
-    out_h, out_w = ((n + 2 * p[i] - d[i] * (k[i] - 1) - 1) // s[i] + 1 for i, n in enumerate((h, w)))
-    return out_h, out_w
+    k, s, p, d = (np.broadcast_to(value, 2) for value in (kernel_size, stride, padding, dilation))
+    out = (np.array((h, w)) + 2 * p - d * (k - 1) - 1) // s + 1
+    return int(out[0]), int(out[1])

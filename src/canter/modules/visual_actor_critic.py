@@ -32,14 +32,9 @@ class VisualActorCriticMixin(ActorCritic):
     """
 
     def __init__(
-        self,
-        *args: Any,
-        visual_component_name: str = "forward_depth",
-        visual_kwargs: Any = None,
-        visual_latent_size: int = 256,
-        visual_critic: bool = False,
-        **kwargs: Any,
-    ) -> None:
+        self, *args: Any, visual_component_name: str = "forward_depth", visual_kwargs: Any = None,
+        visual_latent_size: int = 256, visual_critic: bool = False, **kwargs: Any,
+    ) -> None:  # fmt: skip
         self.visual_component_name, self.visual_latent_size = visual_component_name, visual_latent_size
         self.visual_critic = visual_critic
         super().__init__(*args, **kwargs)
