@@ -210,7 +210,8 @@ class RecordedGraph:
 
     def add_outside(self, value: Any) -> fx.Node:
         """Add an argument for a value from outside the function."""
-        with self.graph.inserting_before(self.inputs[0]) if self.inputs else self.graph.inserting_after():
+        first = self.inputs[0] if self.inputs else next(iter(self.graph.nodes), None)
+        with self.graph.inserting_before(first) if first is not None else self.graph.inserting_after():
             node = self.graph.placeholder(f"outside_{len(self.outside)}")
         self.outside[node] = value
         if isinstance(value, Tensor):
