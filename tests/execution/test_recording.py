@@ -504,3 +504,20 @@ def test_functions_that_read_values_give_what_eager_gives(fn, inference):
         with torch.inference_mode(inference):
             assert torch.equal(executor.run("f", lambda x: fn(x, state), x), fn(x, state))
     assert executor.eager_only == {"f"}
+
+
+def test_a_function_without_tensor_arguments_is_recorded_with_everything_it_reads():
+    a, b, total = torch.arange(3.0), torch.ones(3), torch.zeros(3)
+
+    def add(count):
+        for _ in range(count):
+            total.add_(a * b + 1.0)
+
+    executor = Executor(torch.device("cpu"), "auto")
+    for _ in range(6):
+        executor.run("add", add, 2)
+    assert executor.graphs
+    assert torch.equal(total, 12 * (torch.arange(3.0) + 1.0))
+    b.fill_(2.0)  # outside tensors are read anew
+    executor.run("add", add, 2)
+    assert torch.equal(total, 12 * (torch.arange(3.0) + 1.0) + 2 * (2 * torch.arange(3.0) + 1.0))

@@ -618,7 +618,7 @@ class PPO(Algorithm):
     def _report(self) -> tuple[dict[str, float], dict[str, float]]:
         """Mean losses and statistics of the update, read from the device at once."""
         storage = self.storage
-        used = storage.newest
+        used = slice(storage.older, storage.older + storage.step)  # the newest rollout
         valid = storage.data["valid"][used].squeeze(-1) if storage.has_invalid_steps else None
         values = storage.data["values"][used]
         scalars = self.meter.averages() | {
