@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from canter.envs.components import ObsComponents
-from canter.envs.motion_features import MotionFeatures, windows
+from canter.envs.components import MotionFeatures, ObsComponents, windows
 from canter.envs.torch_envs.classic import Pendulum
 from canter.envs.torch_envs.point_robot import PointRobot
 from canter.runners import AmpPolicyRunner, OnPolicyRunner
