@@ -14,8 +14,8 @@ from torch import Tensor
 
 from canter.envs.gymnasium_vector import GymVectorEnvAdapter
 from canter.envs.records import FINAL_OBS_NAMES, stored_dtype
-from canter.envs.rsl_rl import RslRlAdapter, read_step
-from canter.envs.vec_env import StepRecord, VecEnv
+from canter.envs.rsl_rl import ObsGroups, RslRlAdapter, read_step
+from canter.envs.vec_env import Device, StepRecord, VecEnv
 from canter.envs.wrap import wrap_env
 from canter.envs.wrappers import is_channels_last
 from canter.utils.tree import tree_leaves, tree_map
@@ -47,72 +47,47 @@ class EnvReport:
         return not self.problems
 
     def __str__(self) -> str:
-        rows = {
-            "adapter": self.adapter,
-            "contract": self.contract,
-            "environments": f"{self.num_envs} on {self.device}",
-            "observation": self.obs,
-            "critic observation": self.critic_obs,
-            "actions": self.actions,
-            "autoreset": self.autoreset,
-            "final observation": self.final_obs,
-            "bootstrap": self.bootstrap,
-        }
+        rows = {"adapter": self.adapter, "contract": self.contract, "environments": f"{self.num_envs} on {self.device}"}
+        rows |= {"observation": self.obs, "critic observation": self.critic_obs, "actions": self.actions}
+        rows |= {"autoreset": self.autoreset, "final observation": self.final_obs, "bootstrap": self.bootstrap}
         lines = [f"{name:<20}{text}" for name, text in rows.items()]
         lines += [f"note: {text}" for text in self.notes] + [f"PROBLEM: {text}" for text in self.problems]
-        return "\n".join(
-            [*lines, f"{'no problem' if self.ok else f'{len(self.problems)} problem(s)'} in {self.steps} steps"]
-        )
+        result = "no problem" if self.ok else f"{len(self.problems)} problem(s)"
+        return "\n".join([*lines, f"{result} in {self.steps} steps"])
 
 
 def check_env(
-    env: Any,
-    num_steps: int = 200,
-    seed: int = 0,
-    device: torch.device | str | None = None,
-    obs_groups: Mapping[str, Sequence[str]] | None = None,
+    env: Any, num_steps: int = 200, seed: int = 0, device: Device | None = None, obs_groups: ObsGroups | None = None
 ) -> EnvReport:
     """Step `env` with random actions and report how canter adapts it; resets it before and after."""
-    wrapped = wrap_env(env, device=device, obs_groups=obs_groups)
-    inspection = Inspection(wrapped)
-    for name, leaf in tree_leaves(wrapped.obs_space, "obs"):
-        if is_channels_last(leaf):
-            inspection.add(f"image {name} {leaf.shape} has its channels last; wrap the environment in ChannelsFirst")
-    for name, leaf in tree_leaves(getattr(wrapped, "raw_obs_space", {}), "obs"):
-        if leaf.dtype not in (np.float32, np.uint8):
-            inspection.add(f"{name} is {leaf.dtype} and kept as float32", problem=False)
-    recorder = None
+    wrapped: Any = wrap_env(env, device=device, obs_groups=obs_groups)
+    inspection, recorder, limit = Inspection(wrapped), None, wrapped.max_episode_length or 0
+    actions = batch_space(wrapped.action_space, wrapped.num_envs)
+    actions.seed(seed)
+    start = getattr(wrapped.action_space, "start", 0)  # policies number discrete actions from 0
     if isinstance(wrapped, (RslRlAdapter, GymVectorEnvAdapter)):
         recorder = wrapped.env = ResultRecorder(wrapped.env)
     try:
-        run(wrapped, inspection, recorder, num_steps, seed)
-    finally:
-        if recorder is not None:
-            wrapped.env = recorder.inner  # type: ignore[attr-defined]
-    inspection.conclude()
-    return inspection.report
-
-
-def run(env: VecEnv, inspection: Inspection, recorder: ResultRecorder | None, num_steps: int, seed: int) -> None:
-    """Step through; halfway, move the episodes close to the time limit where the environment allows it."""
-    actions = batch_space(env.action_space, env.num_envs)
-    actions.seed(seed)
-    start = getattr(env.action_space, "start", 0)  # policies number discrete actions from 0
-    env.reset()
-    try:
+        wrapped.reset()
         for step in range(num_steps):
-            limit = env.max_episode_length or 0
-            if step == num_steps // 2 and hasattr(env, "episode_length_buf") and limit > num_steps:
-                env.episode_length_buf = torch.full_like(env.episode_length_buf, limit - 3)  # type: ignore[attr-defined]
-            action = torch.as_tensor(actions.sample() - start, device=env.device)
-            record = env.step(action.float() if action.is_floating_point() else action)
+            # Halfway, move the episodes close to the time limit where the environment allows it.
+            lengths = getattr(wrapped, "episode_length_buf", None) if step == num_steps // 2 else None
+            if lengths is not None and limit > num_steps:
+                wrapped.episode_length_buf = torch.full_like(lengths, limit - 3)  # type: ignore[attr-defined]
+            action = torch.as_tensor(actions.sample() - start, device=wrapped.device)
+            record = wrapped.step(action.float() if action.is_floating_point() else action)
             inspection.report.steps += 1
             if recorder is not None and recorder.results:
                 inspection.check_results(recorder.results)
             inspection.check_record(record)
-        env.reset()
+        wrapped.reset()
     except Exception as error:  # any error of the environment belongs in the report
         inspection.add(f"step {inspection.report.steps} raised {type(error).__name__}: {error}")
+    finally:
+        if recorder is not None:
+            wrapped.env = recorder.inner
+    inspection.conclude()
+    return inspection.report
 
 
 def describe(space: spaces.Space) -> str:
@@ -158,6 +133,12 @@ class Inspection:
         self.kept: list[tuple[str, Tensor, Tensor]] = []
         self.final_names: set[str] = set()
         self.num_ended = self.num_truncated = 0
+        for name, leaf in tree_leaves(env.obs_space, "obs"):
+            if is_channels_last(leaf):
+                self.add(f"image {name} {leaf.shape} has its channels last; wrap the environment in ChannelsFirst")
+        for name, leaf in tree_leaves(getattr(env, "raw_obs_space", {}), "obs"):
+            if leaf.dtype not in (np.float32, np.uint8):
+                self.add(f"{name} is {leaf.dtype} and kept as float32", problem=False)
 
     def add(self, text: str, problem: bool = True) -> None:
         """Add a finding once."""
@@ -199,13 +180,13 @@ class Inspection:
             parts["final_obs"] = tree_map(lambda leaf: leaf[ended], record.final_obs)
         for name, leaf in tree_leaves(parts):
             if leaf.is_floating_point() and not torch.isfinite(leaf).all():
-                rows = (~torch.isfinite(leaf)).flatten(1).any(1) if leaf.dim() > 1 else ~torch.isfinite(leaf)
-                self.add(f"{name} is not finite in environment(s) {rows.nonzero().flatten().tolist()[:8]}")
+                rows = (~torch.isfinite(leaf)).view(len(leaf), -1).any(1).nonzero().flatten().tolist()
+                self.add(f"{name} is not finite in environment(s) {rows[:8]}")
         for name in ("reward", "terminated", "truncated", "valid"):
             tensor, dtype = getattr(record, name), torch.float32 if name == "reward" else torch.bool
-            if tensor.shape != (self.env.num_envs,) or tensor.dtype != dtype:
-                got = f"{tuple(tensor.shape)} {tensor.dtype}"
-                self.add(f"{name} must be ({self.env.num_envs},) {dtype}, got {got}")
+            want, got = f"({self.env.num_envs},) {dtype}", f"{tuple(tensor.shape)} {tensor.dtype}"
+            if want != got:
+                self.add(f"{name} must be {want}, got {got}")
         for name, space in (("obs", self.env.obs_space), ("critic_obs", self.env.critic_obs_space)):
             want = {n: (self.env.num_envs, *leaf.shape) for n, leaf in tree_leaves(space, name)}
             got = {n: tuple(leaf.shape) for n, leaf in tree_leaves(getattr(record, name), name)}

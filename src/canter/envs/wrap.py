@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import gymnasium
@@ -133,7 +133,8 @@ def make_env(
     else:
         # Not every environment takes a render mode.
         options: dict[str, Any] = {} if render_mode is None else {"render_mode": render_mode}
-        made = [gymnasium.make(name, disable_env_checker=True, **options) for _ in range(num_envs)]
+        envs = [gymnasium.make(name, disable_env_checker=True, **options) for _ in range(num_envs)]
+        made = GymVecEnv(envs, device or "cpu", seed)
     # A VecEnv has its seed already: to seed it again would change its random stream, and EnvPool refuses.
     return on_device(made, device) if isinstance(made, VecEnv) else wrap_env(made, device, num_envs, seed)
 
@@ -174,9 +175,7 @@ register_adapter(
 register_adapter(
     "rsl_rl style", is_batched, adapt_rsl_rl, "num_envs, num_actions, step(actions), and reset() or get_observations()"
 )
-register_adapter(
-    "ApexRL style", is_apexrl, adapt_rsl_rl, "the same with observation_space_gym or action_space_gym"
-)
+register_adapter("ApexRL style", is_apexrl, adapt_rsl_rl, "the same with observation_space_gym or action_space_gym")
 register_adapter(
     "Gymnasium vector",
     lambda env: isinstance(env, gymnasium.vector.VectorEnv),
@@ -184,7 +183,10 @@ register_adapter(
     "a gymnasium.vector.VectorEnv",
 )
 register_adapter(
-    "EnvPool", is_envpool, lambda env, device, *_: EnvPoolAdapter(env, device), 'an EnvPool made with env_type="gymnasium"'
+    "EnvPool",
+    is_envpool,
+    lambda e, device, *_: EnvPoolAdapter(e, device),
+    'an EnvPool made with env_type="gymnasium"',
 )
 register_adapter("canter", lambda env: isinstance(env, VecEnv), seed_vec_env, "a canter.envs.VecEnv, used as it is")
 register_env("canter", make_torch_env)

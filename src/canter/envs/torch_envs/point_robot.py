@@ -1,6 +1,8 @@
-"""Point tasks in the plane: a robot that follows velocity commands, and a dot that reaches a target in an image."""
+"""Point tasks in the plane: follow velocity commands, pass a course of obstacles, reach a target in an image."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -9,6 +11,9 @@ from torch import Tensor
 
 from canter.envs.torch_envs import draw
 from canter.envs.torch_envs.base import State, TorchEnv
+from canter.envs.vec_env import Device
+
+KINDS = ("flat", "mud", "beam")
 
 
 class PointRobot(TorchEnv):
@@ -123,3 +128,118 @@ class ImageReach(TorchEnv):
         """The first image, enlarged."""
         image = self.observe(self._state)[0].permute(1, 2, 0).cpu().numpy()  # type: ignore[union-attr]
         return image.repeat(8, 0).repeat(8, 1)
+
+
+class Course(TorchEnv):
+    """Drive a mass along a course at the commanded speed: over open ground, through mud, along a narrow beam.
+
+    Mud stops a robot whose force is below `stickiness`. On the beam a force proportional to the offset from the middle,
+    and a side wind, push the robot outwards; it falls at `beam_half_width`. The observation has the documented
+    components of a robot that meets obstacles; its joint positions are one number, the offset from the middle:
+
+        proprioception  linear velocity 3, angular velocity 3, gravity 3, commands 3, offset 1, last action 2
+        engaging_block  distance to the next obstacle 1, one-hot number of the current one 5, its width and wind 2
+
+    Args:
+        segments: Kinds of ground in order, "flat", "mud" or "beam"; a course of one kind has no end.
+        action_scale: Factor of the actions.
+        command_range: Commanded speeds in m/s; one is drawn for each episode.
+    """
+
+    mass, dt, gain, max_force, segment_length, look_ahead = 1.0, 0.05, 8.0, 10.0, 3.0, 0.2
+    friction, stickiness = 1.0, 7.0  # N per m/s everywhere, N in mud
+    beam_pull, max_wind, beam_half_width, ground_half_width = 25.0, 1.0, 0.2, 2.0
+    lin_vel_scale = 2.0
+    """Factor of velocities and commands in the observation."""
+    max_episode_length = 600
+    obs_segments = critic_obs_segments = {"proprioception": (15,), "engaging_block": (8,)}
+    obs_space = critic_obs_space = spaces.Box(-np.inf, np.inf, (23,))
+    action_space = spaces.Box(-10.0, 10.0, (2,))
+
+    def __init__(
+        self,
+        num_envs: int,
+        device: Device = "cpu",
+        seed: int | None = None,
+        max_episode_length: int | None = None,
+        segments: Sequence[str] = ("flat", "mud", "flat", "beam", "flat"),
+        action_scale: float = 0.5,
+        command_range: tuple[float, float] = (1.0, 1.0),
+    ) -> None:
+        unknown = [kind for kind in segments if kind not in KINDS]
+        if unknown or not segments:
+            raise ValueError(f"segments are of the kinds {', '.join(KINDS)}, got {list(segments)}")
+        self.action_scale, self.command_range, self.is_endless = action_scale, command_range, len(segments) == 1
+        self.length = len(segments) * self.segment_length
+        self.kinds = torch.tensor([KINDS.index(kind) for kind in segments], device=device)
+        super().__init__(num_envs, device, seed, max_episode_length)
+
+    def initial_state(self, n: int) -> State:
+        """At the start, a little off the middle and already moving."""
+        offset = self.uniform(n, 1, -0.15, 0.15)
+        return {
+            "position": torch.cat([torch.zeros_like(offset), offset], 1),
+            "velocity": torch.cat([self.uniform(n, 1, 0.0, 1.0), self.uniform(n, 1, -0.2, 0.2)], 1),
+            "last_action": torch.zeros(n, 2, device=self.device),
+            "command": self.uniform(n, 1, *self.command_range),
+            "wind": self.uniform(n, 1, -self.max_wind, self.max_wind),
+        }
+
+    def kind_at(self, x: Tensor) -> Tensor:
+        """(N,) number of the kind of ground at x."""
+        place = torch.div(x, self.segment_length, rounding_mode="floor").long()
+        return self.kinds[place.clamp(0, len(self.kinds) - 1)]
+
+    def dynamics(self, state: State, action: Tensor) -> tuple[State, Tensor, Tensor]:
+        """Force against friction; on the beam a pull away from the middle. Falling and arriving end an episode."""
+        kind = self.kind_at(state["position"][:, 0])
+        on_beam = kind == KINDS.index("beam")
+        force = (self.gain * self.action_scale * action).clamp(-self.max_force, self.max_force)
+        offset = state["position"][:, 1]
+        pull = torch.where(on_beam, self.beam_pull * offset + state["wind"][:, 0], 0.0)
+        outward = torch.stack([torch.zeros_like(pull), pull], 1)
+        braking = self.friction * state["velocity"]
+        velocity = state["velocity"] + self.dt * (force - braking + outward) / self.mass
+        # Mud reduces the speed by a fixed amount per step, at most to 0.
+        held = torch.where(kind == KINDS.index("mud"), self.dt * self.stickiness / self.mass, 0.0).unsqueeze(1)
+        velocity = velocity * (1.0 - held / velocity.norm(dim=1, keepdim=True).clamp_min(1e-6)).clamp_min(0.0)
+        position = state["position"] + self.dt * velocity
+        after = {**state, "position": position, "velocity": velocity, "last_action": action}
+        speed_error = velocity[:, 0] - state["command"][:, 0]
+        effort = (self.action_scale * action).square().sum(1)
+        reward = torch.exp(-8.0 * speed_error.square()) + torch.exp(-20.0 * position[:, 1].square()) - 0.02 * effort
+        limit = torch.where(on_beam, self.beam_half_width, self.ground_half_width)
+        fell = position[:, 1].abs() > limit
+        return after, torch.where(fell, -10.0, reward), fell | ((position[:, 0] >= self.length) & (not self.is_endless))
+
+    def observe(self, state: State) -> Tensor:
+        """Concatenate both components."""
+        x, n = state["position"][:, 0], len(state["position"])
+        zero, one = torch.zeros(n, 1, device=self.device), torch.ones(n, 1, device=self.device)
+        speed, command = self.lin_vel_scale * state["velocity"], self.lin_vel_scale * state["command"]
+        gravity = torch.cat([zero, zero, -one], 1)
+        offset = state["position"][:, 1:]
+        proprioception = [speed, zero, zero.expand(n, 3), gravity, command, zero, zero, offset, state["last_action"]]
+        ahead = self.kind_at(x + self.look_ahead)
+        met = torch.maximum(self.kind_at(x), ahead)  # flat is 0, so an obstacle counts from just before it to its end
+        flags = (met.unsqueeze(1) == torch.arange(5, device=self.device)) & (met.unsqueeze(1) > 0)
+        left = self.segment_length - torch.remainder(x, self.segment_length)
+        on_beam = (met == KINDS.index("beam")).unsqueeze(1)
+        info = torch.where(on_beam, torch.cat([self.beam_half_width * one, state["wind"]], 1), 0.0)
+        return torch.cat([*proprioception, left.unsqueeze(1), flags.float(), info], 1)
+
+    def render(self) -> np.ndarray:
+        """The first robot from above; mud is a broad band, the beam a narrow one."""
+        position = self._state["position"][0].tolist()
+        span = self.segment_length * len(self.kinds)
+        image = draw.canvas(80, 400)
+
+        def at(x: float, y: float) -> draw.Point:
+            return 2 * (x % span) / span - 1, y
+
+        for i, kind in enumerate(self.kinds.tolist()):
+            start, end = at(i * self.segment_length + 0.1, 0.0), at((i + 1) * self.segment_length - 0.1, 0.0)
+            colour, width = ((draw.GREY, 2), (draw.GREY, 30), (draw.BLUE, 10))[kind]
+            draw.line(image, start, end, colour, width)
+        draw.disc(image, at(position[0], position[1]), 0.02, draw.RED)
+        return image
