@@ -17,7 +17,7 @@ from canter.envs.records import FINAL_OBS_NAMES, stored_dtype
 from canter.envs.rsl_rl import ObsGroups, RslRlAdapter, read_step
 from canter.envs.vec_env import Device, StepRecord, VecEnv
 from canter.envs.wrap import wrap_env
-from canter.envs.wrappers import is_channels_last
+from canter.envs.wrappers import Forwarding, is_channels_last
 from canter.utils.tree import tree_leaves, tree_map
 
 
@@ -85,7 +85,7 @@ def check_env(
         inspection.add(f"step {inspection.report.steps} raised {type(error).__name__}: {error}")
     finally:
         if recorder is not None:
-            wrapped.env = recorder.inner
+            wrapped.env = recorder.env
     inspection.conclude()
     return inspection.report
 
@@ -97,19 +97,15 @@ def describe(space: spaces.Space) -> str:
     return f"{space.shape} {space.dtype}" if isinstance(space, spaces.Box) else str(space)
 
 
-class ResultRecorder:
+class ResultRecorder(Forwarding):
     """Forwards to an environment and keeps its last two step results, before an adapter converts them."""
 
     def __init__(self, env: Any) -> None:
-        self.inner = env
-        self.results: list[Any] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+        self.env, self.results = env, []
 
     def step(self, actions: Any) -> Any:
         """Step and keep the result."""
-        result = self.inner.step(actions)
+        result = self.env.step(actions)
         # Both stay alive: freed memory would be allocated again and look like a reused buffer.
         self.results = [*self.results[-1:], result]
         return result
@@ -120,16 +116,10 @@ class Inspection:
 
     def __init__(self, env: VecEnv) -> None:
         self.env = env
-        self.report = EnvReport(
-            adapter=env.adapter,
-            contract="",
-            num_envs=env.num_envs,
-            device=str(env.device),
-            obs=describe(env.obs_space),
-            critic_obs="the same" if env.critic_obs_space is env.obs_space else describe(env.critic_obs_space),
-            actions=str(env.action_space),
-            autoreset=env.autoreset,
-        )
+        obs, critic_obs = describe(env.obs_space), describe(env.critic_obs_space)
+        critic_obs = "the same" if env.critic_obs_space is env.obs_space else critic_obs
+        parts = (obs, critic_obs, str(env.action_space), env.autoreset)
+        self.report = EnvReport(env.adapter, "", env.num_envs, str(env.device), *parts)
         self.kept: list[tuple[str, Tensor, Tensor]] = []
         self.final_names: set[str] = set()
         self.num_ended = self.num_truncated = 0
@@ -152,9 +142,8 @@ class Inspection:
         self.final_names |= {name for name in FINAL_OBS_NAMES if extras.get(name) is not None}
         groups = {"obs": obs, **({} if privileged is None else {"privileged_obs": privileged})}
         before = dict(tree_leaves({"obs": read_step(results[0])[0]})) if len(results) == 2 else {}
-        for name, leaf in tree_leaves(groups):
-            if not isinstance(leaf, (Tensor, np.ndarray)):
-                continue
+        arrays = [(name, leaf) for name, leaf in tree_leaves(groups) if isinstance(leaf, (Tensor, np.ndarray))]
+        for name, leaf in arrays:
             tensor = torch.as_tensor(leaf)
             if stored_dtype(tensor.dtype) != tensor.dtype:
                 self.add(f"{name} is {str(tensor.dtype)[6:]} and kept as float32", problem=False)
@@ -180,7 +169,7 @@ class Inspection:
             parts["final_obs"] = tree_map(lambda leaf: leaf[ended], record.final_obs)
         for name, leaf in tree_leaves(parts):
             if leaf.is_floating_point() and not torch.isfinite(leaf).all():
-                rows = (~torch.isfinite(leaf)).view(len(leaf), -1).any(1).nonzero().flatten().tolist()
+                rows = (~torch.isfinite(leaf)).reshape(len(leaf), -1).any(1).nonzero().flatten().tolist()
                 self.add(f"{name} is not finite in environment(s) {rows[:8]}")
         for name in ("reward", "terminated", "truncated", "valid"):
             tensor, dtype = getattr(record, name), torch.float32 if name == "reward" else torch.bool

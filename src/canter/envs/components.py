@@ -55,10 +55,13 @@ class ObsComponents(VecEnvWrapper):
         last_action: bool = False,
     ) -> None:
         super().__init__(env)
+        layouts, critic_segments = [], env.critic_obs_segments
+        for box, names in ((env.obs_space, segments or env.obs_segments), (env.critic_obs_space, critic_segments)):
+            if not isinstance(box, spaces.Box) or len(box.shape) != 1:
+                raise TypeError(f"ObsComponents wants flat observations, got {box}; wrap the environment in FlattenObs")
+            layouts.append(checked_layout(names or {"obs": box.shape}, box.shape[0], "segments"))
+        self._source, self._critic_source = layouts
         self._shares = env.critic_obs_space is env.obs_space
-        self._source = self._critic_source = source_layout(env.obs_space, segments or env.obs_segments)
-        if not self._shares:
-            self._critic_source = source_layout(env.critic_obs_space, env.critic_obs_segments)
         history, space, shapes = history or {}, env.action_space, dict(self._source.shapes)
         self._bounds: list[Tensor] = []  # of continuous actions
         if last_action or LAST_ACTION in history:
@@ -157,24 +160,12 @@ class ObsComponents(VecEnvWrapper):
         return actor, torch.cat([parts[name] for name in self._critic.shapes], dim=-1)
 
 
-def source_layout(space: spaces.Space, segments: Segments | None) -> ObsLayout:
-    """Layout of the parts of a flat observation."""
-    if not isinstance(space, spaces.Box) or len(space.shape) != 1:
-        raise TypeError(f"ObsComponents wants flat observations, got {space}; wrap the environment in FlattenObs first")
-    return checked_layout(segments or {"obs": space.shape}, space.shape[0], "segments")
-
-
 class MotionFeatures(VecEnvWrapper):
     """Adds `extras["observations"]["ref_obs"]` (N, frames, d), oldest frame first, the input of APPO.
 
     A window never spans a reset: it begins as copies of an episode's first frame, and the last one of an episode is in
-    `extras["final_observation"]["ref_obs"]`.
-
-    Args:
-        env: The environment.
-        features: Columns of the observation, or names of its segments; all of it if None.
-        frames: Length of the window, in control steps.
-        privileged: Read them from the critic's observation.
+    `extras["final_observation"]["ref_obs"]`. `features` are columns of the observation, `privileged` of the critic's,
+    or names of segments; all of it if None. `frames` is the length of the window in control steps.
     """
 
     def __init__(
@@ -184,12 +175,9 @@ class MotionFeatures(VecEnvWrapper):
         if frames < 1:
             raise ValueError(f"frames must be at least 1, got {frames}")
         self.frames, self.privileged = frames, privileged
-        space: Any = env.critic_obs_space if privileged else env.obs_space
-        columns = feature_columns(
-            features, env.critic_obs_segments if privileged else env.obs_segments, int(space.shape[0])
-        )
-        self.columns = torch.tensor(columns, device=env.device)
-        self.history = torch.zeros(env.num_envs, frames, len(columns), device=env.device)
+        pair: Any = (env.critic_obs_space, env.critic_obs_segments) if privileged else (env.obs_space, env.obs_segments)
+        self.columns = torch.tensor(feature_columns(features, pair[1], pair[0].shape[0]), device=env.device)
+        self.history = torch.zeros(env.num_envs, frames, len(self.columns), device=env.device)
         self.history.copy_(self._frame(*env.get_observations()).unsqueeze(1))
 
     def _frame(self, obs: Any, critic_obs: Any) -> Tensor:

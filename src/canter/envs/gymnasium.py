@@ -25,11 +25,8 @@ Rows = np.ndarray | dict[str, Any]
 class GymVecEnv(VecEnv):
     """Steps Gymnasium environments one after the other and resets each in the step that ends its episode.
 
-    Args:
-        env_fns: Functions that make one environment each (or environments), or a single one.
-        device: Device of the returned tensors.
-        seed: Seed of the first episodes; every environment gets a stream of its own.
-        clip_actions: Clip continuous actions to the bounds of their Box.
+    `env_fns` are environments or functions that make one each, or a single one. Every environment gets a random stream
+    of its own from `seed`. With `clip_actions`, continuous actions are clipped to the bounds of their Box.
     """
 
     contract = "gymnasium.Env"

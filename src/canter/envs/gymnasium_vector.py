@@ -46,7 +46,8 @@ class GymVectorEnvAdapter(VecEnv):
     ) -> None:
         self.env: Any = env
         self.num_envs, self._seed = int(env.num_envs), seed
-        self.device = torch.device(device or getattr(env, "device", None) or "cpu")
+        self._place = getattr(env, "device", None) or device or "cpu"
+        self.device = torch.device(device or self._place)
         self.mode = autoreset_mode(env)
         self.contract = f"gymnasium.vector.VectorEnv ({type(env).__name__})"
         self.autoreset = AUTORESET[self.mode]
@@ -76,8 +77,7 @@ class GymVectorEnvAdapter(VecEnv):
         obs, _ = self.env.reset(seed=seed)
         self._tensors = any(isinstance(leaf, Tensor) for _, leaf in tree_leaves(obs))
         if self._tensors and self._to_array.bounds is not None:
-            place = getattr(self.env, "device", None) or self.device
-            self._bounds = [torch.as_tensor(bound, device=place) for bound in self._to_array.bounds]
+            self._bounds = [torch.as_tensor(bound, device=self._place) for bound in self._to_array.bounds]
         self._was_done = None
         self._current = split_groups(self._to_obs(obs))
         return self._current
@@ -95,11 +95,9 @@ class GymVectorEnvAdapter(VecEnv):
         """Begin a step; environments with threads or processes of their own start to compute."""
         if self._current is None:
             self.reset()
-        if self._tensors:
-            given: Any = actions.to(getattr(self.env, "device", None) or actions.device)
-            given = given if self._bounds is None else given.clamp(*self._bounds)
-        else:
-            given = self._to_array(actions)
+        given: Any = actions.to(self._place) if self._tensors else self._to_array(actions)
+        if self._bounds is not None:
+            given = given.clamp(*self._bounds)
         if self._begin is None:
             self._result = self.env.step(given)
         else:
@@ -218,7 +216,7 @@ def make_envpool(task: str, num_envs: int, device: Any, seed: int | None, render
     except ImportError as error:
         raise ImportError(f"'envpool/{task}' needs EnvPool: pip install 'canter[envpool]'") from error
     # As many threads as cores this process may use, which may be fewer than the machine has.
-    options: dict[str, Any] = {"num_threads": min(num_envs, usable_cores()), "seed": seed, "render_mode": render_mode}
+    options = {"num_threads": min(num_envs, usable_cores()), "seed": seed, "render_mode": render_mode}
     given = {name: value for name, value in options.items() if value is not None}
     return EnvPoolAdapter(envpool.make(task, env_type="gymnasium", num_envs=num_envs, **given), device)
 

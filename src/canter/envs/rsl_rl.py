@@ -51,11 +51,8 @@ def is_apexrl(env: Any) -> bool:
 class RslRlAdapter(Forwarding, VecEnv):
     """An environment of the rsl_rl or ApexRL kind as a `VecEnv`; unknown attributes are read from the environment.
 
-    Args:
-        env: The environment.
-        obs_groups: Groups of the sets "actor" (or "policy") and "critic"; several groups are concatenated.
-        device: Device of the learner; the environment's own by default.
-        seed: Passed to the environment's `seed`.
+    `obs_groups` are the groups of the sets "actor" (or "policy") and "critic"; several groups are concatenated.
+    `device` is that of the learner, by default the environment's own.
     """
 
     def __init__(
@@ -89,10 +86,8 @@ class RslRlAdapter(Forwarding, VecEnv):
         self.obs_space = space_of(obs)
         self.critic_obs_space = self.obs_space if critic_obs is obs else space_of(critic_obs)
         self.obs_segments = self._segments(groups, 0, self.obs_space, "obs_segments")
-        names = ("critic_obs_segments", "privileged_obs_segments")
+        names = ("critic_obs_segments", "privileged_obs_segments", *(["obs_segments"] if critic_obs is obs else []))
         self.critic_obs_segments = self._segments(groups, 1, self.critic_obs_space, *names)
-        if self.critic_obs_segments is None and critic_obs is obs:
-            self.critic_obs_segments = self.obs_segments
         self._watch = EndWatch(self.device)
         self._is_new = True
 

@@ -35,16 +35,12 @@ class PointRobot(TorchEnv):
 
     def initial_state(self, n: int) -> State:
         """At rest at the origin, with a new command and a new friction."""
-        zero = torch.zeros(n, 2, device=self.device)
+        shapes = {"position": (n, 2), "velocity": (n, 2), "last_action": (n, 2), "tracking_error": (n,), "CoT": (n,)}
         return {
-            "position": zero,
-            "velocity": zero.clone(),
+            **{name: torch.zeros(shape, device=self.device) for name, shape in shapes.items()},
             "measured": self.noise * self.normal(n, 2),
-            "last_action": zero.clone(),
             "command": self.uniform(n, 2, -self.max_command, self.max_command),
             "friction": self.uniform(n, 1, 0.5, 2.0),
-            "tracking_error": zero[:, 0].clone(),
-            "CoT": zero[:, 0].clone(),
         }
 
     def dynamics(self, state: State, action: Tensor) -> tuple[State, Tensor, Tensor]:
@@ -56,16 +52,15 @@ class PointRobot(TorchEnv):
         error = (velocity - command).square().sum(1)
         reward = torch.exp(-4.0 * error) - 0.01 * (action - state["last_action"]).square().sum(1)
         speed = velocity.norm(dim=1)
-        power = (force.abs() * velocity.abs()).sum(1)
-        n = len(speed)
+        power, n = (force.abs() * velocity.abs()).sum(1), len(speed)
         change = torch.rand(n, 1, generator=self.generator, device=self.device) < self.command_change_prob
         after = {
+            **state,
             "position": position,
             "velocity": velocity,
             "measured": velocity + self.noise * self.normal(n, 2),
             "last_action": action,
             "command": torch.where(change, self.uniform(n, 2, -self.max_command, self.max_command), command),
-            "friction": state["friction"],
             "tracking_error": (velocity[:, 0] - command[:, 0]).abs(),
             "CoT": power / (self.mass * self.gravity * torch.where(speed == 0, 1.0, speed)),
         }
@@ -214,32 +209,26 @@ class Course(TorchEnv):
 
     def observe(self, state: State) -> Tensor:
         """Concatenate both components."""
-        x, n = state["position"][:, 0], len(state["position"])
-        zero, one = torch.zeros(n, 1, device=self.device), torch.ones(n, 1, device=self.device)
+        x, offset = state["position"].split(1, 1)
+        zero, x = torch.zeros_like(x), x[:, 0]
         speed, command = self.lin_vel_scale * state["velocity"], self.lin_vel_scale * state["command"]
-        gravity = torch.cat([zero, zero, -one], 1)
-        offset = state["position"][:, 1:]
-        proprioception = [speed, zero, zero.expand(n, 3), gravity, command, zero, zero, offset, state["last_action"]]
+        gravity = [zero, zero, zero - 1]
+        proprioception = [speed, *[zero] * 4, *gravity, command, zero, zero, offset, state["last_action"]]
         ahead = self.kind_at(x + self.look_ahead)
         met = torch.maximum(self.kind_at(x), ahead)  # flat is 0, so an obstacle counts from just before it to its end
         flags = (met.unsqueeze(1) == torch.arange(5, device=self.device)) & (met.unsqueeze(1) > 0)
         left = self.segment_length - torch.remainder(x, self.segment_length)
         on_beam = (met == KINDS.index("beam")).unsqueeze(1)
-        info = torch.where(on_beam, torch.cat([self.beam_half_width * one, state["wind"]], 1), 0.0)
+        info = torch.where(on_beam, torch.cat([zero + self.beam_half_width, state["wind"]], 1), 0.0)
         return torch.cat([*proprioception, left.unsqueeze(1), flags.float(), info], 1)
 
     def render(self) -> np.ndarray:
         """The first robot from above; mud is a broad band, the beam a narrow one."""
-        position = self._state["position"][0].tolist()
-        span = self.segment_length * len(self.kinds)
-        image = draw.canvas(80, 400)
-
-        def at(x: float, y: float) -> draw.Point:
-            return 2 * (x % span) / span - 1, y
-
+        x, y = self._state["position"][0].tolist()
+        image, scale = draw.canvas(80, 400), 2 / self.length
         for i, kind in enumerate(self.kinds.tolist()):
-            start, end = at(i * self.segment_length + 0.1, 0.0), at((i + 1) * self.segment_length - 0.1, 0.0)
+            start, end = i * self.segment_length + 0.1, (i + 1) * self.segment_length - 0.1
             colour, width = ((draw.GREY, 2), (draw.GREY, 30), (draw.BLUE, 10))[kind]
-            draw.line(image, start, end, colour, width)
-        draw.disc(image, at(position[0], position[1]), 0.02, draw.RED)
+            draw.line(image, (scale * start - 1, 0.0), (scale * end - 1, 0.0), colour, width)
+        draw.disc(image, (scale * (x % self.length) - 1, y), 0.02, draw.RED)
         return image
