@@ -176,7 +176,7 @@ def test_obs_groups_are_concatenated(third):
         def groups(self, obs, critic):
             return {"policy": obs, "critic": critic, "terrain": obs[:, :1] + 0.5}
 
-    adapter = RslRlAdapter(Many(), {"actor": ["policy", "terrain"], "critic": ["critic", "policy"]})
+    adapter = RslRlAdapter(Many(), obs_groups={"actor": ["policy", "terrain"], "critic": ["critic", "policy"]})
     record = adapter.step(ACTION)
     assert record.obs[1].tolist() == [101] * 4 + [101.5]
     assert record.critic_obs[1].tolist() == [-101] * 2 + [101] * 4
@@ -187,7 +187,7 @@ def test_obs_groups_are_concatenated(third):
     assert second.final_critic_obs[0].tolist() == [-2, -2, 2, 2, 2, 2]
     assert record.extras["observations"]["terrain"].tolist() == [[1.5], [101.5], [201.5]]
     with pytest.raises(KeyError, match="names the group 'heights'"):
-        RslRlAdapter(Many(), {"actor": ["heights"]})
+        RslRlAdapter(Many(), obs_groups={"actor": ["heights"]})
 
 
 def test_an_image_group_makes_a_dict(third):
@@ -195,7 +195,7 @@ def test_an_image_group_makes_a_dict(third):
         def groups(self, obs, critic):
             return {"policy": obs, "critic": critic, "camera": torch.zeros(3, 1, 4, 4, dtype=torch.uint8)}
 
-    adapter = RslRlAdapter(Visual(), {"actor": ["policy", "camera"]})
+    adapter = RslRlAdapter(Visual(), obs_groups={"actor": ["policy", "camera"]})
     record = adapter.step(ACTION)
     assert sorted(record.obs) == ["camera", "policy"]
     assert record.obs["camera"].dtype == torch.uint8

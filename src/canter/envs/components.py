@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from canter.envs.records import fill_extras
+from canter.envs.records import fill_extras, with_obs
 from canter.envs.vec_env import StepRecord, VecEnv
 from canter.envs.wrappers import VecEnvWrapper, checked_layout
 from canter.utils.obs_layout import ObsLayout, Segments
@@ -88,21 +88,16 @@ class ObsComponents(VecEnvWrapper):
 
     def reset(self) -> tuple[Obs, Obs]:
         """Start a new episode in every environment."""
-        return self._begin(*self.env.reset())
+        self._has_started = False
+        return super().reset()
 
-    def get_observations(self) -> tuple[Obs, Obs]:
-        """Return the current observation and the critic's."""
-        obs, critic_obs = self.env.get_observations()
+    def _pair(self, obs: Any, critic_obs: Any) -> tuple[Obs, Obs]:
         if not self._has_started:
-            return self._begin(obs, critic_obs)
-        return self._views(obs, critic_obs, self._windows, self._last_action)
-
-    def _begin(self, obs: Any, critic_obs: Any) -> tuple[Obs, Obs]:
-        self._has_started = True
-        self._last_action.zero_()
-        parts = self._parts(obs, self._last_action)
-        for name, window in self._windows.items():
-            window.copy_(parts[name].unsqueeze(1))
+            self._has_started = True
+            self._last_action.zero_()
+            parts = self._parts(obs, self._last_action)
+            for name, window in self._windows.items():
+                window.copy_(parts[name].unsqueeze(1))
         return self._views(obs, critic_obs, self._windows, self._last_action)
 
     def step(self, actions: Tensor) -> StepRecord:
@@ -125,10 +120,7 @@ class ObsComponents(VecEnvWrapper):
         parts = self._parts(record.obs, self._last_action)
         for name, window in self._windows.items():
             push(window, parts[name], begins)
-        obs, critic_obs = self._views(record.obs, record.critic_obs, self._windows, self._last_action)
-        return fill_extras(
-            record._replace(obs=obs, critic_obs=critic_obs, final_obs=final[0], final_critic_obs=final[1])
-        )
+        return with_obs(record, self._views(record.obs, record.critic_obs, self._windows, self._last_action), final)
 
     def get_state(self) -> dict[str, Any] | None:
         """Return the state of the wrapped environment, the windows and the last action."""

@@ -64,7 +64,10 @@ class GymVecEnv(VecEnv):
 
     def reset(self) -> tuple[Obs, Obs]:
         """Start a new episode in every environment."""
-        seeds = [None] * self.num_envs if self._seed is None else spawn_seeds(self._seed, self.num_envs)
+        seeds: list[Any] = [None] * self.num_envs
+        if self._seed is not None:
+            streams = np.random.SeedSequence(self._seed).spawn(self.num_envs)
+            seeds = [int(stream.generate_state(1)[0]) for stream in streams]
         self._seed, self._current = None, empty_rows(self._stored, self.num_envs)
         for index, (env, seed) in enumerate(zip(self.envs, seeds, strict=True)):
             put_row(self._current, index, env.reset(seed=seed)[0], self.raw_obs_space)
@@ -221,8 +224,3 @@ def batch_to_rows(batch: Any, space: spaces.Space, num_envs: int, name: str = "o
     if array.shape != (num_envs, *space.shape):
         raise ValueError(f"observation {name!r} has shape {array.shape}, expected {(num_envs, *space.shape)}")
     return array
-
-
-def spawn_seeds(seed: int, num_envs: int) -> list[int]:
-    """One independent seed per environment."""
-    return [int(child.generate_state(1)[0]) for child in np.random.SeedSequence(seed).spawn(num_envs)]

@@ -236,6 +236,12 @@ def step_record(
     return fill_extras(record, others)
 
 
+def with_obs(record: StepRecord, obs: tuple[Any, Any], final: tuple[Any, Any]) -> StepRecord:
+    """The record with other observations and final observations, each the actor's and the critic's."""
+    names = ("obs", "critic_obs", "final_obs", "final_critic_obs")
+    return fill_extras(record._replace(**dict(zip(names, (*obs, *final), strict=True))))
+
+
 def fill_extras(record: StepRecord, final_groups: Mapping[str, Any] | None = None) -> StepRecord:
     """Copy the record's flags and final observations into `extras`, for code that receives only those.
 

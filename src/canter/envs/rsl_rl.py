@@ -56,7 +56,7 @@ class RslRlAdapter(Forwarding, VecEnv):
     """
 
     def __init__(
-        self, env: Any, obs_groups: ObsGroups | None = None, device: Device | None = None, seed: int | None = None
+        self, env: Any, device: Device | None = None, seed: int | None = None, obs_groups: ObsGroups | None = None
     ) -> None:
         if type(getattr(env, "unwrapped", env)).__module__.startswith("mani_skill."):
             raise TypeError("a bare ManiSkill environment does not reset itself; wrap it in ManiSkillVectorEnv first")

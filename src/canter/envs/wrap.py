@@ -52,10 +52,8 @@ def register_adapter(
 def register_env(name: str, make: Callable[..., Any]) -> None:
     """Make environments available by name, in `wrap_env`, `make_env` and on the command line.
 
-    Args:
-        name: A full name, "my/reach", or a prefix, "my", for every name "my/<task>".
-        make: `make(task, num_envs, device, seed, render_mode)` with the part after the slash as `task`; returns
-            environments of any kind that `wrap_env` recognises.
+    `name` is a full name, "my/reach", or a prefix, "my", for every name "my/<task>". `make(task, num_envs, device,
+    seed, render_mode)`, called with the part after the slash as `task`, returns any environments `wrap_env` recognises.
     """
     ENV_NAMES[name] = make
 
@@ -160,11 +158,6 @@ def is_gymnasium(env: Any) -> bool:
     return isinstance(env, gymnasium.Env)
 
 
-def adapt_rsl_rl(env: Any, device: Any, seed: int | None, obs_groups: ObsGroups | None) -> VecEnv:
-    """Adapt an environment of the rsl_rl or ApexRL kind."""
-    return RslRlAdapter(env, obs_groups, device, seed)
-
-
 # Later adapters are tried first, so each is more specific than those above it.
 register_adapter(
     "Gymnasium",
@@ -173,9 +166,9 @@ register_adapter(
     "a gymnasium.Env, or a list of them or of functions that make them",
 )
 register_adapter(
-    "rsl_rl style", is_batched, adapt_rsl_rl, "num_envs, num_actions, step(actions), and reset() or get_observations()"
+    "rsl_rl style", is_batched, RslRlAdapter, "num_envs, num_actions, step(actions), and reset() or get_observations()"
 )
-register_adapter("ApexRL style", is_apexrl, adapt_rsl_rl, "the same with observation_space_gym or action_space_gym")
+register_adapter("ApexRL style", is_apexrl, RslRlAdapter, "the same with observation_space_gym or action_space_gym")
 register_adapter(
     "Gymnasium vector",
     lambda env: isinstance(env, gymnasium.vector.VectorEnv),

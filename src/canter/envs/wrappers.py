@@ -12,7 +12,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from canter.envs.records import fill_extras
+from canter.envs.records import with_obs
 from canter.envs.vec_env import Device, StepRecord, VecEnv
 from canter.utils.obs_layout import ObsLayout
 from canter.utils.tree import Obs, tree_leaves, tree_map
@@ -64,13 +64,17 @@ class VecEnvWrapper(Forwarding, VecEnv):
         self.has_invalid_steps, self.gives_final_obs = env.has_invalid_steps, env.gives_final_obs
         self.capturable, self.adapter = env.capturable, env.adapter
 
+    def _pair(self, obs: Any, critic_obs: Any) -> tuple[Any, Any]:
+        """Change an observation and the critic's."""
+        return obs, critic_obs
+
     def reset(self) -> tuple[Obs, Obs]:
         """Start a new episode in every environment."""
-        return self.env.reset()
+        return self._pair(*self.env.reset())
 
     def get_observations(self) -> tuple[Obs, Obs]:
         """Return the current observation and the critic's."""
-        return self.env.get_observations()
+        return self._pair(*self.env.get_observations())
 
     def step(self, actions: Tensor) -> StepRecord:
         """Apply one action per environment."""
@@ -122,22 +126,11 @@ class TransformObs(VecEnvWrapper):
             return changed, changed if critic_obs is obs else None
         return changed, self.transform(critic_obs, self.env.critic_obs_space)
 
-    def reset(self) -> tuple[Obs, Obs]:
-        """Start a new episode in every environment."""
-        return self._pair(*super().reset())
-
-    def get_observations(self) -> tuple[Obs, Obs]:
-        """Return the current observation and the critic's."""
-        return self._pair(*super().get_observations())
-
     def step(self, actions: Tensor) -> StepRecord:
         """Apply one action per environment."""
         record = super().step(actions)
-        obs, critic_obs = self._pair(record.obs, record.critic_obs)
-        final_obs, final_critic_obs = self._pair(record.final_obs, record.final_critic_obs)
-        return fill_extras(
-            record._replace(obs=obs, critic_obs=critic_obs, final_obs=final_obs, final_critic_obs=final_critic_obs)
-        )
+        pair = self._pair(record.obs, record.critic_obs)
+        return with_obs(record, pair, self._pair(record.final_obs, record.final_critic_obs))
 
 
 class FlattenObs(TransformObs):
