@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from canter.envs.components import MotionFeatures, ObsComponents
-from canter.envs.torch_envs.classic import Pendulum
-from canter.envs.torch_envs.point_robot import PointRobot
+from canter.envs.torch_envs.tasks import Pendulum, PointRobot
 from canter.runners import AmpPolicyRunner, OnPolicyRunner
 
 GPU = pytest.mark.gpu

@@ -165,10 +165,7 @@ class GymVectorEnvAdapter(VecEnv):
 
 
 class EnvPoolAdapter(GymVectorEnvAdapter):
-    """An EnvPool made with `env_type="gymnasium"` that returns all environments in every step.
-
-    EnvPool takes its seed when it is made: `envpool.make(..., seed=1)`.
-    """
+    """An EnvPool made with `env_type="gymnasium"` that returns all environments in every step."""
 
     def __init__(self, env: Any, device: Device | None = None, clip_actions: bool = True) -> None:
         if not hasattr(env, "single_observation_space"):

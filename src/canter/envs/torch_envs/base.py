@@ -116,11 +116,8 @@ class TorchEnv(VecEnv):
 
     def get_state(self) -> dict[str, Any]:
         """Return copies of the state, the episode lengths and the generator state."""
-        return {
-            "state": tree_map(torch.clone, self._state),
-            "episode_length": self._episode_length.clone(),
-            "generator": self.generator.get_state(),
-        }
+        state = {"state": self._state, "episode_length": self._episode_length}
+        return {**tree_map(torch.clone, state), "generator": self.generator.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue exactly where `get_state` was called."""
