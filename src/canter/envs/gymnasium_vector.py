@@ -140,14 +140,14 @@ class GymVectorEnvAdapter(VecEnv):
             return obs, obs
         if self.mode is AutoresetMode.DISABLED:
             return obs, self._to_obs(self.env.reset(options={"reset_mask": done if self._tensors else done.numpy()})[0])
-        found, done = find_final(infos), done.to(self.device)
-        self.gives_final_obs = found is not None or not self._watch(done)
+        found = find_final(infos)
+        self.gives_final_obs = found is not None or not self._watch(done.to(self.device))
         if not self._tensors and isinstance(found, np.ndarray) and found.dtype == object:
             rows = empty_rows(self._stored, self.num_envs)
             for index in done.nonzero().flatten().tolist():
                 put_row(rows, index, found[index], self._space)
             return rows_to_obs(rows, self.device), obs
-        return None if found is None else full_final(found, done, copy=True), obs
+        return None if found is None else full_final(found, done.to(self.device), copy=True), obs
 
     def _to_obs(self, obs: Any) -> Obs:
         if self._tensors:
