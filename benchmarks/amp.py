@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from report import report
 
-from canter.envs.motion_features import MotionFeatures, windows
+from canter.envs.components import MotionFeatures, windows
 from canter.envs.wrap import wrap_env
 from canter.presets import load_preset
 from canter.runners import AmpPolicyRunner, OnPolicyRunner

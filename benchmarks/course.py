@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from canter.envs.torch_envs.course import KINDS, Course
+from canter.envs.torch_envs.tasks import KINDS, Course
 from canter.modules import ActorCriticFieldMutex
 from canter.runners import OnPolicyRunner
 from canter.runners.evaluation import InferencePolicy

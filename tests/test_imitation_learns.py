@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from canter.envs.components import ObsComponents
-from canter.envs.motion_features import MotionFeatures, windows
-from canter.envs.torch_envs.classic import Pendulum
-from canter.envs.torch_envs.point_robot import PointRobot
+from canter.envs.components import MotionFeatures, ObsComponents, windows
+from canter.envs.torch_envs.tasks import Pendulum, PointRobot
 from canter.runners import AmpPolicyRunner, OnPolicyRunner
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:task_reward_lerp is 0")]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from canter.envs.torch_envs.course import KINDS, Course
+from canter.envs.torch_envs.tasks import KINDS, Course
 from canter.modules.build import build_actor_critic
 from canter.runners import OnPolicyRunner
 from canter.runners.evaluation import InferencePolicy

@@ -11,7 +11,6 @@ from canter.envs.gymnasium import (
     batch_to_rows,
     empty_rows,
     put_row,
-    spawn_seeds,
     stored_space,
 )
 
@@ -330,7 +329,12 @@ def test_action_spaces_without_a_distribution_are_refused():
         ActionCast(crossed, 1)
 
 
-def test_every_environment_gets_its_own_seed():
+def test_every_environment_gets_its_own_seed(scripted):
+    def spawn_seeds(seed, num_envs):
+        env = GymVecEnv([scripted] * num_envs, seed=seed)
+        env.reset()
+        return [part.seeds[0] for part in env.envs]
+
     seeds = spawn_seeds(3, 100)
     assert len(set(seeds)) == 100
     assert seeds == spawn_seeds(3, 100)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from canter.envs.motion_features import MotionFeatures, feature_columns, windows
+from canter.envs.components import MotionFeatures, feature_columns, windows
 from canter.envs.torch_envs.base import TorchEnv
 from canter.execution.guard import NoHostSync
 

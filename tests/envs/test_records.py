@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from canter.envs.records import FINAL_OBS_NAMES, EndWatch, end_flags, split_groups, step_record, to_obs, to_tensor
+from canter.envs.records import FINAL_OBS_NAMES, EndWatch, end_flags, split_groups, step_record, to_obs
 from canter.execution.guard import NoHostSync
 
 CPU = torch.device("cpu")
@@ -239,7 +239,7 @@ def test_an_end_watch_remembers():
     ],
 )
 def test_observation_dtypes(given, kept):
-    assert to_tensor(torch.ones(2, 3).to(given)).dtype == kept
+    assert to_obs(torch.ones(2, 3).to(given)).dtype == kept
     assert to_obs({"a": {"b": torch.ones(2, 3).to(given)}})["a"]["b"].dtype == kept
 
 
@@ -248,13 +248,13 @@ def test_a_copy_shares_nothing_whatever_the_tensor_is():
     with torch.inference_mode():
         inference = plain.clone()
     for tensor in (plain, plain.clone().requires_grad_(), inference, plain.T.contiguous().T, plain.clone().numpy()):
-        taken = to_tensor(tensor, CPU, copy=True)
+        taken = to_obs(tensor, CPU, copy=True)
         assert taken.data_ptr() != torch.as_tensor(tensor).data_ptr()
         assert taken.is_contiguous()
         assert not taken.requires_grad
         assert not taken.is_inference()
         assert taken.tolist() == plain.tolist()
-    expanded = to_tensor(torch.arange(3.0).expand(2, 3), CPU, copy=True)
+    expanded = to_obs(torch.arange(3.0).expand(2, 3), CPU, copy=True)
     expanded[0] = 9.0
     assert expanded[1].tolist() == [0.0, 1.0, 2.0]
 

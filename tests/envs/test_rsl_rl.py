@@ -54,7 +54,7 @@ def test_first_second_and_third_version_give_the_same_tensors(legacy, second, th
 
 
 def test_the_rsl_rl_version_is_recognised(legacy, second, third):
-    assert [run(kind(), 1)[0].kind for kind in (legacy, second, third)] == [
+    assert [run(kind(), 1)[0].contract.removeprefix("rsl_rl style, ") for kind in (legacy, second, third)] == [
         "1.x (5-tuple)",
         "2.x (observation and extras)",
         "3.x and later (observation groups)",
@@ -176,7 +176,7 @@ def test_obs_groups_are_concatenated(third):
         def groups(self, obs, critic):
             return {"policy": obs, "critic": critic, "terrain": obs[:, :1] + 0.5}
 
-    adapter = RslRlAdapter(Many(), {"actor": ["policy", "terrain"], "critic": ["critic", "policy"]})
+    adapter = RslRlAdapter(Many(), obs_groups={"actor": ["policy", "terrain"], "critic": ["critic", "policy"]})
     record = adapter.step(ACTION)
     assert record.obs[1].tolist() == [101] * 4 + [101.5]
     assert record.critic_obs[1].tolist() == [-101] * 2 + [101] * 4
@@ -186,8 +186,8 @@ def test_obs_groups_are_concatenated(third):
     assert second.final_obs[0].tolist() == [2] * 4 + [2.5]
     assert second.final_critic_obs[0].tolist() == [-2, -2, 2, 2, 2, 2]
     assert record.extras["observations"]["terrain"].tolist() == [[1.5], [101.5], [201.5]]
-    with pytest.raises(KeyError, match="asks for the group 'heights'"):
-        RslRlAdapter(Many(), {"actor": ["heights"]})
+    with pytest.raises(KeyError, match="names the group 'heights'"):
+        RslRlAdapter(Many(), obs_groups={"actor": ["heights"]})
 
 
 def test_an_image_group_makes_a_dict(third):
@@ -195,7 +195,7 @@ def test_an_image_group_makes_a_dict(third):
         def groups(self, obs, critic):
             return {"policy": obs, "critic": critic, "camera": torch.zeros(3, 1, 4, 4, dtype=torch.uint8)}
 
-    adapter = RslRlAdapter(Visual(), {"actor": ["policy", "camera"]})
+    adapter = RslRlAdapter(Visual(), obs_groups={"actor": ["policy", "camera"]})
     record = adapter.step(ACTION)
     assert sorted(record.obs) == ["camera", "policy"]
     assert record.obs["camera"].dtype == torch.uint8
@@ -420,7 +420,7 @@ def test_a_batched_gymnasium_environment_works_too(batched):
             return {"policy": self.obs, "critic": self.critic}, reward, done & ~cut, cut, extras
 
     adapter, records = run(Lab())
-    assert adapter.kind == "batched Gymnasium"
+    assert adapter.contract == "rsl_rl style, batched Gymnasium"
     assert records[1].terminated.tolist() == [True, False, False]
     assert records[2].truncated.tolist() == [False, True, False]
     assert records[2].final_critic_obs[1].tolist() == [-103, -103]
@@ -432,7 +432,7 @@ def test_amp_for_hardware_returns_seven_things(legacy):
             return *super().step(actions), torch.tensor([0]), torch.ones(1, 5)
 
     adapter, records = run(Amp())
-    assert adapter.kind == "1.x (7-tuple)"
+    assert adapter.contract == "rsl_rl style, 1.x (7-tuple)"
     assert records[0].extras["terminal_amp_states"].shape == (1, 5)
 
 
@@ -468,7 +468,7 @@ def test_obs_groups_choose():
     groups = {"policy": A, "critic": B, "terrain": C}
     assert resolve_sets(groups, {"actor": ["policy", "terrain"]}) == (["policy", "terrain"], ["critic"])
     assert resolve_sets(groups, {"policy": ["terrain"], "critic": ["policy"]}) == (["terrain"], ["policy"])
-    with pytest.raises(KeyError, match="asks for the group 'hights'; the environment gives"):
+    with pytest.raises(KeyError, match="names the group 'hights'; the environment has"):
         resolve_sets(groups, {"critic": ["hights"]})
 
 

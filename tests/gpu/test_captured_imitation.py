@@ -5,10 +5,8 @@ import warnings
 import pytest
 import torch
 
-from canter.envs.components import ObsComponents
-from canter.envs.motion_features import MotionFeatures
-from canter.envs.torch_envs.classic import Pendulum
-from canter.envs.torch_envs.point_robot import PointRobot
+from canter.envs.components import MotionFeatures, ObsComponents
+from canter.envs.torch_envs.tasks import Pendulum, PointRobot
 from canter.runners import AmpPolicyRunner, OnPolicyRunner
 
 GPU = pytest.mark.gpu

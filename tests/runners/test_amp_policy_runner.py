@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from canter.algorithms.appo import APPO
-from canter.envs.motion_features import MotionFeatures
-from canter.envs.torch_envs.point_robot import PointRobot
+from canter.envs.components import MotionFeatures
+from canter.envs.torch_envs.tasks import PointRobot
 from canter.modules.all_mixer import AmpActorCritic
 from canter.runners import RUNNERS, AmpPolicyRunner
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from canter.envs.gymnasium_vector import GymVectorEnvAdapter
 from canter.envs.records import FINAL_OBS_NAMES, stored_dtype
-from canter.envs.rsl_rl import RslRlAdapter, read_step
-from canter.envs.vec_env import StepRecord, VecEnv
+from canter.envs.rsl_rl import ObsGroups, RslRlAdapter, read_step
+from canter.envs.vec_env import Device, StepRecord, VecEnv
 from canter.envs.wrap import wrap_env
-from canter.envs.wrappers import is_channels_last
+from canter.envs.wrappers import Forwarding, is_channels_last
 from canter.utils.tree import tree_leaves, tree_map
 
 
@@ -47,72 +47,47 @@ class EnvReport:
         return not self.problems
 
     def __str__(self) -> str:
-        rows = {
-            "adapter": self.adapter,
-            "contract": self.contract,
-            "environments": f"{self.num_envs} on {self.device}",
-            "observation": self.obs,
-            "critic observation": self.critic_obs,
-            "actions": self.actions,
-            "autoreset": self.autoreset,
-            "final observation": self.final_obs,
-            "bootstrap": self.bootstrap,
-        }
+        rows = {"adapter": self.adapter, "contract": self.contract, "environments": f"{self.num_envs} on {self.device}"}
+        rows |= {"observation": self.obs, "critic observation": self.critic_obs, "actions": self.actions}
+        rows |= {"autoreset": self.autoreset, "final observation": self.final_obs, "bootstrap": self.bootstrap}
         lines = [f"{name:<20}{text}" for name, text in rows.items()]
         lines += [f"note: {text}" for text in self.notes] + [f"PROBLEM: {text}" for text in self.problems]
-        return "\n".join(
-            [*lines, f"{'no problem' if self.ok else f'{len(self.problems)} problem(s)'} in {self.steps} steps"]
-        )
+        result = "no problem" if self.ok else f"{len(self.problems)} problem(s)"
+        return "\n".join([*lines, f"{result} in {self.steps} steps"])
 
 
 def check_env(
-    env: Any,
-    num_steps: int = 200,
-    seed: int = 0,
-    device: torch.device | str | None = None,
-    obs_groups: Mapping[str, Sequence[str]] | None = None,
+    env: Any, num_steps: int = 200, seed: int = 0, device: Device | None = None, obs_groups: ObsGroups | None = None
 ) -> EnvReport:
     """Step `env` with random actions and report how canter adapts it; resets it before and after."""
-    wrapped = wrap_env(env, device=device, obs_groups=obs_groups)
-    inspection = Inspection(wrapped)
-    for name, leaf in tree_leaves(wrapped.obs_space, "obs"):
-        if is_channels_last(leaf):
-            inspection.add(f"image {name} {leaf.shape} has its channels last; wrap the environment in ChannelsFirst")
-    for name, leaf in tree_leaves(getattr(wrapped, "raw_obs_space", {}), "obs"):
-        if leaf.dtype not in (np.float32, np.uint8):
-            inspection.add(f"{name} is {leaf.dtype} and kept as float32", problem=False)
-    recorder = None
+    wrapped: Any = wrap_env(env, device=device, obs_groups=obs_groups)
+    inspection, recorder, limit = Inspection(wrapped), None, wrapped.max_episode_length or 0
+    actions = batch_space(wrapped.action_space, wrapped.num_envs)
+    actions.seed(seed)
+    start = getattr(wrapped.action_space, "start", 0)  # policies number discrete actions from 0
     if isinstance(wrapped, (RslRlAdapter, GymVectorEnvAdapter)):
         recorder = wrapped.env = ResultRecorder(wrapped.env)
     try:
-        run(wrapped, inspection, recorder, num_steps, seed)
-    finally:
-        if recorder is not None:
-            wrapped.env = recorder.inner  # type: ignore[attr-defined]
-    inspection.conclude()
-    return inspection.report
-
-
-def run(env: VecEnv, inspection: Inspection, recorder: ResultRecorder | None, num_steps: int, seed: int) -> None:
-    """Step through; halfway, move the episodes close to the time limit where the environment allows it."""
-    actions = batch_space(env.action_space, env.num_envs)
-    actions.seed(seed)
-    start = getattr(env.action_space, "start", 0)  # policies number discrete actions from 0
-    env.reset()
-    try:
+        wrapped.reset()
         for step in range(num_steps):
-            limit = env.max_episode_length or 0
-            if step == num_steps // 2 and hasattr(env, "episode_length_buf") and limit > num_steps:
-                env.episode_length_buf = torch.full_like(env.episode_length_buf, limit - 3)  # type: ignore[attr-defined]
-            action = torch.as_tensor(actions.sample() - start, device=env.device)
-            record = env.step(action.float() if action.is_floating_point() else action)
+            # Halfway, move the episodes close to the time limit where the environment allows it.
+            lengths = getattr(wrapped, "episode_length_buf", None) if step == num_steps // 2 else None
+            if lengths is not None and limit > num_steps:
+                wrapped.episode_length_buf = torch.full_like(lengths, limit - 3)  # type: ignore[attr-defined]
+            action = torch.as_tensor(actions.sample() - start, device=wrapped.device)
+            record = wrapped.step(action.float() if action.is_floating_point() else action)
             inspection.report.steps += 1
             if recorder is not None and recorder.results:
                 inspection.check_results(recorder.results)
             inspection.check_record(record)
-        env.reset()
+        wrapped.reset()
     except Exception as error:  # any error of the environment belongs in the report
         inspection.add(f"step {inspection.report.steps} raised {type(error).__name__}: {error}")
+    finally:
+        if recorder is not None:
+            wrapped.env = recorder.env
+    inspection.conclude()
+    return inspection.report
 
 
 def describe(space: spaces.Space) -> str:
@@ -122,19 +97,15 @@ def describe(space: spaces.Space) -> str:
     return f"{space.shape} {space.dtype}" if isinstance(space, spaces.Box) else str(space)
 
 
-class ResultRecorder:
+class ResultRecorder(Forwarding):
     """Forwards to an environment and keeps its last two step results, before an adapter converts them."""
 
     def __init__(self, env: Any) -> None:
-        self.inner = env
-        self.results: list[Any] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+        self.env, self.results = env, []
 
     def step(self, actions: Any) -> Any:
         """Step and keep the result."""
-        result = self.inner.step(actions)
+        result = self.env.step(actions)
         # Both stay alive: freed memory would be allocated again and look like a reused buffer.
         self.results = [*self.results[-1:], result]
         return result
@@ -145,19 +116,19 @@ class Inspection:
 
     def __init__(self, env: VecEnv) -> None:
         self.env = env
-        self.report = EnvReport(
-            adapter=env.adapter,
-            contract="",
-            num_envs=env.num_envs,
-            device=str(env.device),
-            obs=describe(env.obs_space),
-            critic_obs="the same" if env.critic_obs_space is env.obs_space else describe(env.critic_obs_space),
-            actions=str(env.action_space),
-            autoreset=env.autoreset,
-        )
+        obs, critic_obs = describe(env.obs_space), describe(env.critic_obs_space)
+        critic_obs = "the same" if env.critic_obs_space is env.obs_space else critic_obs
+        parts = (obs, critic_obs, str(env.action_space), env.autoreset)
+        self.report = EnvReport(env.adapter, "", env.num_envs, str(env.device), *parts)
         self.kept: list[tuple[str, Tensor, Tensor]] = []
         self.final_names: set[str] = set()
         self.num_ended = self.num_truncated = 0
+        for name, leaf in tree_leaves(env.obs_space, "obs"):
+            if is_channels_last(leaf):
+                self.add(f"image {name} {leaf.shape} has its channels last; wrap the environment in ChannelsFirst")
+        for name, leaf in tree_leaves(getattr(env, "raw_obs_space", {}), "obs"):
+            if leaf.dtype not in (np.float32, np.uint8):
+                self.add(f"{name} is {leaf.dtype} and kept as float32", problem=False)
 
     def add(self, text: str, problem: bool = True) -> None:
         """Add a finding once."""
@@ -171,9 +142,8 @@ class Inspection:
         self.final_names |= {name for name in FINAL_OBS_NAMES if extras.get(name) is not None}
         groups = {"obs": obs, **({} if privileged is None else {"privileged_obs": privileged})}
         before = dict(tree_leaves({"obs": read_step(results[0])[0]})) if len(results) == 2 else {}
-        for name, leaf in tree_leaves(groups):
-            if not isinstance(leaf, (Tensor, np.ndarray)):
-                continue
+        arrays = [(name, leaf) for name, leaf in tree_leaves(groups) if isinstance(leaf, (Tensor, np.ndarray))]
+        for name, leaf in arrays:
             tensor = torch.as_tensor(leaf)
             if stored_dtype(tensor.dtype) != tensor.dtype:
                 self.add(f"{name} is {str(tensor.dtype)[6:]} and kept as float32", problem=False)
@@ -199,13 +169,13 @@ class Inspection:
             parts["final_obs"] = tree_map(lambda leaf: leaf[ended], record.final_obs)
         for name, leaf in tree_leaves(parts):
             if leaf.is_floating_point() and not torch.isfinite(leaf).all():
-                rows = (~torch.isfinite(leaf)).flatten(1).any(1) if leaf.dim() > 1 else ~torch.isfinite(leaf)
-                self.add(f"{name} is not finite in environment(s) {rows.nonzero().flatten().tolist()[:8]}")
+                rows = (~torch.isfinite(leaf)).reshape(len(leaf), -1).any(1).nonzero().flatten().tolist()
+                self.add(f"{name} is not finite in environment(s) {rows[:8]}")
         for name in ("reward", "terminated", "truncated", "valid"):
             tensor, dtype = getattr(record, name), torch.float32 if name == "reward" else torch.bool
-            if tensor.shape != (self.env.num_envs,) or tensor.dtype != dtype:
-                got = f"{tuple(tensor.shape)} {tensor.dtype}"
-                self.add(f"{name} must be ({self.env.num_envs},) {dtype}, got {got}")
+            want, got = f"({self.env.num_envs},) {dtype}", f"{tuple(tensor.shape)} {tensor.dtype}"
+            if want != got:
+                self.add(f"{name} must be {want}, got {got}")
         for name, space in (("obs", self.env.obs_space), ("critic_obs", self.env.critic_obs_space)):
             want = {n: (self.env.num_envs, *leaf.shape) for n, leaf in tree_leaves(space, name)}
             got = {n: tuple(leaf.shape) for n, leaf in tree_leaves(getattr(record, name), name)}

@@ -1,4 +1,4 @@
-"""`ObsComponents`: hides parts of an observation from the actor, and adds past values and the last action."""
+"""Wrappers with windows of past values: parts of an observation for actor and critic, and motion features for AMP."""
 
 from __future__ import annotations
 
@@ -10,14 +10,23 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from canter.envs.records import fill_extras
+from canter.envs.records import fill_extras, with_obs
 from canter.envs.vec_env import StepRecord, VecEnv
 from canter.envs.wrappers import VecEnvWrapper, checked_layout
 from canter.utils.obs_layout import ObsLayout, Segments
 from canter.utils.tree import Obs
 
 LAST_ACTION = "last_action"
-Parts = dict[str, Tensor]
+
+
+def shifted(window: Tensor, frame: Tensor) -> Tensor:
+    """The window (N, frames, d), oldest first, with `frame` (N, d) as its newest."""
+    return torch.cat([window[:, 1:], frame.unsqueeze(1)], 1)
+
+
+def push(window: Tensor, frame: Tensor, begins: Tensor) -> None:
+    """Shift the window in place, as a graph may hold it; where an episode `begins` (N,), fill it with the frame."""
+    window.copy_(torch.where(begins.view(-1, 1, 1), frame.unsqueeze(1), shifted(window, frame)))
 
 
 class ObsComponents(VecEnvWrapper):
@@ -46,26 +55,28 @@ class ObsComponents(VecEnvWrapper):
         last_action: bool = False,
     ) -> None:
         super().__init__(env)
+        layouts, critic_segments = [], env.critic_obs_segments
+        for box, names in ((env.obs_space, segments or env.obs_segments), (env.critic_obs_space, critic_segments)):
+            if not isinstance(box, spaces.Box) or len(box.shape) != 1:
+                raise TypeError(f"ObsComponents wants flat observations, got {box}; wrap the environment in FlattenObs")
+            layouts.append(checked_layout(names or {"obs": box.shape}, box.shape[0], "segments"))
+        self._source, self._critic_source = layouts
         self._shares = env.critic_obs_space is env.obs_space
-        self._source = self._critic_source = source_layout(env.obs_space, segments or env.obs_segments)
-        if not self._shares:
-            self._critic_source = source_layout(env.critic_obs_space, env.critic_obs_segments)
-        history = dict(history or {})
-        shapes = dict(self._source.shapes)
+        history, space, shapes = history or {}, env.action_space, dict(self._source.shapes)
+        self._bounds: list[Tensor] = []  # of continuous actions
         if last_action or LAST_ACTION in history:
+            if not isinstance(space, (spaces.Box, spaces.Discrete)):
+                raise TypeError(f"last_action is for Box and Discrete actions, not for {space}")
+            if isinstance(space, spaces.Box):
+                ends = np.stack([space.low.ravel(), space.high.ravel()])
+                self._bounds = list(torch.as_tensor(ends, dtype=torch.float32, device=env.device))
             shapes[LAST_ACTION] = (env.num_actions,)
+        self._last_action = torch.zeros(env.num_envs, *shapes.get(LAST_ACTION, (0,)), device=env.device)
         known = ObsLayout(shapes)
-        self._windows = {
-            name: torch.zeros(env.num_envs, steps, known.size([name]), device=env.device)
-            for name, steps in history.items()
-        }
-        windows = {f"{name}_history": tuple(window.shape[1:]) for name, window in self._windows.items()}
-        self._last_action = torch.zeros(env.num_envs, shapes.get(LAST_ACTION, (0,))[0], device=env.device)
-        self._bounds: tuple[Tensor, ...] = (
-            action_bounds(env.action_space, env.device) if self._last_action.shape[1] else ()
-        )
+        sizes = {name: (steps, known.size([name])) for name, steps in history.items()}
+        self._windows = {name: torch.zeros(env.num_envs, *size, device=env.device) for name, size in sizes.items()}
         self._has_started = False
-        available = known.resized(windows)
+        available = known.resized({f"{name}_history": size for name, size in sizes.items()})
         own = {name: shape for name, shape in available.shapes.items() if name not in self._source}
         all_critic = available if self._shares else self._critic_source.resized(own)
         self._actor = available.part(list(available.shapes) if actor is None else actor)
@@ -77,35 +88,39 @@ class ObsComponents(VecEnvWrapper):
 
     def reset(self) -> tuple[Obs, Obs]:
         """Start a new episode in every environment."""
-        return self._begin(*self.env.reset())
+        self._has_started = False
+        return super().reset()
 
-    def get_observations(self) -> tuple[Obs, Obs]:
-        """Return the current observation and the critic's."""
-        obs, critic_obs = self.env.get_observations()
+    def _pair(self, obs: Any, critic_obs: Any) -> tuple[Obs, Obs]:
         if not self._has_started:
-            return self._begin(obs, critic_obs)
+            self._has_started = True
+            self._last_action.zero_()
+            parts = self._parts(obs, self._last_action)
+            for name, window in self._windows.items():
+                window.copy_(parts[name].unsqueeze(1))
         return self._views(obs, critic_obs, self._windows, self._last_action)
 
     def step(self, actions: Tensor) -> StepRecord:
         """Apply one action per environment."""
-        applied = self._as_component(actions)
+        applied = self._last_action
+        if self._bounds:
+            applied = actions.to(applied).reshape(self.num_envs, -1).clamp(*self._bounds)
+        elif applied.shape[1]:
+            choices = torch.arange(applied.shape[1], device=applied.device)
+            applied = (actions.to(choices.device).reshape(-1, 1) == choices).float()
         record = super().step(actions)
         final = record.final_obs, record.final_critic_obs
         if record.final_obs is not None:
-            final = self._views(*final, self._shifted(record.final_obs, applied), applied)
+            parts = self._parts(record.final_obs, applied)
+            last = {name: shifted(window, parts[name]) for name, window in self._windows.items()}
+            final = self._views(*final, last, applied)
         # Where the step after an episode's end only resets, the new episode begins there.
-        begins = ~record.valid if self.has_invalid_steps else record.terminated | record.truncated
-        last_action = applied.masked_fill(begins.unsqueeze(-1), 0.0)
-        parts = self._parts(record.obs, last_action)
-        for name, window in self._shifted(record.obs, last_action).items():
-            filled = parts[name].unsqueeze(1).expand_as(window)
-            # In place: a graph may hold the buffer.
-            self._windows[name].copy_(torch.where(begins.view(-1, 1, 1), filled, window))
-        self._last_action.copy_(last_action)
-        obs, critic_obs = self._views(record.obs, record.critic_obs, self._windows, self._last_action)
-        return fill_extras(
-            record._replace(obs=obs, critic_obs=critic_obs, final_obs=final[0], final_critic_obs=final[1])
-        )
+        begins = ~record.valid if self.has_invalid_steps else record.done
+        self._last_action.copy_(applied.masked_fill(begins.unsqueeze(-1), 0.0))
+        parts = self._parts(record.obs, self._last_action)
+        for name, window in self._windows.items():
+            push(window, parts[name], begins)
+        return with_obs(record, self._views(record.obs, record.critic_obs, self._windows, self._last_action), final)
 
     def get_state(self) -> dict[str, Any] | None:
         """Return the state of the wrapped environment, the windows and the last action."""
@@ -123,22 +138,10 @@ class ObsComponents(VecEnvWrapper):
         self._last_action.copy_(state["last_action"])
         self._has_started = True
 
-    def _begin(self, obs: Any, critic_obs: Any) -> tuple[Obs, Obs]:
-        self._last_action.zero_()
-        parts = self._parts(obs, self._last_action)
-        for name, window in self._windows.items():
-            window.copy_(parts[name].unsqueeze(1).expand_as(window))
-        self._has_started = True
-        return self._views(obs, critic_obs, self._windows, self._last_action)
-
-    def _parts(self, obs: Any, last_action: Tensor) -> Parts:
+    def _parts(self, obs: Any, last_action: Tensor) -> dict[str, Tensor]:
         return {**self._source.split(obs), LAST_ACTION: last_action}
 
-    def _shifted(self, obs: Any, last_action: Tensor) -> Parts:
-        parts = self._parts(obs, last_action)
-        return {name: torch.cat([window[:, 1:], parts[name].unsqueeze(1)], 1) for name, window in self._windows.items()}
-
-    def _views(self, obs: Any, critic_obs: Any, windows: Parts, last_action: Tensor) -> tuple[Any, Any]:
+    def _views(self, obs: Any, critic_obs: Any, windows: Mapping[str, Tensor], last_action: Tensor) -> tuple[Any, Any]:
         past = {f"{name}_history": window.flatten(1) for name, window in windows.items()}
         parts = {**self._parts(obs, last_action), **past}
         actor = torch.cat([parts[name] for name in self._actor.shapes], dim=-1)
@@ -148,27 +151,66 @@ class ObsComponents(VecEnvWrapper):
             parts = {**self._critic_source.split(critic_obs), LAST_ACTION: last_action, **past}
         return actor, torch.cat([parts[name] for name in self._critic.shapes], dim=-1)
 
-    def _as_component(self, actions: Tensor) -> Tensor:
-        if not self._last_action.shape[1]:
-            return self._last_action
-        if isinstance(self.action_space, spaces.Discrete):
-            choices = torch.arange(self.num_actions, device=self._last_action.device)
-            return (actions.to(choices.device).reshape(-1, 1) == choices).float()
-        flat = actions.to(self._last_action).reshape(self.num_envs, -1)
-        return flat.maximum(self._bounds[0]).minimum(self._bounds[1])
+
+class MotionFeatures(VecEnvWrapper):
+    """Adds `extras["observations"]["ref_obs"]` (N, frames, d), oldest frame first, the input of APPO.
+
+    A window never spans a reset: it begins as copies of an episode's first frame, and the last one of an episode is in
+    `extras["final_observation"]["ref_obs"]`. `features` are columns of the observation, `privileged` of the critic's,
+    or names of segments; all of it if None. `frames` is the length of the window in control steps.
+    """
+
+    def __init__(
+        self, env: VecEnv, features: Sequence[int | str] | None = None, frames: int = 2, privileged: bool = False
+    ) -> None:
+        super().__init__(env)
+        if frames < 1:
+            raise ValueError(f"frames must be at least 1, got {frames}")
+        self.frames, self.privileged = frames, privileged
+        pair: Any = (env.critic_obs_space, env.critic_obs_segments) if privileged else (env.obs_space, env.obs_segments)
+        self.columns = torch.tensor(feature_columns(features, pair[1], pair[0].shape[0]), device=env.device)
+        self.history = torch.zeros(env.num_envs, frames, len(self.columns), device=env.device)
+        self.history.copy_(self._frame(*env.get_observations()).unsqueeze(1))
+
+    def _frame(self, obs: Any, critic_obs: Any) -> Tensor:
+        return (critic_obs if self.privileged else obs)[:, self.columns]  # (N, d)
+
+    def reset(self) -> tuple[Obs, Obs]:
+        """Start a new episode in every environment."""
+        obs, critic_obs = super().reset()
+        self.history.copy_(self._frame(obs, critic_obs).unsqueeze(1))
+        return obs, critic_obs
+
+    def step(self, actions: Tensor) -> StepRecord:
+        """Apply one action per environment; tensor code that may be captured."""
+        record, groups = super().step(actions), {}
+        if record.final_obs is not None and (record.final_critic_obs is not None or not self.privileged):
+            groups["ref_obs"] = shifted(self.history, self._frame(record.final_obs, record.final_critic_obs))
+        push(self.history, self._frame(record.obs, record.critic_obs), record.done | ~record.valid)
+        observations = {**(record.extras.get("observations") or {}), "ref_obs": self.history.clone()}
+        return fill_extras(record._replace(extras={**record.extras, "observations": observations}), groups)
+
+    def get_state(self) -> dict[str, Any] | None:
+        """Return the state of the wrapped environment and the windows."""
+        inner = super().get_state()
+        return None if inner is None else {"env": inner, "history": self.history.clone()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue from a result of `get_state`."""
+        super().set_state(state["env"])
+        self.history.copy_(state["history"])
 
 
-def source_layout(space: spaces.Space, segments: Segments | None) -> ObsLayout:
-    """Layout of the parts of a flat observation."""
-    if not isinstance(space, spaces.Box) or len(space.shape) != 1:
-        raise TypeError(f"ObsComponents wants flat observations, got {space}; wrap the environment in FlattenObs first")
-    return checked_layout(segments or {"obs": space.shape}, space.shape[0], "segments")
+def feature_columns(features: Sequence[int | str] | None, segments: Any, width: int) -> list[int]:
+    """Columns of the observation for numbers and segment names, in the order given."""
+    layout, columns = ObsLayout(segments or {"obs": (width,)}), range(width)
+    chosen = columns if features is None else features
+    parts = [columns[layout.slice(name)] if isinstance(name, str) else [columns[name]] for name in chosen]
+    return [column for part in parts for column in part]
 
 
-def action_bounds(space: spaces.Space, device: torch.device) -> tuple[Tensor, ...]:
-    """Lowest and highest values of a continuous action; an empty tuple for a discrete one."""
-    if isinstance(space, spaces.Discrete):
-        return ()
-    if not isinstance(space, spaces.Box):
-        raise TypeError(f"last_action is for Box and Discrete actions, not for {space}")
-    return tuple(torch.as_tensor(end.ravel(), dtype=torch.float32, device=device) for end in (space.low, space.high))
+def windows(frames: Tensor, length: int = 2) -> Tensor:
+    """(L, d) frames of one clip -> (L - length + 1, length * d) windows, oldest frame first."""
+    if len(frames) < length:
+        raise ValueError(f"a clip of {len(frames)} frames has no window of {length}")
+    return frames.unfold(0, length, 1).transpose(1, 2).flatten(1)

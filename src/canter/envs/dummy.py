@@ -9,7 +9,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from canter.envs.vec_env import StepRecord, VecEnv
+from canter.envs.vec_env import Device, StepRecord, VecEnv
 from canter.utils.tree import Obs
 
 POOL = 8
@@ -26,19 +26,17 @@ class DummyVecEnv(VecEnv):
         num_envs: int = 4096,
         num_obs: int = 48,
         num_actions: int = 12,
-        device: torch.device | str = "cpu",
+        device: Device = "cpu",
         max_episode_length: int = 1000,
         num_privileged_obs: int | None = None,
         seed: int = 0,
     ) -> None:
         self.num_envs, self.device, self.max_episode_length = num_envs, torch.device(device), max_episode_length
-        self.obs_space = self.critic_obs_space = spaces.Box(-np.inf, np.inf, (num_obs,))
-        self._widths = [num_obs]
-        if num_privileged_obs:
-            self.critic_obs_space = spaces.Box(-np.inf, np.inf, (num_privileged_obs,))
-            self._widths.append(num_privileged_obs)
+        boxes = [spaces.Box(-np.inf, np.inf, (width,)) for width in (num_obs, num_privileged_obs) if width]
+        self.obs_space, self.critic_obs_space = boxes[0], boxes[-1]
         self.action_space = spaces.Box(-1.0, 1.0, (num_actions,))
-        self._episode_length = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
+        self.episode_length_buf = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
+        """(N,) steps taken in each running episode; assigning to it moves the time limits."""
         self._valid = torch.ones(num_envs, dtype=torch.bool, device=self.device)
         self._terminated = ~self._valid
         self.seed(seed)
@@ -50,23 +48,13 @@ class DummyVecEnv(VecEnv):
         def draw(*shape: int) -> tuple[Tensor, ...]:
             return torch.randn(POOL, self.num_envs, *shape, generator=generator, device=self.device).unbind()
 
-        self._pools = [draw(width) for width in self._widths]
+        self._pools = [draw(width) for width in (self.num_obs, self.num_privileged_obs) if width]
         self._rewards = draw()
-        self._num_steps = 0
-        self._current = self._pair(0)
-
-    @property
-    def episode_length_buf(self) -> Tensor:
-        """(N,) steps taken in each running episode; assigning to it moves the time limits."""
-        return self._episode_length
-
-    @episode_length_buf.setter
-    def episode_length_buf(self, value: Tensor) -> None:
-        self._episode_length.copy_(value)
+        self.reset()
 
     def reset(self) -> tuple[Obs, Obs]:
         """Start a new episode in every environment."""
-        self._episode_length.zero_()
+        self.episode_length_buf = torch.zeros_like(self.episode_length_buf)
         self._num_steps = 0
         self._current = self._pair(0)
         return self._current
@@ -80,9 +68,9 @@ class DummyVecEnv(VecEnv):
         if actions.shape != (self.num_envs, *(self.action_space.shape or ())):
             raise ValueError(f"actions have shape {tuple(actions.shape)}; wanted {(self.num_envs, self.num_actions)}")
         self._num_steps += 1
-        self._episode_length.add_(1)
-        truncated = self._episode_length >= (self.max_episode_length or 2**62)
-        self._episode_length.masked_fill_(truncated, 0)
+        length = self.episode_length_buf + 1
+        truncated = length >= (self.max_episode_length or 2**62)
+        self.episode_length_buf = length.masked_fill_(truncated, 0)
         final, first = self._pair(self._num_steps), self._pair(self._num_steps + 1)
         rows = truncated.unsqueeze(1)
         obs = torch.where(rows, first[0], final[0])
@@ -94,12 +82,12 @@ class DummyVecEnv(VecEnv):
 
     def get_state(self) -> dict[str, Any]:
         """Return the episode lengths, the number of steps and the current observations."""
-        lengths, (obs, critic_obs) = self._episode_length.clone(), self._current
-        return {"episode_length": lengths, "turn": self._num_steps, "obs": obs, "critic_obs": critic_obs}
+        obs = dict(zip(("obs", "critic_obs"), self._current, strict=True))
+        return {"episode_length": self.episode_length_buf, "turn": self._num_steps, **obs}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue exactly where `get_state` was called."""
-        self._episode_length.copy_(state["episode_length"])
+        self.episode_length_buf = state["episode_length"].to(self.device, copy=True)
         self._num_steps = int(state["turn"])
         obs = state["obs"].to(self.device)
         self._current = (obs, obs if len(self._pools) == 1 else state["critic_obs"].to(self.device))

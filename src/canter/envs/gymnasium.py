@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,42 +13,33 @@ from gymnasium import spaces
 from gymnasium.vector.utils import batch_space, iterate
 from torch import Tensor
 
-from canter.envs.records import split_groups, split_space
-from canter.envs.vec_env import StepRecord, VecEnv
-from canter.utils.tree import Obs
+from canter.envs.records import split_groups
+from canter.envs.vec_env import Device, StepRecord, VecEnv
+from canter.utils.tree import Obs, tree_map
 
 EnvSource = gymnasium.Env | Callable[[], gymnasium.Env]
+EnvSources = EnvSource | Sequence[EnvSource]
 Rows = np.ndarray | dict[str, Any]
 
 
 class GymVecEnv(VecEnv):
     """Steps Gymnasium environments one after the other and resets each in the step that ends its episode.
 
-    Args:
-        env_fns: Functions that make one environment each (or environments), or a single one.
-        device: Device of the returned tensors.
-        seed: Seed of the first episodes; every environment gets a stream of its own.
-        clip_actions: Clip continuous actions to the bounds of their Box.
+    `env_fns` are environments or functions that make one each, or a single one. Every environment gets a random stream
+    of its own from `seed`. With `clip_actions`, continuous actions are clipped to the bounds of their Box.
     """
 
     contract = "gymnasium.Env"
     autoreset = "by canter, in the same step"
 
     def __init__(
-        self,
-        env_fns: EnvSource | Sequence[EnvSource],
-        device: torch.device | str = "cpu",
-        seed: int | None = None,
-        clip_actions: bool = True,
+        self, env_fns: EnvSources, device: Device = "cpu", seed: int | None = None, clip_actions: bool = True
     ) -> None:
         sources = list(env_fns) if isinstance(env_fns, Sequence) else [env_fns]
         if not sources:
             raise ValueError("GymVecEnv needs at least one environment, got an empty list")
         self.envs = [source if isinstance(source, gymnasium.Env) else source() for source in sources]
-        self.num_envs = len(self.envs)
-        self.device = torch.device(device)
-        self._on_cpu = self.device.type == "cpu"
-        first = self.envs[0]
+        first, self.num_envs, self.device = self.envs[0], len(self.envs), torch.device(device)
         for index, env in enumerate(self.envs):
             if (env.observation_space, env.action_space) != (first.observation_space, first.action_space):
                 raise ValueError(f"environment {index} has other spaces than environment 0")
@@ -55,34 +47,35 @@ class GymVecEnv(VecEnv):
         self._stored = stored_space(self.raw_obs_space)
         # Arrays of this shape are copied row by row without conversion: the usual case, and the fastest.
         self._row_shape = self.raw_obs_space.shape if isinstance(self.raw_obs_space, spaces.Box) else None
-        self.obs_space, self.critic_obs_space = split_space(self._stored)
+        self._on_cpu = self.device.type == "cpu"
+        is_plain = self._on_cpu and self._row_shape is not None
+        self._to_obs = torch.from_numpy if is_plain else functools.partial(rows_to_obs, device=self.device)
+        self.obs_space, self.critic_obs_space = split_groups(self._stored)
         self._has_groups = self.obs_space is not self._stored
         self.action_space = first.action_space
         self._to_array = ActionCast(self.action_space, self.num_envs, clip_actions)
-        self._as_list = isinstance(self.action_space, spaces.Discrete)
         self.max_episode_length = (first.spec and first.spec.max_episode_steps) or 1000
         self._valid = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
-        self._seeds: list[int] | None = None
-        self._current: Rows | None = None
-        if seed is not None:
-            self.seed(seed)
+        self._seed, self._current = seed, None
 
     def seed(self, seed: int) -> None:
         """Give every environment its own random stream from the next `reset` on."""
-        self._seeds = spawn_seeds(seed, self.num_envs)
+        self._seed = seed
 
     def reset(self) -> tuple[Obs, Obs]:
         """Start a new episode in every environment."""
-        seeds: Sequence[int | None] = self._seeds or [None] * self.num_envs
-        self._seeds = None
-        self._current = empty_rows(self._stored, self.num_envs)
-        for index, env in enumerate(self.envs):
-            put_row(self._current, index, env.reset(seed=seeds[index])[0], self.raw_obs_space)
+        seeds: list[Any] = [None] * self.num_envs
+        if self._seed is not None:
+            streams = np.random.SeedSequence(self._seed).spawn(self.num_envs)
+            seeds = [int(stream.generate_state(1)[0]) for stream in streams]
+        self._seed, self._current = None, empty_rows(self._stored, self.num_envs)
+        for index, (env, seed) in enumerate(zip(self.envs, seeds, strict=True)):
+            put_row(self._current, index, env.reset(seed=seed)[0], self.raw_obs_space)
         return self.get_observations()
 
     def get_observations(self) -> tuple[Obs, Obs]:
         """Return the current observation and the critic's."""
-        return self.reset() if self._current is None else split_groups(rows_to_obs(self._current, self.device))
+        return self.reset() if self._current is None else split_groups(self._to_obs(self._current))
 
     def step(self, actions: Tensor) -> StepRecord:
         """Step every environment once."""
@@ -90,11 +83,12 @@ class GymVecEnv(VecEnv):
             self.reset()
         num_envs, row_shape = self.num_envs, self._row_shape
         batch = self._to_array(actions)
+        given = batch.tolist() if isinstance(self.action_space, spaces.Discrete) else batch
         rows, final = empty_rows(self._stored, num_envs), None
         rewards = np.empty(num_envs, np.float32)
         flags = np.zeros((2, num_envs), np.bool_)  # terminated, truncated
         infos = []
-        for index, (env, action) in enumerate(zip(self.envs, batch.tolist() if self._as_list else batch, strict=True)):
+        for index, (env, action) in enumerate(zip(self.envs, given, strict=True)):
             obs, rewards[index], is_terminal, is_cut_off, info = env.step(action)
             if is_terminal or is_cut_off:
                 flags[0 if is_terminal else 1, index] = True
@@ -107,16 +101,14 @@ class GymVecEnv(VecEnv):
                 put_row(rows, index, obs, self.raw_obs_space)
             infos.append(info)
         self._current = rows
-        reward = torch.from_numpy(rewards)
-        terminated, truncated = torch.from_numpy(flags[0]), torch.from_numpy(flags[1])
+        reward, terminated, truncated = map(torch.from_numpy, (rewards, *flags))
         if not self._on_cpu:
             reward, terminated, truncated = (part.to(self.device) for part in (reward, terminated, truncated))
         extras = {"terminated": terminated, "truncated": truncated, "time_outs": truncated, "infos": infos}
-        is_plain = self._on_cpu and isinstance(rows, np.ndarray)
-        obs = critic_obs = torch.from_numpy(rows) if is_plain else rows_to_obs(rows, self.device)
+        obs = critic_obs = self._to_obs(rows)
         final_obs = final_critic_obs = None
         if final is not None:
-            final_obs = final_critic_obs = extras["final_observation"] = rows_to_obs(final, self.device)
+            final_obs = final_critic_obs = extras["final_observation"] = self._to_obs(final)
         if self._has_groups:
             obs, critic_obs = split_groups(obs)
             final_obs, final_critic_obs = split_groups(final_obs)
@@ -138,11 +130,7 @@ class GymVecEnvContinuous(GymVecEnv):
     """`GymVecEnv` for Box actions; any other action space is an error."""
 
     def __init__(
-        self,
-        env_fns: EnvSource | Sequence[EnvSource],
-        device: torch.device | str = "cpu",
-        clip_actions: bool = True,
-        seed: int | None = None,
+        self, env_fns: EnvSources, device: Device = "cpu", clip_actions: bool = True, seed: int | None = None
     ) -> None:
         super().__init__(env_fns, device, seed, clip_actions)
         if not isinstance(self.action_space, spaces.Box):
@@ -201,30 +189,24 @@ def empty_rows(stored: spaces.Space, num_envs: int) -> Rows:
     return np.zeros((num_envs, *(stored.shape or ())), stored.dtype)
 
 
-def put_row(rows: Rows, index: int, obs: Any, space: spaces.Space, name: str = "obs") -> None:
+def put_row(rows: Rows, index: int, obs: Any, space: Any, name: str = "obs") -> None:
     """Write one environment's observation, an element of `space`, into row `index`."""
     if isinstance(rows, dict):
-        parts = space.spaces  # type: ignore[attr-defined]
         if set(obs) != set(rows):
             raise ValueError(f"observation {name!r} of environment {index} has {sorted(obs)}, expected {sorted(rows)}")
         for key, part in rows.items():
-            put_row(part, index, obs[key], parts[key], f"{name}.{key}" if name != "obs" else key)
+            put_row(part, index, obs[key], space[key], f"{name}.{key}" if name != "obs" else key)
         return
     obs = np.asarray(obs if isinstance(space, spaces.Box) else spaces.flatten(space, obs))
-    if obs.shape != rows.shape[1:]:
-        # A row of another shape might be broadcast silently.
-        raise ValueError(
-            f"observation {name!r} of environment {index} has shape {obs.shape}, expected {rows.shape[1:]}"
-        )
+    want = rows.shape[1:]
+    if obs.shape != want:  # a row of another shape might be broadcast silently
+        raise ValueError(f"observation {name!r} of environment {index} has shape {obs.shape}, expected {want}")
     rows[index] = obs
 
 
 def rows_to_obs(rows: Rows, device: torch.device) -> Obs:
     """Rows as tensors; on the CPU they share memory, so the rows must not be written again."""
-    if isinstance(rows, dict):
-        return {name: rows_to_obs(part, device) for name, part in rows.items()}
-    tensor = torch.from_numpy(rows)
-    return tensor if device.type == "cpu" else tensor.to(device)
+    return tree_map(lambda part: torch.from_numpy(part).to(device), rows)
 
 
 def batch_to_rows(batch: Any, space: spaces.Space, num_envs: int, name: str = "obs") -> Rows:
@@ -242,8 +224,3 @@ def batch_to_rows(batch: Any, space: spaces.Space, num_envs: int, name: str = "o
     if array.shape != (num_envs, *space.shape):
         raise ValueError(f"observation {name!r} has shape {array.shape}, expected {(num_envs, *space.shape)}")
     return array
-
-
-def spawn_seeds(seed: int, num_envs: int) -> list[int]:
-    """One independent seed per environment."""
-    return [int(child.generate_state(1)[0]) for child in np.random.SeedSequence(seed).spawn(num_envs)]

@@ -12,22 +12,11 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 from torch import Tensor
 
 from canter.envs.gymnasium import ActionCast, batch_to_rows, empty_rows, put_row, rows_to_obs, stored_space
-from canter.envs.records import (
-    EndWatch,
-    check_per_env,
-    fill_extras,
-    find_final,
-    full_final,
-    per_env,
-    split_groups,
-    split_space,
-    to_obs,
-)
-from canter.envs.vec_env import StepRecord, VecEnv
+from canter.envs.records import EndWatch, fill_extras, find_final, full_final, per_env, split_groups, to_obs
+from canter.envs.vec_env import Device, StepRecord, VecEnv
 from canter.utils.runtime import usable_cores
 from canter.utils.tree import Obs, tree_leaves
 
-Halves = tuple[Callable[..., None] | None, Callable[[], Any] | None]
 AUTORESET = {
     AutoresetMode.NEXT_STEP: "next step (the resetting step is masked)",
     AutoresetMode.SAME_STEP: "same step",
@@ -53,39 +42,30 @@ class GymVectorEnvAdapter(VecEnv):
     """
 
     def __init__(
-        self,
-        env: VectorEnv,
-        device: torch.device | str | None = None,
-        seed: int | None = None,
-        clip_actions: bool = True,
+        self, env: VectorEnv, device: Device | None = None, seed: int | None = None, clip_actions: bool = True
     ) -> None:
         self.env: Any = env
-        self.num_envs = int(env.num_envs)
-        self.device = torch.device(device or getattr(env, "device", None) or "cpu")
+        self.num_envs, self._seed = int(env.num_envs), seed
+        self._place = getattr(env, "device", None) or device or "cpu"
+        self.device = torch.device(device or self._place)
         self.mode = autoreset_mode(env)
         self.contract = f"gymnasium.vector.VectorEnv ({type(env).__name__})"
         self.autoreset = AUTORESET[self.mode]
         self.has_invalid_steps = self.mode is AutoresetMode.NEXT_STEP
         self._space = env.single_observation_space
         self._stored = stored_space(self._space)
-        self.obs_space, self.critic_obs_space = split_space(self._stored)
+        self.obs_space, self.critic_obs_space = split_groups(self._stored)
         self.action_space = env.single_action_space
         self._to_array = ActionCast(self.action_space, self.num_envs, clip_actions)
         self.max_episode_length = getattr(env.spec, "max_episode_steps", None) or 1000
         self._all_valid = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
-        self._begin, self._end = self._halves()
-        self.overlaps = self._begin is not None
+        self.overlaps = isinstance(env, AsyncVectorEnv)
+        # Begin and finish a step; the environments run on their own in between.
+        self._begin, self._end = (env.step_async, env.step_wait) if isinstance(env, AsyncVectorEnv) else (None, None)
         self._result: Any = None
-        self._was_done: Any = None  # (N,) tensor or array
-        self._current: tuple[Obs, Obs] | None = None
+        self._was_done = self._current = self._bounds = None
         self._tensors = False
-        self._bounds: list[Tensor] | None = None
         self._watch = EndWatch(self.device)
-        self._seed = seed
-
-    def _halves(self) -> Halves:
-        """Functions that begin and finish a step, where the environments run on their own in between."""
-        return (self.env.step_async, self.env.step_wait) if isinstance(self.env, AsyncVectorEnv) else (None, None)
 
     def seed(self, seed: int) -> None:
         """Seed the environments in the next `reset`."""
@@ -97,8 +77,7 @@ class GymVectorEnvAdapter(VecEnv):
         obs, _ = self.env.reset(seed=seed)
         self._tensors = any(isinstance(leaf, Tensor) for _, leaf in tree_leaves(obs))
         if self._tensors and self._to_array.bounds is not None:
-            place = getattr(self.env, "device", None) or self.device
-            self._bounds = [torch.as_tensor(bound, device=place) for bound in self._to_array.bounds]
+            self._bounds = [torch.as_tensor(bound, device=self._place) for bound in self._to_array.bounds]
         self._was_done = None
         self._current = split_groups(self._to_obs(obs))
         return self._current
@@ -116,11 +95,9 @@ class GymVectorEnvAdapter(VecEnv):
         """Begin a step; environments with threads or processes of their own start to compute."""
         if self._current is None:
             self.reset()
-        if self._tensors:
-            given: Any = actions.to(getattr(self.env, "device", None) or actions.device)
-            given = given if self._bounds is None else given.clamp(*self._bounds)
-        else:
-            given = self._to_array(actions)
+        given: Any = actions.to(self._place) if self._tensors else self._to_array(actions)
+        if self._bounds is not None:
+            given = given.clamp(*self._bounds)
         if self._begin is None:
             self._result = self.env.step(given)
         else:
@@ -129,56 +106,48 @@ class GymVectorEnvAdapter(VecEnv):
     def recv(self) -> StepRecord:
         """Finish the step that `send` began."""
         given, rewards, terminated, truncated, infos = self._result if self._end is None else self._end()
-        reward: Any = self._per_env(rewards, "rewards")
+        reward = self._per_env(rewards, "rewards")
         terminated, truncated = self._per_env(terminated, "terminated"), self._per_env(truncated, "truncated")
-        valid, was_done = self._all_valid, self._was_done
-        if was_done is not None:
-            is_valid = ~was_done
-            reward = torch.where(is_valid, reward, 0.0) if self._tensors else np.where(is_valid, reward, np.float32(0))
-            terminated, truncated = terminated & is_valid, truncated & is_valid
-            valid = torch.as_tensor(is_valid, device=self.device)
-        obs, final, self._was_done = self._to_obs(given), None, None
+        obs, final, valid = self._to_obs(given), None, self._all_valid
+        if self._was_done is not None:
+            valid = ~self._was_done
+            reward = reward.masked_fill(self._was_done, 0.0)
+            terminated, truncated, self._was_done = terminated & valid, truncated & valid, None
         # In most steps of arrays no episode ends. To test tensors for an end would make the host wait.
-        if self._tensors or np.count_nonzero(terminated) or np.count_nonzero(truncated):
+        if self._tensors or terminated.any() or truncated.any():
             truncated = truncated & ~terminated
             done = terminated | truncated
             final, obs = self._final_and_next(obs, done, infos)
             self._was_done = done if self.has_invalid_steps else None
         self._current = split_groups(obs)
-        if not self._tensors:
-            reward, terminated, truncated = map(torch.from_numpy, (reward, terminated, truncated))
-            if self.device.type != "cpu":
-                reward, terminated, truncated = (part.to(self.device) for part in (reward, terminated, truncated))
+        reward, terminated, truncated, valid = (x.to(self.device) for x in (reward, terminated, truncated, valid))
         finals = split_groups(final)
         return fill_extras(StepRecord(*self._current, reward, terminated, truncated, *finals, valid, {"infos": infos}))
 
-    def _per_env(self, value: Any, name: str) -> Any:
-        """A new (N,) tensor of float32 rewards or bool flags, or an array if the environment returns arrays."""
-        is_reward = name == "rewards"
+    def _per_env(self, value: Any, name: str) -> Tensor:
+        """A new (N,) tensor of float32 rewards or bool flags, on the CPU if the environment returns arrays."""
+        dtype, np_dtype = (torch.float32, np.float32) if name == "rewards" else (torch.bool, np.bool_)
         if self._tensors:
-            dtype = torch.float32 if is_reward else torch.bool
             return per_env(value, dtype, name, self.num_envs, self.device, copy=True)
-        array = np.array(value, np.float32 if is_reward else np.bool_)
-        check_per_env(array.shape, name, self.num_envs)
-        return array.reshape(self.num_envs)
+        array = np.array(value, np_dtype)
+        if array.shape == (self.num_envs,):  # the usual case, and faster than `per_env`
+            return torch.from_numpy(array)
+        return per_env(array, dtype, name, self.num_envs, torch.device("cpu"), copy=False)
 
-    def _final_and_next(self, obs: Obs, done: Any, infos: dict[str, Any]) -> tuple[Any, Obs]:
+    def _final_and_next(self, obs: Obs, done: Tensor, infos: dict[str, Any]) -> tuple[Any, Obs]:
         """The final observation and the one to act on next, by the autoreset mode."""
         if self.mode is AutoresetMode.NEXT_STEP:
             return obs, obs
         if self.mode is AutoresetMode.DISABLED:
-            return obs, self._to_obs(self.env.reset(options={"reset_mask": done})[0])
+            return obs, self._to_obs(self.env.reset(options={"reset_mask": done if self._tensors else done.numpy()})[0])
         found = find_final(infos)
-        if found is None:
-            self.gives_final_obs = not self._watch(torch.as_tensor(done, device=self.device))
-            return None, obs
-        self.gives_final_obs = True
+        self.gives_final_obs = found is not None or not self._watch(done.to(self.device))
         if not self._tensors and isinstance(found, np.ndarray) and found.dtype == object:
             rows = empty_rows(self._stored, self.num_envs)
-            for index in np.flatnonzero(done).tolist():
+            for index in done.nonzero().flatten().tolist():
                 put_row(rows, index, found[index], self._space)
             return rows_to_obs(rows, self.device), obs
-        return full_final(found, torch.as_tensor(done, device=self.device), copy=True), obs
+        return None if found is None else full_final(found, done.to(self.device), copy=True), obs
 
     def _to_obs(self, obs: Any) -> Obs:
         if self._tensors:
@@ -196,24 +165,20 @@ class GymVectorEnvAdapter(VecEnv):
 
 
 class EnvPoolAdapter(GymVectorEnvAdapter):
-    """An EnvPool made with `env_type="gymnasium"` that returns all environments in every step.
+    """An EnvPool made with `env_type="gymnasium"` that returns all environments in every step."""
 
-    EnvPool takes its seed when it is made: `envpool.make(..., seed=1)`.
-    """
-
-    def __init__(self, env: Any, device: torch.device | str | None = None, clip_actions: bool = True) -> None:
+    def __init__(self, env: Any, device: Device | None = None, clip_actions: bool = True) -> None:
         if not hasattr(env, "single_observation_space"):
             raise TypeError(f'{type(env).__name__} has another interface; make it with env_type="gymnasium"')
-        config = env.config
-        if config["batch_size"] != config["num_envs"]:
-            raise ValueError(
-                f"EnvPool returns {config['batch_size']} of {config['num_envs']} environments per step; "
-                "make it without batch_size, so that every step returns all"
-            )
+        num, num_envs = env.config["batch_size"], env.config["num_envs"]
+        if num != num_envs:
+            way_out = "make it without batch_size, so that every step returns all"
+            raise ValueError(f"EnvPool returns {num} of {num_envs} environments per step; {way_out}")
         super().__init__(env, device or "cpu", None, clip_actions)
-        self.contract = "EnvPool"
-        self.max_episode_length = int(config["max_episode_steps"])
-        self._elapsed = np.zeros(self.num_envs, np.int64)
+        self.contract, self.overlaps = "EnvPool", True
+        self._begin, self._end = direct_halves(env, num_envs) or (env.send, env.recv)
+        self.max_episode_length = int(env.config["max_episode_steps"])
+        self._elapsed = np.zeros(num_envs, np.int64)
 
     def seed(self, seed: int) -> None:
         """Raise: the seed of an EnvPool is fixed when it is made."""
@@ -223,9 +188,6 @@ class EnvPoolAdapter(GymVectorEnvAdapter):
         """Start a new episode in every environment."""
         self._elapsed = np.zeros(self.num_envs, np.int64)
         return super().reset()
-
-    def _halves(self) -> Halves:
-        return direct_halves(self.env, self.num_envs) or (self.env.send, self.env.recv)
 
     def recv(self) -> StepRecord:
         """Finish the step that `send` began."""
@@ -251,16 +213,13 @@ def make_envpool(task: str, num_envs: int, device: Any, seed: int | None, render
     except ImportError as error:
         raise ImportError(f"'envpool/{task}' needs EnvPool: pip install 'canter[envpool]'") from error
     # As many threads as cores this process may use, which may be fewer than the machine has.
-    options: dict[str, Any] = {"num_threads": min(num_envs, usable_cores()), "seed": seed, "render_mode": render_mode}
+    options = {"num_threads": min(num_envs, usable_cores()), "seed": seed, "render_mode": render_mode}
     given = {name: value for name, value in options.items() if value is not None}
     return EnvPoolAdapter(envpool.make(task, env_type="gymnasium", num_envs=num_envs, **given), device)
 
 
-def direct_halves(env: Any, num_envs: int) -> Halves | None:
-    """EnvPool's `send` and `recv` without the trees it packs and unpacks in every step; None for unusual ones.
-
-    For eight small robots those trees take a tenth of the step.
-    """
+def direct_halves(env: Any, num_envs: int) -> tuple[Callable[..., None], Callable[[], Any]] | None:
+    """EnvPool's `send` and `recv` without its trees, a tenth of the step of eight small robots; None if unusual."""
     send, receive, keys = (getattr(env, name, None) for name in ("_send", "_recv", "_state_keys"))
     parts = env.spec.action_array_spec
     if send is None or receive is None or keys is None or list(parts) != ["env_id", "players.env_id", "action"]:

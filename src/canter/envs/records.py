@@ -12,7 +12,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from canter.envs.vec_env import StepRecord
-from canter.utils.tree import Obs, tree_leaves, tree_map
+from canter.utils.tree import tree_leaves, tree_map
 
 # Names in use for the actor's group, and for the critic's, in order of preference.
 ACTOR_GROUPS = ("obs", "policy", "actor", "actor_obs")
@@ -23,14 +23,8 @@ PLAYGROUND_PAIR = ("state", "privileged_state")
 # final_obs: Gymnasium and Isaac Lab; final_observation: ManiSkill, ApexRL and Gymnasium < 1.0; terminal: mjlab;
 # terminal_obs: an AMP fork of rsl_rl; final_observations: Holosoma; terminal_observation: SB3.
 # extras["observations"]["raw"], of FastTD3's Playground, is read if none of these is present.
-FINAL_OBS_NAMES = (
-    "final_obs",
-    "final_observation",
-    "terminal",
-    "terminal_obs",
-    "final_observations",
-    "terminal_observation",
-)
+FINAL_OBS_NAMES = ("final_obs", "final_observation", "terminal", "terminal_obs", "final_observations")
+FINAL_OBS_NAMES += ("terminal_observation",)
 FINAL_CRITIC_OBS_NAMES = ("final_critic_obs", "final_critic_observation", "final_privileged_obs")
 DISAGREEMENT = (
     "dones differ from terminated | truncated; an episode ends where either says so, "
@@ -52,30 +46,22 @@ def stored_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.uint8 else torch.float32
 
 
-def to_tensor(value: Any, device: torch.device | None = None, copy: bool = False) -> Tensor:
-    """One observation leaf in its stored dtype on `device`; with `copy` it shares no memory with `value`."""
-    leaf = torch.as_tensor(value).detach()
-    device = device or leaf.device
-    return leaf.to(device, stored_dtype(leaf.dtype), copy=copy, memory_format=torch.contiguous_format)
+def to_obs(obs: Any, device: torch.device | None = None, copy: bool = False) -> Any:
+    """Tensors or arrays in stored dtypes on `device`; with `copy` they share no memory with `obs`."""
+
+    def convert(value: Any) -> Tensor:
+        leaf = torch.as_tensor(value).detach()
+        dtype = stored_dtype(leaf.dtype)
+        return leaf.to(device or leaf.device, dtype, copy=copy, memory_format=torch.contiguous_format)
+
+    return tree_map(convert, obs)
 
 
-def to_obs(obs: Any, device: torch.device | None = None, copy: bool = False) -> Obs:
-    """An observation of tensors or arrays as tensors or plain dicts of tensors, in stored dtypes."""
-    return tree_map(lambda leaf: to_tensor(leaf, device, copy), obs)
-
-
-def check_per_env(shape: Sequence[int], name: str, num_envs: int) -> None:
-    """Raise unless the shape is (N,), (N, 1) or, for one environment, that of a scalar."""
-    if tuple(shape) not in {(num_envs,), (num_envs, 1)} and not (num_envs == 1 and not shape):
-        raise ValueError(f"{name} of {num_envs} environments must have shape ({num_envs},), got {tuple(shape)}")
-
-
-def per_env(
-    value: Any, dtype: torch.dtype, name: str, num_envs: int, device: torch.device, copy: bool = False
-) -> Tensor:
+def per_env(value: Any, dtype: torch.dtype, name: str, num_envs: int, device: torch.device, copy: bool) -> Tensor:
     """(N,) tensor from (N,), (N, 1) or, for one environment, a scalar, of any dtype; any other shape is an error."""
     tensor = torch.as_tensor(value).detach()
-    check_per_env(tensor.shape, name, num_envs)
+    if tensor.shape not in {(num_envs,), (num_envs, 1)} and (num_envs > 1 or tensor.dim()):
+        raise ValueError(f"{name} of {num_envs} environments must have shape ({num_envs},), got {tuple(tensor.shape)}")
     return tensor.reshape(num_envs).to(device, dtype, copy=copy)
 
 
@@ -90,17 +76,11 @@ def group_names(groups: Mapping[str, Any]) -> tuple[str, str | None] | None:
 
 
 def split_groups(obs: Any) -> tuple[Any, Any]:
-    """The actor's and the critic's part of an observation; the same object where the critic has none of its own."""
-    names = group_names(obs) if isinstance(obs, Mapping) else None
-    return (obs, obs) if names is None else (obs[names[0]], obs[names[1] or names[0]])
-
-
-def split_space(space: spaces.Space) -> tuple[spaces.Space, spaces.Space]:
-    """The spaces of the two parts of an observation that `split_groups` returns."""
+    """The actor's and the critic's part of an observation or a space; the same object if the critic has no own one."""
     # `name in space` of a Dict space tests whether the name is a sample of it.
-    return (
-        split_groups(space.spaces) if isinstance(space, spaces.Dict) and group_names(space.spaces) else (space, space)
-    )
+    groups = obs.spaces if isinstance(obs, spaces.Dict) else obs
+    names = group_names(groups) if isinstance(groups, Mapping) else None
+    return (obs, obs) if names is None else (obs[names[0]], obs[names[1] or names[0]])
 
 
 class EndWatch:
@@ -125,26 +105,22 @@ _disagreements: dict[torch.device, EndWatch] = {}
 def end_flags(dones: Any, extras: Mapping[str, Any], num_envs: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """`terminated` and `truncated` (N,), disjoint, from `dones` and whichever flags the extras contain."""
 
-    def flag(name: str, value: Any) -> Tensor:
-        return per_env(value, torch.bool, name, num_envs, device)
+    def flag(name: str, value: Any) -> Any:
+        return None if value is None else per_env(value, torch.bool, name, num_envs, device, copy=False)
 
     done = flag("dones", dones)
-    terminated = extras.get("terminated")
-    truncated = extras.get("truncated")
-    if truncated is not None:
-        truncated = flag("truncated", truncated)
-    elif extras.get("time_outs") is not None:
+    terminated, truncated = (flag(name, extras.get(name)) for name in ("terminated", "truncated"))
+    is_stated = truncated is not None
+    if not is_stated and extras.get("time_outs") is not None:
         # legged_gym writes time_outs only on steps that reset an environment: it is stale on the others.
-        truncated = flag("time_outs", extras["time_outs"]) & done
+        truncated = done & flag("time_outs", extras["time_outs"])
     if terminated is None:
-        truncated = torch.zeros_like(done) if truncated is None else truncated
-        terminated = done & ~truncated
-    else:
-        terminated = flag("terminated", terminated)
-        truncated = done & ~terminated if truncated is None else truncated
+        terminated = done if truncated is None else done & ~truncated
+    if truncated is None:
+        truncated = done & ~terminated
     ended = terminated | truncated
     # Without "truncated" they agree by construction.
-    if extras.get("truncated") is not None and DISAGREEMENT not in _warned:
+    if is_stated and DISAGREEMENT not in _warned:
         if done.device not in _disagreements:
             _disagreements[done.device] = EndWatch(done.device)
         if _disagreements[done.device](ended != done):
@@ -179,21 +155,19 @@ def _full_leaf(leaf: Any, done: Tensor) -> Any:
     if isinstance(leaf, (list, tuple)) or (isinstance(leaf, np.ndarray) and leaf.dtype == object):
         return _stack_rows(list(leaf), done)
     leaf = torch.as_tensor(leaf)
-    num_envs = len(done)
-    if leaf.dim() and leaf.shape[0] == num_envs:
+    num_rows = leaf.shape[0] if leaf.dim() else None
+    if num_rows == len(done):
         return leaf
     # Only rows of ended environments: finding their indices waits for the device.
     indices = done.nonzero().squeeze(1)
-    if leaf.dim() == 0 or leaf.shape[0] != len(indices):
-        raise ValueError(
-            f"final observation has shape {tuple(leaf.shape)}; its first dimension must be "
-            f"{num_envs} (every environment) or {len(indices)} (those that ended)"
-        )
+    if num_rows != len(indices):
+        want = f"{len(done)} (every environment) or {len(indices)} (those that ended)"
+        raise ValueError(f"final observation has shape {tuple(leaf.shape)}; its first dimension must be {want}")
     return _scatter(leaf, indices, done) if len(indices) else None
 
 
 def _scatter(rows: Any, indices: Tensor, done: Tensor) -> Tensor:
-    leaf = to_tensor(rows, done.device)
+    leaf = to_obs(rows, done.device)
     return leaf.new_zeros(len(done), *leaf.shape[1:]).index_copy_(0, indices.to(done.device, torch.int64), leaf)
 
 
@@ -204,9 +178,9 @@ def _stack_rows(rows: Sequence[Any], done: Tensor) -> Any:
         return None
     if isinstance(example, Mapping):
         return {k: _stack_rows([None if row is None else row[k] for row in rows], done) for k in example}
-    for index, ended in enumerate(done.tolist()):
-        if ended and rows[index] is None:
-            raise ValueError(f"environment {index} ended, but its final observation is None")
+    missing = [index for index, ended in enumerate(done.tolist()) if ended and rows[index] is None]
+    if missing:
+        raise ValueError(f"environment {missing[0]} ended, but its final observation is None")
     blank = np.zeros_like(np.asarray(example))
     return torch.as_tensor(np.stack([blank if row is None else np.asarray(row) for row in rows]))
 
@@ -251,9 +225,7 @@ def step_record(
     if batch is not None:
         final_obs, final_critic_obs = split(batch)
         if isinstance(batch, Mapping) and batch is not final_obs:
-            others = {
-                n: group for n, group in batch.items() if group is not final_obs and group is not final_critic_obs
-            }
+            others = {n: g for n, g in batch.items() if g is not final_obs and g is not final_critic_obs}
         named = next((given[name] for name in FINAL_CRITIC_OBS_NAMES if given.get(name) is not None), None)
         if named is not None:
             final_critic_obs = full_final(named, done, copy)
@@ -264,6 +236,12 @@ def step_record(
     return fill_extras(record, others)
 
 
+def with_obs(record: StepRecord, obs: tuple[Any, Any], final: tuple[Any, Any]) -> StepRecord:
+    """The record with other observations and final observations, each the actor's and the critic's."""
+    names = ("obs", "critic_obs", "final_obs", "final_critic_obs")
+    return fill_extras(record._replace(**dict(zip(names, (*obs, *final), strict=True))))
+
+
 def fill_extras(record: StepRecord, final_groups: Mapping[str, Any] | None = None) -> StepRecord:
     """Copy the record's flags and final observations into `extras`, for code that receives only those.
 
@@ -271,9 +249,8 @@ def fill_extras(record: StepRecord, final_groups: Mapping[str, Any] | None = Non
     that `extras` contains already are kept.
     """
     extras = {name: value for name, value in record.extras.items() if name not in _FINAL_NAMES}
-    extras.update(
-        terminated=record.terminated, truncated=record.truncated, time_outs=record.truncated, valid=record.valid
-    )
+    extras |= {"terminated": record.terminated, "truncated": record.truncated, "time_outs": record.truncated}
+    extras["valid"] = record.valid
     final, earlier = record.final_obs, record.extras.get("final_observation")
     if final is not None:
         groups = dict(final_groups or {})

@@ -21,11 +21,12 @@ from gymnasium import spaces
 from torch import Tensor
 
 from canter.envs.records import EndWatch, group_names, split_groups, step_record, to_obs, warn_once
-from canter.envs.vec_env import StepRecord, VecEnv, flat_size
+from canter.envs.vec_env import Device, StepRecord, VecEnv, flat_size
 from canter.envs.wrappers import Forwarding, checked_layout
 from canter.utils.tree import Obs, tree_leaves
 
 Groups = dict[str, Any]
+ObsGroups = Mapping[str, Sequence[str]]
 Segments = dict[str, tuple[int, ...]]
 
 
@@ -50,19 +51,12 @@ def is_apexrl(env: Any) -> bool:
 class RslRlAdapter(Forwarding, VecEnv):
     """An environment of the rsl_rl or ApexRL kind as a `VecEnv`; unknown attributes are read from the environment.
 
-    Args:
-        env: The environment.
-        obs_groups: Groups of the sets "actor" (or "policy") and "critic"; several groups are concatenated.
-        device: Device of the learner; the environment's own by default.
-        seed: Passed to the environment's `seed`.
+    `obs_groups` are the groups of the sets "actor" (or "policy") and "critic"; several groups are concatenated.
+    `device` is that of the learner, by default the environment's own.
     """
 
     def __init__(
-        self,
-        env: Any,
-        obs_groups: Mapping[str, Sequence[str]] | None = None,
-        device: torch.device | str | None = None,
-        seed: int | None = None,
+        self, env: Any, device: Device | None = None, seed: int | None = None, obs_groups: ObsGroups | None = None
     ) -> None:
         if type(getattr(env, "unwrapped", env)).__module__.startswith("mani_skill."):
             raise TypeError("a bare ManiSkill environment does not reset itself; wrap it in ManiSkillVectorEnv first")
@@ -75,8 +69,7 @@ class RslRlAdapter(Forwarding, VecEnv):
         self.max_episode_length = None if limit is None else int(torch.as_tensor(limit).max())
         self._calls_privileged = hasattr(env, "get_privileged_observations")
         self._num_steps = 0
-        self.kind = "tensor observations"
-        """Format of the environment's observations and step results."""
+        self.contract = "rsl_rl style, tensor observations"
         if seed is not None:
             self.seed(seed)
         self._target = None if device is None else torch.device(device)
@@ -93,18 +86,10 @@ class RslRlAdapter(Forwarding, VecEnv):
         self.obs_space = space_of(obs)
         self.critic_obs_space = self.obs_space if critic_obs is obs else space_of(critic_obs)
         self.obs_segments = self._segments(groups, 0, self.obs_space, "obs_segments")
-        self.critic_obs_segments = self._segments(
-            groups, 1, self.critic_obs_space, "critic_obs_segments", "privileged_obs_segments"
-        )
-        if self.critic_obs_segments is None and critic_obs is obs:
-            self.critic_obs_segments = self.obs_segments
+        names = ("critic_obs_segments", "privileged_obs_segments", *(["obs_segments"] if critic_obs is obs else []))
+        self.critic_obs_segments = self._segments(groups, 1, self.critic_obs_space, *names)
         self._watch = EndWatch(self.device)
         self._is_new = True
-
-    @property
-    def contract(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Interface of the environment, shown by `check_env`."""
-        return f"rsl_rl style, {self.kind}"
 
     def _required(self, name: str) -> Any:
         value = attribute(self.env, name)
@@ -115,28 +100,24 @@ class RslRlAdapter(Forwarding, VecEnv):
     def _find_action_space(self) -> spaces.Space:
         for name in ("action_space_gym", "single_action_space", "action_space"):
             space = attribute(self.env, name)
-            if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
-                return space
-            if name == "single_action_space" and isinstance(space, spaces.Box):
+            is_single_box = name == "single_action_space" and isinstance(space, spaces.Box)
+            if is_single_box or isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
                 return space
         return spaces.Box(-np.inf, np.inf, (int(self._required("num_actions")),))
 
     def _start(self) -> Groups:
         """The groups of the first observation, by `reset` if there is one."""
-        reset, get = (getattr(self.env, name, None) for name in ("reset", "get_observations"))
-        result = reset() if callable(reset) else None
+        calls = [getattr(self.env, name, None) for name in ("reset", "get_observations")]
+        result = next((r for r in (call() for call in calls if callable(call)) if r is not None), None)
         if result is None:
-            if not callable(get):
-                raise TypeError(
-                    f"{type(self.env).__name__} has neither a reset() nor a get_observations() that returns any"
-                )
-            result = get()
+            name = type(self.env).__name__
+            raise TypeError(f"{name} has neither a reset() nor a get_observations() that returns any")
         obs, second = result[:2] if isinstance(result, tuple) and len(result) > 1 else (result, None)
-        if isinstance(second, Mapping):
-            self.kind = "2.x (observation and extras)"
-        if isinstance(obs, Mapping):
-            self.kind = "3.x and later (observation groups)"
-        return self._groups(obs, None, second) if isinstance(second, Mapping) else self._groups(obs, second, {})
+        has_extras = isinstance(second, Mapping)
+        if has_extras or isinstance(obs, Mapping):
+            kind = "3.x and later (observation groups)" if isinstance(obs, Mapping) else "2.x (observation and extras)"
+            self.contract = f"rsl_rl style, {kind}"
+        return self._groups(obs, None, second) if has_extras else self._groups(obs, second, {})
 
     def _groups(self, obs: Any, privileged: Any, extras: Mapping[str, Any]) -> Groups:
         """Every observation of one result by its group's name, as tensors that the environment does not write to."""
@@ -148,20 +129,15 @@ class RslRlAdapter(Forwarding, VecEnv):
         return to_obs(groups, self._target, copy=not self._fresh)  # type: ignore[return-value]
 
     def _check_layout(self, groups: Groups) -> None:
-        found = dict(tree_leaves({name: groups[name] for name in self._used if name in groups}))
-        layout = {name: (tuple(leaf.shape), leaf.dtype) for name, leaf in found.items()}
-        wrong = sorted(n for n in {**layout, **self._layout} if layout.get(n) != self._layout.get(n))
-        if wrong:
-            name = wrong[0]
-            raise ValueError(
-                f"observation group {name!r} changed at step {self._num_steps}: "
-                f"expected {self._layout.get(name, 'nothing')}, got {layout.get(name, 'nothing')}"
-            )
-        if list(layout) != list(self._layout):
-            raise ValueError(
-                f"observations came in another order at step {self._num_steps}: "
-                f"expected {list(self._layout)}, got {list(layout)}"
-            )
+        leaves = tree_leaves({name: groups[name] for name in self._used if name in groups})
+        layout, step = {n: (tuple(leaf.shape), leaf.dtype) for n, leaf in leaves}, f"step {self._num_steps}"
+        for name in sorted({**layout, **self._layout}):
+            want, got = (part.get(name, "nothing") for part in (self._layout, layout))
+            if want != got:
+                raise ValueError(f"observation group {name!r} changed at {step}: expected {want}, got {got}")
+        want, got = list(self._layout), list(layout)
+        if want != got:
+            raise ValueError(f"observations came in another order at {step}: expected {want}, got {got}")
 
     def _select(self, groups: Groups) -> tuple[Obs, Obs]:
         """The actor's and the critic's observation from the groups."""
@@ -210,22 +186,19 @@ class RslRlAdapter(Forwarding, VecEnv):
         result = self.env.step(actions if self._env_device is None else actions.to(self._env_device))
         obs, privileged, rewards, dones, extras = read_step(result)
         if self._num_steps == 0 and len(result) != 4:
-            self.kind = "batched Gymnasium" if "terminated" in extras else f"1.x ({len(result)}-tuple)"
-        self._num_steps += 1
-        self._is_new = False
+            kind = "batched Gymnasium" if "terminated" in extras else f"1.x ({len(result)}-tuple)"
+            self.contract = f"rsl_rl style, {kind}"
+        self._num_steps, self._is_new = self._num_steps + 1, False
         groups = self._groups(obs, privileged, extras)
         self._check_layout(groups)
         self._current = self._select(groups)
         if not self._fresh:
             extras = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in extras.items()}
         extras["observations"] = groups
-        record = step_record(
-            *self._current, rewards, dones, extras, device=self.device, split=self._split_final, copy=not self._fresh
-        )
-        if record.final_obs is not None:
-            self.gives_final_obs = True
-        elif self.gives_final_obs and self._watch(record.terminated | record.truncated):
-            self.gives_final_obs = False
+        options: Any = {"device": self.device, "split": self._split_final, "copy": not self._fresh}
+        record = step_record(*self._current, rewards, dones, extras, **options)
+        if record.final_obs is not None or self.gives_final_obs:
+            self.gives_final_obs = record.final_obs is not None or not self._watch(record.done)
         return record
 
     def render(self) -> Any:
@@ -252,10 +225,8 @@ def read_step(result: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         obs, privileged, rewards, dones, extras, *amp = result
         more = dict(zip(("reset_env_ids", "terminal_amp_states"), amp, strict=False))
         return obs, privileged, rewards, dones, {**(extras or {}), **more}
-    raise TypeError(
-        f"step() returned {len(result)} values; it must return (obs, rewards, dones, extras), "
-        "(obs, privileged_obs, rewards, dones, infos) or (obs, rewards, terminated, truncated, info)"
-    )
+    known = "(obs, privileged_obs, rewards, dones, infos) or (obs, rewards, terminated, truncated, info)"
+    raise TypeError(f"step() returned {len(result)} values; it must return (obs, rewards, dones, extras), {known}")
 
 
 def gather_groups(obs: Any, privileged: Any, extras: Mapping[str, Any]) -> Groups:
@@ -268,23 +239,20 @@ def gather_groups(obs: Any, privileged: Any, extras: Mapping[str, Any]) -> Group
     if privileged is not None:
         groups["critic"] = privileged
     # Some environments return a tensor of width 0 in place of None.
-    empty = {n for n, g in groups.items() if g is None or (not isinstance(g, Mapping) and g.shape[1:2] == (0,))}
-    return {name: group for name, group in groups.items() if name not in empty}
+    return {n: g for n, g in groups.items() if g is not None and (isinstance(g, Mapping) or g.shape[1:2] != (0,))}
 
 
-def resolve_sets(groups: Mapping[str, Any], obs_groups: Mapping[str, Sequence[str]]) -> tuple[list[str], list[str]]:
+def resolve_sets(groups: Mapping[str, Any], obs_groups: ObsGroups) -> tuple[list[str], list[str]]:
     """Group names of the actor's and of the critic's observation, by the user's `obs_groups` table."""
-    found = group_names(groups)
-    default_actor = None if found is None else [found[0]]
-    default_critic = None if found is None or found[1] is None else [found[1]]
+    default_actor, default_critic = ([name] if name else [] for name in group_names(groups) or ("", ""))
     sets = {name: [value] if isinstance(value, str) else list(value) for name, value in obs_groups.items()}
     actor = sets.get("actor") or sets.get("policy") or default_actor
-    if actor is None:
+    if not actor:
         raise KeyError(f"obs_groups names no 'actor' or 'policy' set and the groups {list(groups)} have neither")
     critic = sets.get("critic") or default_critic or actor
-    for name in (*actor, *critic):
-        if name not in groups:
-            raise KeyError(f"obs_groups asks for the group {name!r}; the environment gives {list(groups)}")
+    unknown = [name for name in (*actor, *critic) if name not in groups]
+    if unknown:
+        raise KeyError(f"obs_groups names the group {unknown[0]!r}; the environment has {list(groups)}")
     return actor, critic
 
 
@@ -308,6 +276,5 @@ def space_of(obs: Obs) -> spaces.Space:
     """The space of one row of a batch of observations, with names in the same order."""
     if isinstance(obs, dict):
         return spaces.Dict([(name, space_of(part)) for name, part in obs.items()])
-    if obs.dtype == torch.uint8:
-        return spaces.Box(0, 255, tuple(obs.shape[1:]), np.uint8)
-    return spaces.Box(-np.inf, np.inf, tuple(obs.shape[1:]))
+    bounds, dtype = ((0, 255), np.uint8) if obs.dtype == torch.uint8 else ((-np.inf, np.inf), np.float32)
+    return spaces.Box(*bounds, tuple(obs.shape[1:]), dtype)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from canter.utils.tree import Obs
 
+Device = torch.device | str
+
 
 class StepRecord(NamedTuple):
     """Result of one step of N environments. The receiver owns the tensors: no environment writes to them again."""
@@ -127,10 +129,8 @@ class VecEnv(ABC):
     @property
     def num_actions(self) -> int:
         """Width of a continuous action, or the number of logits of a discrete one."""
-        space = self.action_space
-        if isinstance(space, spaces.Discrete):
-            return int(space.n)
-        return int(space.nvec.sum()) if isinstance(space, spaces.MultiDiscrete) else flat_size(space)
+        is_discrete = isinstance(self.action_space, (spaces.Discrete, spaces.MultiDiscrete))
+        return int(spaces.flatdim(self.action_space)) if is_discrete else flat_size(self.action_space)
 
 
 def flat_size(space: spaces.Space) -> int:

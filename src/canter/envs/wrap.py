@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import gymnasium
@@ -11,9 +11,9 @@ import torch
 
 from canter.envs.gymnasium import GymVecEnv
 from canter.envs.gymnasium_vector import EnvPoolAdapter, GymVectorEnvAdapter, is_envpool, make_envpool
-from canter.envs.rsl_rl import RslRlAdapter, is_apexrl, is_batched
+from canter.envs.rsl_rl import ObsGroups, RslRlAdapter, is_apexrl, is_batched
 from canter.envs.torch_envs import TORCH_ENVS
-from canter.envs.vec_env import VecEnv
+from canter.envs.vec_env import Device, VecEnv
 from canter.envs.wrappers import ToDevice
 
 
@@ -52,10 +52,8 @@ def register_adapter(
 def register_env(name: str, make: Callable[..., Any]) -> None:
     """Make environments available by name, in `wrap_env`, `make_env` and on the command line.
 
-    Args:
-        name: A full name, "my/reach", or a prefix, "my", for every name "my/<task>".
-        make: `make(task, num_envs, device, seed, render_mode)` with the part after the slash as `task`; returns
-            environments of any kind that `wrap_env` recognises.
+    `name` is a full name, "my/reach", or a prefix, "my", for every name "my/<task>". `make(task, num_envs, device,
+    seed, render_mode)`, called with the part after the slash as `task`, returns any environments `wrap_env` recognises.
     """
     ENV_NAMES[name] = make
 
@@ -67,10 +65,10 @@ def find_adapter(env: Any) -> Adapter | None:
 
 def wrap_env(
     env: Any,
-    device: torch.device | str | None = None,
+    device: Device | None = None,
     num_envs: int | None = None,
     seed: int | None = None,
-    obs_groups: Mapping[str, Sequence[str]] | None = None,
+    obs_groups: ObsGroups | None = None,
     render_mode: str | None = None,
 ) -> VecEnv:
     """Adapt environments of any registered family to a `VecEnv`.
@@ -85,17 +83,20 @@ def wrap_env(
     """
     if isinstance(env, str):
         return make_env(env, device, num_envs or 1, seed, render_mode)
-    adapter = None if isinstance(env, type) else find_adapter(env)
-    source = env
-    if adapter is None and callable(env):
+    adapter, source = None if isinstance(env, type) else find_adapter(env), env
+    is_function = adapter is None and callable(env)
+    if is_function:
         source = env()
         adapter = find_adapter(source)
-        if adapter is None:
-            raise TypeError(f"{env!r} returned {source!r}; it must return an environment. {_known_adapters()}")
-        if adapter.name == "Gymnasium" and isinstance(source, gymnasium.Env):
-            source = [source, *(env() for _ in range((num_envs or 1) - 1))]
     if adapter is None:
-        raise TypeError(f"{type(env).__name__} is no environment that canter knows. {_known_adapters()}")
+        names = ", ".join(f'"{name}"' if "/" in name else f'"{name}/<task>"' for name in ENV_NAMES)
+        known = [f"- {adapter.name}: {adapter.looks_for}" for adapter in reversed(ADAPTERS.values())]
+        known += ["- a function that returns one of these", f"- a name: a Gymnasium id, {names}"]
+        text = f"{type(env).__name__} is no environment that canter knows."
+        text = f"{env!r} returned {source!r}; it must return an environment." if is_function else text
+        raise TypeError("\n".join([f"{text} Registered adapters, in the order tried:", *known]))
+    if is_function and adapter.name == "Gymnasium" and isinstance(source, gymnasium.Env):
+        source = [source, *(env() for _ in range((num_envs or 1) - 1))]
     wrapped = adapter.adapt(source, device, seed, obs_groups)
     if not isinstance(wrapped, VecEnv):
         raise TypeError(f"the adapter {adapter.name!r} returned {type(wrapped).__name__}, not a canter.envs.VecEnv")
@@ -106,28 +107,15 @@ def wrap_env(
     return on_device(wrapped, device)
 
 
-def _known_adapters() -> str:
-    names = ", ".join(f'"{name}"' if "/" in name else f'"{name}/<task>"' for name in ENV_NAMES)
-    lines = [f"- {adapter.name}: {adapter.looks_for}" for adapter in reversed(ADAPTERS.values())]
-    lines += ["- a function that returns one of these", f"- a name: a Gymnasium id, {names}"]
-    return "\n".join(["Registered adapters, in the order tried:", *lines])
-
-
-def on_device(env: VecEnv, device: torch.device | str | None) -> VecEnv:
+def on_device(env: VecEnv, device: Device | None) -> VecEnv:
     """`env` itself if it is on `device`, otherwise a wrapper that moves its tensors; "cuda" is any CUDA device."""
-    if device is None:
-        return env
-    a, b = env.device, torch.device(device)
+    a, b = env.device, torch.device(device or env.device)
     same = a.type == b.type and (a.index == b.index or a.index is None or b.index is None)
     return env if same else ToDevice(env, b)
 
 
 def make_env(
-    name: str,
-    device: torch.device | str | None = None,
-    num_envs: int = 1,
-    seed: int | None = None,
-    render_mode: str | None = None,
+    name: str, device: Device | None = None, num_envs: int = 1, seed: int | None = None, render_mode: str | None = None
 ) -> VecEnv:
     """Make environments by a registered name or a Gymnasium id.
 
@@ -138,9 +126,13 @@ def make_env(
         importlib.import_module(module)
     prefix, _, task = name.rpartition("/")
     make = ENV_NAMES.get(name) or ENV_NAMES.get(prefix)
-    if make is None:
-        make, task = make_gymnasium, name
-    made = make(task, num_envs=num_envs, device=device, seed=seed, render_mode=render_mode)
+    if make is not None:
+        made = make(task, num_envs=num_envs, device=device, seed=seed, render_mode=render_mode)
+    else:
+        # Not every environment takes a render mode.
+        options: dict[str, Any] = {} if render_mode is None else {"render_mode": render_mode}
+        envs = [gymnasium.make(name, disable_env_checker=True, **options) for _ in range(num_envs)]
+        made = GymVecEnv(envs, device or "cpu", seed)
     # A VecEnv has its seed already: to seed it again would change its random stream, and EnvPool refuses.
     return on_device(made, device) if isinstance(made, VecEnv) else wrap_env(made, device, num_envs, seed)
 
@@ -150,14 +142,6 @@ def make_torch_env(task: str, num_envs: int, device: Any, seed: int | None, rend
     if task not in TORCH_ENVS:
         raise ValueError(f"no torch-native environment {task!r}; there are {', '.join(sorted(TORCH_ENVS))}")
     return TORCH_ENVS[task](num_envs, device or "cpu", seed)
-
-
-def make_gymnasium(task: str, num_envs: int, device: Any, seed: int | None, render_mode: str | None) -> VecEnv:
-    """Make the environments of a Gymnasium id."""
-    # Not every environment takes a render mode.
-    options: dict[str, Any] = {} if render_mode is None else {"render_mode": render_mode}
-    envs = [gymnasium.make(task, disable_env_checker=True, **options) for _ in range(num_envs)]
-    return GymVecEnv(envs, device or "cpu", seed)
 
 
 def seed_vec_env(env: VecEnv, device: Any, seed: int | None, obs_groups: Any) -> VecEnv:
@@ -178,31 +162,23 @@ def is_gymnasium(env: Any) -> bool:
 register_adapter(
     "Gymnasium",
     is_gymnasium,
-    lambda env, device, seed, obs_groups: GymVecEnv(env, device or "cpu", seed),
+    lambda env, device, seed, _: GymVecEnv(env, device or "cpu", seed),
     "a gymnasium.Env, or a list of them or of functions that make them",
 )
 register_adapter(
-    "rsl_rl style",
-    is_batched,
-    lambda env, device, seed, obs_groups: RslRlAdapter(env, obs_groups, device, seed),
-    "num_envs, num_actions, step(actions), and reset() or get_observations()",
+    "rsl_rl style", is_batched, RslRlAdapter, "num_envs, num_actions, step(actions), and reset() or get_observations()"
 )
-register_adapter(
-    "ApexRL style",
-    is_apexrl,
-    lambda env, device, seed, obs_groups: RslRlAdapter(env, obs_groups, device, seed),
-    "the same with observation_space_gym or action_space_gym",
-)
+register_adapter("ApexRL style", is_apexrl, RslRlAdapter, "the same with observation_space_gym or action_space_gym")
 register_adapter(
     "Gymnasium vector",
     lambda env: isinstance(env, gymnasium.vector.VectorEnv),
-    lambda env, device, seed, obs_groups: GymVectorEnvAdapter(env, device, seed),
+    lambda env, device, seed, _: GymVectorEnvAdapter(env, device, seed),
     "a gymnasium.vector.VectorEnv",
 )
 register_adapter(
     "EnvPool",
     is_envpool,
-    lambda env, device, seed, obs_groups: EnvPoolAdapter(env, device),
+    lambda e, device, *_: EnvPoolAdapter(e, device),
     'an EnvPool made with env_type="gymnasium"',
 )
 register_adapter("canter", lambda env: isinstance(env, VecEnv), seed_vec_env, "a canter.envs.VecEnv, used as it is")

@@ -12,8 +12,8 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from canter.envs.records import fill_extras
-from canter.envs.vec_env import StepRecord, VecEnv
+from canter.envs.records import with_obs
+from canter.envs.vec_env import Device, StepRecord, VecEnv
 from canter.utils.obs_layout import ObsLayout
 from canter.utils.tree import Obs, tree_leaves, tree_map
 
@@ -64,13 +64,17 @@ class VecEnvWrapper(Forwarding, VecEnv):
         self.has_invalid_steps, self.gives_final_obs = env.has_invalid_steps, env.gives_final_obs
         self.capturable, self.adapter = env.capturable, env.adapter
 
+    def _pair(self, obs: Any, critic_obs: Any) -> tuple[Any, Any]:
+        """Change an observation and the critic's."""
+        return obs, critic_obs
+
     def reset(self) -> tuple[Obs, Obs]:
         """Start a new episode in every environment."""
-        return self.env.reset()
+        return self._pair(*self.env.reset())
 
     def get_observations(self) -> tuple[Obs, Obs]:
         """Return the current observation and the critic's."""
-        return self.env.get_observations()
+        return self._pair(*self.env.get_observations())
 
     def step(self, actions: Tensor) -> StepRecord:
         """Apply one action per environment."""
@@ -122,22 +126,11 @@ class TransformObs(VecEnvWrapper):
             return changed, changed if critic_obs is obs else None
         return changed, self.transform(critic_obs, self.env.critic_obs_space)
 
-    def reset(self) -> tuple[Obs, Obs]:
-        """Start a new episode in every environment."""
-        return self._pair(*super().reset())
-
-    def get_observations(self) -> tuple[Obs, Obs]:
-        """Return the current observation and the critic's."""
-        return self._pair(*super().get_observations())
-
     def step(self, actions: Tensor) -> StepRecord:
         """Apply one action per environment."""
         record = super().step(actions)
-        obs, critic_obs = self._pair(record.obs, record.critic_obs)
-        final_obs, final_critic_obs = self._pair(record.final_obs, record.final_critic_obs)
-        return fill_extras(
-            record._replace(obs=obs, critic_obs=critic_obs, final_obs=final_obs, final_critic_obs=final_critic_obs)
-        )
+        pair = self._pair(record.obs, record.critic_obs)
+        return with_obs(record, pair, self._pair(record.final_obs, record.final_critic_obs))
 
 
 class FlattenObs(TransformObs):
@@ -145,12 +138,9 @@ class FlattenObs(TransformObs):
 
     def __init__(self, env: VecEnv) -> None:
         super().__init__(env)
-        self.obs_segments = self._segments(env.obs_space) or env.obs_segments
-        self.critic_obs_segments = self._segments(env.critic_obs_space) or env.critic_obs_segments
-
-    @staticmethod
-    def _segments(space: spaces.Space) -> dict[str, tuple[int, ...]] | None:
-        return {name: tuple(leaf.shape) for name, leaf in tree_leaves(space)} if isinstance(space, Mapping) else None
+        for name, space in (("obs", env.obs_space), ("critic_obs", env.critic_obs_space)):
+            if isinstance(space, Mapping):
+                setattr(self, f"{name}_segments", {part: tuple(leaf.shape) for part, leaf in tree_leaves(space)})
 
     def transform_space(self, space: spaces.Space) -> spaces.Space:
         """Return one Box with the bounds of every leaf."""
@@ -158,23 +148,18 @@ class FlattenObs(TransformObs):
             return space
         for name, leaf in tree_leaves(space):
             if leaf.dtype == np.uint8:
-                raise TypeError(
-                    f"the observation has the uint8 image {name!r} {leaf.shape}, which FlattenObs would turn into "
-                    f"{math.prod(leaf.shape)} numbers; keep the dict and use a visual policy"
-                )
-        low, high = (
-            np.concatenate([getattr(x, end).ravel() for _, x in tree_leaves(space)]) for end in ("low", "high")
-        )
+                image = f"the uint8 image {name!r} {leaf.shape}, which FlattenObs would turn into"
+                raise TypeError(f"{image} {math.prod(leaf.shape)} numbers; keep the dict and use a visual policy")
+        leaves = [leaf for _, leaf in tree_leaves(space)]
+        low, high = (np.concatenate([getattr(leaf, end).ravel() for leaf in leaves]) for end in ("low", "high"))
         return spaces.Box(low, high, dtype=np.float32)
 
     def transform(self, obs: Any, space: spaces.Space) -> Any:
         """Concatenate the leaves to one (N, D) tensor, in the order of the space: that of a dict may change."""
-        return torch.cat(self._leaves(obs, space), 1) if isinstance(obs, Mapping) else obs
-
-    def _leaves(self, obs: Any, space: spaces.Space) -> list[Tensor]:
-        if not isinstance(space, spaces.Dict):
-            return [obs.flatten(1)]
-        return [leaf for name, part in space.spaces.items() for leaf in self._leaves(obs[name], part)]
+        if not isinstance(obs, Mapping):
+            return obs
+        leaves = dict(tree_leaves(obs))
+        return torch.cat([leaves[name].flatten(1) for name, _ in tree_leaves(space)], 1)
 
 
 def is_channels_last(leaf: Any) -> bool:
@@ -196,27 +181,22 @@ class ChannelsFirst(TransformObs):
 
     def transform(self, obs: Any, space: spaces.Space) -> Any:
         """Transpose the images."""
-        if isinstance(space, spaces.Dict):
-            return {name: self.transform(leaf, space[name]) for name, leaf in obs.items()}
-        return obs.permute(0, 3, 1, 2).contiguous() if is_channels_last(space) else obs
+        return tree_map(lambda x, s: x.permute(0, 3, 1, 2).contiguous() if is_channels_last(s) else x, obs, space)
 
 
 class ToDevice(TransformObs):
     """Moves every tensor to the learner's device, for environments on another one."""
 
-    def __init__(self, env: VecEnv, device: torch.device | str) -> None:
+    def __init__(self, env: VecEnv, device: Device) -> None:
         super().__init__(env)
         self.device, self.capturable = torch.device(device), False
 
     def transform(self, obs: Any, space: spaces.Space) -> Any:
-        """Move the observation to the learner's device."""
-        return tree_map(self._move, obs)
-
-    def _move(self, leaf: Any) -> Any:
-        return leaf.to(self.device) if isinstance(leaf, Tensor) else leaf
+        """Move every tensor of a tree to the learner's device."""
+        return tree_map(lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, obs)
 
     def step(self, actions: Tensor) -> StepRecord:
         """Apply one action per environment."""
         record = super().step(actions.to(self.env.device))
-        moved = {name: self._move(getattr(record, name)) for name in ("reward", "terminated", "truncated", "valid")}
-        return record._replace(**moved, extras=tree_map(self._move, record.extras))
+        names = ("reward", "terminated", "truncated", "valid", "extras")
+        return record._replace(**self.transform({name: getattr(record, name) for name in names}, self.obs_space))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from canter.envs.torch_envs.base import TorchEnv
-from canter.envs.torch_envs.classic import CartPole, MaskedCartPole, Pendulum
-from canter.envs.torch_envs.course import Course
-from canter.envs.torch_envs.point_robot import ImageReach, PointRobot
+from canter.envs.torch_envs.tasks import CartPole, Course, ImageReach, MaskedCartPole, Pendulum, PointRobot
 
 TORCH_ENVS: dict[str, type[TorchEnv]] = {
     cls.__name__: cls for cls in (CartPole, Course, MaskedCartPole, Pendulum, ImageReach, PointRobot)

@@ -10,7 +10,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from canter.envs.records import fill_extras
-from canter.envs.vec_env import StepRecord, VecEnv
+from canter.envs.vec_env import Device, StepRecord, VecEnv
 from canter.utils.tree import Obs, tree_leaves, tree_map, tree_where
 
 State = dict[str, Tensor]
@@ -31,11 +31,7 @@ class TorchEnv(VecEnv):
     """Names in the state that a reset does not change."""
 
     def __init__(
-        self,
-        num_envs: int,
-        device: torch.device | str = "cpu",
-        seed: int | None = None,
-        max_episode_length: int | None = None,
+        self, num_envs: int, device: Device = "cpu", seed: int | None = None, max_episode_length: int | None = None
     ) -> None:
         self.num_envs, self.device = num_envs, torch.device(device)
         if max_episode_length is not None:
@@ -49,10 +45,8 @@ class TorchEnv(VecEnv):
         for _, leaf in tree_leaves(dict(enumerate(self._observe(self._state)))):
             name = buffers.get(leaf.untyped_storage().data_ptr())
             if name is not None:
-                raise TypeError(
-                    f"{type(self).__name__}.observe returns its state {name!r} itself, which later steps "
-                    "overwrite; return a clone"
-                )
+                text = f"{type(self).__name__}.observe returns its state {name!r} itself"
+                raise TypeError(f"{text}, which later steps overwrite; return a clone")
 
     @abstractmethod
     def initial_state(self, n: int) -> State:
@@ -103,7 +97,11 @@ class TorchEnv(VecEnv):
     @torch.no_grad()
     def step(self, actions: Tensor) -> StepRecord:
         """Advance every environment once and restart those whose episode ended."""
-        state, reward, terminated = self.dynamics(self._state, self._as_action(actions))
+        shape = (self.num_envs, *(self.action_space.shape or ()))
+        if actions.shape != shape and actions.shape != (*shape, 1):
+            raise ValueError(f"actions have shape {tuple(actions.shape)}; {type(self).__name__} wants {shape}")
+        dtype = torch.float32 if isinstance(self.action_space, spaces.Box) else torch.int64
+        state, reward, terminated = self.dynamics(self._state, actions.to(self.device, dtype).reshape(shape))
         length = self._episode_length + 1
         truncated = (length >= (self.max_episode_length or NEVER)) & ~terminated
         done = terminated | truncated
@@ -118,11 +116,8 @@ class TorchEnv(VecEnv):
 
     def get_state(self) -> dict[str, Any]:
         """Return copies of the state, the episode lengths and the generator state."""
-        return {
-            "state": tree_map(torch.clone, self._state),
-            "episode_length": self._episode_length.clone(),
-            "generator": self.generator.get_state(),
-        }
+        state = {"state": self._state, "episode_length": self._episode_length}
+        return {**tree_map(torch.clone, state), "generator": self.generator.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue exactly where `get_state` was called."""
@@ -134,12 +129,3 @@ class TorchEnv(VecEnv):
     def _observe(self, state: State) -> tuple[Obs, Obs]:
         obs = self.observe(state)
         return obs if isinstance(obs, tuple) else (obs, obs)
-
-    def _as_action(self, actions: Tensor) -> Tensor:
-        """Actions in the shape and range of the action space."""
-        space = self.action_space
-        shape = (self.num_envs, *(space.shape or ()))
-        if actions.shape != shape and actions.shape != (*shape, 1):
-            raise ValueError(f"actions have shape {tuple(actions.shape)}; {type(self).__name__} wants {shape}")
-        actions = actions.to(self.device).reshape(shape)
-        return actions.float() if isinstance(space, spaces.Box) else actions.long()

@@ -13,14 +13,10 @@ def canvas(height: int, width: int) -> np.ndarray:
     return np.full((height, width, 3), 255, np.uint8)
 
 
-def _pixel(image: np.ndarray, point: Point) -> tuple[float, float]:
-    height, width = image.shape[:2]
-    return (1 - point[1]) / 2 * (height - 1), (1 + point[0]) / 2 * (width - 1)
-
-
 def line(image: np.ndarray, start: Point, end: Point, colour: tuple[int, int, int], thickness: float) -> None:
     """A straight stroke, `thickness` pixels wide."""
-    a, b = np.array(_pixel(image, start)), np.array(_pixel(image, end))
+    size = np.array(image.shape[:2]) - 1
+    a, b = (np.array([1 - y, 1 + x]) / 2 * size for x, y in (start, end))
     pixels = np.stack(np.meshgrid(*map(np.arange, image.shape[:2]), indexing="ij"), -1)
     along = np.clip(((pixels - a) @ (b - a)) / max(((b - a) ** 2).sum(), 1e-9), 0, 1)
     distance = np.linalg.norm(pixels - (a + along[..., None] * (b - a)), axis=-1)
