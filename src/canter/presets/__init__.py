@@ -58,10 +58,9 @@ def preset_name(task: str, algorithm: str = PPO) -> str:
     """The task whose preset is used: the task itself, the Gymnasium task of the same name, or "default"."""
     known = presets(algorithm)
     family, _, rest = task.rpartition("/")
-    same = (
-        [name for name in known if rest in (name, name.rsplit("-v", 1)[0])] if family in ("canter", "envpool") else []
-    )
-    return next((name for name in (task, *same) if name in known), FALLBACK)
+    is_twin = family in ("canter", "envpool")
+    same = (name for name in known if is_twin and rest in (name, name.rsplit("-v", 1)[0]))
+    return task if task in known else next(same, FALLBACK)
 
 
 def has_preset(task: str, algorithm: str = PPO) -> bool:
