@@ -160,14 +160,9 @@ def measure_sizes(
     max_seconds: float = 60.0,
     **options: Any,
 ) -> Iterator[Point]:
-    """Measure each size in a new process, smallest first, until one does not fit or would take too long.
+    """Measure each size, set by `change`, in a new process, smallest first, with the `options` of `measure_one`.
 
-    Args:
-        work: The workload to change.
-        sizes: The sizes.
-        change: Sets a size in the workload.
-        max_seconds: A size whose measurement would take longer, judging by the one before, is left out.
-        options: Those of `measure_one`.
+    A size that does not fit, or would take over `max_seconds` judging by the one before, ends the series.
     """
     repeats = options.get("warm_up", 8) + options.get("iterations", 10)
     seconds, has_failed = 0.0, False  # seconds of a measurement per unit of size

@@ -36,7 +36,7 @@ def register_command(name: str, run: Run | str, help: str, arguments: str = "") 
         name: Name on the command line.
         run: Function that returns an exit code (None is 0), or "module:function". Its arguments are the flags, with
             their types, defaults and descriptions; a function of `args` alone gets the words after the name.
-        help: One line for the overview of `canter --help`.
+        help: One line for the overview.
         arguments: Positional arguments to show in the overview, such as "RUN".
     """
     if name in COMMANDS and COMMANDS[name].run != run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from canter import bench as benchmark
-from canter.bench import Point, Timing, Workload
+from canter.bench import Point, Timing, Workload, with_envs, with_width
 from canter.cli.errors import UserError, user_errors
 from canter.cli.options import at_least, given, parse
 from canter.cli.runs import open_runner
@@ -43,8 +44,7 @@ class ScalingOptions:
     """Time and memory of one PPO iteration against the number of environments and the width of the networks."""
 
     iteration: Annotated[IterationOptions, tyro.conf.arg(name="")]
-    num_envs_list: tuple[int, ...] = (64, 256, 1024, 4096, 16384, 65536, 131072)
-    """Numbers of environments to measure."""
+    num_envs_list: tuple[int, ...] = (64, 256, 1024, 4096, 16384, 65536, 131072)  # Numbers of environments to measure.
     widths: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048)
     """Widths of the first hidden layer to measure; the next two are a half and a quarter as wide."""
     max_seconds: float = 60.0  # A size whose measurement would take longer is left out.
@@ -101,16 +101,12 @@ def show_scaling(options: ScalingOptions) -> None:
     """Print a table for the number of environments and one for the width, for each execution mode."""
     how = vars(options.iteration).copy()
     work, device = how.pop("work"), resolve_device(how.pop("device"))
-    axes = {
-        "environments": (options.num_envs_list, benchmark.with_envs),
-        "width": (options.widths, benchmark.with_width),
-    }
-    for execution in how.pop("executions"):
-        for name, (sizes, change) in axes.items():
-            if sizes:
-                how |= {"execution": execution, "device": str(device)}
-                points = benchmark.measure_sizes(work, sizes, change, options.max_seconds, **how)
-                show_points(f"{execution}, {describe(work, device)}", name, points)
+    axes = (("environments", options.num_envs_list, with_envs), ("width", options.widths, with_width))
+    for execution, (name, sizes, change) in itertools.product(how.pop("executions"), axes):
+        if sizes:
+            how |= {"execution": execution, "device": str(device)}
+            points = benchmark.measure_sizes(work, sizes, change, options.max_seconds, **how)
+            show_points(f"{execution}, {describe(work, device)}", name, points)
 
 
 def show_points(title: str, name: str, points: Iterable[Point]) -> None:
@@ -180,9 +176,8 @@ def describe(work: Workload, device: torch.device) -> str:
     """The workload and the device in a few words."""
     memory = "" if work.rnn_type is None else f"{work.rnn_type.upper()} {work.rnn_hidden_size}, "
     layers = "-".join(map(str, work.hidden_dims))
-    machine = f"{usable_cores()} CPU cores, torch threads: {torch.get_num_threads()}"
-    if device.type == "cuda":
-        machine = torch.cuda.get_device_name(device)
+    cores = f"{usable_cores()} CPU cores, torch threads: {torch.get_num_threads()}"
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else cores
     return f"{work.num_envs} x {work.num_steps_per_env} steps, {memory}MLP {layers}, {machine}"
 
 

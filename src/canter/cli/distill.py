@@ -46,11 +46,11 @@ class StudentOptions:
     teacher: tyro.conf.Positional[Path]  # The teacher's run directory.
     policy: dict[str, Any] | None = None
     """Settings of the student's policy that differ from the teacher's, as YAML: {rnn_hidden_size: 128}."""
-    algorithm: dict[str, Any] | None = None
-    """Settings of TPPO, as YAML: {distill_target: mse_sum, learning_rate: 3e-4}."""
+    algorithm: dict[str, Any] | None = None  # Settings of TPPO, as YAML: {distill_target: l1, learning_rate: 3e-4}.
     seed: int = 1  # Seed of weights, environments and sampling.
-    device: str | None = None
-    """Device to train on; the CPU for `canter dagger`, a GPU if there is one for `canter distill` by default."""
+    device: str | None = (
+        None  # Device; by default the CPU for `canter dagger`, a GPU if there is one for `canter distill`.
+    )
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -127,15 +127,11 @@ def student_components(options: DistillOptions, task: str) -> dict[str, Any]:
 class DaggerOptions(StudentOptions):
     """Train a student to imitate its teacher: collect in one process, train in another, or start both at once."""
 
-    role: Literal["both", "collect", "train"] = "both"
-    """Role of this process; "both" trains here and starts a collector as a second process."""
-    run: Path | None = None
-    """The student's run directory; <teacher>/dagger by default. An existing run is continued."""
+    role: Literal["both", "collect", "train"] = "both"  # "both" trains and starts a collector as a second process.
+    run: Path | None = None  # The student's run directory, <teacher>/dagger by default; an existing run is continued.
     data: Path | None = None  # Directory for the trajectories; <run>/data by default.
-    task: str | None = None
-    """The student's task, if not the teacher's: the same with other observations, for example."""
-    iterations: int = 500
-    """Length of the training, in iterations of `num_steps_per_env` recorded steps of each stream."""
+    task: str | None = None  # The student's task, if not the teacher's: the same with other observations, for example.
+    iterations: int = 500  # Length of the training, in iterations of `num_steps_per_env` recorded steps of each stream.
     num_envs: int = 16  # Environments of the collector, and streams of recorded trajectories in the trainer.
     num_steps_per_env: int = 32  # Recorded steps of each stream between two updates.
     teacher_act_prob: Any = "exp"  # Probability that the teacher acts: a number, or its decay: exp, linear or tanh.
@@ -227,10 +223,9 @@ def dagger_config(options: DaggerOptions, teacher: runs.SavedRun, data: Path) ->
     env = runs.open_env(task, 1, "cpu")
     distance = "mse_sum" if isinstance(env.action_space, spaces.Box) else "max_log_prob"
     env.close()
-    taught = teacher.config.get("algorithm") or {}
+    is_normalized = bool((teacher.config.get("algorithm") or {}).get("empirical_normalization", False))
     algorithm = {"class_name": "TPPO", "using_ppo": False, "distill_target": distance, "learning_rate": 1e-3}
-    algorithm |= {"num_learning_epochs": 2, "num_mini_batches": 4}
-    algorithm |= {"empirical_normalization": bool(taught.get("empirical_normalization", False))}
+    algorithm |= {"num_learning_epochs": 2, "num_mini_batches": 4, "empirical_normalization": is_normalized}
     dataset = {"data_dir": str(data), "dataset_loops": -1, "random_shuffle_traj_order": True, "seed": options.seed}
     dataset |= {"keep_latest_n_trajs": options.keep_latest, "wait_interval_s": 0.2}
     length = options.iterations * options.num_envs * options.num_steps_per_env

@@ -28,7 +28,6 @@ FROM_ENV = {"num_actor_obs", "num_critic_obs", "num_actions", "obs_segments", "c
 FROM_ENV |= {"actor", "critic"}
 EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+$")
 ARGUMENT = re.compile(r"^    (\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
-DEFAULT_SEED = 1
 
 AlgorithmName = Annotated[
     str, tyro.conf.arg(aliases=["--algo"], help_behavior_hint=lambda name: f"{', '.join(REGISTRY)} (default: {name})")
@@ -58,10 +57,7 @@ class RunOptions:
 
 @dataclasses.dataclass(kw_only=True)
 class TrainOptions(RunOptions, Generic[Settings, Policy]):
-    """Train a policy, evaluate it, plot its learning curve and record a video.
-
-    The defaults shown are those of the task's preset.
-    """
+    """Train a policy, evaluate it, plot its learning curve and record a video; the preset has the defaults shown."""
 
     task: tyro.conf.Positional[str]
     """A Gymnasium id, canter/<name>, envpool/<id> or a registered name; `canter tasks` lists them."""
@@ -89,7 +85,7 @@ def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, 
     plan = parse_train_cfg(preset)
     plan.algorithm = preset["algorithm"]["class_name"]
     check_spellings(args, {f.name for f in dataclasses.fields(plan.cfg)})
-    plan.cfg.seed = DEFAULT_SEED if plan.cfg.seed is None else plan.cfg.seed
+    plan.cfg.seed = 1 if plan.cfg.seed is None else plan.cfg.seed
     policy_class = given(args, "--policy.class-name") or plan.policy.get("class_name", "")
     has_policy = "class_name" in plan.policy  # else the networks are part of the algorithm's own settings
     policy = policy_options(policy_class, plan.policy) if has_policy else dataclasses.make_dataclass("NoPolicy", [])()
@@ -180,13 +176,9 @@ def argument_sentences(cls: type) -> dict[str, str]:
 
 
 def parse(flags: Any, args: Sequence[str], prog: str, default: Any = None) -> Any:
-    """Parse flags; an unknown flag or bad value ends the program with exit code 2 and a suggestion.
+    """Parse `args` into a dataclass, or call a function with them; `default` is an instance with the defaults.
 
-    Args:
-        flags: A dataclass whose fields are the flags, or a function whose arguments are.
-        args: The words of the command line.
-        prog: Name of the command in the help.
-        default: An instance with the defaults; those of the class if None.
+    An unknown flag or bad value ends the program with exit code 2 and a suggestion.
     """
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(yaml_rule)
