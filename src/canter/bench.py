@@ -29,26 +29,16 @@ GIB = 2**30
 class Workload:
     """The sizes of one iteration; the defaults are those of a walking robot."""
 
-    num_envs: int = 4096
-    """Environments stepped together."""
-    num_steps_per_env: int = 24
-    """Steps of each environment between two updates."""
-    num_obs: int = 48
-    """Width of the actor's observation."""
-    num_critic_obs: int = 235
-    """Width of the critic's observation."""
-    num_actions: int = 12
-    """Width of the action."""
-    hidden_dims: tuple[int, ...] = (512, 256, 128)
-    """Widths of the hidden layers of actor and critic."""
-    num_learning_epochs: int = 5
-    """Passes over each rollout."""
-    num_mini_batches: int = 4
-    """Minibatches per pass."""
-    rnn_type: Literal["lstm", "gru"] | None = None
-    """Memory of a recurrent policy; None for a feed-forward policy."""
-    rnn_hidden_size: int = 256
-    """Width of the memory."""
+    num_envs: int = 4096  # Environments stepped together.
+    num_steps_per_env: int = 24  # Steps of each environment between two updates.
+    num_obs: int = 48  # Width of the actor's observation.
+    num_critic_obs: int = 235  # Width of the critic's observation.
+    num_actions: int = 12  # Width of the action.
+    hidden_dims: tuple[int, ...] = (512, 256, 128)  # Widths of the hidden layers of actor and critic.
+    num_learning_epochs: int = 5  # Passes over each rollout.
+    num_mini_batches: int = 4  # Minibatches per pass.
+    rnn_type: Literal["lstm", "gru"] | None = None  # Memory of a recurrent policy; None for a feed-forward policy.
+    rnn_hidden_size: int = 256  # Width of the memory.
 
 
 def with_envs(work: Workload, size: int) -> Workload:
@@ -117,15 +107,13 @@ def null_runner(env: VecEnv, work: Workload, execution: str = "auto", precision:
 
 
 class Timing(NamedTuple):
-    """One measurement: milliseconds of collecting and of learning, and seconds of the warm-up before."""
+    """Milliseconds of collecting and of learning, seconds of the warm-up, steps per iteration and peak GiB."""
 
     collect: float
     learn: float
     ready: float
     num_steps: int
-    """Environment steps of one iteration."""
-    memory: float = float("nan")
-    """Peak GiB, if measured."""
+    memory: float = math.nan
 
     @property
     def iteration(self) -> float:
@@ -152,10 +140,8 @@ def time_iterations(runner: OnPolicyRunner, warm_up: int = 8, iterations: int = 
     for event in ("post_rollout", "post_update"):
         runner.add_callback(event, synchronize)
     runner.log_interval = 1
-    history = runner.learn(iterations).history
-    collect, learn = (
-        statistics.median(metrics[name] for metrics in history) * 1e3 for name in ("time/collection", "time/learning")
-    )
+    history, names = runner.learn(iterations).history, ("time/collection", "time/learning")
+    collect, learn = (statistics.median(metrics[name] for metrics in history) * 1e3 for name in names)
     return Timing(collect, learn, ready, runner.steps_per_iteration())
 
 
@@ -174,32 +160,26 @@ def measure_sizes(
     max_seconds: float = 60.0,
     **options: Any,
 ) -> Iterator[Point]:
-    """Measure each size in a new process, smallest first, until one does not fit or would take too long.
+    """Measure each size, set by `change`, in a new process, smallest first, with the `options` of `measure_one`.
 
-    Args:
-        work: The workload to change.
-        sizes: The sizes.
-        change: Sets a size in the workload.
-        max_seconds: A size whose measurement would take longer, judging by the one before, is left out.
-        options: Those of `measure_one`.
+    A size that does not fit, or would take over `max_seconds` judging by the one before, ends the series.
     """
     repeats = options.get("warm_up", 8) + options.get("iterations", 10)
-    before: Point | None = None
-    reason = ""
+    seconds, has_failed = 0.0, False  # seconds of a measurement per unit of size
     for size in sorted(sizes):
-        if not reason and before is not None and before.timing is not None:
-            expected = before.timing.iteration * repeats / 1e3 * size / before.size
-            reason = f"would take about {expected:.0f} s" if expected > max_seconds else ""
-        before = Point(size, None, reason)
-        if not reason:
+        timing, left_out = None, "larger than one that failed" if has_failed else ""
+        if seconds * size > max_seconds:
+            left_out = f"would take about {seconds * size:.0f} s"
+        if not left_out:
             try:
-                before = Point(size, in_new_process(measure_one, change(work, size), **options))
+                timing = in_new_process(measure_one, change(work, size), **options)
+                seconds = timing.iteration * repeats / 1e3 / size
             except torch.OutOfMemoryError:
-                before = Point(size, None, "not enough GPU memory")
+                left_out = "not enough GPU memory"
             except BrokenProcessPool:  # the system ended the process
-                before = Point(size, None, "not enough memory")
-            reason = "larger than one that failed" if before.left_out else ""
-        yield before
+                left_out = "not enough memory"
+            has_failed = timing is None
+        yield Point(size, timing, left_out)
 
 
 def in_new_process(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -208,19 +188,12 @@ def in_new_process(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return pool.submit(fn, *args, **kwargs).result()
 
 
-def measure_one(
-    work: Workload,
-    device: str = "cpu",
-    execution: str = "auto",
-    precision: str = "tf32",
-    warm_up: int = 8,
-    iterations: int = 10,
-) -> Timing:
+def measure_one(work: Workload, device: str = "cpu", warm_up: int = 8, iterations: int = 10, **options: str) -> Timing:
     """Time and peak memory of an iteration without the memory of the environment."""
     env = NullEnv(work, device)
     is_gpu = env.device.type == "cuda"
     before = torch.cuda.memory_allocated(env.device) / GIB if is_gpu else peak_memory(env.device)
-    timing = time_iterations(null_runner(env, work, execution, precision), warm_up, iterations)
+    timing = time_iterations(null_runner(env, work, **options), warm_up, iterations)
     return timing._replace(memory=peak_memory(env.device) - before)
 
 

@@ -33,7 +33,7 @@ def test_an_iteration_is_timed_and_shown(command, capsys):
 
 
 def test_each_execution_is_a_row(capsys, monkeypatch):
-    monkeypatch.setattr(bench, "time_iterations", lambda runner, *counts: Timing(1.0, len(counts), 0.5, 12))
+    monkeypatch.setattr("canter.bench.time_iterations", lambda runner, *counts: Timing(1.0, len(counts), 0.5, 12))
     assert main(["bench", "iteration", *SMALL, "--executions", "eager", "graph"]) == 0
     out = capsys.readouterr().out
     assert numbers(out, "eager") == numbers(out, "graph") == ["1.00", "2.00", "3.00", "4000", "0.5"]

@@ -17,7 +17,8 @@ from gymnasium import spaces
 from canter.cli import train as train_module
 from canter.cli.__main__ import main
 from canter.cli.inspection import label_of
-from canter.cli.runs import load_policy, nearest_task, new_run_directory, read_run, safe_name
+from canter.cli.runs import known_tasks, load_policy, nearest_task, new_run_directory, read_run, safe_name
+from canter.envs.wrap import ENV_NAMES
 from canter.utils.checkpoint import find_checkpoints, load_checkpoint
 from canter.utils.files import DiskFullError, RunLock
 from canter.utils.logging import read_rows
@@ -161,12 +162,10 @@ def test_an_interrupted_and_resumed_run_ends_like_an_uninterrupted_one(train, mo
         assert torch.equal(weights, two["model_state_dict"][name]), name
 
 
-def test_sigterm_saves_and_ends_with_143(train, monkeypatch, capsys, tmp_path):
+def test_sigterm_saves_and_ends_with_143(train, monkeypatch, capsys):
     stop_at(monkeypatch, 2, signal.SIGTERM)
-    with pytest.raises(SystemExit) as stop:
-        train()
-    assert stop.value.code == 143
-    run = tmp_path / "runs/canter/CartPole/r-seed1"
+    code, run = train()
+    assert code == 143
     assert load_checkpoint(run / "checkpoint_final.pt")["total_timesteps"] == 128
     assert f"canter resume {run}" in capsys.readouterr().err
 
@@ -236,7 +235,7 @@ def mistake(capsys, *args):
         (["train", "CartPole-v1", "--total-timesteps", "0"], "--total-timesteps must be at least 1"),
         (["train", "CartPole-v1", "--final-episodes", "-1"], "--final-episodes must be at least 0"),
         (["train", "CartPole-v1", "--threads", "0"], "--threads must be at least 1"),
-        (["train", "CartPole-v1", "--num-mini-batches", "0"], "num_mini_batches must be at least 1"),
+        (["train", "CartPole-v1", "--num-mini-batches", "0"], "num_mini_batches must be a whole number of at least 1"),
         (
             ["train", "CartPole-v1", "--logger-backend", "tensorbord"],
             "registered are jsonl, neptune, swanlab",
@@ -362,6 +361,16 @@ def test_tasks_lists_every_preset_and_finds_others(capsys):
     out = capsys.readouterr().out
     assert "Blackjack-v1" in out
     assert "CartPole-v1" not in out
+
+
+def test_a_registered_full_name_is_a_known_task_and_a_prefix_is_not(monkeypatch, capsys):
+    for name in ("canter-test/reach", "canter-prefix"):
+        monkeypatch.setitem(ENV_NAMES, name, lambda *args, **kwargs: None)
+    assert "canter-test/reach" in known_tasks()
+    assert not {"canter-prefix", "canter", "envpool"} & set(known_tasks())
+    assert nearest_task("canter-test/raech") == "; did you mean 'canter-test/reach'?"
+    assert main(["tasks", "reach"]) == 0
+    assert "canter-test/reach" in capsys.readouterr().out
 
 
 def test_check_env_reports_and_its_exit_code_is_the_verdict(capsys):

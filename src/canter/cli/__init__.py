@@ -15,16 +15,13 @@ from typing import NamedTuple
 
 from canter.cli.errors import UserError
 
-PLUGINS_VARIABLE = "CANTER_PLUGINS"
-PLUGINS_GROUP = "canter.plugins"
 Run = Callable[..., int | None]
 
 
 class Command(NamedTuple):
-    """One subcommand."""
+    """One subcommand; see `register_command`."""
 
     run: Run | str
-    """The function, or "module:function", imported when the command is run."""
     help: str
     arguments: str = ""
 
@@ -39,7 +36,7 @@ def register_command(name: str, run: Run | str, help: str, arguments: str = "") 
         name: Name on the command line.
         run: Function that returns an exit code (None is 0), or "module:function". Its arguments are the flags, with
             their types, defaults and descriptions; a function of `args` alone gets the words after the name.
-        help: One line for the overview of `canter --help`.
+        help: One line for the overview.
         arguments: Positional arguments to show in the overview, such as "RUN".
     """
     if name in COMMANDS and COMMANDS[name].run != run:
@@ -66,11 +63,11 @@ for _name, _run, _arguments, _help in (
 
 def load_plugins() -> None:
     """Import the modules in CANTER_PLUGINS (comma-separated) and the entry points of the group "canter.plugins"."""
-    named = [name.strip() for name in os.environ.get(PLUGINS_VARIABLE, "").split(",") if name.strip()]
+    named = [name.strip() for name in os.environ.get("CANTER_PLUGINS", "").split(",") if name.strip()]
     if named and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    plugins = {f"{name!r} of {PLUGINS_VARIABLE}": partial(importlib.import_module, name) for name in named}
-    plugins |= {f"{p.name!r}, an entry point": p.load for p in metadata.entry_points(group=PLUGINS_GROUP)}
+    plugins = {f"{name!r} of CANTER_PLUGINS": partial(importlib.import_module, name) for name in named}
+    plugins |= {f"{p.name!r}, an entry point": p.load for p in metadata.entry_points(group="canter.plugins")}
     for label, load in plugins.items():
         try:
             load()

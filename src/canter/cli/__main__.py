@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 from canter import __version__
 from canter.cli import COMMANDS, load_plugins
-from canter.cli.errors import UserError, exit_code, report
+from canter.cli.errors import UserError, report
 
 OVERVIEW = """canter {version}: robot learning
 
 {commands}
 
 canter <command> --help lists the flags; every setting is a flag. Tasks are Gymnasium ids (CartPole-v1),
-torch-native environments (canter/CartPole) and EnvPool environments (envpool/HalfCheetah-v5)."""
+torch-native environments (canter/CartPole), EnvPool environments (envpool/HalfCheetah-v5) and registered names."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,11 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return call(COMMANDS[name].run, args, f"canter {name}") or 0
     except (Exception, KeyboardInterrupt) as error:
-        code = exit_code(error)
-        if code is None:
-            raise
-        report(error)
-        return code
+        return report(error)
 
 
 if __name__ == "__main__":

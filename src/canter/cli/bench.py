@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
 import tyro
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-from canter.bench import (
-    NullEnv,
-    Point,
-    Timing,
-    Workload,
-    measure_sizes,
-    null_runner,
-    slope,
-    time_iterations,
-    with_envs,
-    with_width,
-)
+from canter import bench as benchmark
+from canter.bench import Point, Timing, Workload, with_envs, with_width
 from canter.cli.errors import UserError, user_errors
 from canter.cli.options import at_least, given, parse
 from canter.cli.runs import open_runner
@@ -32,7 +23,6 @@ from canter.presets import load_preset
 from canter.runners import Runner, StopTraining
 from canter.utils.runtime import resolve_device, usable_cores
 
-Execution = Literal["auto", "eager", "graph", "compile"]
 GPU_ENVS, CPU_ENVS = 4096, 256
 TIMINGS = ("collect ms", "learn ms", "total ms", "steps/s", "ready s")
 
@@ -42,109 +32,98 @@ class IterationOptions:
     """Time of one PPO iteration with an environment that costs nothing."""
 
     work: Annotated[Workload, tyro.conf.arg(name="")]
-    executions: tuple[Execution, ...]
-    """Execution modes to measure, one row each."""
-    precision: Literal["tf32", "fp32", "bf16"] = "tf32"
-    """Precision of matrix products on a GPU."""
-    device: str | None = None
-    """Device to measure; None takes a GPU if there is one."""
-    warm_up: int = 8
-    """Iterations before the measurement."""
-    iterations: int = 10
-    """Measured iterations; their median is shown."""
+    executions: tuple[Literal["auto", "eager", "graph", "compile"], ...]  # Execution modes to measure, one row each.
+    precision: Literal["tf32", "fp32", "bf16"] = "tf32"  # Precision of matrix products on a GPU.
+    device: str | None = None  # Device to measure; None takes a GPU if there is one.
+    warm_up: int = 8  # Iterations before the measurement.
+    iterations: int = 10  # Measured iterations; their median is shown.
 
 
 @dataclasses.dataclass
-class ScalingOptions(IterationOptions):
+class ScalingOptions:
     """Time and memory of one PPO iteration against the number of environments and the width of the networks."""
 
-    num_envs_list: tuple[int, ...] = (64, 256, 1024, 4096, 16384, 65536, 131072)
-    """Numbers of environments to measure."""
+    iteration: Annotated[IterationOptions, tyro.conf.arg(name="")]
+    num_envs_list: tuple[int, ...] = (64, 256, 1024, 4096, 16384, 65536, 131072)  # Numbers of environments to measure.
     widths: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048)
     """Widths of the first hidden layer to measure; the next two are a half and a quarter as wide."""
-    max_seconds: float = 60.0
-    """A size whose measurement would take longer is left out."""
+    max_seconds: float = 60.0  # A size whose measurement would take longer is left out.
 
 
 @dataclasses.dataclass
 class CpuOptions:
     """Steps per second of training on CPU environments, with the task's preset."""
 
-    task: str = "CartPole-v1"
-    """A Gymnasium id, canter/<name> or envpool/<id>."""
-    num_envs: int | None = None
-    """Environments stepped together; the preset's by default."""
+    task: str = "CartPole-v1"  # A Gymnasium id, canter/<name>, envpool/<id> or a registered name.
+    num_envs: int | None = None  # Environments stepped together; the preset's by default.
     threads: tuple[int, ...] = tuple(sorted({1, min(2, usable_cores())}))
     """Numbers of torch threads to measure, one row each."""
-    seconds: float = 5.0
-    """Length of each measurement."""
+    seconds: float = 5.0  # Length of each measurement.
 
 
 def bench(args: Sequence[str]) -> int:
     """Run `canter bench`."""
-    name, rest = (args[0], args[1:]) if args and args[0] in BENCHMARKS else ("iteration", args)
     if {"-h", "--help"} & set(args[:1]):
         print("canter bench iteration|cpu|scaling [flags]; the default is iteration\n")
         print("\n".join(f"  {name:<12}{options_type.__doc__}" for name, (options_type, _) in BENCHMARKS.items()))
         return 0
-    if args and not args[0].startswith("-") and args[0] not in BENCHMARKS:
-        raise UserError(f"canter bench has no {args[0]!r}; there are {', '.join(BENCHMARKS)}")
-    options_type, show = BENCHMARKS[name]
-    default = None if name == "cpu" else options_type(*machine_defaults(given(rest, "--device")))
-    options = parse(options_type, rest, f"canter bench {name}", default)
-    at_least(1, **vars(options) | vars(getattr(options, "work", options)))
+    name, *rest = args if args and not args[0].startswith("-") else ("iteration", *args)
+    if name not in BENCHMARKS:
+        raise UserError(f"canter bench has no {name!r}; there are {', '.join(BENCHMARKS)}")
     with user_errors():
+        options_type, show = BENCHMARKS[name]
+        iteration = IterationOptions(*machine_defaults(given(rest, "--device")))
+        defaults = {"iteration": iteration, "scaling": ScalingOptions(iteration)}
+        options = parse(options_type, rest, f"canter bench {name}", defaults.get(name))
+        iteration = getattr(options, "iteration", options)
+        at_least(1, **vars(options) | vars(iteration) | vars(getattr(iteration, "work", iteration)))
         show(options)
     return 0
 
 
-def machine_defaults(device: str | None) -> tuple[Workload, tuple[str, ...]]:
+def machine_defaults(device: str | None) -> tuple[Workload, tuple[Any, ...]]:
     """A workload that takes a device seconds, and the execution modes that it has."""
-    with user_errors():
-        is_gpu = resolve_device(device).type == "cuda"
+    is_gpu = resolve_device(device).type == "cuda"
     return Workload(num_envs=GPU_ENVS if is_gpu else CPU_ENVS), ("eager", "graph", "auto") if is_gpu else ("eager",)
 
 
 def show_iteration(options: IterationOptions) -> None:
     """Print a table with one row for each execution mode."""
-    device = resolve_device(options.device)
-    table = new_table(f"One PPO iteration, {describe(options.work, device)}", "execution", *TIMINGS)
+    device, work = resolve_device(options.device), options.work
+    table = new_table(f"One PPO iteration, {describe(work, device)}", "execution", *TIMINGS)
     for execution in options.executions:
-        runner = null_runner(NullEnv(options.work, device), options.work, execution, options.precision)
-        add_timing(table, execution, time_iterations(runner, options.warm_up, options.iterations))
+        runner = benchmark.null_runner(benchmark.NullEnv(work, device), work, execution, options.precision)
+        add_timing(table, execution, benchmark.time_iterations(runner, options.warm_up, options.iterations))
     Console().print(table)
 
 
 def show_scaling(options: ScalingOptions) -> None:
     """Print a table for the number of environments and one for the width, for each execution mode."""
-    device = resolve_device(options.device)
+    how = vars(options.iteration).copy()
+    work, device = how.pop("work"), resolve_device(how.pop("device"))
     axes = (("environments", options.num_envs_list, with_envs), ("width", options.widths, with_width))
-    how = {name: getattr(options, name) for name in ("precision", "warm_up", "iterations")} | {"device": str(device)}
-    for execution in options.executions:
-        for name, sizes, change in axes:
-            if sizes:
-                points = measure_sizes(options.work, sizes, change, options.max_seconds, execution=execution, **how)
-                show_points(f"{execution}, {describe(options.work, device)}", name, list(points))
+    for execution, (name, sizes, change) in itertools.product(how.pop("executions"), axes):
+        if sizes:
+            how |= {"execution": execution, "device": str(device)}
+            points = benchmark.measure_sizes(work, sizes, change, options.max_seconds, **how)
+            show_points(f"{execution}, {describe(work, device)}", name, points)
 
 
-def show_points(title: str, name: str, points: Sequence[Point]) -> None:
+def show_points(title: str, name: str, points: Iterable[Point]) -> None:
     """Print a table with one row for each size, the fitted growth and the sizes left out."""
-    table = new_table(title, name, *TIMINGS, "GiB")
-    known = [(point.size, point.timing) for point in points if point.timing is not None]
-    for size, timing in known:
+    table, notes = new_table(title, name, *TIMINGS, "GiB"), []
+    growth: dict[str, list[tuple[float, float]]] = {"time": [], "memory": []}
+    for size, timing, left_out in points:
+        if timing is None:
+            notes.append(f"  {name} {size} left out: {left_out}")
+            continue
         add_timing(table, str(size), timing, f"{timing.memory:.2f}")
-    console = Console()
-    console.print(table)
-    growth = {
-        "time": slope([(size, timing.iteration) for size, timing in known]),
-        "memory": slope([(size, timing.memory) for size, timing in known]),
-    }
-    fits = [f"{quantity} ~ {name}^{power:.2f}" for quantity, power in growth.items() if not math.isnan(power)]
-    if fits:
-        console.print(f"  fitted to the larger half: {', '.join(fits)}")
-    for size, _, left_out in points:
-        if left_out:
-            console.print(f"  {name} {size} left out: {left_out}")
+        growth["time"].append((size, timing.iteration))
+        growth["memory"].append((size, timing.memory))
+    powers = {quantity: benchmark.slope(values) for quantity, values in growth.items()}
+    fits = [f"{quantity} ~ {name}^{power:.2f}" for quantity, power in powers.items() if not math.isnan(power)]
+    notes = [f"  fitted to the larger half: {', '.join(fits)}", *notes] if fits else notes
+    Console().print(table, *notes, sep="\n")
 
 
 def show_cpu(options: CpuOptions) -> None:
@@ -154,10 +133,10 @@ def show_cpu(options: CpuOptions) -> None:
     table = new_table(title, "threads", "environments", "steps/s", "iterations")
     preset = load_preset(options.task)
     run = {"task": options.task, "num_envs": options.num_envs or preset["num_envs"]}
+    config = {**preset, "seed": 1, "device": "cpu", "log_interval": 0, "run": run}
     try:
         for threads in options.threads:
             torch.set_num_threads(threads)
-            config = {**preset, "seed": 1, "device": "cpu", "log_interval": 0, "run": run}
             runner = open_runner(config, show_progress=False)
             rate, iterations = training_rate(runner, options.seconds)
             runner.close()
@@ -181,12 +160,10 @@ def training_rate(runner: Runner, seconds: float) -> tuple[float, int]:
     return (len(ends) - 1) * runner.steps_per_iteration() / (ends[-1] - ends[0]), len(ends) - 1
 
 
-def new_table(title: str, *columns: str) -> Table:
-    """An empty table of numbers, whose first column names the rows."""
-    table = Table(title=title)
-    for index, name in enumerate(columns):
-        table.add_column(name, justify="right" if index else "left", no_wrap=True)
-    return table
+def new_table(title: str, name: str, *numbers: str) -> Table:
+    """An empty table whose first column names the rows."""
+    columns = [Column(name, no_wrap=True), *(Column(number, justify="right", no_wrap=True) for number in numbers)]
+    return Table(*columns, title=title)
 
 
 def add_timing(table: Table, name: str, timing: Timing, *more: str) -> None:
@@ -199,9 +176,8 @@ def describe(work: Workload, device: torch.device) -> str:
     """The workload and the device in a few words."""
     memory = "" if work.rnn_type is None else f"{work.rnn_type.upper()} {work.rnn_hidden_size}, "
     layers = "-".join(map(str, work.hidden_dims))
-    machine = f"{usable_cores()} CPU cores, torch threads: {torch.get_num_threads()}"
-    if device.type == "cuda":
-        machine = torch.cuda.get_device_name(device)
+    cores = f"{usable_cores()} CPU cores, torch threads: {torch.get_num_threads()}"
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else cores
     return f"{work.num_envs} x {work.num_steps_per_env} steps, {memory}MLP {layers}, {machine}"
 
 

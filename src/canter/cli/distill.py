@@ -25,7 +25,7 @@ from canter.cli import runs
 from canter.cli.errors import UserError, user_errors
 from canter.cli.options import RunOptions, at_least, parse
 from canter.cli.play import save_trajectories
-from canter.cli.train import EVALS_PER_RUN, print_row, run_section, run_to_end
+from canter.cli.train import EVALS_PER_RUN, print_return, print_row, run_section, run_to_end
 from canter.runners.dagger_saver import CONFIG_NAMES, DaggerSaver
 from canter.storage.rollout_files.catalog import find_trajectory, trajectory_folders
 from canter.utils.checkpoint import find_checkpoints, newest_valid_checkpoint
@@ -43,16 +43,14 @@ CONFIG_SECONDS = 600.0  # time that a collector waits for its trainer to begin
 class StudentOptions:
     """A teacher, and settings of its student."""
 
-    teacher: tyro.conf.Positional[Path]
-    """The teacher's run directory."""
+    teacher: tyro.conf.Positional[Path]  # The teacher's run directory.
     policy: dict[str, Any] | None = None
     """Settings of the student's policy that differ from the teacher's, as YAML: {rnn_hidden_size: 128}."""
-    algorithm: dict[str, Any] | None = None
-    """Settings of TPPO, as YAML: {distill_target: mse_sum, learning_rate: 3e-4}."""
-    seed: int = 1
-    """Seed of weights, environments and sampling."""
-    device: str | None = None
-    """Device to train on; the CPU for `canter dagger`, a GPU if there is one for `canter distill` by default."""
+    algorithm: dict[str, Any] | None = None  # Settings of TPPO, as YAML: {distill_target: l1, learning_rate: 3e-4}.
+    seed: int = 1  # Seed of weights, environments and sampling.
+    device: str | None = (
+        None  # Device; by default the CPU for `canter dagger`, a GPU if there is one for `canter distill`.
+    )
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -61,20 +59,13 @@ class DistillOptions(StudentOptions, RunOptions):
 
     segments: dict[str, Any] | None = None
     """Widths of the observation's parts, as YAML: {position: 8, velocity: 9}; the environment's by default."""
-    hide: tuple[str, ...] = ()
-    """Parts that the student does not observe."""
-    using_ppo: bool = False
-    """Train on rewards too; without it this is DAgger."""
-    recurrent: bool = True
-    """Use a recurrent student."""
-    total_timesteps: int = 500_000
-    """Length of the run in environment steps."""
-    num_envs: int | None = None
-    """Environments stepped together; the teacher's number by default."""
-    num_steps_per_env: int = 128
-    """Steps of each environment between two updates."""
-    checkpoint: str | None = None
-    """The teacher's checkpoint: a file, or "best"; the newest valid one by default."""
+    hide: tuple[str, ...] = ()  # Parts that the student does not observe.
+    using_ppo: bool = False  # Train on rewards too; without it this is DAgger.
+    recurrent: bool = True  # Use a recurrent student.
+    total_timesteps: int = 500_000  # Length of the run in environment steps.
+    num_envs: int | None = None  # Environments stepped together; the teacher's number by default.
+    num_steps_per_env: int = 128  # Steps of each environment between two updates.
+    checkpoint: str | None = None  # The teacher's checkpoint: a file, or "best"; the newest valid one by default.
 
 
 def distill(args: Sequence[str]) -> int:
@@ -111,16 +102,9 @@ def distill_config(options: DistillOptions, saved: runs.SavedRun, checkpoint: Pa
     run = run_section(options, saved.task, num_envs) | {"teacher": str(saved.path)}
     if options.hide or options.segments:
         run["components"] = student_components(options, saved.task)
-    return {
-        "algorithm": algorithm,
-        "policy": policy,
-        "num_steps_per_env": options.num_steps_per_env,
-        "seed": options.seed,
-        "device": options.device,
-        "eval_interval": max(1, iterations // EVALS_PER_RUN),
-        "eval_episodes": 10,
-        "run": run,
-    }
+    config = {"algorithm": algorithm, "policy": policy, "num_steps_per_env": options.num_steps_per_env, "run": run}
+    config |= {"eval_interval": max(1, iterations // EVALS_PER_RUN), "eval_episodes": 10}
+    return config | {"seed": options.seed, "device": options.device}
 
 
 def student_components(options: DistillOptions, task: str) -> dict[str, Any]:
@@ -143,34 +127,21 @@ def student_components(options: DistillOptions, task: str) -> dict[str, Any]:
 class DaggerOptions(StudentOptions):
     """Train a student to imitate its teacher: collect in one process, train in another, or start both at once."""
 
-    role: Literal["both", "collect", "train"] = "both"
-    """Role of this process; "both" trains here and starts a collector as a second process."""
-    run: Path | None = None
-    """The student's run directory; <teacher>/dagger by default. An existing run is continued."""
-    data: Path | None = None
-    """Directory for the trajectories; <run>/data by default."""
-    task: str | None = None
-    """The student's task, if not the teacher's: the same with other observations, for example."""
-    iterations: int = 500
-    """Length of the training, in iterations of `num_steps_per_env` recorded steps of each stream."""
-    num_envs: int = 16
-    """Environments of the collector, and streams of recorded trajectories in the trainer."""
-    num_steps_per_env: int = 32
-    """Recorded steps of each stream between two updates."""
-    teacher_act_prob: Any = "exp"
-    """Probability that the teacher acts: a number, or its decay: exp, linear or tanh."""
-    update_times_scale: float = 50
-    """Iterations over which that probability decays."""
+    role: Literal["both", "collect", "train"] = "both"  # "both" trains and starts a collector as a second process.
+    run: Path | None = None  # The student's run directory, <teacher>/dagger by default; an existing run is continued.
+    data: Path | None = None  # Directory for the trajectories; <run>/data by default.
+    task: str | None = None  # The student's task, if not the teacher's: the same with other observations, for example.
+    iterations: int = 500  # Length of the training, in iterations of `num_steps_per_env` recorded steps of each stream.
+    num_envs: int = 16  # Environments of the collector, and streams of recorded trajectories in the trainer.
+    num_steps_per_env: int = 32  # Recorded steps of each stream between two updates.
+    teacher_act_prob: Any = "exp"  # Probability that the teacher acts: a number, or its decay: exp, linear or tanh.
+    update_times_scale: float = 50  # Iterations over which that probability decays.
     noise_std: float = 0.1
     """Standard deviation of the student's actions while collecting; 0 uses the policy's own, which is not trained."""
-    critic_obs: bool = False
-    """The teacher observes the critic's observation."""
-    keep_latest: int = 0
-    """Number of newest trajectories to train on, and to wait for at the start; 0 trains on all."""
-    max_steps: float = 1e12
-    """Steps after which the collector stops."""
-    eval_episodes: int = 10
-    """Episodes of the evaluation at the end."""
+    critic_obs: bool = False  # The teacher observes the critic's observation.
+    keep_latest: int = 0  # Number of newest trajectories to train on, and to wait for at the start; 0 trains on all.
+    max_steps: float = 1e12  # Steps after which the collector stops.
+    eval_episodes: int = 10  # Episodes of the evaluation at the end.
 
 
 def dagger(args: Sequence[str]) -> int:
@@ -202,37 +173,21 @@ def collect_labels(options: DaggerOptions, teacher: runs.SavedRun, run: Path, da
     end = time.monotonic() + CONFIG_SECONDS
     while not any((run / name).is_file() for name in CONFIG_NAMES):  # the trainer writes it first
         if time.monotonic() > end:
-            message = f"no training began in {run} within {CONFIG_SECONDS:.0f} s"
-            raise UserError(f"{message}; start `canter dagger --role train`")
+            seconds = f"{CONFIG_SECONDS:.0f} s"
+            raise UserError(f"no training began in {run} within {seconds}; start `canter dagger --role train`")
         time.sleep(0.1)
     checkpoint = runs.find_checkpoint(teacher.path, None)
-    if options.task is not None:
-        teacher.config["run"]["task"] = options.task
+    teacher.config["run"]["task"] = options.task or teacher.task
     runner = runs.load_policy(teacher, checkpoint, options.num_envs, options.seed, options.device)
+    settings = {name: getattr(options, name) for name in ("teacher_act_prob", "update_times_scale")}
+    settings |= {"training_policy_logdir": run, "action_sample_std": options.noise_std, "save_dir": data}
+    settings |= {"min_timesteps": options.max_steps, "min_episodes": 1, "use_critic_obs": options.critic_obs}
     with user_errors():
-        saver = DaggerSaver(
-            runner.env,
-            runner.policy,
-            data,
-            options.num_steps_per_env,
-            min_timesteps=options.max_steps,
-            min_episodes=1,
-            use_critic_obs=options.critic_obs,
-            training_policy_logdir=run,
-            teacher_act_prob=options.teacher_act_prob,
-            update_times_scale=options.update_times_scale,
-            action_sample_std=options.noise_std,
-        )
+        saver = DaggerSaver(runner.env, runner.policy, rollout_storage_length=options.num_steps_per_env, **settings)
     save_trajectories(saver, teacher, checkpoint, runner)
 
 
-def train(
-    options: DaggerOptions,
-    teacher: runs.SavedRun,
-    run: Path,
-    data: Path,
-    collector: Any = None,
-) -> None:
+def train(options: DaggerOptions, teacher: runs.SavedRun, run: Path, data: Path, collector: Any = None) -> None:
     """Train on the trajectories and save every iteration; continues an existing run."""
     is_new = not (run / "config.yaml").is_file()
     config = dagger_config(options, teacher, data) if is_new else runs.read_run(run).config
@@ -250,8 +205,7 @@ def train(
         time.sleep(0.1)
     runner.learn(max(0, options.iterations - runner.iteration))
     if options.eval_episodes:
-        result = runner.eval(options.eval_episodes)
-        print_row("return", f"{result['eval/mean_reward']:.1f} ± {result['eval/std_reward']:.1f} without noise")
+        print_return(runner.eval(options.eval_episodes), "without noise")
     print_row("run", run)
     print_row("data", data)
     runner.close()
@@ -269,22 +223,15 @@ def dagger_config(options: DaggerOptions, teacher: runs.SavedRun, data: Path) ->
     env = runs.open_env(task, 1, "cpu")
     distance = "mse_sum" if isinstance(env.action_space, spaces.Box) else "max_log_prob"
     env.close()
-    taught = teacher.config.get("algorithm") or {}
+    is_normalized = bool((teacher.config.get("algorithm") or {}).get("empirical_normalization", False))
     algorithm = {"class_name": "TPPO", "using_ppo": False, "distill_target": distance, "learning_rate": 1e-3}
-    algorithm |= {"num_learning_epochs": 2, "num_mini_batches": 4}
-    algorithm |= {"empirical_normalization": bool(taught.get("empirical_normalization", False))}
+    algorithm |= {"num_learning_epochs": 2, "num_mini_batches": 4, "empirical_normalization": is_normalized}
     dataset = {"data_dir": str(data), "dataset_loops": -1, "random_shuffle_traj_order": True, "seed": options.seed}
     dataset |= {"keep_latest_n_trajs": options.keep_latest, "wait_interval_s": 0.2}
     length = options.iterations * options.num_envs * options.num_steps_per_env
-    return {
-        "algorithm": algorithm | (options.algorithm or {}),
-        "policy": (teacher.config.get("policy") or {}) | (options.policy or {}),
-        "num_steps_per_env": options.num_steps_per_env,
-        "seed": options.seed,
-        "device": options.device or "cpu",
-        "log_interval": 1,
-        "save_interval": 1,
-        "pretrain_iterations": -1,
-        "pretrain_dataset": dataset,
-        "run": {"task": task, "num_envs": options.num_envs, "runner": "TwoStageRunner", "total_timesteps": length},
-    }
+    config = {"algorithm": algorithm | (options.algorithm or {}), "num_steps_per_env": options.num_steps_per_env}
+    config |= {"policy": (teacher.config.get("policy") or {}) | (options.policy or {}), "pretrain_dataset": dataset}
+    config |= {"seed": options.seed, "device": options.device or "cpu"}
+    config |= {"log_interval": 1, "save_interval": 1, "pretrain_iterations": -1}
+    run = {"task": task, "num_envs": options.num_envs, "runner": "TwoStageRunner", "total_timesteps": length}
+    return config | {"run": run}

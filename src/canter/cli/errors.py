@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 USAGE, NUMERIC, STORAGE, INTERRUPTED = 2, 5, 6, 130
-TRACEBACK_VARIABLE = "CANTER_TRACEBACK"
 
 
 class UserError(Exception):
@@ -28,26 +27,19 @@ def user_errors() -> Iterator[None]:
         raise UserError(str(text)) from error
 
 
-def exit_code(error: BaseException) -> int | None:
-    """The exit code of an error; None for a bug, whose traceback is shown."""
-    if isinstance(error, UserError):
-        return USAGE
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
-    from canter.storage.rollout_files import DatasetError, TrajectoryFileError
-    from canter.utils.checkpoint import CheckpointError
-    from canter.utils.files import RunLockedError
-    from canter.utils.metrics import NonFiniteError
+def report(error: BaseException) -> int:
+    """Print an error in one line and return its exit code; raise a bug, and any error if CANTER_TRACEBACK is set."""
+    code = USAGE if isinstance(error, UserError) else INTERRUPTED if isinstance(error, KeyboardInterrupt) else None
+    if code is None:
+        from canter.storage.rollout_files import DatasetError, TrajectoryFileError
+        from canter.utils.checkpoint import CheckpointError
+        from canter.utils.files import RunLockedError
+        from canter.utils.metrics import NonFiniteError
 
-    if isinstance(error, NonFiniteError):
-        return NUMERIC
-    storage_errors = (CheckpointError, RunLockedError, OSError, DatasetError, TrajectoryFileError)
-    return STORAGE if isinstance(error, storage_errors) else None
-
-
-def report(error: BaseException) -> None:
-    """Print one line to standard error; raise the error if CANTER_TRACEBACK is set."""
-    if os.environ.get(TRACEBACK_VARIABLE):
+        storage = (CheckpointError, RunLockedError, OSError, DatasetError, TrajectoryFileError)
+        code = NUMERIC if isinstance(error, NonFiniteError) else STORAGE if isinstance(error, storage) else None
+    if code is None or os.environ.get("CANTER_TRACEBACK"):
         raise error
     text = "interrupted" if isinstance(error, KeyboardInterrupt) else " ".join(str(error).split())
     print(f"canter: {text or type(error).__name__}", file=sys.stderr)
+    return code

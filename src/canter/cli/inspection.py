@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
+import gymnasium
 import numpy as np
 import tyro
 
@@ -27,7 +28,7 @@ def tasks(contains: tyro.conf.Positional[str | None] = None) -> int:
         contains: A part of the name, or a pattern such as "*Walker*", to search every known environment for.
     """
     names = [name for name in presets() if name != FALLBACK]
-    names += [name for name in known_tasks() if name.startswith("canter/") and name not in names]
+    names += [name for name in known_tasks() if name not in (*gymnasium.registry, *names)]
     if contains is not None:
         pattern = contains if "*" in contains else f"*{contains}*"
         names = [name for name in sorted({*known_tasks(), *names}) if fnmatch(name.lower(), pattern.lower())]
@@ -45,7 +46,7 @@ def check_environment(task: tyro.conf.Positional[str], num_envs: int = 4, num_st
     """Step an environment with random actions and report how canter reads it; exit code 1 if it has errors.
 
     Args:
-        task: A Gymnasium id, canter/<name> or envpool/<id>.
+        task: A Gymnasium id, canter/<name>, envpool/<id> or a registered name.
         num_envs: Environments stepped together.
         num_steps: Steps of each environment.
         seed: Seed of the environments and the actions.
@@ -69,23 +70,18 @@ def plot(
         metrics: Metrics to plot; the usual ones that were logged by default.
         labels: One label per run; runs with the same label become one curve.
     """
-    found = [run for path in runs for run in runs_in(path)]
+    found: list[Path] = []
+    for path in runs:
+        below = [metrics.parent for metrics in sorted(path.glob(f"**/{METRICS_NAME}"))]
+        if not below:
+            raise UserError(f"there is no run in {path}: no {METRICS_NAME}{nearest_run(path)}")
+        found += [path] if path in below else below
     if not found:
         raise UserError("name the runs to plot: canter plot RUN...")
     out = out or (found[0] / "curve.png" if len(found) == 1 else Path("curves.png"))
     with user_errors():
         print(plot_runs(found, out, metrics or None, labels or [label_of(run) for run in found]))
     return 0
-
-
-def runs_in(path: Path) -> list[Path]:
-    """The run at a path, or every run below it."""
-    if (path / METRICS_NAME).is_file():
-        return [path]
-    below = sorted(found.parent for found in path.glob(f"**/{METRICS_NAME}")) if path.is_dir() else []
-    if not below:
-        raise UserError(f"there is no run in {path}: no {METRICS_NAME}{nearest_run(path)}")
-    return below
 
 
 def label_of(run: Path) -> str:
@@ -147,19 +143,18 @@ def describe(clip: MotionClip) -> str:
 
 def draw(clip: MotionClip, path: Path, fields: Sequence[str] = ()) -> Path:
     """Plot one panel per group with one line per column; returns the path."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"a picture must be .png, .svg or .pdf, not {path.name}")
-    chosen = set(clip.where(list(fields) or list(clip.groups)))
-    groups = [group for group in clip.groups if chosen & set(clip.where([group]))]
-    figure = Figure(figsize=(7.0, 1.8 * len(groups)), layout="constrained")
-    FigureCanvasAgg(figure)
+    chosen = set(clip.where(fields or list(clip.groups)))
+    panels = {group: sorted(chosen & set(clip.where([group]))) for group in clip.groups}
+    panels = {group: columns for group, columns in panels.items() if columns}
+    figure = Figure(figsize=(7.0, 1.8 * len(panels)), layout="constrained")
     time = np.arange(len(clip.frames)) * clip.frame_duration
-    for index, group in enumerate(groups, 1):
-        axes = figure.add_subplot(len(groups), 1, index)
-        for column in sorted(chosen & set(clip.where([group]))):
+    for index, (group, columns) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(len(panels), 1, index)
+        for column in columns:
             axes.plot(time, clip.frames[:, column], linewidth=1.0, label=clip.columns[column].partition(".")[2])
         axes.set_ylabel(group)
         axes.legend(frameon=False, fontsize=6, ncols=2, loc="upper left", bbox_to_anchor=(1.0, 1.0))

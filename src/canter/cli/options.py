@@ -20,7 +20,7 @@ from canter.algorithms import REGISTRY
 from canter.cli.errors import UserError
 from canter.modules.build import POLICIES
 from canter.presets import FALLBACK, load_preset
-from canter.runners.run_config import find_algorithm, parse_train_cfg
+from canter.runners.run_config import find_algorithm, parse_train_cfg, tuples
 from canter.utils.config import OTHER_SPELLINGS
 
 # Constructor arguments of a policy that come from the environment, not from the user.
@@ -28,7 +28,6 @@ FROM_ENV = {"num_actor_obs", "num_critic_obs", "num_actions", "obs_segments", "c
 FROM_ENV |= {"actor", "critic"}
 EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+$")
 ARGUMENT = re.compile(r"^    (\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
-DEFAULT_SEED = 1
 
 AlgorithmName = Annotated[
     str, tyro.conf.arg(aliases=["--algo"], help_behavior_hint=lambda name: f"{', '.join(REGISTRY)} (default: {name})")
@@ -44,43 +43,33 @@ Settings = TypeVar("Settings")
 Policy = TypeVar("Policy")
 
 
+# The comment after a field is the description of its flag in the help.
 @dataclasses.dataclass(kw_only=True)
 class RunOptions:
     """The directory of a new run, and the steps at its end."""
 
-    name: str | None = None
-    """Name of the run; the time by default. The directory is <runs-dir>/<task>/<name>-seed<k>."""
-    runs_dir: Path = Path("runs")
-    """Directory for run directories."""
-    final_episodes: int = 20
-    """Episodes of the evaluation at the end."""
-    video: bool = True
-    """Record an episode at the end."""
-    threads: int | None = None
-    """Torch threads on a CPU; None uses one for small networks and batches, which more threads slow down."""
+    name: str | None = None  # Name in the run directory <runs-dir>/<task>/<name>-seed<k>; the time by default.
+    runs_dir: Path = Path("runs")  # Directory for run directories.
+    final_episodes: int = 20  # Episodes of the evaluation at the end.
+    video: bool = True  # Record an episode at the end.
+    threads: int | None = None  # Torch threads on a CPU; None uses one for small networks and batches.
 
 
 @dataclasses.dataclass(kw_only=True)
 class TrainOptions(RunOptions, Generic[Settings, Policy]):
-    """Train a policy, evaluate it, plot its learning curve and record a video.
-
-    The defaults shown are those of the task's preset.
-    """
+    """Train a policy, evaluate it, plot its learning curve and record a video; the preset has the defaults shown."""
 
     task: tyro.conf.Positional[str]
-    """A Gymnasium id, canter/<name> or envpool/<id>; `canter tasks` lists them."""
+    """A Gymnasium id, canter/<name>, envpool/<id> or a registered name; `canter tasks` lists them."""
     settings: Annotated[Settings, tyro.conf.arg(name="")]
     policy: Policy
-    algorithm: AlgorithmName = "ppo"
-    """Algorithm:"""
+    algorithm: AlgorithmName = "ppo"  # Algorithm:
     profile: str | None = None
     """Group of settings for sac and td3: "classic", or "massive" for thousands of environments."""
-    num_envs: int = 8
-    """Environments stepped together."""
+    num_envs: int = 8  # Environments stepped together.
     total_timesteps: int = 1_000_000
     """Length of the run in environment steps, rounded up to whole iterations; --max-iterations overrides it."""
-    seeds: tuple[int, ...] = ()
-    """Train one run with each of these seeds, one after the other."""
+    seeds: tuple[int, ...] = ()  # Train one run with each of these seeds, one after the other.
     components: dict[str, Any] | None = None
     """Arguments of `ObsComponents`, as YAML: {segments: {angle: 2, speed: 1}, actor: [angle]}."""
 
@@ -90,29 +79,25 @@ def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, 
     task = args[0] if args and not args[0].startswith("-") else None
     name = find_algorithm(given(args, "--algorithm") or given(args, "--algo") or "ppo")
     preset = load_preset(task or FALLBACK, name)
-    class_name, profile = preset["algorithm"]["class_name"], given(args, "--profile")
+    profile = given(args, "--profile")
     if profile is not None:  # replaces settings that were tuned for a few environments
-        preset["algorithm"] = {"class_name": class_name, "profile": profile}
+        preset["algorithm"] = {"class_name": preset["algorithm"]["class_name"], "profile": profile}
     plan = parse_train_cfg(preset)
+    plan.algorithm = preset["algorithm"]["class_name"]
     check_spellings(args, {f.name for f in dataclasses.fields(plan.cfg)})
-    plan.cfg.seed = DEFAULT_SEED if plan.cfg.seed is None else plan.cfg.seed
+    plan.cfg.seed = 1 if plan.cfg.seed is None else plan.cfg.seed
     policy_class = given(args, "--policy.class-name") or plan.policy.get("class_name", "")
     has_policy = "class_name" in plan.policy  # else the networks are part of the algorithm's own settings
     policy = policy_options(policy_class, plan.policy) if has_policy else dataclasses.make_dataclass("NoPolicy", [])()
     settings = settings_options(plan.cfg)
-    default = TrainOptions(
-        task=task or (tyro.MISSING if not {"-h", "--help"} & set(args) else "TASK"),
-        settings=settings,
-        policy=policy,
-        algorithm=name,
-        num_envs=preset["num_envs"],
-        total_timesteps=preset["total_timesteps"],
-    )
+    task = task or (tyro.MISSING if not {"-h", "--help"} & set(args) else "TASK")
+    length = {key: preset[key] for key in ("num_envs", "total_timesteps")}
+    default = TrainOptions(task=task, settings=settings, policy=policy, algorithm=name, **length)
     options_type: Any = TrainOptions[type(settings), type(policy)]  # type: ignore[misc]
     options = parse(options_type, args, "canter train TASK", default)
     at_least(1, num_envs=options.num_envs, total_timesteps=options.total_timesteps, threads=options.threads)
     at_least(0, final_episodes=options.final_episodes)
-    plan.algorithm, plan.cfg = class_name, options.settings
+    plan.cfg = options.settings
     if has_policy:
         plan.policy = dataclasses.asdict(options.policy)
         is_given = given(args, "--num-mini-batches") is not None
@@ -122,12 +107,10 @@ def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, 
 
 def check_spellings(args: Sequence[str], known: set[str]) -> None:
     """Refuse a flag in another library's spelling, and name ours."""
-    for arg in args:
-        flag = arg.partition("=")[0]
+    for flag in (arg.partition("=")[0] for arg in args if arg.startswith("--")):
         name = flag.removeprefix("--").replace("-", "_")
-        ours = OTHER_SPELLINGS.get(name)
-        if arg.startswith("--") and ours is not None and name not in known:
-            raise ValueError(f"there is no flag {flag}; did you mean --{ours.replace('_', '-')}?")
+        if name in OTHER_SPELLINGS and name not in known:
+            raise ValueError(f"there is no flag {flag}; did you mean --{OTHER_SPELLINGS[name].replace('_', '-')}?")
 
 
 def fit_mini_batches(settings: Any, num_envs: int, is_recurrent: bool, is_given: bool) -> None:
@@ -135,8 +118,6 @@ def fit_mini_batches(settings: Any, num_envs: int, is_recurrent: bool, is_given:
     if is_recurrent and not is_given:
         settings.num_mini_batches = min(settings.num_mini_batches, 4, num_envs)
     limit = num_envs * (1 if is_recurrent else settings.num_steps_per_env)
-    if settings.num_mini_batches < 1:
-        raise ValueError(f"num_mini_batches must be at least 1, got {settings.num_mini_batches}")
     if settings.num_mini_batches > limit:
         whole = f"{limit} environments of a recurrent policy" if is_recurrent else f"a rollout of {limit} steps"
         raise ValueError(f"num_mini_batches={settings.num_mini_batches} does not fit {whole}")
@@ -154,12 +135,11 @@ def given(args: Sequence[str], flag: str) -> str | None:
 def settings_options(cfg: Any) -> Any:
     """A copy of a config whose class shows the declared choices of its fields on the command line."""
     hints = typing.get_type_hints(type(cfg))
-    rows: list[Any] = []
-    for field in dataclasses.fields(cfg):
-        choices = field.metadata.get("choices")
-        if choices:
-            shown = tyro.conf.arg(metavar=f"{{{','.join(map(str, choices))}}}")
-            rows.append((field.name, Annotated[hints[field.name], shown], field))
+    rows = [
+        (f.name, Annotated[hints[f.name], tyro.conf.arg(metavar=f"{{{','.join(f.metadata['choices'])}}}")], f)
+        for f in dataclasses.fields(cfg)
+        if f.metadata.get("choices")
+    ]
     made = dataclasses.make_dataclass(type(cfg).__name__, rows, bases=(type(cfg),), kw_only=True, eq=False, repr=False)
     return made(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg) if field.init})
 
@@ -168,16 +148,16 @@ def policy_options(class_name: str, preset: Mapping[str, Any]) -> Any:
     """The settings of a policy class as an instance of a new dataclass, with the preset's values."""
     if class_name not in POLICIES:
         raise ValueError(f"no policy class {class_name!r}; there are {', '.join(sorted(POLICIES))}")
-    fields: dict[str, tuple[str, Any, Any]] = {}
+    choices = Annotated[Literal[tuple(sorted(POLICIES))], tyro.conf.arg(help="Class of the policy.")]
+    fields: dict[str, Any] = {"class_name": ("class_name", choices)}
     for base, parameter in constructor_settings(POLICIES[class_name]):
         hint = typing.get_type_hints(base.__init__).get(parameter.name, Any)
         argument = tyro.conf.arg(help=argument_sentences(base).get(parameter.name))
         default = dataclasses.field(default=parameter.default)
         fields[parameter.name] = (parameter.name, Annotated[hint, argument], default)
-    choices = Annotated[Literal[tuple(sorted(POLICIES))], tyro.conf.arg(help="Class of the policy.")]
-    made = dataclasses.make_dataclass("PolicyOptions", [("class_name", choices), *fields.values()])
-    values = {name: tuple(v) if isinstance(v, list) else v for name, v in preset.items() if name in fields}
-    return made(class_name=class_name, **values)
+    made = dataclasses.make_dataclass("PolicyOptions", fields.values())
+    values = {name: value for name, value in preset.items() if name in fields} | {"class_name": class_name}
+    return made(**tuples(values))
 
 
 def constructor_settings(cls: type) -> Iterable[tuple[type, inspect.Parameter]]:
@@ -196,13 +176,9 @@ def argument_sentences(cls: type) -> dict[str, str]:
 
 
 def parse(flags: Any, args: Sequence[str], prog: str, default: Any = None) -> Any:
-    """Parse flags; an unknown flag or bad value ends the program with exit code 2 and a suggestion.
+    """Parse `args` into a dataclass, or call a function with them; `default` is an instance with the defaults.
 
-    Args:
-        flags: A dataclass whose fields are the flags, or a function whose arguments are.
-        args: The words of the command line.
-        prog: Name of the command in the help.
-        default: An instance with the defaults; those of the class if None.
+    An unknown flag or bad value ends the program with exit code 2 and a suggestion.
     """
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(yaml_rule)

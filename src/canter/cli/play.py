@@ -31,14 +31,10 @@ MAX_FRAMES = 3000
 class PolicyOptions:
     """The policy of a run, and how it is run."""
 
-    run: tyro.conf.Positional[Path]
-    """The run directory."""
-    checkpoint: str | None = None
-    """A file, or "best"; the newest valid checkpoint by default."""
-    seed: int | None = 0
-    """Seed of the episodes; None draws one."""
-    device: str | None = None
-    """Device to compute on; the CPU by default."""
+    run: tyro.conf.Positional[Path]  # The run directory.
+    checkpoint: str | None = None  # A file, or "best"; the newest valid checkpoint by default.
+    seed: int | None = 0  # Seed of the episodes; None draws one.
+    device: str | None = None  # Device to compute on; the CPU by default.
 
     def load(self, num_envs: int) -> tuple[SavedRun, Path, Runner]:
         """The run, its checkpoint, and a runner with the trained policy."""
@@ -47,7 +43,24 @@ class PolicyOptions:
         return saved, checkpoint, load_policy(saved, checkpoint, num_envs, self.seed, self.device)
 
 
+@dataclasses.dataclass
+class CollectOptions:
+    """The trajectories to collect."""
+
+    out: Path | None = None  # Directory for the trajectories; <run>/demonstrations by default.
+    steps: int = 100_000  # Collect at least this many steps.
+    episodes: int = 1  # Collect at least this many episodes.
+    num_envs: int = 8  # Environments stepped together.
+    sample: bool = False  # Act with exploration noise.
+    success_only: bool = False  # Keep only episodes that ended by a time limit or with success.
+    critic_obs: bool = False  # The policy observes the critic's observation.
+    images: dict[str, Any] | None = None
+    """Parts of the observation to store as bytes, as YAML: {camera: normalized_image}."""
+    file_steps: int = 64  # Most steps in one file.
+
+
 TrainedPolicy = Annotated[PolicyOptions, tyro.conf.arg(name="")]
+Collection = Annotated[CollectOptions, tyro.conf.arg(name="")]
 AsJson = Annotated[bool, tyro.conf.arg(name="json")]
 
 
@@ -83,9 +96,9 @@ def play(run: TrainedPolicy, video: Path | None = None, episodes: int = 1, secon
     """
     at_least(1, episodes=episodes)
     saved, _, runner = run.load(1)
-    if video is None and (headless() or saved.task.startswith("canter/")):
+    is_headless = prepare_rendering()
+    if video is None and (is_headless or saved.task.startswith("canter/")):
         video = saved.path / "play.mp4"
-    prepare_rendering()
     # EnvPool can end the process where it cannot render; Gymnasium has tasks of the same names.
     task = saved.task.removeprefix("envpool/")
     render_mode, components = "human" if video is None else "rgb_array", saved.config["run"].get("components")
@@ -96,8 +109,10 @@ def play(run: TrainedPolicy, video: Path | None = None, episodes: int = 1, secon
             returns = run_episodes(policy, env, episodes)[0]
         else:
             frames, returns = film(policy, env, episodes, seconds)
+            metadata = getattr(getattr(env, "envs", [env])[0], "metadata", None) or {}
+            fps = metadata.get("render_fps") or FPS  # the video is as fast as the simulation
             with user_errors():
-                write_video(video, frames, frame_rate(env))
+                write_video(video, frames, int(min(120, max(1, fps))))
             print(f"  video       {video} ({len(frames)} frames)")
     except (RuntimeError, OSError, AttributeError) as error:
         raise UserError(f"{task} could not be rendered: {error}") from error
@@ -109,48 +124,17 @@ def play(run: TrainedPolicy, video: Path | None = None, episodes: int = 1, secon
     return 0
 
 
-def collect(
-    run: TrainedPolicy,
-    out: Path | None = None,
-    steps: int = 100_000,
-    episodes: int = 1,
-    num_envs: int = 8,
-    sample: bool = False,
-    success_only: bool = False,
-    critic_obs: bool = False,
-    images: dict[str, Any] | None = None,
-    file_steps: int = 64,
-) -> int:
-    """Run a trained policy and save every trajectory; adds to the trajectories of an existing directory.
-
-    Args:
-        run: The run and its policy.
-        out: Directory for the trajectories; <run>/demonstrations by default.
-        steps: Collect at least this many steps.
-        episodes: Collect at least this many episodes.
-        num_envs: Environments stepped together.
-        sample: Act with exploration noise.
-        success_only: Keep only episodes that ended by a time limit or with success.
-        critic_obs: The policy observes the critic's observation.
-        images: Parts of the observation to store as bytes, as YAML: {camera: normalized_image}.
-        file_steps: Most steps in one file.
-    """
-    at_least(0, steps=steps, episodes=episodes)
-    at_least(1, num_envs=num_envs, file_steps=file_steps)
-    saved, checkpoint, runner = run.load(num_envs)
+def collect(run: TrainedPolicy, options: Collection) -> int:
+    """Run a trained policy and save every trajectory; adds to the trajectories of an existing directory."""
+    at_least(0, steps=options.steps, episodes=options.episodes)
+    at_least(1, num_envs=options.num_envs, file_steps=options.file_steps)
+    saved, checkpoint, runner = run.load(options.num_envs)
+    settings: dict[str, Any] = {"rollout_storage_length": options.file_steps, "min_timesteps": options.steps}
+    settings |= {"min_episodes": options.episodes, "success_traj_only": options.success_only}
+    settings |= {"use_critic_obs": options.critic_obs, "obs_disassemble_mapping": options.images}
+    settings |= {"demo_by_sample": options.sample, "save_dir": options.out or saved.path / "demonstrations"}
     with user_errors():
-        saver = DemonstrationSaver(
-            runner.env,
-            runner.policy,
-            out or saved.path / "demonstrations",
-            rollout_storage_length=file_steps,
-            min_timesteps=steps,
-            min_episodes=episodes,
-            success_traj_only=success_only,
-            use_critic_obs=critic_obs,
-            obs_disassemble_mapping=images,
-            demo_by_sample=sample,
-        )
+        saver = DemonstrationSaver(runner.env, runner.policy, **settings)
     save_trajectories(saver, saved, checkpoint, runner)
     return 0
 
@@ -166,16 +150,14 @@ def save_trajectories(saver: DemonstrationSaver, saved: SavedRun, checkpoint: Pa
     print(f"  {saver.total_timesteps} steps, {saver.total_episodes} episodes  {saver.save_dir}")
 
 
-def headless() -> bool:
-    """Whether there is no screen to open a window on."""
-    return sys.platform.startswith("linux") and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
-
-
-def prepare_rendering() -> None:
-    """Without a screen, use SDL's dummy driver and MuJoCo's off-screen rendering, unless the user set others."""
-    if headless():
+def prepare_rendering() -> bool:
+    """Whether there is no screen; then SDL and MuJoCo render off-screen, unless the user set other drivers."""
+    screens = ("DISPLAY", "WAYLAND_DISPLAY")
+    is_headless = sys.platform.startswith("linux") and not any(os.environ.get(name) for name in screens)
+    if is_headless:
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
         os.environ.setdefault("MUJOCO_GL", "egl")
+    return is_headless
 
 
 @torch.inference_mode()
@@ -203,25 +185,15 @@ def film(
     return frames, returns
 
 
-def frame_rate(env: VecEnv) -> int:
-    """Frames per second at which a video is as fast as the simulation, from 1 to 120."""
-    first = env.envs[0] if hasattr(env, "envs") else env  # pyright: ignore[reportAttributeAccessIssue]
-    metadata = getattr(first, "metadata", None) or {}
-    return int(min(120, max(1, metadata.get("render_fps") or FPS)))
-
-
-def write_video(path: Path, frames: list[np.ndarray], fps: int) -> Path:
+def write_video(path: Path, frames: list[np.ndarray], fps: int) -> None:
     """Write frames as .mp4 or .gif."""
     try:
         import imageio.v2 as imageio
     except ImportError as error:
         raise ImportError('videos need imageio: pip install "canter[video]"') from error
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".gif":
-        imageio.mimsave(path, frames, duration=1000 / fps, loop=0)  # pyright: ignore[reportCallIssue, reportArgumentType]
-        return path
     # Sides must be even for the codec; one block of 2 instead of ffmpeg's default 16 keeps the size.
-    with imageio.get_writer(path, fps=fps, macro_block_size=2, ffmpeg_log_level="error") as writer:
-        for frame in frames:
-            writer.append_data(frame)  # pyright: ignore[reportAttributeAccessIssue]
-    return path
+    options: Any = {"fps": fps, "macro_block_size": 2, "ffmpeg_log_level": "error"}
+    if path.suffix == ".gif":
+        options = {"duration": 1000 / fps, "loop": 0}
+    imageio.mimsave(path, frames, **options)  # pyright: ignore[reportCallIssue, reportArgumentType]

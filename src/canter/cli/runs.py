@@ -22,7 +22,7 @@ from canter.cli.errors import UserError, user_errors
 from canter.envs.components import ObsComponents
 from canter.envs.torch_envs import TORCH_ENVS
 from canter.envs.vec_env import VecEnv
-from canter.envs.wrap import make_env
+from canter.envs.wrap import ENV_NAMES, make_env
 from canter.runners import Runner, build_runner
 from canter.runners.run_config import find_algorithm
 from canter.utils.checkpoint import newest_valid_checkpoint
@@ -51,11 +51,10 @@ def new_run_directory(runs_dir: Path, task: str, name: str | None, seed: int | N
     folder = runs_dir.joinpath(*(safe_name(part) for part in task.split("/")))
     stem = safe_name(name) if name else time.strftime("%Y%m%d-%H%M%S")
     path = folder / f"{stem}-seed{seed}"
-    if not path.exists():
-        return path
-    if name:
+    if name and path.exists():
         raise UserError(f"{path} exists; choose another --name, or continue it with: canter resume {path}")
-    return next(p for n in range(2, 1000) if not (p := folder / f"{stem}-{n}-seed{seed}").exists())
+    others = (folder / f"{stem}-{n}-seed{seed}" for n in range(2, 1000))
+    return next(p for p in (path, *others) if not p.exists())
 
 
 def safe_name(text: str) -> str:
@@ -67,10 +66,9 @@ def read_run(path: Path) -> SavedRun:
     """The run in a directory."""
     path = path.parent if path.is_file() else path
     config_path = path / "config.yaml"
-    if not path.is_dir():
-        raise UserError(f"there is no run directory {path}{nearest_run(path)}")
     if not config_path.is_file():
-        raise UserError(f"{path} is not a run directory: it has no config.yaml{nearest_run(path)}")
+        problem = f"{path} is not a run directory: it has no config.yaml"
+        raise UserError((problem if path.is_dir() else f"there is no run directory {path}") + nearest_run(path))
     try:
         config = yaml.safe_load(config_path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -83,13 +81,11 @@ def read_run(path: Path) -> SavedRun:
 def nearest_run(path: Path) -> str:
     """A suggestion for a wrong run directory, from the runs below it, beside it, or in runs/."""
     folder = next((p for p in (path, path.parent) if p.is_dir() and p.resolve() != Path.cwd()), Path("runs"))
-    patterns = ("*/config.yaml", "*/*/config.yaml", "*/*/*/config.yaml")
-    runs = sorted((p.parent for pattern in patterns for p in folder.glob(pattern)), key=lambda p: p.stat().st_mtime)
-    if not runs:
-        return ""
+    runs = [config.parent for depth in (1, 2, 3) for config in folder.glob("*/" * depth + "config.yaml")]
+    runs.sort(key=lambda run: run.stat().st_mtime, reverse=True)
     near = difflib.get_close_matches(path.name, [run.name for run in runs], n=1)
-    chosen = next((run for run in runs if near and run.name == near[0]), runs[-1])
-    return f"; did you mean {chosen}?"
+    chosen = [run for run in runs if run.name in near] or runs
+    return f"; did you mean {chosen[0]}?" if chosen else ""
 
 
 def find_checkpoint(run: Path, wanted: str | None) -> Path:
@@ -121,7 +117,6 @@ def open_env(
             import mujoco
 
             mujoco.set_mju_user_warning(print_mujoco_warning)  # pyright: ignore[reportAttributeAccessIssue]
-    unknown = (gymnasium.error.NameNotFound, gymnasium.error.NamespaceNotFound)
     try:
         with user_errors(), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Gymnasium warns, then refuses
@@ -133,7 +128,7 @@ def open_env(
             extra = next((extra for extra in ("box2d", "mujoco") if extra in entry_point), None)
             hint = cause if extra is None else f'pip install "canter[{extra}]"'
             raise UserError(f"{task} needs a package that is not installed: {hint}") from cause
-        if isinstance(cause, unknown):
+        if isinstance(cause, (gymnasium.error.NameNotFound, gymnasium.error.NamespaceNotFound)):
             raise UserError(f"no environment is named {task!r}{nearest_task(task)}") from cause
         raise
 
@@ -152,8 +147,9 @@ def nearest_task(task: str) -> str:
 
 
 def known_tasks() -> list[str]:
-    """Every Gymnasium and torch-native task."""
-    return sorted(gymnasium.registry) + sorted(f"canter/{name}" for name in TORCH_ENVS)
+    """Every Gymnasium id, torch-native task and full name of `register_env`; a prefix names no task."""
+    native = [f"canter/{name}" for name in TORCH_ENVS]
+    return sorted(gymnasium.registry) + sorted({*native, *(name for name in ENV_NAMES if "/" in name)})
 
 
 def open_runner(
@@ -203,10 +199,9 @@ def load_policy(saved: SavedRun, checkpoint: Path, num_envs: int, seed: int | No
 
 def limit_threads(runner: Runner, threads: int | None) -> None:
     """Use one torch thread for small minibatches of small networks, where splitting the work costs more than it."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-    elif runner.device.type == "cpu":
+    if threads is None and runner.device.type == "cpu":
         parameters = sum(p.numel() for p in runner.policy.parameters())
         whole = getattr(runner.cfg, "batch_size", None) or runner.steps_per_iteration() / runner.cfg.num_mini_batches
-        if parameters * whole < SMALL_WORK:
-            torch.set_num_threads(1)
+        threads = 1 if parameters * whole < SMALL_WORK else None
+    if threads is not None:
+        torch.set_num_threads(threads)

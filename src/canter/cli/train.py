@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import json
-import signal
+import math
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, BinaryIO
+from typing import Any
 
 import tyro
 
 from canter.cli import runs
-from canter.cli.errors import INTERRUPTED, UserError, user_errors
+from canter.cli.errors import UserError, user_errors
 from canter.cli.options import TrainOptions, parse_train
 from canter.runners import Runner
 from canter.utils.checkpoint import load_checkpoint
 from canter.utils.files import atomic_write
 from canter.utils.plots import plot_runs
+from canter.utils.runtime import StopSignal
 
 EVALS_PER_RUN = 10
 VIDEO_SECONDS = 25.0  # a machine that renders in software does not reach the end of a long episode
@@ -41,8 +40,7 @@ def train(args: Sequence[str]) -> int:
         paths.append(path)
     if len(paths) > 1:
         together = paths[0].with_name(paths[0].name.rpartition("-seed")[0] + "-seeds.png")
-        plot_runs(paths, together, labels=[options.task] * len(paths))
-        print(f"  all seeds   {together}")
+        print_row("all seeds", plot_runs(paths, together, labels=[options.task] * len(paths)))
     return 0
 
 
@@ -57,15 +55,12 @@ def run_config(options: TrainOptions[Any, Any], config: dict[str, Any]) -> dict[
     config["run"] = run_section(options, options.task, options.num_envs)
     if options.components is not None:
         config["run"]["components"] = options.components
-    if config["eval_interval"] == 0:
-        config["eval_interval"] = None
-    elif config["eval_interval"] is None:
-        if "num_steps_per_env" in config:  # intervals are iterations, else environment steps
-            steps = config["num_steps_per_env"] * options.num_envs
-            length = config["max_iterations"] or -(-options.total_timesteps // steps)
-        else:
-            length = config["max_timesteps"] or options.total_timesteps
+    if config["eval_interval"] is None:
+        length = config.get("max_timesteps") or options.total_timesteps  # intervals are steps, else iterations
+        if "num_steps_per_env" in config:
+            length = config["max_iterations"] or -(-length // (config["num_steps_per_env"] * options.num_envs))
         config["eval_interval"] = max(1, length // EVALS_PER_RUN)
+    config["eval_interval"] = config["eval_interval"] or None
     return config
 
 
@@ -101,58 +96,33 @@ def resume(
 
 def run_to_end(runner: Runner, path: Path) -> int:
     """Train the rest of a run, then evaluate it, plot its curve and record a video; returns the exit code."""
-    info = runner.run_info
-    runs.limit_threads(runner, info.get("threads"))
+    runs.limit_threads(runner, runner.run_info.get("threads"))
     keep_best(runner, path)
-    planned = runner.planned_iterations()
-    if planned is not None:
-        left = {"num_learning_iterations": max(0, planned - runner.iteration)}
-    else:
-        left = {"total_timesteps": max(0, info["total_timesteps"] - runner.tot_timesteps)}
-    try:
-        with caught_interrupts() as interrupts:
-            runner.learn(**left)  # type: ignore[arg-type]
-    except SystemExit:
-        print_stopped(runner, path)
-        raise
-    if interrupts:
-        print_stopped(runner, path)
-        return INTERRUPTED
+    planned, steps = runner.planned_iterations(), runner.run_info["total_timesteps"] - runner.tot_timesteps
+    iterations = None if planned is None else max(0, planned - runner.iteration)
+    with StopSignal() as stop:
+        try:
+            runner.learn(num_learning_iterations=iterations, total_timesteps=max(0, steps))
+        except SystemExit:
+            if stop.requested is None:
+                raise
+    if stop.requested is not None:
+        steps = runner.tot_timesteps
+        print(f"stopped after {steps} steps, saved; continue with: canter resume {path}", file=sys.stderr)
+        return 128 + stop.requested
     show_results(runner, path)
     runner.close()
     return 0
 
 
-@contextmanager
-def caught_interrupts() -> Iterator[list[int]]:
-    """A list of the Ctrl-C signals while the runner completes its iteration; the second raises KeyboardInterrupt."""
-    signals: list[int] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        signals.append(number)
-        if len(signals) > 1:
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield signals
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def print_stopped(runner: Runner, path: Path) -> None:
-    """Print how to continue after a signal."""
-    print(f"stopped after {runner.tot_timesteps} steps, saved; continue with: canter resume {path}", file=sys.stderr)
-
-
 def keep_best(runner: Runner, path: Path) -> None:
     """Keep the checkpoint of the best periodic evaluation."""
     record = path / "best.json"
-    best = json.loads(record.read_text())["eval/mean_reward"] if record.is_file() else float("-inf")
+    best = json.loads(record.read_text())["eval/mean_reward"] if record.is_file() else -math.inf
 
     def keep(runner: Runner, stats: dict[str, float]) -> None:
         nonlocal best
-        if stats.get("eval/mean_reward", float("-inf")) > best:
+        if stats.get("eval/mean_reward", -math.inf) > best:
             best = stats["eval/mean_reward"]
             runner.save(path / runs.BEST_NAME)
             write_json(record, {"eval/mean_reward": best, "step": runner.tot_timesteps})
@@ -162,23 +132,18 @@ def keep_best(runner: Runner, path: Path) -> None:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a small JSON file atomically."""
-
-    def write(file: BinaryIO) -> None:
-        file.write((json.dumps(content, indent=2) + "\n").encode())
-
-    atomic_write(path, write)
+    atomic_write(path, f"{json.dumps(content, indent=2)}\n".encode())
 
 
 def show_results(runner: Runner, path: Path) -> None:
     """Evaluate, plot, record a video, and print where everything is."""
     info = runner.run_info
+    episodes = info.get("final_episodes")
     print()
-    if info.get("final_episodes"):
-        result = runner.eval(info["final_episodes"])
-        facts = {**result, "episodes": info["final_episodes"], "step": runner.tot_timesteps}
-        write_json(path / "evaluation.json", facts)
-        spread = f"{result['eval/mean_reward']:.1f} ± {result['eval/std_reward']:.1f}"
-        print_row("return", f"{spread} over {info['final_episodes']} episodes without noise")
+    if episodes:
+        result = runner.eval(episodes)
+        write_json(path / "evaluation.json", {**result, "episodes": episodes, "step": runner.tot_timesteps})
+        print_return(result, f"over {episodes} episodes without noise")
     print_row("run", path)
     print_row("checkpoint", path / "checkpoint_final.pt")
     try:
@@ -187,14 +152,18 @@ def show_results(runner: Runner, path: Path) -> None:
         print_row("curve", f"none: {error}")
     if info.get("video", True):
         print_row("video", record_video(path))
-    print_row("next", f"canter play {path}")
-    print_row("", f"canter eval {path}")
-    print_row("", f"tensorboard --logdir {path}")
+    for name, command in (("next", "canter play"), ("", "canter eval"), ("", "tensorboard --logdir")):
+        print_row(name, f"{command} {path}")
 
 
 def print_row(name: str, text: object) -> None:
     """Print one row of the results."""
     print(f"  {name:<12}{text}", flush=True)
+
+
+def print_return(result: dict[str, float], episodes: str) -> None:
+    """Print the mean return of some episodes and its spread."""
+    print_row("return", f"{result['eval/mean_reward']:.1f} ± {result['eval/std_reward']:.1f} {episodes}")
 
 
 def record_video(path: Path) -> str:

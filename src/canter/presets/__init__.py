@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from canter.algorithms import REGISTRY
-from canter.runners.run_config import RunPlan, find_algorithm
+from canter.runners.run_config import RunPlan, display_name, find_algorithm
 
 FALLBACK = "default"
 PPO = "ppo"
@@ -45,19 +45,12 @@ def read_presets(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def load_preset(task: str, algorithm: str = PPO) -> dict[str, Any]:
-    """A copy of the settings to train a task with.
-
-    They are those of the preset that `preset_name` finds, or the defaults of the algorithm's config if it has none.
-    """
+    """A copy of the preset that `preset_name` finds for a task, or the defaults of the algorithm's config."""
     name = find_algorithm(algorithm)
-    entry = REGISTRY[name]
-    class_name = entry.agent_class.__name__
-    if REGISTRY.get(class_name.lower()) is not entry:
-        class_name = name
     preset = copy.deepcopy(presets(name).get(preset_name(task, name)))
     if preset is None:
-        preset = RunPlan(class_name, entry.config_class()).to_dict()
-    preset["algorithm"] = {**(preset.get("algorithm") or {}), "class_name": class_name}
+        preset = RunPlan(name, REGISTRY[name].config_class()).to_dict()
+    preset["algorithm"] = {**(preset.get("algorithm") or {}), "class_name": display_name(name)}
     return {"num_envs": 8, "total_timesteps": 1_000_000, **preset, "task": task}
 
 
@@ -65,9 +58,9 @@ def preset_name(task: str, algorithm: str = PPO) -> str:
     """The task whose preset is used: the task itself, the Gymnasium task of the same name, or "default"."""
     known = presets(algorithm)
     family, _, rest = task.rpartition("/")
-    same = [rest] if family in ("canter", "envpool") else []
-    same += [name for name in known if same and name.rsplit("-v", 1)[0] == rest]
-    return next((name for name in (task, *same) if name in known), FALLBACK)
+    is_twin = family in ("canter", "envpool")
+    same = (name for name in known if is_twin and rest in (name, name.rsplit("-v", 1)[0]))
+    return task if task in known else next(same, FALLBACK)
 
 
 def has_preset(task: str, algorithm: str = PPO) -> bool:
