@@ -19,6 +19,7 @@ from canter.algorithms import REGISTRY
 from canter.algorithms.ppo import PPOConfig
 from canter.cli import COMMANDS
 from canter.cli.options import parse_train
+from canter.envs.wrap import ADAPTERS, ENV_NAMES
 from canter.modules.build import POLICIES
 from canter.runners.runner import Runner
 from canter.utils.config import OTHER_SPELLINGS, setting_names
@@ -37,7 +38,7 @@ def short_runs(monkeypatch, tmp_path):
     count = Runner.count_iterations
     monkeypatch.setattr(Runner, "count_iterations", lambda self, *given: min(2, count(self, *given)))
     monkeypatch.chdir(tmp_path)
-    tables = [(table, dict(table)) for table in (POLICIES, REGISTRY, BACKENDS, COMMANDS)]
+    tables = [(table, dict(table)) for table in (POLICIES, REGISTRY, BACKENDS, COMMANDS, ADAPTERS, ENV_NAMES)]
     yield
     for table, before in tables:
         table.clear()
