@@ -148,6 +148,7 @@ def test_learning_sets_the_priorities_of_the_sampled_steps():
     alg.train(2)
     assert not torch.equal(before, alg.replay.data["priorities"])
     alg.adjust_learning_rate(0.5)
+    alg.train(1)
     assert float(alg.replay.correction) == pytest.approx(0.7)
 
 

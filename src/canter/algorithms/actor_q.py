@@ -56,18 +56,18 @@ class ActorQAlgorithm(OffPolicyAlgorithm):
     """Learns critics of actions, and an actor that maximises the critics' value.
 
     Networks are `actor_class(obs_space=, action_space=, cfg=)` and `critic_class(obs_space=, action_space=, cfg=)`;
-    by default MLPs, or CNNs for one image. A subclass implements `explore_step`, `next_actions` and `actor_loss`.
+    by default MLPs, or CNNs for one image. A subclass implements, with standard normal `noise` (B, A):
+        next_actions(batch, noise): actions in the next states, and a bonus on their value.
+        actor_loss(batch, noise): the loss of the actor, and statistics.
     """
 
     network_names = ("actor_class", "critic_class", "actor_cfg", "critic_cfg")
-    actor_classes: ClassVar[tuple[Any, Any]]
-    """Default actors for vectors and for an image."""
-    actor_setting_names: ClassVar[tuple[str, ...]] = ()
-    """Settings that the actor's network takes by their names."""
+    actor_classes: ClassVar[tuple[Any, Any]]  # default actors for vectors and for an image
+    actor_setting_names: ClassVar[tuple[str, ...]] = ()  # settings that the actor's network takes by their names
 
     # ------------------------------------------------------------------ networks
-    def check_action_space(self) -> None:
-        """Require a Box, and give it the bounds of the settings."""
+    def _set_bounds(self) -> None:
+        """Require a Box of actions, and give it the bounds of the settings."""
         space = self.action_space
         if not isinstance(space, spaces.Box):
             raise ValueError(f"{type(self).__name__} needs a Box of actions, got {space}; use DQN for Discrete actions")
@@ -77,16 +77,19 @@ class ActorQAlgorithm(OffPolicyAlgorithm):
         )
         self.action_space = space = spaces.Box(low, high, space.shape, np.float32)
         if getattr(self.cfg, "use_tanh_squash", True) and not space.is_bounded():
+            problem = f"{type(self).__name__} squashes actions into their bounds, but these are infinite: {space}"
             raise ValueError(
-                f"{type(self).__name__} squashes actions into their bounds, but these are infinite: {space}; set "
-                "action_low and action_high (see joint_limit_bounds), or wrap the environment"
+                f"{problem}; set action_low and action_high (see joint_limit_bounds), or wrap the environment"
             )
+        low, high = (torch.tensor(bound.reshape(-1), device=self.device) for bound in (space.low, space.high))
+        self.action_bounds = (low, high, (high - low) / 2)
 
     def build(self, networks: Mapping[str, Any]) -> None:
         """Build actor, critics, their optimizers and the critics' target."""
+        self._set_bounds()
         cfg = self.cfg
-        own = {"use_tanh_squash": True} | {name: getattr(cfg, name) for name in self.actor_setting_names}
-        own["hidden_dims"] = cfg.actor_hidden_dims
+        own: dict[str, Any] = {"use_tanh_squash": True, "hidden_dims": cfg.actor_hidden_dims}
+        own |= {name: getattr(cfg, name) for name in self.actor_setting_names}
         actor_class, actor_cfg = self.choose_network("actor", networks, self.actor_classes, **own)
         own = {"hidden_dims": cfg.critic_hidden_dims, "num_atoms": cfg.num_atoms}
         critic_class, critic_cfg = self.choose_network("critic", networks, CRITIC_CLASSES, **own)
@@ -104,11 +107,6 @@ class ActorQAlgorithm(OffPolicyAlgorithm):
             self.returns = CategoricalReturns(cfg.v_min, cfg.v_max, cfg.num_atoms, self.device)
         if cfg.normalize_rewards:
             self.return_scaler = ReturnScaler(self.num_envs, self.live.gamma).to(self.device)
-        low, high = (
-            torch.as_tensor(np.asarray(bound).reshape(-1), dtype=torch.float32, device=self.device)
-            for bound in (self.action_space.low, self.action_space.high)
-        )
-        self.action_bounds = (low, high, (high - low) / 2)
         self.critic_loss = self.executor.compile(self.critic_loss)
         self.actor_loss = self.executor.compile(self.actor_loss)
 
@@ -119,8 +117,7 @@ class ActorQAlgorithm(OffPolicyAlgorithm):
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
-        owner = type(self).__name__
-        raise AttributeError(f"{owner} has no single learning_rate; assign {' or '.join(self.rates)}")
+        raise AttributeError(f"{type(self).__name__} has no single learning_rate; assign {' or '.join(self.rates)}")
 
     # ------------------------------------------------------------------ acting
     def random_actions(self) -> Tensor:
@@ -138,21 +135,6 @@ class ActorQAlgorithm(OffPolicyAlgorithm):
         return self.policy.infer(obs)[0] if deterministic else self.explore_step(obs)
 
     # ------------------------------------------------------------------ learning
-    def batches(self, count: int) -> Iterator[ReplayBatch]:
-        """Batches for `count` gradient steps; rewards are scaled if `normalize_rewards` is set."""
-        for batch in super().batches(count):
-            if self.return_scaler is not None:
-                batch = batch._replace(rewards=batch.rewards * (self.returns.bound / self.return_scaler.reach()))
-            yield batch
-
-    def next_actions(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Actions in the next states, and a bonus on their value; `noise` (B, A) is standard normal."""
-        raise NotImplementedError
-
-    def actor_loss(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of the actor, and statistics."""
-        raise NotImplementedError
-
     def critic_loss(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of the critics' losses, and statistics."""
         with torch.no_grad(), self.executor.autocast():
@@ -164,10 +146,8 @@ class ActorQAlgorithm(OffPolicyAlgorithm):
             predicted = self.critics(batch.critic_obs, batch.actions).float()
         losses = self.returns.losses(predicted, target)
         with torch.no_grad():
-            stats = {
-                "critic1_loss": losses[0],
-                "critic2_loss": losses[1],
-                "q_loss": losses.mean(),
+            stats = {"critic1_loss": losses[0], "critic2_loss": losses[1], "q_loss": losses.mean()}
+            stats |= {
                 "mean_q": self.returns.values(predicted).mean(),
                 "td_target_mean": self.returns.mean_target(target),
             }
@@ -197,18 +177,11 @@ class ActorQAlgorithm(OffPolicyAlgorithm):
         norm, _ = self.optimizer_step("actor_optimizer", loss)
         return {"actor_loss": loss.detach(), "actor_grad_norm": norm}
 
-    def report(self) -> dict[str, float]:
-        """Mean metrics since the last report, and the learning rates."""
-        found = super().report()
-        rates = zip(self.rates, self.optimizers.values(), strict=True)
-        return found | {f"train/{name}": float(optimizer.lr) for name, optimizer in rates} if found else {}
-
 
 class ScalarReturns:
     """Values and losses of critics whose outputs (E, B) are the values."""
 
-    bound = 4.0
-    """Largest normalised return: four standard deviations."""
+    bound = 4.0  # largest normalised return, in standard deviations
 
     def values(self, out: Tensor) -> Tensor:
         """(E, B) values."""
@@ -292,8 +265,5 @@ def joint_limit_bounds(
 
     Simulators leave actions unbounded or at +-100, where uniform exploration is of little use.
     """
-    ends = [
-        (np.asarray(limit, float) - np.asarray(default, float)) / np.asarray(action_scale) for limit in (lower, upper)
-    ]
-    low, high = np.minimum(*ends), np.maximum(*ends)
-    return tuple(low.tolist()), tuple(high.tolist())
+    ends = [np.subtract(limit, default, dtype=float) / np.asarray(action_scale) for limit in (lower, upper)]
+    return tuple(np.minimum(*ends).tolist()), tuple(np.maximum(*ends).tolist())

@@ -45,14 +45,6 @@ class SACConfig(SACSettings, OffPolicyRunSettings):
     """A whole SAC run in one object."""
 
 
-class Temperature(nn.Module):
-    """The logarithm of the entropy's weight."""
-
-    def __init__(self, alpha: float) -> None:
-        super().__init__()
-        self.log_alpha = nn.Parameter(torch.tensor(math.log(alpha)))
-
-
 class SAC(ActorQAlgorithm):
     """SAC on a Box of actions: `SAC(env, cfg)`; see `OffPolicyAlgorithm` for the arguments."""
 
@@ -64,13 +56,13 @@ class SAC(ActorQAlgorithm):
     def build(self, networks: Mapping[str, Any]) -> None:
         """Build the networks and the temperature."""
         super().build(networks)
-        self.temperature = Temperature(self.cfg.init_alpha).to(self.device)
+        log_alpha = torch.tensor(math.log(self.cfg.init_alpha), device=self.device)
+        self.temperature = nn.ParameterDict({"log_alpha": log_alpha})
         if self.cfg.auto_alpha:
             self.make_optimizer("alpha_optimizer", self.temperature)
         width = self.action_space.high.astype(np.float64) - self.action_space.low
         log_half_ranges = float(np.log(width / 2).sum()) if self.cfg.use_tanh_squash else 0.0
-        self.default_target_entropy = log_half_ranges - width.size
-        """Target of the entropy where `target_entropy` is None."""
+        self.default_target_entropy = log_half_ranges - width.size  # where `target_entropy` is None
 
     def explore_step(self, obs: Obs) -> Tensor:
         """A sample of the policy."""
