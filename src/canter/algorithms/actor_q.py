@@ -65,22 +65,19 @@ class ActorQAlgorithm(OffPolicyAlgorithm):
     actor_classes: ClassVar[tuple[Any, Any]]  # default actors for vectors and for an image
     actor_setting_names: ClassVar[tuple[str, ...]] = ()  # settings that the actor's network takes by their names
 
-    # ------------------------------------------------------------------ networks
     def _set_bounds(self) -> None:
         """Require a Box of actions, and give it the bounds of the settings."""
-        space = self.action_space
+        space, owner = self.action_space, type(self).__name__
         if not isinstance(space, spaces.Box):
-            raise ValueError(f"{type(self).__name__} needs a Box of actions, got {space}; use DQN for Discrete actions")
+            raise ValueError(f"{owner} needs a Box of actions, got {space}; use DQN for Discrete actions")
         low, high = (
             own if given is None else np.broadcast_to(np.asarray(given, np.float32), space.shape)
             for own, given in ((space.low, self.cfg.action_low), (space.high, self.cfg.action_high))
         )
         self.action_space = space = spaces.Box(low, high, space.shape, np.float32)
         if getattr(self.cfg, "use_tanh_squash", True) and not space.is_bounded():
-            problem = f"{type(self).__name__} squashes actions into their bounds, but these are infinite: {space}"
-            raise ValueError(
-                f"{problem}; set action_low and action_high (see joint_limit_bounds), or wrap the environment"
-            )
+            way_out = "set action_low and action_high (see joint_limit_bounds), or wrap the environment"
+            raise ValueError(f"{owner} squashes actions into their bounds, but these are infinite: {space}; {way_out}")
         low, high = (torch.tensor(bound.reshape(-1), device=self.device) for bound in (space.low, space.high))
         self.action_bounds = (low, high, (high - low) / 2)
 
@@ -119,7 +116,6 @@ class ActorQAlgorithm(OffPolicyAlgorithm):
     def learning_rate(self, rate: float) -> None:
         raise AttributeError(f"{type(self).__name__} has no single learning_rate; assign {' or '.join(self.rates)}")
 
-    # ------------------------------------------------------------------ acting
     def random_actions(self) -> Tensor:
         """Uniform between the bounds; standard normal where there are none."""
         low, high, half = self.action_bounds
@@ -134,7 +130,6 @@ class ActorQAlgorithm(OffPolicyAlgorithm):
         """Actions for raw observations, in the form that the environment takes."""
         return self.policy.infer(obs)[0] if deterministic else self.explore_step(obs)
 
-    # ------------------------------------------------------------------ learning
     def critic_loss(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of the critics' losses, and statistics."""
         with torch.no_grad(), self.executor.autocast():
@@ -147,10 +142,8 @@ class ActorQAlgorithm(OffPolicyAlgorithm):
         losses = self.returns.losses(predicted, target)
         with torch.no_grad():
             stats = {"critic1_loss": losses[0], "critic2_loss": losses[1], "q_loss": losses.mean()}
-            stats |= {
-                "mean_q": self.returns.values(predicted).mean(),
-                "td_target_mean": self.returns.mean_target(target),
-            }
+            stats["mean_q"] = self.returns.values(predicted).mean()
+            stats["td_target_mean"] = self.returns.expected(target).mean()
         return losses.sum(), {name: value.detach() for name, value in stats.items()}
 
     def action_values(self, batch: ReplayBatch, actions: Tensor) -> Tensor:
@@ -187,6 +180,8 @@ class ScalarReturns:
         """(E, B) values."""
         return out
 
+    expected = values
+
     def target(self, out: Tensor, rewards: Tensor, discounts: Tensor, bonus: Tensor | float, reduction: str) -> Tensor:
         """Targets (B,) or (E, B): rewards, plus the discounted next values and bonus."""
         value = out.amin(0) if reduction == "min" else out
@@ -195,10 +190,6 @@ class ScalarReturns:
     def losses(self, out: Tensor, target: Tensor) -> Tensor:
         """(E,) mean square errors."""
         return (out - target).square().mean(1)
-
-    def mean_target(self, target: Tensor) -> Tensor:
-        """Mean of a target."""
-        return target.mean()
 
 
 class CategoricalReturns:
@@ -214,13 +205,17 @@ class CategoricalReturns:
 
     def values(self, out: Tensor) -> Tensor:
         """(E, B) means."""
-        return (out.float().softmax(-1) * self.atoms).sum(-1)
+        return self.expected(out.float().softmax(-1))
+
+    def expected(self, probs: Tensor) -> Tensor:
+        """Means of probabilities (..., K)."""
+        return (probs * self.atoms).sum(-1)
 
     def target(self, out: Tensor, rewards: Tensor, discounts: Tensor, bonus: Tensor | float, reduction: str) -> Tensor:
         """Target probabilities, (B, K) or (E, B, K)."""
         probs = out.float().softmax(-1)
         if reduction == "min":
-            lowest = (probs * self.atoms).sum(-1).argmin(0)  # (B,)
+            lowest = self.expected(probs).argmin(0)  # (B,)
             probs = probs.gather(0, lowest.view(1, -1, 1).expand(1, *probs.shape[1:])).squeeze(0)
         bonus = bonus.unsqueeze(-1) if isinstance(bonus, Tensor) else bonus
         moved = rewards.unsqueeze(-1) + discounts.unsqueeze(-1) * (self.atoms + bonus)  # (B, K)
@@ -239,10 +234,6 @@ class CategoricalReturns:
     def losses(self, out: Tensor, target: Tensor) -> Tensor:
         """(E,) mean cross-entropies."""
         return -(target * F.log_softmax(out.float(), -1)).sum(-1).mean(1)
-
-    def mean_target(self, target: Tensor) -> Tensor:
-        """Mean of a target."""
-        return (target * self.atoms).sum(-1).mean()
 
 
 @contextmanager

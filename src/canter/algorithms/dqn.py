@@ -78,7 +78,6 @@ class DQN(OffPolicyAlgorithm):
         if cfg.prioritized_replay:
             self.replay_class = functools.partial(PrioritizedReplayBuffer, exponent=self.live.priority_exponent)
 
-    # ------------------------------------------------------------------ acting
     def get_epsilon(self, timesteps: int) -> float:
         """Probability of a random action after `timesteps` environment steps."""
         start, end, steps = self.cfg.epsilon_start, self.cfg.epsilon_end, self.cfg.epsilon_decay_steps
@@ -112,7 +111,6 @@ class DQN(OffPolicyAlgorithm):
         """The probability of a random action."""
         return {"exploration/epsilon": self.get_epsilon(self.timesteps)}
 
-    # ------------------------------------------------------------------ learning
     def batches(self, count: int) -> Iterator[ReplayBatch]:
         """Batches for `count` gradient steps; prioritised ones one by one, because each step changes the priorities."""
         at_once = 1 if self.cfg.prioritized_replay else count
