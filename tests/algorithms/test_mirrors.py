@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from canter.algorithms.mirrors import ActionMirror, BetaMirror, Mirror, observation_mirror, read_mirror
+from canter.algorithms.mirrors import ActionMirror, Mirror, observation_mirror, read_mirror
 from canter.modules.distributions import Beta, Categorical, Gaussian, MultiCategorical, SquashedGaussian
 from canter.utils.obs_layout import ObsLayout
 
@@ -84,8 +84,7 @@ def concentrations(*shape):
     ids=["gaussian", "shared_noise", "squashed", "beta", "categorical"],
 )
 def test_a_mirrored_distribution_is_that_of_the_mirrored_action(distribution, given, params):
-    kind = BetaMirror if isinstance(distribution, Beta) else ActionMirror
-    mirror = kind(distribution, given, "cpu")
+    mirror = ActionMirror(distribution, given, "cpu")
     actions = distribution.sample(params)
     image, image_params = mirror.actions(actions), mirror.params(params)
     torch.testing.assert_close(distribution.log_prob(image_params, image), distribution.log_prob(params, actions))

@@ -11,19 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canter.modules.distributions import (
-    ActionDistribution,
-    Beta,
-    Categorical,
-    Gaussian,
-    MultiCategorical,
-    Params,
-    SquashedGaussian,
-)
+from canter.modules.distributions import Beta, Categorical, Gaussian, MultiCategorical, Params, SquashedGaussian
 from canter.utils.config import check_settings
 from canter.utils.obs_layout import ObsLayout
-
-SAME = "same"
 
 
 class Mirror:
@@ -32,17 +22,15 @@ class Mirror:
     def __init__(self, permutation: Sequence[int], signs: Sequence[float], what: str) -> None:
         n = len(permutation)
         if len(signs) != n or sorted(permutation) != list(range(n)):
-            raise ValueError(
-                f"the mirror of {what} is no permutation of 0..{n - 1} with {n} signs: {permutation}, {signs}"
-            )
+            got = f"{permutation}, {signs}"
+            raise ValueError(f"the mirror of {what} is no permutation of 0..{n - 1} with {n} signs: {got}")
         for i, j in enumerate(permutation):
             if signs[i] not in (1, -1):
                 raise ValueError(f"the mirror of {what} has the sign {signs[i]!r} at {i}; signs are 1 and -1")
             if permutation[j] != i or signs[i] != signs[j]:
-                raise ValueError(
-                    f"the mirror of {what}, applied twice, does not give entry {i} back: its image is entry {j} with "
-                    f"sign {signs[i]}, whose image is entry {permutation[j]} with sign {signs[j]}"
-                )
+                images = f"{j} with sign {signs[i]}, whose image is entry {permutation[j]} with sign {signs[j]}"
+                problem = f"applied twice, does not give entry {i} back: its image is entry {images}"
+                raise ValueError(f"the mirror of {what}, {problem}")
         self.permutation, self.signs = [int(i) for i in permutation], [float(s) for s in signs]
         self.index, self.sign = torch.tensor(self.permutation), torch.tensor(self.signs)
 
@@ -60,7 +48,7 @@ class Mirror:
 
 def read_mirror(given: Any, size: int, what: str) -> tuple[list[int], list[float]]:
     """Permutation and signs of one vector: "same", a list of signs, or {permutation, signs}, either left out."""
-    if given == SAME:
+    if given == "same":
         given = {}
     elif isinstance(given, Sequence) and not isinstance(given, str):
         given = {"signs": given}
@@ -80,9 +68,8 @@ def observation_mirror(layout: ObsLayout, given: Any, what: str) -> Mirror:
     `{"pair": other}` says that the component's image is the component of that name, and the other way round.
     """
     if not isinstance(given, Mapping):
-        raise ValueError(
-            f"{what} mirrors are given by component, got {given!r}; the components are {list(layout.shapes)}"
-        )
+        components = list(layout.shapes)
+        raise ValueError(f"{what} mirrors are given by component, got {given!r}; the components are {components}")
     unknown, missing = given.keys() - layout.shapes.keys(), layout.shapes.keys() - given.keys()
     if unknown or missing:
         problem = f"unknown {sorted(unknown)}" if unknown else f"missing {sorted(missing)}"
@@ -104,62 +91,51 @@ def observation_mirror(layout: ObsLayout, given: Any, what: str) -> Mirror:
 
 
 class ActionMirror:
-    """The mirror of actions and of the parameters of their distribution."""
+    """The mirror of actions and of the parameters of their distribution.
 
-    def __init__(self, distribution: ActionDistribution, given: Any, device: torch.device | str) -> None:
+    Actions of a Beta distribution are shares in (0, 1) of the range; the other sign is the other end of the range.
+    """
+
+    def __init__(self, distribution: Any, given: Any, device: torch.device | str) -> None:
         if isinstance(distribution, MultiCategorical) or not isinstance(distribution, Gaussian | Beta | Categorical):
             raise ValueError(f"symmetry is for continuous and Discrete actions, not for {type(distribution).__name__}")
         size = next(iter(distribution.param_shapes.values()))[0]
         permutation, signs = read_mirror(given, size, "actions")
-        mirror = Mirror(permutation, signs, "actions")
+        self.mirror = Mirror(permutation, signs, "actions").to(device)
         if isinstance(distribution, Categorical) and set(signs) != {1}:
             raise ValueError(f"a choice has no sign; give actions a permutation alone, got signs {signs}")
-        if isinstance(distribution, SquashedGaussian | Beta):
-            _check_bounds(distribution, mirror)
-        self.mirror = mirror.to(device)
+        # A share of the range has an image only where the bounds are each other's mirror image.
+        is_bounded = isinstance(distribution, SquashedGaussian | Beta)
+        bounds = list(zip(distribution.low, distribution.high, strict=True)) if is_bounded else []
+        for i, (low, high) in enumerate(bounds):
+            image = bounds[permutation[i]] if signs[i] > 0 else tuple(-end for end in reversed(bounds[permutation[i]]))
+            if (low, high) != image:
+                theirs = f"[{image[0]}, {image[1]}]; make them equal"
+                raise ValueError(f"the bounds of action {i} are [{low}, {high}], its mirror image's are {theirs}")
         self.flipped = self.mirror.sign < 0
+        self.has_shares = isinstance(distribution, Beta)
 
     def actions(self, actions: Tensor) -> Tensor:
         """Mirror images of actions as the distribution sees them."""
         if not actions.is_floating_point():
             return self.mirror.index[actions]
-        return self.mirror(actions)
-
-    def params(self, params: Params) -> Params:
-        """Parameters of the distribution of the mirrored action."""
-        if "logits" in params:
-            return {"logits": params["logits"].index_select(-1, self.mirror.index)}
-        sigma = params["sigma"].index_select(-1, self.mirror.index)
-        return {"mu": self.mirror(params["mu"]), "sigma": sigma}
-
-    def difference(self, distribution: ActionDistribution, target: Params, params: Params) -> Tensor:
-        """(...,) how far parameters are from the mirrored ones: of means squared, of other distributions the KL."""
-        if "mu" in params:
-            return (params["mu"] - target["mu"]).square().sum(-1)
-        return distribution.kl(target, params)
-
-
-class BetaMirror(ActionMirror):
-    """The mirror of shares in (0, 1): the other sign is the other end of the range."""
-
-    def actions(self, actions: Tensor) -> Tensor:
-        """Mirror images of shares."""
+        if not self.has_shares:
+            return self.mirror(actions)
         moved = actions.index_select(-1, self.mirror.index)
         return torch.where(self.flipped, 1.0 - moved, moved)
 
     def params(self, params: Params) -> Params:
-        """The concentrations, exchanged where the sign changes."""
-        alpha, beta = (params[name].index_select(-1, self.mirror.index) for name in ("alpha", "beta"))
-        return {"alpha": torch.where(self.flipped, beta, alpha), "beta": torch.where(self.flipped, alpha, beta)}
+        """Parameters of the distribution of the mirrored action."""
+        moved = {name: value.index_select(-1, self.mirror.index) for name, value in params.items()}
+        if "mu" in moved:
+            moved["mu"] = moved["mu"] * self.mirror.sign
+        if self.has_shares:  # concentrations are exchanged where the sign changes
+            alpha, beta = moved["alpha"], moved["beta"]
+            moved = {"alpha": torch.where(self.flipped, beta, alpha), "beta": torch.where(self.flipped, alpha, beta)}
+        return moved
 
-
-def _check_bounds(distribution: Any, mirror: Mirror) -> None:
-    """Refuse bounds that are not each other's mirror image, for which a share of the range has no image."""
-    for i, (j, sign) in enumerate(zip(mirror.permutation, mirror.signs, strict=True)):
-        ends = (distribution.low[j], distribution.high[j])
-        want = ends if sign > 0 else (-ends[1], -ends[0])
-        if (distribution.low[i], distribution.high[i]) != want:
-            raise ValueError(
-                f"the bounds of action {i} are [{distribution.low[i]}, {distribution.high[i]}], its mirror image's are "
-                f"[{want[0]}, {want[1]}]; make them equal"
-            )
+    def difference(self, distribution: Any, target: Params, params: Params) -> Tensor:
+        """(...,) how far parameters are from the mirrored ones: of means squared, of other distributions the KL."""
+        if "mu" in params:
+            return (params["mu"] - target["mu"]).square().sum(-1)
+        return distribution.kl(target, params)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from canter.algorithms.algorithm import Terms
 from canter.algorithms.extension import Extension
-from canter.algorithms.mirrors import ActionMirror, BetaMirror, observation_mirror
-from canter.modules.distributions import Beta
+from canter.algorithms.mirrors import ActionMirror, observation_mirror
 from canter.modules.memory import Carried
 from canter.modules.policy import PolicyOutput
 from canter.storage.rollout_storage import MiniBatch, RolloutStorage
@@ -82,8 +81,7 @@ class Symmetry(Extension):
         self.obs = observation_mirror(layout, cfg.obs, "obs").to(device)
         critic = cfg.obs if cfg.critic_obs is None else cfg.critic_obs
         self.critic_obs = observation_mirror(critic_layout, critic, "critic_obs").to(device)
-        kind = BetaMirror if isinstance(policy.distribution, Beta) else ActionMirror
-        self.actions = kind(policy.distribution, cfg.actions, device)
+        self.actions = ActionMirror(policy.distribution, cfg.actions, device)
         memories = {name: memory for name, memory in policy.memories.items() if name not in policy.carried}
         self.twins = {name: PREFIX + name for name in memories}
         policy.carried |= {PREFIX + name: _Twin(memory) for name, memory in memories.items()}
