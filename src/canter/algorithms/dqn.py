@@ -68,8 +68,7 @@ class DQN(OffPolicyAlgorithm):
         cfg = self.cfg
         own = {"hidden_dims": cfg.network_hidden_dims, "dueling": cfg.dueling}
         q_class, q_cfg = self.choose_network("q_network", networks, (MLPQNetwork, CNNQNetwork), **own)
-        q_network = q_class(obs_space=self.obs_space, action_space=self.action_space, cfg=q_cfg)
-        self.q_network = q_network.to(self.device)
+        self.q_network = q_class(obs_space=self.obs_space, action_space=self.action_space, cfg=q_cfg).to(self.device)
         self.policy = QPolicy(self.q_network, self.action_space)
         self.target = TargetNetwork(self.q_network, self.make_optimizer("optimizer", self.q_network))
         self.targets = [self.target]
@@ -97,7 +96,7 @@ class DQN(OffPolicyAlgorithm):
     def explore_step(self, obs: Obs, epsilon: float | None = None) -> Tensor:
         """The best action or, with probability epsilon in each environment, a random one."""
         with self.executor.autocast():
-            values = self.q_network(self.policy.obs_normalizer.normalize(obs)).float()  # pyright: ignore[reportCallIssue]
+            values = self.q_network(self.policy.obs_normalizer.normalize(obs)).float()
         return explore_rows(values, self.epsilon if epsilon is None else epsilon, self.generators["action"])
 
     @torch.no_grad()
@@ -117,18 +116,13 @@ class DQN(OffPolicyAlgorithm):
         for _ in range(0, count, at_once):
             yield from super().batches(at_once)
 
-    @torch.no_grad()
-    def td_target(self, batch: ReplayBatch) -> Tensor:
-        """(B,) target values of the taken actions."""
-        with self.executor.autocast():
-            next_values = self.target.module(batch.next_obs).float()
-            chooser = self.q_network(batch.next_obs).float() if self.cfg.double_dqn else next_values
-        best = next_values.gather(-1, chooser.argmax(-1, keepdim=True)).squeeze(-1)
-        return batch.rewards + batch.discounts * (1.0 - batch.dones) * best
-
     def q_loss(self, batch: ReplayBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The Huber loss on the taken actions' values, and statistics."""
-        target = self.td_target(batch)
+        with torch.no_grad(), self.executor.autocast():
+            next_values = self.target.module(batch.next_obs).float()
+            chooser = self.q_network(batch.next_obs).float() if self.cfg.double_dqn else next_values
+            best = next_values.gather(-1, chooser.argmax(-1, keepdim=True)).squeeze(-1)
+            target = batch.rewards + batch.discounts * (1.0 - batch.dones) * best
         with self.executor.autocast():
             values = self.q_network(batch.obs).float()
         taken = values.gather(-1, batch.actions.long().unsqueeze(-1)).squeeze(-1)

@@ -122,8 +122,7 @@ class OffPolicyAlgorithm(Algorithm):
         if self.env is None:
             raise ValueError(f"{type(self).__name__} needs an environment: {type(self).__name__}(env, cfg)")
         self.log_dir, self.num_envs = log_dir, self.env.num_envs
-        self.obs_space = obs_space or self.env.obs_space
-        self.action_space = action_space or self.env.action_space
+        self.obs_space, self.action_space = obs_space or self.env.obs_space, action_space or self.env.action_space
         self.new_generator("action")
         self.new_generator("replay")
         self.meter, self.slow_meter = MeanMeter(), MeanMeter()
@@ -246,9 +245,8 @@ class OffPolicyAlgorithm(Algorithm):
         if self.acted is None:
             raise RuntimeError("call explore before process_step: it keeps the actions that led to the step")
         obs, critic_obs, actions = self.acted
-        needed = record._replace(extras={})
-        if record.critic_obs is record.obs:
-            needed = needed._replace(critic_obs=None, final_critic_obs=None)  # pyright: ignore[reportArgumentType]
+        unneeded = ("critic_obs", "final_critic_obs") if record.critic_obs is record.obs else ()
+        needed = record._replace(extras={}, **dict.fromkeys(unneeded))
         self.executor.run("insert", self.insert_step, obs, critic_obs, actions, needed)
         self.acted = None
         self.timesteps += self.num_envs
@@ -383,9 +381,8 @@ class OffPolicyAlgorithm(Algorithm):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of every part, the counters, and the replay buffer if `save_replay_buffer` is set."""
-        counters = {"num_updates": self.num_updates, "timesteps": self.timesteps, "num_stored": 0}
-        rate = float(next(iter(self.optimizers.values())).lr)
-        state = super().state_dict() | counters | {"learning_rate": rate}
+        state = super().state_dict() | {"learning_rate": float(next(iter(self.optimizers.values())).lr)}
+        state |= {"num_updates": self.num_updates, "timesteps": self.timesteps, "num_stored": 0}
         if self.cfg.save_replay_buffer and self.replay is not None:
             state |= {REPLAY: self.replay.state_dict(), "num_stored": self.num_stored}
         return state

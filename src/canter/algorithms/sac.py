@@ -67,7 +67,7 @@ class SAC(ActorQAlgorithm):
     def explore_step(self, obs: Obs) -> Tensor:
         """A sample of the policy."""
         with self.executor.autocast():
-            params = self.actor.get_params(self.policy.obs_normalizer.normalize(obs))  # pyright: ignore[reportCallIssue]
+            params = self.actor.get_params(self.policy.obs_normalizer.normalize(obs))
         distribution = self.policy.distribution
         return distribution.to_env(distribution.sample(params, self.generators["action"]))
 
@@ -82,12 +82,12 @@ class SAC(ActorQAlgorithm):
     def next_actions(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Samples of the policy, and their entropy bonus."""
         actions, log_prob = self.sample(batch.next_obs, noise)
-        return actions, -self.temperature.log_alpha.exp() * log_prob
+        return actions, -self.temperature["log_alpha"].exp() * log_prob
 
     def actor_loss(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The mean of the weighted log-probability minus the critics' value."""
         actions, log_prob = self.sample(batch.obs, noise)
-        alpha = self.temperature.log_alpha.detach().exp()
+        alpha = self.temperature["log_alpha"].detach().exp()
         values = self.action_values(batch, actions)
         value = values.amin(0) if self.cfg.critic_reduction == "min" else values.mean(0)
         return (alpha * log_prob - value).mean(), {"log_prob": log_prob.detach().mean(), "alpha": alpha}
@@ -105,7 +105,7 @@ class SAC(ActorQAlgorithm):
         """The temperature's loss: minimising it lowers the temperature while the entropy is above its target."""
         has_target = self.cfg.target_entropy is not None
         target = self.live.target_entropy if has_target else self.default_target_entropy
-        return -self.temperature.log_alpha * (mean_log_prob + target)
+        return -self.temperature["log_alpha"] * (mean_log_prob + target)
 
     def checkpoint_parts(self) -> dict[str, Any]:
         """The parts of an actor with critics, and the temperature."""

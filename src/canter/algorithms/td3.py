@@ -52,7 +52,7 @@ class TD3(ActorQAlgorithm):
 
     def explore_step(self, obs: Obs) -> Tensor:
         """The actor's action plus noise, within the bounds."""
-        actions = self._actions(self.actor, self.policy.obs_normalizer.normalize(obs))  # pyright: ignore[reportCallIssue]
+        actions = self._actions(self.actor, self.policy.obs_normalizer.normalize(obs))
         noise = torch.randn(actions.shape, generator=self.generators["action"], device=self.device)
         return torch.addcmul(actions, noise, self.exploration_std()).clamp(*self.action_bounds[:2])
 
