@@ -239,15 +239,15 @@ def test_two_normalisers_hide_what_one_shows(make_appo, collect, noise_env):
 def test_statistics_are_taken_once_per_iteration_from_equal_shares(make_appo, collect, noise_env):
     alg, env = make_appo(env=separable(noise_env), num_learning_epochs=3)
     collect(alg, env)
-    assert alg.motion_prior.normalizers["both"].count == 0
+    assert alg.ref_obs_normalizer.count == 0
     alg.update(0)
     used = alg.rollout.ref_valid.sum() + 24
-    assert alg.motion_prior.normalizers["both"].count == used
-    assert alg.motion_prior.normalizers["both"].mean.abs().max() < 0.35  # of -1 and 1
+    assert alg.ref_obs_normalizer.count == used
+    assert alg.ref_obs_normalizer.mean.abs().max() < 0.35  # of -1 and 1
     alg.eval_mode()
     collect(alg, env)
     alg._update_normalizers()
-    assert alg.motion_prior.normalizers["both"].count == used
+    assert alg.ref_obs_normalizer.count == used
 
 
 def test_a_broken_reading_is_bounded(make_appo):
@@ -450,7 +450,7 @@ def test_normaliser_and_optimizer_are_saved(make_appo, collect, snapshot, differ
     other, _ = make_appo(**settings)
     other.load_state_dict(alg.state_dict())
     assert differing(snapshot(alg), snapshot(other)) == []
-    assert next(iter(other.motion_prior.normalizers.values())).count > 0
+    assert other.ref_obs_normalizer.count > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

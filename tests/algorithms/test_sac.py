@@ -313,7 +313,7 @@ def test_offline_steps_set_the_scale_of_rewards():
 
 @pytest.mark.parametrize("kind", ["sac", "td3"])
 def test_the_massive_profile_runs_and_learns(kind):
-    from canter.algorithms.profiles import profile_settings
+    from canter.algorithms.actor_q import profile_settings
 
     settings = profile_settings(kind, "massive") | {"batch_size": 64, "buffer_steps_per_env": 16}
     cls, config = CLASSES[kind]

@@ -20,6 +20,20 @@ from canter.utils.config import setting, settings
 from canter.utils.tree import Obs
 
 CRITIC_CLASSES = (MLPContinuousQNetwork, CNNContinuousQNetwork)
+# Thousands of environments on a GPU. Sources: FastTD3 (Seo et al. 2025), FastSAC (holosoma's published defaults).
+MASSIVE: dict[str, Any] = {
+    "gamma": 0.97, "tau": 0.125, "batch_size": 8192, "buffer_steps_per_env": 1024, "learning_starts": 0,
+    "gradient_steps": 8, "policy_delay": 4, "num_atoms": 101, "v_min": -20.0, "v_max": 20.0, "normalize_rewards": True,
+    "critic_reduction": "mean", "activation": "silu", "layer_norm": True, "actor_hidden_dims": (512, 256, 128),
+    "critic_hidden_dims": (768, 384, 192), "optimizer_class_name": "AdamW", "weight_decay": 1e-3, "max_grad_norm": None,
+    "empirical_normalization": True, "precision": "bf16",
+}  # fmt: skip
+SAC_NOISE = {"init_alpha": 1e-3, "target_entropy": 0.0, "min_log_std": -5.0, "max_log_std": 0.0, "init_std": 0.5}
+TD3_NOISE = {"exploration_noise": 0.01, "exploration_noise_max": 0.4}
+PROFILES: dict[str, dict[str, dict[str, Any]]] = {
+    "sac": {"classic": {}, "massive": {**MASSIVE, **SAC_NOISE}},
+    "td3": {"classic": {}, "massive": {**MASSIVE, **TD3_NOISE, "policy_delay": 2}},
+}
 
 
 @settings
@@ -56,37 +70,37 @@ class ActorQAlgorithm(OffPolicyAlgorithm):
     """Learns critics of actions, and an actor that maximises the critics' value.
 
     Networks are `actor_class(obs_space=, action_space=, cfg=)` and `critic_class(obs_space=, action_space=, cfg=)`;
-    by default MLPs, or CNNs for one image. A subclass implements `explore_step`, `next_actions` and `actor_loss`.
+    by default MLPs, or CNNs for one image. A subclass implements, with standard normal `noise` (B, A):
+        next_actions(batch, noise): actions in the next states, and a bonus on their value.
+        actor_loss(batch, noise): the loss of the actor, and statistics.
     """
 
     network_names = ("actor_class", "critic_class", "actor_cfg", "critic_cfg")
-    actor_classes: ClassVar[tuple[Any, Any]]
-    """Default actors for vectors and for an image."""
-    actor_setting_names: ClassVar[tuple[str, ...]] = ()
-    """Settings that the actor's network takes by their names."""
+    actor_classes: ClassVar[tuple[Any, Any]]  # default actors for vectors and for an image
+    actor_setting_names: ClassVar[tuple[str, ...]] = ()  # settings that the actor's network takes by their names
 
-    # ------------------------------------------------------------------ networks
-    def check_action_space(self) -> None:
-        """Require a Box, and give it the bounds of the settings."""
-        space = self.action_space
+    def _set_bounds(self) -> None:
+        """Require a Box of actions, and give it the bounds of the settings."""
+        space, owner = self.action_space, type(self).__name__
         if not isinstance(space, spaces.Box):
-            raise ValueError(f"{type(self).__name__} needs a Box of actions, got {space}; use DQN for Discrete actions")
+            raise ValueError(f"{owner} needs a Box of actions, got {space}; use DQN for Discrete actions")
         low, high = (
             own if given is None else np.broadcast_to(np.asarray(given, np.float32), space.shape)
             for own, given in ((space.low, self.cfg.action_low), (space.high, self.cfg.action_high))
         )
         self.action_space = space = spaces.Box(low, high, space.shape, np.float32)
         if getattr(self.cfg, "use_tanh_squash", True) and not space.is_bounded():
-            raise ValueError(
-                f"{type(self).__name__} squashes actions into their bounds, but these are infinite: {space}; set "
-                "action_low and action_high (see joint_limit_bounds), or wrap the environment"
-            )
+            way_out = "set action_low and action_high (see joint_limit_bounds), or wrap the environment"
+            raise ValueError(f"{owner} squashes actions into their bounds, but these are infinite: {space}; {way_out}")
+        low, high = (torch.tensor(bound.reshape(-1), device=self.device) for bound in (space.low, space.high))
+        self.action_bounds = (low, high, (high - low) / 2)
 
     def build(self, networks: Mapping[str, Any]) -> None:
         """Build actor, critics, their optimizers and the critics' target."""
+        self._set_bounds()
         cfg = self.cfg
-        own = {"use_tanh_squash": True} | {name: getattr(cfg, name) for name in self.actor_setting_names}
-        own["hidden_dims"] = cfg.actor_hidden_dims
+        own: dict[str, Any] = {"use_tanh_squash": True, "hidden_dims": cfg.actor_hidden_dims}
+        own |= {name: getattr(cfg, name) for name in self.actor_setting_names}
         actor_class, actor_cfg = self.choose_network("actor", networks, self.actor_classes, **own)
         own = {"hidden_dims": cfg.critic_hidden_dims, "num_atoms": cfg.num_atoms}
         critic_class, critic_cfg = self.choose_network("critic", networks, CRITIC_CLASSES, **own)
@@ -94,21 +108,15 @@ class ActorQAlgorithm(OffPolicyAlgorithm):
         critic_space = self.obs_space if is_shared else self.env.critic_obs_space
         actor = actor_class(obs_space=self.obs_space, action_space=self.action_space, cfg=actor_cfg)
         critics = build_critics(critic_class, critic_space, self.action_space, critic_cfg)
-        self.policy = ActorQPolicy(actor.to(self.device), critics.to(self.device))
-        self.actor, self.critics = actor, critics
+        self.actor, self.critics = actor.to(self.device), critics.to(self.device)
+        self.policy = ActorQPolicy(actor, critics)
         self.make_optimizer("actor_optimizer", actor)
         self.target = TargetNetwork(critics, self.make_optimizer("critic_optimizer", critics))
         self.targets = [self.target]
-        self.returns: Any = ScalarReturns()
-        if cfg.num_atoms > 1:
-            self.returns = CategoricalReturns(cfg.v_min, cfg.v_max, cfg.num_atoms, self.device)
+        bounds = (cfg.v_min, cfg.v_max, cfg.num_atoms)
+        self.returns = CategoricalReturns(*bounds, self.device) if cfg.num_atoms > 1 else ScalarReturns()
         if cfg.normalize_rewards:
             self.return_scaler = ReturnScaler(self.num_envs, self.live.gamma).to(self.device)
-        low, high = (
-            torch.as_tensor(np.asarray(bound).reshape(-1), dtype=torch.float32, device=self.device)
-            for bound in (self.action_space.low, self.action_space.high)
-        )
-        self.action_bounds = (low, high, (high - low) / 2)
         self.critic_loss = self.executor.compile(self.critic_loss)
         self.actor_loss = self.executor.compile(self.actor_loss)
 
@@ -119,39 +127,20 @@ class ActorQAlgorithm(OffPolicyAlgorithm):
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
-        owner = type(self).__name__
-        raise AttributeError(f"{owner} has no single learning_rate; assign {' or '.join(self.rates)}")
+        raise AttributeError(f"{type(self).__name__} has no single learning_rate; assign {' or '.join(self.rates)}")
 
-    # ------------------------------------------------------------------ acting
     def random_actions(self) -> Tensor:
         """Uniform between the bounds; standard normal where there are none."""
         low, high, half = self.action_bounds
-        shape = (self.num_envs, len(low))
-        if self.action_space.is_bounded():
-            uniform = torch.rand(shape, generator=self.generators["action"], device=self.device)
-            return torch.addcmul(low, uniform, 2 * half).clamp(low, high)
-        return torch.randn(shape, generator=self.generators["action"], device=self.device)
+        is_bounded = self.action_space.is_bounded()
+        draw = torch.rand if is_bounded else torch.randn
+        drawn = draw(self.num_envs, len(low), generator=self.generators["action"], device=self.device)
+        return torch.addcmul(low, drawn, 2 * half).clamp(low, high) if is_bounded else drawn
 
     @torch.no_grad()
     def act(self, obs: Obs, deterministic: bool = False) -> Tensor:
         """Actions for raw observations, in the form that the environment takes."""
         return self.policy.infer(obs)[0] if deterministic else self.explore_step(obs)
-
-    # ------------------------------------------------------------------ learning
-    def batches(self, count: int) -> Iterator[ReplayBatch]:
-        """Batches for `count` gradient steps; rewards are scaled if `normalize_rewards` is set."""
-        for batch in super().batches(count):
-            if self.return_scaler is not None:
-                batch = batch._replace(rewards=batch.rewards * (self.returns.bound / self.return_scaler.reach()))
-            yield batch
-
-    def next_actions(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Actions in the next states, and a bonus on their value; `noise` (B, A) is standard normal."""
-        raise NotImplementedError
-
-    def actor_loss(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of the actor, and statistics."""
-        raise NotImplementedError
 
     def critic_loss(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of the critics' losses, and statistics."""
@@ -164,13 +153,9 @@ class ActorQAlgorithm(OffPolicyAlgorithm):
             predicted = self.critics(batch.critic_obs, batch.actions).float()
         losses = self.returns.losses(predicted, target)
         with torch.no_grad():
-            stats = {
-                "critic1_loss": losses[0],
-                "critic2_loss": losses[1],
-                "q_loss": losses.mean(),
-                "mean_q": self.returns.values(predicted).mean(),
-                "td_target_mean": self.returns.mean_target(target),
-            }
+            stats = {"critic1_loss": losses[0], "critic2_loss": losses[1], "q_loss": losses.mean()}
+            stats["mean_q"] = self.returns.values(predicted).mean()
+            stats["td_target_mean"] = self.returns.expected(target).mean()
         return losses.sum(), {name: value.detach() for name, value in stats.items()}
 
     def action_values(self, batch: ReplayBatch, actions: Tensor) -> Tensor:
@@ -197,22 +182,17 @@ class ActorQAlgorithm(OffPolicyAlgorithm):
         norm, _ = self.optimizer_step("actor_optimizer", loss)
         return {"actor_loss": loss.detach(), "actor_grad_norm": norm}
 
-    def report(self) -> dict[str, float]:
-        """Mean metrics since the last report, and the learning rates."""
-        found = super().report()
-        rates = zip(self.rates, self.optimizers.values(), strict=True)
-        return found | {f"train/{name}": float(optimizer.lr) for name, optimizer in rates} if found else {}
-
 
 class ScalarReturns:
     """Values and losses of critics whose outputs (E, B) are the values."""
 
-    bound = 4.0
-    """Largest normalised return: four standard deviations."""
+    bound = 4.0  # largest normalised return, in standard deviations
 
     def values(self, out: Tensor) -> Tensor:
         """(E, B) values."""
         return out
+
+    expected = values
 
     def target(self, out: Tensor, rewards: Tensor, discounts: Tensor, bonus: Tensor | float, reduction: str) -> Tensor:
         """Targets (B,) or (E, B): rewards, plus the discounted next values and bonus."""
@@ -222,10 +202,6 @@ class ScalarReturns:
     def losses(self, out: Tensor, target: Tensor) -> Tensor:
         """(E,) mean square errors."""
         return (out - target).square().mean(1)
-
-    def mean_target(self, target: Tensor) -> Tensor:
-        """Mean of a target."""
-        return target.mean()
 
 
 class CategoricalReturns:
@@ -241,13 +217,17 @@ class CategoricalReturns:
 
     def values(self, out: Tensor) -> Tensor:
         """(E, B) means."""
-        return (out.float().softmax(-1) * self.atoms).sum(-1)
+        return self.expected(out.float().softmax(-1))
+
+    def expected(self, probs: Tensor) -> Tensor:
+        """Means of probabilities (..., K)."""
+        return (probs * self.atoms).sum(-1)
 
     def target(self, out: Tensor, rewards: Tensor, discounts: Tensor, bonus: Tensor | float, reduction: str) -> Tensor:
         """Target probabilities, (B, K) or (E, B, K)."""
         probs = out.float().softmax(-1)
         if reduction == "min":
-            lowest = (probs * self.atoms).sum(-1).argmin(0)  # (B,)
+            lowest = self.expected(probs).argmin(0)  # (B,)
             probs = probs.gather(0, lowest.view(1, -1, 1).expand(1, *probs.shape[1:])).squeeze(0)
         bonus = bonus.unsqueeze(-1) if isinstance(bonus, Tensor) else bonus
         moved = rewards.unsqueeze(-1) + discounts.unsqueeze(-1) * (self.atoms + bonus)  # (B, K)
@@ -257,8 +237,7 @@ class CategoricalReturns:
         """Probabilities of the atoms, from those of arbitrary returns split between the two nearest atoms."""
         place = ((returns - self.v_min) / self.step).clamp(0, self.num_atoms - 1)
         lower = place.floor()
-        share = place - lower
-        low = lower.long()
+        share, low = place - lower, lower.long()
         high = (low + 1).clamp(max=self.num_atoms - 1)
         shared = torch.zeros_like(probs).scatter_add(-1, low, probs * (1 - share))
         return shared.scatter_add(-1, high, probs * share)
@@ -266,10 +245,6 @@ class CategoricalReturns:
     def losses(self, out: Tensor, target: Tensor) -> Tensor:
         """(E,) mean cross-entropies."""
         return -(target * F.log_softmax(out.float(), -1)).sum(-1).mean(1)
-
-    def mean_target(self, target: Tensor) -> Tensor:
-        """Mean of a target."""
-        return (target * self.atoms).sum(-1).mean()
 
 
 @contextmanager
@@ -288,12 +263,16 @@ def frozen(module: nn.Module) -> Iterator[None]:
 def joint_limit_bounds(
     lower: Sequence[float], upper: Sequence[float], default: Sequence[float], action_scale: float | Sequence[float]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """`action_low` and `action_high` for position targets `default + action_scale * action` within joint limits.
+    """`action_low` and `action_high` for position targets `default + action_scale * action` within joint limits."""
+    ends = [np.subtract(limit, default, dtype=float) / np.asarray(action_scale) for limit in (lower, upper)]
+    return tuple(np.minimum(*ends).tolist()), tuple(np.maximum(*ends).tolist())
 
-    Simulators leave actions unbounded or at +-100, where uniform exploration is of little use.
-    """
-    ends = [
-        (np.asarray(limit, float) - np.asarray(default, float)) / np.asarray(action_scale) for limit in (lower, upper)
-    ]
-    low, high = np.minimum(*ends), np.maximum(*ends)
-    return tuple(low.tolist()), tuple(high.tolist())
+
+def profile_settings(algorithm: str, name: str | None) -> dict[str, Any]:
+    """The settings of a profile; {} for None."""
+    if name is None:
+        return {}
+    profiles = PROFILES.get(algorithm.lower(), {})
+    if name not in profiles:
+        raise ValueError(f"{algorithm} has no profile {name!r}; there are {', '.join(profiles) or 'none'}")
+    return dict(profiles[name])

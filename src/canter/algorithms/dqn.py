@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from canter.algorithms.off_policy import OffPolicyAlgorithm, OffPolicyRunSettings, OffPolicySettings, TargetNetwork
 from canter.modules.q_networks import CNNQNetwork, MLPQNetwork, QPolicy, explore_rows
-from canter.storage.replay import PrioritizedReplayBuffer, ReplayBatch, TransitionReplayBuffer
+from canter.storage.replay import PrioritizedReplayBuffer, ReplayBatch
 from canter.utils.config import setting, settings
 from canter.utils.tree import Obs
 
@@ -60,31 +61,22 @@ class DQN(OffPolicyAlgorithm):
     config_class = DQNConfig
     network_names = ("q_network_class", "q_network_cfg")
 
-    def check_action_space(self) -> None:
-        """Require a Discrete space."""
-        if not isinstance(self.action_space, spaces.Discrete):
-            raise ValueError(f"DQN needs Discrete actions, got {self.action_space}; use SAC or TD3 for a Box")
-
     def build(self, networks: Mapping[str, Any]) -> None:
         """Build the network, its optimizer and its target."""
+        if not isinstance(self.action_space, spaces.Discrete):
+            raise ValueError(f"DQN needs Discrete actions, got {self.action_space}; use SAC or TD3 for a Box")
         cfg = self.cfg
         own = {"hidden_dims": cfg.network_hidden_dims, "dueling": cfg.dueling}
         q_class, q_cfg = self.choose_network("q_network", networks, (MLPQNetwork, CNNQNetwork), **own)
-        q_network = q_class(obs_space=self.obs_space, action_space=self.action_space, cfg=q_cfg)
-        self.q_network = q_network.to(self.device)
+        self.q_network = q_class(obs_space=self.obs_space, action_space=self.action_space, cfg=q_cfg).to(self.device)
         self.policy = QPolicy(self.q_network, self.action_space)
         self.target = TargetNetwork(self.q_network, self.make_optimizer("optimizer", self.q_network))
         self.targets = [self.target]
         self.epsilon = torch.tensor(cfg.epsilon_start, device=self.device)
         self.q_loss = self.executor.compile(self.q_loss)
+        if cfg.prioritized_replay:
+            self.replay_class = functools.partial(PrioritizedReplayBuffer, exponent=self.live.priority_exponent)
 
-    def new_replay(self, **arguments: Any) -> TransitionReplayBuffer:
-        """Build the replay buffer, prioritised if `prioritized_replay` is set."""
-        if not self.cfg.prioritized_replay:
-            return super().new_replay(**arguments)
-        return PrioritizedReplayBuffer(**arguments, exponent=self.live.priority_exponent)
-
-    # ------------------------------------------------------------------ acting
     def get_epsilon(self, timesteps: int) -> float:
         """Probability of a random action after `timesteps` environment steps."""
         start, end, steps = self.cfg.epsilon_start, self.cfg.epsilon_end, self.cfg.epsilon_decay_steps
@@ -101,46 +93,36 @@ class DQN(OffPolicyAlgorithm):
         """Write the current epsilon to the device."""
         self.epsilon.fill_(self.get_epsilon(self.timesteps))
 
-    def explore_step(self, obs: Obs) -> Tensor:
+    def explore_step(self, obs: Obs, epsilon: float | None = None) -> Tensor:
         """The best action or, with probability epsilon in each environment, a random one."""
-        return explore_rows(self._values(obs), self.epsilon, self.generators["action"])
+        with self.executor.autocast():
+            values = self.q_network(self.policy.obs_normalizer.normalize(obs)).float()
+        return explore_rows(values, self.epsilon if epsilon is None else epsilon, self.generators["action"])
 
     @torch.no_grad()
     def act(self, obs: Obs, deterministic: bool = False, epsilon: float | None = None) -> Tensor:
         """Actions for raw observations; `epsilon` replaces that of the schedule."""
         if deterministic or epsilon is None:
             epsilon = 0.0 if deterministic else self.get_epsilon(self.timesteps)
-        return explore_rows(self._values(obs), epsilon, self.generators["action"])
-
-    def _values(self, obs: Obs) -> Tensor:
-        with self.executor.autocast():
-            return self.q_network(self.policy.obs_normalizer.normalize(obs)).float()  # pyright: ignore[reportCallIssue]
+        return self.explore_step(obs, epsilon)
 
     def exploration(self) -> dict[str, float]:
         """The probability of a random action."""
         return {"exploration/epsilon": self.get_epsilon(self.timesteps)}
 
-    # ------------------------------------------------------------------ learning
     def batches(self, count: int) -> Iterator[ReplayBatch]:
         """Batches for `count` gradient steps; prioritised ones one by one, because each step changes the priorities."""
-        if not self.cfg.prioritized_replay:
-            yield from super().batches(count)
-            return
-        for _ in range(count):
-            yield next(super().batches(1))
-
-    @torch.no_grad()
-    def td_target(self, batch: ReplayBatch) -> Tensor:
-        """(B,) target values of the taken actions."""
-        with self.executor.autocast():
-            next_values = self.target.module(batch.next_obs).float()
-            chooser = self.q_network(batch.next_obs).float() if self.cfg.double_dqn else next_values
-        best = next_values.gather(-1, chooser.argmax(-1, keepdim=True)).squeeze(-1)
-        return batch.rewards + batch.discounts * (1.0 - batch.dones) * best
+        at_once = 1 if self.cfg.prioritized_replay else count
+        for _ in range(0, count, at_once):
+            yield from super().batches(at_once)
 
     def q_loss(self, batch: ReplayBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The Huber loss on the taken actions' values, and statistics."""
-        target = self.td_target(batch)
+        with torch.no_grad(), self.executor.autocast():
+            next_values = self.target.module(batch.next_obs).float()
+            chooser = self.q_network(batch.next_obs).float() if self.cfg.double_dqn else next_values
+            best = next_values.gather(-1, chooser.argmax(-1, keepdim=True)).squeeze(-1)
+            target = batch.rewards + batch.discounts * (1.0 - batch.dones) * best
         with self.executor.autocast():
             values = self.q_network(batch.obs).float()
         taken = values.gather(-1, batch.actions.long().unsqueeze(-1)).squeeze(-1)
@@ -149,6 +131,12 @@ class DQN(OffPolicyAlgorithm):
         stats = {"mean_q": taken.detach().mean(), "td_target_mean": target.mean(), "error": (taken - target).detach()}
         return weighted.mean(), stats
 
+    def train(self, gradient_steps: int) -> None:
+        """Take gradient steps; the exponent of the importance weights follows the schedule."""
+        if isinstance(replay := self.prepare(), PrioritizedReplayBuffer):
+            replay.correction.fill_(1.0 - self.fraction_left * (1.0 - self.cfg.importance_exponent))
+        super().train(gradient_steps)
+
     def learn_step(self, batch: ReplayBatch, phase: int) -> None:
         """Take a gradient step and update the priorities of the batch."""
         loss, stats = self.q_loss(batch)
@@ -156,20 +144,4 @@ class DQN(OffPolicyAlgorithm):
         norm, skipped = self.optimizer_step("optimizer", loss)
         if isinstance(self.replay, PrioritizedReplayBuffer) and batch.places is not None:
             self.replay.set_priorities(batch.places, error)
-        stats |= {"q_loss": loss.detach(), "grad_norm": norm, "nonfinite_updates": skipped}
-        self.meter.add({**stats, "learning_rate": self.optimizers["optimizer"].lr})
-
-    def adjust_learning_rate(self, progress: float) -> None:
-        """Set linear schedules, and the exponent of the importance weights."""
-        super().adjust_learning_rate(progress)
-        self._set_importance_exponent()
-
-    def sync_settings(self) -> None:
-        """Copy changed settings to the device."""
-        super().sync_settings()
-        self._set_importance_exponent()
-
-    def _set_importance_exponent(self) -> None:
-        replay = self.__dict__.get("replay")
-        if isinstance(replay, PrioritizedReplayBuffer):
-            replay.correction.fill_(1.0 - self.fraction_left * (1.0 - self.cfg.importance_exponent))
+        self.meter.add({**stats, "q_loss": loss.detach(), "grad_norm": norm, "nonfinite_updates": skipped})

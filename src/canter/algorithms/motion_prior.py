@@ -75,14 +75,13 @@ class MotionPrior(Extension):
     settings_class = MotionPriorSettings
     storage_class = AmpRolloutStorage
 
+    def __init__(self, cfg: Any = None, **given: Any) -> None:
+        super().__init__(cfg, **given)
+        self.learns_separately = self.cfg.discriminator_optimizer == "own"
+
     def excluded_parameters(self, policy: Any) -> list[str]:
         """The discriminator, where it has an optimizer of its own."""
         return ["discriminator"] if self.learns_separately else []
-
-    @property
-    def learns_separately(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether the discriminator has an optimizer of its own."""
-        return self.cfg.discriminator_optimizer == "own"
 
     def attach(self, alg: Any) -> None:
         """Build the optimizer, the normalisers and the expert data."""
@@ -90,10 +89,8 @@ class MotionPrior(Extension):
         cfg = self.cfg
         self.discriminator: Any = getattr(alg.policy, "discriminator", None)
         if self.discriminator is None:
-            raise ValueError(
-                f"{type(alg).__name__} needs a policy with a discriminator, such as AmpActorCritic; "
-                f"{type(alg.policy).__name__} has none"
-            )
+            needs = f"{type(alg).__name__} needs a policy with a discriminator, such as AmpActorCritic"
+            raise ValueError(f"{needs}; {type(alg.policy).__name__} has none")
         self.width = self.discriminator.input_dim
         if cfg.amp_obs_dim not in (None, self.width):
             raise ValueError(f"amp_obs_dim is {cfg.amp_obs_dim}, the discriminator's input is {self.width}")
@@ -102,8 +99,10 @@ class MotionPrior(Extension):
         if cfg.mimic_loss_coef:
             warnings.warn("mimic_loss has no gradient, it is only reported; use mimic_reward_coef", stacklevel=4)
         self.generator, self.device = alg.new_generator("motion"), alg.device
-        names = ("policy", "expert") if cfg.separate_amp_normalizers else ("both",)
-        self.normalizers = {name: EmpiricalNormalization([self.width], until=1e8).to(self.device) for name in names}
+        self.ref_obs_normalizer = EmpiricalNormalization([self.width], until=1e8).to(self.device)
+        self.ref_motion_normalizer = self.ref_obs_normalizer
+        if cfg.separate_amp_normalizers:
+            self.ref_motion_normalizer = EmpiricalNormalization([self.width], until=1e8).to(self.device)
         self.own_optimizer: GuardedOptimizer | None = None
         if self.learns_separately:
             decays = {"trunk": cfg.discriminator_weight_decay, "head": cfg.discriminator_head_weight_decay}
@@ -125,22 +124,11 @@ class MotionPrior(Extension):
         """Width of the stored feature windows."""
         return {"amp_obs_shape": (self.width,)}
 
-    @property
-    def ref_obs_normalizer(self) -> EmpiricalNormalization:
-        """Normaliser of the policy's features."""
-        return self.normalizers.get("both") or self.normalizers["policy"]
-
-    @property
-    def ref_motion_normalizer(self) -> EmpiricalNormalization:
-        """Normaliser of the expert's features."""
-        return self.normalizers.get("both") or self.normalizers["expert"]
-
     def normalized(self, features: Tensor, owner: str) -> Tensor:
         """(..., D) raw features of the "policy" or the "expert", normalised for the discriminator."""
-        normalizer = self.normalizers.get("both") or self.normalizers[owner]
+        normalizer = self.ref_motion_normalizer if owner == "expert" else self.ref_obs_normalizer
         return normalizer.normalize(features).clamp(-LARGEST_FEATURE, LARGEST_FEATURE)
 
-    # ------------------------------------------------------------------ collecting
     def after_act(self, step: dict[str, Any], obs: Obs, critic_obs: Obs) -> None:
         """Label the step with its own action, where no teacher did."""
         step.setdefault("action_labels", step["actions"])
@@ -150,13 +138,19 @@ class MotionPrior(Extension):
         ref_obs = self._flat((record.extras.get("observations") or {}).get("ref_obs"), "observations']['ref_obs")
         final = record.extras.get("final_observation")
         final = final.get("ref_obs") if isinstance(final, Mapping) else None
-        if final is None:  # features after an episode's end belong to the next episode
-            valid = record.valid & ~record.done
+        valid = record.valid
+        if final is None:
+            valid = valid & ~record.done  # features after an episode's end belong to the next episode
         else:
-            valid = record.valid
             ref_obs = torch.where(record.done.unsqueeze(1), self._flat(final, "final_observation']['ref_obs"), ref_obs)
         expert = record.extras.get("ref_motion")
-        expert = self.expert_rows(len(ref_obs)) if expert is None else self._flat(expert, "ref_motion")
+        if expert is not None:
+            expert = self._flat(expert, "ref_motion")
+        elif self.bank is not None:
+            draws = torch.rand(len(ref_obs), generator=self.generator, device=self.device, dtype=torch.float64)
+            expert = self.bank[(draws * len(self.bank)).long()]
+        else:
+            raise KeyError("the environment gives no 'ref_motion' in its extras; give it, or set amp_motion_loader")
         return {"ref_obs": ref_obs, "ref_motion": expert, "ref_valid": valid}
 
     def _flat(self, features: Any, name: str) -> Tensor:
@@ -166,13 +160,6 @@ class MotionPrior(Extension):
         if flat.shape[1] != self.width:
             raise ValueError(f"extras['{name}'] is {flat.shape[1]} wide, the discriminator's input {self.width}")
         return flat
-
-    def expert_rows(self, count: int) -> Tensor:
-        """(count, D) windows from the loaded clips."""
-        if self.bank is None:
-            raise KeyError("the environment gives no 'ref_motion' in its extras; give it, or set amp_motion_loader")
-        draws = torch.rand(count, generator=self.generator, device=self.device, dtype=torch.float64)
-        return self.bank[(draws * len(self.bank)).long()]
 
     def reward(self, reward: Tensor, record: StepRecord) -> Tensor:
         """Blend of style and task reward; rows whose features are unknown get no style reward."""
@@ -196,7 +183,6 @@ class MotionPrior(Extension):
         """Style and task reward of the last step."""
         return dict(zip(REWARD_NAMES, self.last_rewards.tolist(), strict=True))
 
-    # ------------------------------------------------------------------ learning
     def recording_key(self) -> tuple[Any, ...]:
         """Copy a changed learning rate to the discriminator's optimizer."""
         wanted = self.cfg.discriminator_learning_rate
@@ -219,23 +205,19 @@ class MotionPrior(Extension):
         terms.inter_vars.update(rows, ref_valid=valid)
 
     def late_terms(self, terms: Terms) -> None:
-        """Add the discriminator's losses; the gradient of a gradient cannot be compiled."""
-        if self.cfg.discriminator_loss_coef:
-            kept = terms.inter_vars
-            losses, stats = self.losses(kept["ref_motion"], kept["ref_obs"], kept["ref_valid"])
-            terms.losses.update(losses)
-            terms.stats.update(stats)
-
-    def losses(self, expert: Tensor, policy: Tensor, valid: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The discriminator's three losses on raw features (..., D), fresh and replayed, and its accuracy."""
-        expert, policy, valid = expert.reshape(-1, self.width), policy.reshape(-1, self.width), valid.reshape(-1)
+        """Add the discriminator's losses on fresh and replayed features; the gradient of a gradient is not compiled."""
+        if not self.cfg.discriminator_loss_coef:
+            return
+        expert, policy = (terms.inter_vars[name].reshape(-1, self.width) for name in ("ref_motion", "ref_obs"))
+        valid = terms.inter_vars["ref_valid"].reshape(-1)
         if self.replay is not None:
             past = torch.cat(self.replay.sample(len(policy), self.generator), -1)[:, : self.width]
             policy = torch.cat([policy, past])
             valid = torch.cat([valid, self.has_past.expand(len(past))])
-        return self.discriminator.adversarial_losses(
-            self.normalized(expert, "expert"), self.normalized(policy, "policy"), valid
-        )
+        expert, policy = self.normalized(expert, "expert"), self.normalized(policy, "policy")
+        losses, stats = self.discriminator.adversarial_losses(expert, policy, valid)
+        terms.losses.update(losses)
+        terms.stats.update(stats)
 
     def learn(self, terms: Terms) -> Terms | None:
         """Take a step of the discriminator's own optimizer, skipped now and then while it is too accurate."""
@@ -255,13 +237,10 @@ class MotionPrior(Extension):
 
     def end_update(self, rollout: RolloutStorage) -> None:
         """Take the rollout's features into the statistics, and its valid windows into the replay."""
-        data, used = rollout.data, rollout.newest
-        self.observe(data["ref_obs"][used], data["ref_motion"][used], data["ref_valid"][used].squeeze(-1))
-
-    def observe(self, policy: Tensor, expert: Tensor, valid: Tensor) -> None:
-        """Take features (T, N, D) into the statistics, and the policy's valid ones into the replay."""
-        for owner, features, mask in (("policy", policy, valid), ("expert", expert, None)):
-            (self.normalizers.get("both") or self.normalizers[owner]).update(features, mask)
+        policy, expert, valid = (rollout.data[name][rollout.newest] for name in ("ref_obs", "ref_motion", "ref_valid"))
+        valid = valid.squeeze(-1)
+        self.ref_obs_normalizer.update(policy, valid)
+        self.ref_motion_normalizer.update(expert)
         if self.replay is not None:
             rows = torch.nn.functional.pad(policy[valid], (0, self.width % 2))
             self.replay.insert(*rows.chunk(2, dim=-1))
@@ -273,11 +252,12 @@ class MotionPrior(Extension):
         self.rewards.reset()
         return means
 
-    # ------------------------------------------------------------------ saving
     def checkpoint_parts(self) -> dict[str, Any]:
         """Feature normalisers and the discriminator's optimizer; the discriminator is part of the policy."""
-        names = {"both": "amp_norm", "policy": "ref_obs_norm", "expert": "ref_motion_norm"}
-        parts: dict[str, Any] = {f"{names[name]}_state_dict": part for name, part in self.normalizers.items()}
+        parts: dict[str, Any] = {"amp_norm_state_dict": self.ref_obs_normalizer}
+        if self.cfg.separate_amp_normalizers:
+            own, expert = self.ref_obs_normalizer, self.ref_motion_normalizer
+            parts = {"ref_obs_norm_state_dict": own, "ref_motion_norm_state_dict": expert}
         if self.own_optimizer is not None:
             parts["discriminator_optimizer_state_dict"] = self.own_optimizer
         return parts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from operator import itemgetter
 from typing import Any, ClassVar
 
@@ -18,7 +18,6 @@ from canter.envs.vec_env import StepRecord
 from canter.execution.flat_parameters import FlatParameters
 from canter.modules.build import build_normalizer, env_shapes
 from canter.modules.normalizer import ReturnScaler
-from canter.modules.policy import Policy
 from canter.storage.offline import fill_replay
 from canter.storage.replay import ReplayBatch, TransitionReplayBuffer
 from canter.utils.config import setting, settings
@@ -87,53 +86,43 @@ class OffPolicySettings(AlgorithmSettings):
 class OffPolicyAlgorithm(Algorithm):
     """Base of algorithms that explore, store steps in a replay buffer and take gradient steps on samples of it.
 
-    A subclass implements `check_action_space`, `build`, `random_actions`, `explore_step` and `learn_step`.
+    A subclass implements, in tensor code except for `build`:
+        build(networks): check the action space, and build policy, optimizers and target networks from the arguments
+            `network_names`.
+        random_actions(): uniform actions for every environment, in the form that the environment takes.
+        explore_step(obs): actions with exploration, in that form.
+        learn_step(batch, phase): gradient step number `phase`, counted modulo `policy_delay`.
 
     Args:
         env: Anything `wrap_env` accepts.
         cfg: A config object instead of settings as keywords.
-        device: Device to learn on; None takes a GPU if there is one.
         seed: Seed of exploration and of sampling; drawn from torch's generator if None.
-        obs_space: Observation space, if not the environment's.
-        action_space: Action space, if not the environment's.
-        log_dir: Run directory of `learn`.
+        obs_space, action_space: Spaces, if not the environment's.
         **given: Settings, the fields of `settings_class`, and the arguments `network_names`.
     """
 
     settings_class = OffPolicySettings
     learns_from_replay = True
     runner_name: ClassVar[str] = "OffPolicyRunner"
-    network_names: ClassVar[tuple[str, ...]] = ()
-    """Constructor arguments that choose the networks."""
-    policy: Policy
+    network_names: ClassVar[tuple[str, ...]] = ()  # constructor arguments that choose the networks
+    replay_class: Any = TransitionReplayBuffer
     env: Any
     action_space: Any
 
     def __init__(
-        self,
-        env: Any = None,
-        cfg: Any = None,
-        *,
-        device: Any = None,
-        seed: int | None = None,
-        obs_space: Any = None,
-        action_space: Any = None,
-        log_dir: str | None = None,
-        **given: Any,
-    ) -> None:
+        self, env: Any = None, cfg: Any = None, *, device: Any = None, seed: int | None = None, obs_space: Any = None,
+        action_space: Any = None, log_dir: str | None = None, **given: Any,
+    ) -> None:  # fmt: skip
         networks = {name: given.pop(name, None) for name in self.network_names}
         self.optimizers: dict[str, GuardedOptimizer] = {}
         self.targets: list[TargetNetwork] = []
-        self.rates: dict[str, float | None] = {}
-        """Learning rate settings and the values that the optimizers got."""
-        self.trainable: list[bool] = []
+        self.rates: dict[str, float | None] = {}  # learning rate settings and the values that the optimizers got
+        self.trainable: list[bool] = []  # which of the optimizers' parameters were not frozen in the last `train`
         super().__init__(cfg, given, device, seed, env)
         if self.env is None:
             raise ValueError(f"{type(self).__name__} needs an environment: {type(self).__name__}(env, cfg)")
         self.log_dir, self.num_envs = log_dir, self.env.num_envs
-        self.obs_space = obs_space or self.env.obs_space
-        self.action_space = action_space or self.env.action_space
-        self.check_action_space()
+        self.obs_space, self.action_space = obs_space or self.env.obs_space, action_space or self.env.action_space
         self.new_generator("action")
         self.new_generator("replay")
         self.meter, self.slow_meter = MeanMeter(), MeanMeter()
@@ -144,50 +133,16 @@ class OffPolicyAlgorithm(Algorithm):
             self.policy.obs_normalizer = build_normalizer(obs_shape)
             self.policy.critic_obs_normalizer = build_normalizer(obs_shape if critic_shape is None else critic_shape)
         self.policy.to(self.device)
-        self.replay: TransitionReplayBuffer | None = None
-        self.acted: tuple[Any, Any, Tensor] | None = None
-        """Observations and actions of the step that `process_step` completes."""
+        self.replay: Any = None
+        self.acted: tuple[Any, Any, Tensor] | None = None  # observations and actions of the step that was begun
         self.timesteps = self.num_updates = self.num_stored = 0
-        self.fraction_left = 1.0
-        """Fraction of the run that is left, for schedules."""
+        self.fraction_left = 1.0  # of the run, for schedules
         self.sync_settings()
 
-    # ------------------------------------------------------------------ hooks of a subclass
-    def check_action_space(self) -> None:
-        """Raise an error for an action space that the algorithm cannot act in."""
-        raise NotImplementedError
-
-    def build(self, networks: Mapping[str, Any]) -> None:
-        """Build the policy, the optimizers and the target networks; `networks` has the arguments `network_names`."""
-        raise NotImplementedError
-
-    def random_actions(self) -> Tensor:
-        """Uniform actions for every environment, in the form that the environment takes."""
-        raise NotImplementedError
-
-    def before_exploring(self) -> None:
-        """Set what `explore_step` depends on. Host."""
-
-    def explore_step(self, obs: Obs) -> Tensor:
-        """Actions with exploration, in the form that the environment takes."""
-        raise NotImplementedError
-
-    def learn_step(self, batch: ReplayBatch, phase: int) -> None:
-        """Take gradient step number `phase`, counted modulo `policy_delay`, in tensor code."""
-        raise NotImplementedError
-
-    def new_replay(self, **arguments: Any) -> TransitionReplayBuffer:
-        """Build the replay buffer."""
-        return TransitionReplayBuffer(**arguments)
-
-    # ------------------------------------------------------------------ building and live settings
-    def choose_network(
-        self, kind: str, networks: Mapping[str, Any], defaults: Sequence[Any], **own: Any
-    ) -> tuple[Any, dict[str, Any]]:
+    def choose_network(self, kind: str, networks: Mapping[str, Any], defaults: Any, **own: Any) -> tuple[Any, Any]:
         """The class of a network, the user's or the default for vectors or for one image, and its `cfg`.
 
-        The `cfg` has the settings `own` that the class accepts, and the user's. Image networks keep their own widths of
-        hidden layers.
+        The `cfg` has the settings `own` that the class accepts (images: without `hidden_dims`), and the user's.
         """
         has_image = isinstance(self.obs_space, spaces.Box) and len(self.obs_space.shape) == 3
         cls = networks[f"{kind}_class"] or defaults[has_image]
@@ -220,20 +175,14 @@ class OffPolicyAlgorithm(Algorithm):
             if rate != known:
                 self.rates[name] = rate
                 optimizer.lr.fill_(rate * self.fraction_left if self.cfg.schedule == "linear" else rate)
-        self.trainable = self._trainable()
         super().sync_settings()
-
-    def _trainable(self) -> list[bool]:
-        """Which of the optimizers' parameters are not frozen."""
-        return [p.requires_grad for optimizer in self.optimizers.values() for p in optimizer.parameters]
 
     def recording_key(self) -> tuple[Any, ...]:
         """Frozen and replaced parameters, and training modes."""
         if not self.optimizers:  # still under construction
             return ()
-        tensors = tuple((p.data_ptr(), p.requires_grad) for p in self.policy.parameters())
-        modes = tuple(module.training for part in self.modules() for module in part.modules())
-        return (tensors, modes, *self.trainable)
+        tensors = [(p.data_ptr(), p.requires_grad) for part in self.modules() for p in part.parameters()]
+        return (*tensors, *(module.training for part in self.modules() for module in part.modules()))
 
     def adjust_learning_rate(self, progress: float) -> None:
         """Set linear schedules for the fraction of the run that is done."""
@@ -242,18 +191,16 @@ class OffPolicyAlgorithm(Algorithm):
             for name, optimizer in zip(self.rates, self.optimizers.values(), strict=True):
                 optimizer.lr.fill_(getattr(self.cfg, name) * self.fraction_left)
 
-    # ------------------------------------------------------------------ replay
     def prepare(self) -> TransitionReplayBuffer:
         """The replay buffer, allocated at the first call; MemoryError if it does not fit."""
         if self.replay is None:
-            capacity = self.cfg.buffer_size
-            if self.cfg.buffer_steps_per_env is not None:
-                capacity = self.cfg.buffer_steps_per_env * self.num_envs
+            steps = self.cfg.buffer_steps_per_env
+            capacity = self.cfg.buffer_size if steps is None else steps * self.num_envs
             if self.cfg.batch_size > capacity:
                 raise ValueError(f"batch_size={self.cfg.batch_size} is more than the replay buffer holds: {capacity}")
             (obs_shape, critic_shape), distribution = env_shapes(self.env), self.policy.distribution
             with torch.inference_mode(False):
-                self.replay = self.new_replay(
+                self.replay = self.replay_class(
                     capacity=max(capacity, self.num_envs), num_envs=self.num_envs, device=self.device,
                     obs_shape=obs_shape, critic_obs_shape=critic_shape, action_shape=distribution.action_shape,
                     action_dtype=distribution.action_dtype, has_invalid_steps=self.env.has_invalid_steps,
@@ -265,21 +212,21 @@ class OffPolicyAlgorithm(Algorithm):
     def fill(self, source: Any, max_steps: int | None = None) -> int:
         """Put offline steps into the replay buffer and start the normalisers from them; returns their number.
 
-        `source` is a directory of trajectory files, "minari:<dataset id>", a Minari dataset, `Episode`s, or steps as
-        dicts; see `canter.storage.offline`.
+        `canter.storage.offline` describes the kinds of `source`.
         """
         replay = self.prepare()
         added = fill_replay(replay, source, max_steps)
         self.num_stored += added
         if self.cfg.empirical_normalization or self.return_scaler is not None:
             batch = replay.draw(min(added, NUM_STATISTICS), 1, self.live.gamma, self.generators["replay"])
-            if self.cfg.empirical_normalization:
-                self.policy.update_normalizers(batch.obs, batch.critic_obs)
+            self.policy.update_normalizers(batch.obs, batch.critic_obs)
             if self.return_scaler is not None:  # the return of a reward that repeats forever
                 self.return_scaler.take(batch.rewards / max(1.0 - self.cfg.gamma, 1e-3))
         return added
 
-    # ------------------------------------------------------------------ collecting
+    def before_exploring(self) -> None:
+        """Set what `explore_step` depends on. Host."""
+
     @torch.no_grad()
     def explore(self, obs: Obs, critic_obs: Obs | None = None) -> Tensor:
         """Actions for every environment: random ones until `learning_starts`, then the algorithm's own exploration."""
@@ -298,9 +245,8 @@ class OffPolicyAlgorithm(Algorithm):
         if self.acted is None:
             raise RuntimeError("call explore before process_step: it keeps the actions that led to the step")
         obs, critic_obs, actions = self.acted
-        needed = record._replace(extras={})
-        if record.critic_obs is record.obs:
-            needed = needed._replace(critic_obs=None, final_critic_obs=None)  # pyright: ignore[reportArgumentType]
+        unneeded = ("critic_obs", "final_critic_obs") if record.critic_obs is record.obs else ()
+        needed = record._replace(extras={}, **dict.fromkeys(unneeded))
         self.executor.run("insert", self.insert_step, obs, critic_obs, actions, needed)
         self.acted = None
         self.timesteps += self.num_envs
@@ -308,16 +254,13 @@ class OffPolicyAlgorithm(Algorithm):
 
     def insert_step(self, obs: Obs, critic_obs: Obs | None, actions: Tensor, record: StepRecord) -> None:
         """Write one step of every environment; the next observation is the one before a reset."""
-        assert self.replay is not None
-        done, after, critic_after = record.terminated, record.obs, record.critic_obs
-        if record.final_obs is None:
-            done = record.done  # the final observation is missing: bootstrapping from the reset state would be wrong
-        else:
-            after = tree_where(record.done, record.final_obs, after)
-            if critic_obs is not None and record.final_critic_obs is not None:
-                critic_after = tree_where(record.done, record.final_critic_obs, critic_after)
-            elif critic_obs is not None:
-                done = record.done
+        done = record.terminated
+        if record.final_obs is None or (critic_obs is not None and record.final_critic_obs is None):
+            done = record.done  # a final observation is missing: bootstrapping from the reset state would be wrong
+        after, critic_after = (
+            new if final is None else tree_where(record.done, final, new)
+            for new, final in ((record.obs, record.final_obs), (record.critic_obs, record.final_critic_obs))
+        )
         self.replay.add(
             obs, actions, record.reward, after, done, truncated=record.truncated, critic_obs=critic_obs,
             next_critic_obs=critic_after, valid=record.valid,
@@ -338,7 +281,6 @@ class OffPolicyAlgorithm(Algorithm):
         """Metrics of the exploration."""
         return {}
 
-    # ------------------------------------------------------------------ learning
     @property
     def can_learn(self) -> bool:
         """Whether enough steps are stored; counted on the host, so that nothing is read from the device."""
@@ -357,13 +299,14 @@ class OffPolicyAlgorithm(Algorithm):
         self.prepare()
         for optimizer in self.optimizers.values():
             optimizer.take_assigned_rates()
-        if self._trainable() != self.trainable:
+        trainable = [p.requires_grad for optimizer in self.optimizers.values() for p in optimizer.parameters]
+        if trainable != self.trainable:
+            self.trainable = trainable
             self.sync_settings()
         interval, period = self.cfg.target_update_interval, getattr(self.cfg, "policy_delay", 1)
         while gradient_steps > 0:
-            count = min(gradient_steps, MAX_STEPS_PER_GRAPH)
-            if interval > 1:
-                count = min(count, interval - self.num_updates % interval)
+            until_target_update = interval - self.num_updates % interval if interval > 1 else gradient_steps
+            count = min(gradient_steps, MAX_STEPS_PER_GRAPH, until_target_update)
             self.executor.run("learn", self.learn_steps, count, self.num_updates % period)
             self.num_updates += count
             gradient_steps -= count
@@ -378,12 +321,17 @@ class OffPolicyAlgorithm(Algorithm):
                 self.update_targets()
 
     def batches(self, count: int) -> Iterator[ReplayBatch]:
-        """Batches for `count` gradient steps, gathered at once."""
-        assert self.replay is not None
+        """Batches for `count` gradient steps, gathered at once, with normalised observations and scaled rewards."""
         size = self.cfg.batch_size
         whole = self.replay.draw(count * size, self.cfg.n_step, self.live.gamma, self.generators["replay"])
         if self.cfg.empirical_normalization:
-            whole = self.normalized(whole)
+            actor, critic = self.policy.obs_normalizer.normalize, self.policy.critic_obs_normalizer.normalize
+            obs, next_obs = critic_obs, next_critic_obs = actor(whole.obs), actor(whole.next_obs)
+            if whole.critic_obs is not whole.obs:
+                critic_obs, next_critic_obs = critic(whole.critic_obs), critic(whole.next_critic_obs)
+            whole = whole._replace(obs=obs, next_obs=next_obs, critic_obs=critic_obs, next_critic_obs=next_critic_obs)
+        if self.return_scaler is not None:
+            whole = whole._replace(rewards=whole.rewards * (self.returns.bound / self.return_scaler.reach()))
         if count == 1:
             yield whole
             return
@@ -392,48 +340,36 @@ class OffPolicyAlgorithm(Algorithm):
             parts: Any = [part if part is None else tree_map(itemgetter(rows), part) for part in whole]
             yield ReplayBatch(*parts)
 
-    def normalized(self, batch: ReplayBatch) -> ReplayBatch:
-        """The batch with normalised observations."""
-        actor: Any = self.policy.obs_normalizer
-        critic: Any = self.policy.critic_obs_normalizer
-        obs, next_obs = critic_obs, next_critic_obs = actor.normalize(batch.obs), actor.normalize(batch.next_obs)
-        if batch.critic_obs is not batch.obs:
-            critic_obs, next_critic_obs = critic.normalize(batch.critic_obs), critic.normalize(batch.next_critic_obs)
-        return batch._replace(obs=obs, next_obs=next_obs, critic_obs=critic_obs, next_critic_obs=next_critic_obs)
-
     def update_targets(self) -> None:
         """Move the target networks towards the trained ones."""
         for target in self.targets:
             target.update(self.live.tau)
 
     def optimizer_step(self, name: str, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Minimise a loss by one step of an optimizer; returns the gradient's norm, and 1 if the step was skipped.
-
-        An optimizer whose parameters are all frozen takes no step.
-        """
+        """Minimise a loss by one step of an optimizer; returns the gradient's norm, and 1 if the step was skipped."""
         optimizer = self.optimizers[name]
-        if not any(p.requires_grad for p in optimizer.parameters):
-            zero = torch.zeros_like(optimizer.lr)
-            return zero, zero
+        if not any(p.requires_grad for p in optimizer.parameters):  # all are frozen
+            return torch.zeros_like(optimizer.lr), torch.zeros_like(optimizer.lr)
         backward(loss, optimizer)
         norm, skipped = optimizer.clip(self.live.max_grad_norm if self.cfg.max_grad_norm else math.inf)
         optimizer.apply(skipped)
         return norm, skipped
 
     def report(self) -> dict[str, float]:
-        """Mean metrics of the gradient steps since the last report, read from the device at once."""
+        """Mean metrics of the gradient steps since the last report, and the learning rates."""
         self.sync_settings()
         found: dict[str, float] = {}
         for meter in (self.meter, self.slow_meter):
             means = meter.means()
             count = means.pop("count", 0.0)
-            found |= {name: value for name, value in means.items() if count}
+            found |= means if count else {}
             meter.reset()
             if "nonfinite_updates" in means and count:
                 found["nonfinite_updates"] *= count
+        if found:
+            found |= {name: float(o.lr) for name, o in zip(self.rates, self.optimizers.values(), strict=True)}
         return {f"train/{name}": value for name, value in found.items()}
 
-    # ------------------------------------------------------------------ saving
     def checkpoint_parts(self) -> dict[str, Any]:
         """The policy with its normalisers, the target networks and the optimizers."""
         parts: dict[str, Any] = {"model_state_dict": self.policy}
@@ -445,9 +381,8 @@ class OffPolicyAlgorithm(Algorithm):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of every part, the counters, and the replay buffer if `save_replay_buffer` is set."""
-        counters = {"num_updates": self.num_updates, "timesteps": self.timesteps, "num_stored": 0}
-        rate = float(next(iter(self.optimizers.values())).lr)
-        state = super().state_dict() | counters | {"learning_rate": rate}
+        state = super().state_dict() | {"learning_rate": float(next(iter(self.optimizers.values())).lr)}
+        state |= {"num_updates": self.num_updates, "timesteps": self.timesteps, "num_stored": 0}
         if self.cfg.save_replay_buffer and self.replay is not None:
             state |= {REPLAY: self.replay.state_dict(), "num_stored": self.num_stored}
         return state
@@ -476,18 +411,12 @@ class TargetNetwork:
     """A slowly updated copy of a module that `optimizer` trains; one operation where parameters share a vector."""
 
     def __init__(self, source: nn.Module, optimizer: GuardedOptimizer) -> None:
-        self.source = source
-        self.module = copy.deepcopy(source)
-        self.module.requires_grad_(False)
-        trained: list[Tensor] = [flat.vector for flat in optimizer.flats]
-        own: list[Tensor] = list(self.module.parameters())
-        if len(trained) == 1 and trained[0].numel() == sum(p.numel() for p in own):
-            own = [FlatParameters(list(self.module.parameters())).vector]
-            own[0].grad = None
-            own[0].requires_grad_(False)
-        else:
-            trained = list(source.parameters())
-        self.pairs = list(zip(own, trained, strict=True))
+        self.source, self.module = source, copy.deepcopy(source).requires_grad_(False)
+        self.pairs: list[Any] = list(zip(self.module.parameters(), source.parameters(), strict=True))
+        flats = optimizer.flats
+        if len(flats) == 1 and flats[0].vector.numel() == sum(p.numel() for p in source.parameters()):
+            own = FlatParameters(list(self.module.parameters())).vector.detach()
+            self.pairs = [(own, flats[0].vector)]
 
     @torch.no_grad()
     def update(self, tau: Tensor) -> None:

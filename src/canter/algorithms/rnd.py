@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from canter.utils.metrics import MeanMeter
 from canter.utils.tree import tree_where
 
 WEIGHT_SCHEDULES = ("constant", "step", "linear")
+SCHEDULE_ENTRIES = ("mode", "initial_step", "final_step", "final_value")
 
 
 @settings
@@ -65,14 +65,18 @@ class RNDModel(nn.Module):
     def __init__(self, cfg: RNDConfig, device: torch.device | str = "cpu") -> None:
         super().__init__()
         self.cfg = cfg
-        self.schedule = checked_schedule(cfg.weight_schedule or {})
+        given = check_settings("weight_schedule", cfg.weight_schedule or {}, SCHEDULE_ENTRIES)
+        self.schedule: dict[str, Any] = {"mode": "constant", "initial_step": 0, **given}
+        mode, missing = self.schedule["mode"], [name for name in SCHEDULE_ENTRIES if name not in self.schedule]
+        if mode not in WEIGHT_SCHEDULES:
+            raise ValueError(f"weight_schedule mode must be one of {WEIGHT_SCHEDULES}, got {mode!r}")
+        if missing and mode != "constant":
+            raise ValueError(f"a {mode} weight_schedule needs {' and '.join(missing)}")
         self.predictor = mlp([cfg.num_states, *cfg.predictor_hidden_dims, cfg.num_outputs], cfg.activation)
-        self.target = mlp([cfg.num_states, *cfg.target_hidden_dims, cfg.num_outputs], cfg.activation).requires_grad_(
-            False
-        )
-        self.state_normalizer: Any = NoNormalization()
-        if cfg.state_normalization:
-            self.state_normalizer = EmpiricalNormalization([cfg.num_states])
+        self.target = mlp([cfg.num_states, *cfg.target_hidden_dims, cfg.num_outputs], cfg.activation)
+        self.target.requires_grad_(False)
+        is_normalized = cfg.state_normalization
+        self.state_normalizer: Any = EmpiricalNormalization([cfg.num_states]) if is_normalized else NoNormalization()
         self.reward_scaler = ReturnScaler(cfg.num_envs, 0.99) if cfg.reward_normalization else None
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.steps: Tensor
@@ -99,9 +103,9 @@ class RNDModel(nn.Module):
         reward = torch.linalg.vector_norm(self.target(seen) - self.predictor(seen), dim=-1)
         if self.reward_scaler is not None:
             reward = self.reward_scaler(reward, done)
-        weighted = self.weight() * reward
+        reward = self.weight() * reward
         self.steps += 1
-        return weighted
+        return reward
 
     def loss(self, states: Tensor, valid: Tensor | None = None) -> Tensor:
         """Mean square distance of the predictor to the target; only the predictor has a gradient."""
@@ -115,7 +119,8 @@ class RND(Extension):
     name = "rnd"
     settings_class = RNDSettings
     needs_next_obs = True
-    model: RNDModel
+    model: Any = None
+    """The `RNDModel`; None until the width of the observations is known."""
 
     def is_enabled(self) -> bool:
         """Whether `rnd_cfg` is given."""
@@ -126,23 +131,20 @@ class RND(Extension):
         super().attach(alg)
         alg.loss_weights["rnd_loss"] = 1.0
         self.rewards = MeanMeter()
-        self.is_built = False
 
     def begin(self, storage: RolloutStorage) -> None:
         """Build predictor and target for the critic's observation."""
-        if self.is_built:
+        if self.model is not None:
             return
         shapes = [f.shape for f in storage.fields.values() if f.batch == "critic_obs"]
         shapes = shapes or [f.shape for f in storage.fields.values() if f.batch == "obs"]
         if len(shapes) != 1 or len(shapes[0]) != 1:
-            raise ValueError(
-                "rnd_cfg needs a critic observation that is one flat vector; flatten it, or leave rnd_cfg out"
-            )
+            raise ValueError("rnd_cfg needs a critic observation of one flat vector; flatten it, or leave rnd_cfg out")
         cfg = RNDConfig(**{"num_states": shapes[0][0], "num_envs": storage.num_envs, **self.cfg.rnd_cfg})
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.alg.stream_seed)
             self.model = RNDModel(cfg, self.alg.device)
-        self.optimizer, self.is_built = self.model.optimizer, True
+        self.optimizer = self.model.optimizer
 
     def bonus(self, record: StepRecord) -> Tensor:
         """(N,) weighted prediction error of the states reached, the final ones where an episode ended."""
@@ -153,13 +155,9 @@ class RND(Extension):
         if record.final_critic_obs is not None:
             reached = tree_where(done, record.final_critic_obs, reached)
         bonus = self.model.intrinsic_reward(reached, done, record.valid)
-        self.rewards.add(
-            {
-                "rnd/mean_intrinsic_reward": masked_mean(bonus, record.valid),
-                "rnd/mean_extrinsic_reward": masked_mean(record.reward, record.valid),
-                "rnd/weight": self.model.weight(),
-            }
-        )
+        rewards = {"intrinsic": bonus, "extrinsic": record.reward}
+        means = {f"rnd/mean_{kind}_reward": masked_mean(value, record.valid) for kind, value in rewards.items()}
+        self.rewards.add({**means, "rnd/weight": self.model.weight()})
         return bonus
 
     def loss_terms(self, terms: Terms, batch: MiniBatch, out: PolicyOutput) -> None:
@@ -169,7 +167,7 @@ class RND(Extension):
 
     def recording_key(self) -> tuple[Any, ...]:
         """Whether the normalisers learn."""
-        return tuple(module.training for module in self.model.modules()) if self.is_built else ()
+        return () if self.model is None else tuple(module.training for module in self.model.modules())
 
     def metrics(self) -> dict[str, Tensor]:
         """Mean rewards of the rollout and the weight."""
@@ -179,18 +177,6 @@ class RND(Extension):
 
     def checkpoint_parts(self) -> dict[str, Any]:
         """Networks with their normalisers, and the optimizer."""
-        if not self.is_built:
+        if self.model is None:
             return {}
         return {"rnd_state_dict": self.model, "rnd_optimizer_state_dict": self.model.optimizer}
-
-
-def checked_schedule(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A complete weight schedule, or an error that names the missing or unknown entry."""
-    known = ("mode", "initial_step", "final_step", "final_value")
-    schedule = {"mode": "constant", "initial_step": 0, **check_settings("weight_schedule", given, known)}
-    if schedule["mode"] not in WEIGHT_SCHEDULES:
-        raise ValueError(f"weight_schedule mode must be one of {WEIGHT_SCHEDULES}, got {schedule['mode']!r}")
-    missing = [name for name in known if name not in schedule]
-    if missing and schedule["mode"] != "constant":
-        raise ValueError(f"a {schedule['mode']} weight_schedule needs {' and '.join(missing)}")
-    return schedule

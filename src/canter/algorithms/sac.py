@@ -45,14 +45,6 @@ class SACConfig(SACSettings, OffPolicyRunSettings):
     """A whole SAC run in one object."""
 
 
-class Temperature(nn.Module):
-    """The logarithm of the entropy's weight."""
-
-    def __init__(self, alpha: float) -> None:
-        super().__init__()
-        self.log_alpha = nn.Parameter(torch.tensor(math.log(alpha)))
-
-
 class SAC(ActorQAlgorithm):
     """SAC on a Box of actions: `SAC(env, cfg)`; see `OffPolicyAlgorithm` for the arguments."""
 
@@ -64,18 +56,18 @@ class SAC(ActorQAlgorithm):
     def build(self, networks: Mapping[str, Any]) -> None:
         """Build the networks and the temperature."""
         super().build(networks)
-        self.temperature = Temperature(self.cfg.init_alpha).to(self.device)
+        log_alpha = torch.tensor(math.log(self.cfg.init_alpha), device=self.device)
+        self.temperature = nn.ParameterDict({"log_alpha": log_alpha})
         if self.cfg.auto_alpha:
             self.make_optimizer("alpha_optimizer", self.temperature)
         width = self.action_space.high.astype(np.float64) - self.action_space.low
         log_half_ranges = float(np.log(width / 2).sum()) if self.cfg.use_tanh_squash else 0.0
-        self.default_target_entropy = log_half_ranges - width.size
-        """Target of the entropy where `target_entropy` is None."""
+        self.default_target_entropy = log_half_ranges - width.size  # where `target_entropy` is None
 
     def explore_step(self, obs: Obs) -> Tensor:
         """A sample of the policy."""
         with self.executor.autocast():
-            params = self.actor.get_params(self.policy.obs_normalizer.normalize(obs))  # pyright: ignore[reportCallIssue]
+            params = self.actor.get_params(self.policy.obs_normalizer.normalize(obs))
         distribution = self.policy.distribution
         return distribution.to_env(distribution.sample(params, self.generators["action"]))
 
@@ -90,12 +82,12 @@ class SAC(ActorQAlgorithm):
     def next_actions(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Samples of the policy, and their entropy bonus."""
         actions, log_prob = self.sample(batch.next_obs, noise)
-        return actions, -self.temperature.log_alpha.exp() * log_prob
+        return actions, -self.temperature["log_alpha"].exp() * log_prob
 
     def actor_loss(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The mean of the weighted log-probability minus the critics' value."""
         actions, log_prob = self.sample(batch.obs, noise)
-        alpha = self.temperature.log_alpha.detach().exp()
+        alpha = self.temperature["log_alpha"].detach().exp()
         values = self.action_values(batch, actions)
         value = values.amin(0) if self.cfg.critic_reduction == "min" else values.mean(0)
         return (alpha * log_prob - value).mean(), {"log_prob": log_prob.detach().mean(), "alpha": alpha}
@@ -113,7 +105,7 @@ class SAC(ActorQAlgorithm):
         """The temperature's loss: minimising it lowers the temperature while the entropy is above its target."""
         has_target = self.cfg.target_entropy is not None
         target = self.live.target_entropy if has_target else self.default_target_entropy
-        return -self.temperature.log_alpha * (mean_log_prob + target)
+        return -self.temperature["log_alpha"] * (mean_log_prob + target)
 
     def checkpoint_parts(self) -> dict[str, Any]:
         """The parts of an actor with critics, and the temperature."""

@@ -52,9 +52,9 @@ class TD3(ActorQAlgorithm):
 
     def explore_step(self, obs: Obs) -> Tensor:
         """The actor's action plus noise, within the bounds."""
-        actions = self._actions(self.actor, self.policy.obs_normalizer.normalize(obs))  # pyright: ignore[reportCallIssue]
+        actions = self._actions(self.actor, self.policy.obs_normalizer.normalize(obs))
         noise = torch.randn(actions.shape, generator=self.generators["action"], device=self.device)
-        return self._bounded(torch.addcmul(actions, noise, self.exploration_std()))
+        return torch.addcmul(actions, noise, self.exploration_std()).clamp(*self.action_bounds[:2])
 
     def exploration_std(self) -> Tensor:
         """(A,) or (N, A) standard deviation of the exploration noise."""
@@ -68,15 +68,11 @@ class TD3(ActorQAlgorithm):
             params = actor.get_params(obs)  # pyright: ignore[reportCallIssue]
         return self.policy.distribution.to_env(params["mu"])
 
-    def _bounded(self, actions: Tensor) -> Tensor:
-        return actions.clamp(self.action_bounds[0], self.action_bounds[1])
-
     def next_actions(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, float]:
         """The target actor's actions, smoothed by clipped noise."""
-        actions = self._actions(self.target_actor.module, batch.next_obs)
-        limit = self.live.target_noise_clip
+        actions, limit = self._actions(self.target_actor.module, batch.next_obs), self.live.target_noise_clip
         noise = (noise * self.live.target_noise).clamp(-limit, limit)
-        return self._bounded(torch.addcmul(actions, noise, self.action_bounds[2])), 0.0
+        return torch.addcmul(actions, noise, self.action_bounds[2]).clamp(*self.action_bounds[:2]), 0.0
 
     def actor_loss(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The negative value that the first critic, or the mean of both, gives to the actor's actions."""

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from canter.algorithms import REGISTRY, Entry
+from canter.algorithms.actor_q import profile_settings
 from canter.algorithms.algorithm import CommonRunSettings, field_names, is_run_settings
-from canter.algorithms.profiles import profile_settings
 from canter.modules.build import NETWORKS
 from canter.utils.config import check_settings, combined_settings, unknown_setting
 
