@@ -197,17 +197,14 @@ class Algorithm:
             if isinstance(value, float | int | NoneType) and name in self.float_settings:
                 key.append(value and True)  # None, zero, or neither: a loss of weight zero is left out
                 if value is not None and self.live_values.get(name) != value:
-                    self._set_live(name, float(value))
+                    self.live_values[name] = value
+                    if hasattr(self.live, name):
+                        getattr(self.live, name).fill_(value)
+                    else:
+                        setattr(self.live, name, self.device_scalar(value))
             elif not (field.metadata.get("host") or field.metadata.get("fixed")):
                 key.append(value if isinstance(value, str | int | tuple | NoneType) else repr(value))
         self.executor.constants = (*key, *self.recording_key())
-
-    def _set_live(self, name: str, value: float) -> None:
-        self.live_values[name] = value
-        if hasattr(self.live, name):
-            getattr(self.live, name).fill_(value)
-        else:
-            setattr(self.live, name, self.device_scalar(value))
 
     def device_scalar(self, value: float) -> torch.Tensor:
         """A 0-dim tensor that recorded functions read; `fill_` changes it."""
@@ -270,9 +267,7 @@ class Algorithm:
         parts = self.checkpoint_parts()
         state = import_state(state)
         if "lr_scheduler_state_dict" in state and "lr_scheduler_state_dict" not in parts:
-            warnings.warn(
-                "the checkpoint has a learning-rate scheduler, this algorithm has none: ignored", stacklevel=2
-            )
+            warnings.warn("ignored: the checkpoint has a learning-rate scheduler, this algorithm none", stacklevel=2)
         usable = {}
         for name, part in parts.items():
             if "optimizer" in name and not load_optimizer:
@@ -296,11 +291,8 @@ class Algorithm:
                 ours = any(key.startswith(f"{normalizer}.") for key in part.state_dict())
                 theirs = any(key.startswith(f"{normalizer}.") for key in state)
                 if ours != theirs:
-                    has = "has" if theirs else "lacks"
-                    raise ValueError(
-                        f"the checkpoint {has} statistics for {normalizer}, {owner} does the opposite: "
-                        f"set {remedies[theirs]}"
-                    )
+                    problem = f"the checkpoint {'has' if theirs else 'lacks'} statistics for {normalizer}"
+                    raise ValueError(f"{problem}, {owner} does the opposite: set {remedies[theirs]}")
             check_compatible(part.state_dict(), state, owner)
         elif hasattr(part, "check_state"):
             part.check_state(state)
@@ -319,7 +311,17 @@ class Algorithm:
 
     def runner(self) -> Any:
         """The runner of this algorithm and its environment, made at the first call."""
-        raise NotImplementedError
+        from canter import runners  # they import the algorithms
+
+        if self.env is None:
+            owner = type(self).__name__
+            raise ValueError(
+                f"{owner}.learn and {owner}.eval need an environment: {owner}(env=..., ...), or use a runner"
+            )
+        if self._runner is None:
+            runner_class = runners.OffPolicyRunner if self.learns_from_replay else runners.OnPolicyRunner
+            self._runner = runner_class(self.env, agent=self, log_dir=self.log_dir)
+        return self._runner
 
     def learn(self, *args: Any, **kwargs: Any) -> Any:
         """Train; see the runner's `learn`."""

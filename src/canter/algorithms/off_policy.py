@@ -398,14 +398,6 @@ class OffPolicyAlgorithm(Algorithm):
         self.num_updates, self.timesteps = int(state.get("num_updates", 0)), int(state.get("timesteps", 0))
         self.num_stored = int(state["num_stored"]) if has_replay else 0
 
-    def runner(self) -> Any:
-        """The off-policy runner of this algorithm and its environment, made at the first call."""
-        from canter.runners.off_policy_runner import OffPolicyRunner  # the runner imports the algorithms
-
-        if self._runner is None:
-            self._runner = OffPolicyRunner(self.env, agent=self, log_dir=self.log_dir)
-        return self._runner
-
 
 class TargetNetwork:
     """A slowly updated copy of a module that `optimizer` trains; one operation where parameters share a vector."""

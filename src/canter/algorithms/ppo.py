@@ -702,13 +702,3 @@ class PPO(Algorithm):
         self.policy.set_hidden({name: value.to(self.device) for name, value in state["hidden"].items()})
         for extension in self.extensions.values():
             extension.load_resume_state(state)
-
-    def runner(self) -> Any:
-        """The on-policy runner of this algorithm and its environment, made at the first call."""
-        from canter.runners.on_policy_runner import OnPolicyRunner  # the runner imports the algorithms
-
-        if self.env is None:
-            raise ValueError("PPO.learn and PPO.eval need an environment: PPO(env=..., ...), or use OnPolicyRunner")
-        if self._runner is None:
-            self._runner = OnPolicyRunner(self.env, agent=self, log_dir=self.log_dir)
-        return self._runner
