@@ -315,9 +315,7 @@ class Algorithm:
 
         if self.env is None:
             owner = type(self).__name__
-            raise ValueError(
-                f"{owner}.learn and {owner}.eval need an environment: {owner}(env=..., ...), or use a runner"
-            )
+            raise ValueError(f"learn and eval of {owner} need an environment: {owner}(env=...), or use a runner")
         if self._runner is None:
             runner_class = runners.OffPolicyRunner if self.learns_from_replay else runners.OnPolicyRunner
             self._runner = runner_class(self.env, agent=self, log_dir=self.log_dir)

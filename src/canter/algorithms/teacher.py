@@ -136,7 +136,13 @@ class Teacher(Extension):
         """Whether the rollout consists of recorded steps."""
         self.is_warming_up = False
         """Whether only the critic learns; an attribute, because reading a changing number would recompile."""
-        self._check_targets()
+        target, policy = cfg.distill_target, alg.policy
+        if "mu" not in policy.distribution.param_shapes and target != "max_log_prob":
+            raise ValueError(f"distill_target {target!r} is for Gaussian actions; use 'max_log_prob'")
+        actor = getattr(policy, "actor", None)
+        last = actor[-1] if isinstance(actor, torch.nn.Sequential) else None
+        if target in TANH_TARGETS and not isinstance(last, torch.nn.Tanh):
+            raise ValueError(f"distill_target {target!r} needs a policy with mu_activation='tanh'")
         if cfg.using_ppo and cfg.buffer_dilation_ratio > 1.0:
             warnings.warn(
                 "buffer_dilation_ratio > 1 lets PPO learn from old policies; it suits imitation", stacklevel=4
@@ -163,15 +169,6 @@ class Teacher(Extension):
                 raise ValueError(f"lr_scheduler_class_name needs schedule='fixed', got {alg.cfg.schedule!r}")
             made = getattr(torch.optim.lr_scheduler, cfg.lr_scheduler_class_name)
             self.lr_scheduler_object = made(alg.optimizer.optimizer, **(cfg.lr_scheduler or {}))
-
-    def _check_targets(self) -> None:
-        target, policy = self.cfg.distill_target, self.alg.policy
-        if "mu" not in policy.distribution.param_shapes and target != "max_log_prob":
-            raise ValueError(f"distill_target {target!r} is for Gaussian actions; use 'max_log_prob'")
-        actor = getattr(policy, "actor", None)
-        last = actor[-1] if isinstance(actor, torch.nn.Sequential) else None
-        if target in TANH_TARGETS and not isinstance(last, torch.nn.Tanh):
-            raise ValueError(f"distill_target {target!r} needs a policy with mu_activation='tanh'")
 
     def _load_policies(self) -> list[Policy]:
         cfg = self.cfg
