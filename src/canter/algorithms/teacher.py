@@ -154,9 +154,8 @@ class Teacher(Extension):
         self.use_teacher_act_mask = torch.zeros(0, dtype=torch.bool, device=alg.device)
         self.policies = self.policies or self._load_policies()
         layout: Any = "critic_obs_layout" if cfg.label_action_with_critic_obs else "obs_layout"
-        self.ids = None
-        if cfg.teacher_id_component is not None:
-            self.ids = getattr(alg.policy, layout).slice(cfg.teacher_id_component)
+        component = cfg.teacher_id_component
+        self.ids = None if component is None else getattr(alg.policy, layout).slice(component)
         alg.loss_weights["distillation_loss"] = alg.device_scalar(self._distillation_coef(0))
         for student in cfg.distill_latent_obs_component_mapping or {}:
             alg.loss_weights[f"distill_latent_{student}"] = alg.live.distill_latent_coef
