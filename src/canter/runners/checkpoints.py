@@ -84,7 +84,7 @@ class Checkpoints:
         runner.tot_timesteps = int(state.get("total_timesteps", runner.iteration * runner.steps_per_iteration()))
         if load_optimizer and state.get("resume"):
             self._resume(state["resume"])
-        runner.run_log.continue_from(runner.tot_timesteps)
+        runner.resumed_at = runner.tot_timesteps
         return state.get("infos")
 
     def _resume(self, state: Mapping[str, Any]) -> None:
@@ -113,12 +113,6 @@ class Checkpoints:
             removed = {old.name for old in prune_checkpoints(self.directory, keep, self.periodic)}
             self.periodic = [name for name in self.periodic if name not in removed]
             (self.directory / PERIODIC).write_text(json.dumps(self.periodic))
-
-    def save_final(self) -> None:
-        """Write the state at the end of `learn` as model_<completed iterations>.pt and checkpoint_final.pt."""
-        if self.directory is not None:
-            self.save_periodic()
-            self.save(self.directory / "checkpoint_final.pt")
 
     def save_after(self, error: BaseException) -> None:
         """Write the state at an error to crash/, where `resume` does not find it, without hiding the error."""
