@@ -68,7 +68,5 @@ def run_episodes(
         total[done], length[done] = 0.0, 0
         if not left.any():
             return returns, lengths
-    raise RuntimeError(
-        f"only {len(returns)} of {num_episodes} evaluation episodes ended within {limit} steps; "
-        "give max_steps, or a time limit to the environment"
-    )
+    result = f"only {len(returns)} of {num_episodes} evaluation episodes ended within {limit} steps"
+    raise RuntimeError(f"{result}; give max_steps, or a time limit to the environment")

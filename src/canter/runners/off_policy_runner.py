@@ -19,13 +19,8 @@ MOST_STEPS = 1000  # vector steps between two reads of the episode statistics
 class OffPolicyRunner(Runner):
     """Trains DQN, SAC and TD3. An iteration is one step of every environment and the learning that is due after it.
 
-    Intervals are environment steps. Metrics are read when a log entry is due; callbacks in between get none.
-
-    Args:
-        env: Any environment that `wrap_env` accepts.
-        cfg: Config object, whose type determines the algorithm, or a training dict.
-        algorithm: Registered name of the algorithm, if no config determines it.
-        **options: The other arguments are those of `Runner`.
+    `cfg` is a config object, whose type determines the algorithm, or a training dict. Intervals are environment steps.
+    Metrics are read when a log entry is due; callbacks in between get none.
     """
 
     default_algorithm = "dqn"

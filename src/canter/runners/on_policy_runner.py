@@ -20,14 +20,9 @@ class OnPolicyRunner(Runner):
 
     def set_up(self) -> None:
         """Allocate the storage, unless the algorithm has one that fits, and the statistics."""
-        storage = self.alg.storage
-        fits = (
-            storage is not None
-            and storage.num_envs == self.env.num_envs
-            and storage.num_transitions_per_env == self.cfg.num_steps_per_env
-            and storage.has_invalid_steps == self.env.has_invalid_steps
-        )
-        if not fits:
+        names = ("num_envs", "num_transitions_per_env", "has_invalid_steps")
+        needed = [self.env.num_envs, self.cfg.num_steps_per_env, self.env.has_invalid_steps]
+        if [getattr(self.alg.storage, name, None) for name in names] != needed:
             self.alg.prepare(self.env, self.cfg.num_steps_per_env, **self.plan.storage)
         self.num_steps_per_env = self.alg.rollout.num_transitions_per_env
         self.keep_stats(self.num_steps_per_env)
@@ -50,11 +45,8 @@ class OnPolicyRunner(Runner):
         update = train_metrics(*self.alg.update(self.iteration))
         self.callbacks.fire("post_update", self, update)
         learned = time.perf_counter()
-        times = {
-            "time/collection": collected - begin,
-            "time/learning": learned - collected,
-            "time/fps": self.steps_per_iteration() / max(learned - begin, 1e-9),
-        }
+        times = {"time/collection": collected - begin, "time/learning": learned - collected}
+        times["time/fps"] = self.steps_per_iteration() / max(learned - begin, 1e-9)
         return rollout | update | times | gpu_memory(self.device)
 
     def collect(self) -> None:

@@ -26,6 +26,7 @@ LOWEST = {
     "eval_episodes": 1, "max_iterations": 0, "max_timesteps": 0,
 }  # fmt: skip
 PROJECT_KEYS = {"wandb_project": "wandb", "neptune_project": "neptune"}
+warn_once = functools.cache(warnings.warn)
 
 
 @dataclasses.dataclass
@@ -189,10 +190,4 @@ def report_defaults(entry: Entry, defaults: Mapping[str, Any], given: Mapping[st
     missing = {name: defaults[name] for name in names if name in defaults and name not in given}
     if missing and set(names) <= defaults.keys() and entry.config_class is entry.agent_class.config_class:
         values = ", ".join(f"{name}={value!r}" for name, value in missing.items())
-        warn_once(f"the training dict leaves out settings of {entry.agent_class.__name__}: using {values}")
-
-
-@functools.cache
-def warn_once(message: str) -> None:
-    """Warn with a message the first time it occurs in this process."""
-    warnings.warn(message, stacklevel=7)
+        warn_once(f"the training dict leaves out settings of {entry.agent_class.__name__}: using {values}", None, 6)

@@ -113,9 +113,8 @@ class Runner(ABC):
         self.eval_env = None if eval_env is None else open_env(eval_env, self.device, self.plan)
         self.log_dir = None if log_dir is None else Path(log_dir)
         self.save_dir = self.log_dir if save_dir is None else Path(save_dir)
-        for directory in (self.log_dir, self.save_dir):
-            if directory is not None:
-                directory.mkdir(parents=True, exist_ok=True)
+        for directory in filter(None, (self.log_dir, self.save_dir)):
+            directory.mkdir(parents=True, exist_ok=True)
         self.log_interval, self.save_interval = self.cfg.log_interval, self.cfg.save_interval
         self.run_info, self.show_progress = dict(run_info or {}), show_progress
         self.iteration = self.tot_timesteps = 0
@@ -227,7 +226,7 @@ class Runner(ABC):
         if self.is_due(self.cfg.eval_interval):
             metrics |= self.eval(self.cfg.eval_episodes)
         if is_logged := self.is_due(self.log_interval):
-            metrics |= self.stats.take_extras()
+            metrics |= self.stats.extras.take() | self.stats.components.take()
         is_pruned = False
         if metrics and reporter is not None:
             is_pruned = reporter.report(metrics, self.metrics_velrmsd, self.metrics_CoT, self.iteration)
@@ -243,28 +242,27 @@ class Runner(ABC):
         self.callbacks.fire("post_iteration", self, metrics)
         if is_pruned:
             self.checkpoints.save_periodic()
-            self._close_writer()
+            self.writer = self.writer and self.writer.close()
             raise pruned_exception(f"pruned at iteration {self.iteration}")
 
     def start(self, init_at_random_ep_len: bool) -> None:
         """Read the observation from which the next rollout starts."""
         if init_at_random_ep_len:
-            self._randomize_ages()
+            lengths, limit = getattr(self.env, "episode_length_buf", None), self.env.max_episode_length
+            generator = self.alg.generators["action"]
+            try:
+                if lengths is None or limit is None:
+                    raise AttributeError("it does not exist, or there is no limit")
+                ages = torch.randint(int(limit), lengths.shape, generator=generator, device=generator.device)
+                self.env.episode_length_buf = ages.to(lengths)  # pyright: ignore[reportAttributeAccessIssue]
+            except AttributeError as error:
+                warnings.warn(f"episodes start at age 0: episode_length_buf cannot be set ({error})", stacklevel=5)
         if self.obs is None:
             with torch.inference_mode(self.cfg.inference_mode_rollout):
                 self.obs, self.critic_obs = self.env.get_observations()
-        self.stats.begin(self.obs, self.critic_obs, self.tot_timesteps // self.env.num_envs)
-
-    def _randomize_ages(self) -> None:
-        lengths, limit = getattr(self.env, "episode_length_buf", None), self.env.max_episode_length
-        generator = self.alg.generators["action"]
-        try:
-            if lengths is None or limit is None:
-                raise AttributeError("it does not exist, or there is no limit")
-            ages = torch.randint(int(limit), lengths.shape, generator=generator, device=generator.device)
-            self.env.episode_length_buf = ages.to(lengths)  # pyright: ignore[reportAttributeAccessIssue]
-        except AttributeError as error:
-            warnings.warn(f"episodes start at age 0: episode_length_buf cannot be set ({error})", stacklevel=5)
+        first = {"first_obs": self.obs, "first_critic_obs": None if self.critic_obs is self.obs else self.critic_obs}
+        self.stats.guard.check(self.tot_timesteps // self.env.num_envs, **first)
+        self.stats.tracker.read()  # the steps of an interrupted rollout
 
     def count_iterations(self, iterations: int | None, timesteps: int | None) -> int:
         """Iterations that the arguments of `learn` ask for."""
@@ -300,10 +298,9 @@ class Runner(ABC):
         return {name: value for name, value in values.items() if not math.isnan(value)}
 
     def eval(self, num_episodes: int = 10, max_steps: int | None = None) -> dict[str, float]:
-        """Run deterministic episodes, the same number in every environment.
+        """Run deterministic episodes, the same number in every environment, and return their `eval/` metrics.
 
-        They run in `eval_env` if there is one. Otherwise they run in the training environment, whose state is restored
-        if it supports that, and which is reset if not.
+        Without an `eval_env` they run in the training environment, whose state is restored, or which is reset.
         """
         env = self.eval_env or self.env
         state = env.get_state() if env is self.env else None
@@ -369,16 +366,11 @@ class Runner(ABC):
     def log(self, locs: Mapping[str, Any], width: int = 80, pad: int = 35) -> str:
         """Write metrics to every logging backend, print them as a table and return the table.
 
-        Args:
-            locs: Either `{"metrics": {...}}`, or the `locals()` of a training loop: the dicts `losses` and `stats` and
-                every float are logged, with the statistics of the newest rollout and the robot metrics.
-            width: Width of the table.
-            pad: Width of the column of names.
+        `locs` is `{"metrics": {...}}`, or the `locals()` of a training loop: the dicts `losses` and `stats` and every
+        float are logged, with the statistics of the newest rollout and the robot metrics.
         """
-        given = locs.get("metrics")
-        if isinstance(given, Mapping):
-            metrics = dict(given)
-        else:
+        metrics = locs.get("metrics")
+        if not isinstance(metrics, Mapping):
             metrics = self.stats.newest | self._robot_metrics() | local_metrics(locs)
         if self.writer is not None:
             self.writer.log_scalars({**metrics, "iteration": self.iteration}, self.tot_timesteps)
@@ -430,15 +422,10 @@ class Runner(ABC):
 
     def close(self) -> None:
         """Close the loggers and the environments."""
-        self._close_writer()
+        self.writer = self.writer and self.writer.close()
         for env in (self.env, self.eval_env):
             if env is not None:
                 env.close()
-
-    def _close_writer(self) -> None:
-        if self.writer is not None:
-            self.writer.close()
-            self.writer = None
 
     @property
     def policy(self) -> Any:

@@ -25,12 +25,8 @@ class TwoStageRunner(OnPolicyRunner):
     and no teacher, stage one is behaviour cloning and stage two is PPO. Timesteps include recorded steps.
 
     Args:
-        env: Any environment that `wrap_env` accepts; it is not stepped in stage one.
         train_cfg: Training dict with `pretrain_dataset`, the settings of a `RolloutDataset`, and `pretrain_iterations`
-            (default 0; a negative number never ends stage one).
-        pretrain_iterations: Overrides `train_cfg`.
-        pretrain_dataset: Overrides `train_cfg`.
-        **kwargs: The other arguments are those of `Runner`.
+            (default 0; a negative number never ends stage one), unless they are given as arguments.
     """
 
     def __init__(
