@@ -50,21 +50,10 @@ class Checkpoints:
         if path.parent == self.directory and path.name in self.periodic:
             self.periodic.remove(path.name)
         runner = self.runner
-        state = {
-            **runner.alg.state_dict(),
-            "iter": runner.iteration,
-            "total_timesteps": runner.tot_timesteps,
-            "infos": infos,
-            "config": runner.config(),
-            "resume": {
-                "num_envs": runner.env.num_envs,
-                "rng": rng_state(),
-                "env": runner.env.get_state(),
-                "algorithm": runner.alg.resume_state(),
-                "runner": runner.extra_state(),
-            },
-        }
-        save_checkpoint(path, state)
+        resume = {"num_envs": runner.env.num_envs, "rng": rng_state(), "env": runner.env.get_state()}
+        resume |= {"algorithm": runner.alg.resume_state(), "runner": runner.extra_state()}
+        state = {**runner.alg.state_dict(), "iter": runner.iteration, "total_timesteps": runner.tot_timesteps}
+        save_checkpoint(path, {**state, "infos": infos, "config": runner.config(), "resume": resume})
         if runner.writer is not None:
             runner.writer.save_model(path, runner.iteration)
 

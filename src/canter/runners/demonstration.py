@@ -148,18 +148,12 @@ class DemonstrationSaver:
     def build_transition(self, actions: Tensor, record: StepRecord) -> None:
         """Prepare the step for `add_transition`: the observation before it, the action and its result."""
         success = record.extras.get("success", record.extras.get("is_success"))
-        no = torch.zeros_like(record.truncated)
-        self.transition = {
-            "observations": self.obs,
-            "critic_observations": self.critic_obs,
-            "actions": actions,
-            "rewards": record.reward,
-            "dones": record.done,
-            "timeouts": record.truncated,
-            "success": no if success is None else torch.as_tensor(success, device=no.device).bool().reshape(no.shape),
-            "valid": record.valid,
-            "record": record,
-        }
+        flags = torch.zeros_like(record.truncated)
+        if success is not None:
+            flags = torch.as_tensor(success, device=flags.device).bool().reshape(flags.shape)
+        self.transition = {"observations": self.obs, "critic_observations": self.critic_obs, "actions": actions}
+        self.transition |= {"rewards": record.reward, "dones": record.done, "timeouts": record.truncated}
+        self.transition |= {"success": flags, "valid": record.valid, "record": record}
 
     def add_transition(self, step_i: int, infos: Mapping[str, Any]) -> None:
         """Store the step of `get_transition`; a full buffer is saved first."""

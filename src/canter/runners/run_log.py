@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from canter.utils.files import store_code_state
 from canter.utils.logging import Logger
 
@@ -34,14 +32,6 @@ def train_metrics(losses: Mapping[str, Any], stats: Mapping[str, Any]) -> dict[s
     """Results of an update under the names by which they are logged."""
     named = {f"train/{LOSS_NAMES.get(name, name)}": value for name, value in losses.items()}
     return named | {name if "/" in name else f"train/{name}": value for name, value in stats.items()}
-
-
-def local_metrics(locs: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics among the local variables of a training loop: `losses`, `stats` and every float."""
-    losses, stats = (locs[name] if isinstance(locs.get(name), Mapping) else {} for name in ("losses", "stats"))
-    floats = {name: value for name, value in locs.items() if isinstance(value, float)}
-    named = train_metrics(losses, stats).items()
-    return floats | {name: float(value) for name, value in named if not isinstance(value, Tensor) or value.numel() == 1}
 
 
 class StopTraining(Exception):  # noqa: N818 (it is a request, not an error)

@@ -28,7 +28,7 @@ from canter.modules.normalizer import ReturnScaler
 from canter.runners.checkpoints import Checkpoints
 from canter.runners.evaluation import InferencePolicy, run_episodes
 from canter.runners.run_config import RunPlan, check_run, find_algorithm, make_plan
-from canter.runners.run_log import Callbacks, StopTraining, TrialReporter, local_metrics, pruned_exception, store_code
+from canter.runners.run_log import Callbacks, StopTraining, TrialReporter, pruned_exception, store_code, train_metrics
 from canter.utils.console import Console, table
 from canter.utils.files import RunLock, atomic_write
 from canter.utils.logging import Logger
@@ -46,19 +46,17 @@ class LearnResult(NamedTuple("RobotMetrics", [("velrmsd", float), ("CoT", float)
 class Runner(ABC):
     """Trains an algorithm on vectorised environments. A subclass defines one iteration and one environment step.
 
-    There are three ways to create one: with a training dict, `Runner(env, train_cfg, log_dir, device)`; with a config
-    object and network classes, `Runner(env, cfg=PPOConfig(...), actor_class=, critic_class=)`; or with `agent=`.
+    It is created with a training dict, `Runner(env, train_cfg, log_dir, device)`; with a config object and network
+    classes, `Runner(env, cfg=PPOConfig(...), actor_class=, critic_class=)`; or with an algorithm, `agent=`.
 
     Args:
         env: Any environment that `wrap_env` accepts.
         train_cfg: Training dict, flat or with a `runner` section; or a config object or an algorithm.
         log_dir: Run directory; None writes nothing.
         device: Training device; None takes a GPU if there is one.
-        cfg: Config object instead of a training dict.
         algorithm: Registered name of the algorithm, if no config determines it.
         actor_class: Class of the actor, as `critic_class`, with settings in `actor_cfg`; see `canter.modules.actors`.
         obs_space: Observation space; the environment's if None, as with `action_space`.
-        agent: An algorithm to train; one is built if None.
         save_dir: Directory of the checkpoints; `log_dir` if None.
         log_interval: Overrides the config, as do the other intervals and `eval_episodes`.
         run_info: Saved in config.yaml under `run`.
@@ -371,7 +369,11 @@ class Runner(ABC):
         """
         metrics = locs.get("metrics")
         if not isinstance(metrics, Mapping):
-            metrics = self.stats.newest | self._robot_metrics() | local_metrics(locs)
+            dicts = (locs[name] if isinstance(locs.get(name), Mapping) else {} for name in ("losses", "stats"))
+            named = train_metrics(*dicts).items()
+            named = {name: float(value) for name, value in named if not torch.is_tensor(value) or value.numel() == 1}
+            floats = {name: value for name, value in locs.items() if isinstance(value, float)}
+            metrics = self.stats.newest | self._robot_metrics() | floats | named
         if self.writer is not None:
             self.writer.log_scalars({**metrics, "iteration": self.iteration}, self.tot_timesteps)
         text = table(metrics, width, pad)
