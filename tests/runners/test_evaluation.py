@@ -9,15 +9,16 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from canter.envs import GymVectorEnvAdapter
 from canter.envs.torch_envs import MaskedCartPole, PointRobot
-from canter.runners.evaluation import episode_quotas, run_episodes, summarize
+from canter.runners.evaluation import run_episodes
 
 GRU = {"class_name": "ActorCriticRecurrent", "rnn_type": "gru", "rnn_hidden_size": 6}
 
 
-def test_quotas_give_every_environment_its_share():
-    assert episode_quotas(7, 3).tolist() == [3, 2, 2]
-    assert episode_quotas(2, 3).tolist() == [1, 1, 0]
-    assert episode_quotas(6, 3).tolist() == [2, 2, 2]
+def test_quotas_give_every_environment_its_share(make_runner, counting):
+    runner = make_runner(counting((2, 3, 5)))
+    for num_episodes, quotas in ((7, [3, 2, 2]), (2, [1, 1, 0]), (6, [2, 2, 2])):
+        _, lengths = run_episodes(runner.get_inference_policy(), runner.env, num_episodes)
+        assert [lengths.count(length) for length in (2, 3, 5)] == quotas
 
 
 def test_the_statistics_of_known_episodes(make_runner, counting):
@@ -268,4 +269,3 @@ def test_on_step_sees_every_step_and_gymnasium_envs_evaluate(make_runner):
     returns, lengths = run_episodes(runner.get_inference_policy(), runner.env, 2, on_step=lambda e: seen.append(e))
     assert len(seen) == sum(lengths)
     assert returns == [float(length) for length in lengths]
-    assert summarize([1.0, 3.0], [1, 2])["eval/std_reward"] == 1.0

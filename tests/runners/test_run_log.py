@@ -7,6 +7,7 @@ import types
 import warnings
 
 import pytest
+import torch
 import yaml
 
 from canter.envs.torch_envs import PointRobot
@@ -145,6 +146,8 @@ def test_log_accepts_the_locals_of_a_training_loop(make_runner, tmp_path, capsys
 
 
 def test_log_accepts_losses_alone(make_runner, capsys):
+    losses = {"surrogate_loss": torch.tensor(0.5), "per_env": torch.zeros(2)}
+    assert "0.5" in make_runner().log({"losses": losses})
     text = make_runner().log({"losses": {"surrogate_loss": 0.5}, "name": "x", "it": 3})
     assert "train/policy_loss: 0.5" in text
     assert "it:" not in text

@@ -9,7 +9,6 @@ from torch import nn
 from canter.envs.torch_envs import CartPole, PointRobot
 from canter.modules import build as policies
 from canter.modules.actor_critic import ActorCritic
-from canter.runners.checkpoints import find_manipulator
 from canter.utils.checkpoint import CheckpointError, load_checkpoint, newest_valid_checkpoint, save_checkpoint
 
 EVERYTHING = {
@@ -365,7 +364,7 @@ def test_a_function_may_change_the_loaded_state(make_runner, tmp_path):
     runner.load(tmp_path / "model_2.pt")
     assert (seen, runner.iteration) == ([True], 1)
     with pytest.raises(ValueError, match=r"unknown ckpt_manipulator 'replace'; known are replace_encoder0"):
-        find_manipulator("replace")
+        make_runner(ckpt_manipulator="replace").load(tmp_path / "model_2.pt")
 
 
 def test_a_read_only_place_is_no_reason_not_to_load(make_runner, tmp_path, monkeypatch):

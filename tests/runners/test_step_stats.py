@@ -216,7 +216,7 @@ def test_component_sums_leave_out_steps_that_only_reset():
     sums.add({"a": torch.tensor([100.0, 100.0])}, no, no)
     assert sums.take() == {}
     sums.add({"a": torch.tensor([1.0, 2.0])}, torch.tensor([True, False]), yes)
-    assert sums.take() == {"a": 2.0}
+    assert sums.take() == {"reward_components/a": 2.0}
     assert sums.running["a"].tolist() == [0.0, 4.0]
     assert sums.take() == {}
 

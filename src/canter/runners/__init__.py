@@ -10,9 +10,8 @@ from canter.runners.runner import LearnResult, Runner
 from canter.runners.two_stage_runner import TwoStageRunner
 from canter.utils.config import build
 
-RUNNERS: dict[str, type] = {
-    cls.__name__: cls for cls in (AmpPolicyRunner, OffPolicyRunner, OnPolicyRunner, TwoStageRunner)
-}
+CLASSES = (AmpPolicyRunner, OffPolicyRunner, OnPolicyRunner, TwoStageRunner)
+RUNNERS: dict[str, type] = {cls.__name__: cls for cls in CLASSES}
 
 
 def build_runner(name: str, *args: object, **kwargs: object) -> Runner:
@@ -21,16 +20,6 @@ def build_runner(name: str, *args: object, **kwargs: object) -> Runner:
 
 
 __all__ = [
-    "RUNNERS",
-    "AmpPolicyRunner",
-    "DaggerSaver",
-    "DemonstrationSaver",
-    "LearnResult",
-    "OffPolicyRunner",
-    "OnPolicyRunner",
-    "Runner",
-    "StopTraining",
-    "TrialPruned",
-    "TwoStageRunner",
-    "build_runner",
-]
+    "RUNNERS", "AmpPolicyRunner", "DaggerSaver", "DemonstrationSaver", "LearnResult", "OffPolicyRunner",
+    "OnPolicyRunner", "Runner", "StopTraining", "TrialPruned", "TwoStageRunner", "build_runner",
+]  # fmt: skip

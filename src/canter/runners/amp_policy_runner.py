@@ -18,11 +18,9 @@ class AmpPolicyRunner(OnPolicyRunner):
         if "motion_prior" in self.alg.extensions:
             self.stats.check_first = self.check_motion
         else:
-            warnings.warn(
-                f"{type(self.alg).__name__} learns no style: AmpPolicyRunner runs it as OnPolicyRunner would; "
-                "use APPO or ATPPO with a policy such as AmpActorCritic",
-                stacklevel=2,
-            )
+            effect = "learns no style: AmpPolicyRunner runs it as OnPolicyRunner would"
+            way_out = "use APPO or ATPPO with a policy such as AmpActorCritic"
+            warnings.warn(f"{type(self.alg).__name__} {effect}; {way_out}", stacklevel=2)
 
     def check_motion(self, record: StepRecord) -> None:
         """Raise if the first step lacks the features that motion priors learn from."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import torch
 
 from canter.algorithms.foreign import import_state
 from canter.utils.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
+from canter.utils.ckpt_manipulator import MANIPULATORS
 from canter.utils.files import remove_stale_temps, safe_join
 from canter.utils.runtime import rng_state, set_rng_state
 from canter.utils.tree import tree_map
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from canter.runners.runner import Runner
 
 PERIODIC = "periodic_checkpoints.json"
-Manipulator = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
 
 
 class Checkpoints:
@@ -50,21 +50,10 @@ class Checkpoints:
         if path.parent == self.directory and path.name in self.periodic:
             self.periodic.remove(path.name)
         runner = self.runner
-        state = {
-            **runner.alg.state_dict(),
-            "iter": runner.iteration,
-            "total_timesteps": runner.tot_timesteps,
-            "infos": infos,
-            "config": runner.config(),
-            "resume": {
-                "num_envs": runner.env.num_envs,
-                "rng": rng_state(),
-                "env": runner.env.get_state(),
-                "algorithm": runner.alg.resume_state(),
-                "runner": runner.extra_state(),
-            },
-        }
-        save_checkpoint(path, state)
+        resume = {"num_envs": runner.env.num_envs, "rng": rng_state(), "env": runner.env.get_state()}
+        resume |= {"algorithm": runner.alg.resume_state(), "runner": runner.extra_state()}
+        state = {**runner.alg.state_dict(), "iter": runner.iteration, "total_timesteps": runner.tot_timesteps}
+        save_checkpoint(path, {**state, "infos": infos, "config": runner.config(), "resume": resume})
         if runner.writer is not None:
             runner.writer.save_model(path, runner.iteration)
 
@@ -72,7 +61,11 @@ class Checkpoints:
         """Continue from a checkpoint of canter, or load the weights of another library's."""
         runner = self.runner
         state = import_state(load_checkpoint(path, runner.device if map_location is None else map_location))
-        manipulator = find_manipulator(runner.plan.ckpt_manipulator)
+        given = runner.plan.ckpt_manipulator
+        manipulator: Any = MANIPULATORS.get(given, given)
+        if isinstance(manipulator, str):
+            known = f"known are {', '.join(MANIPULATORS)}, or give a function"
+            raise ValueError(f"unknown ckpt_manipulator {manipulator!r}; {known}")
         if manipulator is not None:
             state = manipulator(state, runner.alg.state_dict())
             try:
@@ -84,23 +77,24 @@ class Checkpoints:
         runner.tot_timesteps = int(state.get("total_timesteps", runner.iteration * runner.steps_per_iteration()))
         if load_optimizer and state.get("resume"):
             self._resume(state["resume"])
-        runner.run_log.continue_from(runner.tot_timesteps)
+        runner.resumed_at = runner.tot_timesteps
         return state.get("infos")
 
     def _resume(self, state: Mapping[str, Any]) -> None:
         """Restore generators, environment and runner; on other environments the run continues with new episodes."""
         runner, env = self.runner, self.runner.env
         set_rng_state(state["rng"])
+        own = {name: state[name] for name in ("env", "runner")}
+        own = tree_map(lambda leaf: leaf.to(runner.device) if torch.is_tensor(leaf) else leaf, own)
         is_exact = state["env"] is not None and state["num_envs"] == env.num_envs and env.get_state() is not None
         try:
             runner.alg.load_resume_state(state["algorithm"])
             if is_exact:
-                env.set_state(tree_map(_to(env.device), state["env"]))
+                env.set_state(own["env"])
         except (KeyError, ValueError, RuntimeError) as error:  # from another device or environment
             warnings.warn(f"the state was not restored ({error}); the run continues with new episodes", stacklevel=4)
             is_exact = False
-        own = tree_map(_to(runner.device), state["runner"])
-        runner.load_extra_state({**own, "is_exact": is_exact})
+        runner.load_extra_state({**own["runner"], "is_exact": is_exact})
 
     def save_periodic(self) -> None:
         """Write model_<completed iterations>.pt, and remove old periodic files beyond `keep_checkpoints`."""
@@ -114,12 +108,6 @@ class Checkpoints:
             self.periodic = [name for name in self.periodic if name not in removed]
             (self.directory / PERIODIC).write_text(json.dumps(self.periodic))
 
-    def save_final(self) -> None:
-        """Write the state at the end of `learn` as model_<completed iterations>.pt and checkpoint_final.pt."""
-        if self.directory is not None:
-            self.save_periodic()
-            self.save(self.directory / "checkpoint_final.pt")
-
     def save_after(self, error: BaseException) -> None:
         """Write the state at an error to crash/, where `resume` does not find it, without hiding the error."""
         if self.directory is None or type(error).__name__ == "TrialPruned":
@@ -131,17 +119,6 @@ class Checkpoints:
             warnings.warn(f"no emergency checkpoint could be written: {second!r}", stacklevel=2)
 
 
-def find_manipulator(given: str | Manipulator | None) -> Manipulator | None:
-    """A checkpoint manipulator, given by name or as a function."""
-    if given is None or callable(given):
-        return given
-    from canter.utils.ckpt_manipulator import MANIPULATORS
-
-    if given not in MANIPULATORS:
-        raise ValueError(f"unknown ckpt_manipulator {given!r}; known are {', '.join(MANIPULATORS)}, or give a function")
-    return MANIPULATORS[given]
-
-
 def with_fitting_sums(state: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
     """Replace sums over unfinished episodes by those of `fresh` if the number of environments differs."""
     fitted = dict(state)
@@ -150,7 +127,3 @@ def with_fitting_sums(state: Mapping[str, Any], fresh: Mapping[str, Any]) -> dic
         differs = {name for name in sums.keys() & state[part].keys() if len(state[part][name]) != len(sums[name])}
         fitted[part] = {**state[part], **{name: sums[name] for name in differs}}
     return fitted
-
-
-def _to(device: torch.device) -> Callable[[Any], Any]:
-    return lambda leaf: leaf.to(device) if torch.is_tensor(leaf) else leaf

@@ -73,7 +73,14 @@ class DaggerSaver(DemonstrationSaver):
 
     def build_training_policy(self) -> None:
         """Build an untrained student from the config in its run directory."""
-        config = read_config(self.training_policy_logdir)
+        directory = self.training_policy_logdir
+        path = next((directory / name for name in CONFIG_NAMES if (directory / name).is_file()), None)
+        if path is None:
+            names = " or ".join(CONFIG_NAMES)
+            raise FileNotFoundError(f"{directory} has no {names}: start the student's training first")
+        config = (json.loads if path.suffix == ".json" else yaml.safe_load)(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError(f"{path} holds no settings")
         settings = dict(config.get("policy") or {})
         runner = config.get("runner") or {}
         name = settings.pop("class_name", None) or runner.get("policy_class_name") or config.get("policy_class_name")
@@ -94,9 +101,8 @@ class DaggerSaver(DemonstrationSaver):
         found = find_checkpoints(self.training_policy_logdir) if self.training_policy_logdir.is_dir() else []
         if not found and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
-                f"no model_<iteration>.pt in {self.training_policy_logdir} yet: an untrained student acts", stacklevel=2
-            )
+            directory = self.training_policy_logdir
+            warnings.warn(f"no model_<iteration>.pt in {directory} yet: an untrained student acts", stacklevel=2)
         for number, path in reversed(found):
             if number <= self.training_policy_iteration or self._load_student(path):
                 break
@@ -158,11 +164,15 @@ class DaggerSaver(DemonstrationSaver):
         """Episode statistics since the last call: the largest of `_max`, the smallest of `_min`, means of others."""
         self.collection_iteration += 1
         infos, self.rollout_episode_infos = self.rollout_episode_infos, []
-        names = dict.fromkeys(name for info in infos for name in info)
-        merged = {f"Episode/{name}": merge(name, [info[name] for info in infos if name in info]) for name in names}
-        if self.tb_writer is not None:
-            for name, value in merged.items():
-                self.tb_writer.add_scalar(name, value, self.training_policy_iteration)
+        merged: dict[str, float] = {}
+        for name in dict.fromkeys(name for info in infos for name in info):
+            values = [torch.as_tensor(info[name]).cpu().double().reshape(-1) for info in infos if name in info]
+            numbers = torch.cat(values).detach().numpy()
+            reduce = {"_max": np.nanmax, "_min": np.nanmin}.get(name[-4:], np.nanmean)
+            value = float(reduce(numbers)) if np.isfinite(numbers).any() else float("nan")
+            merged[f"Episode/{name}"] = value
+            if self.tb_writer is not None:
+                self.tb_writer.add_scalar(f"Episode/{name}", value, self.training_policy_iteration)
         teacher = float(self.use_teacher_act_mask.float().mean())
         own = {"train/student_iteration": float(self.training_policy_iteration), "train/teacher_drives": teacher}
         return {**super().log_metrics(), **own, **merged}
@@ -172,25 +182,3 @@ class DaggerSaver(DemonstrationSaver):
         super().close()
         if getattr(self, "tb_writer", None) is not None:
             self.tb_writer.close()
-
-
-def merge(name: str, values: list[Any]) -> float:
-    """Combine the values of an episode statistic of several steps."""
-    numbers = np.concatenate([torch.as_tensor(v).detach().cpu().double().reshape(-1).numpy() for v in values])
-    if not np.isfinite(numbers).any():
-        return float("nan")
-    how = np.nanmax if name.endswith("_max") else np.nanmin if name.endswith("_min") else np.nanmean
-    return float(how(numbers))
-
-
-def read_config(directory: Path) -> dict[str, Any]:
-    """Read the config in a run directory."""
-    for name in CONFIG_NAMES:
-        path = directory / name
-        if path.is_file():
-            text = path.read_text(encoding="utf-8")
-            config = json.loads(text) if name.endswith("json") else yaml.safe_load(text)
-            if not isinstance(config, dict):
-                raise ValueError(f"{path} holds no settings")
-            return config
-    raise FileNotFoundError(f"{directory} has no {' or '.join(CONFIG_NAMES)}: start the student's training first")

@@ -39,13 +39,10 @@ class DemonstrationSaver:
         policy: Has `act(obs)`, `act_inference(obs)` and `reset(dones)`.
         save_dir: Directory of the trajectories; one process at a time.
         rollout_storage_length: Steps between two writes, and the maximum of one file.
-        min_timesteps: Minimum number of steps to collect.
-        min_episodes: Minimum number of episodes to collect.
         success_traj_only: Keep only episodes that ended by a time limit or with `extras["success"]`.
         use_critic_obs: Give the policy the critic's observation.
         obs_disassemble_mapping: Segments of the observation stored as images: `{"camera": "normalized_image"}`.
         demo_by_sample: Act with exploration noise.
-        show_progress: Show progress on the console.
     """
 
     def __init__(
@@ -73,16 +70,25 @@ class DemonstrationSaver:
         self.success_traj_only, self.use_critic_obs = success_traj_only, use_critic_obs
         self.obs_disassemble_mapping, self.demo_by_sample = dict(obs_disassemble_mapping or {}), demo_by_sample
         self.show_progress = show_progress
-        self.cutter = StepCutter(self.env.obs_segments, self.obs_disassemble_mapping)
         env_name = env if isinstance(env, str) else type(env).__name__
         self.metadata: dict[str, Any] = {"config": None, "env": env_name, "policy": type(policy).__name__}
         self.metadata |= {name: getattr(self, name) for name in DESCRIBED}
-        if self.cutter.layout is not None:
-            shapes = plain(self.cutter.layout.shapes)
-            self.metadata |= {"obs_segments": shapes, "obs_disassemble_mapping": self.obs_disassemble_mapping}
+        self.layout: ObsLayout | None = None  # set if segments of the observation are stored as images
+        if self.obs_disassemble_mapping:
+            if self.env.obs_segments is None:
+                raise ValueError("obs_disassemble_mapping needs an environment with obs_segments; this one has none")
+            self.layout = ObsLayout(self.env.obs_segments)
+            self.layout.ordered(list(self.obs_disassemble_mapping))
+            self.metadata["obs_segments"] = plain(self.layout.shapes)
+            self.metadata["obs_disassemble_mapping"] = self.obs_disassemble_mapping
+        for name, codec in self.obs_disassemble_mapping.items():
+            if codec not in CODECS:
+                raise ValueError(f"obs_disassemble_mapping has {codec!r} for {name!r}; codecs are {', '.join(CODECS)}")
         self.obs: Obs | None = None
         self.critic_obs: Obs | None = None
         self.transition: dict[str, Any] = {}
+        self.host: dict[str, np.ndarray] = {}  # the steps to write, (t, N, ...) by field
+        self.finals: dict[tuple[int, int], dict[str, np.ndarray]] = {}  # final observations by step and environment
         self.console: Console | None = None
         self.recent_episodes: deque[tuple[float, int]] = deque(maxlen=100)  # return and length
         self._mark = (time.monotonic(), 0)
@@ -142,18 +148,12 @@ class DemonstrationSaver:
     def build_transition(self, actions: Tensor, record: StepRecord) -> None:
         """Prepare the step for `add_transition`: the observation before it, the action and its result."""
         success = record.extras.get("success", record.extras.get("is_success"))
-        no = torch.zeros_like(record.truncated)
-        self.transition = {
-            "observations": self.obs,
-            "critic_observations": self.critic_obs,
-            "actions": actions,
-            "rewards": record.reward,
-            "dones": record.done,
-            "timeouts": record.truncated,
-            "success": no if success is None else torch.as_tensor(success, device=no.device).bool().reshape(no.shape),
-            "valid": record.valid,
-            "record": record,
-        }
+        flags = torch.zeros_like(record.truncated)
+        if success is not None:
+            flags = torch.as_tensor(success, device=flags.device).bool().reshape(flags.shape)
+        self.transition = {"observations": self.obs, "critic_observations": self.critic_obs, "actions": actions}
+        self.transition |= {"rewards": record.reward, "dones": record.done, "timeouts": record.truncated}
+        self.transition |= {"success": flags, "valid": record.valid, "record": record}
 
     def add_transition(self, step_i: int, infos: Mapping[str, Any]) -> None:
         """Store the step of `get_transition`; a full buffer is saved first."""
@@ -166,8 +166,13 @@ class DemonstrationSaver:
         if storage.step >= storage.num_transitions_per_env:
             self.save_steps()
         record: StepRecord = self.transition.pop("record")
-        if bool(record.done.any()):
-            self.cutter.note_final(storage.step, record.done, record)
+        leaves = [*tree_leaves(record.final_obs, "final_observations")]
+        if record.final_critic_obs is not record.final_obs:
+            leaves += tree_leaves(record.final_critic_obs, "final_privileged_observations")
+        envs = record.done.nonzero().flatten()
+        ended = {name: value[envs].cpu().numpy() for name, value in leaves if value is not None}
+        for row, env_i in enumerate(envs.tolist()):
+            self.finals[storage.step, env_i] = {name: value[row : row + 1] for name, value in ended.items()}
         storage.add(self.transition)
         self.transition = {}
 
@@ -187,21 +192,25 @@ class DemonstrationSaver:
         """Write the buffer to disk, cut at episode ends, and update the metadata."""
         self.init_traj_handlers()
         if self.storage is not None and self.storage.step:
-            self.cutter.take(self.storage)
+            self.host = {name: value[: self.storage.step].cpu().numpy() for name, value in self.storage.data.items()}
+            done, valid = self.host["dones"][..., 0], self.host["valid"]
             for env_i in range(self.env.num_envs):
-                for step_slice in self.cutter.pieces(env_i):
-                    self.dump_to_file(env_i, step_slice)
-                    if self.cutter.ending(env_i, step_slice):
-                        self.update_traj_handler(env_i, step_slice)
+                cuts = [0, *(np.nonzero(done[:, env_i])[0] + 1).tolist(), len(done)]
+                for start, stop in itertools.pairwise(cuts):
+                    if valid[start:stop, env_i].any():
+                        self.dump_to_file(env_i, slice(start, stop))
+                        if done[stop - 1, env_i]:
+                            self.update_traj_handler(env_i, slice(start, stop))
             self.storage.clear()
-            self.cutter.finals.clear()
+            self.finals.clear()
         self.dump_metadata()
 
     def dump_to_file(self, env_i: int, step_slice: slice) -> None:
         """Write one piece of an environment's trajectory."""
         assert self.writer is not None
-        arrays = self.wrap_up_trajectory(env_i, step_slice)
-        ended = self.cutter.ending(env_i, step_slice)
+        arrays, last = self.wrap_up_trajectory(env_i, step_slice), (step_slice.stop - 1, env_i)
+        ending = "truncated" if self.host["timeouts"][last] else "terminated"
+        ended = ending if self.host["dones"][last].any() else ""
         add = self.writer.add_pending if self.success_traj_only else self.writer.add
         add(int(self.traj_idxs[env_i]), arrays, int(self.dumped_traj_lengths[env_i]), ended)
         self.dumped_traj_lengths[env_i] += len(arrays["rewards"])
@@ -211,22 +220,29 @@ class DemonstrationSaver:
             self.running_returns[env_i] = 0.0
 
     def wrap_up_trajectory(self, env_i: int, step_slice: slice) -> dict[str, np.ndarray]:
-        """One piece as arrays (t, ...) by name."""
-        return self.cutter.arrays(env_i, step_slice)
+        """One piece as arrays (t, ...) by name, images as bytes."""
+        valid = self.host["valid"][step_slice, env_i]
+        kept = self.host.keys() - {"success", "valid"}
+        arrays = {name: value[step_slice, env_i][valid] for name, value in self.host.items() if name in kept}
+        arrays["dones"] = arrays["dones"].astype(np.uint8)
+        if self.layout is not None:
+            for name, part in self.layout.split(torch.from_numpy(arrays.pop("observations"))).items():
+                shaped = part.reshape(len(part), *self.layout.shapes[name])
+                is_image = name in self.obs_disassemble_mapping
+                arrays[f"obs_{name}"] = (compress_normalized_image(shaped) if is_image else shaped).numpy()
+        return arrays | self.finals.get((step_slice.stop - 1, env_i), {})
 
     def update_traj_handler(self, env_i: int, step_slice: slice) -> None:
         """After the end of an episode: keep or drop its trajectory, and begin another."""
         assert self.writer is not None
-        number = int(self.traj_idxs[env_i])
+        last = (step_slice.stop - 1, env_i)
+        is_kept = not self.success_traj_only or self.host["timeouts"][last] or self.host["success"][last]
         if self.success_traj_only:
-            is_kept = self.cutter.ending(env_i, step_slice) == "truncated" or self.cutter.is_success(env_i, step_slice)
-            (self.writer.publish if is_kept else self.writer.discard)(number)
-            if not is_kept:
-                self.dumped_traj_lengths[env_i] = 0
-                return  # the number is free again
-        self.traj_idxs[env_i] = self._next_number
+            (self.writer.publish if is_kept else self.writer.discard)(int(self.traj_idxs[env_i]))
         self.dumped_traj_lengths[env_i] = 0
-        self._next_number += 1
+        if is_kept:  # otherwise the number is free again
+            self.traj_idxs[env_i] = self._next_number
+            self._next_number += 1
 
     def dump_metadata(self) -> None:
         """Commit the written files and update metadata.json."""
@@ -283,7 +299,6 @@ class DemonstrationSaver:
         finally:
             writer, self.writer, self.storage = self.writer, None, None
             if writer is not None:
-                self.total_timesteps, self.total_episodes = writer.num_steps, writer.num_episodes
                 writer.close()
 
     def __enter__(self) -> DemonstrationSaver:
@@ -306,71 +321,3 @@ class DemonstrationStorage(RolloutStorage):
         fields = {n: f for n, f in super().declare_fields().items() if n.partition(".")[0] in kept}
         flags = {name: Field((), None, name, torch.bool) for name in ("timeouts", "success", "valid")}
         return {**fields, **flags}
-
-
-class StepCutter:
-    """Cuts the rows of a storage into pieces of trajectories, as they are written.
-
-    Args:
-        segments: Segments of the flat observation, needed to store some of them as images.
-        images: Codec by segment name; `{"camera": "normalized_image"}` stores values in [0, 1] as bytes.
-    """
-
-    def __init__(self, segments: Mapping[str, Any] | None = None, images: Mapping[str, str] | None = None) -> None:
-        self.images = dict(images or {})
-        self.layout = ObsLayout(segments) if self.images and segments is not None else None
-        if self.images and self.layout is None:
-            raise ValueError("obs_disassemble_mapping needs an environment with obs_segments; this one has none")
-        if self.layout is not None:
-            self.layout.ordered(list(self.images))
-        for name, codec in self.images.items():
-            if codec not in CODECS:
-                raise ValueError(f"obs_disassemble_mapping has {codec!r} for {name!r}; codecs are {', '.join(CODECS)}")
-        self.host: dict[str, np.ndarray] = {}
-        self.finals: dict[tuple[int, int], dict[str, np.ndarray]] = {}
-
-    def note_final(self, step: int, done: Tensor, record: Any) -> None:
-        """Keep the final observations of ended episodes, if the environment gives them."""
-        given = {"final_observations": record.final_obs}
-        if record.final_critic_obs is not record.final_obs:
-            given["final_privileged_observations"] = record.final_critic_obs
-        envs = done.nonzero().flatten()
-        for name, tree in given.items():
-            for leaf, value in tree_leaves(tree, name) if tree is not None else ():
-                for env, row in zip(envs.tolist(), value[envs].cpu().numpy(), strict=True):
-                    self.finals.setdefault((step, env), {})[leaf] = row[None]
-
-    def take(self, storage: RolloutStorage) -> None:
-        """Copy the stored steps to the host."""
-        self.host = {name: value[: storage.step].cpu().numpy() for name, value in storage.data.items()}
-
-    def pieces(self, env: int) -> list[slice]:
-        """Rows of an environment, cut after each end of an episode; pieces without a valid step are left out."""
-        ends = np.nonzero(self.host["dones"][:, env, 0])[0] + 1
-        cuts = [0, *ends.tolist(), len(self.host["dones"])]
-        return [slice(a, b) for a, b in itertools.pairwise(cuts) if self.host["valid"][a:b, env].any()]
-
-    def arrays(self, env: int, rows: slice) -> dict[str, np.ndarray]:
-        """One piece as arrays (t, ...) by name, images as bytes."""
-        valid = self.host["valid"][rows, env]
-        skipped = ("success", "valid")
-        whole = {name: value[rows, env][valid] for name, value in self.host.items() if name not in skipped}
-        whole["dones"] = whole["dones"].astype(np.uint8)
-        if self.layout is not None:
-            flat = torch.from_numpy(whole.pop("observations"))
-            for name, part in self.layout.split(flat).items():
-                shaped = part.reshape(len(part), *self.layout.shapes[name])
-                kept = compress_normalized_image(shaped) if name in self.images else shaped
-                whole[f"obs_{name}"] = kept.numpy()
-        return whole | self.finals.get((rows.stop - 1, env), {})
-
-    def ending(self, env: int, rows: slice) -> str:
-        """End of the piece: "terminated", "truncated", or "" if the episode continues."""
-        last = rows.stop - 1
-        if not self.host["dones"][last, env, 0]:
-            return ""
-        return "truncated" if self.host["timeouts"][last, env] else "terminated"
-
-    def is_success(self, env: int, rows: slice) -> bool:
-        """Whether the environment reported success in the last step of the piece."""
-        return bool(self.host["success"][rows.stop - 1, env])

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from canter.algorithms.algorithm import Algorithm
 from canter.envs.vec_env import VecEnv
 from canter.modules.policy import Hidden, Policy, batch_size
 from canter.utils.tree import Obs
@@ -40,23 +37,6 @@ class InferencePolicy:
             self.hidden = {name: state.masked_fill(ended, 0.0) for name, state in self.hidden.items()}
 
 
-@contextlib.contextmanager
-def frozen(alg: Algorithm) -> Iterator[None]:
-    """Switch an algorithm to evaluation mode, and back to its previous modes on exit."""
-    was_training = [module.training for module in alg.modules()]
-    alg.eval_mode()
-    try:
-        yield
-    finally:
-        for module, training in zip(alg.modules(), was_training, strict=True):
-            module.train(training)
-
-
-def episode_quotas(num_episodes: int, num_envs: int) -> np.ndarray:
-    """Episodes to count in each environment, fixed in advance so that short episodes are not over-represented."""
-    return num_episodes // num_envs + (np.arange(num_envs) < num_episodes % num_envs)
-
-
 @torch.inference_mode()
 def run_episodes(
     act: Any, env: VecEnv, num_episodes: int, max_steps: int | None = None, on_step: Any = None
@@ -64,7 +44,8 @@ def run_episodes(
     """Returns and lengths of `num_episodes` episodes after a reset; `on_step(env)` is called after every step."""
     if num_episodes < 1:
         raise ValueError(f"num_episodes must be at least 1, got {num_episodes}")
-    left = episode_quotas(num_episodes, env.num_envs)
+    # The episodes to count are fixed for each environment, so that short episodes are not over-represented.
+    left = num_episodes // env.num_envs + (np.arange(env.num_envs) < num_episodes % env.num_envs)
     limit = max_steps or int(left.max()) * ((env.max_episode_length or 10_000) + 2)
     total, length = np.zeros(env.num_envs), np.zeros(env.num_envs, dtype=np.int64)
     returns: list[float] = []
@@ -87,20 +68,5 @@ def run_episodes(
         total[done], length[done] = 0.0, 0
         if not left.any():
             return returns, lengths
-    raise RuntimeError(
-        f"only {len(returns)} of {num_episodes} evaluation episodes ended within {limit} steps; "
-        "give max_steps, or a time limit to the environment"
-    )
-
-
-def summarize(returns: list[float], lengths: list[int]) -> dict[str, float]:
-    """The `eval/` metrics of some episodes."""
-    reductions = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
-    rewards = {f"eval/{name}_reward": float(reduce(returns)) for name, reduce in reductions.items()}
-    return rewards | {"eval/mean_length": float(np.mean(lengths))}
-
-
-def robot_metric(env: Any, name: str) -> float:
-    """Mean of a robot metric of the environment; NaN if it has none of this name."""
-    value = getattr(env, name, None)
-    return float("nan") if value is None else float(torch.as_tensor(value).float().mean())
+    result = f"only {len(returns)} of {num_episodes} evaluation episodes ended within {limit} steps"
+    raise RuntimeError(f"{result}; give max_steps, or a time limit to the environment")

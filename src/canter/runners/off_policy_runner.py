@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from gymnasium import spaces
 from torch import Tensor
 
 from canter.runners.runner import LearnResult, Runner
@@ -21,40 +19,15 @@ MOST_STEPS = 1000  # vector steps between two reads of the episode statistics
 class OffPolicyRunner(Runner):
     """Trains DQN, SAC and TD3. An iteration is one step of every environment and the learning that is due after it.
 
-    Intervals are environment steps. Metrics are read when a log entry is due; callbacks in between get none.
-
-    Args:
-        env: Any environment that `wrap_env` accepts.
-        cfg: Config object, whose type determines the algorithm, or a training dict.
-        q_network_class: Class of DQN's network; see `canter.modules.q_networks`.
-        q_network_cfg: Settings of DQN's network.
-        **options: The other arguments are those of `Runner`.
+    `cfg` is a config object, whose type determines the algorithm, or a training dict. Intervals are environment steps.
+    Metrics are read when a log entry is due; callbacks in between get none.
     """
 
     default_algorithm = "dqn"
     ways_to_set_length = "learn(total_timesteps) or max_timesteps"
 
-    def __init__(
-        self,
-        env: Any,
-        cfg: Any = None,
-        algorithm: str | None = None,
-        q_network_class: Any = None,
-        obs_space: spaces.Space | None = None,
-        action_space: spaces.Space | None = None,
-        q_network_cfg: Mapping[str, Any] | None = None,
-        agent: Any = None,
-        log_dir: str | Path | None = None,
-        save_dir: str | Path | None = None,
-        device: torch.device | str | None = None,
-        log_interval: int | None = None,
-        save_interval: int | None = None,
-        **options: Any,
-    ) -> None:
-        options |= {"algorithm": algorithm, "agent": agent, "obs_space": obs_space, "action_space": action_space}
-        options |= {"save_dir": save_dir, "log_interval": log_interval, "save_interval": save_interval}
-        q_network = {"q_network_class": q_network_class, "q_network_cfg": q_network_cfg}
-        super().__init__(env, cfg, log_dir, device, q_network=q_network, **options)
+    def __init__(self, env: Any, cfg: Any = None, algorithm: str | None = None, **options: Any) -> None:
+        super().__init__(env, cfg, algorithm=algorithm, **options)
 
     def set_up(self) -> None:
         """Allocate the statistics."""
@@ -64,14 +37,6 @@ class OffPolicyRunner(Runner):
         self.log_start = (0, 0.0)  # timesteps and clock at the last log entry
         self.mean_rewards: list[tuple[float, int]] = []
         """Mean reward and number of vector steps of every read since the last log entry."""
-
-    def build_algorithm(self, agent_class: Any, **spaces_given: Any) -> Any:
-        """Build the algorithm with the networks of the plan."""
-        return agent_class(self.env, self.cfg, device=self.device, **self.plan.policy, **spaces_given)
-
-    def steps_per_iteration(self) -> int:
-        """One step of every environment."""
-        return self.env.num_envs
 
     def planned_iterations(self) -> int | None:
         """Vector steps of the whole run according to the settings."""
@@ -84,15 +49,11 @@ class OffPolicyRunner(Runner):
         return bool(interval) and self.tot_timesteps // interval > before // interval  # pyright: ignore[reportOptionalOperand]
 
     def learn(  # pyright: ignore[reportIncompatibleMethodOverride] (this order is documented)
-        self,
-        total_timesteps: int | None = None,
-        init_at_random_ep_len: bool = False,
-        trial: Any = None,
-        *,
-        num_learning_iterations: int | None = None,
+        self, total_timesteps: int | None = None, init_at_random_ep_len: bool = False, trial: Any = None, **length: Any
     ) -> LearnResult:
-        """Train for more environment steps, rounded up to whole vector steps, or for more iterations."""
-        return super().learn(num_learning_iterations, init_at_random_ep_len, trial, total_timesteps=total_timesteps)
+        """Train for more environment steps, rounded up to whole vector steps, or for `num_learning_iterations` more."""
+        length |= {"init_at_random_ep_len": init_at_random_ep_len, "trial": trial}
+        return super().learn(total_timesteps=total_timesteps, **length)
 
     def start(self, init_at_random_ep_len: bool) -> None:
         """Allocate the replay buffer and read the first observation; fill the buffer from `offline_data`."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from canter.envs.vec_env import StepRecord
-from canter.modules.build import build_actor_critic
 from canter.runners.run_log import train_metrics
 from canter.runners.runner import Runner
 from canter.utils.metrics import gpu_memory
@@ -21,29 +20,12 @@ class OnPolicyRunner(Runner):
 
     def set_up(self) -> None:
         """Allocate the storage, unless the algorithm has one that fits, and the statistics."""
-        storage = self.alg.storage
-        fits = (
-            storage is not None
-            and storage.num_envs == self.env.num_envs
-            and storage.num_transitions_per_env == self.cfg.num_steps_per_env
-            and storage.has_invalid_steps == self.env.has_invalid_steps
-        )
-        if not fits:
+        names = ("num_envs", "num_transitions_per_env", "has_invalid_steps")
+        needed = [self.env.num_envs, self.cfg.num_steps_per_env, self.env.has_invalid_steps]
+        if [getattr(self.alg.storage, name, None) for name in names] != needed:
             self.alg.prepare(self.env, self.cfg.num_steps_per_env, **self.plan.storage)
         self.num_steps_per_env = self.alg.rollout.num_transitions_per_env
         self.keep_stats(self.num_steps_per_env)
-
-    def build_algorithm(self, agent_class: Any, **spaces_given: Any) -> Any:
-        """Build the algorithm with a policy of the ActorCritic family, or with an actor and a critic."""
-        policy = self.plan.policy
-        if "actor_class" not in policy:
-            actor_critic = build_actor_critic(self.env, policy["class_name"], policy)
-            return agent_class(actor_critic, cfg=self.cfg, device=self.device)
-        return agent_class(env=self.env, cfg=self.cfg, device=self.device, **policy, **spaces_given)
-
-    def steps_per_iteration(self) -> int:
-        """T times N."""
-        return self.num_steps_per_env * self.env.num_envs
 
     def start(self, init_at_random_ep_len: bool) -> None:
         """Read the first observation and remove the steps of an interrupted rollout."""
@@ -63,11 +45,8 @@ class OnPolicyRunner(Runner):
         update = train_metrics(*self.alg.update(self.iteration))
         self.callbacks.fire("post_update", self, update)
         learned = time.perf_counter()
-        times = {
-            "time/collection": collected - begin,
-            "time/learning": learned - collected,
-            "time/fps": self.steps_per_iteration() / max(learned - begin, 1e-9),
-        }
+        times = {"time/collection": collected - begin, "time/learning": learned - collected}
+        times["time/fps"] = self.steps_per_iteration() / max(learned - begin, 1e-9)
         return rollout | update | times | gpu_memory(self.device)
 
     def collect(self) -> None:

@@ -26,6 +26,7 @@ LOWEST = {
     "eval_episodes": 1, "max_iterations": 0, "max_timesteps": 0,
 }  # fmt: skip
 PROJECT_KEYS = {"wandb_project": "wandb", "neptune_project": "neptune"}
+warn_once = functools.cache(warnings.warn)
 
 
 @dataclasses.dataclass
@@ -83,32 +84,23 @@ def parse_train_cfg(train_cfg: Mapping[str, Any]) -> RunPlan:
     top = {**train_cfg, **dict(train_cfg.get("runner") or {})}
     top.pop("runner", None)
     algorithm, policy = dict(top.pop("algorithm", None) or {}), dict(top.pop("policy", None) or {})
-    name = algorithm.pop("class_name", None) or top.pop("algorithm_class_name", None) or "PPO"
-    top.pop("algorithm_class_name", None)
-    policy_name = policy.pop("class_name", None) or top.pop("policy_class_name", None) or "ActorCritic"
-    top.pop("policy_class_name", None)
-    if "actor_class" in policy or is_off_policy(REGISTRY[find_algorithm(name)].agent_class):
+    names = (top.pop("algorithm_class_name", None), top.pop("policy_class_name", None))
+    name = find_algorithm(algorithm.pop("class_name", None) or names[0] or "PPO")
+    policy_name = policy.pop("class_name", None) or names[1] or "ActorCritic"
+    if "actor_class" in policy or REGISTRY[name].agent_class.learns_from_replay:
         policy = {key: named_network(value) if key.endswith("_class") else value for key, value in policy.items()}
     else:
         policy = {"class_name": policy_name, **policy}
-    plan = RunPlan(
-        display_name(find_algorithm(name)),
-        None,
-        policy,
-        dict(top.pop("storage", None) or {}),
-        top.pop("obs_groups", None),
-        top.pop("ckpt_manipulator", None),
-    )
-    plan.cfg = config_from(find_algorithm(name), algorithm, top)
-    return plan
+    rest = (dict(top.pop("storage", None) or {}), top.pop("obs_groups", None), top.pop("ckpt_manipulator", None))
+    return RunPlan(display_name(name), config_from(name, algorithm, top), policy, *rest)
 
 
 def make_plan(
     train_cfg: Any, cfg: Any, algorithm: str | None, agent: Any, networks: Mapping[str, Any], default: str = "ppo"
 ) -> RunPlan:
     """The plan of a run from a training dict, a config object, an algorithm's name or a ready algorithm."""
-    if dataclasses.is_dataclass(train_cfg):
-        train_cfg, cfg = None, train_cfg
+    if dataclasses.is_dataclass(train_cfg) or isinstance(cfg, Mapping):
+        train_cfg, cfg = cfg, train_cfg
     if train_cfg is not None:
         return parse_train_cfg(train_cfg)
     if algorithm is None and cfg is not None:
@@ -117,19 +109,11 @@ def make_plan(
     if agent is not None:
         name = next((key for key, entry in REGISTRY.items() if entry.agent_class is type(agent)), None)
         return RunPlan(display_name(name) if name else type(agent).__name__, cfg or config_of(agent), {})
-    entry = REGISTRY[name]
-    if is_off_policy(entry.agent_class):
-        known = {key: value for key, value in networks.items() if value is not None}
-        return RunPlan(display_name(name), cfg or entry.config_class(), known)
+    known = {key: value for key, value in networks.items() if value is not None}
     for argument in ("actor_class", "critic_class"):
-        if networks.get(argument) is None:
+        if argument not in known and not REGISTRY[name].agent_class.learns_from_replay:
             raise ValueError(f"OnPolicyRunner needs {argument} (or train_cfg, or agent)")
-    return RunPlan(display_name(name), cfg or entry.config_class(), dict(networks))
-
-
-def is_off_policy(agent_class: Any) -> bool:
-    """Whether an algorithm learns from replay."""
-    return agent_class.learns_from_replay
+    return RunPlan(display_name(name), cfg or REGISTRY[name].config_class(), known)
 
 
 def config_of(agent: Any) -> Any:
@@ -177,13 +161,13 @@ def config_from(name: str, algorithm: Mapping[str, Any], top: dict[str, Any]) ->
     profile = profile_settings(name, algorithm.pop("profile", None))
     own = check_settings(entry.agent_class.__name__, algorithm, defaults)
     report_defaults(entry, defaults, {**profile, **shared, **own})
-    settings = tuples({**defaults, **profile, **shared, **own})
-    run = {k: v for k, v in given.items() if k in run_names}
+    settings = {**defaults, **profile, **shared, **own, **{k: v for k, v in given.items() if k in run_names}}
     if "num_steps_per_env" in run_names:
-        run.setdefault("log_interval", 1)  # the documented default of a training dict
+        settings.setdefault("log_interval", 1)  # the documented default of a training dict
     if kwargs:
-        run["logger_kwargs"] = kwargs
-    return entry.config_class(**settings, **tuples(run))
+        settings["logger_kwargs"] = kwargs
+    # Lists, as YAML and JSON have them, become tuples.
+    return entry.config_class(**{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
 
 
 def run_fields(config_class: type) -> set[str]:
@@ -193,13 +177,11 @@ def run_fields(config_class: type) -> set[str]:
 
 def documented_defaults(entry: Entry) -> dict[str, Any]:
     """Defaults of an algorithm's settings in a training dict: the documented ones of ours, its config's for others."""
+    fields = [*dataclasses.fields(entry.config_class)]
+    if entry.config_class is entry.agent_class.config_class:
+        fields += dataclasses.fields(entry.agent_class.full_settings_class())
     run_names = run_fields(entry.config_class)
-    source = entry.config_class
-    if source is entry.agent_class.config_class:
-        source = entry.agent_class.full_settings_class()
-    defaults = {f.name: f.default for f in dataclasses.fields(entry.config_class)}
-    defaults |= {f.name: f.default for f in dataclasses.fields(source)}
-    return {name: value for name, value in defaults.items() if name not in run_names}
+    return {f.name: f.default for f in fields if f.name not in run_names}
 
 
 def report_defaults(entry: Entry, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> None:
@@ -208,15 +190,4 @@ def report_defaults(entry: Entry, defaults: Mapping[str, Any], given: Mapping[st
     missing = {name: defaults[name] for name in names if name in defaults and name not in given}
     if missing and set(names) <= defaults.keys() and entry.config_class is entry.agent_class.config_class:
         values = ", ".join(f"{name}={value!r}" for name, value in missing.items())
-        warn_once(f"the training dict leaves out settings of {entry.agent_class.__name__}: using {values}")
-
-
-@functools.cache
-def warn_once(message: str) -> None:
-    """Warn with a message the first time it occurs in this process."""
-    warnings.warn(message, stacklevel=7)
-
-
-def tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with lists, as YAML and JSON have them, turned into tuples."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        warn_once(f"the training dict leaves out settings of {entry.agent_class.__name__}: using {values}", None, 6)

@@ -15,25 +15,26 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import yaml
 from gymnasium import spaces
-from torch import Tensor
 
 from canter.algorithms import REGISTRY
 from canter.algorithms.algorithm import Algorithm
 from canter.envs.vec_env import VecEnv
 from canter.envs.wrap import wrap_env
 from canter.envs.wrappers import FlattenObs
+from canter.modules.build import build_actor_critic
 from canter.modules.normalizer import ReturnScaler
 from canter.runners.checkpoints import Checkpoints
-from canter.runners.evaluation import InferencePolicy, frozen, robot_metric, run_episodes, summarize
+from canter.runners.evaluation import InferencePolicy, run_episodes
 from canter.runners.run_config import RunPlan, check_run, find_algorithm, make_plan
-from canter.runners.run_log import Callbacks, RunLog, StopTraining, TrialReporter, local_metrics, pruned_exception
+from canter.runners.run_log import Callbacks, StopTraining, TrialReporter, pruned_exception, store_code, train_metrics
 from canter.utils.console import Console, table
-from canter.utils.files import RunLock
+from canter.utils.files import RunLock, atomic_write
 from canter.utils.logging import Logger
 from canter.utils.metrics import StepStats
 from canter.utils.runtime import StopSignal, preserved_rng, resolve_device
-from canter.utils.tree import Obs, tree_leaves
+from canter.utils.tree import tree_leaves
 
 
 class LearnResult(NamedTuple("RobotMetrics", [("velrmsd", float), ("CoT", float)])):
@@ -45,35 +46,28 @@ class LearnResult(NamedTuple("RobotMetrics", [("velrmsd", float), ("CoT", float)
 class Runner(ABC):
     """Trains an algorithm on vectorised environments. A subclass defines one iteration and one environment step.
 
-    There are three ways to create one: with a training dict, `Runner(env, train_cfg, log_dir, device)`; with a config
-    object and network classes, `Runner(env, cfg=PPOConfig(...), actor_class=, critic_class=)`; or with `agent=`.
+    It is created with a training dict, `Runner(env, train_cfg, log_dir, device)`; with a config object and network
+    classes, `Runner(env, cfg=PPOConfig(...), actor_class=, critic_class=)`; or with an algorithm, `agent=`.
 
     Args:
         env: Any environment that `wrap_env` accepts.
         train_cfg: Training dict, flat or with a `runner` section; or a config object or an algorithm.
         log_dir: Run directory; None writes nothing.
         device: Training device; None takes a GPU if there is one.
-        cfg: Config object instead of a training dict.
         algorithm: Registered name of the algorithm, if no config determines it.
-        actor_class: Class of the actor; see `canter.modules.actors`.
-        critic_class: Class of the critic.
-        actor_cfg: Settings of the actor.
-        critic_cfg: Settings of the critic.
-        obs_space: Observation space; the environment's if None.
-        action_space: Action space; the environment's if None.
-        agent: An algorithm to train; one is built if None.
+        actor_class: Class of the actor, as `critic_class`, with settings in `actor_cfg`; see `canter.modules.actors`.
+        obs_space: Observation space; the environment's if None, as with `action_space`.
         save_dir: Directory of the checkpoints; `log_dir` if None.
         log_interval: Overrides the config, as do the other intervals and `eval_episodes`.
-        eval_env: Separate environment for evaluation.
         run_info: Saved in config.yaml under `run`.
-        show_progress: Show progress on the console.
-        q_network: `q_network_class` and `q_network_cfg` of DQN.
+        q_network_class: Class of DQN's network, with settings in `q_network_cfg`; see `canter.modules.q_networks`.
     """
 
     default_algorithm = "ppo"
     ways_to_set_length = "learn(iterations), learn(total_timesteps=...) or max_iterations"
 
     stats: StepStats
+    num_steps_per_env = 1
 
     def __init__(
         self,
@@ -99,12 +93,13 @@ class Runner(ABC):
         eval_episodes: int | None = None,
         run_info: Mapping[str, Any] | None = None,
         show_progress: bool = True,
-        q_network: Mapping[str, Any] | None = None,
+        q_network_class: Any = None,
+        q_network_cfg: Mapping[str, Any] | None = None,
     ) -> None:
         if isinstance(train_cfg, Algorithm):
             train_cfg, agent = None, train_cfg
-        networks = {"actor_class": actor_class, "critic_class": critic_class, **(q_network or {})}
-        networks |= {"actor_cfg": actor_cfg, "critic_cfg": critic_cfg}
+        networks = {"actor_class": actor_class, "critic_class": critic_class, "q_network_class": q_network_class}
+        networks |= {"actor_cfg": actor_cfg, "critic_cfg": critic_cfg, "q_network_cfg": q_network_cfg}
         self.plan = make_plan(train_cfg, cfg, algorithm, agent, networks, default=self.default_algorithm)
         overrides = {"log_interval": log_interval, "save_interval": save_interval, "eval_interval": eval_interval}
         overrides |= {"eval_episodes": eval_episodes, "device": None if device is None else str(device)}
@@ -116,9 +111,8 @@ class Runner(ABC):
         self.eval_env = None if eval_env is None else open_env(eval_env, self.device, self.plan)
         self.log_dir = None if log_dir is None else Path(log_dir)
         self.save_dir = self.log_dir if save_dir is None else Path(save_dir)
-        for directory in (self.log_dir, self.save_dir):
-            if directory is not None:
-                directory.mkdir(parents=True, exist_ok=True)
+        for directory in filter(None, (self.log_dir, self.save_dir)):
+            directory.mkdir(parents=True, exist_ok=True)
         self.log_interval, self.save_interval = self.cfg.log_interval, self.cfg.save_interval
         self.run_info, self.show_progress = dict(run_info or {}), show_progress
         self.iteration = self.tot_timesteps = 0
@@ -126,13 +120,18 @@ class Runner(ABC):
         self.obs: Any = None
         self.critic_obs: Any = None
         self.callbacks = Callbacks(self.cfg.callback_errors)
-        self.run_log = RunLog(self.log_dir, self.cfg)
+        self.writer: Logger | None = None
+        """The logger, while it is open."""
+        self.git_repos: list[str] = [__file__]
+        self.resumed_at: int | None = None  # timesteps of a loaded checkpoint, until later log entries are removed
+        self._has_stored_code = False
         self.checkpoints = Checkpoints(self)
-        self.alg = self.agent = self._new_algorithm(obs_space, action_space) if agent is None else agent
+        self.alg = self.agent = self._build_algorithm(obs_space, action_space) if agent is None else agent
         self.set_up()
 
-    def _new_algorithm(self, obs_space: spaces.Space | None, action_space: spaces.Space | None) -> Any:
-        agent_class = REGISTRY[find_algorithm(self.plan.algorithm)].agent_class
+    def _build_algorithm(self, obs_space: spaces.Space | None, action_space: spaces.Space | None) -> Any:
+        agent_class, policy = REGISTRY[find_algorithm(self.plan.algorithm)].agent_class, self.plan.policy
+        common = {"cfg": self.cfg, "device": self.device}
         with torch.random.fork_rng(devices=[]):
             if self.cfg.seed is not None:
                 torch.manual_seed(self.cfg.seed)
@@ -142,7 +141,9 @@ class Runner(ABC):
                     warnings.warn(f"{error}: its episodes will differ from run to run", stacklevel=4)
                 else:
                     self.env.reset()  # running episodes were started without the seed
-            return self.build_algorithm(agent_class, obs_space=obs_space, action_space=action_space)
+            if "class_name" in policy:
+                return agent_class(build_actor_critic(self.env, policy["class_name"], policy), **common)
+            return agent_class(env=self.env, obs_space=obs_space, action_space=action_space, **common, **policy)
 
     def keep_stats(self, num_steps: int) -> None:
         """Record the statistics of the algorithm's steps, up to `num_steps` between two reads."""
@@ -153,24 +154,16 @@ class Runner(ABC):
         self.rframebuffer = self.stats.tracker.rframebuffer
 
     @abstractmethod
-    def build_algorithm(self, agent_class: Any, **spaces_given: Any) -> Any:
-        """Build the algorithm of the plan."""
-
-    @abstractmethod
     def set_up(self) -> None:
         """Prepare the algorithm and the statistics for these environments."""
 
     @abstractmethod
-    def steps_per_iteration(self) -> int:
-        """Environment steps of one iteration."""
-
-    @abstractmethod
-    def rollout_step(self, obs: Any, critic_obs: Any, **kwargs: Any) -> tuple[Obs, Obs, Tensor, Tensor, dict[str, Any]]:
-        """Act, step the environments and store the step; the returned observations are raw."""
-
-    @abstractmethod
     def run_iteration(self) -> dict[str, float]:
         """Collect, learn, and return the iteration's metrics, or an empty dict if none were read."""
+
+    def steps_per_iteration(self) -> int:
+        """Environment steps of one iteration."""
+        return self.num_steps_per_env * self.env.num_envs
 
     def learn(
         self,
@@ -182,11 +175,8 @@ class Runner(ABC):
     ) -> LearnResult:
         """Train for more iterations, or for more environment steps rounded up to whole iterations.
 
-        Args:
-            num_learning_iterations: Iterations to add.
-            init_at_random_ep_len: Start episodes at random ages, so that they do not all end together.
-            trial: Hyperparameter search to report the metrics to; see `TrialReporter`.
-            total_timesteps: Environment steps to add, if `num_learning_iterations` is not given.
+        With `init_at_random_ep_len` episodes start at random ages, so that they do not all end together. Metrics are
+        reported to the hyperparameter search `trial`; see `TrialReporter`.
         """
         last = self.iteration + self.count_iterations(num_learning_iterations, total_timesteps)
         self.horizon = max(last, self.planned_iterations() or 1)
@@ -210,11 +200,14 @@ class Runner(ABC):
                 raise
             finally:
                 self.flush()
-            self.checkpoints.save_final()
+            if self.save_dir is not None:
+                self.checkpoints.save_periodic()
+                self.save(self.save_dir / "checkpoint_final.pt")
         if stop.requested == signal.SIGTERM:
             raise SystemExit(143)
-        if reporter is not None:
-            reporter.warn_if_silent()
+        if reporter is not None and reporter.takes_value and reporter.num_reports == 0:
+            name = "episode/mean_reward" if reporter.metric is None else reporter.metric
+            warnings.warn(f"nothing was reported to the trial: no iteration had the metric {name!r}", stacklevel=2)
         result = LearnResult(float(self.metrics_velrmsd), float(self.metrics_CoT))
         result.history = history
         return result
@@ -231,7 +224,7 @@ class Runner(ABC):
         if self.is_due(self.cfg.eval_interval):
             metrics |= self.eval(self.cfg.eval_episodes)
         if is_logged := self.is_due(self.log_interval):
-            metrics |= self.stats.take_extras()
+            metrics |= self.stats.extras.take() | self.stats.components.take()
         is_pruned = False
         if metrics and reporter is not None:
             is_pruned = reporter.report(metrics, self.metrics_velrmsd, self.metrics_CoT, self.iteration)
@@ -241,21 +234,33 @@ class Runner(ABC):
         console.update(self.iteration, self.tot_timesteps, metrics)
         if self.is_due(self.save_interval):
             self.checkpoints.save_periodic()
-        self.run_log.store_code()
+        if self.log_dir is not None and self.writer is not None and not self._has_stored_code:
+            self._has_stored_code = True
+            store_code(self.log_dir, self.git_repos, self.cfg.git_diff, self.writer)
         self.callbacks.fire("post_iteration", self, metrics)
         if is_pruned:
             self.checkpoints.save_periodic()
-            self.run_log.close()
+            self.writer = self.writer and self.writer.close()
             raise pruned_exception(f"pruned at iteration {self.iteration}")
 
     def start(self, init_at_random_ep_len: bool) -> None:
         """Read the observation from which the next rollout starts."""
         if init_at_random_ep_len:
-            randomize_ages(self.env, self.alg.generators["action"])
+            lengths, limit = getattr(self.env, "episode_length_buf", None), self.env.max_episode_length
+            generator = self.alg.generators["action"]
+            try:
+                if lengths is None or limit is None:
+                    raise AttributeError("it does not exist, or there is no limit")
+                ages = torch.randint(int(limit), lengths.shape, generator=generator, device=generator.device)
+                self.env.episode_length_buf = ages.to(lengths)  # pyright: ignore[reportAttributeAccessIssue]
+            except AttributeError as error:
+                warnings.warn(f"episodes start at age 0: episode_length_buf cannot be set ({error})", stacklevel=5)
         if self.obs is None:
             with torch.inference_mode(self.cfg.inference_mode_rollout):
                 self.obs, self.critic_obs = self.env.get_observations()
-        self.stats.begin(self.obs, self.critic_obs, self.tot_timesteps // self.env.num_envs)
+        first = {"first_obs": self.obs, "first_critic_obs": None if self.critic_obs is self.obs else self.critic_obs}
+        self.stats.guard.check(self.tot_timesteps // self.env.num_envs, **first)
+        self.stats.tracker.read()  # the steps of an interrupted rollout
 
     def count_iterations(self, iterations: int | None, timesteps: int | None) -> int:
         """Iterations that the arguments of `learn` ask for."""
@@ -282,25 +287,32 @@ class Runner(ABC):
 
     def evaluation(self) -> None:
         """Read the robot metrics of the environment, which is not stepped."""
-        self.metrics_velrmsd = robot_metric(self.env, "tracking_error")
-        self.metrics_CoT = robot_metric(self.env, "CoT")
+        for name, source in (("metrics_velrmsd", "tracking_error"), ("metrics_CoT", "CoT")):
+            value = getattr(self.env, source, None)
+            setattr(self, name, math.nan if value is None else float(torch.as_tensor(value).float().mean()))
 
     def _robot_metrics(self) -> dict[str, float]:
         values = {"eval/velrmsd": self.metrics_velrmsd, "eval/CoT": self.metrics_CoT}
         return {name: value for name, value in values.items() if not math.isnan(value)}
 
     def eval(self, num_episodes: int = 10, max_steps: int | None = None) -> dict[str, float]:
-        """Run deterministic episodes, the same number in every environment.
+        """Run deterministic episodes, the same number in every environment, and return their `eval/` metrics.
 
-        They run in `eval_env` if there is one. Otherwise they run in the training environment, whose state is restored
-        if it supports that, and which is reset if not.
+        Without an `eval_env` they run in the training environment, whose state is restored, or which is reset.
         """
         env = self.eval_env or self.env
         state = env.get_state() if env is self.env else None
+        modes = [(module, module.training) for module in self.alg.modules()]
+        self.alg.eval_mode()
         try:
-            with frozen(self.alg), preserved_rng():
-                return summarize(*run_episodes(InferencePolicy(self.policy), env, num_episodes, max_steps))
+            with preserved_rng():
+                returns, lengths = run_episodes(InferencePolicy(self.policy), env, num_episodes, max_steps)
+            reductions = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
+            rewards = {f"eval/{name}_reward": float(reduce(returns)) for name, reduce in reductions.items()}
+            return rewards | {"eval/mean_length": float(np.mean(lengths))}
         finally:
+            for module, was_training in modes:
+                module.train(was_training)
             if state is not None:
                 env.set_state(state)
             elif env is self.env:
@@ -331,8 +343,13 @@ class Runner(ABC):
         self.alg.eval_mode()
 
     def init_writer(self, init_at_random_ep_len: bool = False) -> None:
-        """Open the logger, if there is a run directory and none is open, and prepare the environment."""
-        self.run_log.open(self.config())
+        """Open the logger if there is a run directory, and read the observation from which the next rollout starts."""
+        if self.writer is None and self.log_dir is not None:
+            self.write_config()
+            self.writer = Logger(self.cfg.logger_backend, self.log_dir, self.cfg.logger_kwargs, self.config())
+        if self.writer is not None and self.resumed_at is not None:
+            self.writer.truncate_after(self.resumed_at)
+            self.resumed_at = None
         self.start(init_at_random_ep_len)
 
     def config(self) -> dict[str, Any]:
@@ -340,24 +357,25 @@ class Runner(ABC):
         return {**self.plan.to_dict(), **({"run": self.run_info} if self.run_info else {})}
 
     def write_config(self) -> None:
-        """Write the current configuration to config.yaml."""
-        self.run_log.write_config(self.config())
+        """Write config.yaml, from which the run can be built again."""
+        if self.log_dir is not None:
+            atomic_write(self.log_dir / "config.yaml", yaml.safe_dump(self.config(), sort_keys=False).encode())
 
     def log(self, locs: Mapping[str, Any], width: int = 80, pad: int = 35) -> str:
         """Write metrics to every logging backend, print them as a table and return the table.
 
-        Args:
-            locs: Either `{"metrics": {...}}`, or the `locals()` of a training loop: the dicts `losses` and `stats` and
-                every float are logged, with the statistics of the newest rollout and the robot metrics.
-            width: Width of the table.
-            pad: Width of the column of names.
+        `locs` is `{"metrics": {...}}`, or the `locals()` of a training loop: the dicts `losses` and `stats` and every
+        float are logged, with the statistics of the newest rollout and the robot metrics.
         """
-        given = locs.get("metrics")
-        if isinstance(given, Mapping):
-            metrics = dict(given)
-        else:
-            metrics = self.stats.newest | self._robot_metrics() | local_metrics(locs)
-        self.run_log.log({**metrics, "iteration": self.iteration}, self.tot_timesteps)
+        metrics = locs.get("metrics")
+        if not isinstance(metrics, Mapping):
+            dicts = (locs[name] if isinstance(locs.get(name), Mapping) else {} for name in ("losses", "stats"))
+            named = train_metrics(*dicts).items()
+            named = {name: float(value) for name, value in named if not torch.is_tensor(value) or value.numel() == 1}
+            floats = {name: value for name, value in locs.items() if isinstance(value, float)}
+            metrics = self.stats.newest | self._robot_metrics() | floats | named
+        if self.writer is not None:
+            self.writer.log_scalars({**metrics, "iteration": self.iteration}, self.tot_timesteps)
         text = table(metrics, width, pad)
         if locs.get("console") is None:  # within `learn` the progress display shows the metrics
             print(text)  # noqa: T201 (documented)
@@ -365,11 +383,12 @@ class Runner(ABC):
 
     def flush(self) -> None:
         """Flush every logging backend."""
-        self.run_log.flush()
+        if self.writer is not None:
+            self.writer.flush()
 
     def add_git_repo_to_log(self, repo_file_path: str) -> None:
         """Record the state of the git repository that contains this file."""
-        self.run_log.git_repos.append(repo_file_path)
+        self.git_repos.append(repo_file_path)
 
     def save(self, path: str | Path, infos: Any = None) -> None:
         """Write a checkpoint."""
@@ -405,7 +424,7 @@ class Runner(ABC):
 
     def close(self) -> None:
         """Close the loggers and the environments."""
-        self.run_log.close()
+        self.writer = self.writer and self.writer.close()
         for env in (self.env, self.eval_env):
             if env is not None:
                 env.close()
@@ -414,11 +433,6 @@ class Runner(ABC):
     def policy(self) -> Any:
         """The policy that is trained."""
         return self.alg.policy
-
-    @property
-    def writer(self) -> Logger | None:
-        """The logger, while it is open."""
-        return self.run_log.writer
 
     @property
     def current_learning_iteration(self) -> int:
@@ -434,15 +448,3 @@ def open_env(env: Any, device: torch.device, plan: RunPlan) -> VecEnv:
     has_images = any(leaf.dtype == np.uint8 for space in both for _, leaf in tree_leaves(space))
     # The ActorCritic family takes one vector with segments; with images it flattens itself, so that bytes are stored.
     return FlattenObs(wrapped) if has_dict and "class_name" in plan.policy and not has_images else wrapped
-
-
-def randomize_ages(env: VecEnv, generator: torch.Generator) -> None:
-    """Set running episodes to random ages, so that they do not all end together."""
-    lengths, limit = getattr(env, "episode_length_buf", None), env.max_episode_length
-    try:
-        if lengths is None or limit is None:
-            raise AttributeError("it does not exist, or there is no limit")
-        ages = torch.randint(int(limit), lengths.shape, generator=generator, device=generator.device)
-        env.episode_length_buf = ages.to(lengths)  # pyright: ignore[reportAttributeAccessIssue]
-    except AttributeError as error:
-        warnings.warn(f"episodes start at age 0: episode_length_buf cannot be set ({error})", stacklevel=5)

@@ -15,7 +15,6 @@ from canter.runners.run_config import plain
 from canter.storage.rollout_files.rollout_dataset import RolloutDataset
 from canter.utils.tree import Obs, tree_leaves, tree_map
 
-PRETRAIN_KEYS = ("pretrain_iterations", "pretrain_dataset")
 LOG_INTERVAL = 50
 
 
@@ -26,12 +25,8 @@ class TwoStageRunner(OnPolicyRunner):
     and no teacher, stage one is behaviour cloning and stage two is PPO. Timesteps include recorded steps.
 
     Args:
-        env: Any environment that `wrap_env` accepts; it is not stepped in stage one.
         train_cfg: Training dict with `pretrain_dataset`, the settings of a `RolloutDataset`, and `pretrain_iterations`
-            (default 0; a negative number never ends stage one).
-        pretrain_iterations: Overrides `train_cfg`.
-        pretrain_dataset: Overrides `train_cfg`.
-        **kwargs: The other arguments are those of `Runner`.
+            (default 0; a negative number never ends stage one), unless they are given as arguments.
     """
 
     def __init__(
@@ -43,25 +38,21 @@ class TwoStageRunner(OnPolicyRunner):
         pretrain_dataset: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        train_cfg, given = take_keys(train_cfg)
-        iterations = given.get("pretrain_iterations") if pretrain_iterations is None else pretrain_iterations
-        source = given.get("pretrain_dataset") if pretrain_dataset is None else pretrain_dataset
-        if not source:
-            raise AssertionError(
-                "TwoStageRunner needs pretrain_dataset, the settings of a RolloutDataset: {data_dir: ...}"
-            )
-        self.pretrain_iterations, self.pretrain_dataset = int(iterations or 0), dict(source)
-        settings = {**train_cfg, **(train_cfg.get("runner") or {})} if isinstance(train_cfg, dict) else {}
-        if settings.get("log_interval") is None and kwargs.get("log_interval") is None:
+        given = dict(train_cfg) if isinstance(train_cfg, Mapping) else {}
+        given |= given.pop("runner", None) or {}
+        iterations, source = given.pop("pretrain_iterations", None), given.pop("pretrain_dataset", None)
+        self.pretrain_iterations = int((iterations if pretrain_iterations is None else pretrain_iterations) or 0)
+        self.pretrain_dataset = dict((source if pretrain_dataset is None else pretrain_dataset) or {})
+        if not self.pretrain_dataset:
+            raise AssertionError("TwoStageRunner needs pretrain_dataset, settings of a RolloutDataset: {data_dir: ...}")
+        if given.get("log_interval") is None and kwargs.get("log_interval") is None:
             kwargs["log_interval"] = LOG_INTERVAL
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="TPPO has no teacher")  # the dataset replaces it
-            super().__init__(env, train_cfg, *args, **kwargs)
+            super().__init__(env, given if isinstance(train_cfg, Mapping) else train_cfg, *args, **kwargs)
         if self.pretrain_iterations and not hasattr(self.alg, "collect_transition_from_dataset"):
-            raise TypeError(
-                f"{type(self.alg).__name__} cannot learn from recorded steps; use TPPO (without a teacher it clones "
-                "behaviour), or pretrain_iterations=0"
-            )
+            way_out = "use TPPO (without a teacher it clones behaviour), or pretrain_iterations=0"
+            raise TypeError(f"{type(self.alg).__name__} cannot learn from recorded steps; {way_out}")
         self.rollout_dataset = RolloutDataset(**self.pretrain_dataset, num_envs=self.env.num_envs, device=self.device)
         self.is_exhausted = False
         self.is_on_dataset = False  # whether the last step, and with it `obs`, came from the dataset
@@ -91,10 +82,8 @@ class TwoStageRunner(OnPolicyRunner):
             super().collect()
         except StopIteration:
             self.is_exhausted = True
-            warnings.warn(
-                f"the pretraining dataset ended in iteration {self.iteration}; training continues in the environment",
-                stacklevel=2,
-            )
+            now = f"in iteration {self.iteration}; training continues in the environment"
+            warnings.warn(f"the pretraining dataset ended {now}", stacklevel=2)
             self.alg.rollout.clear()
             self.alg.teacher.on_dataset = False
             self.stats.tracker.rewind()
@@ -104,7 +93,12 @@ class TwoStageRunner(OnPolicyRunner):
         """Take a step from the dataset while pretraining; from the environment later, and if the dataset has none."""
         if not self.is_pretraining:
             if self.is_on_dataset:
-                obs, critic_obs = self._enter_environment()
+                self.is_on_dataset = False  # statistics and memories of the dataset end here
+                self.policy.reset()
+                self.stats.clear_running()
+                self.rewbuffer.clear()
+                self.lenbuffer.clear()
+                obs, critic_obs = self.env.get_observations()
             return super().rollout_step(obs, critic_obs, **kwargs)
         transition, infos = self.rollout_dataset.get_transition_batch()
         self.dataset_infos |= {name: float(value) for name, value in infos.items() if name != "time_outs"}
@@ -124,15 +118,6 @@ class TwoStageRunner(OnPolicyRunner):
         next_critic = next_obs if is_same else tree_map(torch.clone, transition.next_privileged_observation)
         return next_obs, next_critic, transition.reward, transition.done, infos
 
-    def _enter_environment(self) -> tuple[Obs, Obs]:
-        """Start stage two: drop statistics and memories of the dataset; returns the environment's observations."""
-        self.is_on_dataset = False
-        self.policy.reset()
-        self.stats.clear_running()
-        self.rewbuffer.clear()
-        self.lenbuffer.clear()
-        return self.env.get_observations()
-
     def extra_state(self) -> dict[str, Any]:
         """State of the runner for exact continuation, with the stage and the position in the dataset."""
         own = {"on_dataset": self.is_on_dataset, "is_exhausted": self.is_exhausted}
@@ -149,30 +134,15 @@ class TwoStageRunner(OnPolicyRunner):
         self.is_on_dataset = bool(state.get("on_dataset", False)) and bool(state["is_exact"])
 
 
-def take_keys(train_cfg: Any) -> tuple[Any, dict[str, Any]]:
-    """Split a training dict into the settings of `OnPolicyRunner` and those of pretraining."""
-    if not isinstance(train_cfg, Mapping):
-        return train_cfg, {}
-    rest = {name: value for name, value in train_cfg.items() if name not in PRETRAIN_KEYS}
-    given = {name: train_cfg[name] for name in PRETRAIN_KEYS if name in train_cfg}
-    if isinstance(rest.get("runner"), Mapping):
-        inner = rest["runner"]
-        given |= {name: inner[name] for name in PRETRAIN_KEYS if name in inner}
-        rest["runner"] = {name: value for name, value in inner.items() if name not in PRETRAIN_KEYS}
-    return rest, given
-
-
 def check_fit(transition: Any, env: VecEnv) -> None:
     """Raise ValueError with every difference if the dataset's observations do not fit the environment."""
     obs, critic_obs = env.get_observations()
-    pairs = [("observation", transition.observation, obs)]
-    if critic_obs is not obs:
-        pairs.append(("privileged_observation", transition.privileged_observation, critic_obs))
-    problems = []
-    for name, recorded, current in pairs:
-        got = {leaf: tuple(value.shape[1:]) for leaf, value in tree_leaves(recorded, name)}
-        want = {leaf: tuple(value.shape[1:]) for leaf, value in tree_leaves(current, name)}
-        differing = [leaf for leaf in got.keys() | want.keys() if got.get(leaf) != want.get(leaf)]
-        problems += [f"{leaf}: dataset {got.get(leaf)}, environment {want.get(leaf)}" for leaf in differing]
-    if problems:
-        raise ValueError(f"the dataset is of another environment: {'; '.join(sorted(problems))}")
+    names = ["observation"] if critic_obs is obs else ["observation", "privileged_observation"]
+    recorded = tree_leaves({name: getattr(transition, name) for name in names})
+    got = {leaf: tuple(value.shape[1:]) for leaf, value in recorded}
+    current = tree_leaves(dict(zip(names, (obs, critic_obs), strict=False)))
+    want = {leaf: tuple(value.shape[1:]) for leaf, value in current}
+    differing = sorted(leaf for leaf in got.keys() | want.keys() if got.get(leaf) != want.get(leaf))
+    if differing:
+        problems = (f"{leaf}: dataset {got.get(leaf)}, environment {want.get(leaf)}" for leaf in differing)
+        raise ValueError(f"the dataset is of another environment: {'; '.join(problems)}")

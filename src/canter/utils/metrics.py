@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,11 +22,8 @@ BUFFERS = ("rewbuffer", "lenbuffer", "rframebuffer")
 COMPONENTS = "reward_components"
 LEARNED_FROM = ("observations", "privileged_observations", "rewards")
 # Entries of extras that hold observations, not measurements, even if their shape would allow a mean.
-PAYLOADS = frozenset(
-    {"final_observation", "final_obs", "final_critic_obs", "final_info", "terminal_observation", "observations"}
-)
+PAYLOADS = {"final_observation", "final_obs", "final_critic_obs", "final_info", "terminal_observation", "observations"}
 ROWS_PER_FOLD = 64
-Group = tuple[torch.device | None, tuple[str, ...]]
 
 
 class MeanMeter:
@@ -66,14 +63,7 @@ class MeanMeter:
 
 
 class StepStats:
-    """Checks and counts the steps of a rollout.
-
-    Args:
-        num_envs: N.
-        num_steps: T.
-        device: Device of the step records.
-        extra_log_keys: Logged keys of the extras.
-    """
+    """Checks and counts the steps of a rollout on `device`; the entries `extra_log_keys` of their extras are logged."""
 
     def __init__(self, num_envs: int, num_steps: int, device: torch.device, extra_log_keys: Iterable[str]) -> None:
         self.tracker = EpisodeTracker(num_envs, num_steps, device)
@@ -86,11 +76,6 @@ class StepStats:
         self.newest: dict[str, float] = {}  # metrics of the newest rollout
         self.check_first: Any = None  # called with the first record, once; it may raise
 
-    def begin(self, obs: Any, critic_obs: Any, total_steps: int) -> None:
-        """Check the observation from which the next rollout starts, and count the steps of an interrupted one."""
-        self.guard.check(total_steps, first_obs=obs, first_critic_obs=None if critic_obs is obs else critic_obs)
-        self.tracker.read()
-
     def take(self, record: StepRecord) -> None:
         """Check and count one step. The algorithm writes its rewards, with `tracker.write`."""
         if self.check_first is not None:
@@ -99,9 +84,7 @@ class StepStats:
         if self.guard.is_immediate:
             groups: dict[str, Any] = {"obs": record.obs, "reward": record.reward, "final_obs": record.final_obs}
             if record.critic_obs is not record.obs:
-                groups["critic_obs"] = record.critic_obs
-            if record.final_critic_obs is not record.final_obs:
-                groups["final_critic_obs"] = record.final_critic_obs
+                groups |= {"critic_obs": record.critic_obs, "final_critic_obs": record.final_critic_obs}
             ended = None if record.final_obs is None else record.terminated | record.truncated
             self.guard.check(self.first_step + self.tracker.step, ended, **groups)
         self.tracker.step += 1
@@ -129,10 +112,6 @@ class StepStats:
             self.newest["episode/mean_length"] = sum(tracker.lenbuffer) / len(tracker.lenbuffer)
         return dict(self.newest)
 
-    def take_extras(self) -> dict[str, float]:
-        """Means of the extras, and of the episodes' reward components, since the last call."""
-        return self.extras.take() | {f"{COMPONENTS}/{name}": value for name, value in self.components.take().items()}
-
     def clear_running(self) -> None:
         """Drop the unfinished episodes, because the environments were reset."""
         self.tracker.clear_running()
@@ -149,10 +128,7 @@ class StepStats:
 
 
 class EpisodeTracker:
-    """Returns and lengths of episodes, from rows kept on the device and copied once per rollout.
-
-    An episode may span rollouts; steps that only reset an environment do not count.
-    """
+    """Returns and lengths of episodes, which may span rollouts; rows on the device are copied once per rollout."""
 
     def __init__(self, num_envs: int, num_steps: int, device: torch.device | str) -> None:
         self.rows = torch.zeros(num_steps, 3, num_envs, device=device)  # reward, done, valid: copied together
@@ -176,10 +152,10 @@ class EpisodeTracker:
     def read(self) -> float:
         """Add the rollout to the statistics; returns its mean reward per step."""
         rows = self.rows[: self.step].cpu().numpy()
-        self.rewind()
-        rewards, done, valid = rows[:, 0], rows[:, 1].astype(bool), rows[:, 2].astype(bool)
-        if not valid.all():
-            rewards = np.where(valid, rewards, 0.0)
+        self.step = 0
+        self.cursor.zero_()
+        done, valid = rows[:, 1].astype(bool), rows[:, 2].astype(bool)
+        rewards = np.where(valid, rows[:, 0], 0.0)
         some_ended: list[bool] = np.logical_or.reduce(done, axis=1).tolist()
         for reward, ended, counts, some in zip(rewards, done, valid, some_ended, strict=True):
             self.cur_reward_sum += reward
@@ -190,11 +166,7 @@ class EpisodeTracker:
                 self.num_episodes += int(ended.sum())
                 self.cur_reward_sum[ended] = 0.0
                 self.cur_episode_length[ended] = 0
-        going_on, first, found = valid & ~done, len(rewards), 0
-        while first and found < FRAMES:
-            first -= 1
-            found += int(going_on[first].sum())
-        self.rframebuffer.extend(rewards[first:][going_on[first:]][-FRAMES:].tolist())
+        self.rframebuffer.extend(rewards[valid & ~done][-FRAMES:].tolist())
         return float(rewards.sum(dtype=np.float64) / valid.sum()) if valid.any() else float("nan")
 
     def clear_running(self) -> None:
@@ -204,7 +176,7 @@ class EpisodeTracker:
         self.rewind()
 
     def rewind(self) -> None:
-        """Move to the first row."""
+        """Drop the rows that were not read."""
         self.step = 0
         self.cursor.zero_()
 
@@ -230,11 +202,7 @@ class NonFiniteError(RuntimeError):
 
 
 class FiniteGuard:
-    """Detects NaN and infinity from an environment, before they can reach the statistics or the weights.
-
-    On a CPU every step is checked at once, by one sum per tensor: it is finite only if every term is. On other devices
-    the whole rollout is checked once, before anything learns from it.
-    """
+    """Detects NaN and infinity from an environment: on a CPU in every step, on other devices once per rollout."""
 
     def __init__(self, device: torch.device) -> None:
         self.is_immediate = device.type == "cpu"
@@ -245,14 +213,12 @@ class FiniteGuard:
             return
         for group, tree in groups.items():
             for name, leaf in tree_leaves(tree, group) if isinstance(tree, Mapping) else ((group, tree),):
-                if leaf is not None and leaf.is_floating_point() and not math.isfinite(leaf.sum()):  # or overflow
+                if leaf is not None and leaf.is_floating_point() and not math.isfinite(leaf.sum()):  # or it overflowed
                     raise_if_bad(name, leaf, total_steps, ended if group.startswith("final_") else None)
 
     def read(self, first_step: int, rollout: Mapping[str, Tensor]) -> None:
         """Check (T, N, ...) tensors of a rollout whose steps were not checked; one host read."""
         floats = {name: value for name, value in rollout.items() if value.is_floating_point()}
-        if self.is_immediate or not floats:
-            return
         fine = torch.stack([torch.isfinite(value).all() for value in floats.values()]).tolist()
         for (name, value), is_fine in zip(floats.items(), fine, strict=True):
             if not is_fine:
@@ -266,26 +232,19 @@ def raise_if_bad(name: str, leaf: Tensor, step: int, rows: Tensor | None = None)
     if rows is not None:
         bad &= rows.view(-1, 1)
     if bad.any():
-        envs = bad.any(-1).nonzero().flatten().tolist()
-        features = bad.any(0).nonzero().flatten().tolist() if leaf.dim() > 1 else None
-        where = f"environments {first_eight(envs)}" + (f", features {first_eight(features)}" if features else "")
-        raise NonFiniteError(
-            f"the environment gave NaN or infinity in {name!r} ({where}) at step {step}; the policy was not updated "
-            "with it. Fix the environment, or clip the value before it is returned"
-        )
-
-
-def first_eight(numbers: list[int]) -> str:
-    """At most eight numbers, then how many more."""
-    return ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+        found = {"environments": bad.any(-1), "features": bad.any(0)} if leaf.dim() > 1 else {"environments": bad[:, 0]}
+        numbers = {axis: flags.nonzero().flatten().tolist() for axis, flags in found.items()}
+        more = {axis: f" and {len(n) - 8} more" if len(n) > 8 else "" for axis, n in numbers.items()}
+        where = ", ".join(f"{axis} {', '.join(map(str, n[:8]))}{more[axis]}" for axis, n in numbers.items())
+        effect = "the policy was not updated with it. Fix the environment, or clip the value before it is returned"
+        raise NonFiniteError(f"the environment gave NaN or infinity in {name!r} ({where}) at step {step}; {effect}")
 
 
 class ComponentSums:
     """Named components of the reward, summed over each episode on the device; `take` reads their means per episode."""
 
     def __init__(self) -> None:
-        self.running: dict[str, Tensor] = {}
-        """(N,) sums over the unfinished episodes."""
+        self.running: dict[str, Tensor] = {}  # (N,) sums over the unfinished episodes
         self._ended: dict[str, Tensor] = {}  # (2,) sum over the episodes that ended, and their number
 
     def add(self, parts: Mapping[str, Any], done: Tensor, valid: Tensor) -> None:
@@ -302,68 +261,58 @@ class ComponentSums:
         """Means over the episodes that ended since the last call; empty if none did."""
         ended, self._ended = self._ended, {}
         table = torch.stack(list(ended.values())).tolist() if ended else []
-        return {name: total / count for name, (total, count) in zip(ended, table, strict=True) if count}
+        sums = zip(ended, table, strict=True)
+        return {f"{COMPONENTS}/{name}": total / count for name, (total, count) in sums if count}
 
 
 def flatten_extras(extras: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Tensor | float]:
-    """The listed entries of `extras` as `extra/<key>/<sub>/...`; a value per environment becomes its mean.
+    """The listed entries of `extras` as `extra/<key>/<sub>/...`, on their device; a value per environment is averaged.
 
-    Tensors stay on their device. A name ending in `_max` or `_min` takes the maximum or minimum over environments.
-    Where Gymnasium's convention gives a mask `_<name>` beside an entry, only the environments it marks count.
+    A name ending in `_max` or `_min` takes the extreme. Gymnasium's mask `_<name>` marks the environments that count.
     """
-    scalars: dict[str, Tensor | float] = {}
-    for key in keys:
-        if key in extras and key not in PAYLOADS:
-            _flatten(extras[key], f"extra/{key.lstrip('/')}", extras.get(f"_{key}"), scalars)
-    return scalars
+    listed = {name: extras[name] for key in keys for name in (key, f"_{key}") if name in extras}
+    scalars = {tag: _to_scalar(value, tag, mask) for tag, value, mask in _entries(listed, "extra", None)}
+    return {tag: scalar for tag, scalar in scalars.items() if scalar is not None}
 
 
-def _flatten(value: Any, tag: str, mask: Any, scalars: dict[str, Tensor | float]) -> None:
-    if not isinstance(value, Mapping):
-        scalar = _to_scalar(value, tag, mask)
-        if scalar is not None:
-            scalars[tag] = scalar
-        return
-    for key, part in value.items():
-        name = str(key).strip("/")
-        is_mask = name.startswith("_") and name[1:] in value
-        if not is_mask and name.rsplit("/", 1)[-1] not in PAYLOADS:
-            _flatten(part, f"{tag}/{name}", value.get(f"_{key}", mask), scalars)
+def _entries(tree: Mapping[str, Any], tag: str, mask: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The name, value and mask of every leaf."""
+    for key, value in tree.items():
+        name, own_mask = str(key).strip("/"), tree.get(f"_{key}", mask)
+        if (name.startswith("_") and name[1:] in tree) or name.rsplit("/", 1)[-1] in PAYLOADS:
+            continue
+        if isinstance(value, Mapping):
+            yield from _entries(value, f"{tag}/{name}", own_mask)
+        else:
+            yield f"{tag}/{name}", value, own_mask
 
 
 def _to_scalar(value: Any, tag: str, mask: Any) -> Tensor | float | None:
     if isinstance(value, (bool, int, float)):
         return float(value)
     if isinstance(value, (np.ndarray, np.generic)):
-        is_number = value.dtype.kind in "biuf"
-        scalar: Any = _to_scalar(torch.from_numpy(np.asarray(value, np.float64)), tag, mask) if is_number else None
-        return None if scalar is None else scalar.item()  # already on the host
+        value = torch.from_numpy(np.asarray(value, np.float64)) if value.dtype.kind in "biuf" else None
     if not isinstance(value, Tensor) or value.is_complex() or value.dim() > 1 or value.numel() == 0:
         return None
-    value = value.detach()
-    if not value.is_floating_point():
-        value = value.float()
+    value = value.detach() if value.is_floating_point() else value.float()
     if value.dim() == 0:
         return value
     if isinstance(mask, (Tensor, np.ndarray)) and mask.shape == value.shape:
         value = torch.where(torch.as_tensor(mask, device=value.device).bool(), value, math.nan)
     if tag.endswith("_max"):
-        return value.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).amax()
+        return value.masked_fill(value.isnan(), -math.inf).amax()
     if tag.endswith("_min"):
-        return value.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf).amin()
+        return value.masked_fill(value.isnan(), math.inf).amin()
     return value.nanmean() if mask is not None else value.mean()
 
 
 class ScalarAverager:
-    """Gathers scalars over many steps on their device; `take` reads them all at once and starts again.
-
-    Names ending in `_max` or `_min` give the extreme, all others the mean of the values that are not NaN.
-    """
+    """Means, or extremes of names ending in `_max` or `_min`, of scalars gathered on their device, without NaN."""
 
     def __init__(self) -> None:
-        # One group per device and set of names, which are nearly always the same from step to step.
-        self._rows: dict[Group, list[Tensor]] = {}
-        self._folded: dict[Group, Tensor] = {}
+        # By device and names, which are nearly always the same from step to step.
+        self._rows: dict[Any, list[Tensor]] = {}
+        self._folded: dict[Any, Tensor] = {}
 
     def add(self, scalars: Mapping[str, Tensor | float]) -> None:
         """Add the values of one step; tensors are copied, so their owner may overwrite them."""
@@ -378,7 +327,7 @@ class ScalarAverager:
             if len(rows) >= ROWS_PER_FOLD:
                 self._fold(key)
 
-    def _fold(self, key: Group) -> None:
+    def _fold(self, key: Any) -> None:
         rows = torch.stack(self._rows.pop(key))  # (R, K)
         missing = rows.isnan()
         total, count = rows.masked_fill(missing, 0.0).sum(0), (~missing).sum(0).to(rows.dtype)
