@@ -53,7 +53,8 @@ class OnPolicyRunner(Runner):
         """Collect one rollout and compute its returns."""
         alg, env = self.alg, self.env
         self.stats.first_step = self.tot_timesteps // env.num_envs
-        is_plain = type(self).rollout_step is OnPolicyRunner.rollout_step  # an overridden step runs as it is written
+        # An overridden step runs as it is written.
+        is_plain = getattr(self.rollout_step, "__func__", None) is OnPolicyRunner.rollout_step
         # Where the host needs nothing of a step, the whole rollout is one CUDA graph.
         is_captured = is_plain and env.capturable and self.iteration > 0 and not self.stats.has_extras
         if is_captured and alg.executor.uses_graphs:
@@ -62,6 +63,12 @@ class OnPolicyRunner(Runner):
             return
         if is_plain and env.overlaps and alg.can_lag:
             self.overlapping_steps()
+        elif is_plain:
+            for _ in range(self.num_steps_per_env):
+                record = env.step(alg.act(self.obs, self.critic_obs))
+                self.stats.take(record)
+                alg.process_step(record)
+                self.obs, self.critic_obs = record.obs, record.critic_obs
         else:
             for _ in range(self.num_steps_per_env):
                 self.obs, self.critic_obs, *_ = self.rollout_step(self.obs, self.critic_obs)
