@@ -12,7 +12,7 @@ from canter.envs.torch_envs import PointRobot
 from canter.modules.actor_critic import ActorCritic
 from canter.modules.actors import MLPActor, MLPCritic
 from canter.runners import OnPolicyRunner
-from canter.runners.run_config import LAUNCHER_KEYS, check_run, config_from, find_algorithm, make_plan, parse_train_cfg
+from canter.runners.run_config import LAUNCHER_KEYS, config_from, find_algorithm, make_plan, parse_train_cfg
 from canter.utils.config import OTHER_SPELLINGS
 
 SETTINGS = sorted(f.name for f in dataclasses.fields(PPOConfig))
@@ -183,7 +183,7 @@ def test_a_number_that_cannot_be_learned_with_is_refused(make_runner, name, valu
 
 
 def test_documented_numbers_pass(make_runner):
-    check_run(PPOConfig(log_interval=0, save_interval=0, keep_checkpoints=None, max_iterations=0))
+    PPOConfig(log_interval=0, save_interval=0, keep_checkpoints=None, max_iterations=0)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:7", "gpu"])

@@ -37,9 +37,9 @@ class CommonRunSettings:
     """Seed of weights, exploration, minibatches and environments; None draws one."""
     device: str | None = None
     """Device to learn on; None takes a GPU if there is one."""
-    keep_checkpoints: int | None = None
+    keep_checkpoints: int | None = setting(None, low=2)  # one is left if the newest is damaged
     """Number of periodic checkpoints to keep; None keeps all."""
-    eval_episodes: int = 10
+    eval_episodes: int = setting(10, low=1)
     """Episodes of a periodic evaluation."""
     extra_log_keys: tuple[str, ...] = ("episode", "log")
     """Keys of the environment's extras that are logged."""

@@ -33,13 +33,13 @@ NUM_STATISTICS = 10_000  # offline steps from which normalisers start
 class OffPolicyRunSettings(CommonRunSettings):
     """Settings of an off-policy run; its intervals are environment steps."""
 
-    max_timesteps: int | None = None
+    max_timesteps: int | None = setting(None, low=0)
     """Environment steps of the whole run, where `learn` is given none; linear schedules end here."""
-    log_interval: int = 1_000
+    log_interval: int = setting(1_000, low=0)
     """Environment steps between two log entries."""
-    save_interval: int = 10_000
+    save_interval: int = setting(10_000, low=0)
     """Environment steps between two checkpoints; 0 saves only at the end."""
-    eval_interval: int | None = None
+    eval_interval: int | None = setting(None, low=1)
     """Environment steps between two evaluations; None evaluates only on request."""
     offline_data: str | None = None
     """Steps that fill the replay buffer at first: a directory of trajectory files, or "minari:<dataset id>"."""

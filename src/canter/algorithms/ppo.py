@@ -34,15 +34,15 @@ BOOTSTRAPS = ("auto", "final_obs", "current_value", "none")
 class RunSettings(CommonRunSettings):
     """Settings of a run of rollouts: lengths, logging, saving, evaluation."""
 
-    num_steps_per_env: int = 24
+    num_steps_per_env: int = setting(24, low=1)
     """Steps of each environment between two updates."""
-    max_iterations: int | None = None
+    max_iterations: int | None = setting(None, low=0)
     """Iterations of the whole run, where `learn` is given none; linear schedules end here."""
-    log_interval: int = 1
+    log_interval: int = setting(1, low=0)
     """Iterations between two log entries."""
-    save_interval: int = 100
+    save_interval: int = setting(100, low=0)
     """Iterations between two checkpoints; 0 saves only at the end."""
-    eval_interval: int | None = None
+    eval_interval: int | None = setting(None, low=1)
     """Iterations between two evaluations; None evaluates only on request."""
 
 
@@ -177,10 +177,12 @@ class PPO(Algorithm):
         self.forward: Any = self.policy
         for extension in self.extensions.values():
             extension.attach(self)
-        if not self.policy.is_recurrent:  # LSTM and GRU cannot be compiled
-            if self.executor.compiles:
-                self.forward = self.executor.compile(self.policy.forward)
-            self.minibatch_loss = self.executor.compile(self.minibatch_loss)
+        self.compiled_loss: Any = None
+        if (
+            self.executor.compiles and not self.executor.records and not self.policy.is_recurrent
+        ):  # LSTM and GRU cannot be
+            self.forward = self.executor.compile(self.policy.forward)
+            self.compiled_loss = self.executor.compile(self.minibatch_loss)
         self.sync_settings()
         if self.env is not None:
             self.prepare(self.env, getattr(self.cfg, "num_steps_per_env", 24))
@@ -445,11 +447,17 @@ class PPO(Algorithm):
 
     def learn_step(self, index: Tensor, total: int | None = None, num_steps: int | None = None) -> None:
         """Take one gradient step on flat steps `index`, or on the `total` trajectories of environments `index`."""
-        self.meter.add(self.optimizer_step(*self.minibatch_loss(index, total)))
+        if self.compiled_loss is not None:
+            terms, loss = self.compiled_loss(index)
+        else:
+            batch = self.storage.take(index) if total is None else self.storage.take_envs(index, total)
+            terms = Terms(*(self.compute_losses(batch, False) if self.has_late_terms else self.compute_losses(batch)))
+            loss = self.weighted_sum(terms.losses)
+        self.meter.add(self.optimizer_step(terms, loss))
 
-    def minibatch_loss(self, index: Tensor, total: int | None = None) -> tuple[Terms, Tensor]:
-        """Loss terms of a minibatch and their weighted sum."""
-        batch = self.storage.take(index) if total is None else self.storage.take_envs(index, total)
+    def minibatch_loss(self, index: Tensor) -> tuple[Terms, Tensor]:
+        """Loss terms of the steps at flat indices and their weighted sum, compiled as a whole on a GPU."""
+        batch = self.storage.take(index)
         terms = Terms(*(self.compute_losses(batch, False) if self.has_late_terms else self.compute_losses(batch)))
         return terms, self.weighted_sum(terms.losses)
 

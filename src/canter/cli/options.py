@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import importlib
@@ -136,7 +137,11 @@ def settings_options(cfg: Any) -> Any:
     """A copy of a config whose class shows the declared choices of its fields on the command line."""
     hints = typing.get_type_hints(type(cfg))
     rows = [
-        (f.name, Annotated[hints[f.name], tyro.conf.arg(metavar=f"{{{','.join(f.metadata['choices'])}}}")], f)
+        (
+            f.name,
+            Annotated[hints[f.name], tyro.conf.arg(metavar=f"{{{','.join(f.metadata['choices'])}}}")],
+            copy.copy(f),
+        )
         for f in dataclasses.fields(cfg)
         if f.metadata.get("choices")
     ]

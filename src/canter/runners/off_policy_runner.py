@@ -15,6 +15,12 @@ from canter.utils.tree import Obs
 
 MOST_STEPS = 1000  # vector steps between two reads of the episode statistics
 
+# Positional arguments after `algorithm`, as documented.
+DOCUMENTED_ORDER = (
+    "q_network_class", "obs_space", "action_space", "q_network_cfg", "agent", "log_dir", "save_dir", "device",
+    "log_interval", "save_interval", "actor_class", "critic_class", "actor_cfg", "critic_cfg",
+)  # fmt: skip
+
 
 class OffPolicyRunner(Runner):
     """Trains DQN, SAC and TD3. An iteration is one step of every environment and the learning that is due after it.
@@ -26,8 +32,8 @@ class OffPolicyRunner(Runner):
     default_algorithm = "dqn"
     ways_to_set_length = "learn(total_timesteps) or max_timesteps"
 
-    def __init__(self, env: Any, cfg: Any = None, algorithm: str | None = None, **options: Any) -> None:
-        super().__init__(env, cfg, algorithm=algorithm, **options)
+    def __init__(self, env: Any, cfg: Any = None, algorithm: str | None = None, *args: Any, **options: Any) -> None:
+        super().__init__(env, cfg, algorithm=algorithm, **dict(zip(DOCUMENTED_ORDER, args, strict=False)), **options)
 
     def set_up(self) -> None:
         """Allocate the statistics."""

@@ -20,11 +20,6 @@ LAUNCHER_KEYS = {
     "class_name", "runner_class_name", "experiment_name", "run_name", "resume", "load_run", "load_checkpoint",
     "checkpoint", "clip_actions", "upload_model", "run", "task", "num_envs", "total_timesteps",
 }  # fmt: skip
-# Two checkpoints, so that one is left if the newest is damaged.
-LOWEST = {
-    "num_steps_per_env": 1, "log_interval": 0, "save_interval": 0, "keep_checkpoints": 2, "eval_interval": 1,
-    "eval_episodes": 1, "max_iterations": 0, "max_timesteps": 0,
-}  # fmt: skip
 PROJECT_KEYS = {"wandb_project": "wandb", "neptune_project": "neptune"}
 warn_once = functools.cache(warnings.warn)
 
@@ -122,14 +117,6 @@ def config_of(agent: Any) -> Any:
         return agent.cfg
     values = {f.name: getattr(agent.cfg, f.name) for f in dataclasses.fields(agent.cfg)}
     return combined_settings(agent.config_class.__name__, agent.config_class, type(agent.cfg))(**values)
-
-
-def check_run(cfg: Any) -> None:
-    """Raise an error for a number with which the run would fail later."""
-    for name, low in LOWEST.items():
-        value = getattr(cfg, name, None)
-        if value is not None and (not isinstance(value, int) or value < low):
-            raise ValueError(f"{name} must be a whole number of at least {low}, got {value!r}")
 
 
 def named_network(value: Any) -> Any:

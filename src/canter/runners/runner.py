@@ -27,7 +27,7 @@ from canter.modules.build import build_actor_critic
 from canter.modules.normalizer import ReturnScaler
 from canter.runners.checkpoints import Checkpoints
 from canter.runners.evaluation import InferencePolicy, run_episodes
-from canter.runners.run_config import RunPlan, check_run, find_algorithm, make_plan
+from canter.runners.run_config import RunPlan, find_algorithm, make_plan
 from canter.runners.run_log import Callbacks, StopTraining, TrialReporter, pruned_exception, store_code, train_metrics
 from canter.utils.console import Console, table
 from canter.utils.files import RunLock, atomic_write
@@ -105,7 +105,6 @@ class Runner(ABC):
         overrides |= {"eval_episodes": eval_episodes, "device": None if device is None else str(device)}
         given = {name: value for name, value in overrides.items() if value is not None}
         self.cfg = self.plan.cfg = dataclasses.replace(self.plan.cfg, **given)  # the user's object stays unchanged
-        check_run(self.cfg)
         self.device: torch.device = resolve_device(self.cfg.device) if agent is None else agent.device
         self.env = open_env(env, self.device, self.plan)
         self.eval_env = None if eval_env is None else open_env(eval_env, self.device, self.plan)
