@@ -21,7 +21,7 @@ from canter.algorithms import REGISTRY
 from canter.cli.errors import UserError
 from canter.modules.build import POLICIES
 from canter.presets import FALLBACK, load_preset
-from canter.runners.run_config import find_algorithm, parse_train_cfg, tuples
+from canter.runners.run_config import find_algorithm, parse_train_cfg
 from canter.utils.config import OTHER_SPELLINGS
 
 # Constructor arguments of a policy that come from the environment, not from the user.
@@ -162,7 +162,7 @@ def policy_options(class_name: str, preset: Mapping[str, Any]) -> Any:
         fields[parameter.name] = (parameter.name, Annotated[hint, argument], default)
     made = dataclasses.make_dataclass("PolicyOptions", fields.values())
     values = {name: value for name, value in preset.items() if name in fields} | {"class_name": class_name}
-    return made(**tuples(values))
+    return made(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def constructor_settings(cls: type) -> Iterable[tuple[type, inspect.Parameter]]:
