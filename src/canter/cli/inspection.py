@@ -80,7 +80,7 @@ def plot(
         raise UserError("name the runs to plot: canter plot RUN...")
     out = out or (found[0] / "curve.png" if len(found) == 1 else Path("curves.png"))
     with user_errors():
-        print(plot_runs(found, out, metrics or None, labels or [label_of(run) for run in found]))
+        print(plot_runs(found, out, metrics or None, list(labels) or [label_of(run) for run in found]))
     return 0
 
 
