@@ -57,9 +57,9 @@ class ActionDistribution(ABC):
     def kl(self, old: Params, new: Params) -> Tensor:
         """Exact KL(old || new), (...,)."""
 
-    @abstractmethod
     def to_env(self, actions: Tensor) -> Tensor:
-        """The input of `VecEnv.step` for an action: flat, and counted from 0 if discrete."""
+        """The input of `VecEnv.step` for an action: flat, and counted from 0 if discrete; by default the action."""
+        return actions
 
     @abstractmethod
     def torch_distribution(self, params: Params) -> td.Distribution:
@@ -108,10 +108,6 @@ class Gaussian(ActionDistribution):
         ratio = old["sigma"] / sigma  # equal parameters give exactly 0 in this form
         step = (old["mu"].to(dtype) - new["mu"]) / sigma
         return (0.5 * (ratio.square() + step.square() - 1.0) - ratio.log()).sum(-1)
-
-    def to_env(self, actions: Tensor) -> Tensor:
-        """The action itself; the environment applies its own bounds."""
-        return actions
 
     def torch_distribution(self, params: Params) -> td.Distribution:
         """`Normal`, whose log-probabilities are per dimension."""
@@ -271,10 +267,6 @@ class Categorical(ActionDistribution):
         log_old = F.log_softmax(old["logits"], -1, dtype=dtype).clamp_min(LOWEST)
         log_new = F.log_softmax(new["logits"], -1, dtype=dtype).clamp_min(LOWEST)
         return (log_old.exp() * (log_old - log_new)).sum(-1)
-
-    def to_env(self, actions: Tensor) -> Tensor:
-        """The choice itself, counted from 0."""
-        return actions
 
     def torch_distribution(self, params: Params) -> td.Distribution:
         """`torch.distributions.Categorical`."""
