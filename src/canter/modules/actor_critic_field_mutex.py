@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from canter.modules.actor_critic_mutex import ActorCriticMutex
 from canter.modules.distributions import Params
-from canter.modules.memory import Carried
-from canter.modules.policy import Context
+from canter.modules.policy import Carried, Context
 from canter.utils.obs_layout import ObsLayout
 
 Velocity = float | Sequence[float]

@@ -5,7 +5,7 @@ Algorithms call the core (`forward`, `value`, `infer`); scripts call the statefu
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from canter.modules.distributions import ActionDistribution, Params
-from canter.modules.memory import Carried, Memory
 from canter.modules.normalizer import NoNormalization
 from canter.storage.trajectories import Trajectories, trajectories_from_masks, unpad_trajectories
 from canter.utils.obs_layout import ObsLayout
@@ -35,6 +34,28 @@ FINAL_CALLS = {
 }
 
 
+class Carried(ABC):
+    """State that a policy carries from step to step for each of N environments; an episode begins with zeros."""
+
+    state: Tensor | None = None
+    """(N, *state_shape), None before the first step."""
+    state_shape: tuple[int, ...]
+    """Three dimensions, like those of a memory."""
+
+    @abstractmethod
+    def zero_state(self, num_envs: int) -> Tensor:
+        """(N, *state_shape) zeros."""
+
+    def reset(self, dones: Tensor | None = None) -> None:
+        """Zero the state of environments whose episode ended; of all if None."""
+        if self.state is None:
+            return
+        if dones is None:
+            self.state = torch.zeros_like(self.state)
+        else:  # bool first: an integer mask would index rows 0 and 1
+            self.state = self.state.masked_fill(dones.bool().view(-1, 1, 1, 1), 0.0)
+
+
 @dataclass
 class Context:
     """Inputs of one pass besides the observation, and its results besides the action."""
@@ -48,7 +69,7 @@ class Context:
     random_masks: Mapping[str, Tensor] = field(default_factory=dict)
     """(..., 1) masks drawn for `Policy.random_mask_probs`; empty in inference, where none are drawn."""
 
-    def remember(self, name: str, memory: Memory, x: Tensor) -> Tensor:
+    def remember(self, name: str, memory: Any, x: Tensor) -> Tensor:
         """Run a memory from its state in `hidden`, which becomes the state after it."""
         out, self.hidden[name] = memory.run(x, self.hidden[name], self.trajectories)
         return out
@@ -162,7 +183,7 @@ class Policy(nn.Module):
     @property
     def memories(self) -> dict[str, Carried]:
         """The policy's recurrent memories and its other carried states by name."""
-        own = {name: module for name, module in self.named_children() if isinstance(module, Memory)}
+        own = {name: module for name, module in self.named_children() if isinstance(module, Carried)}
         return {**own, **self.carried}
 
     def initial_hidden(self, num_envs: int) -> Hidden:
