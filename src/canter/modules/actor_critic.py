@@ -81,7 +81,15 @@ class ActorCritic(Policy):
         self._check_given("critic", critic, num_critic_obs, critic_activation)
         self.noise_std_type, self.state_dependent_std = noise_std_type, state_dependent_std
         self._init_distribution(actor, num_actions, action_space, squash_actions, action_distribution)
-        head_width, head_activation = self._head(mu_activation)
+        if state_dependent_std and not isinstance(self.distribution, Gaussian):
+            name = type(self.distribution).__name__
+            raise ValueError(f"state_dependent_std is for Gaussian actions; a {name} has no standard deviation")
+        if isinstance(self.distribution, Beta) and mu_activation is not None:
+            raise ValueError(f"mu_activation={mu_activation!r} has no mean to act on in a Beta distribution; leave it")
+        head_width = self.num_actions * (2 if state_dependent_std or isinstance(self.distribution, Beta) else 1)
+        head_activation = None if state_dependent_std else mu_activation
+        if state_dependent_std:
+            self.mu_activation = activation_class(mu_activation or "identity")()
         actor_width, critic_width = self._init_layouts(num_actor_obs, num_critic_obs, obs_segments, critic_obs_segments)
         self.actor_gives_params, self.critic_gives_value = hasattr(actor, "get_params"), hasattr(critic, "get_value")
         # The base hooks return their input; they are not called where no class of the policy overrides them.
@@ -148,18 +156,6 @@ class ActorCritic(Policy):
         self.feature_layout, self.critic_feature_layout = self.obs_layout, self.critic_obs_layout
         """Names of the parts that the next stage gets; a stage that changes their widths replaces it."""
         return self.feature_widths(num_actor_obs, num_critic_obs)
-
-    def _head(self, mu_activation: str | None) -> tuple[int, str | None]:
-        """Width of the actor's output, and the activation after all of it."""
-        if self.state_dependent_std and not isinstance(self.distribution, Gaussian):
-            name = type(self.distribution).__name__
-            raise ValueError(f"state_dependent_std is for Gaussian actions; a {name} has no standard deviation")
-        if isinstance(self.distribution, Beta) and mu_activation is not None:
-            raise ValueError(f"mu_activation={mu_activation!r} has no mean to act on in a Beta distribution; leave it")
-        if not self.state_dependent_std:
-            return self.num_actions * (2 if isinstance(self.distribution, Beta) else 1), mu_activation
-        self.mu_activation = nn.Identity() if mu_activation is None else activation_class(mu_activation)()
-        return 2 * self.num_actions, None
 
     def _init_noise(self, std: Tensor, sets_last_layer: bool) -> None:
         """The noise parameter; or bounds of the actor's output, whose last layer then starts with `std` everywhere."""

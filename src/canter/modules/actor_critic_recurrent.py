@@ -1,7 +1,4 @@
-"""The actor-critic with a memory before each MLP.
-
-The state of a memory is one env-major tensor (N, S, L, H), S = 2 for an LSTM, 1 for a GRU.
-"""
+"""The actor-critic with a memory before each MLP, whose state is (N, S, L, H): S = 2 for an LSTM, 1 for a GRU."""
 
 from __future__ import annotations
 

@@ -78,9 +78,8 @@ class SegmentEncoders(nn.ModuleList):
         for name in names:
             kind = classes[name]
             if kind not in ENCODERS:
-                raise NotImplementedError(
-                    f"no encoder {kind!r}; there are {', '.join(ENCODERS)}. register_encoder adds others"
-                )
+                known = ", ".join(ENCODERS)
+                raise NotImplementedError(f"no encoder {kind!r}; there are {known}. register_encoder adds others")
             try:
                 self.append(ENCODERS[kind](layout.shapes[name], output_size=output_size, **(options[name] or {})))
             except (TypeError, ValueError) as error:

@@ -29,10 +29,7 @@ def mlp(
     sizes: Sequence[int], activation: Activation = "elu", output_activation: Activation | None = None,
     layer_norm: bool = False,
 ) -> nn.Sequential:  # fmt: skip
-    """Linear layers of the given sizes, input and output included.
-
-    An activation follows every layer but the last, after layer normalisation if `layer_norm` is true.
-    """
+    """Linear layers of the sizes, input and output included, with layer norms if set and activations between."""
     if len(sizes) < 2:
         raise ValueError(f"an MLP needs an input and an output size, got {list(sizes)}")
     between = activation_class(activation)

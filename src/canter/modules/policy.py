@@ -1,7 +1,4 @@
-"""The base class of all policies: a pure core that writes nothing to itself, and stateful calls on top of it.
-
-Algorithms call the core (`forward`, `value`, `infer`); scripts call the stateful methods (`act`, `evaluate`, ...).
-"""
+"""The base class of policies: a pure core for algorithms (`forward`, `value`, `infer`), stateful calls for scripts."""
 
 from __future__ import annotations
 
