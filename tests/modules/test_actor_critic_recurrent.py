@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
-from canter.modules.memory import ActorCriticHiddenState, LstmHiddenState
+from canter.modules.actor_critic_recurrent import ActorCriticHiddenState, ActorCriticRecurrent, LstmHiddenState
 
 
 def test_defaults_are_an_lstm_of_256():

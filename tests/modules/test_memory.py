@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from canter.modules.memory import LstmHiddenState, Memory
+from canter.modules.actor_critic_recurrent import LstmHiddenState, Memory
 from canter.storage.trajectories import Trajectories, episode_starts, split_and_pad_trajectories, trajectory_index
 
 KINDS = ["lstm", "gru"]

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from canter.modules.actor_critic import ActorCritic
-from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
-from canter.modules.memory import Memory
+from canter.modules.actor_critic_recurrent import ActorCriticRecurrent, Memory
 from canter.modules.mlp import MlpModel
 from canter.modules.state_adaptor import (
     AdaptorActorHiddenState,

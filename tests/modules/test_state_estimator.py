@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from canter.modules.actor_critic_recurrent import ActorCriticHiddenState, LstmHiddenState
 from canter.modules.build import build_normalizer
-from canter.modules.memory import ActorCriticHiddenState, LstmHiddenState
 from canter.modules.state_estimator import EstimatorActorHiddenState, StateAc, StateAcRecurrent, rescale
 from canter.utils.obs_layout import UnknownSegmentError
 

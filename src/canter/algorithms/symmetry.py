@@ -15,8 +15,7 @@ from torch import Tensor
 from canter.algorithms.algorithm import Terms
 from canter.algorithms.extension import Extension
 from canter.modules.distributions import Beta, Categorical, Gaussian, MultiCategorical, Params, SquashedGaussian
-from canter.modules.memory import Carried
-from canter.modules.policy import PolicyOutput
+from canter.modules.policy import Carried, PolicyOutput
 from canter.storage.rollout_storage import MiniBatch, RolloutStorage
 from canter.utils.config import check_settings, setting, settings
 from canter.utils.obs_layout import ObsLayout

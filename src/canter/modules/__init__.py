@@ -5,7 +5,7 @@
 from canter.modules.actor_critic import Actor, ActorCritic, Critic
 from canter.modules.actor_critic_field_mutex import ActorCriticClimbMutex, ActorCriticFieldMutex
 from canter.modules.actor_critic_mutex import ActorCriticMutex
-from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
+from canter.modules.actor_critic_recurrent import ActorCriticHiddenState, ActorCriticRecurrent, LstmHiddenState, Memory
 from canter.modules.actors import (
     CNNActor, CNNCritic, CNNDeterministicActor, CNNSquashedGaussianActor, ConfiguredNetwork, ContinuousActor,
     DiscreteActor, MLPActor, MLPCritic, MLPDeterministicActor, MLPDiscreteActor, MLPSquashedGaussianActor,
@@ -24,7 +24,6 @@ from canter.modules.distributions import (
 from canter.modules.encoder_actor_critic import (
     EncoderActorCritic, EncoderActorCriticMixin, EncoderActorCriticRecurrent, register_encoder,
 )
-from canter.modules.memory import ActorCriticHiddenState, LstmHiddenState, Memory
 from canter.modules.mlp import MlpModel
 from canter.modules.normalizer import EmpiricalNormalization, Normalize, Normalizer, RunningMeanStd
 from canter.modules.policy import Policy, PolicyOutput

@@ -79,9 +79,17 @@ class ActorCritic(Policy):
             num_critic_obs, num_actions = num_actor_obs, num_critic_obs
         self._check_given("actor", actor, num_actor_obs, actor_activation or mu_activation)
         self._check_given("critic", critic, num_critic_obs, critic_activation)
-        self._init_distribution(actor, num_actions, action_space, squash_actions, action_distribution)
         self.noise_std_type, self.state_dependent_std = noise_std_type, state_dependent_std
-        head_width, head_activation = self._head(mu_activation)
+        self._init_distribution(actor, num_actions, action_space, squash_actions, action_distribution)
+        if state_dependent_std and not isinstance(self.distribution, Gaussian):
+            name = type(self.distribution).__name__
+            raise ValueError(f"state_dependent_std is for Gaussian actions; a {name} has no standard deviation")
+        if isinstance(self.distribution, Beta) and mu_activation is not None:
+            raise ValueError(f"mu_activation={mu_activation!r} has no mean to act on in a Beta distribution; leave it")
+        head_width = self.num_actions * (2 if state_dependent_std or isinstance(self.distribution, Beta) else 1)
+        head_activation = None if state_dependent_std else mu_activation
+        if state_dependent_std:
+            self.mu_activation = activation_class(mu_activation or "identity")()
         actor_width, critic_width = self._init_layouts(num_actor_obs, num_critic_obs, obs_segments, critic_obs_segments)
         self.actor_gives_params, self.critic_gives_value = hasattr(actor, "get_params"), hasattr(critic, "get_value")
         # The base hooks return their input; they are not called where no class of the policy overrides them.
@@ -91,10 +99,9 @@ class ActorCritic(Policy):
         critic_sizes, critic_kind = [critic_width, *critic_hidden_dims, 1], critic_activation or activation
         self.actor = mlp(actor_sizes, actor_kind, head_activation, actor_layer_norm) if actor is None else actor
         self.critic = mlp(critic_sizes, critic_kind, None, critic_layer_norm) if critic is None else critic
-        if orthogonal_init and actor is None:
-            init_orthogonal(self.actor, last_gain=0.01)
-        if orthogonal_init and critic is None:
-            init_orthogonal(self.critic, last_gain=1.0)
+        for given, built, gain in ((actor, self.actor, 0.01), (critic, self.critic, 1.0)):
+            if orthogonal_init and given is None:
+                init_orthogonal(built, last_gain=gain)
         if isinstance(self.distribution, Gaussian) and not self.actor_gives_params:
             self._init_noise(init_std(self.num_actions, init_noise_std), sets_last_layer=actor is None)
 
@@ -135,27 +142,20 @@ class ActorCritic(Policy):
             if num_actor_obs is not num_critic_obs:
                 raise TypeError(f"{type(self).__name__} needs num_actor_obs and num_critic_obs, or neither of them")
             return 0, 0  # both modules were given, and take observations as they are
-        self.obs_layout = layout_of(segments, num_actor_obs, "obs_segments")
+        self.obs_layout = ObsLayout(segments or {"obs": (num_actor_obs,)})
         if critic_segments is None and self.obs_layout.width == num_critic_obs:
             critic_segments = segments
-        self.critic_obs_layout = layout_of(critic_segments, num_critic_obs, "critic_obs_segments")
+        self.critic_obs_layout = ObsLayout(critic_segments or {"obs": (num_critic_obs,)})
+        for name, width in (("obs", num_actor_obs), ("critic_obs", num_critic_obs)):
+            layout = getattr(self, f"{name}_layout")
+            if layout.width != width:
+                sums = f"{layout.shapes} add up to {layout.width} values"
+                raise ValueError(f"{name}_segments {sums}, but the observation has {width}")
         shapes = (*self.obs_layout.shapes.values(), *self.critic_obs_layout.shapes.values())
         self.has_image = any(len(shape) > 1 for shape in shapes)
         self.feature_layout, self.critic_feature_layout = self.obs_layout, self.critic_obs_layout
         """Names of the parts that the next stage gets; a stage that changes their widths replaces it."""
         return self.feature_widths(num_actor_obs, num_critic_obs)
-
-    def _head(self, mu_activation: str | None) -> tuple[int, str | None]:
-        """Width of the actor's output, and the activation after all of it."""
-        if self.state_dependent_std and not isinstance(self.distribution, Gaussian):
-            name = type(self.distribution).__name__
-            raise ValueError(f"state_dependent_std is for Gaussian actions; a {name} has no standard deviation")
-        if isinstance(self.distribution, Beta) and mu_activation is not None:
-            raise ValueError(f"mu_activation={mu_activation!r} has no mean to act on in a Beta distribution; leave it")
-        if not self.state_dependent_std:
-            return self.num_actions * (2 if isinstance(self.distribution, Beta) else 1), mu_activation
-        self.mu_activation = nn.Identity() if mu_activation is None else activation_class(mu_activation)()
-        return 2 * self.num_actions, None
 
     def _init_noise(self, std: Tensor, sets_last_layer: bool) -> None:
         """The noise parameter; or bounds of the actor's output, whose last layer then starts with `std` everywhere."""
@@ -242,14 +242,6 @@ class ActorCritic(Policy):
                 self.std_high.copy_(torch.as_tensor(max))
         elif "sigma" in self.distribution.param_shapes:
             clip_std_parameter(self, min, max)
-
-
-def layout_of(segments: Segments | None, width: int, name: str) -> ObsLayout:
-    """The layout of an observation of this width; one segment "obs" if no segments are given."""
-    layout = ObsLayout(segments or {"obs": (width,)})
-    if layout.width != width:
-        raise ValueError(f"{name} {layout.shapes} add up to {layout.width} values, but the observation has {width}")
-    return layout
 
 
 class Actor(nn.Module):

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from canter.modules.actor_critic_mutex import ActorCriticMutex
 from canter.modules.distributions import Params
-from canter.modules.memory import Carried
-from canter.modules.policy import Context
+from canter.modules.policy import Carried, Context
 from canter.utils.obs_layout import ObsLayout
 
 Velocity = float | Sequence[float]
@@ -112,13 +111,12 @@ class ActorCriticFieldMutex(ActorCriticMutex):
         self.selection_at = find_positions(self.obs_layout, selection)
         if last_action is None and "proprioception" in self.obs_layout:
             last_action = f"proprioception[-{self.num_actions}:]"
-        self.last_action_at: slice | None = None
-        if last_action is not None:
-            self.last_action_at = find_positions(self.obs_layout, last_action, self.num_actions)
+        actions = self.num_actions
+        self.last_action_at = None if last_action is None else find_positions(self.obs_layout, last_action, actions)
         count = len(self.submodules)
         self.num_choices = count - self.num_not_selectable
-        scales = (self._setting(i, "normalization", "obs_scales", {"lin_vel": 1.0}) for i in range(count))
-        self.cmd_scales = [dict(scale) for scale in scales]
+        default = {"lin_vel": 1.0}
+        self.cmd_scales = [dict(self._setting(i, "normalization", "obs_scales", default)) for i in range(count)]
         self._register_tables(cmd_vel_mapping or {}, count)
         self.command_at = find_positions(self.obs_layout, command, 1) if self.cmd_vel_mapping else None
         missing = list(range(self.num_choices, self.selection_at.stop - self.selection_at.start))

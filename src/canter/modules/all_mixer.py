@@ -1,7 +1,4 @@
-"""Policies composed of mixins, and loading weights of a policy with other observation components into them.
-
-The class statement is the pipeline, read from left to right.
-"""
+"""Policies composed of mixins, a pipeline from left to right, and loading weights of other observation components."""
 
 from __future__ import annotations
 
@@ -51,8 +48,7 @@ class MisalignedLoadMixin(ActorCritic):
         names = {name: name for name in state} | dict(encoder_names(self, source, layouts))
         report = LoadReport([], [], [])
         for name, own in self.state_dict().items():
-            there = names.get(name)
-            theirs = None if there is None else state.get(there)
+            theirs = state.get(names.get(name) or "")
             getattr(report, _copy(own, theirs, columns.get(name), zero_new)).append(name)
         if not report.copied and not report.partial:
             raise ValueError(f"no parameter of the source fits {type(self).__name__}: all names or shapes differ")

@@ -40,16 +40,15 @@ class Conv2dModel(nn.Module):
         nonlinear = activation(nonlinearity, "nonlinearity")
         norm: Any = activation(normlayer, "normlayer") if isinstance(normlayer, str) else normlayer
         layers: list[nn.Module] = []
-        size_in = in_channels
-        for size_out, kernel, stride, pad in zip(channels, kernel_sizes, strides, pads, strict=True):
+        sizes = [in_channels, *channels]
+        for size_in, size_out, kernel, stride, pad in zip(sizes, channels, kernel_sizes, strides, pads, strict=False):
             pools = use_maxpool and stride not in (1, (1, 1))
             layers.append(nn.Conv2d(size_in, size_out, kernel, 1 if pools else stride, pad))
             layers += [nonlinear()] if norm is None else [norm(size_out), nonlinear()]
             if pools:
                 layers.append(nn.MaxPool2d(stride))
-            size_in = size_out
         self.conv = nn.Sequential(*layers)
-        self.in_channels, self.out_channels = in_channels, size_in
+        self.in_channels, self.out_channels = in_channels, sizes[-1]
 
     def forward(self, image: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C', H', W')."""

@@ -57,9 +57,9 @@ class ActionDistribution(ABC):
     def kl(self, old: Params, new: Params) -> Tensor:
         """Exact KL(old || new), (...,)."""
 
-    @abstractmethod
     def to_env(self, actions: Tensor) -> Tensor:
-        """The input of `VecEnv.step` for an action: flat, and counted from 0 if discrete."""
+        """The input of `VecEnv.step` for an action: flat, and counted from 0 if discrete; by default the action."""
+        return actions
 
     @abstractmethod
     def torch_distribution(self, params: Params) -> td.Distribution:
@@ -108,10 +108,6 @@ class Gaussian(ActionDistribution):
         ratio = old["sigma"] / sigma  # equal parameters give exactly 0 in this form
         step = (old["mu"].to(dtype) - new["mu"]) / sigma
         return (0.5 * (ratio.square() + step.square() - 1.0) - ratio.log()).sum(-1)
-
-    def to_env(self, actions: Tensor) -> Tensor:
-        """The action itself; the environment applies its own bounds."""
-        return actions
 
     def torch_distribution(self, params: Params) -> td.Distribution:
         """`Normal`, whose log-probabilities are per dimension."""
@@ -272,10 +268,6 @@ class Categorical(ActionDistribution):
         log_new = F.log_softmax(new["logits"], -1, dtype=dtype).clamp_min(LOWEST)
         return (log_old.exp() * (log_old - log_new)).sum(-1)
 
-    def to_env(self, actions: Tensor) -> Tensor:
-        """The choice itself, counted from 0."""
-        return actions
-
     def torch_distribution(self, params: Params) -> td.Distribution:
         """`torch.distributions.Categorical`."""
         logits = params["logits"]
@@ -330,10 +322,7 @@ BOX_DISTRIBUTIONS: dict[str, Callable[[spaces.Box], ActionDistribution]] = {
 
 
 def distribution_for(action_space: spaces.Space, squash: bool = False, name: str | None = None) -> ActionDistribution:
-    """The distribution for a Box, Discrete or MultiDiscrete action space.
-
-    `name` chooses one of `BOX_DISTRIBUTIONS` for a Box; if it is None, `squash` chooses "squashed" over "gaussian".
-    """
+    """The distribution of an action space; for a Box by `name`, or if None "squashed" or "gaussian" by `squash`."""
     if name is not None and name not in BOX_DISTRIBUTIONS:
         raise ValueError(f"no action distribution {name!r}; a Box can have {', '.join(BOX_DISTRIBUTIONS)}")
     if name is not None and squash and name != "squashed":
@@ -360,17 +349,14 @@ def init_std(num_actions: int, init_noise_std: float | Sequence[float] = 1.0) ->
 
 
 def bounded_std(raw: Tensor, noise_std_type: str = "scalar", min_std: Any = None, max_std: Any = None) -> Tensor:
-    """The standard deviation of the parameter `raw` (the std itself, or its logarithm), kept within bounds.
-
-    The gradient is that of the unbounded value: a plain clamp has zero gradient outside its bounds.
-    """
+    """The standard deviation of the parameter `raw` (the std itself, or its logarithm), kept within bounds."""
     if noise_std_type not in ("scalar", "log"):
         raise ValueError(f"noise_std_type is 'scalar' or 'log', got {noise_std_type!r}")
     free = raw.exp() if noise_std_type == "log" else raw
     held = free.detach().clamp_min(SMALLEST_STD if min_std is None else min_std)
     if max_std is not None:
         held = held.clamp_max(max_std)
-    return held + (free - free.detach())
+    return held + (free - free.detach())  # a plain clamp would have zero gradient outside its bounds
 
 
 @torch.no_grad()

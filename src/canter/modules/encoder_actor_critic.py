@@ -19,8 +19,6 @@ from canter.utils.obs_layout import ObsLayout
 
 Shape = tuple[int, ...]
 OUTPUT_SIZE, HIDDEN_SIZES = 32, (128, 64)
-
-
 CONV_DEFAULTS: dict[str, Any] = {"channels": (32, 64), "kernel_sizes": (3, 3), "strides": (2, 2)}
 
 
@@ -54,13 +52,9 @@ def embed(obs: Tensor, layout: ObsLayout, encoders: Mapping[str, nn.Module]) -> 
     """The observation (..., D) with each named component replaced, in its place, by its encoder's output."""
     parts = layout.split(obs)
     for name, encoder in encoders.items():
-        parts[name] = encode(encoder, parts[name], layout.shapes[name])
+        is_flat = isinstance(encoder, MlpModel)
+        parts[name] = encoder(parts[name] if is_flat else parts[name].unflatten(-1, layout.shapes[name]))
     return torch.cat(list(parts.values()), dim=-1) if len(parts) > 1 else next(iter(parts.values()))
-
-
-def encode(encoder: nn.Module, part: Tensor, shape: Shape) -> Tensor:
-    """Features (..., E) of one component (..., size)."""
-    return encoder(part if isinstance(encoder, MlpModel) else part.unflatten(-1, shape))
 
 
 def aligned(values: Any, names: Sequence[str], setting: str) -> dict[str, Any]:
@@ -68,8 +62,7 @@ def aligned(values: Any, names: Sequence[str], setting: str) -> dict[str, Any]:
     if isinstance(values, str | Mapping) or values is None:
         return dict.fromkeys(names, values)
     if len(values) != len(names):
-        counts = f"{len(values)} entries for {len(names)} components"
-        raise ValueError(f"{setting} has {counts}; give one for all, or one for each")
+        raise ValueError(f"{setting} has {len(values)} entries for {len(names)} components; give one for all, or each")
     return dict(zip(names, values, strict=True))
 
 
@@ -83,18 +76,14 @@ class SegmentEncoders(nn.ModuleList):
         self.names = tuple(names)
         classes, options = aligned(class_names, names, "encoder_class_name"), aligned(kwargs, names, "encoder_kwargs")
         for name in names:
-            if classes[name] not in ENCODERS:
-                known = f"there are {', '.join(ENCODERS)}. register_encoder adds others"
-                raise NotImplementedError(f"no encoder {classes[name]!r}; {known}")
+            kind = classes[name]
+            if kind not in ENCODERS:
+                known = ", ".join(ENCODERS)
+                raise NotImplementedError(f"no encoder {kind!r}; there are {known}. register_encoder adds others")
             try:
-                build = ENCODERS[classes[name]]
-                self.append(build(layout.shapes[name], output_size=output_size, **(options[name] or {})))
+                self.append(ENCODERS[kind](layout.shapes[name], output_size=output_size, **(options[name] or {})))
             except (TypeError, ValueError) as error:
                 raise type(error)(f"the encoder of {name!r}: {error}") from error
-
-    def by_name(self) -> dict[str, nn.Module]:
-        """Every encoder by its component's name."""
-        return dict(zip(self.names, self, strict=True))
 
 
 class EncoderActorCriticMixin(ActorCritic):
@@ -139,8 +128,8 @@ class EncoderActorCriticMixin(ActorCritic):
             return values
         by_name = dict(zip(self.encoder_component_names, values, strict=True))
         for name in (name for name in self.critic_encoder_component_names if name not in by_name):
-            way_out = "give critic_encoder_class_name and critic_encoder_kwargs"
-            raise ValueError(f"the actor does not encode {name!r}: {way_out}")
+            settings = "critic_encoder_class_name and critic_encoder_kwargs"
+            raise ValueError(f"the actor does not encode {name!r}: give {settings}")
         return [by_name[name] for name in self.critic_encoder_component_names]
 
     def feature_widths(self, num_actor_obs: int, num_critic_obs: int) -> tuple[int, int]:
@@ -172,12 +161,11 @@ class EncoderActorCriticMixin(ActorCritic):
         if obs_component not in encoders or obs_component not in layout:
             raise ValueError(f"no encoder of {obs_component!r}; there are encoders of {list(encoders)}")
         part = layout.take(layout.flat(normalizer.normalize(observations)), [obs_component])
-        return encode(encoders[obs_component], part, layout.shapes[obs_component])
+        return embed(part, layout.part([obs_component]), {obs_component: encoders[obs_component]})
 
     def _encoders(self, critic: bool) -> dict[str, nn.Module]:
-        if not critic or self.shares_encoders:
-            return self.encoders.by_name()
-        return self.critic_encoders.by_name() if self.critic_encoder_component_names else {}
+        encoders = getattr(self, "critic_encoders", ()) if critic and not self.shares_encoders else self.encoders
+        return dict(zip(self.critic_encoder_component_names if critic else self.encoders.names, encoders, strict=True))
 
 
 def names_of(names: str | Sequence[str]) -> tuple[str, ...]:

@@ -25,31 +25,21 @@ class Linear(nn.Linear):
         return F.linear(F.pad(input, padding), F.pad(self.weight, padding), self.bias)
 
 
-def linear(size_in: int, size_out: int) -> nn.Linear:
-    """A linear layer, padded on a GPU if its input is wide and unaligned."""
-    needs_padding = size_in > ALIGNMENT and size_in % ALIGNMENT
-    return Linear(size_in, size_out) if needs_padding else nn.Linear(size_in, size_out)
-
-
 def mlp(
     sizes: Sequence[int], activation: Activation = "elu", output_activation: Activation | None = None,
     layer_norm: bool = False,
 ) -> nn.Sequential:  # fmt: skip
-    """Linear layers of the given sizes, input and output included.
-
-    An activation follows every layer but the last, after layer normalisation if `layer_norm` is true.
-    """
+    """Linear layers of the sizes, input and output included, with layer norms if set and activations between."""
     if len(sizes) < 2:
         raise ValueError(f"an MLP needs an input and an output size, got {list(sizes)}")
     between = activation_class(activation)
-    *hidden, last = pairwise(int(size) for size in sizes)
     layers: list[nn.Module] = []
-    for size_in, size_out in hidden:
-        layers += [linear(size_in, size_out), *([nn.LayerNorm(size_out)] if layer_norm else []), between()]
-    layers.append(linear(*last))
-    if output_activation is not None:
-        layers.append(activation_class(output_activation)())
-    return nn.Sequential(*layers)
+    for size_in, size_out in pairwise(int(size) for size in sizes):
+        needs_padding = size_in > ALIGNMENT and size_in % ALIGNMENT
+        layers.append((Linear if needs_padding else nn.Linear)(size_in, size_out))
+        layers += [nn.LayerNorm(size_out), between()] if layer_norm else [between()]
+    last = [] if output_activation is None else [activation_class(output_activation)()]
+    return nn.Sequential(*layers[: -2 if layer_norm else -1], *last)
 
 
 class MlpModel(nn.Module):

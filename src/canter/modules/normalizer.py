@@ -24,11 +24,8 @@ LARGEST = 1e15  # rows beyond it would overflow a float32 sum of squares; NaN an
 def merge_moments(
     mean: Tensor, var: Tensor, count: Tensor, rows: Tensor, keep: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, population variance and count after the rows (B, *shape) where `keep` (B,) holds (Chan et al. 1979).
-
-    Deviations are taken from the running mean, so that a large offset does not cancel.
-    """
-    if keep is None:
+    """Mean, population variance and count after the rows (B, *shape) where `keep` (B,) holds (Chan et al. 1979)."""
+    if keep is None:  # deviations are taken from the running mean, so that a large offset does not cancel
         batch_var, step = torch.var_mean(rows - mean, 0, correction=0)
         total = count + len(rows)
         rate = len(rows) / total
@@ -79,11 +76,7 @@ class EmpiricalNormalization(nn.Module):
 
     @torch.no_grad()
     def update(self, x: Tensor, valid: Tensor | None = None) -> None:
-        """Add the rows (..., *shape) where `valid` (...) is true to the statistics.
-
-        Does nothing in eval mode or once `until` rows were counted. Rows with a value that is not finite, or too large
-        to square, are left out.
-        """
+        """In training mode, before `until` rows, add rows (..., *shape) that are `valid` (...) and below `LARGEST`."""
         if not self.training:
             return
         rows = x.reshape(-1, *self.shape).to(self._mean.dtype)
@@ -159,10 +152,7 @@ class NoNormalization(nn.Identity):
 
 
 class DictNormalization(nn.Module):
-    """Normalises each float vector of a nested dict of observations; images, integers and leaves of shape None pass.
-
-    `shapes` is the nested dict of leaf shapes; a shape of three or more dimensions is an image.
-    """
+    """Normalises each float vector of a nested dict with leaf `shapes`; images (3-D), integers and shape None pass."""
 
     def __init__(self, shapes: Mapping[str, Any], eps: float = 1e-2, until: float | None = None) -> None:
         super().__init__()
@@ -216,10 +206,7 @@ class ReturnScaler(nn.Module):
 
     @torch.no_grad()
     def forward(self, reward: Tensor, done: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Scale rewards (N,), in training mode after adding them to the statistics; `done` (N,) zeroes an accumulator.
-
-        Rows where `valid` (N,) is false are steps that only reset an environment; they do not count.
-        """
+        """Scale rewards (N,), in training mode after adding the `valid` (N,) ones; `done` (N,) zeroes accumulators."""
         if self.training:
             self.learn(reward, done, valid)
         return (reward / (self.var + self.eps).sqrt()).clamp(-self.clip, self.clip)
@@ -306,10 +293,7 @@ class Normalizer(RunningMeanStd):
         return ((x.to(device) - mean) / std).clamp(-self.clip_obs, self.clip_obs)
 
     def update_normalizer(self, rollouts: Any, expert_loader: Any) -> None:
-        """Add pairs of a policy batch and an expert batch to the statistics, until either side ends.
-
-        `rollouts` has `feed_forward_generator_amp`; `expert_loader` has a `batch_size`, as a `DataLoader` has.
-        """
+        """Add batches of `rollouts.feed_forward_generator_amp` and of a `DataLoader` in pairs, until either ends."""
         policy_batches = rollouts.feed_forward_generator_amp(None, mini_batch_size=expert_loader.batch_size)
         for batches in zip(policy_batches, expert_loader, strict=False):
             parts = [part for batch in batches for part in ((batch,) if isinstance(batch, Tensor) else batch)]

@@ -1,20 +1,16 @@
-"""The base class of all policies: a pure core that writes nothing to itself, and stateful calls on top of it.
-
-Algorithms call the core (`forward`, `value`, `infer`); scripts call the stateful methods (`act`, `evaluate`, ...).
-"""
+"""The base class of policies: a pure core for algorithms (`forward`, `value`, `infer`), stateful calls for scripts."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from canter.modules.distributions import ActionDistribution, Params
-from canter.modules.memory import Carried, Memory
 from canter.modules.normalizer import NoNormalization
 from canter.storage.trajectories import Trajectories, trajectories_from_masks, unpad_trajectories
 from canter.utils.obs_layout import ObsLayout
@@ -35,6 +31,28 @@ FINAL_CALLS = {
 }
 
 
+class Carried(ABC):
+    """State that a policy carries from step to step for each of N environments; an episode begins with zeros."""
+
+    state: Tensor | None = None
+    """(N, *state_shape), None before the first step."""
+    state_shape: tuple[int, ...]
+    """Three dimensions, like those of a memory."""
+
+    @abstractmethod
+    def zero_state(self, num_envs: int) -> Tensor:
+        """(N, *state_shape) zeros."""
+
+    def reset(self, dones: Tensor | None = None) -> None:
+        """Zero the state of environments whose episode ended; of all if None."""
+        if self.state is None:
+            return
+        if dones is None:
+            self.state = torch.zeros_like(self.state)
+        else:  # bool first: an integer mask would index rows 0 and 1
+            self.state = self.state.masked_fill(dones.bool().view(-1, 1, 1, 1), 0.0)
+
+
 @dataclass
 class Context:
     """Inputs of one pass besides the observation, and its results besides the action."""
@@ -48,7 +66,7 @@ class Context:
     random_masks: Mapping[str, Tensor] = field(default_factory=dict)
     """(..., 1) masks drawn for `Policy.random_mask_probs`; empty in inference, where none are drawn."""
 
-    def remember(self, name: str, memory: Memory, x: Tensor) -> Tensor:
+    def remember(self, name: str, memory: Any, x: Tensor) -> Tensor:
         """Run a memory from its state in `hidden`, which becomes the state after it."""
         out, self.hidden[name] = memory.run(x, self.hidden[name], self.trajectories)
         return out
@@ -127,7 +145,6 @@ class Policy(nn.Module):
         probs = self.random_mask_probs.items()
         return {name: torch.rand(size, generator=generator, device=device) < prob for name, prob in probs}
 
-    @final
     def forward(
         self, obs: Obs, critic_obs: Obs | None = None, hidden: Mapping[str, Tensor] | None = None,
         trajectories: Trajectories | None = None, random_masks: Mapping[str, Tensor] | None = None,
@@ -142,19 +159,16 @@ class Policy(nn.Module):
         # Half precision ends here: losses and sums use float32.
         return PolicyOutput({name: p.float() for name, p in params.items()}, value, ctx.hidden, ctx.aux)
 
-    @final
     def infer(self, obs: Obs, hidden: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Hidden]:
         """The deterministic action in the environment's form, and the state after it."""
         params, hidden = self.act_params(obs, hidden)
         return self.distribution.to_env(self.distribution.mode(params)), hidden
 
-    @final
     def act_params(self, obs: Obs, hidden: Mapping[str, Tensor] | None = None) -> tuple[Params, Hidden]:
         """The action distribution alone, without the critic, and the state after it."""
         ctx = Context(self.initial_hidden(batch_size(obs)) if hidden is None else dict(hidden))
         return self.actor_params(self.obs_normalizer.normalize(obs), ctx), ctx.hidden
 
-    @final
     def value(
         self, critic_obs: Obs, hidden: Mapping[str, Tensor] | None = None, trajectories: Trajectories | None = None
     ) -> tuple[Tensor, Hidden]:
@@ -166,7 +180,7 @@ class Policy(nn.Module):
     @property
     def memories(self) -> dict[str, Carried]:
         """The policy's recurrent memories and its other carried states by name."""
-        own = {name: module for name, module in self.named_children() if isinstance(module, Memory)}
+        own = {name: module for name, module in self.named_children() if isinstance(module, Carried)}
         return {**own, **self.carried}
 
     def initial_hidden(self, num_envs: int) -> Hidden:
@@ -186,13 +200,11 @@ class Policy(nn.Module):
         for name, memory in self.memories.items():
             memory.state = hidden.get(name, memory.state)
 
-    @final
     def reset(self, dones: Tensor | None = None) -> None:
         """Zero the state of environments whose episode ended; of all if None."""
         for memory in self.memories.values():
             memory.reset(dones)
 
-    @final
     def act(self, obs: Obs, masks: Tensor | None = None, hidden_states: Any = None) -> Tensor:
         """A sampled action before `to_env`; `get_actions_log_prob` and `entropy` then refer to this step.
 
@@ -202,25 +214,21 @@ class Policy(nn.Module):
         self._params = self._run_branch("actor", obs, masks, hidden_states, random_masks)
         return self.sample_action(self._last(), self.generator)
 
-    @final
     def sample(self, obs: Obs) -> tuple[Tensor, Tensor]:
         """A sampled action and its log-probability."""
         actions = self.act(obs)
         return actions, self.get_actions_log_prob(actions)
 
-    @final
     def act_inference(self, obs: Obs) -> Tensor:
         """The deterministic action; advances the memory."""
         self._params = self._run_branch("actor", obs, None, None)
         return self.distribution.to_env(self.action_mean)
 
-    @final
     def evaluate(self, critic_obs: Obs, masks: Tensor | None = None, hidden_states: Any = None) -> Tensor:
         """(..., 1) value; advances the critic's memory while collecting."""
         value = self._run_branch("critic", critic_obs, masks, hidden_states)
         return self.value_normalizer.inverse(value)
 
-    @final
     def evaluate_actions(self, obs: Obs, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probability (B,), entropy (B,) and value (B, 1) of given actions."""
         out = self(obs)
@@ -254,7 +262,6 @@ class Policy(nn.Module):
         """The documented `hidden_states` of one branch ("actor" or "critic") as state by memory name."""
         return {}
 
-    @final
     def get_actions_log_prob(self, actions: Tensor) -> Tensor:
         """Log-probability of actions under the last distribution."""
         return self.distribution.log_prob(self._last(), actions)

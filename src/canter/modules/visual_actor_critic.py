@@ -10,7 +10,6 @@ from canter.modules.actor_critic import ActorCritic
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.conv2d import Conv2dHeadModel
 from canter.modules.deterministic_policy import DeterministicPolicyMixin
-from canter.modules.distributions import Params
 from canter.modules.encoder_actor_critic import embed, resize_features
 from canter.modules.policy import Context
 from canter.modules.utils import orthogonal_init
@@ -69,11 +68,9 @@ class VisualActorCriticMixin(ActorCritic):
     def act_with_embedded_latent(self, obs: Tensor, masks: Tensor | None = None, hidden_states: Any = None) -> Tensor:
         """`act` on the result of `embed_visual_latent`, which is neither normalised nor encoded again."""
         features = super().actor_features
-
-        def core(x: Tensor, ctx: Context) -> Params:
-            return self.head_params(features(x, ctx), x, ctx)
-
-        self._params = self._run_branch("actor", obs, masks, hidden_states, core=core)
+        self._params = self._run_branch(
+            "actor", obs, masks, hidden_states, core=lambda x, ctx: self.head_params(features(x, ctx), x, ctx)
+        )
         return self.sample_action(self._last(), self.generator)
 
     def _embed(self, obs: Tensor, critic: bool) -> Tensor:

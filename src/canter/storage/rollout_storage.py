@@ -70,7 +70,7 @@ class MiniBatch:
     @property
     def hidden_states(self) -> Any:
         """`hidden` as `policy.act` and `policy.evaluate` take it: (actor, critic); None without memories."""
-        from canter.modules.memory import ActorCriticHiddenState  # which imports the storage
+        from canter.modules.actor_critic_recurrent import ActorCriticHiddenState  # which imports the storage
 
         return ActorCriticHiddenState(self.hidden, self.hidden) if self.hidden else None
 
