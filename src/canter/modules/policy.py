@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -145,6 +145,7 @@ class Policy(nn.Module):
         probs = self.random_mask_probs.items()
         return {name: torch.rand(size, generator=generator, device=device) < prob for name, prob in probs}
 
+    @final
     def forward(
         self, obs: Obs, critic_obs: Obs | None = None, hidden: Mapping[str, Tensor] | None = None,
         trajectories: Trajectories | None = None, random_masks: Mapping[str, Tensor] | None = None,
@@ -159,16 +160,19 @@ class Policy(nn.Module):
         # Half precision ends here: losses and sums use float32.
         return PolicyOutput({name: p.float() for name, p in params.items()}, value, ctx.hidden, ctx.aux)
 
+    @final
     def infer(self, obs: Obs, hidden: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Hidden]:
         """The deterministic action in the environment's form, and the state after it."""
         params, hidden = self.act_params(obs, hidden)
         return self.distribution.to_env(self.distribution.mode(params)), hidden
 
+    @final
     def act_params(self, obs: Obs, hidden: Mapping[str, Tensor] | None = None) -> tuple[Params, Hidden]:
         """The action distribution alone, without the critic, and the state after it."""
         ctx = Context(self.initial_hidden(batch_size(obs)) if hidden is None else dict(hidden))
         return self.actor_params(self.obs_normalizer.normalize(obs), ctx), ctx.hidden
 
+    @final
     def value(
         self, critic_obs: Obs, hidden: Mapping[str, Tensor] | None = None, trajectories: Trajectories | None = None
     ) -> tuple[Tensor, Hidden]:
@@ -200,11 +204,13 @@ class Policy(nn.Module):
         for name, memory in self.memories.items():
             memory.state = hidden.get(name, memory.state)
 
+    @final
     def reset(self, dones: Tensor | None = None) -> None:
         """Zero the state of environments whose episode ended; of all if None."""
         for memory in self.memories.values():
             memory.reset(dones)
 
+    @final
     def act(self, obs: Obs, masks: Tensor | None = None, hidden_states: Any = None) -> Tensor:
         """A sampled action before `to_env`; `get_actions_log_prob` and `entropy` then refer to this step.
 
@@ -214,21 +220,25 @@ class Policy(nn.Module):
         self._params = self._run_branch("actor", obs, masks, hidden_states, random_masks)
         return self.sample_action(self._last(), self.generator)
 
+    @final
     def sample(self, obs: Obs) -> tuple[Tensor, Tensor]:
         """A sampled action and its log-probability."""
         actions = self.act(obs)
         return actions, self.get_actions_log_prob(actions)
 
+    @final
     def act_inference(self, obs: Obs) -> Tensor:
         """The deterministic action; advances the memory."""
         self._params = self._run_branch("actor", obs, None, None)
         return self.distribution.to_env(self.action_mean)
 
+    @final
     def evaluate(self, critic_obs: Obs, masks: Tensor | None = None, hidden_states: Any = None) -> Tensor:
         """(..., 1) value; advances the critic's memory while collecting."""
         value = self._run_branch("critic", critic_obs, masks, hidden_states)
         return self.value_normalizer.inverse(value)
 
+    @final
     def evaluate_actions(self, obs: Obs, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probability (B,), entropy (B,) and value (B, 1) of given actions."""
         out = self(obs)
@@ -262,6 +272,7 @@ class Policy(nn.Module):
         """The documented `hidden_states` of one branch ("actor" or "critic") as state by memory name."""
         return {}
 
+    @final
     def get_actions_log_prob(self, actions: Tensor) -> Tensor:
         """Log-probability of actions under the last distribution."""
         return self.distribution.log_prob(self._last(), actions)
