@@ -26,8 +26,7 @@ class Backend:
     The step is always the number of environment steps. It never decreases between calls.
     """
 
-    last_step: int = 0
-    """The highest step so far; set by the logger."""
+    last_step: int = 0  # the highest step so far; set by the logger
 
     def __init__(self, log_dir: Path | None, **kwargs: Any) -> None:
         if kwargs:
