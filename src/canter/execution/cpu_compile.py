@@ -84,9 +84,7 @@ def split(recorded: RecordedGraph) -> tuple[dict[fx.Node, int], list[fx.Node]]:
     parts: dict[fx.Node, int] = {}
     written: set[Any] = set()  # outside memory that has been written to so far
     used_by_rest: set[Any] = set()  # outside memory and generators that the rest has used so far
-    for node in recorded.graph.nodes:
-        if node.op != "call_function":
-            continue
+    for node in [node for node in recorded.graph.nodes if node.op == "call_function"]:
         earliest = max([parts[source] for source in node.all_input_nodes if source in parts], default=DRAWS)
         bases = [memory.base[target] for target in written_arguments(node)]
         writes = {base for base in bases if not isinstance(base, fx.Node)}
@@ -135,11 +133,7 @@ def example(value: Tensor) -> Tensor:
 
 
 def compile_graph(graph: fx.Graph, examples: list[Any], is_alias_free: bool) -> Callable[[list[Any]], Any]:
-    """Compile a graph into a function that takes a list of its arguments.
-
-    For small networks Inductor's wrappers take longer than the kernels. If they have nothing to do (no argument or
-    result was added, and every result has memory of its own), the kernels are called directly.
-    """
+    """Compile a graph into a function that takes a list of its arguments."""
     from torch._functorch import config as functorch_config
     from torch._inductor import config
 
@@ -162,6 +156,7 @@ def compile_graph(graph: fx.Graph, examples: list[Any], is_alias_free: bool) -> 
     options = {**INDUCTOR_OPTIONS, "post_grad_custom_post_pass": final_pass()}
     with functorch_config.patch(enable_autograd_cache=False):  # a cache hit would skip `inner`
         wrapped: Any = compile_fx.compile_fx(module, examples, inner_compile=inner, config_patches=options)
+    # Without Inductor's wrappers, which take longer than small kernels, if no argument, result or alias needs them.
     if is_alias_free and len(found) == 1 and found[0][0] and found[0][1] is not None:
         return found[0][1]
     return lambda args: wrapped(*args)
@@ -266,11 +261,9 @@ def split_addmm(graph: fx.Graph) -> None:
 
 
 def tanh_as_sigmoid(graph: fx.Graph) -> None:
-    """Compute a tanh that feeds a matrix product as 2 sigmoid(2x) - 1: half the time, and an error of at most 2e-7.
-
-    Any other tanh is left alone, as the last digits of a tiny value could matter (in a quotient, for example).
-    """
+    """Compute a tanh that feeds a matrix product as 2 sigmoid(2x) - 1: half the time, and an error of at most 2e-7."""
     for node in graph.find_nodes(op="call_function", target=aten.tanh.default):
+        # Elsewhere the last digits of a tiny value could matter (in a quotient, for example).
         if any(user.target is aten.mm.default for user in node.users):
             double, minus_one = (aten.mul.Tensor, 2.0), (aten.sub.Tensor, 1.0)
             replace(node, node.args[0], double, (aten.sigmoid.default,), double, minus_one)

@@ -149,10 +149,7 @@ def find_checkpoints(directory: StrPath) -> list[tuple[int, Path]]:
 
 
 def newest_valid_checkpoint(directory: StrPath) -> Path:
-    """Return the valid checkpoint with the highest number; damaged newer ones are skipped with a warning.
-
-    Raises FileNotFoundError if there is no checkpoint, CheckpointError if none is valid.
-    """
+    """Return the valid checkpoint with the highest number; damaged newer ones are skipped with a warning."""
     if not (found := find_checkpoints(directory)):
         raise FileNotFoundError(f"no model_<number>.pt in {directory}")
     for entry in reversed(found):

@@ -57,8 +57,7 @@ class _TempFile(io.FileIO):
 def atomic_write(path: StrPath, content: bytes | Callable[[BinaryIO], object], expected_size: int = 0) -> None:
     """Replace the file `path` completely, or leave it unchanged on any error; a missing directory is created.
 
-    A function as `content` writes into a binary file that is open for reading and writing. `expected_size`, the number
-    of bytes if known, is used in the error message of a full disk.
+    A function as `content` writes into a file open for reading too; `expected_size` is for the error of a full disk.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -191,9 +190,8 @@ _SECRET_FILES = (".env*", "*.env", "*.pem", "*.key", "id_rsa*", ".netrc")
 def store_code_state(log_dir: StrPath, repos: Iterable[StrPath], with_diff: bool = False) -> list[Path]:
     """Write `log_dir/git/<repository>.diff` (commit, dirty flag, changed files) for each repository; return the paths.
 
-    `repos` are files or directories inside the repositories. Paths outside a repository and git errors are skipped with
-    a log message; an existing file is kept. `with_diff` also stores the changes of tracked files, at most 1 MB, without
-    lines that look like secrets. Never raises.
+    `repos` are paths inside the repositories; others, and git errors, are skipped with a log message. `with_diff` also
+    stores the changes of tracked files, at most 1 MB, without lines that look like secrets. Never raises.
     """
     written: list[Path] = []
     names: dict[str, Path] = {}

@@ -129,11 +129,8 @@ def _layout(count: int) -> tuple[int, int, list[tuple[slice, slice]]]:
 
 
 def _draw_group(axes: Axes, tag: str, group: list[Series], color: str, style: str) -> Any:
-    curves = []
-    for series in group:
-        steps, values = np.array(series.get(tag, ((), ())), dtype=np.float64)
-        if np.isfinite(values).any():
-            curves.append((steps[np.isfinite(values)], values[np.isfinite(values)]))
+    tables = [np.array(series.get(tag, ((), ())), dtype=np.float64) for series in group]  # steps and values
+    curves = [table[:, np.isfinite(table[1])] for table in tables if np.isfinite(table[1]).any()]
     if not curves:
         return None
     look: Any = {"color": color, "linewidth": 1.8, "linestyle": style}

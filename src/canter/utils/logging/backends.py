@@ -280,8 +280,7 @@ def encode_gif(frames: Iterable[np.ndarray], fps: int) -> bytes:
     """Encode (H, W, 3) uint8 frames as a looping GIF."""
     from PIL import Image
 
-    images = [Image.fromarray(frame) for frame in frames]
-    if not images:
+    if not (images := [Image.fromarray(frame) for frame in frames]):
         raise ValueError("a video needs at least one frame")
     buffer = io.BytesIO()
     images[0].save(buffer, "GIF", save_all=True, append_images=images[1:], duration=max(20, round(1000 / fps)), loop=0)

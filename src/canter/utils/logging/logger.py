@@ -182,8 +182,7 @@ def _settings_by_name(names: list[str], given: Mapping[str, Any]) -> dict[str, d
 
 def sanitize_tag(tag: str) -> str:
     """Return a metric name that every backend accepts: letters, digits and `_ . / -`, at most 128 characters."""
-    clean = _NOT_IN_TAGS.sub("_", tag)
-    clean = "/".join(part for part in clean.split("/") if part)[:_MAX_TAG_LENGTH] or "unnamed"
+    clean = "/".join(filter(None, _NOT_IN_TAGS.sub("_", tag).split("/")))[:_MAX_TAG_LENGTH] or "unnamed"
     return f"{clean}_" if clean in _RESERVED_TAGS else clean
 
 
