@@ -164,10 +164,7 @@ def newest_valid_checkpoint(directory: StrPath) -> Path:
 
 
 def prune_checkpoints(directory: StrPath, keep_last: int, names: Collection[str] | None = None) -> list[Path]:
-    """Delete all but the `keep_last` newest checkpoints and the newest valid one; returns the deleted paths.
-
-    `names` are the file names that may be deleted, which alone are counted; all if None.
-    """
+    """Delete checkpoints (of `names`, if given) except the `keep_last` newest and the newest valid one; return them."""
     if keep_last < 2:
         raise ValueError(f"keep_last must be at least 2 so that one is left if the newest is damaged, got {keep_last}")
     found = find_checkpoints(directory)
