@@ -45,9 +45,8 @@ def compile_recording(recorded: RecordedGraph, args: Sequence[Any]) -> Callable[
     draw, finish = to_python(graphs[DRAWS]), to_python(graphs[REST])
     arguments = graphs[ARITHMETIC].find_nodes(op="placeholder")
     used = [i for i, node in enumerate(arguments) if node.users]
-    for node in arguments:
-        if not node.users:
-            graphs[ARITHMETIC].erase_node(node)
+    for node in [node for node in arguments if not node.users]:
+        graphs[ARITHMETIC].erase_node(node)
     with torch.inference_mode(False), torch.no_grad():
         like = [example(value) if isinstance(value, Tensor) and value.is_inference() else value for value in args]
         states = [(value, value.get_state()) for value in args if isinstance(value, torch.Generator)]
@@ -85,9 +84,7 @@ def split(recorded: RecordedGraph) -> tuple[dict[fx.Node, int], list[fx.Node]]:
     parts: dict[fx.Node, int] = {}
     written: set[Any] = set()  # outside memory that has been written to so far
     used_by_rest: set[Any] = set()  # outside memory and generators that the rest has used so far
-    for node in recorded.graph.nodes:
-        if node.op != "call_function":
-            continue
+    for node in [node for node in recorded.graph.nodes if node.op == "call_function"]:
         earliest = max([parts[source] for source in node.all_input_nodes if source in parts], default=DRAWS)
         bases = [memory.base[target] for target in written_arguments(node)]
         writes = {base for base in bases if not isinstance(base, fx.Node)}
@@ -136,11 +133,7 @@ def example(value: Tensor) -> Tensor:
 
 
 def compile_graph(graph: fx.Graph, examples: list[Any], is_alias_free: bool) -> Callable[[list[Any]], Any]:
-    """Compile a graph into a function that takes a list of its arguments.
-
-    For small networks Inductor's wrappers take longer than the kernels. If they have nothing to do (no argument or
-    result was added, and every result has memory of its own), the kernels are called directly.
-    """
+    """Compile a graph into a function that takes a list of its arguments."""
     from torch._functorch import config as functorch_config
     from torch._inductor import config
 
@@ -163,6 +156,7 @@ def compile_graph(graph: fx.Graph, examples: list[Any], is_alias_free: bool) -> 
     options = {**INDUCTOR_OPTIONS, "post_grad_custom_post_pass": final_pass()}
     with functorch_config.patch(enable_autograd_cache=False):  # a cache hit would skip `inner`
         wrapped: Any = compile_fx.compile_fx(module, examples, inner_compile=inner, config_patches=options)
+    # Without Inductor's wrappers, which take longer than small kernels, if no argument, result or alias needs them.
     if is_alias_free and len(found) == 1 and found[0][0] and found[0][1] is not None:
         return found[0][1]
     return lambda args: wrapped(*args)
@@ -174,9 +168,8 @@ def merge_copies(recorded: RecordedGraph) -> None:
     vectors = [(node, value) for node, value in outside.items() if isinstance(value, Tensor) and value.dim() == 1]
     for node in [node for node in graph.nodes if node.target is aten._foreach_copy_.default]:
         pieces: Any = [outside.get(target) for target in node.args[0]]
-        if not all(isinstance(piece, Tensor) for piece in pieces):
-            continue
-        whole = next((place for place, vector in vectors if fills(pieces, vector)), None)
+        are_outside = all(isinstance(piece, Tensor) for piece in pieces)
+        whole = next((place for place, vector in vectors if are_outside and fills(pieces, vector)), None)
         if whole is not None:
             with graph.inserting_before(node):
                 rows = [graph.call_function(aten.reshape.default, (source, [-1])) for source in node.args[1]]
@@ -215,7 +208,6 @@ def decompose_adam(recorded: RecordedGraph, node: fx.Node) -> None:
 
     options: Any = node.kwargs
     rate, beta1, beta2, decay = (options[name] for name in ("lr", "beta1", "beta2", "weight_decay"))
-    found_inf = options.get("found_inf")
     params, grads, means, squares, _, steps = (list[Any](part) for part in node.args)  # pyright: ignore[reportArgumentType]
     with recorded.graph.inserting_before(node):
         for param, grad, mean, square, step in zip(params, grads, means, squares, steps, strict=True):
@@ -238,7 +230,7 @@ def decompose_adam(recorded: RecordedGraph, node: fx.Node) -> None:
             direction = call(aten.div.Tensor, new_mean, call(aten.add.Tensor, spread, options["eps"]))
             new_param = call(aten.sub.Tensor, before, call(aten.mul.Tensor, direction, stride))
             for target, value in ((param, new_param), (mean, new_mean), (square, new_square)):
-                if found_inf is not None:
+                if (found_inf := options.get("found_inf")) is not None:
                     value = call(aten.where.self, call(aten.eq.Scalar, found_inf, 1.0), target, value)
                 call(aten.copy_.default, target, value)
     recorded.graph.erase_node(node)
@@ -261,10 +253,7 @@ def final_pass() -> Callable[[fx.Graph], None]:
 
 
 def split_addmm(graph: fx.Graph) -> None:
-    """Take the addition out of matrix products, so that it becomes part of the next loop.
-
-    The library copies the summand first, which for a small layer takes as long as the product.
-    """
+    """Move the addition of matrix products into the next loop; the library copies the summand first, which is slow."""
     for node in graph.find_nodes(op="call_function", target=aten.addmm.default):
         if not node.kwargs:
             summand, left, right = node.args
@@ -272,11 +261,9 @@ def split_addmm(graph: fx.Graph) -> None:
 
 
 def tanh_as_sigmoid(graph: fx.Graph) -> None:
-    """Compute a tanh that feeds a matrix product as 2 sigmoid(2x) - 1: half the time, and an error of at most 2e-7.
-
-    Any other tanh is left alone, as the last digits of a tiny value could matter (in a quotient, for example).
-    """
+    """Compute a tanh that feeds a matrix product as 2 sigmoid(2x) - 1: half the time, and an error of at most 2e-7."""
     for node in graph.find_nodes(op="call_function", target=aten.tanh.default):
+        # Elsewhere the last digits of a tiny value could matter (in a quotient, for example).
         if any(user.target is aten.mm.default for user in node.users):
             double, minus_one = (aten.mul.Tensor, 2.0), (aten.sub.Tensor, 1.0)
             replace(node, node.args[0], double, (aten.sigmoid.default,), double, minus_one)
@@ -297,10 +284,8 @@ def hoist_scalars(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if count(node) != 1 or torch.Tag.pointwise not in getattr(node.target, "tags", ()):
             continue
-        loops = [user for user in node.users if count(user) >= LONG_LOOP]
-        if loops:
-            value = node.meta["val"]
-            args = (node, list(value.shape), list(value.stride()))
+        if loops := [user for user in node.users if count(user) >= LONG_LOOP]:
+            args = (node, list(node.meta["val"].shape), list(node.meta["val"].stride()))
             with graph.inserting_after(node):  # as_strided makes Inductor store its argument
                 hoisted = graph.call_function(aten.as_strided.default, args)
             hoisted.meta.update(node.meta)

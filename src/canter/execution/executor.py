@@ -46,16 +46,12 @@ class Executor:
         self.records = device.type == "cpu" and execution != "eager"
         has_triton = importlib.util.find_spec("triton") is not None  # which compiles kernels for a GPU
         self.compiles = execution == "compile" or (self.is_cuda and execution == "auto" and has_triton)
-        self.generators: list[torch.Generator] = []
-        """Random generators that captured functions draw from."""
-        self.constants: Any = ()
-        """Hashable constants that functions read from attributes; other constants need another graph."""
-        self.autocast: Callable[[], Any] = nullcontext
-        """Context for matrix products in bfloat16, if `precision` is "bf16"."""
+        self.generators: list[torch.Generator] = []  # that captured functions draw from
+        self.constants: Any = ()  # hashable, read by functions from attributes; other constants need another graph
+        self.autocast: Callable[[], Any] = nullcontext  # for matrix products
         if self.is_cuda and precision == "bf16":  # without its cache, whose casts of weights would be frozen in a graph
             self.autocast = functools.partial(torch.autocast, "cuda", torch.bfloat16, cache_enabled=False)
-        self.eager_only: set[str] = set()
-        """Names of functions that cannot be captured or recorded."""
+        self.eager_only: set[str] = set()  # names of functions that cannot be captured or recorded
         self.graphs: dict[Any, Any] = {}  # Graph or Recording by signature
         self.calls: dict[Any, int] = {}  # by signature
         self.results: dict[int, Graph] = {}  # by the id of the outputs that a graph returns
@@ -65,11 +61,8 @@ class Executor:
         self.constants_number = 0
 
     def compile(self, fn: Callable[..., T]) -> Callable[..., T]:
-        """Compile a pure function at its first call; if it cannot be compiled, it runs uncompiled, with one warning.
-
-        On a CPU the function is returned unchanged, because recordings are compiled as a whole.
-        """
-        if not self.compiles or self.records:
+        """Compile a pure function at its first call; if it cannot be compiled, it runs uncompiled, with one warning."""
+        if not self.compiles or self.records:  # recordings are compiled as a whole
             return fn
         run: Callable[..., Any] = torch.compile(fn, dynamic=False)
 
@@ -96,7 +89,13 @@ class Executor:
             self.numbered_constants, known = self.constants, self.constants_numbers
             self.constants_number = known.setdefault(self.constants, len(known))
         leaves: list[Tensor] = []
-        signature = (name, self._describe(args, leaves), self.constants_number, torch.is_inference_mode_enabled())
+        parts = []
+        for arg in args:
+            source = self.results.get(id(arg))  # results of a graph were described when it was captured
+            if source is not None:
+                leaves.extend(source.output_leaves)
+            parts.append(describe(arg, leaves) if source is None else source.description)
+        signature = (name, tuple(parts), self.constants_number, torch.is_inference_mode_enabled())
         graph = self.graphs.get(signature)
         if graph is not None:
             return graph.replay(leaves)
@@ -116,22 +115,9 @@ class Executor:
             known.clear()
 
     def bucket(self, count: int, unit: int) -> int:
-        """Round a varying count up on a GPU, so that fewer shapes occur and fewer graphs are needed.
-
-        Eager runs on a GPU round too: libraries choose other kernels for other sizes, which differ in the last bit.
-        """
+        """Round a varying count up on a GPU, so that fewer graphs are needed; in eager runs too, for equal numbers."""
         coarse = max(1, unit // 8)
         return -(-count // coarse) * coarse if self.is_cuda else count
-
-    def _describe(self, args: Sequence[Any], leaves: list[Tensor]) -> Any:
-        """Describe arguments like `describe`; results of a graph were described when it was captured."""
-        parts = []
-        for arg in args:
-            graph = self.results.get(id(arg))
-            if graph is not None:
-                leaves.extend(graph.output_leaves)
-            parts.append(describe(arg, leaves) if graph is None else graph.description)
-        return tuple(parts)
 
     def _run_in_precision(self, fn: Callable[..., T], *args: Any) -> T:
         """Return `fn(*args)` with matrix products in `precision`; the user's setting is restored afterwards."""

@@ -10,10 +10,7 @@ from torch import Tensor, nn
 
 
 class FlatParameters:
-    """Stores parameters and their gradients in one vector each, of which the originals become views.
-
-    On a CPU the cost of an optimizer step is the number of its tensors.
-    """
+    """Stores parameters and gradients as views of one vector each, because each tensor slows an optimizer step down."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.shapes = [p.shape for p in parameters]
@@ -70,25 +67,19 @@ def join_state(state: Mapping[str, Any], flats: Sequence[FlatParameters]) -> dic
     for number, (group, flat) in enumerate(zip(state["param_groups"], flats, strict=True)):
         shares = [state["state"][index] for index in group["params"] if index in state["state"]]
         if len(shares) == len(flat.sizes):
-            result["state"][number] = {
-                name: torch.cat([share[name].reshape(-1) for share in shares])
-                if torch.is_tensor(first) and first.dim()
-                else first  # a step count, the same for every parameter
-                for name, first in shares[0].items()
-            }
+            joined = result["state"][number] = dict(shares[0])
+            for name, first in shares[0].items():
+                if torch.is_tensor(first) and first.dim():  # or else a step count, the same for every parameter
+                    joined[name] = torch.cat([share[name].reshape(-1) for share in shares])
         result["param_groups"].append({**group, "params": [number]})
     return result
 
 
 def sample_dirichlet(concentration: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Draw from Dirichlet distributions (..., K) with a generator, without gradient.
-
-    The public `torch.distributions.Dirichlet` takes no generator. Where torch lacks the private function that does, the
-    public one draws with a seed from the generator; the host reads that seed, so this cannot be captured or recorded.
-    """
-    if hasattr(torch, "_sample_dirichlet"):
+    """Draw from Dirichlet distributions (..., K) with a generator, without gradient."""
+    if hasattr(torch, "_sample_dirichlet"):  # the public class takes no generator
         return torch._sample_dirichlet(concentration, generator=generator)  # pyright: ignore
-    device = concentration.device
+    device = concentration.device  # the host reads a seed, so this cannot be captured or recorded
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device=device)))
         return torch.distributions.Dirichlet(concentration, validate_args=False).sample()

@@ -26,9 +26,7 @@ UNTAGGED_HOST_READS = {
 # Tagged, although only masks make their shapes depend on values.
 INDEXING = {"aten::index.Tensor", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 # Reads that dispatch no operation if the tensor is on a CPU.
-HOST_READ_FUNCTIONS = {
-    Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__, Tensor.__format__, Tensor.__repr__,
-}  # fmt: skip
+HOST_READ_FUNCTIONS = {Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__, Tensor.__format__, Tensor.__repr__}
 LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 

@@ -126,16 +126,8 @@ class Recorder(HostReadMode):
         self.count += 1
         if self.count > MAX_OPERATIONS:
             self.not_replayable = self.not_replayable or TOO_LONG
-        if not self.not_replayable and func.namespace != "profiler":
-            self._add(func, args, kwargs, result)
-        return result
-
-    def _remember(self, value: Any, node: fx.Node) -> fx.Node:
-        self.nodes[id(value)] = node
-        self.kept.append(value)
-        return node
-
-    def _add(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if self.not_replayable or func.namespace == "profiler":
+            return result
         options = {name: self.node_of(value) for name, value in kwargs.items()}
         node = self.recorded.graph.call_function(func, self.node_of(args), options)
         node.meta["call"] = direct_call(func, args, kwargs, result)
@@ -151,6 +143,12 @@ class Recorder(HostReadMode):
             for i, part in enumerate(result):
                 if isinstance(part, Tensor) and id(part) not in self.nodes:
                     self._remember(part, self.recorded.graph.call_function(operator.getitem, (node, i)))
+        return result
+
+    def _remember(self, value: Any, node: fx.Node) -> fx.Node:
+        self.nodes[id(value)] = node
+        self.kept.append(value)
+        return node
 
 
 class OperationProbe(TorchDispatchMode):
@@ -167,17 +165,13 @@ class OperationProbe(TorchDispatchMode):
 
 
 def direct_call(func: Any, args: Any, kwargs: Any, result: Any) -> Callable[..., Any]:
-    """The built-in function, such as torch.add, that dispatches an operation; the operation itself if there is none.
-
-    A built-in has less overhead than the operation's Python object. A probe checks that it dispatches this operation
-    for these arguments, since names are overloaded.
-    """
+    """The built-in, such as torch.add, that dispatches an operation with less overhead; else the operation itself."""
     name = func.name().partition("::")[2].partition(".")[0]
     for home in (torch, Tensor):
         call = getattr(home, name, None)
         if not isinstance(call, BUILT_IN) or name.startswith("__"):  # generated code cannot name those with underscores
             continue
-        try:
+        try:  # names are overloaded
             with OperationProbe(result) as probe:
                 call(*args, **kwargs)
         except (TypeError, RuntimeError):
@@ -220,13 +214,10 @@ class RecordedGraph:
 
 
 class Memory:
-    """Which memory each node's result lies in, and which memory is written to.
-
-    Memory of arguments is identified by its address, memory allocated in the graph by the node that allocates it.
-    """
+    """Which memory each node's result lies in, and which memory is written to."""
 
     def __init__(self, recorded: RecordedGraph) -> None:
-        self.base: dict[fx.Node, Any] = {}
+        self.base: dict[fx.Node, Any] = {}  # an argument's address, or the node that allocates the memory
         self.written: set[Any] = set()
         for node in recorded.graph.nodes:
             self.base[node] = recorded.storages.get(node, node)
@@ -243,10 +234,8 @@ class Memory:
 def written_arguments(node: fx.Node) -> list[fx.Node]:
     """The arguments that an operation writes to."""
     func: Any = node.target
-    if func is operator.getitem:
-        return []
     found: list[Any] = []
-    for index, part in enumerate(func._schema.arguments):
+    for index, part in enumerate(() if func is operator.getitem else func._schema.arguments):
         if part.alias_info is not None and part.alias_info.is_write:
             value = node.args[index] if index < len(node.args) else node.kwargs.get(part.name)
             found += value if isinstance(value, tuple | list) else [value]
@@ -278,11 +267,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 class Simplifier:
-    """Finds replacements for nodes that change no number.
-
-    Views of outside tensors and constant subexpressions are evaluated once, and become outside values. An operation
-    that repeats an earlier one is replaced by it. Memory that is written to is left alone.
-    """
+    """Finds nodes that can be replaced without changing a number: by an outside value, or by an equal earlier node."""
 
     def __init__(self, recorded: RecordedGraph) -> None:
         self.recorded, self.memory = recorded, Memory(recorded)

@@ -33,10 +33,7 @@ class CheckpointError(RuntimeError):
 
 
 def save_checkpoint(path: StrPath, state: Mapping[str, Any]) -> None:
-    """Write `state` and the format version to `path` atomically.
-
-    Raises TypeError naming the key of anything that is not a tensor, str, int, float, bool, None, list, tuple or dict.
-    """
+    """Write `state` and the format version to `path` atomically; TypeError names the key of an unsafe value."""
     content = _to_plain({"format_version": FORMAT_VERSION, **state}, "state")
 
     def write(file: BinaryIO) -> None:
@@ -85,19 +82,13 @@ def _digest(file: BinaryIO, length: int) -> bytes:
 
 
 def verify_checkpoint(path: StrPath) -> bool:
-    """Check every byte of `path`; CheckpointError if it is damaged.
-
-    Returns True for a file with canter's checksum, False for a foreign archive, which has only CRC-32 checksums.
-    """
+    """Check every byte of `path` (CheckpointError); False for a foreign archive, which has only CRC-32 checksums."""
     with _open(Path(path)) as file:
         return _verify(file, Path(path))
 
 
 def load_checkpoint(path: StrPath, map_location: Any = None) -> dict[str, Any]:
-    """Return the content of a verified checkpoint, loaded with `weights_only=True`.
-
-    An archive that other software wrote with `torch.save` is accepted if its CRC-32 checksums match.
-    """
+    """Return the content of a verified checkpoint, or of another `torch.save` archive whose CRC-32 checksums match."""
     path = Path(path)
     with _open(path) as file:
         # The same descriptor for both steps, because the file may be replaced in between.
@@ -158,12 +149,8 @@ def find_checkpoints(directory: StrPath) -> list[tuple[int, Path]]:
 
 
 def newest_valid_checkpoint(directory: StrPath) -> Path:
-    """Return the valid checkpoint with the highest number; damaged newer ones are skipped with a warning.
-
-    Raises FileNotFoundError if there is no checkpoint, CheckpointError if none is valid.
-    """
-    found = find_checkpoints(directory)
-    if not found:
+    """Return the valid checkpoint with the highest number; damaged newer ones are skipped with a warning."""
+    if not (found := find_checkpoints(directory)):
         raise FileNotFoundError(f"no model_<number>.pt in {directory}")
     for entry in reversed(found):
         path = entry[1]
@@ -177,13 +164,7 @@ def newest_valid_checkpoint(directory: StrPath) -> Path:
 
 
 def prune_checkpoints(directory: StrPath, keep_last: int, names: Collection[str] | None = None) -> list[Path]:
-    """Delete all but the `keep_last` newest checkpoints and the newest valid one; returns the deleted paths.
-
-    Args:
-        directory: Directory with files `model_<number>.pt`.
-        keep_last: Number of checkpoints to keep.
-        names: File names that may be deleted, which alone are counted; all if None.
-    """
+    """Delete checkpoints (of `names`, if given) except the `keep_last` newest and the newest valid one; return them."""
     if keep_last < 2:
         raise ValueError(f"keep_last must be at least 2 so that one is left if the newest is damaged, got {keep_last}")
     found = find_checkpoints(directory)
@@ -195,8 +176,8 @@ def prune_checkpoints(directory: StrPath, keep_last: int, names: Collection[str]
         warnings.warn(f"{error}; none is deleted", stacklevel=2)
         return []
     removed = []
-    candidates = found if names is None else [entry for entry in found if entry[1].name in names]
-    for _, path in candidates[:-keep_last]:
+    candidates = [path for _, path in found if names is None or path.name in names]
+    for path in candidates[:-keep_last]:
         if path == newest_valid:
             continue
         try:

@@ -7,11 +7,8 @@ from typing import Any
 
 def replace_encoder0(loaded: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
     """Keep the fresh weights of the first encoder and the fresh optimizer state; load everything else."""
-    saved = loaded["model_state_dict"]
-    weights = {
-        name: value if name.startswith("encoders.0.") else saved.get(name)
-        for name, value in fresh["model_state_dict"].items()
-    }
+    saved, new = loaded["model_state_dict"], fresh["model_state_dict"]
+    weights = {name: value if name.startswith("encoders.0.") else saved.get(name) for name, value in new.items()}
     return {**loaded, "model_state_dict": weights, "optimizer_state_dict": fresh["optimizer_state_dict"]}
 
 

@@ -52,13 +52,17 @@ class Console(contextlib.AbstractContextManager["Console"]):
         self._live: Any = None  # the display, if it is redrawn in place
         with self._guard():
             if self.enabled and self._stream.isatty():
-                self._start()
+                from rich.console import Console as RichConsole
+                from rich.live import Live
+
+                console = RichConsole(file=self._stream)
+                if console.is_terminal and not console.is_dumb_terminal:
+                    self._live = Live(self._picture(), console=console, auto_refresh=False, vertical_overflow="crop")
+                    atexit.register(self.close)  # shows the cursor again after an uncaught error
+                    self._live.start()
 
     def update(self, iteration: int, timesteps: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Show the number of completed iterations and environment steps, and new metrics.
-
-        Metrics that are not given keep their last value. Without a terminal, only a call with metrics prints a line.
-        """
+        """Show the completed iterations and environment steps; without a terminal print a line if there are metrics."""
         self.iteration, self.timesteps = iteration, timesteps
         self._marks.append((time.monotonic(), iteration, timesteps))
         fresh = {name: float(value) for name, value in (metrics or {}).items()}
@@ -122,24 +126,17 @@ class Console(contextlib.AbstractContextManager["Console"]):
                 # Live has replaced sys.stdout, which must be restored even if the last frame cannot be drawn.
                 live._disable_redirect_io()
 
-    def _start(self) -> None:
-        from rich.console import Console as RichConsole
-        from rich.live import Live
-
-        console = RichConsole(file=self._stream)
-        if console.is_terminal and not console.is_dumb_terminal:
-            self._live = Live(self._picture(), console=console, auto_refresh=False, vertical_overflow="crop")
-            atexit.register(self.close)  # shows the cursor again after an uncaught error
-            self._live.start()
-
     def _redraw(self) -> None:
         self._drawn_at = time.monotonic()
         with self._guard():
             self._live.update(self._picture(), refresh=True)
 
     def _facts(self) -> list[str]:
-        steps, rate = _short(self.timesteps), _short(self.rate())
-        return [f"{steps} steps", f"{rate} steps/s", f"{_clock(self.seconds_left())} left"]
+        seconds, left = self.seconds_left(), "-:--:--"
+        if math.isfinite(seconds):
+            minutes, rest = divmod(round(seconds), 60)
+            left = f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+        return [f"{_short(self.timesteps)} steps", f"{_short(self.rate())} steps/s", f"{left} left"]
 
     def _picture(self) -> Any:
         from rich.console import Group
@@ -149,8 +146,8 @@ class Console(contextlib.AbstractContextManager["Console"]):
         done = min(self.iteration, self.total_iterations)
         bar = ProgressBar(total=max(1, self.total_iterations), completed=done, complete_style="cyan")
         head, cells = _grid(1, None), _grid(1, None, 1, None, 1, None)
-        count = f"{self.unit} {self.iteration}/{self.total_iterations}"
-        head.add_row(Text(self._writable(self.title), style="bold"), count)
+        title = Text(self._writable(self.title), style="bold")
+        head.add_row(title, f"{self.unit} {self.iteration}/{self.total_iterations}")
         head.add_row(bar, "   ".join(self._facts()))
         row: list[Text] = []
         for name, value in shown_metrics(self.metrics):
@@ -177,13 +174,8 @@ def _grid(*ratios: int | None) -> Any:
 def shown_metrics(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
     """Return the metrics of the display with their short names, in a fixed order."""
     first = [(_NAMES[tag], metrics[tag]) for tag in _NAMES if tag in metrics]
-    rest = [
-        (tag.split("/", 1)[1].replace("_", " "), value)
-        for group in _GROUPS
-        for tag, value in metrics.items()
-        if tag.startswith(group) and tag not in _NAMES
-    ]
-    return (first + rest)[:_MAX_CELLS]
+    others = [tag for group in _GROUPS for tag in metrics if tag.startswith(group) and tag not in _NAMES]
+    return (first + [(tag.split("/", 1)[1].replace("_", " "), metrics[tag]) for tag in others])[:_MAX_CELLS]
 
 
 def table(metrics: Mapping[str, float], width: int = 80, pad: int = 35) -> str:
@@ -195,8 +187,7 @@ def table(metrics: Mapping[str, float], width: int = 80, pad: int = 35) -> str:
 
 def format_number(value: float) -> str:
     """Format a number with four significant digits, thousands separators, and an exponent if tiny or huge."""
-    value = float(value)
-    size = abs(value)
+    size = abs(value := float(value))
     if not math.isfinite(value):
         return str(value)
     if value == int(value) and size < 1e7:
@@ -213,10 +204,3 @@ def _short(count: float) -> str:
         if abs(count) >= unit:
             return f"{count / unit:.3g}{name}" if abs(count) < 999.5 * unit else f"{count / unit:.0f}{name}"
     return f"{count:.0f}"
-
-
-def _clock(seconds: float) -> str:
-    if not math.isfinite(seconds):
-        return "-:--:--"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

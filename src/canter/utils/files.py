@@ -57,8 +57,7 @@ class _TempFile(io.FileIO):
 def atomic_write(path: StrPath, content: bytes | Callable[[BinaryIO], object], expected_size: int = 0) -> None:
     """Replace the file `path` completely, or leave it unchanged on any error; a missing directory is created.
 
-    A function as `content` writes into a binary file that is open for reading and writing. `expected_size`, the number
-    of bytes if known, is used in the error message of a full disk.
+    A function as `content` writes into a file open for reading too; `expected_size` is for the error of a full disk.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +85,8 @@ def atomic_write(path: StrPath, content: bytes | Callable[[BinaryIO], object], e
         before = "the previous file is intact" if path.exists() else "there was no previous file"
         text = f"disk full: {free} bytes free, {needed} or more needed; {before}. Free some space and save again"
         raise DiskFullError(errno.ENOSPC, text, str(path)) from error
-    _sync_directory(path.parent)
+    if os.name != "nt":
+        _sync_directory(path.parent)
 
 
 def _is_disk_full(error: BaseException | None) -> bool:
@@ -94,8 +94,6 @@ def _is_disk_full(error: BaseException | None) -> bool:
 
 
 def _sync_directory(directory: Path) -> None:
-    if os.name == "nt":
-        return
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -133,18 +131,14 @@ def safe_join(root: StrPath, name: str) -> Path:
         raise ValueError(f"unsafe file name {name[:40]!r}...: longer than 255 bytes")
     if name.startswith("/") or PureWindowsPath(name).is_absolute() or ".." in name.split("/"):
         raise ValueError(f"unsafe file name {name!r}: it must be relative and without '..'")
-    base = Path(root)
-    joined = base / name
-    if not joined.resolve().is_relative_to(base.resolve()):
-        raise ValueError(f"unsafe file name {name!r}: a link leads it out of {base}")
+    joined = Path(root, name)
+    if not joined.resolve().is_relative_to(Path(root).resolve()):
+        raise ValueError(f"unsafe file name {name!r}: a link leads it out of {root}")
     return joined
 
 
 class RunLock(contextlib.AbstractContextManager["RunLock"]):
-    """Locks a run directory for one writer until `release` or the end of the process.
-
-    Raises RunLockedError, which names the process and host of the holder, if the directory is locked.
-    """
+    """Locks a run directory until `release` or the end of the process; RunLockedError names the holder's process."""
 
     def __init__(self, directory: StrPath) -> None:
         self.path = Path(directory) / ".lock"
@@ -196,9 +190,8 @@ _SECRET_FILES = (".env*", "*.env", "*.pem", "*.key", "id_rsa*", ".netrc")
 def store_code_state(log_dir: StrPath, repos: Iterable[StrPath], with_diff: bool = False) -> list[Path]:
     """Write `log_dir/git/<repository>.diff` (commit, dirty flag, changed files) for each repository; return the paths.
 
-    `repos` are files or directories inside the repositories. Paths outside a repository and git errors are skipped with
-    a log message; an existing file is kept. `with_diff` also stores the changes of tracked files, at most 1 MB, without
-    lines that look like secrets. Never raises.
+    `repos` are paths inside the repositories; others, and git errors, are skipped with a log message. `with_diff` also
+    stores the changes of tracked files, at most 1 MB, without lines that look like secrets. Never raises.
     """
     written: list[Path] = []
     names: dict[str, Path] = {}
@@ -255,10 +248,9 @@ def _git(root: Path, *args: str) -> str:
     # A repository's own settings must not make git run programs.
     command = ["git", "--no-pager", "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}", *args]
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
-    null = subprocess.DEVNULL
-    options: Any = {"env": environment, "stdin": null, "stderr": null, "timeout": _GIT_TIMEOUT_S, "check": True}
+    options: Any = {"env": environment, "stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "check": True}
     with tempfile.TemporaryFile() as output:
-        subprocess.run(command, cwd=root, stdout=output, **options)
+        subprocess.run(command, cwd=root, stdout=output, timeout=_GIT_TIMEOUT_S, **options)
         size = output.seek(0, os.SEEK_END)
         output.seek(0)
         text = output.read(_MAX_GIT_BYTES).decode(errors="replace")

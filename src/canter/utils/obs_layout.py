@@ -62,10 +62,7 @@ class ObsLayout:
         return dict(zip(self.sizes, obs.split(list(self.sizes.values()), dim=-1), strict=True))
 
     def flat(self, obs: Any) -> Tensor:
-        """Convert an observation (flat tensor, image or dict by segment name) to a tensor (..., width).
-
-        uint8 values are scaled to [0, 1]. A flat float tensor is returned unchanged.
-        """
+        """Convert an observation (flat tensor, image or dict by segment name) to (..., width), uint8 as 0 to 1."""
         if isinstance(obs, Tensor):
             return _flat_leaf(obs, next(iter(self.shapes.values())) if len(self.shapes) == 1 else (self.width,))
         leaves = dict(tree_leaves(obs))

@@ -56,11 +56,10 @@ def read_metrics(run_dir: StrPath) -> Series:
 def plot_runs(
     run_dirs: Sequence[StrPath], path: StrPath, metrics: Sequence[str] | None = None, labels: list[str] | None = None
 ) -> Path:
-    """Plot the learning curves of `run_dirs` into the image `path` (.png, .svg or .pdf) and return its path.
+    """Plot the learning curves of `run_dirs` (or `metrics.jsonl` files) into the image `path` (.png, .svg or .pdf).
 
-    A single run is drawn raw (faint) and smoothed. Runs with the same label are seeds of one experiment; they are drawn
-    as their mean with a band of one standard deviation. `run_dirs` may hold `metrics.jsonl` files too. `metrics` lists
-    the tags to plot, by default all known ones that were logged; a run's label is by default its directory name.
+    A single run is drawn raw (faint) and smoothed; runs with the same label (by default the directory's name) are
+    seeds, drawn as their mean with a band of one standard deviation. `metrics` are the tags, by default all known ones.
     """
     import matplotlib
 
@@ -130,11 +129,8 @@ def _layout(count: int) -> tuple[int, int, list[tuple[slice, slice]]]:
 
 
 def _draw_group(axes: Axes, tag: str, group: list[Series], color: str, style: str) -> Any:
-    curves = []
-    for series in group:
-        steps, values = np.array(series.get(tag, ((), ())), dtype=np.float64)
-        if np.isfinite(values).any():
-            curves.append((steps[np.isfinite(values)], values[np.isfinite(values)]))
+    tables = [np.array(series.get(tag, ((), ())), dtype=np.float64) for series in group]  # steps and values
+    curves = [table[:, np.isfinite(table[1])] for table in tables if np.isfinite(table[1]).any()]
     if not curves:
         return None
     look: Any = {"color": color, "linewidth": 1.8, "linestyle": style}

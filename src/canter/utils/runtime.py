@@ -83,10 +83,7 @@ def preserved_rng() -> Iterator[None]:
 
 
 class StopSignal:
-    """While entered, the first SIGTERM or SIGINT sets `requested` and the second acts as before.
-
-    Handlers of the user are called too, and restored on exit.
-    """
+    """The first SIGTERM or SIGINT sets `requested` and calls the user's handler, if any; the second acts as before."""
 
     def __init__(self) -> None:
         self.requested: int | None = None  # the first signal received

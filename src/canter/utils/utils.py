@@ -80,8 +80,7 @@ def namedarraytuple(name: str, fields: Sequence[str] | str) -> Any:
     to a module-level variable of the same name.
     """
     plain = namedtuple(name, fields)
-    taken = [field for field in plain._fields if field in ("get", "items", "index", "count")]
-    if taken:
+    if taken := [field for field in plain._fields if field in ("get", "items", "index", "count")]:
         raise ValueError(f"{name} cannot have a field called {taken[0]!r}, which is a method of it")
     module = sys._getframe(1).f_globals.get("__name__", "__main__")
     return type(name, (_ArrayFields, plain), {"__slots__": (), "__module__": module, "__doc__": plain.__doc__})

@@ -26,8 +26,7 @@ class Backend:
     The step is always the number of environment steps. It never decreases between calls.
     """
 
-    last_step: int = 0
-    """The highest step so far; set by the logger."""
+    last_step: int = 0  # the highest step so far; set by the logger
 
     def __init__(self, log_dir: Path | None, **kwargs: Any) -> None:
         if kwargs:
@@ -281,8 +280,7 @@ def encode_gif(frames: Iterable[np.ndarray], fps: int) -> bytes:
     """Encode (H, W, 3) uint8 frames as a looping GIF."""
     from PIL import Image
 
-    images = [Image.fromarray(frame) for frame in frames]
-    if not images:
+    if not (images := [Image.fromarray(frame) for frame in frames]):
         raise ValueError("a video needs at least one frame")
     buffer = io.BytesIO()
     images[0].save(buffer, "GIF", save_all=True, append_images=images[1:], duration=max(20, round(1000 / fps)), loop=0)

@@ -49,8 +49,7 @@ class Logger(contextlib.AbstractContextManager["Logger"]):
     ) -> None:
         self.log_dir = None if log_dir is None else Path(log_dir)
         self.backends: dict[str, Backend] = {}
-        self.failures: Counter[str] = Counter()
-        """Number of failed calls of each backend."""
+        self.failures: Counter[str] = Counter()  # failed calls of each backend
         self._failures_in_a_row: Counter[str] = Counter()
         self._dropped = 0
         self._tags: dict[str, str] = {}
@@ -97,10 +96,8 @@ class Logger(contextlib.AbstractContextManager["Logger"]):
 
     def log_histogram(self, tag: str, values: Tensor | np.ndarray, step: int) -> None:
         """Record the distribution of the finite values."""
-        flat = _to_numpy(values).reshape(-1)
-        flat = flat[np.isfinite(flat)]
-        clean = self._clean(tag)
-        if clean is not None and flat.size:
+        array, clean = _to_numpy(values), self._clean(tag)
+        if clean is not None and (flat := array[np.isfinite(array)]).size:
             self._each(lambda backend: backend.log_histogram(clean, flat, backend.last_step), step)
 
     def log_image(self, tag: str, image: Tensor | np.ndarray, step: int) -> None:
@@ -185,8 +182,7 @@ def _settings_by_name(names: list[str], given: Mapping[str, Any]) -> dict[str, d
 
 def sanitize_tag(tag: str) -> str:
     """Return a metric name that every backend accepts: letters, digits and `_ . / -`, at most 128 characters."""
-    clean = _NOT_IN_TAGS.sub("_", tag)
-    clean = "/".join(part for part in clean.split("/") if part)[:_MAX_TAG_LENGTH] or "unnamed"
+    clean = "/".join(filter(None, _NOT_IN_TAGS.sub("_", tag).split("/")))[:_MAX_TAG_LENGTH] or "unnamed"
     return f"{clean}_" if clean in _RESERVED_TAGS else clean
 
 
@@ -195,10 +191,8 @@ def redact(config: Any) -> Any:
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         config = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     if isinstance(config, Mapping):
-        return {
-            str(key): "<redacted>" if _SECRET_KEY.search(str(key)) and part is not None else redact(part)
-            for key, part in config.items()
-        }
+        hidden = {key for key, part in config.items() if _SECRET_KEY.search(str(key)) and part is not None}
+        return {str(key): "<redacted>" if key in hidden else redact(part) for key, part in config.items()}
     if isinstance(config, (list, tuple, set, frozenset)):
         return [redact(part) for part in config]
     if config is None or isinstance(config, (bool, int, float, str)):
