@@ -2,12 +2,14 @@
 
 import json
 import math
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from canter.datasets.generate_clips import BIPED_JOINTS, CLIPS, QUADRUPED_JOINTS, write_clips
+from canter.datasets import CLIPS
 from canter.datasets.motion_clip import (
     DOCUMENTED,
     MotionClip,
@@ -18,6 +20,9 @@ from canter.datasets.motion_clip import (
     write_clip,
 )
 from canter.datasets.motion_loader import AMPLoader, slerp
+
+SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "docs/make_clips.py"))
+BIPED_JOINTS, QUADRUPED_JOINTS, write_clips = (SCRIPT[n] for n in ("BIPED_JOINTS", "QUADRUPED_JOINTS", "write_clips"))
 
 
 def ramp(num_frames=5, dt=0.1, weight=1.0, first=0.0, name="ramp"):

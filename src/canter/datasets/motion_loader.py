@@ -10,6 +10,8 @@ from torch import Tensor
 
 from canter.datasets.motion_clip import ROOT_POS, ROOT_ROT, SUFFIXES, MotionClip, read_clip
 
+CLIPS = Path(__file__).parent / "clips"  # the clips that come with canter
+
 
 class AMPLoader:
     """Samples frames, pairs and windows of motion clips.

@@ -1,4 +1,7 @@
-"""Script that makes canter's own motion clips of sines: `python -m canter.datasets.generate_clips DIRECTORY`."""
+"""The motion clips that come with canter, made of sines.
+
+python docs/make_clips.py [DIRECTORY]
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from canter.datasets import CLIPS
 from canter.datasets.motion_clip import DOCUMENTED, MotionClip, column_names, velocity_of, write_clip
 
-CLIPS = Path(__file__).parent / "clips"
 LEGS = ("FR", "FL", "RR", "RL")
 QUADRUPED_JOINTS = [f"{leg}_{part}" for leg in LEGS for part in ("hip", "thigh", "calf")]
 BIPED_JOINTS = [f"{side}_{part}" for side in ("left", "right") for part in ("hip", "knee", "ankle")]
