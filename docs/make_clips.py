@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from canter.datasets import CLIPS
-from canter.datasets.motion_clip import DOCUMENTED, MotionClip, column_names, velocity_of, write_clip
+from canter.datasets.motion_clip import DOCUMENTED, MotionClip, column_names, write_clip
 
 LEGS = ("FR", "FL", "RR", "RL")
 QUADRUPED_JOINTS = [f"{leg}_{part}" for leg in LEGS for part in ("hip", "thigh", "calf")]
@@ -42,7 +42,7 @@ def quadruped(gait: str, speed: float, turn: float, num_frames: int = 41, dt: fl
     joint_pos, toe_pos = joints.reshape(num_frames, 12), toe.reshape(num_frames, 12)
     lin_vel = np.tile([speed, 0.0, 0.0], (num_frames, 1))
     ang_vel = np.tile([0.0, 0.0, turn], (num_frames, 1))
-    joint_vel, toe_vel = velocity_of(joint_pos, dt), velocity_of(toe_pos, dt)
+    joint_vel, toe_vel = (np.gradient(values, dt, axis=0) for values in (joint_pos, toe_pos))
     frames = np.concatenate([position, rotation, joint_pos, toe_pos, lin_vel, ang_vel, joint_vel, toe_vel], 1)
     return MotionClip(f"quadruped_{gait}", frames, column_names(DOCUMENTED, QUADRUPED_JOINTS), dt)
 

@@ -109,7 +109,7 @@ def test_windows_are_frames_in_order_oldest_first():
 def test_preloaded_pairs_are_the_only_ones_served():
     data = loader(ramp(40, 0.1), preload_transitions=True, num_preload_transitions=7, seed=0)
     drawn = torch.cat([s for s, _ in data.feed_forward_generator(5, 50)])
-    assert set(drawn.flatten().tolist()) <= set(data.preloaded[0].flatten().tolist())
+    assert set(drawn.flatten().tolist()) <= set(data.preloaded.chunk(2, -1)[0].flatten().tolist())
     assert len(set(drawn.flatten().tolist())) == 7
     ((s, s_next),) = data.feed_forward_generator(1, 20)
     assert torch.allclose(s_next - s, torch.full_like(s, 0.1), atol=1e-5)
