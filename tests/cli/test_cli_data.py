@@ -49,7 +49,7 @@ def test_collect_refuses_in_one_line(trained, capsys, flags, text):
 
 # ------------------------------------------------------------------ motion
 def test_motion_summarises_and_plots_a_clip(tmp_path, capsys):
-    from canter.datasets.generate_clips import CLIPS
+    from canter.datasets import CLIPS
 
     picture = tmp_path / "clip.png"
     assert main(["motion", str(CLIPS / "quadruped_pace.npz"), "--plot", str(picture), "--fields", "joint_pos"]) == 0
@@ -62,7 +62,7 @@ def test_motion_summarises_and_plots_a_clip(tmp_path, capsys):
 
 
 def test_motion_lists_a_directory_and_refuses_in_one_line(tmp_path, capsys):
-    from canter.datasets.generate_clips import CLIPS
+    from canter.datasets import CLIPS
 
     assert main(["motion", str(CLIPS)]) == 0
     assert capsys.readouterr().out.count("frames at") == 5
@@ -73,7 +73,7 @@ def test_motion_lists_a_directory_and_refuses_in_one_line(tmp_path, capsys):
 
 
 def test_motion_reports_velocities_that_are_not_derivatives(tmp_path, capsys):
-    from canter.datasets.generate_clips import CLIPS
+    from canter.datasets import CLIPS
     from canter.datasets.motion_clip import read_clip, write_clip
 
     clip = read_clip(CLIPS / "quadruped_pace.npz")

@@ -2,12 +2,14 @@
 
 import json
 import math
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from canter.datasets.generate_clips import BIPED_JOINTS, CLIPS, QUADRUPED_JOINTS, write_clips
+from canter.datasets import CLIPS
 from canter.datasets.motion_clip import (
     DOCUMENTED,
     MotionClip,
@@ -18,6 +20,9 @@ from canter.datasets.motion_clip import (
     write_clip,
 )
 from canter.datasets.motion_loader import AMPLoader, slerp
+
+SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "docs/make_clips.py"))
+BIPED_JOINTS, QUADRUPED_JOINTS, write_clips = (SCRIPT[n] for n in ("BIPED_JOINTS", "QUADRUPED_JOINTS", "write_clips"))
 
 
 def ramp(num_frames=5, dt=0.1, weight=1.0, first=0.0, name="ramp"):
@@ -104,7 +109,7 @@ def test_windows_are_frames_in_order_oldest_first():
 def test_preloaded_pairs_are_the_only_ones_served():
     data = loader(ramp(40, 0.1), preload_transitions=True, num_preload_transitions=7, seed=0)
     drawn = torch.cat([s for s, _ in data.feed_forward_generator(5, 50)])
-    assert set(drawn.flatten().tolist()) <= set(data.preloaded[0].flatten().tolist())
+    assert set(drawn.flatten().tolist()) <= set(data.preloaded.chunk(2, -1)[0].flatten().tolist())
     assert len(set(drawn.flatten().tolist())) == 7
     ((s, s_next),) = data.feed_forward_generator(1, 20)
     assert torch.allclose(s_next - s, torch.full_like(s, 0.1), atol=1e-5)

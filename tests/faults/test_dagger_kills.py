@@ -95,8 +95,7 @@ def check_data(pair, before):
     after = pair.steps()
     assert before.items() <= after.items()
     for name, steps in after.items():
-        info = read_chunk(pair.data / name).info
-        assert info.end - info.start == steps
+        assert len(read_chunk(pair.data / name)["rewards"]) == steps
     for path in pair.data.glob("trajectory_*/traj_*"):
         read_chunk(path)
 

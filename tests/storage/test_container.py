@@ -33,12 +33,12 @@ def arrays(steps=5, first=0):
 def test_reading_returns_the_written_arrays(tmp_path):
     info = write_chunk(tmp_path, arrays(), 0, "terminated")
     assert info.path.name == "traj_000000_000005.safetensors"
-    chunk = read_chunk(info.path)
-    assert chunk.info == info == peek_chunk(info.path)
-    assert (chunk.info.start, chunk.info.end, chunk.info.ended) == (0, 5, "terminated")
+    read = read_chunk(info.path)
+    assert info == peek_chunk(info.path)
+    assert (info.start, info.end, info.ended) == (0, 5, "terminated")
     for name, array in arrays().items():
-        assert chunk.arrays[name].dtype == array.dtype
-        np.testing.assert_array_equal(chunk.arrays[name], array)
+        assert read[name].dtype == array.dtype
+        np.testing.assert_array_equal(read[name], array)
 
 
 def test_any_safetensors_reader_can_open_a_file(tmp_path):

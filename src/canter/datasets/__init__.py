@@ -1,6 +1,6 @@
 """Motion clips, and conversion of recorded trajectories."""
 
 from canter.datasets.motion_clip import MotionClip, read_clip, write_clip
-from canter.datasets.motion_loader import AMPLoader
+from canter.datasets.motion_loader import CLIPS, AMPLoader
 
-__all__ = ["AMPLoader", "MotionClip", "read_clip", "write_clip"]
+__all__ = ["CLIPS", "AMPLoader", "MotionClip", "read_clip", "write_clip"]

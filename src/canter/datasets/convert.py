@@ -60,10 +60,7 @@ def add_trajectory(writer: TrajectoryWriter, arrays: Mapping[str, np.ndarray], f
 
 
 def import_pickles(source: StrPath, target: StrPath, file_steps: int = FILE_STEPS) -> int:
-    """Convert a directory of the documented pickle layout; returns the number of trajectories.
-
-    Nothing in the files is executed: the unpickler knows only arrays and containers.
-    """
+    """Convert a directory of the documented pickle layout, executing nothing; returns the number of trajectories."""
 
     def found() -> Iterator[NamedArrays]:
         for _, folder in trajectory_folders(Path(source)):
@@ -91,10 +88,7 @@ def export_npz(source: StrPath, target: StrPath) -> list[Path]:
 
 
 def import_npz(files: list[StrPath], target: StrPath, file_steps: int = FILE_STEPS) -> int:
-    """Convert files of one trajectory each; returns their number.
-
-    They hold `observations`, `actions`, `rewards`, and either `dones` or `terminated` and `truncated`.
-    """
+    """Convert files of one trajectory each, with `dones` or `terminated` and `truncated`; returns their number."""
 
     def found() -> Iterator[NamedArrays]:
         for path in files:
@@ -197,15 +191,12 @@ def read_pickle(path: Path) -> dict[str, np.ndarray]:
         raise ValueError(f"{path} cannot be imported: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, not a dict of arrays")
-    arrays = {}
-    for name, value in content.items():
-        # The documented writer had a comma too many after `observations`, which made it a tuple of one.
-        value = value[0] if isinstance(value, tuple) and len(value) == 1 else value
-        if value is None:
-            continue
+    # The documented writer had a comma too many after `observations`, which made it a tuple of one.
+    plain = {n: value[0] if isinstance(value, tuple) and len(value) == 1 else value for n, value in content.items()}
+    arrays: dict[str, Any] = {name: value for name, value in plain.items() if value is not None}
+    for name, value in arrays.items():
         if not isinstance(name, str) or not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf":
             raise ValueError(f"{path}: {name!r} is no array of numbers")
-        arrays[name] = value
     return arrays
 
 
@@ -238,7 +229,6 @@ class _PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         """One of a few names, each bound to a function of ours or of numpy."""
-        try:
-            return _ALLOWED[module_name, global_name]
-        except KeyError:
-            raise pickle.UnpicklingError(f"it asks for {module_name}.{global_name}, which is no plain data") from None
+        if (module_name, global_name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"it asks for {module_name}.{global_name}, which is no plain data")
+        return _ALLOWED[module_name, global_name]

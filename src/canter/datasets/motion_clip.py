@@ -62,9 +62,9 @@ class MotionClip:
         if where := self.where([ROOT_ROT], required=False):
             norms = np.linalg.norm(self.frames[:, where], axis=1, keepdims=True)
             worst = int(np.abs(norms - 1).argmax())
-            if abs(length := float(norms[worst, 0]) - 1) > 1e-2:
-                text = f"{ROOT_ROT} of frame {worst} is no rotation: its length is {length + 1:.3f}, not 1"
-                raise ValueError(f"{self.name}: {text}")
+            if abs((length := norms[worst, 0]) - 1) > 1e-2:
+                text = f"of frame {worst} is no rotation: its length is {length:.3f}, not 1"
+                raise ValueError(f"{self.name}: {ROOT_ROT} {text}")
             unit = self.frames[:, where] / norms
             self.frames[:, where] = np.where(unit[:, 3:] < 0, -unit, unit)
 
@@ -109,11 +109,14 @@ class MotionClip:
         parts: dict[str, np.ndarray] = {}
         groups, dt = self.groups, self.frame_duration
         if JOINT_POS in groups:
-            parts[JOINT_VEL] = velocity_of(self.frames[:, self.where([JOINT_POS])], dt)
+            parts[JOINT_VEL] = np.gradient(self.frames[:, self.where([JOINT_POS])], dt, axis=0)
         if ROOT_POS in groups and ROOT_ROT in groups:
-            rotation = self.frames[:, self.where([ROOT_ROT])]
-            parts["lin_vel"] = rotate_back(rotation, velocity_of(self.frames[:, self.where([ROOT_POS])], dt))
-            parts["ang_vel"] = rotate_back(rotation, angular_velocity_of(rotation, dt))
+            rotation, position = self.frames[:, self.where([ROOT_ROT])], self.frames[:, self.where([ROOT_POS])]
+            parts["lin_vel"] = rotate_back(rotation, np.gradient(position, dt, axis=0))
+            last = len(rotation) - 1  # central differences, one-sided at both ends
+            later, earlier = np.r_[1 : last + 1, last], np.r_[0, 0:last]
+            turned = rotation_vector(multiply(rotation[later], conjugate(rotation[earlier])))
+            parts["ang_vel"] = rotate_back(rotation, turned / ((later - earlier)[:, None] * dt))
         parts = {name: part for name, part in parts.items() if name not in groups}
         columns = self.columns + column_names({n: a.shape[1] for n, a in parts.items()}, self.joint_names)
         return MotionClip(self.name, np.concatenate([self.frames, *parts.values()], 1), columns, dt, self.weight)
@@ -168,10 +171,8 @@ def _read_json(path: Path, joints: Sequence[str] | None, fps: float | None) -> M
     fields = content.get("Fields")
     if fields is None:
         if frames.ndim != 2 or frames.shape[1] != sum(DOCUMENTED.values()):
-            known = (
-                f"{sum(DOCUMENTED.values())} columns of {', '.join(f'{n} {width}' for n, width in DOCUMENTED.items())}"
-            )
-            raise ValueError(f"frames of shape {frames.shape} have no Fields, and are not the {known}")
+            known = f"{sum(DOCUMENTED.values())} columns: {', '.join(f'{n} {w}' for n, w in DOCUMENTED.items())}"
+            raise ValueError(f"frames of shape {frames.shape} have no Fields, and are not {known}")
         fields = DOCUMENTED
     joints = content.get("JointNames", joints)
     columns = column_names(fields, joints) if isinstance(fields, Mapping) else [str(name) for name in fields]
@@ -272,15 +273,3 @@ def rotation_vector(rotations: np.ndarray) -> np.ndarray:
     length = np.linalg.norm(signed[..., :3], axis=-1, keepdims=True)
     angle = 2 * np.arctan2(length, signed[..., 3:])
     return signed[..., :3] * np.where(length < 1e-9, 2.0, angle / np.maximum(length, 1e-12))
-
-
-def velocity_of(values: np.ndarray, dt: float) -> np.ndarray:
-    """Derivative by central differences, one-sided at both ends."""
-    return np.gradient(values, dt, axis=0)
-
-
-def angular_velocity_of(rotations: np.ndarray, dt: float) -> np.ndarray:
-    """World angular velocity (rad/s) by central differences, one-sided at both ends."""
-    later, earlier = np.r_[1 : len(rotations), len(rotations) - 1], np.r_[0, 0 : len(rotations) - 1]
-    spans = (later - earlier)[:, None] * dt
-    return rotation_vector(multiply(rotations[later], conjugate(rotations[earlier]))) / spans

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from canter.datasets.motion_clip import ROOT_POS, ROOT_ROT, SUFFIXES, MotionClip, read_clip
 
+CLIPS = Path(__file__).parent / "clips"  # the clips that come with canter
+
 
 class AMPLoader:
     """Samples frames, pairs and windows of motion clips.
@@ -62,21 +64,18 @@ class AMPLoader:
         others = [group for group in groups if group not in (ROOT_POS, ROOT_ROT)]
         self.fields = (others or groups) if fields is None else list(fields)
         self.generator = None if seed is None else torch.Generator(self.device).manual_seed(seed)
-        self.num_motions = len(self.clips)
-        clips = self.clips
-        frames = [torch.as_tensor(clip.frames, dtype=torch.float32) for clip in clips]
-        self.frames = torch.cat(frames).to(self.device)  # clip after clip
+        clips, self.num_motions = self.clips, len(self.clips)
+        self.frames = torch.cat([torch.tensor(clip.frames, dtype=torch.float32, device=device) for clip in clips])
         lengths = torch.tensor([len(clip.frames) for clip in clips], device=self.device)
         self.first_frame, self.last_frame = lengths.cumsum(0) - lengths, lengths - 1
         times = [[clip.frame_duration, clip.duration] for clip in clips]
         self.frame_duration, self.duration = torch.tensor(times, dtype=torch.float32, device=self.device).unbind(1)
-        relative = [clip.weight for clip in clips] if weights is None else list(weights)
-        self.weights = torch.tensor(relative, dtype=torch.float32, device=self.device)
-        self.weights /= self.weights.sum()
+        relative = torch.tensor([clip.weight for clip in clips] if weights is None else list(weights))
+        self.weights = (relative / relative.sum()).to(self.device, torch.float32)
         columns = (clips[0].where(self.fields), clips[0].where([ROOT_ROT], required=False))
         self.feature_columns, self.rotation_columns = (torch.tensor(c, device=self.device).long() for c in columns)
         self.observation_dim = len(self.feature_columns)
-        self.preloaded = self._draw_pairs(num_preload_transitions) if preload_transitions else None
+        self.preloaded = self.expert_features(num_preload_transitions) if preload_transitions else None
 
     def _check_durations(self, shortest: float, name: str) -> None:
         for clip in self.clips:
@@ -101,8 +100,7 @@ class AMPLoader:
         """(D,) one whole frame."""
         if not 0 <= clip < self.num_motions:
             raise IndexError(f"there is no clip {clip}; there are {self.num_motions}")
-        moment = torch.tensor([float(time)], device=self.device)
-        return self.frames_at(torch.tensor([clip], device=self.device), moment)[0]
+        return self.frames_at(*(torch.tensor([x], device=self.device) for x in (clip, float(time))))[0]
 
     def features(self, frames: Tensor) -> Tensor:
         """The columns `fields` of whole frames."""
@@ -127,31 +125,24 @@ class AMPLoader:
         steps = [self.frames_at(clips, times + k * self.time_between_frames) for k in range(frames)]
         return torch.cat([self.features(step) for step in steps], -1)
 
-    def _draw_pairs(self, count: int) -> tuple[Tensor, Tensor]:
-        first, second = self.expert_features(count, 2).chunk(2, -1)
-        return first.contiguous(), second.contiguous()
-
     def feed_forward_generator(self, num_mini_batch: int, mini_batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches (s, s_next), `time_between_frames` apart; preloaded ones if there are any."""
         for _ in range(num_mini_batch):
             if self.preloaded is None:
-                yield self._draw_pairs(mini_batch_size)
+                pairs = self.expert_features(mini_batch_size)
             else:
-                now, then = self.preloaded
-                rows = torch.randint(len(now), (mini_batch_size,), generator=self.generator, device=self.device)
-                yield now[rows], then[rows]
+                size, total = (mini_batch_size,), len(self.preloaded)
+                pairs = self.preloaded[torch.randint(total, size, generator=self.generator, device=self.device)]
+            now, then = pairs.chunk(2, -1)
+            yield now.contiguous(), then.contiguous()
 
 
 def slerp(start: Tensor, end: Tensor, blend: Tensor) -> Tensor:
     """The rotation at `blend` (..., 1) in [0, 1] on the short way from quaternions `start` to `end` (..., 4)."""
     dot = (start * end).sum(-1, keepdim=True)
     end = torch.where(dot < 0, -end, end)  # q and -q are one rotation; the nearer of the two is the short way
-    angle = torch.acos(dot.abs().clamp(max=1.0))
-    sine = torch.sin(angle)
-    is_tiny = sine < 1e-6
-    safe = torch.where(is_tiny, torch.ones_like(sine), sine)
-    first = torch.where(is_tiny, 1 - blend, torch.sin((1 - blend) * angle) / safe)
-    second = torch.where(is_tiny, blend, torch.sin(blend * angle) / safe)
+    angle = torch.acos(dot.abs().clamp(max=1.0)) / torch.pi
+    first, second = (part * torch.sinc(part * angle) / torch.sinc(angle) for part in (1 - blend, blend))
     return torch.nn.functional.normalize(first * start + second * end, dim=-1)
 
 

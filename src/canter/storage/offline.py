@@ -31,10 +31,8 @@ class Episode(NamedTuple):
 def fill_replay(replay: TransitionReplayBuffer, source: Any, max_steps: int | None = None) -> int:
     """Add the episodes of `source`, each to the environment with the fewest steps; returns the number of steps.
 
-    Args:
-        replay: The buffer to fill.
-        source: Directories of trajectory files, "minari:<dataset id>", a Minari dataset, `Episode`s, or steps as dicts.
-        max_steps: Largest number of steps; by default the capacity of the buffer.
+    A source is a list of directories of trajectory files, "minari:<dataset id>", a Minari dataset, `Episode`s, or steps
+    as dicts. At most `max_steps` steps are added, by default the capacity of the buffer.
     """
     limit = min(replay.capacity, max_steps or replay.capacity)
     counts, added = replay.count.tolist(), 0
@@ -104,10 +102,7 @@ def file_episodes(chunks: Sequence[Mapping[str, np.ndarray]]) -> Iterator[Episod
 
 
 def from_items(items: Iterable[Any]) -> Iterator[Episode]:
-    """`Episode`s unchanged, and steps joined to episodes.
-
-    A step is a dict with obs, action, reward, next_obs and terminated, and with truncated where it was truncated.
-    """
+    """`Episode`s unchanged, and steps, dicts with `STEP_KEYS` and perhaps truncated, joined to episodes."""
     steps: list[Mapping[str, Any]] = []
     for item in items:
         if isinstance(item, Episode):
@@ -130,13 +125,10 @@ def joined(steps: Sequence[Mapping[str, Any]]) -> Episode:
         rows = [*(step[name] for step in steps), steps[-1][last]]
         return tree_map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *rows)
 
-    return Episode(
-        stack("obs", "next_obs"),
-        np.stack([np.asarray(step["action"]) for step in steps]),
-        np.asarray([float(step["reward"]) for step in steps]),
-        bool(steps[-1]["terminated"]),
-        stack("critic_obs", "next_critic_obs") if "critic_obs" in steps[0] else None,
-    )
+    actions = np.stack([np.asarray(step["action"]) for step in steps])
+    rewards = np.asarray([float(step["reward"]) for step in steps])
+    critic_obs = stack("critic_obs", "next_critic_obs") if "critic_obs" in steps[0] else None
+    return Episode(stack("obs", "next_obs"), actions, rewards, bool(steps[-1]["terminated"]), critic_obs)
 
 
 @torch.no_grad()

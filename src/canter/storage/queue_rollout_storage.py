@@ -16,10 +16,7 @@ from canter.utils.tree import tree_where
 class QueueRolloutStorage(RolloutStorage):
     """The last `buffer_dilation_ratio * T` steps: a ring that grows to that size and then overwrites the oldest rows.
 
-    Earlier rollouts are off-policy: they suit imitation, not PPO.
-
-    Args:
-        buffer_dilation_ratio: Rows kept, as a multiple of T; 1 keeps only the last rollout.
+    With a ratio of 1 only the last rollout is kept. Earlier ones are off-policy: they suit imitation, not PPO.
     """
 
     def __init__(
@@ -76,8 +73,7 @@ class QueueRolloutStorage(RolloutStorage):
 
     def swap_from_cursor(self, x: Tensor) -> Tensor:
         """(capacity, ...) with the rows from the cursor on first, then those before it."""
-        order = (torch.arange(self.capacity, device=self.device) + self.cursor).remainder(self.capacity)
-        return x[order]
+        return x[(torch.arange(self.capacity, device=self.device) + self.cursor) % self.capacity]
 
     def compute_returns(self, last_values: Tensor, gamma: Scalar, lam: Scalar, normalize: bool = True) -> None:
         """Returns of the newest rollout; earlier ones keep theirs. Advantages are normalised over all rows."""
@@ -93,12 +89,10 @@ class QueueRolloutStorage(RolloutStorage):
         self.untie_buffer_loop()
         return super().step_minibatches(num_mini_batches, generator)
 
-    def env_minibatches(
-        self, num_mini_batches: int, num_epochs: int = 1, generator: torch.Generator | None = None
-    ) -> list[tuple[Tensor, int]]:
+    def env_minibatches(self, *args: Any, **kwargs: Any) -> list[tuple[Tensor, int]]:
         """Environments and number of trajectories of each minibatch of each epoch."""
         self.untie_buffer_loop()
-        return super().env_minibatches(num_mini_batches, num_epochs, generator)
+        return super().env_minibatches(*args, **kwargs)
 
     def _starts(self) -> Tensor:
         starts = super()._starts()  # a rollout need not begin where the one before it stopped
@@ -119,10 +113,7 @@ class ActionLabelRollout(QueueRolloutStorage):
 class AmpRolloutStorage(ActionLabelRollout):
     """Labelled rollouts with feature windows of the policy's motion (`ref_obs`) and of the expert's (`ref_motion`).
 
-    The windows are stored as they are, before normalisation.
-
-    Args:
-        amp_obs_shape: Shape of one window, which is stored flat, (D,).
+    Windows, of shape `amp_obs_shape`, are stored flat, (D,), and before normalisation.
     """
 
     def __init__(self, *args: Any, amp_obs_shape: Sequence[int], **kwargs: Any) -> None:
@@ -139,8 +130,7 @@ class AmpRolloutStorage(ActionLabelRollout):
         self, num_mini_batch: int | None, mini_batch_size: int, generator: torch.Generator | None = None
     ) -> Iterator[tuple[Tensor]]:
         """Batches of the policy's valid features; as many whole ones as there are if `num_mini_batch` is None."""
-        rows = self.data["ref_obs"][: self.filled].flatten(0, 1)
-        rows = rows[self.data["ref_valid"][: self.filled].reshape(-1)]
+        rows = self.data["ref_obs"][: self.filled][self.data["ref_valid"][: self.filled].squeeze(-1)]
         if not len(rows):
             raise ValueError("the storage has no motion features yet")
         order = torch.randperm(len(rows), generator=generator, device=self.device)
@@ -164,10 +154,8 @@ class SarsaRolloutStorage(RolloutStorage):
         fields["dones"] = fields["dones"]._replace(batch="dones")
         observed = {n: f for n, f in fields.items() if (f.batch or "").partition(".")[0] in ("obs", "critic_obs")}
         for when in ("next_", "final_"):
-            copies = {
-                n: f._replace(batch=when + str(f.batch), source=when + str(f.source)) for n, f in observed.items()
-            }
-            fields |= {when + name: field for name, field in copies.items()}
+            for name, field in observed.items():
+                fields[when + name] = field._replace(batch=f"{when}{field.batch}", source=f"{when}{field.source}")
         return fields
 
     def _zeros(self, field: Field) -> Tensor:

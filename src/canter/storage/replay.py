@@ -30,7 +30,6 @@ from canter.utils.tree import Obs, nested, tree_leaves
 
 log = logging.getLogger("canter")
 OBSERVED = ("observations", "critic_observations")
-STATE = ("head", "count", "size", "is_started")
 MIN_PRIORITY = 1e-6  # keeps the probability of every step above 0
 
 
@@ -60,6 +59,8 @@ class TransitionReplayBuffer:
         critic_obs_shape: Like `obs_shape`, for the critic; None if the critic uses the actor's observation.
         has_invalid_steps: Whether some steps only reset an environment.
     """
+
+    state_names: tuple[str, ...] = ("head", "count", "size", "is_started")
 
     def __init__(
         self,
@@ -98,8 +99,7 @@ class TransitionReplayBuffer:
         """Every stored field by name. Extended by subclasses."""
         fields: dict[str, Field] = {}
         for name, shape in zip(OBSERVED, (self.obs_shape, self.critic_obs_shape), strict=True):
-            if shape is not None:
-                fields |= observation_fields(name, shape, name, name, self.obs_dtype)
+            fields |= observation_fields(name, shape, name, name, self.obs_dtype)
         fields |= {"actions": Field(self.action_shape, dtype=self.action_dtype), "rewards": Field(())}
         fields |= {name: Field((), dtype=torch.bool) for name in ("dones", "ends", "holds_step")}
         return fields | {"order": Field((), dtype=torch.int32)}
@@ -135,10 +135,8 @@ class TransitionReplayBuffer:
         has_left &= self.is_started & real
         self.data["ends"][self._flat((self.head - 1) % self.num_rows)] |= has_left
         self._claim(has_left)
-        here = self._flat(self.head)
-        values = {**begin, "actions": action, "rewards": reward.reshape(-1), "dones": done, "ends": ended}
-        self._put(here, values, real)
-        self._put(here, {"holds_step": real}, None)
+        values = {"actions": action, "rewards": reward, "dones": done, "ends": ended, "holds_step": real}
+        self._put(self._flat(self.head), begin | values, real)
         slot = self.count % self.num_rows * self.num_envs + self.envs
         self._put(slot, {"order": self.head.to(torch.int32)}, real)
         self.count += real
@@ -176,11 +174,11 @@ class TransitionReplayBuffer:
         self.size -= (held & moving).long()
         self.data["holds_step"][at] = held & ~moving
 
-    def _put(self, rows: Tensor, values: Mapping[str, Tensor], real: Tensor | None) -> None:
+    def _put(self, rows: Tensor, values: Mapping[str, Tensor], real: Tensor) -> None:
         for name, value in values.items():
             target = self.data[name]
             value = value.reshape(self.num_envs, *target.shape[1:]).to(target.dtype)
-            if self.has_invalid_steps and real is not None:
+            if self.has_invalid_steps:
                 value = torch.where(real.view(-1, *[1] * (value.dim() - 1)), value, target[rows])
             target[rows] = value
 
@@ -200,8 +198,7 @@ class TransitionReplayBuffer:
         self, batch_size: int, *, n_step: int = 1, gamma: Tensor | float = 0.99, generator: Generator | None = None
     ) -> dict[str, Any]:
         """A random batch, with replacement, by the documented names."""
-        stored = len(self)
-        if batch_size > stored:
+        if batch_size > (stored := len(self)):
             raise ValueError(f"batch_size={batch_size} is larger than the {stored} stored steps")
         batch = self.draw(batch_size, n_step, gamma, generator)
         named = {name: getattr(batch, name) for name in ("actions", "rewards", "dones", "discounts")}
@@ -226,10 +223,7 @@ class TransitionReplayBuffer:
         return self.take(self.data["order"][slot].long(), envs, n_step, gamma)
 
     def take(self, rows: Tensor, envs: Any, n_step: int, gamma: Tensor | float) -> ReplayBatch:
-        """The steps at (rows, envs), each extended to a window of up to `n_step` steps.
-
-        A window ends with its episode, or with the newest step.
-        """
+        """Windows of up to `n_step` steps from (rows, envs) on; they end with the episode, or with the newest step."""
         data, num_rows, num_envs = self.data, self.num_rows, self.num_envs
         first = rows * num_envs + envs
         if n_step == 1:
@@ -249,10 +243,8 @@ class TransitionReplayBuffer:
             last = (rows + steps - 1) % num_rows
         after = (last + 1) % num_rows * num_envs + envs
         dones = data["dones"][last * num_envs + envs].float()
-        obs, critic_obs = self._observed(first)
-        next_obs, next_critic_obs = self._observed(after)
         actions = data["actions"][first]
-        return ReplayBatch(obs, critic_obs, actions, rewards, next_obs, next_critic_obs, dones, discounts)
+        return ReplayBatch(*self._observed(first), actions, rewards, *self._observed(after), dones, discounts)
 
     def _observed(self, at: Tensor) -> tuple[Any, Any]:
         found = {name: self.data[name][at] for name in self.data if name.startswith(OBSERVED)}
@@ -271,7 +263,7 @@ class TransitionReplayBuffer:
     def state_dict(self) -> dict[str, Any]:
         """The whole content, without rows that were never written."""
         written = min(self.num_rows, int(self.count.max()) * 2 + 2) * self.num_envs  # a step takes at most two rows
-        state: dict[str, Any] = {name: getattr(self, name).clone() for name in STATE}
+        state: dict[str, Any] = {name: getattr(self, name).clone() for name in self.state_names}
         state["data"] = {name: value[:written].clone() for name, value in self.data.items()}
         return state | {"capacity": self.capacity, "num_envs": self.num_envs}
 
@@ -290,7 +282,7 @@ class TransitionReplayBuffer:
         """Load a `state_dict`, in place; nothing is changed if it does not fit."""
         self.check_state(state)
         self.clear()
-        for name in STATE:
+        for name in self.state_names:
             getattr(self, name).copy_(state[name])
         for name, value in self.data.items():
             value[: len(state["data"][name])].copy_(state["data"][name])
@@ -299,20 +291,17 @@ class TransitionReplayBuffer:
 class PrioritizedReplayBuffer(TransitionReplayBuffer):
     """Replay with proportional prioritised sampling (Schaul et al. 2016).
 
-    The probability of a step is proportional to a power of its temporal-difference error; new steps get the highest
-    priority so far. The sums are computed for every batch: one pass over the priorities, on a GPU cheaper than a tree.
-
-    Args:
-        exponent: The power.
-        kwargs: See `TransitionReplayBuffer`.
+    The probability of a step is proportional to its temporal-difference error to the power `exponent`; new steps get
+    the highest priority so far. The sums are computed for every batch: on a GPU one pass is cheaper than a tree.
     """
+
+    state_names = (*TransitionReplayBuffer.state_names, "highest")
 
     def __init__(self, *args: Any, exponent: float = 0.6, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.exponent = exponent
         self.highest = torch.ones((), device=self.device)
-        self.correction = torch.tensor(0.4, device=self.device)
-        """Power of the importance weights."""
+        self.correction = torch.tensor(0.4, device=self.device)  # power of the importance weights
 
     def declare_fields(self) -> dict[str, Field]:
         """The fields of a replay buffer and a priority."""
@@ -342,8 +331,7 @@ class PrioritizedReplayBuffer(TransitionReplayBuffer):
         drawn = (parts + number) / batch_size * sums[-1]
         places = torch.searchsorted(sums, drawn, right=True).clamp_(max=len(sums) - 1)
         batch = self.take(places // self.num_envs, places % self.num_envs, n_step, gamma)
-        share = powers[places] / sums[-1] * self.size.sum()
-        weights = share.clamp_min(1e-12) ** -self.correction.double()
+        weights = (powers[places] / sums[-1] * self.size.sum()).clamp_min(1e-12) ** -self.correction.double()
         return batch._replace(weights=(weights / weights.max()).float(), places=places)
 
     def set_priorities(self, places: Tensor, errors: Tensor) -> None:
@@ -351,15 +339,6 @@ class PrioritizedReplayBuffer(TransitionReplayBuffer):
         priorities = errors.abs() + MIN_PRIORITY
         self.data["priorities"][places] = priorities
         self.highest.copy_(torch.maximum(self.highest, priorities.max()))
-
-    def state_dict(self) -> dict[str, Any]:
-        """The whole content and the highest priority."""
-        return super().state_dict() | {"highest": self.highest.clone()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a `state_dict`, in place."""
-        super().load_state_dict(state)
-        self.highest.copy_(state["highest"])
 
 
 def check_memory(fields: Mapping[str, Field], num_rows: int, num_envs: int, device: torch.device) -> int:
@@ -369,8 +348,7 @@ def check_memory(fields: Mapping[str, Field], num_rows: int, num_envs: int, devi
     shown = " + ".join(f"{size} {name}" for size, name in [*parts[:4], (sum(size for size, _ in parts[4:]), "others")])
     arithmetic = f"{num_rows:,} rows x {num_envs:,} environments x ({shown}) bytes = {readable(total)}"
     log.info("replay buffer on %s: %s", device, arithmetic)
-    free = free_memory(device)
-    if free is not None and total > free:
+    if (free := free_memory(device)) is not None and total > free:
         text = f"the replay buffer does not fit: {arithmetic}, but {device} has {readable(free)} free"
         raise MemoryError(f"{text}; make buffer_size smaller, or observations (images as uint8)")
     return total
@@ -391,8 +369,5 @@ def free_memory(device: torch.device) -> int | None:
 
 def readable(size: int) -> str:
     """A number of bytes in the largest unit in which it is at least 1."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:,.4g} {unit}"
-        size /= 1024  # type: ignore[assignment]
-    return f"{size:,.1f} TiB"
+    power = min(max(size.bit_length() - 1, 0) // 10, 4)
+    return f"{size / 1024**power:,.{'1f' if power == 4 else '4g'}} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

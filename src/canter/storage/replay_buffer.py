@@ -9,10 +9,7 @@ from torch import Tensor
 
 
 class ReplayBuffer:
-    """A ring of the last `buffer_size` pairs (state, next state) of width `obs_dim`.
-
-    `insert` and `sample` are tensor code only, so that they can be captured.
-    """
+    """A ring of the last `buffer_size` pairs of states; `insert` and `sample` are tensor code that can be captured."""
 
     def __init__(self, obs_dim: int, buffer_size: int, device: torch.device | str = "cpu") -> None:
         if obs_dim < 1 or buffer_size < 1:

@@ -136,8 +136,7 @@ class RolloutStorage:
         self.privileged_obs_shape = None if is_absent(privileged_obs_shape) else privileged_obs_shape
         self.param_shapes = dict(param_shapes or {"mu": self.actions_shape, "sigma": self.actions_shape})
         self.hidden_shapes = dict(hidden_shapes or {})
-        self.random_mask_names = tuple(random_masks)
-        self.has_invalid_steps = has_invalid_steps
+        self.random_mask_names, self.has_invalid_steps = tuple(random_masks), has_invalid_steps
         self.fields = self.declare_fields()
         for name, field in (extra_fields or {}).items():
             field = field._replace(batch=field.batch or name, source=field.source or name)
@@ -159,9 +158,8 @@ class RolloutStorage:
     def declare_fields(self) -> dict[str, Field]:
         """Every stored field by name. Extended by subclasses."""
         fields = observation_fields("observations", self.obs_shape, "obs", "observations")
-        if self.privileged_obs_shape is not None:
-            shape = self.privileged_obs_shape
-            fields |= observation_fields("privileged_observations", shape, "critic_obs", "critic_observations")
+        shape = self.privileged_obs_shape
+        fields |= observation_fields("privileged_observations", shape, "critic_obs", "critic_observations")
         fields |= {
             "actions": Field(self.actions_shape, "actions", "actions", self.action_dtype),
             "rewards": Field((1,), None, "rewards"),
@@ -173,8 +171,8 @@ class RolloutStorage:
         }
         fields |= {name: Field(s, f"old_params.{name}", f"params.{name}") for name, s in self.param_shapes.items()}
         fields |= {f"hidden.{name}": Field(s, None, f"hidden.{name}") for name, s in self.hidden_shapes.items()}
-        masks = [f"random_masks.{name}" for name in self.random_mask_names]
-        fields |= {name: Field((1,), name, name, torch.bool) for name in masks}
+        for name in (f"random_masks.{mask}" for mask in self.random_mask_names):
+            fields[name] = Field((1,), name, name, torch.bool)
         if self.has_invalid_steps:
             fields["valid"] = Field((1,), "valid", "valid", torch.bool)
         return fields
@@ -257,10 +255,9 @@ class RolloutStorage:
 
     def get_statistics(self) -> tuple[Tensor, Tensor]:
         """Mean length of the trajectories in the rollout, and mean reward."""
-        data = {name: value[: self.step] for name, value in self.data.items()}
-        starts = episode_starts(data["dones"].squeeze(-1))
-        valid = data["valid"].squeeze(-1) if self.has_invalid_steps else torch.ones_like(starts)
-        return valid.sum() / (starts & valid).sum(), masked_mean(data["rewards"], valid)
+        starts = episode_starts(self.data["dones"][: self.step].squeeze(-1))
+        valid = self.data["valid"][: self.step].squeeze(-1) if self.has_invalid_steps else torch.ones_like(starts)
+        return valid.sum() / (starts & valid).sum(), masked_mean(self.data["rewards"][: self.step], valid)
 
     def mini_batch_generator(
         self, num_mini_batches: int, num_epochs: int = 8, generator: Generator | None = None
@@ -367,9 +364,9 @@ def is_absent(shape: Any) -> bool:
 def observation_fields(
     name: str, shape: Any, batch: str, source: str, dtype: torch.dtype = torch.float32
 ) -> dict[str, Field]:
-    """One field, or one per leaf of a nested dict of shapes; `dtype` is that of leaves that are not `Field`s."""
+    """One field, or one per leaf of a nested dict of shapes, of `dtype` if it is no `Field`; none for None."""
     fields = {}
-    for path, leaf in tree_leaves(shape):
+    for path, leaf in () if shape is None else tree_leaves(shape):
         dotted = f".{path}" if path else ""
         leaf = leaf if isinstance(leaf, Field) else Field(tuple(leaf), dtype=dtype)
         fields[name + dotted] = Field(leaf.shape, batch + dotted, source + dotted, leaf.dtype)

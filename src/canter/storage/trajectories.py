@@ -53,10 +53,7 @@ def split_and_pad_trajectories(x: Tensor, dones: Tensor) -> tuple[Tensor, Tensor
 
 
 def unpad_trajectories(padded: Tensor, masks: Tensor) -> Tensor:
-    """(T, M, ...) and its (T, M) mask -> (T, N, ...): the inverse of `split_and_pad_trajectories`.
-
-    A block (T, N, ...) without padding, as recurrent minibatches have it, is returned as it is.
-    """
+    """Inverse of `split_and_pad_trajectories`; a block (T, N, ...), as in recurrent minibatches, is returned as is."""
     if padded.shape[1] != masks.shape[1]:
         return padded
     flat = padded.transpose(0, 1)[masks.transpose(0, 1)]  # every real step, env-major

@@ -18,7 +18,6 @@ class RolloutFileBase(IterableDataset, ABC):
     """Serves recorded transitions of N environments.
 
     With a DataLoader use `num_workers=0`: the dataset is a stateful iterator, and every worker would serve all of it.
-
     `data_dir` is one directory or several; the batches are on `device`, a GPU if it is None and there is one.
     """
 
@@ -27,8 +26,7 @@ class RolloutFileBase(IterableDataset, ABC):
     ) -> None:
         if num_envs < 1:
             raise ValueError(f"num_envs must be at least 1, got {num_envs}")
-        self.data_dir, self.num_envs = data_dir, num_envs
-        self.device = resolve_device(device)
+        self.data_dir, self.num_envs, self.device = data_dir, num_envs, resolve_device(device)
         self.all_env_ids = torch.arange(num_envs)
         self._is_ready = False
 

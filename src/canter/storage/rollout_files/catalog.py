@@ -104,7 +104,7 @@ def read_trajectory(folder: Path) -> dict[str, np.ndarray]:
     trajectory, bad = find_trajectory(Path(folder))
     if bad or trajectory is None:
         raise bad[0] if bad else TrajectoryFileError(Path(folder), "holds no trajectory")
-    parts = [read_chunk(path).arrays for path in trajectory.chunks]
+    parts = [read_chunk(path) for path in trajectory.chunks]
     whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0] if not name.startswith("final_")}
     return whole | {name: array for name, array in parts[-1].items() if name.startswith("final_")}
 
@@ -135,18 +135,15 @@ def manifest_line(directory: Path, info: ChunkInfo) -> str:
 
 def check_schema(path: Path, given: Mapping[str, str], wanted: Mapping[str, str]) -> None:
     """Raise if names, dtypes or shapes differ from those of the other files; optional arrays may be absent."""
-    names = [n for n in sorted(given.keys() | wanted.keys()) if n not in OPTIONAL and given.get(n) != wanted.get(n)]
-    if names:
-        differing = [f"{n} is {given.get(n, 'absent')}, not {wanted.get(n, 'absent')}" for n in names]
+    pairs = [(n, given.get(n, "absent"), wanted.get(n, "absent")) for n in sorted({*given, *wanted} - {*OPTIONAL})]
+    if differing := [f"{name} is {found}, not {other}" for name, found, other in pairs if found != other]:
         raise TrajectoryFileError(path, f"does not fit the other files: {'; '.join(differing)}")
 
 
 class TrajectoryLibrary:
     """Finds the trajectories of several directories and reads their files; bad files are reported and left out.
 
-    Args:
-        directories: Directories that `TrajectoryWriter` made.
-        max_bad_fraction: DatasetError if a larger fraction of the files is bad.
+    If more than `max_bad_fraction` of the files are bad, DatasetError is raised.
     """
 
     def __init__(self, directories: Sequence[Path], max_bad_fraction: float = 0.0) -> None:
@@ -206,12 +203,9 @@ class TrajectoryLibrary:
         self.longest_file = max(self.longest_file, info.end - info.start)
 
     def load(self, path: Path) -> dict[str, np.ndarray] | None:
-        """The verified arrays of one file: flat rewards, dones and timeouts, and whole observations.
-
-        None, with a warning, if the file cannot be used.
-        """
+        """The verified arrays of one file, with whole observations; None, with a warning, if it cannot be used."""
         try:
-            arrays = read_chunk(path).arrays
+            arrays = read_chunk(path)
         except FileNotFoundError:
             warnings.warn(f"{path} has been removed; its trajectory is left out", stacklevel=4)
             self.gone.add(path)
@@ -274,12 +268,9 @@ def _problem(path: Path, read: Callable[[Path], Any]) -> TrajectoryFileError | N
 
 
 class TrajectoryWriter(contextlib.AbstractContextManager["TrajectoryWriter"]):
-    """Adds trajectories to a directory, new or existing; one process at a time.
+    """Adds trajectories to a directory, new or existing; RunLockedError if another process writes to it.
 
-    Args:
-        directory: Created if it is missing; RunLockedError if another process writes to it.
-        metadata: Stored in metadata.json beside the totals.
-        num_threads: Files written at once; most of the time is spent waiting for the disk.
+    `metadata` is stored in metadata.json beside the totals; `num_threads` files are written at once.
     """
 
     def __init__(

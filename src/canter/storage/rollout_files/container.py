@@ -57,13 +57,6 @@ class ChunkInfo(NamedTuple):
         return {n: f"{e['dtype']}{e['shape'][1:]}" for n, e in self.entries.items() if not n.startswith("final_")}
 
 
-class Chunk(NamedTuple):
-    """A verified file: its header, and its arrays as views of one buffer."""
-
-    info: ChunkInfo
-    arrays: dict[str, np.ndarray]
-
-
 def chunk_name(start: int, end: int) -> str:
     """The documented file name of steps [start, end)."""
     return f"traj_{start:06d}_{end:06d}{SUFFIX}"
@@ -99,8 +92,8 @@ def write_chunk(folder: Path, arrays: Mapping[str, np.ndarray], start: int, ende
     return _info(path, memoryview(data), len(data))
 
 
-def read_chunk(path: Path) -> Chunk:
-    """The whole content of a file, verified by its CRC."""
+def read_chunk(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a file, views of one buffer, verified by its CRC."""
     with open(path, "rb", buffering=0) as file:
         data = memoryview(bytearray(os.fstat(file.fileno()).st_size))
         data = data[: file.readinto(data)]
@@ -118,7 +111,7 @@ def read_chunk(path: Path) -> Chunk:
             arrays[name] = np.frombuffer(data, kind, math.prod(shape), first + begin).reshape(shape)
     except (ValueError, KeyError, TypeError) as error:
         raise TrajectoryFileError(path, f"is damaged: {error}") from error
-    return Chunk(info, arrays)
+    return arrays
 
 
 def peek_chunk(path: Path) -> ChunkInfo:

@@ -71,23 +71,18 @@ class RolloutDataset(RolloutFileBase):
             raise ValueError(f"starting_frame_range must be [low, high) with 0 <= low < high, got {[low, high]}")
         self.starting_frame_range = (int(low), int(high))
         self.dataset_loops, self.keep_latest_n_trajs = dataset_loops, keep_latest_n_trajs
-        self.random_shuffle_traj_order = random_shuffle_traj_order
-        self.mark_first_frame_done = mark_first_frame_done
+        self.random_shuffle_traj_order, self.mark_first_frame_done = random_shuffle_traj_order, mark_first_frame_done
         self.wait_interval_s, self.wait_timeout_s = wait_interval_s, wait_timeout_s
         directories = [data_dir] if isinstance(data_dir, (str, Path)) else data_dir
         self.library = TrajectoryLibrary(list(map(Path, directories)), max_bad_fraction)
         self.rng = np.random.default_rng(seed)
         self.trajectories: list[Trajectory] = []
-        self.unused_trajectory_idxs: list[int] = []
-        """Trajectories that are left in this loop."""
-        self.num_dataset_looped = 0
-        self.num_played = 0
+        self.unused_trajectory_idxs: list[int] = []  # left in this loop
+        self.num_dataset_looped = self.num_played = 0
         self._playing: dict[int, Trajectory] = {}
-        self._chunk = np.zeros(num_envs, np.int64)  # which file of its trajectory an environment is in
-        self._cursor = np.zeros(num_envs, np.int64)  # row in that file
-        self._length = np.zeros(num_envs, np.int64)  # rows in that file
-        self._is_first = np.zeros(num_envs, bool)
-        self.repeats = np.zeros(num_envs, bool)
+        # Of each environment: the file of its trajectory that it is in, row in that file, rows in that file.
+        self._chunk, self._cursor, self._length = np.zeros((3, num_envs), np.int64)
+        self._is_first, self.repeats = np.zeros((2, num_envs), bool)
         self._pages: dict[str, Tensor] = {}  # the current files: (N, longest file, ...) by name
         self._buffers: dict[int | None, Any] = {}
 
@@ -141,28 +136,23 @@ class RolloutDataset(RolloutFileBase):
         self.refresh_handlers(self.all_env_ids)
 
     def refresh_handlers(self, env_ids: Tensor) -> None:
-        """Give environments the next trajectories."""
+        """Give each environment the next unplayed trajectory that can be read; after the last loop, any again."""
         for env in env_ids.tolist():
-            self._refresh_traj_handler(env)
-
-    def _refresh_traj_handler(self, env: int) -> None:
-        """Begin the next unplayed trajectory that can be read; after the last loop, one of them again."""
-        is_loaded = False
-        while not is_loaded:
-            if not self.unused_trajectory_idxs:
-                self.num_dataset_looped += not self._is_over
-                if self._is_over or not self.read_dataset_directory():
-                    self._refill()
-            if not self.unused_trajectory_idxs:
-                raise FileNotFoundError(f"there is no usable trajectory left in {self.library.where}")
-            self._playing[env] = trajectory = self.trajectories[self.unused_trajectory_idxs.pop(0)]
-            low, high = self.starting_frame_range
-            frame = int(self.rng.integers(low, high)) if high > low + 1 else low
-            frame = frame if frame < trajectory.ranges[-1][1] else 0
-            chunk = next(i for i, (_, end) in enumerate(trajectory.ranges) if frame < end)
-            is_loaded = self._load(env, chunk, frame - trajectory.ranges[chunk][0])
-        self._is_first[env] = True
-        self.repeats[env] = self._is_over
+            is_loaded = False
+            while not is_loaded:
+                if not self.unused_trajectory_idxs:
+                    self.num_dataset_looped += not self._is_over
+                    if self._is_over or not self.read_dataset_directory():
+                        self._refill()
+                if not self.unused_trajectory_idxs:
+                    raise FileNotFoundError(f"there is no usable trajectory left in {self.library.where}")
+                self._playing[env] = trajectory = self.trajectories[self.unused_trajectory_idxs.pop(0)]
+                low, high = self.starting_frame_range
+                frame = int(self.rng.integers(low, high)) if high > low + 1 else low
+                frame = frame if frame < trajectory.ranges[-1][1] else 0
+                chunk = next(i for i, (_, end) in enumerate(trajectory.ranges) if frame < end)
+                is_loaded = self._load(env, chunk, frame - trajectory.ranges[chunk][0])
+            self._is_first[env], self.repeats[env] = True, self._is_over
 
     def _load(self, env: int, chunk: int, cursor: int) -> bool:
         """Load a file of the environment's trajectory; False if the file cannot be used."""
@@ -213,15 +203,12 @@ class RolloutDataset(RolloutFileBase):
         step = 0
         while step < num_transitions_per_env:
             count = int(min(num_transitions_per_env - step, (self._length - self._cursor).min()))
-            self._fill(buffer, slice(step, step + count), count, None)
+            self.fill_transition(buffer, part=slice(step, step + count))
             step += count
 
-    def fill_transition(self, buffer: Any, env_ids: Tensor | None = None) -> None:
-        """Write the next transition of all environments, or of some, and advance."""
-        self._fill(buffer, None, 1, env_ids)
-
-    def _fill(self, buffer: Any, part: slice | None, count: int, env_ids: Tensor | None) -> None:
-        """Fill `part` of the fields, (count, N, ...); only its last step may be the last of a file."""
+    def fill_transition(self, buffer: Any, env_ids: Tensor | None = None, part: slice | None = None) -> None:
+        """Write the next transition of all environments, or of some, and advance; with `part`, several steps."""
+        count = 1 if part is None else part.stop - part.start  # only the last of them may be the last of a file
         buffer = Transition(*(tree_map(lambda leaf: leaf[part], field) for field in buffer))
         envs = np.arange(self.num_envs) if env_ids is None else env_ids.cpu().numpy()
         self._copy(dict(zip(SERVED, buffer, strict=False)), envs, count, env_ids)
@@ -234,7 +221,7 @@ class RolloutDataset(RolloutFileBase):
             following = int(self._chunk[env]) + 1
             if following >= len(self._playing[env].chunks) or not self._load(env, following, 0):
                 self.num_played += 1
-                self._refresh_traj_handler(env)
+                self.refresh_handlers(self.all_env_ids[env : env + 1])
                 at_end[env] = True
         if at_end.any():
             ended = torch.from_numpy(at_end).to(self.device)
@@ -261,12 +248,11 @@ class RolloutDataset(RolloutFileBase):
         """The position of every environment, in plain containers; empty before the first batch."""
         if not self._is_ready:
             return {}
-        name_of = self.library.name_of
-        playlist = {"trajectories": list(map(name_of, self.trajectories)), "unused": list(self.unused_trajectory_idxs)}
+        names, unused = list(map(self.library.name_of, self.trajectories)), list(self.unused_trajectory_idxs)
         return {
-            "playlist": {**playlist, "num_looped": self.num_dataset_looped},
+            "playlist": {"trajectories": names, "unused": unused, "num_looped": self.num_dataset_looped},
             "rng": json.dumps(self.rng.bit_generator.state),
-            "playing": [name_of(self._playing[env]) for env in range(self.num_envs)],
+            "playing": [self.library.name_of(self._playing[env]) for env in range(self.num_envs)],
             "places": [self._chunk.tolist(), self._cursor.tolist()],
             "flags": [self._is_first.tolist(), self.repeats.tolist()],
             "num_played": self.num_played,
@@ -275,8 +261,7 @@ class RolloutDataset(RolloutFileBase):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the position of another dataset of the same files.
 
-        LookupError if files are missing or the number of environments differs; the dataset then starts from the
-        beginning.
+        LookupError if files or environments differ; the dataset then starts from the beginning.
         """
         if not state:
             return

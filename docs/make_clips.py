@@ -1,4 +1,7 @@
-"""Script that makes canter's own motion clips of sines: `python -m canter.datasets.generate_clips DIRECTORY`."""
+"""The motion clips that come with canter, made of sines.
+
+python docs/make_clips.py [DIRECTORY]
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from canter.datasets.motion_clip import DOCUMENTED, MotionClip, column_names, velocity_of, write_clip
+from canter.datasets import CLIPS
+from canter.datasets.motion_clip import DOCUMENTED, MotionClip, column_names, write_clip
 
-CLIPS = Path(__file__).parent / "clips"
 LEGS = ("FR", "FL", "RR", "RL")
 QUADRUPED_JOINTS = [f"{leg}_{part}" for leg in LEGS for part in ("hip", "thigh", "calf")]
 BIPED_JOINTS = [f"{side}_{part}" for side in ("left", "right") for part in ("hip", "knee", "ankle")]
@@ -39,7 +42,7 @@ def quadruped(gait: str, speed: float, turn: float, num_frames: int = 41, dt: fl
     joint_pos, toe_pos = joints.reshape(num_frames, 12), toe.reshape(num_frames, 12)
     lin_vel = np.tile([speed, 0.0, 0.0], (num_frames, 1))
     ang_vel = np.tile([0.0, 0.0, turn], (num_frames, 1))
-    joint_vel, toe_vel = velocity_of(joint_pos, dt), velocity_of(toe_pos, dt)
+    joint_vel, toe_vel = (np.gradient(values, dt, axis=0) for values in (joint_pos, toe_pos))
     frames = np.concatenate([position, rotation, joint_pos, toe_pos, lin_vel, ang_vel, joint_vel, toe_vel], 1)
     return MotionClip(f"quadruped_{gait}", frames, column_names(DOCUMENTED, QUADRUPED_JOINTS), dt)
 
