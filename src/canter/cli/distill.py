@@ -48,9 +48,7 @@ class StudentOptions:
     """Settings of the student's policy that differ from the teacher's, as YAML: {rnn_hidden_size: 128}."""
     algorithm: dict[str, Any] | None = None  # Settings of TPPO, as YAML: {distill_target: l1, learning_rate: 3e-4}.
     seed: int = 1  # Seed of weights, environments and sampling.
-    device: str | None = (
-        None  # Device; by default the CPU for `canter dagger`, a GPU if there is one for `canter distill`.
-    )
+    device: str | None = None  # By default the CPU for `canter dagger`, a GPU if there is one for `canter distill`.
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -199,7 +197,8 @@ def train(options: DaggerOptions, teacher: runs.SavedRun, run: Path, data: Path,
             runner.load(newest_valid_checkpoint(run))
         runner.init_writer()
     runs.limit_threads(runner, None)
-    while count_trajectories(data) < options.num_envs:  # one for every stream
+    data.mkdir(parents=True, exist_ok=True)
+    while sum(find_trajectory(path)[0] is not None for _, path in trajectory_folders(data)) < options.num_envs:
         if collector is not None and collector.poll() is not None:
             raise UserError(f"the collector has ended; {run}/collector.log has its output")
         time.sleep(0.1)
@@ -209,12 +208,6 @@ def train(options: DaggerOptions, teacher: runs.SavedRun, run: Path, data: Path,
     print_row("run", run)
     print_row("data", data)
     runner.close()
-
-
-def count_trajectories(data: Path) -> int:
-    """The number of readable trajectories in a directory."""
-    folders = trajectory_folders(data) if data.is_dir() else []
-    return sum(find_trajectory(folder)[0] is not None for _, folder in folders)
 
 
 def dagger_config(options: DaggerOptions, teacher: runs.SavedRun, data: Path) -> dict[str, Any]:

@@ -92,8 +92,8 @@ def wrap_env(
         names = ", ".join(f'"{name}"' if "/" in name else f'"{name}/<task>"' for name in ENV_NAMES)
         known = [f"- {adapter.name}: {adapter.looks_for}" for adapter in reversed(ADAPTERS.values())]
         known += ["- a function that returns one of these", f"- a name: a Gymnasium id, {names}"]
-        text = f"{type(env).__name__} is no environment that canter knows."
-        text = f"{env!r} returned {source!r}; it must return an environment." if is_function else text
+        text = f"{env!r} returned {source!r}; it must return an environment."
+        text = text if is_function else f"{type(env).__name__} is no environment that canter knows."
         raise TypeError("\n".join([f"{text} Registered adapters, in the order tried:", *known]))
     if is_function and adapter.name == "Gymnasium" and isinstance(source, gymnasium.Env):
         source = [source, *(env() for _ in range((num_envs or 1) - 1))]
@@ -176,10 +176,7 @@ register_adapter(
     "a gymnasium.vector.VectorEnv",
 )
 register_adapter(
-    "EnvPool",
-    is_envpool,
-    lambda e, device, *_: EnvPoolAdapter(e, device),
-    'an EnvPool made with env_type="gymnasium"',
+    "EnvPool", is_envpool, lambda e, device, *_: EnvPoolAdapter(e, device), 'an EnvPool made with env_type="gymnasium"'
 )
 register_adapter("canter", lambda env: isinstance(env, VecEnv), seed_vec_env, "a canter.envs.VecEnv, used as it is")
 register_env("canter", make_torch_env)
