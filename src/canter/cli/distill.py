@@ -1,8 +1,7 @@
 """`canter distill` and `canter dagger`: train a student of a trained teacher with TPPO.
 
-`canter distill` trains a student that observes less than its teacher. `canter dagger` does so in two processes, a
-collector and a trainer, which share only the student's run directory and the data directory; either may be stopped,
-killed and started again.
+`canter dagger` uses two processes, a collector and a trainer, which share only the student's run directory and the data
+directory; either may be stopped, killed and started again.
 """
 
 from __future__ import annotations
@@ -197,8 +196,10 @@ def train(options: DaggerOptions, teacher: runs.SavedRun, run: Path, data: Path,
             runner.load(newest_valid_checkpoint(run))
         runner.init_writer()
     runs.limit_threads(runner, None)
-    data.mkdir(parents=True, exist_ok=True)
-    while sum(find_trajectory(path)[0] is not None for _, path in trajectory_folders(data)) < options.num_envs:
+    while True:
+        folders = trajectory_folders(data) if data.is_dir() else []
+        if sum(find_trajectory(folder)[0] is not None for _, folder in folders) >= options.num_envs:
+            break  # one for every stream
         if collector is not None and collector.poll() is not None:
             raise UserError(f"the collector has ended; {run}/collector.log has its output")
         time.sleep(0.1)
@@ -224,7 +225,6 @@ def dagger_config(options: DaggerOptions, teacher: runs.SavedRun, data: Path) ->
     length = options.iterations * options.num_envs * options.num_steps_per_env
     config = {"algorithm": algorithm | (options.algorithm or {}), "num_steps_per_env": options.num_steps_per_env}
     config |= {"policy": (teacher.config.get("policy") or {}) | (options.policy or {}), "pretrain_dataset": dataset}
-    config |= {"seed": options.seed, "device": options.device or "cpu"}
-    config |= {"log_interval": 1, "save_interval": 1, "pretrain_iterations": -1}
+    config |= {"log_interval": 1, "save_interval": 1, "pretrain_iterations": -1, "device": options.device or "cpu"}
     run = {"task": task, "num_envs": options.num_envs, "runner": "TwoStageRunner", "total_timesteps": length}
-    return config | {"run": run}
+    return config | {"seed": options.seed, "run": run}

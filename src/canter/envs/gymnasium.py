@@ -181,7 +181,7 @@ def stored_space(space: spaces.Space) -> spaces.Space:
     return spaces.Box(space.low.astype(np.float32), space.high.astype(np.float32), dtype=np.float32)
 
 
-def put_row(rows: Rows, index: int, obs: Any, space: Any, name: str = "obs") -> None:
+def put_row(rows: Any, index: int, obs: Any, space: Any, name: str = "obs") -> None:
     """Write one environment's observation, an element of `space`, into row `index`."""
     if isinstance(rows, dict):
         if set(obs) != set(rows):

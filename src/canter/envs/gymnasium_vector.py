@@ -61,7 +61,8 @@ class GymVectorEnvAdapter(VecEnv):
         self.overlaps = isinstance(env, AsyncVectorEnv)
         # Begin and finish a step; the environments run on their own in between.
         self._begin, self._end = (env.step_async, env.step_wait) if isinstance(env, AsyncVectorEnv) else (None, None)
-        self._was_done = self._current = self._bounds = self._result = None
+        self._was_done = self._current = self._bounds = None
+        self._result: Any = None
         self._tensors = False
         self._watch = EndWatch(self.device)
 

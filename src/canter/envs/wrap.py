@@ -38,12 +38,8 @@ def register_adapter(
     """Make `wrap_env` recognise one more family of environments.
 
     The adapter registered last is tried first, so a user's adapters come before canter's. A known name is replaced.
-
-    Args:
-        name: Name of the family, shown by `check_env`.
-        matches: Whether an object belongs to the family; it is called with any object given to `wrap_env`.
-        adapt: `adapt(env, device, seed, obs_groups)`, a `VecEnv` subclass or function; each argument may be None.
-        looks_for: Description of the objects that match, for error messages; the docstring of `matches` by default.
+    `matches` is called with any object given to `wrap_env`; `adapt(env, device, seed, obs_groups)`, whose arguments may
+    be None, returns a `VecEnv`; `looks_for`, by default the docstring of `matches`, is for error messages.
     """
     ADAPTERS.pop(name, None)
     ADAPTERS[name] = Adapter(name, matches, adapt, looks_for or (matches.__doc__ or "no description").strip())

@@ -330,8 +330,7 @@ class Course(TorchEnv):
         speed_error = velocity[:, 0] - state["command"][:, 0]
         effort = (self.action_scale * action).square().sum(1)
         reward = torch.exp(-8.0 * speed_error.square()) + torch.exp(-20.0 * position[:, 1].square()) - 0.02 * effort
-        limit = torch.where(on_beam, self.beam_half_width, self.ground_half_width)
-        fell = position[:, 1].abs() > limit
+        fell = position[:, 1].abs() > torch.where(on_beam, self.beam_half_width, self.ground_half_width)
         return after, torch.where(fell, -10.0, reward), fell | ((position[:, 0] >= self.length) & (not self.is_endless))
 
     def observe(self, state: State) -> Tensor:
@@ -339,10 +338,9 @@ class Course(TorchEnv):
         x, offset = state["position"].split(1, 1)
         zero, x = torch.zeros_like(x), x[:, 0]
         speed, command = self.lin_vel_scale * state["velocity"], self.lin_vel_scale * state["command"]
-        gravity = [zero, zero, zero - 1]
-        proprioception = [speed, *[zero] * 4, *gravity, command, zero, zero, offset, state["last_action"]]
-        ahead = self.kind_at(x + self.look_ahead)
-        met = torch.maximum(self.kind_at(x), ahead)  # flat is 0, so an obstacle counts from just before it to its end
+        proprioception = [speed, *[zero] * 6, zero - 1, command, zero, zero, offset, state["last_action"]]
+        # Flat ground is 0, so an obstacle counts from just before it to its end.
+        met = torch.maximum(self.kind_at(x), self.kind_at(x + self.look_ahead))
         flags = (met.unsqueeze(1) == torch.arange(5, device=self.device)) & (met.unsqueeze(1) > 0)
         left = self.segment_length - torch.remainder(x, self.segment_length)
         on_beam = (met == KINDS.index("beam")).unsqueeze(1)
