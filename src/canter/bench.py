@@ -58,8 +58,7 @@ class NullEnv(VecEnv):
 
     def __init__(self, work: Workload, device: torch.device | str) -> None:
         num_envs = self.num_envs = work.num_envs
-        self.device = torch.device(device)
-        self.max_episode_length = EPISODE_LENGTH
+        self.device, self.max_episode_length = torch.device(device), EPISODE_LENGTH
         self.obs_space, self.critic_obs_space = (spaces.Box(-9, 9, (n,)) for n in (work.num_obs, work.num_critic_obs))
         self.action_space = spaces.Box(-1, 1, (work.num_actions,))
         draw = torch.Generator(self.device).manual_seed(0)
@@ -69,20 +68,17 @@ class NullEnv(VecEnv):
         self.truncated = [age == t for t in range(EPISODE_LENGTH)]
         self.no = torch.zeros(num_envs, dtype=torch.bool, device=self.device)
         self.yes = torch.ones_like(self.no)
-        self.episode_length_buf = age
-        self.t = 0
+        self.episode_length_buf, self.t = age, 0
 
     def seed(self, seed: int) -> None:
         """Do nothing: the steps are always the same."""
-
-    def reset(self) -> tuple[Tensor, Tensor]:
-        """The current observations; there is no state to reset."""
-        return self.get_observations()
 
     def get_observations(self) -> tuple[Tensor, Tensor]:
         """The current observation and the critic's."""
         obs, critic_obs, _ = self.pool[self.t % POOL_SIZE]
         return obs, critic_obs
+
+    reset = get_observations  # there is no state to reset
 
     def step(self, actions: Tensor) -> StepRecord:
         """The next of the prepared steps; the actions have no effect."""
@@ -94,11 +90,9 @@ class NullEnv(VecEnv):
 
 def null_runner(env: VecEnv, work: Workload, execution: str = "auto", precision: str = "tf32") -> OnPolicyRunner:
     """A runner of PPO with the settings usual for robots, that writes no files."""
-    policy: dict[str, Any] = {"class_name": "ActorCritic"}
+    rnn = {"rnn_type": work.rnn_type, "rnn_hidden_size": work.rnn_hidden_size}
+    policy = {"class_name": "ActorCriticRecurrent", **rnn} if work.rnn_type else {"class_name": "ActorCritic"}
     policy |= {"actor_hidden_dims": list(work.hidden_dims), "critic_hidden_dims": list(work.hidden_dims)}
-    if work.rnn_type is not None:
-        policy["class_name"] = "ActorCriticRecurrent"
-        policy |= {"rnn_type": work.rnn_type, "rnn_hidden_size": work.rnn_hidden_size}
     algorithm = {"num_learning_epochs": work.num_learning_epochs, "num_mini_batches": work.num_mini_batches}
     algorithm |= {"gamma": 0.99, "entropy_coef": 0.01, "schedule": "adaptive", "empirical_normalization": True}
     algorithm |= {"timeout_bootstrap": "current_value", "execution": execution, "precision": precision}

@@ -3,13 +3,13 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.vector.utils import create_empty_array
 
 from canter.envs.gymnasium import (
     ActionCast,
     GymVecEnv,
     GymVecEnvContinuous,
     batch_to_rows,
-    empty_rows,
     put_row,
     stored_space,
 )
@@ -268,7 +268,7 @@ def test_names_keep_their_order():
 
 def test_discrete_observations_become_one_hot():
     space = spaces.Discrete(3, start=5)
-    rows = empty_rows(stored_space(space), 2)
+    rows = create_empty_array(stored_space(space), 2)
     put_row(rows, 1, np.int64(6), space)
     assert rows.tolist() == [[0, 0, 0], [0, 1, 0]]
     assert batch_to_rows(np.array([5, 7]), space, 2).tolist() == [[1, 0, 0], [0, 0, 1]]
@@ -282,7 +282,7 @@ def test_tuple_observations_follow_each_other():
 
 def test_a_row_of_another_shape_is_refused_by_name():
     space = spaces.Dict({"arm": spaces.Box(-1, 1, (4,))})
-    rows = empty_rows(stored_space(space), 2)
+    rows = create_empty_array(stored_space(space), 2)
     with pytest.raises(ValueError, match=r"observation 'arm' of environment 1 has shape \(1,\), expected \(4,\)"):
         put_row(rows, 1, {"arm": np.zeros(1)}, space)
     with pytest.raises(ValueError, match=r"has \['leg'\], expected \['arm'\]"):

@@ -30,14 +30,10 @@ COMMANDS: dict[str, Command] = {}
 
 
 def register_command(name: str, run: Run | str, help: str, arguments: str = "") -> None:  # noqa: A002
-    """Add the subcommand `canter NAME`.
+    """Add the subcommand `canter NAME`, with a line of `help` and `arguments`, such as "RUN", for the overview.
 
-    Args:
-        name: Name on the command line.
-        run: Function that returns an exit code (None is 0), or "module:function". Its arguments are the flags, with
-            their types, defaults and descriptions; a function of `args` alone gets the words after the name.
-        help: One line for the overview.
-        arguments: Positional arguments to show in the overview, such as "RUN".
+    `run` is a function that returns an exit code (None is 0), or "module:function". Its arguments are the flags, with
+    their types, defaults and descriptions; a function of `args` alone gets the words after the name.
     """
     if name in COMMANDS and COMMANDS[name].run != run:
         raise ValueError(f"there is a command {name!r} already; register yours under another name")

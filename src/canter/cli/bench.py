@@ -128,8 +128,7 @@ def show_points(title: str, name: str, points: Iterable[Point]) -> None:
 
 def show_cpu(options: CpuOptions) -> None:
     """Print a table with one row for each number of threads."""
-    before = torch.get_num_threads()
-    title = f"Training on {options.task}, {usable_cores()} CPU cores"
+    before, title = torch.get_num_threads(), f"Training on {options.task}, {usable_cores()} CPU cores"
     table = new_table(title, "threads", "environments", "steps/s", "iterations")
     preset = load_preset(options.task)
     run = {"task": options.task, "num_envs": options.num_envs or preset["num_envs"]}

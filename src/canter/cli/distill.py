@@ -1,8 +1,7 @@
 """`canter distill` and `canter dagger`: train a student of a trained teacher with TPPO.
 
-`canter distill` trains a student that observes less than its teacher. `canter dagger` does so in two processes, a
-collector and a trainer, which share only the student's run directory and the data directory; either may be stopped,
-killed and started again.
+`canter dagger` uses two processes, a collector and a trainer, which share only the student's run directory and the data
+directory; either may be stopped, killed and started again.
 """
 
 from __future__ import annotations
@@ -48,9 +47,7 @@ class StudentOptions:
     """Settings of the student's policy that differ from the teacher's, as YAML: {rnn_hidden_size: 128}."""
     algorithm: dict[str, Any] | None = None  # Settings of TPPO, as YAML: {distill_target: l1, learning_rate: 3e-4}.
     seed: int = 1  # Seed of weights, environments and sampling.
-    device: str | None = (
-        None  # Device; by default the CPU for `canter dagger`, a GPU if there is one for `canter distill`.
-    )
+    device: str | None = None  # By default the CPU for `canter dagger`, a GPU if there is one for `canter distill`.
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -199,7 +196,10 @@ def train(options: DaggerOptions, teacher: runs.SavedRun, run: Path, data: Path,
             runner.load(newest_valid_checkpoint(run))
         runner.init_writer()
     runs.limit_threads(runner, None)
-    while count_trajectories(data) < options.num_envs:  # one for every stream
+    while True:
+        folders = trajectory_folders(data) if data.is_dir() else []
+        if sum(find_trajectory(folder)[0] is not None for _, folder in folders) >= options.num_envs:
+            break  # one for every stream
         if collector is not None and collector.poll() is not None:
             raise UserError(f"the collector has ended; {run}/collector.log has its output")
         time.sleep(0.1)
@@ -209,12 +209,6 @@ def train(options: DaggerOptions, teacher: runs.SavedRun, run: Path, data: Path,
     print_row("run", run)
     print_row("data", data)
     runner.close()
-
-
-def count_trajectories(data: Path) -> int:
-    """The number of readable trajectories in a directory."""
-    folders = trajectory_folders(data) if data.is_dir() else []
-    return sum(find_trajectory(folder)[0] is not None for _, folder in folders)
 
 
 def dagger_config(options: DaggerOptions, teacher: runs.SavedRun, data: Path) -> dict[str, Any]:
@@ -231,7 +225,6 @@ def dagger_config(options: DaggerOptions, teacher: runs.SavedRun, data: Path) ->
     length = options.iterations * options.num_envs * options.num_steps_per_env
     config = {"algorithm": algorithm | (options.algorithm or {}), "num_steps_per_env": options.num_steps_per_env}
     config |= {"policy": (teacher.config.get("policy") or {}) | (options.policy or {}), "pretrain_dataset": dataset}
-    config |= {"seed": options.seed, "device": options.device or "cpu"}
-    config |= {"log_interval": 1, "save_interval": 1, "pretrain_iterations": -1}
+    config |= {"log_interval": 1, "save_interval": 1, "pretrain_iterations": -1, "device": options.device or "cpu"}
     run = {"task": task, "num_envs": options.num_envs, "runner": "TwoStageRunner", "total_timesteps": length}
-    return config | {"run": run}
+    return config | {"seed": options.seed, "run": run}

@@ -85,7 +85,11 @@ def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, 
         preset["algorithm"] = {"class_name": preset["algorithm"]["class_name"], "profile": profile}
     plan = parse_train_cfg(preset)
     plan.algorithm = preset["algorithm"]["class_name"]
-    check_spellings(args, {f.name for f in dataclasses.fields(plan.cfg)})
+    foreign = OTHER_SPELLINGS.keys() - {f.name for f in dataclasses.fields(plan.cfg)}
+    for flag in (arg.partition("=")[0] for arg in args if arg.startswith("--")):
+        spelling = flag.removeprefix("--").replace("-", "_")
+        if spelling in foreign:
+            raise ValueError(f"there is no flag {flag}; did you mean --{OTHER_SPELLINGS[spelling].replace('_', '-')}?")
     plan.cfg.seed = 1 if plan.cfg.seed is None else plan.cfg.seed
     policy_class = given(args, "--policy.class-name") or plan.policy.get("class_name", "")
     has_policy = "class_name" in plan.policy  # else the networks are part of the algorithm's own settings
@@ -104,14 +108,6 @@ def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, 
         is_given = given(args, "--num-mini-batches") is not None
         fit_mini_batches(options.settings, options.num_envs, POLICIES[policy_class].is_recurrent, is_given)
     return options, plan.to_dict()
-
-
-def check_spellings(args: Sequence[str], known: set[str]) -> None:
-    """Refuse a flag in another library's spelling, and name ours."""
-    for flag in (arg.partition("=")[0] for arg in args if arg.startswith("--")):
-        name = flag.removeprefix("--").replace("-", "_")
-        if name in OTHER_SPELLINGS and name not in known:
-            raise ValueError(f"there is no flag {flag}; did you mean --{OTHER_SPELLINGS[name].replace('_', '-')}?")
 
 
 def fit_mini_batches(settings: Any, num_envs: int, is_recurrent: bool, is_given: bool) -> None:
@@ -157,9 +153,8 @@ def policy_options(class_name: str, preset: Mapping[str, Any]) -> Any:
     fields: dict[str, Any] = {"class_name": ("class_name", choices)}
     for base, parameter in constructor_settings(POLICIES[class_name]):
         hint = typing.get_type_hints(base.__init__).get(parameter.name, Any)
-        argument = tyro.conf.arg(help=argument_sentences(base).get(parameter.name))
-        default = dataclasses.field(default=parameter.default)
-        fields[parameter.name] = (parameter.name, Annotated[hint, argument], default)
+        hint = Annotated[hint, tyro.conf.arg(help=argument_sentences(base).get(parameter.name))]
+        fields[parameter.name] = (parameter.name, hint, dataclasses.field(default=parameter.default))
     made = dataclasses.make_dataclass("PolicyOptions", fields.values())
     values = {name: value for name, value in preset.items() if name in fields} | {"class_name": class_name}
     return made(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})

@@ -96,7 +96,11 @@ def play(run: TrainedPolicy, video: Path | None = None, episodes: int = 1, secon
     """
     at_least(1, episodes=episodes)
     saved, _, runner = run.load(1)
-    is_headless = prepare_rendering()
+    screens = ("DISPLAY", "WAYLAND_DISPLAY")
+    is_headless = sys.platform.startswith("linux") and not any(os.environ.get(name) for name in screens)
+    if is_headless:  # SDL and MuJoCo render off-screen, unless the user set other drivers
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+        os.environ.setdefault("MUJOCO_GL", "egl")
     if video is None and (is_headless or saved.task.startswith("canter/")):
         video = saved.path / "play.mp4"
     # EnvPool can end the process where it cannot render; Gymnasium has tasks of the same names.
@@ -150,24 +154,12 @@ def save_trajectories(saver: DemonstrationSaver, saved: SavedRun, checkpoint: Pa
     print(f"  {saver.total_timesteps} steps, {saver.total_episodes} episodes  {saver.save_dir}")
 
 
-def prepare_rendering() -> bool:
-    """Whether there is no screen; then SDL and MuJoCo render off-screen, unless the user set other drivers."""
-    screens = ("DISPLAY", "WAYLAND_DISPLAY")
-    is_headless = sys.platform.startswith("linux") and not any(os.environ.get(name) for name in screens)
-    if is_headless:
-        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
-        os.environ.setdefault("MUJOCO_GL", "egl")
-    return is_headless
-
-
 @torch.inference_mode()
 def film(
     policy: Any, env: VecEnv, num_episodes: int = 1, seconds: float = math.inf
 ) -> tuple[list[np.ndarray], list[float]]:
     """Frames and returns of episodes of the first environment; stops early after `seconds` or 3000 frames."""
-    frames: list[np.ndarray] = []
-    returns: list[float] = []
-    total, deadline = 0.0, time.monotonic() + seconds
+    frames, returns, total, deadline = [], [], 0.0, time.monotonic() + seconds
     policy.reset()
     obs, _ = env.reset()
     while not frames or (len(returns) < num_episodes and len(frames) < MAX_FRAMES and time.monotonic() < deadline):
@@ -193,7 +185,6 @@ def write_video(path: Path, frames: list[np.ndarray], fps: int) -> None:
         raise ImportError('videos need imageio: pip install "canter[video]"') from error
     path.parent.mkdir(parents=True, exist_ok=True)
     # Sides must be even for the codec; one block of 2 instead of ffmpeg's default 16 keeps the size.
-    options: Any = {"fps": fps, "macro_block_size": 2, "ffmpeg_log_level": "error"}
-    if path.suffix == ".gif":
-        options = {"duration": 1000 / fps, "loop": 0}
+    mp4 = {"fps": fps, "macro_block_size": 2, "ffmpeg_log_level": "error"}
+    options: Any = {"duration": 1000 / fps, "loop": 0} if path.suffix == ".gif" else mp4
     imageio.mimsave(path, frames, **options)  # pyright: ignore[reportCallIssue, reportArgumentType]

@@ -156,10 +156,9 @@ def open_runner(
     config: dict[str, Any], log_dir: Path | None = None, eval_episodes: int = 0, show_progress: bool = True
 ) -> Runner:
     """The runner that a config.yaml describes, with its environments."""
-    run, seed = config["run"], config.get("seed")
+    run, seed, eval_env = config["run"], config.get("seed"), None
     where = {"device": config.get("device"), "components": run.get("components")}
     env = open_env(run["task"], run["num_envs"], seed=seed, **where)
-    eval_env = None
     if eval_episodes:
         eval_seed = None if seed is None else seed + EVAL_SEED_OFFSET
         eval_env = open_env(run["task"], min(EVAL_ENVS, eval_episodes), seed=eval_seed, **where)

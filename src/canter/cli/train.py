@@ -107,8 +107,8 @@ def run_to_end(runner: Runner, path: Path) -> int:
             if stop.requested is None:
                 raise
     if stop.requested is not None:
-        steps = runner.tot_timesteps
-        print(f"stopped after {steps} steps, saved; continue with: canter resume {path}", file=sys.stderr)
+        text = f"stopped after {runner.tot_timesteps} steps, saved; continue with: canter resume {path}"
+        print(text, file=sys.stderr)
         return 128 + stop.requested
     show_results(runner, path)
     runner.close()
@@ -137,8 +137,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def show_results(runner: Runner, path: Path) -> None:
     """Evaluate, plot, record a video, and print where everything is."""
-    info = runner.run_info
-    episodes = info.get("final_episodes")
+    info, episodes = runner.run_info, runner.run_info.get("final_episodes")
     print()
     if episodes:
         result = runner.eval(episodes)

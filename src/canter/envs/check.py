@@ -86,8 +86,7 @@ def check_env(
     finally:
         if recorder is not None:
             wrapped.env = recorder.env
-    inspection.conclude()
-    return inspection.report
+    return inspection.conclude()
 
 
 def describe(space: spaces.Space) -> str:
@@ -116,9 +115,8 @@ class Inspection:
 
     def __init__(self, env: VecEnv) -> None:
         self.env = env
-        obs, critic_obs = describe(env.obs_space), describe(env.critic_obs_space)
-        critic_obs = "the same" if env.critic_obs_space is env.obs_space else critic_obs
-        parts = (obs, critic_obs, str(env.action_space), env.autoreset)
+        critic_obs = "the same" if env.critic_obs_space is env.obs_space else describe(env.critic_obs_space)
+        parts = (describe(env.obs_space), critic_obs, str(env.action_space), env.autoreset)
         self.report = EnvReport(env.adapter, "", env.num_envs, str(env.device), *parts)
         self.kept: list[tuple[str, Tensor, Tensor]] = []
         self.final_names: set[str] = set()
@@ -184,7 +182,7 @@ class Inspection:
         self.num_ended += int(ended.sum())
         self.num_truncated += int(record.truncated.sum())
 
-    def conclude(self) -> None:
+    def conclude(self) -> EnvReport:
         """Report the contract, the source of final observations and the bootstrap."""
         report, env = self.report, self.env
         # Some adapters know the contract only after the first step.
@@ -203,3 +201,4 @@ class Inspection:
         elif self.num_ended:
             report.bootstrap = "none so far: every end was terminal"
             self.add("no end was a time-out; if the task has a time limit, set extras['time_outs']", False)
+        return report

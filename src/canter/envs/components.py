@@ -32,9 +32,8 @@ def push(window: Tensor, frame: Tensor, begins: Tensor) -> None:
 class ObsComponents(VecEnvWrapper):
     """Names the parts of a flat observation and selects those that the actor and the critic see.
 
-    `ObsComponents(env, {"position": 8, "velocity": 9}, actor=["position"])` hides the velocities from the actor and
-    keeps them for the critic. A window `history={"position": 5}` is one more component, `position_history`, of shape
-    (5, 8), oldest first, filled with the first observation when an episode begins.
+    A window `history={"position": 5}` is one more component, `position_history`, of shape (5, width), oldest first,
+    filled with the first observation when an episode begins.
 
     Args:
         env: Environments with flat observations.
@@ -124,11 +123,8 @@ class ObsComponents(VecEnvWrapper):
 
     def get_state(self) -> dict[str, Any] | None:
         """Return the state of the wrapped environment, the windows and the last action."""
-        inner = self.env.get_state()
-        if inner is None:
-            return None
-        windows = {name: window.clone() for name, window in self._windows.items()}
-        return {"env": inner, "windows": windows, "last_action": self._last_action.clone()}
+        inner, windows = self.env.get_state(), {name: window.clone() for name, window in self._windows.items()}
+        return None if inner is None else {"env": inner, "windows": windows, "last_action": self._last_action.clone()}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue from a result of `get_state`."""

@@ -55,8 +55,7 @@ class DummyVecEnv(VecEnv):
     def reset(self) -> tuple[Obs, Obs]:
         """Start a new episode in every environment."""
         self.episode_length_buf = torch.zeros_like(self.episode_length_buf)
-        self._num_steps = 0
-        self._current = self._pair(0)
+        self._num_steps, self._current = 0, self._pair(0)
         return self._current
 
     def get_observations(self) -> tuple[Obs, Obs]:

@@ -10,12 +10,12 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
-from gymnasium.vector.utils import batch_space, iterate
+from gymnasium.vector.utils import batch_space, create_empty_array, iterate
 from torch import Tensor
 
-from canter.envs.records import split_groups
+from canter.envs.records import split_groups, to_obs
 from canter.envs.vec_env import Device, StepRecord, VecEnv
-from canter.utils.tree import Obs, tree_map
+from canter.utils.tree import Obs
 
 EnvSource = gymnasium.Env | Callable[[], gymnasium.Env]
 EnvSources = EnvSource | Sequence[EnvSource]
@@ -49,7 +49,7 @@ class GymVecEnv(VecEnv):
         self._row_shape = self.raw_obs_space.shape if isinstance(self.raw_obs_space, spaces.Box) else None
         self._on_cpu = self.device.type == "cpu"
         is_plain = self._on_cpu and self._row_shape is not None
-        self._to_obs = torch.from_numpy if is_plain else functools.partial(rows_to_obs, device=self.device)
+        self._to_obs = torch.from_numpy if is_plain else functools.partial(to_obs, device=self.device)
         self.obs_space, self.critic_obs_space = split_groups(self._stored)
         self._has_groups = self.obs_space is not self._stored
         self.action_space = first.action_space
@@ -68,7 +68,7 @@ class GymVecEnv(VecEnv):
         if self._seed is not None:
             streams = np.random.SeedSequence(self._seed).spawn(self.num_envs)
             seeds = [int(stream.generate_state(1)[0]) for stream in streams]
-        self._seed, self._current = None, empty_rows(self._stored, self.num_envs)
+        self._seed, self._current = None, create_empty_array(self._stored, self.num_envs)
         for index, (env, seed) in enumerate(zip(self.envs, seeds, strict=True)):
             put_row(self._current, index, env.reset(seed=seed)[0], self.raw_obs_space)
         return self.get_observations()
@@ -82,23 +82,24 @@ class GymVecEnv(VecEnv):
         if self._current is None:
             self.reset()
         num_envs, row_shape = self.num_envs, self._row_shape
-        batch = self._to_array(actions)
-        given = batch.tolist() if isinstance(self.action_space, spaces.Discrete) else batch
-        rows, final = empty_rows(self._stored, num_envs), None
-        rewards = np.empty(num_envs, np.float32)
+        given = self._to_array(actions)
+        given = given.tolist() if isinstance(self.action_space, spaces.Discrete) else given
+        rows, final = create_empty_array(self._stored, num_envs), None
+        rewards, infos = np.empty(num_envs, np.float32), []
         flags = np.zeros((2, num_envs), np.bool_)  # terminated, truncated
-        infos = []
         for index, (env, action) in enumerate(zip(self.envs, given, strict=True)):
             obs, rewards[index], is_terminal, is_cut_off, info = env.step(action)
-            if is_terminal or is_cut_off:
+            has_ended = is_terminal or is_cut_off
+            if has_ended:
                 flags[0 if is_terminal else 1, index] = True
-                final = empty_rows(self._stored, num_envs) if final is None else final
-                put_row(final, index, obs, self.raw_obs_space)
-                obs, _ = env.reset()
-            if row_shape is not None and getattr(obs, "shape", None) == row_shape:
-                rows[index] = obs  # type: ignore[index]
-            else:
-                put_row(rows, index, obs, self.raw_obs_space)
+                final = create_empty_array(self._stored, num_envs) if final is None else final
+            for batch in (final, rows) if has_ended else (rows,):
+                if row_shape is not None and getattr(obs, "shape", None) == row_shape:
+                    batch[index] = obs  # type: ignore[index]
+                else:
+                    put_row(batch, index, obs, self.raw_obs_space)
+                if batch is final:
+                    obs, _ = env.reset()
             infos.append(info)
         self._current = rows
         reward, terminated, truncated = map(torch.from_numpy, (rewards, *flags))
@@ -169,11 +170,9 @@ class ActionCast:
 
 def stored_space(space: spaces.Space) -> spaces.Space:
     """Space of an observation as canter stores it: Boxes of uint8 or float32, in a Dict where they are named."""
-    if isinstance(space, spaces.Dict):
-        # A list keeps the order of the names, a dict would be sorted.
+    if isinstance(space, spaces.Dict):  # a list keeps the order of the names, a dict would be sorted
         return spaces.Dict([(name, stored_space(part)) for name, part in space.spaces.items()])
-    if not isinstance(space, spaces.Box):
-        # Discrete parts become one-hot, Tuple parts are concatenated.
+    if not isinstance(space, spaces.Box):  # Discrete parts become one-hot, Tuple parts are concatenated
         space = spaces.flatten_space(space)
     if not isinstance(space, spaces.Box):
         raise TypeError(f"observations of the space {space} have no tensor form; use Box, Dict or Discrete spaces")
@@ -182,14 +181,7 @@ def stored_space(space: spaces.Space) -> spaces.Space:
     return spaces.Box(space.low.astype(np.float32), space.high.astype(np.float32), dtype=np.float32)
 
 
-def empty_rows(stored: spaces.Space, num_envs: int) -> Rows:
-    """A new zeroed array (N, ...) for every leaf of a stored space."""
-    if isinstance(stored, spaces.Dict):
-        return {name: empty_rows(part, num_envs) for name, part in stored.spaces.items()}
-    return np.zeros((num_envs, *(stored.shape or ())), stored.dtype)
-
-
-def put_row(rows: Rows, index: int, obs: Any, space: Any, name: str = "obs") -> None:
+def put_row(rows: Any, index: int, obs: Any, space: Any, name: str = "obs") -> None:
     """Write one environment's observation, an element of `space`, into row `index`."""
     if isinstance(rows, dict):
         if set(obs) != set(rows):
@@ -204,16 +196,11 @@ def put_row(rows: Rows, index: int, obs: Any, space: Any, name: str = "obs") -> 
     rows[index] = obs
 
 
-def rows_to_obs(rows: Rows, device: torch.device) -> Obs:
-    """Rows as tensors; on the CPU they share memory, so the rows must not be written again."""
-    return tree_map(lambda part: torch.from_numpy(part).to(device), rows)
-
-
 def batch_to_rows(batch: Any, space: spaces.Space, num_envs: int, name: str = "obs") -> Rows:
     """New arrays in stored dtypes from a batched observation of a vector environment."""
     if isinstance(space, spaces.Dict):
-        if not isinstance(batch, Mapping) or set(batch) != set(space.spaces):
-            got = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+        got = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+        if got != sorted(space.spaces):
             raise ValueError(f"observation {name!r} is {got}, expected the keys {sorted(space.spaces)}")
         return {k: batch_to_rows(batch[k], part, num_envs, k) for k, part in space.spaces.items()}
     if isinstance(space, spaces.Discrete):

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
+from gymnasium.vector.utils import create_empty_array
 from torch import Tensor
 
-from canter.envs.gymnasium import ActionCast, batch_to_rows, empty_rows, put_row, rows_to_obs, stored_space
+from canter.envs.gymnasium import ActionCast, batch_to_rows, put_row, stored_space
 from canter.envs.records import EndWatch, fill_extras, find_final, full_final, per_env, split_groups, to_obs
 from canter.envs.vec_env import Device, StepRecord, VecEnv
 from canter.utils.runtime import usable_cores
@@ -27,11 +28,9 @@ PLAYERS = "info:players.env_id"
 
 def autoreset_mode(env: Any) -> AutoresetMode:
     """The mode in which a vector environment restarts ended episodes."""
-    mode = (env.metadata or {}).get("autoreset_mode")
-    if mode is not None:
-        return AutoresetMode(mode)
     # ManiSkill's vector environment states no mode and resets within the step; Gymnasium 1.0's resets in the next.
-    return AutoresetMode.SAME_STEP if hasattr(env, "base_env") else AutoresetMode.NEXT_STEP
+    default = AutoresetMode.SAME_STEP if hasattr(env, "base_env") else AutoresetMode.NEXT_STEP
+    return AutoresetMode((env.metadata or {}).get("autoreset_mode") or default)
 
 
 class GymVectorEnvAdapter(VecEnv):
@@ -62,8 +61,8 @@ class GymVectorEnvAdapter(VecEnv):
         self.overlaps = isinstance(env, AsyncVectorEnv)
         # Begin and finish a step; the environments run on their own in between.
         self._begin, self._end = (env.step_async, env.step_wait) if isinstance(env, AsyncVectorEnv) else (None, None)
-        self._result: Any = None
         self._was_done = self._current = self._bounds = None
+        self._result: Any = None
         self._tensors = False
         self._watch = EndWatch(self.device)
 
@@ -98,10 +97,7 @@ class GymVectorEnvAdapter(VecEnv):
         given: Any = actions.to(self._place) if self._tensors else self._to_array(actions)
         if self._bounds is not None:
             given = given.clamp(*self._bounds)
-        if self._begin is None:
-            self._result = self.env.step(given)
-        else:
-            self._begin(given)
+        self._result = self.env.step(given) if self._begin is None else self._begin(given)
 
     def recv(self) -> StepRecord:
         """Finish the step that `send` began."""
@@ -143,16 +139,15 @@ class GymVectorEnvAdapter(VecEnv):
         found = find_final(infos)
         self.gives_final_obs = found is not None or not self._watch(done.to(self.device))
         if not self._tensors and isinstance(found, np.ndarray) and found.dtype == object:
-            rows = empty_rows(self._stored, self.num_envs)
+            rows = create_empty_array(self._stored, self.num_envs)
             for index in done.nonzero().flatten().tolist():
                 put_row(rows, index, found[index], self._space)
-            return rows_to_obs(rows, self.device), obs
+            return to_obs(rows, self.device), obs
         return None if found is None else full_final(found, done.to(self.device), copy=True), obs
 
     def _to_obs(self, obs: Any) -> Obs:
-        if self._tensors:
-            return to_obs(obs, self.device, copy=True)
-        return rows_to_obs(batch_to_rows(obs, self._space, self.num_envs), self.device)
+        rows = obs if self._tensors else batch_to_rows(obs, self._space, self.num_envs)
+        return to_obs(rows, self.device, copy=self._tensors)
 
     def render(self) -> Any:
         """Return an image of the first environment, if the environment renders arrays."""
@@ -172,8 +167,7 @@ class EnvPoolAdapter(GymVectorEnvAdapter):
             raise TypeError(f'{type(env).__name__} has another interface; make it with env_type="gymnasium"')
         num, num_envs = env.config["batch_size"], env.config["num_envs"]
         if num != num_envs:
-            way_out = "make it without batch_size, so that every step returns all"
-            raise ValueError(f"EnvPool returns {num} of {num_envs} environments per step; {way_out}")
+            raise ValueError(f"EnvPool returns {num} of {num_envs} environments per step; make it without batch_size")
         super().__init__(env, device or "cpu", None, clip_actions)
         self.contract, self.overlaps = "EnvPool", True
         self._begin, self._end = direct_halves(env, num_envs) or (env.send, env.recv)

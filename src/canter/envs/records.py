@@ -26,10 +26,9 @@ PLAYGROUND_PAIR = ("state", "privileged_state")
 FINAL_OBS_NAMES = ("final_obs", "final_observation", "terminal", "terminal_obs", "final_observations")
 FINAL_OBS_NAMES += ("terminal_observation",)
 FINAL_CRITIC_OBS_NAMES = ("final_critic_obs", "final_critic_observation", "final_privileged_obs")
-DISAGREEMENT = (
-    "dones differ from terminated | truncated; an episode ends where either says so, "
-    "and without bootstrap where only dones says so"
-)
+_FINAL_NAMES = {*FINAL_OBS_NAMES, *FINAL_CRITIC_OBS_NAMES}
+DISAGREEMENT = "dones differ from terminated | truncated; an episode ends where either says so, "
+DISAGREEMENT += "and without bootstrap where only dones says so"
 
 _warned: set[str] = set()
 
@@ -70,9 +69,8 @@ def group_names(groups: Mapping[str, Any]) -> tuple[str, str | None] | None:
     if all(name in groups for name in PLAYGROUND_PAIR):
         return PLAYGROUND_PAIR
     actor = next((name for name in ACTOR_GROUPS if name in groups), None)
-    if actor is None:
-        return None
-    return actor, next((name for name in CRITIC_GROUPS if groups.get(name) is not None), None)
+    critic = next((name for name in CRITIC_GROUPS if groups.get(name) is not None), None)
+    return None if actor is None else (actor, critic)
 
 
 def split_groups(obs: Any) -> tuple[Any, Any]:
@@ -146,9 +144,7 @@ def full_final(final: Any, done: Tensor, copy: bool = False) -> Any:
         ids = torch.as_tensor(final["env_ids"]).reshape(-1)
         return tree_map(lambda leaf: _scatter(leaf, ids, done), final["observations"])
     batch = tree_map(lambda leaf: _full_leaf(leaf, done), final)
-    if any(leaf is None for _, leaf in tree_leaves(batch)):
-        return None
-    return to_obs(batch, done.device, copy)
+    return None if any(leaf is None for _, leaf in tree_leaves(batch)) else to_obs(batch, done.device, copy)
 
 
 def _full_leaf(leaf: Any, done: Tensor) -> Any:
@@ -220,8 +216,7 @@ def step_record(
         valid = per_env(given.get("valid", torch.ones_like(done)), torch.bool, "valid", num_envs, target, copy)
     found = find_final(given)
     batch = None if found is None else full_final(found, done, copy)
-    final_obs = final_critic_obs = None
-    others: dict[str, Any] = {}
+    final_obs, final_critic_obs, others = None, None, {}
     if batch is not None:
         final_obs, final_critic_obs = split(batch)
         if isinstance(batch, Mapping) and batch is not final_obs:
@@ -262,6 +257,3 @@ def fill_extras(record: StepRecord, final_groups: Mapping[str, Any] | None = Non
                 groups["critic_obs"] = record.final_critic_obs
         extras["final_observation"] = groups or final
     return record._replace(extras=extras)
-
-
-_FINAL_NAMES = {*FINAL_OBS_NAMES, *FINAL_CRITIC_OBS_NAMES}

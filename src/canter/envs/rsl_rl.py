@@ -32,8 +32,7 @@ Segments = dict[str, tuple[int, ...]]
 
 def attribute(env: Any, name: str, default: Any = None) -> Any:
     """`env.name`, read from the innermost environment if `env` lacks it: Gymnasium's wrappers forward nothing."""
-    inner = getattr(env, "unwrapped", env)
-    return getattr(env, name, getattr(inner, name, default))
+    return getattr(env, name, getattr(getattr(env, "unwrapped", env), name, default))
 
 
 def is_batched(env: Any) -> bool:
@@ -67,8 +66,7 @@ class RslRlAdapter(Forwarding, VecEnv):
         self._env_device = attribute(env, "device")
         limit = attribute(env, "max_episode_length")
         self.max_episode_length = None if limit is None else int(torch.as_tensor(limit).max())
-        self._calls_privileged = hasattr(env, "get_privileged_observations")
-        self._num_steps = 0
+        self._calls_privileged, self._num_steps = hasattr(env, "get_privileged_observations"), 0
         self.contract = "rsl_rl style, tensor observations"
         if seed is not None:
             self.seed(seed)
@@ -107,11 +105,13 @@ class RslRlAdapter(Forwarding, VecEnv):
 
     def _start(self) -> Groups:
         """The groups of the first observation, by `reset` if there is one."""
-        calls = [getattr(self.env, name, None) for name in ("reset", "get_observations")]
+        env = self.env
+        calls = [getattr(env, name, None) for name in ("reset", "get_observations")]
         result = next((r for r in (call() for call in calls if callable(call)) if r is not None), None)
         if result is None:
-            name = type(self.env).__name__
-            raise TypeError(f"{name} has neither a reset() nor a get_observations() that returns any")
+            raise TypeError(
+                f"{type(self.env).__name__} has neither a reset() nor a get_observations() that returns any"
+            )
         obs, second = result[:2] if isinstance(result, tuple) and len(result) > 1 else (result, None)
         has_extras = isinstance(second, Mapping)
         if has_extras or isinstance(obs, Mapping):

@@ -38,12 +38,8 @@ def register_adapter(
     """Make `wrap_env` recognise one more family of environments.
 
     The adapter registered last is tried first, so a user's adapters come before canter's. A known name is replaced.
-
-    Args:
-        name: Name of the family, shown by `check_env`.
-        matches: Whether an object belongs to the family; it is called with any object given to `wrap_env`.
-        adapt: `adapt(env, device, seed, obs_groups)`, a `VecEnv` subclass or function; each argument may be None.
-        looks_for: Description of the objects that match, for error messages; the docstring of `matches` by default.
+    `matches` is called with any object given to `wrap_env`; `adapt(env, device, seed, obs_groups)`, whose arguments may
+    be None, returns a `VecEnv`; `looks_for`, by default the docstring of `matches`, is for error messages.
     """
     ADAPTERS.pop(name, None)
     ADAPTERS[name] = Adapter(name, matches, adapt, looks_for or (matches.__doc__ or "no description").strip())
@@ -92,8 +88,8 @@ def wrap_env(
         names = ", ".join(f'"{name}"' if "/" in name else f'"{name}/<task>"' for name in ENV_NAMES)
         known = [f"- {adapter.name}: {adapter.looks_for}" for adapter in reversed(ADAPTERS.values())]
         known += ["- a function that returns one of these", f"- a name: a Gymnasium id, {names}"]
-        text = f"{type(env).__name__} is no environment that canter knows."
-        text = f"{env!r} returned {source!r}; it must return an environment." if is_function else text
+        text = f"{env!r} returned {source!r}; it must return an environment."
+        text = text if is_function else f"{type(env).__name__} is no environment that canter knows."
         raise TypeError("\n".join([f"{text} Registered adapters, in the order tried:", *known]))
     if is_function and adapter.name == "Gymnasium" and isinstance(source, gymnasium.Env):
         source = [source, *(env() for _ in range((num_envs or 1) - 1))]
@@ -176,10 +172,7 @@ register_adapter(
     "a gymnasium.vector.VectorEnv",
 )
 register_adapter(
-    "EnvPool",
-    is_envpool,
-    lambda e, device, *_: EnvPoolAdapter(e, device),
-    'an EnvPool made with env_type="gymnasium"',
+    "EnvPool", is_envpool, lambda e, device, *_: EnvPoolAdapter(e, device), 'an EnvPool made with env_type="gymnasium"'
 )
 register_adapter("canter", lambda env: isinstance(env, VecEnv), seed_vec_env, "a canter.envs.VecEnv, used as it is")
 register_env("canter", make_torch_env)

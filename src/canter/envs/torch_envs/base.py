@@ -20,9 +20,8 @@ NEVER = 2**62
 class TorchEnv(VecEnv):
     """N environments as a dict of (N, ...) tensors on any device; no step waits for the host, so it can be captured.
 
-    A subclass states its spaces, as class attributes or before it calls this constructor, and defines `initial_state`,
-    `dynamics` and `observe`. Random numbers come from `self.generator`, which a CUDA graph must register before it
-    captures `step`.
+    A subclass states its spaces, as class attributes or before it calls this constructor. Random numbers come from
+    `self.generator`, which a CUDA graph must register before it captures `step`.
     """
 
     capturable = True
@@ -45,8 +44,8 @@ class TorchEnv(VecEnv):
         for _, leaf in tree_leaves(dict(enumerate(self._observe(self._state)))):
             name = buffers.get(leaf.untyped_storage().data_ptr())
             if name is not None:
-                text = f"{type(self).__name__}.observe returns its state {name!r} itself"
-                raise TypeError(f"{text}, which later steps overwrite; return a clone")
+                which = f"its state {name!r} itself, which later steps overwrite"
+                raise TypeError(f"{type(self).__name__}.observe returns {which}; return a clone")
 
     @abstractmethod
     def initial_state(self, n: int) -> State:
@@ -111,8 +110,8 @@ class TorchEnv(VecEnv):
         for name, value in tree_leaves(tree_where(done, initial, state)):
             self._state[name].copy_(value)
         self._episode_length.copy_(length.masked_fill(done, 0))
-        obs, critic_obs = self._observe(self._state)
-        return fill_extras(StepRecord(obs, critic_obs, reward, terminated, truncated, *finals, self._valid, {}))
+        current = self._observe(self._state)
+        return fill_extras(StepRecord(*current, reward, terminated, truncated, *finals, self._valid, {}))
 
     def get_state(self) -> dict[str, Any]:
         """Return copies of the state, the episode lengths and the generator state."""

@@ -10,17 +10,45 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from canter.envs.torch_envs import draw
 from canter.envs.torch_envs.base import State, TorchEnv
 from canter.envs.vec_env import Device
 
 KINDS = ("flat", "mud", "beam")
+BLACK, GREY, RED, GREEN, BLUE = (30, 30, 30), (170, 170, 170), (200, 60, 50), (60, 150, 80), (60, 90, 200)
+Point = tuple[float, float]
 
 
 def symmetric_box(*high: float) -> spaces.Box:
     """The Box between `-high` and `high`."""
     bound = np.array(high, np.float32)
     return spaces.Box(-bound, bound)
+
+
+def canvas(height: int, width: int) -> np.ndarray:
+    """A white (H, W, 3) uint8 image."""
+    return np.full((height, width, 3), 255, np.uint8)
+
+
+def line(image: np.ndarray, start: Point, end: Point, colour: tuple[int, int, int], thickness: float) -> None:
+    """A straight stroke between points (x, y) in [-1, 1], y upwards, `thickness` pixels wide."""
+    size = np.array(image.shape[:2]) - 1
+    a, b = (np.array([1 - y, 1 + x]) / 2 * size for x, y in (start, end))
+    pixels = np.stack(np.meshgrid(*map(np.arange, image.shape[:2]), indexing="ij"), -1)
+    along = np.clip(((pixels - a) @ (b - a)) / max(((b - a) ** 2).sum(), 1e-9), 0, 1)
+    distance = np.linalg.norm(pixels - (a + along[..., None] * (b - a)), axis=-1)
+    image[distance <= thickness / 2] = colour
+
+
+def disc(image: np.ndarray, centre: Point, radius: float, colour: tuple[int, int, int]) -> None:
+    """A filled circle whose radius is a fraction of the image's half width."""
+    line(image, centre, centre, colour, radius * image.shape[1])
+
+
+def arrow(image: np.ndarray, start: Point, vector: Point, colour: tuple[int, int, int]) -> None:
+    """A stroke from `start` along `vector`, with a dot at its head."""
+    end = (start[0] + vector[0], start[1] + vector[1])
+    line(image, start, end, colour, 2)
+    disc(image, end, 0.03, colour)
 
 
 class CartPole(TorchEnv):
@@ -60,10 +88,10 @@ class CartPole(TorchEnv):
     def render(self) -> np.ndarray:
         """The first cart and its pole."""
         x, _, angle, _ = self._state["pole"][0].tolist()
-        image, x = draw.canvas(120, 240), x / self.x_limit
-        draw.line(image, (-1, -0.62), (1, -0.62), draw.GREY, 1)
-        draw.line(image, (x - 0.08, -0.55), (x + 0.08, -0.55), draw.BLACK, 9)
-        draw.line(image, (x, -0.5), (x + 0.5 * math.sin(angle), math.cos(angle) - 0.5), draw.RED, 4)
+        image, x = canvas(120, 240), x / self.x_limit
+        line(image, (-1, -0.62), (1, -0.62), GREY, 1)
+        line(image, (x - 0.08, -0.55), (x + 0.08, -0.55), BLACK, 9)
+        line(image, (x, -0.5), (x + 0.5 * math.sin(angle), math.cos(angle) - 0.5), RED, 4)
         return image
 
 
@@ -109,9 +137,9 @@ class Pendulum(TorchEnv):
     def render(self) -> np.ndarray:
         """The first rod."""
         angle, _ = self._state["rod"][0].tolist()
-        image = draw.canvas(160, 160)
-        draw.line(image, (0, 0), (-0.8 * math.sin(angle), 0.8 * math.cos(angle)), draw.RED, 6)
-        draw.disc(image, (0, 0), 0.05, draw.BLACK)
+        image = canvas(160, 160)
+        line(image, (0, 0), (-0.8 * math.sin(angle), 0.8 * math.cos(angle)), RED, 6)
+        disc(image, (0, 0), 0.05, BLACK)
         return image
 
 
@@ -185,10 +213,10 @@ class PointRobot(TorchEnv):
         x, y = (torch.remainder(self._state["position"][0] + 1, 2) - 1).tolist()
         vx, vy = (self._state["velocity"][0] / 4.0).tolist()
         cx, cy = (self._state["command"][0] / 4.0).tolist()
-        image = draw.canvas(160, 160)
-        draw.arrow(image, (x, y), (cx, cy), draw.GREEN)
-        draw.arrow(image, (x, y), (vx, vy), draw.BLUE)
-        draw.disc(image, (x, y), 0.06, draw.BLACK)
+        image = canvas(160, 160)
+        arrow(image, (x, y), (cx, cy), GREEN)
+        arrow(image, (x, y), (vx, vy), BLUE)
+        disc(image, (x, y), 0.06, BLACK)
         return image
 
 
@@ -302,8 +330,7 @@ class Course(TorchEnv):
         speed_error = velocity[:, 0] - state["command"][:, 0]
         effort = (self.action_scale * action).square().sum(1)
         reward = torch.exp(-8.0 * speed_error.square()) + torch.exp(-20.0 * position[:, 1].square()) - 0.02 * effort
-        limit = torch.where(on_beam, self.beam_half_width, self.ground_half_width)
-        fell = position[:, 1].abs() > limit
+        fell = position[:, 1].abs() > torch.where(on_beam, self.beam_half_width, self.ground_half_width)
         return after, torch.where(fell, -10.0, reward), fell | ((position[:, 0] >= self.length) & (not self.is_endless))
 
     def observe(self, state: State) -> Tensor:
@@ -311,10 +338,9 @@ class Course(TorchEnv):
         x, offset = state["position"].split(1, 1)
         zero, x = torch.zeros_like(x), x[:, 0]
         speed, command = self.lin_vel_scale * state["velocity"], self.lin_vel_scale * state["command"]
-        gravity = [zero, zero, zero - 1]
-        proprioception = [speed, *[zero] * 4, *gravity, command, zero, zero, offset, state["last_action"]]
-        ahead = self.kind_at(x + self.look_ahead)
-        met = torch.maximum(self.kind_at(x), ahead)  # flat is 0, so an obstacle counts from just before it to its end
+        proprioception = [speed, *[zero] * 6, zero - 1, command, zero, zero, offset, state["last_action"]]
+        # Flat ground is 0, so an obstacle counts from just before it to its end.
+        met = torch.maximum(self.kind_at(x), self.kind_at(x + self.look_ahead))
         flags = (met.unsqueeze(1) == torch.arange(5, device=self.device)) & (met.unsqueeze(1) > 0)
         left = self.segment_length - torch.remainder(x, self.segment_length)
         on_beam = (met == KINDS.index("beam")).unsqueeze(1)
@@ -324,10 +350,10 @@ class Course(TorchEnv):
     def render(self) -> np.ndarray:
         """The first robot from above; mud is a broad band, the beam a narrow one."""
         x, y = self._state["position"][0].tolist()
-        image, scale = draw.canvas(80, 400), 2 / self.length
+        image, scale = canvas(80, 400), 2 / self.length
         for i, kind in enumerate(self.kinds.tolist()):
             start, end = i * self.segment_length + 0.1, (i + 1) * self.segment_length - 0.1
-            colour, width = ((draw.GREY, 2), (draw.GREY, 30), (draw.BLUE, 10))[kind]
-            draw.line(image, (scale * start - 1, 0.0), (scale * end - 1, 0.0), colour, width)
-        draw.disc(image, (scale * (x % self.length) - 1, y), 0.02, draw.RED)
+            colour, width = ((GREY, 2), (GREY, 30), (BLUE, 10))[kind]
+            line(image, (scale * start - 1, 0.0), (scale * end - 1, 0.0), colour, width)
+        disc(image, (scale * (x % self.length) - 1, y), 0.02, RED)
         return image
