@@ -1,7 +1,5 @@
 """Time and memory of one PPO iteration with an environment that costs nothing, and their growth with its size."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import multiprocessing

@@ -1,7 +1,5 @@
 """Base of SAC and TD3: an actor, twin critics of actions, and the losses of scalar and categorical critics."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Base of every algorithm: settings that stay live while it trains, loss weights, saving and loading."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping

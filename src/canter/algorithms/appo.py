@@ -1,7 +1,5 @@
 """The documented names of PPO with adversarial motion priors."""
 
-from __future__ import annotations
-
 from canter.algorithms.motion_prior import MotionPrior, MotionPriorSettings
 from canter.algorithms.ppo import PPO, PPOConfig
 from canter.algorithms.teacher import Teacher

@@ -1,7 +1,5 @@
 """Deep Q-learning (Mnih et al. 2015): double by default; dueling networks and prioritised replay are settings."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any

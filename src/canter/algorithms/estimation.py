@@ -1,7 +1,5 @@
 """State estimation: one supervised loss for every estimate that the policy makes."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

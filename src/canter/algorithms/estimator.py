@@ -1,7 +1,5 @@
 """The documented names of PPO with state estimation."""
 
-from __future__ import annotations
-
 from canter.algorithms.estimation import Estimation, EstimatorSettings
 from canter.algorithms.ppo import PPO, PPOConfig
 from canter.algorithms.teacher import Teacher

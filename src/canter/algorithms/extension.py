@@ -1,7 +1,5 @@
 """Extensions of PPO: objects with hooks that add stored fields, rewards, loss terms and learning of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

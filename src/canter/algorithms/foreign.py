@@ -1,7 +1,5 @@
 """Checkpoints of the libraries people come from, in our layout."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Adversarial motion priors: a discriminator rewards motion that looks like the reference clips (Peng 2021)."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Base of DQN, SAC and TD3: settings, replay, exploration, gradient steps, target networks, reports and saving."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterator, Mapping

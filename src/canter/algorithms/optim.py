@@ -1,7 +1,5 @@
 """Optimizers whose learning rate is a device scalar, so that captured code can change it."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -51,14 +49,10 @@ class GuardedOptimizer:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        class_name: str,
-        learning_rate: float,
-        groups: Mapping[str, Mapping[str, Any]] | None = None,
-        separate: Sequence[str] = (),
+        self, module: nn.Module, class_name: str, learning_rate: float,
+        groups: Mapping[str, Mapping[str, Any]] | None = None, separate: Sequence[str] = (),
         excluded: Sequence[str] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         named = {name: p for name, p in module.named_parameters() if p.requires_grad and not has_prefix(name, excluded)}
         self.parameters = list(named.values())
         device = self.parameters[0].device

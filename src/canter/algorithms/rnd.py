@@ -1,7 +1,5 @@
 """Random network distillation: a reward for states that a predictor cannot predict yet (Burda 2018)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

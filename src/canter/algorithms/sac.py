@@ -1,7 +1,5 @@
 """Soft actor-critic (Haarnoja et al. 2018) with a learned temperature."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

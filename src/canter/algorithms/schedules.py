@@ -1,7 +1,5 @@
 """Probabilities and weights that fall with the learning iteration."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Twin delayed deterministic policy gradients (Fujimoto et al. 2018)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Teacher-guided learning: distillation, DAgger (Ross 2011), and fine-tuning of a distilled policy."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

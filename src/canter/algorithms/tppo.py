@@ -1,7 +1,5 @@
 """The documented name of PPO with a teacher."""
 
-from __future__ import annotations
-
 from canter.algorithms.ppo import PPO, PPOConfig
 from canter.algorithms.schedules import GET_PROB_FUNC
 from canter.algorithms.teacher import Teacher, TeacherSettings

@@ -3,8 +3,6 @@
 Nothing heavy is imported here: a command's module is imported when the command is run, so that help is immediate.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

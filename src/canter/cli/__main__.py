@@ -1,7 +1,5 @@
 """`canter <command>`: load the plugins, then run one command."""
 
-from __future__ import annotations
-
 import difflib
 import sys
 from collections.abc import Sequence

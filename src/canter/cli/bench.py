@@ -1,7 +1,5 @@
 """`canter bench`: the speed of canter on this machine."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

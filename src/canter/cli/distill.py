@@ -4,8 +4,6 @@
 directory; either may be stopped, killed and started again.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess

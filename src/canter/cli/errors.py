@@ -1,7 +1,5 @@
 """Errors and exit codes of commands: a user's mistake is one line and an exit code, never a traceback."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

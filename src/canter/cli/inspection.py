@@ -1,7 +1,5 @@
 """`canter tasks`, `check-env`, `plot` and `motion`: inspect tasks, environments, runs and motion clips."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path

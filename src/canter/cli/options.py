@@ -1,7 +1,5 @@
 """Flags made from settings: every setting of a run, an algorithm and a policy is a flag with its docstring as help."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

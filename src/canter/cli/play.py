@@ -1,7 +1,5 @@
 """`canter eval`, `canter play` and `canter collect`: measure, show and record a trained policy."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

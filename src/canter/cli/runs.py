@@ -1,7 +1,5 @@
 """Run directories, and the environments and runners that they describe."""
 
-from __future__ import annotations
-
 import difflib
 import re
 import shutil
@@ -102,13 +100,9 @@ def find_checkpoint(run: Path, wanted: str | None) -> Path:
 
 
 def open_env(
-    task: str,
-    num_envs: int,
-    device: str | None = None,
-    seed: int | None = None,
-    render_mode: str | None = None,
+    task: str, num_envs: int, device: str | None = None, seed: int | None = None, render_mode: str | None = None,
     components: dict[str, Any] | None = None,
-) -> VecEnv:
+) -> VecEnv:  # fmt: skip
     """Environments by the name of their task, with the observation components given; with all if None."""
     spec = gymnasium.registry.get(task)
     entry_point = "" if spec is None else str(spec.entry_point)

@@ -1,7 +1,5 @@
 """`canter train` and `canter resume`: from a task to a trained policy, its learning curve and its video."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """Conversion of trajectories from and to other formats: the documented pickles, npz files, and Minari."""
 
-from __future__ import annotations
-
 import pickle
 import warnings
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Environments: the `VecEnv` contract, adapters for other interfaces, wrappers, and torch-native environments."""
 
-from __future__ import annotations
-
 from canter.envs.check import EnvReport, check_env
 from canter.envs.components import MotionFeatures, ObsComponents
 from canter.envs.dummy import DummyVecEnv

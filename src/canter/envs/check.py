@@ -1,7 +1,5 @@
 """`check_env`: reports which adapter canter chose for an environment, the resulting bootstrap, and likely defects."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

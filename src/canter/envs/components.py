@@ -1,7 +1,5 @@
 """Wrappers with windows of past values: parts of an observation for actor and critic, and motion features for AMP."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,14 +43,9 @@ class ObsComponents(VecEnvWrapper):
     """
 
     def __init__(
-        self,
-        env: VecEnv,
-        segments: Segments | None = None,
-        actor: Sequence[str] | None = None,
-        critic: Sequence[str] | None = None,
-        history: Mapping[str, int] | None = None,
-        last_action: bool = False,
-    ) -> None:
+        self, env: VecEnv, segments: Segments | None = None, actor: Sequence[str] | None = None,
+        critic: Sequence[str] | None = None, history: Mapping[str, int] | None = None, last_action: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(env)
         layouts, critic_segments = [], env.critic_obs_segments
         for box, names in ((env.obs_space, segments or env.obs_segments), (env.critic_obs_space, critic_segments)):

@@ -1,7 +1,5 @@
 """Single Gymnasium environments stepped together in one process, and the conversion between arrays and tensors."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

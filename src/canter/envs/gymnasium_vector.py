@@ -1,7 +1,5 @@
 """Gymnasium's `VectorEnv` in all three autoreset modes, and EnvPool, which has the same interface."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any

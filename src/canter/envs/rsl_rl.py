@@ -10,8 +10,6 @@
 | batched Gymnasium  | (reset) obs, info      | obs, rewards, terminated, truncated, info                 |
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The environment contract of canter: N environments stepped together, one `StepRecord` per step."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """`wrap_env` turns anything that looks like environments into a `VecEnv`, by registered adapters and names."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -60,13 +58,9 @@ def find_adapter(env: Any) -> Adapter | None:
 
 
 def wrap_env(
-    env: Any,
-    device: Device | None = None,
-    num_envs: int | None = None,
-    seed: int | None = None,
-    obs_groups: ObsGroups | None = None,
-    render_mode: str | None = None,
-) -> VecEnv:
+    env: Any, device: Device | None = None, num_envs: int | None = None, seed: int | None = None,
+    obs_groups: ObsGroups | None = None, render_mode: str | None = None,
+) -> VecEnv:  # fmt: skip
     """Adapt environments of any registered family to a `VecEnv`.
 
     Args:

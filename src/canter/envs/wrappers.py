@@ -1,7 +1,5 @@
 """Wrappers around a `VecEnv`: one that forwards everything, and those that change observations."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ therefore rewritten, library calls becoming elementwise operations, which can be
 parts, which run one after the other: random draws, arithmetic (the only part that is compiled), and the rest.
 """
 
-from __future__ import annotations
-
 import itertools
 import operator
 from collections import Counter

@@ -1,7 +1,5 @@
 """CUDA graphs of functions, and the flattening of nested arguments that graphs and recordings share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ and has no other effect. Its first calls run eagerly. Then it is captured as a C
 (`recording.py`), once for every combination of input shapes, and later calls are replays.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import warnings

@@ -1,7 +1,5 @@
 """Parameters stored in one vector, and tensor functions that torch offers only under private names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

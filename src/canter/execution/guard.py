@@ -5,8 +5,6 @@ made from Python or NumPy numbers, a replay repeats the decision or the numbers 
 calls make the host wait for the device.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

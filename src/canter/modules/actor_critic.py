@@ -1,7 +1,5 @@
 """The actor-critic for flat observations: hooks around two networks. A mixin extends a hook, never a public method."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Policies that switch between sub-policies by the obstacle in the observation."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Policies made of trained sub-policies, of which one acts at a time; loading them from their run directories."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Mapping, Sequence

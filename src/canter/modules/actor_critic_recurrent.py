@@ -1,7 +1,5 @@
 """The actor-critic with a memory before each MLP, whose state is (N, S, L, H): S = 2 for an LSTM, 1 for a GRU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

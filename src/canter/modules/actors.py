@@ -5,8 +5,6 @@ derives from `Critic` and implements `forward(obs)`. PPO uses `actor.distributio
 `critic.get_value(obs)`. Networks of Q-learning are in `canter.modules.q_networks`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Policies composed of mixins, a pipeline from left to right, and loading weights of other observation components."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 

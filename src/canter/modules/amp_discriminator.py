@@ -1,7 +1,5 @@
 """Adversarial motion priors (Peng 2021): a discriminator of expert and policy motion, and its style reward."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Building policies from names, settings and an environment's shapes."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Encoders of images and of windows of past observations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A mixin for policies that act without noise."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Parameters are plain tensors, so storage can keep them and a captured graph can 
 out because `torch.distributions` launches many small kernels. Half-precision parameters are converted to float32.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Encoders of named observation components, a stage before actor and critic."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ The torch classes decide everything on the device (which rows count, when to sto
 that an update may be captured in a CUDA graph. `RunningMeanStd` and `Normalizer` serve numpy data.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

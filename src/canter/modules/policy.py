@@ -1,7 +1,5 @@
 """The base class of policies: a pure core for algorithms (`forward`, `value`, `infer`), stateful calls for scripts."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field

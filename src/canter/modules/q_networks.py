@@ -4,8 +4,6 @@ A custom network derives from `DiscreteQNetwork` and implements `forward(obs)`, 
 implements `forward(obs, actions)`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from itertools import pairwise

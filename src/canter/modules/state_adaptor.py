@@ -1,7 +1,5 @@
 """A stage that predicts the privileged state, which only the critic observes, from the actor's observation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Stages that predict components of the state, for a loss and for the stages that follow."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Activations by name, initial weights, and the size of a convolution's output."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import warnings

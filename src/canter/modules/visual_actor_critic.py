@@ -1,7 +1,5 @@
 """A convolutional encoder of one image component, a stage before actor and critic."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Tuned settings by task: one YAML file each, in the layout of a run's config.yaml, in a folder for each algorithm."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from pathlib import Path

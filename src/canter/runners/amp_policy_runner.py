@@ -1,7 +1,5 @@
 """The on-policy runner for motion priors, with checks of the environment's motion features."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Data collection for DAgger: the student acts, and every step is labelled with the teacher's action."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Mapping
@@ -39,15 +37,10 @@ class DaggerSaver(DemonstrationSaver):
     """
 
     def __init__(
-        self,
-        *args: Any,
-        training_policy_logdir: str | Path,
-        teacher_act_prob: str | float | Schedule = "exp",
-        update_times_scale: float = 5000,
-        action_sample_std: float = 0.0,
-        log_to_tensorboard: bool = False,
+        self, *args: Any, training_policy_logdir: str | Path, teacher_act_prob: str | float | Schedule = "exp",
+        update_times_scale: float = 5000, action_sample_std: float = 0.0, log_to_tensorboard: bool = False,
         **kwargs: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(*args, **kwargs)
         self.training_policy_logdir = Path(training_policy_logdir)
         self.teacher_act_prob = GET_PROB_FUNC(teacher_act_prob, update_times_scale)

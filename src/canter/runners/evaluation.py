@@ -1,7 +1,5 @@
 """Deterministic policies and the statistics of their episodes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

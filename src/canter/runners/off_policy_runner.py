@@ -1,7 +1,5 @@
 """The off-policy iteration: one step of the environments, then learning from the replay buffer."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The on-policy iteration: collect a rollout, then learn from it."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Turns a training dict of either documented layout, or a config object, into one plan of a run."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools

@@ -1,7 +1,5 @@
 """The reports of a run: to its directory and logging services, to callbacks, and to a hyperparameter search."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import math

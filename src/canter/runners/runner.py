@@ -1,7 +1,5 @@
 """The training loop of every runner, with its logging, checkpoints, callbacks and evaluation."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -70,32 +68,16 @@ class Runner(ABC):
     num_steps_per_env = 1
 
     def __init__(
-        self,
-        env: Any,
-        train_cfg: Any = None,
-        log_dir: str | Path | None = None,
-        device: torch.device | str | None = None,
-        *,
-        cfg: Any = None,
-        algorithm: str | None = None,
-        actor_class: Any = None,
-        critic_class: Any = None,
-        actor_cfg: Mapping[str, Any] | None = None,
-        critic_cfg: Mapping[str, Any] | None = None,
-        obs_space: spaces.Space | None = None,
-        action_space: spaces.Space | None = None,
-        agent: Any = None,
-        save_dir: str | Path | None = None,
-        log_interval: int | None = None,
-        save_interval: int | None = None,
-        eval_env: Any = None,
-        eval_interval: int | None = None,
-        eval_episodes: int | None = None,
-        run_info: Mapping[str, Any] | None = None,
-        show_progress: bool = True,
-        q_network_class: Any = None,
+        self, env: Any, train_cfg: Any = None, log_dir: str | Path | None = None,
+        device: torch.device | str | None = None, *, cfg: Any = None, algorithm: str | None = None,
+        actor_class: Any = None, critic_class: Any = None, actor_cfg: Mapping[str, Any] | None = None,
+        critic_cfg: Mapping[str, Any] | None = None, obs_space: spaces.Space | None = None,
+        action_space: spaces.Space | None = None, agent: Any = None, save_dir: str | Path | None = None,
+        log_interval: int | None = None, save_interval: int | None = None, eval_env: Any = None,
+        eval_interval: int | None = None, eval_episodes: int | None = None,
+        run_info: Mapping[str, Any] | None = None, show_progress: bool = True, q_network_class: Any = None,
         q_network_cfg: Mapping[str, Any] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if isinstance(train_cfg, Algorithm):
             train_cfg, agent = None, train_cfg
         networks = {"actor_class": actor_class, "critic_class": critic_class, "q_network_class": q_network_class}
@@ -165,13 +147,9 @@ class Runner(ABC):
         return self.num_steps_per_env * self.env.num_envs
 
     def learn(
-        self,
-        num_learning_iterations: int | None = None,
-        init_at_random_ep_len: bool = False,
-        trial: Any = None,
-        *,
+        self, num_learning_iterations: int | None = None, init_at_random_ep_len: bool = False, trial: Any = None, *,
         total_timesteps: int | None = None,
-    ) -> LearnResult:
+    ) -> LearnResult:  # fmt: skip
         """Train for more iterations, or for more environment steps rounded up to whole iterations.
 
         With `init_at_random_ep_len` episodes start at random ages, so that they do not all end together. Metrics are

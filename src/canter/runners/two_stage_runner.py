@@ -1,7 +1,5 @@
 """Training in two stages: first on recorded trajectories, then in the environment."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -30,14 +28,9 @@ class TwoStageRunner(OnPolicyRunner):
     """
 
     def __init__(
-        self,
-        env: Any,
-        train_cfg: Any = None,
-        *args: Any,
-        pretrain_iterations: int | None = None,
-        pretrain_dataset: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+        self, env: Any, train_cfg: Any = None, *args: Any, pretrain_iterations: int | None = None,
+        pretrain_dataset: Mapping[str, Any] | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
         given = dict(train_cfg) if isinstance(train_cfg, Mapping) else {}
         given |= given.pop("runner", None) or {}
         iterations, source = given.pop("pretrain_iterations", None), given.pop("pretrain_dataset", None)

@@ -1,7 +1,5 @@
 """Filling a replay buffer with recorded data: trajectory files, a Minari dataset, episodes, or single steps."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

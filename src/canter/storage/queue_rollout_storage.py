@@ -1,7 +1,5 @@
 """Rollout storages with earlier rollouts in a ring, a teacher's labels, motion features, or next states."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -12,8 +12,6 @@ one row per episode, and a step that only resets an environment is not stored. `
 oldest to newest; uniform samples are drawn from it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math
@@ -63,18 +61,10 @@ class TransitionReplayBuffer:
     state_names: tuple[str, ...] = ("head", "count", "size", "is_started")
 
     def __init__(
-        self,
-        capacity: int,
-        obs_shape: Any,
-        action_shape: Any = (),
-        device: torch.device | str = "cpu",
-        obs_dtype: torch.dtype = torch.float32,
-        action_dtype: torch.dtype = torch.long,
-        critic_obs_shape: Any = None,
-        *,
-        num_envs: int = 1,
-        has_invalid_steps: bool = False,
-    ) -> None:
+        self, capacity: int, obs_shape: Any, action_shape: Any = (), device: torch.device | str = "cpu",
+        obs_dtype: torch.dtype = torch.float32, action_dtype: torch.dtype = torch.long, critic_obs_shape: Any = None,
+        *, num_envs: int = 1, has_invalid_steps: bool = False,
+    ) -> None:  # fmt: skip
         if capacity < num_envs or num_envs < 1:
             raise ValueError(f"capacity must be at least one step of each of {num_envs} environments, got {capacity}")
         self.capacity, self.num_envs, self.device = int(capacity), num_envs, torch.device(device)
@@ -105,18 +95,10 @@ class TransitionReplayBuffer:
         return fields | {"order": Field((), dtype=torch.int32)}
 
     def add(
-        self,
-        obs: Obs,
-        action: Tensor,
-        reward: Tensor,
-        next_obs: Obs,
-        done: Tensor,
-        *,
-        truncated: Tensor | None = None,
-        critic_obs: Obs | None = None,
-        next_critic_obs: Obs | None = None,
+        self, obs: Obs, action: Tensor, reward: Tensor, next_obs: Obs, done: Tensor, *,
+        truncated: Tensor | None = None, critic_obs: Obs | None = None, next_critic_obs: Obs | None = None,
         valid: Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Store one step of every environment. Tensor code only, so that it can be captured.
 
         `next_obs` is before any reset, `done` marks terminal states, `valid` is false where a step only reset.

@@ -1,7 +1,5 @@
 """Replay buffer of state pairs, such as past motion features for a discriminator."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -4,8 +4,6 @@ env a, dones . . . x . .   its steps go to columns 0 0 0 0 1 1, rows 0 1 2 3 0 1
 env b, dones . x . . x .   its steps go to columns 2 2 3 3 3 4, rows 0 1 0 1 2 0
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

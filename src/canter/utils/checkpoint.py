@@ -4,8 +4,6 @@ A file is an ordinary `torch.save` archive. Its zip comment (the last bytes) is 
 everything before the digest, so that any flipped bit is detected; torch alone misses almost all of them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Checkpoint manipulators: functions (loaded state, fresh state of the algorithm) -> state to load."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

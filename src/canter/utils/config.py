@@ -1,7 +1,5 @@
 """Settings are dataclass fields with a range or a list of choices; an unknown name is an error with a suggestion."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import difflib
@@ -74,14 +72,9 @@ def refuse_unknown(cls: type, unknown: Iterable[str]) -> None:
 
 
 def setting(
-    default: Any,
-    *,
-    low: float | None = None,
-    high: float = math.inf,
-    choices: tuple[str, ...] | None = None,
-    fixed: bool = False,
-    host: bool = False,
-) -> Any:
+    default: Any, *, low: float | None = None, high: float = math.inf, choices: tuple[str, ...] | None = None,
+    fixed: bool = False, host: bool = False,
+) -> Any:  # fmt: skip
     """Declare a setting with its range or choices.
 
     Args:

@@ -1,7 +1,5 @@
 """Progress of a training on the console: a live display on a terminal, one line per log entry elsewhere."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Files of a run directory: atomic writes, safe names, the lock of the directory, and the state of the code (git)."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

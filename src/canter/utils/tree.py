@@ -1,7 +1,5 @@
 """Functions of trees: a tensor, or a nested dict of tensors, such as an observation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Functions for observation segments, named tuples of arrays, and compressed images."""
 
-from __future__ import annotations
-
 import sys
 from collections import namedtuple
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Environments written as tensor code: thousands of copies step at once on any device."""
 
-from __future__ import annotations
-
 from canter.envs.torch_envs.base import TorchEnv
 from canter.envs.torch_envs.tasks import CartPole, Course, ImageReach, MaskedCartPole, Pendulum, PointRobot
 

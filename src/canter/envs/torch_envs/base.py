@@ -1,7 +1,5 @@
 """Base class of environments written as tensor code: time limits, resets, seeds and exact state."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import Any
 

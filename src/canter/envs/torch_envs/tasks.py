@@ -1,7 +1,5 @@
 """Torch-native tasks: Gymnasium's classic control, and point robots that follow commands, a course or an image."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -279,15 +277,10 @@ class Course(TorchEnv):
     action_space = spaces.Box(-10.0, 10.0, (2,))
 
     def __init__(
-        self,
-        num_envs: int,
-        device: Device = "cpu",
-        seed: int | None = None,
-        max_episode_length: int | None = None,
-        segments: Sequence[str] = ("flat", "mud", "flat", "beam", "flat"),
-        action_scale: float = 0.5,
+        self, num_envs: int, device: Device = "cpu", seed: int | None = None, max_episode_length: int | None = None,
+        segments: Sequence[str] = ("flat", "mud", "flat", "beam", "flat"), action_scale: float = 0.5,
         command_range: tuple[float, float] = (1.0, 1.0),
-    ) -> None:
+    ) -> None:  # fmt: skip
         unknown = [kind for kind in segments if kind not in KINDS]
         if unknown or not segments:
             raise ValueError(f"segments are of the kinds {', '.join(KINDS)}, got {list(segments)}")

@@ -1,7 +1,5 @@
 """Base class of datasets of recorded rollouts."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path

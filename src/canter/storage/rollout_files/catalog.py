@@ -7,8 +7,6 @@
 A file is complete before its line is written: a crash between the two costs a line, never a step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ The CRC is a fixed-width entry of the header's metadata. It is computed with zer
 bit anywhere is found, the header included. Any safetensors reader can open the file.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The logging backends and their table. A backend's own package is imported when the backend is opened."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import io

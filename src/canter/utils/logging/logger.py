@@ -1,7 +1,5 @@
 """The logger: cleans metrics and passes them to every backend. A failing backend does not stop the training."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math
