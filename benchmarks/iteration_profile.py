@@ -43,8 +43,8 @@ class CallTrace:
         if event not in ("call", "return") or not code.co_filename.startswith(SOURCE) or code.co_name in INNER:
             return
         if event == "call":
-            self.calls[code.co_filename[len(SOURCE) + 1 :], code.co_qualname] += 1
-            self.stack.append(code.co_qualname)
+            self.calls[code.co_filename[len(SOURCE) + 1 :], getattr(code, "co_qualname", code.co_name)] += 1
+            self.stack.append(getattr(code, "co_qualname", code.co_name))
             if len(self.stack) > self.deepest:
                 self.deepest, self.deepest_stack = len(self.stack), list(self.stack)
         elif self.stack:

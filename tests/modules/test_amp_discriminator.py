@@ -69,7 +69,7 @@ def test_style_alone_is_the_default_and_warns_once():
     assert [float(t) for t in totals] == [2.0, 2.0, 2.0]
 
 
-def test_the_style_reward_has_the_time_scale_of_the_task_reward():  # AMP defect 8: dt
+def test_the_style_reward_has_the_time_scale_of_the_task_reward():  # by dt
     plain, scaled = (constant(1.0, task_reward_lerp=0.5, style_dt=dt) for dt in (1.0, 0.02))
     task = torch.tensor([0.0])
     assert float(plain.predict_style_reward(torch.randn(1, 3), task)[2]) == 1.0
@@ -113,7 +113,7 @@ def test_the_least_squares_losses_by_hand():
     )  # fmt: skip
 
 
-def test_the_same_features_get_the_same_reward_alone_and_among_experts():  # AMP defect 6: no statistics of a batch
+def test_the_same_features_get_the_same_reward_alone_and_among_experts():  # no statistics of a batch
     made = AMPDiscriminator(**CFG, task_reward_lerp=0.5)
     policy, expert = torch.randn(4, 6), torch.randn(4, 6)
     alone = made(policy)

@@ -57,7 +57,7 @@ def test_an_environment_without_motion_is_refused_at_the_first_step():
         runner.learn(1)
 
 
-def test_plain_ppo_runs_with_a_warning():  # spec 6.2
+def test_plain_ppo_runs_with_a_warning():
     cfg = {"num_steps_per_env": 4, "policy": {"actor_hidden_dims": [8], "critic_hidden_dims": [8]}}
     with pytest.warns(UserWarning, match="PPO learns no style"):
         runner = AmpPolicyRunner(PointRobot(4, seed=1), cfg, None, "cpu", show_progress=False)

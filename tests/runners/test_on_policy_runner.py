@@ -298,7 +298,7 @@ def test_nothing_is_written_without_a_directory(make_runner, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("has_cuda", [True, False])
-def test_the_device_is_a_gpu_if_there_is_one(monkeypatch, has_cuda):  # row R32
+def test_the_device_is_a_gpu_if_there_is_one(monkeypatch, has_cuda):
     from canter.utils.runtime import resolve_device
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)

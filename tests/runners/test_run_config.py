@@ -22,7 +22,7 @@ def typo(name):
     return name[:-1] + "z" if len(name) > 4 else name + "zz"
 
 
-# ------------------------------------------------------------------ unknown names, F64
+# ------------------------------------------------------------------ unknown names
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_typo_of_any_setting_in_the_config_object_names_it(name):
     with pytest.raises(TypeError, match=f"PPOConfig has no setting '{typo(name)}'; did you mean '"):
@@ -97,7 +97,7 @@ def test_keys_of_launchers_are_left_to_them(tiny):
     assert parse_train_cfg({**tiny(), **dict.fromkeys(LAUNCHER_KEYS, "x")}).algorithm == "PPO"
 
 
-# ------------------------------------------------------------------ unknown classes, F65
+# ------------------------------------------------------------------ unknown classes
 @pytest.mark.parametrize(
     ("section", "message"),
     [

@@ -72,7 +72,7 @@ class TimeOutsOnly:
 
 
 def fill(env, buffer, num_steps):
-    """Run as an algorithm does; time-outs without a final observation count as ends (behaviour 1.5)."""
+    """Run as an algorithm does; time-outs without a final observation count as ends."""
     obs, _ = env.reset()
     for step in range(num_steps):
         actions = torch.full((env.num_envs,), step % 5)

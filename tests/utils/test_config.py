@@ -33,14 +33,14 @@ def test_settings_have_defaults_and_take_keywords():
         Walk(2.0)
 
 
-def test_an_unknown_setting_names_its_owner_and_the_nearest():  # decision 12
+def test_an_unknown_setting_names_its_owner_and_the_nearest():
     with pytest.raises(TypeError, match=r"^Run has no setting 'spede'; did you mean 'speed'\?$"):
         Run(spede=1.0)
     with pytest.raises(TypeError, match="Walk has no setting 'colour'; it has num_steps_per_env, speed, step_height"):
         Walk(colour="red")
 
 
-def test_a_none_for_an_unknown_setting_is_ignored():  # decision 12
+def test_a_none_for_an_unknown_setting_is_ignored():
     assert Walk(colour=None, speed=5.0).speed == 5.0
     assert check_settings("Walk", {"colour": None, "speed": None}, ["speed"]) == {"speed": None}
 
@@ -114,6 +114,6 @@ def test_a_whole_number_may_come_as_a_float():
         ("num_steps_per_env", [24], "int"),
     ],
 )
-def test_a_setting_of_the_wrong_kind_is_an_error_that_names_it(name, value, kind):  # F64
+def test_a_setting_of_the_wrong_kind_is_an_error_that_names_it(name, value, kind):
     with pytest.raises(TypeError, match=rf"PPOConfig: {name} must be {kind}, got "):
         PPOConfig(**{name: value})
