@@ -40,13 +40,13 @@ def behaviour_errors(alg, minibatch_step):
 
 @pytest.mark.parametrize("has_invalid_steps", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_policy_that_learns_is_the_one_that_acted(make_ppo, collect, kind, has_invalid_steps):
+def test_the_policy_that_learns_is_the_one_that_acted(make_ppo, collect, kind, has_invalid_steps, minibatch_step):
     settings = {"learning_rate": 0.0, "num_learning_epochs": 2, "num_mini_batches": 3, "empirical_normalization": True}
     alg, env = make_ppo(kind, 6, 8, has_invalid_steps=has_invalid_steps, **settings)
     for iteration in range(3):  # from the second on, the normalisers have statistics and the memories a past
         collect(alg, env)
         assert alg.rollout.dones[:-1].any()  # episodes end inside the rollout
-        errors = behaviour_errors(alg)
+        errors = behaviour_errors(alg, minibatch_step)
         assert errors.shape == (6, 3)
         # A matrix product rounds its rows differently for other batch sizes, which moves a log-probability of size 8 by
         # one or two units in the last place, 4.8e-7 each; nothing else may differ.

@@ -110,7 +110,7 @@ def check_value(owner: str, field: dataclasses.Field[Any], value: Any) -> Any:
             value = int(value)
         allowed = tuple(kind for name in kinds for kind in KINDS[name])
         if not isinstance(value, allowed) or (isinstance(value, bool) and "bool" not in kinds):
-            raise TypeError(f"{owner}: {field.name} must be {field.type}, got {value!r}")
+            raise TypeError(f"{owner}: {field.name} must be {' | '.join(declared_kinds(field))}, got {value!r}")
     choices, low = field.metadata.get("choices"), field.metadata.get("low")
     if choices is not None and value is not None and value not in choices:
         raise ValueError(f"{field.name} must be one of {', '.join(choices)}, got {value!r}")
