@@ -1,5 +1,6 @@
 """CUDA graphs of functions, and the flattening of nested arguments that graphs and recordings share."""
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ class Graph:
         self.graph = torch.cuda.CUDAGraph()
         for generator in generators:
             self.graph.register_generator_state(generator)
+        gc.collect()  # an autograd graph of an eager call that waits for the collector would break the capture
         torch.cuda.synchronize()
         with torch.cuda.graph(self.graph):
             self.outputs = fn(*rebuild(args, iter(self.inputs)))
