@@ -14,7 +14,7 @@ import torch
 from canter.algorithms.foreign import import_state
 from canter.utils.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from canter.utils.ckpt_manipulator import MANIPULATORS
-from canter.utils.files import remove_stale_temps, safe_join
+from canter.utils.files import atomic_write, remove_stale_temps, safe_join
 from canter.utils.runtime import rng_state, set_rng_state
 from canter.utils.tree import tree_map
 
@@ -46,9 +46,14 @@ class Checkpoints:
         return safe_join(self.directory, name)
 
     def save(self, path: Path, infos: Any = None) -> None:
-        """Write the learned state and the state for exact continuation."""
+        """Write a checkpoint that is never removed."""
         if path.parent == self.directory and path.name in self.periodic:
             self.periodic.remove(path.name)
+            atomic_write(path.parent / PERIODIC, json.dumps(self.periodic).encode())
+        self._write(path, infos)
+
+    def _write(self, path: Path, infos: Any = None) -> None:
+        """Write the learned state and the state for exact continuation."""
         runner = self.runner
         resume = {"num_envs": runner.env.num_envs, "rng": rng_state(), "env": runner.env.get_state()}
         resume |= {"algorithm": runner.alg.resume_state(), "runner": runner.extra_state()}
@@ -101,12 +106,15 @@ class Checkpoints:
         if self.directory is None:
             return
         path, keep = self.directory / f"model_{self.runner.iteration}.pt", self.runner.cfg.keep_checkpoints
-        self.save(path)
-        if keep is not None:
-            self.periodic.append(path.name)
-            removed = {old.name for old in prune_checkpoints(self.directory, keep, self.periodic)}
-            self.periodic = [name for name in self.periodic if name not in removed]
-            (self.directory / PERIODIC).write_text(json.dumps(self.periodic))
+        if keep is None:
+            self._write(path)
+            return
+        # The name first: a process killed in between must not leave a file that is never removed.
+        self.periodic = [*(name for name in self.periodic if name != path.name), path.name]
+        atomic_write(self.directory / PERIODIC, json.dumps(self.periodic).encode())
+        self._write(path)
+        removed = {old.name for old in prune_checkpoints(self.directory, keep, self.periodic)}
+        self.periodic = [name for name in self.periodic if name not in removed]
 
     def save_after(self, error: BaseException) -> None:
         """Write the state at an error to crash/, where `resume` does not find it, without hiding the error."""
