@@ -5,10 +5,12 @@ import dataclasses
 import pytest
 import torch
 
+from canter.algorithms import Estimation, MotionPrior, Teacher
 from canter.algorithms.appo import APPO, ATPPO, APPOAlgoMixin, APPOConfig
 from canter.algorithms.motion_prior import LARGEST_FEATURE
 from canter.algorithms.ppo import PPO
 from canter.algorithms.tppo import TPPO
+from canter.modules import ActorCritic, ActorCriticRecurrent, AmpMixin, EstimatorMixin
 from canter.modules.all_mixer import AmpActorCritic, AmpActorCriticRecurrent
 from canter.storage.queue_rollout_storage import AmpRolloutStorage
 
@@ -464,3 +466,50 @@ def test_the_config_of_a_run_reaches_the_algorithm(noise_env):
     alg = APPO(AmpActorCritic(3, 5, 2, amp_discriminator=DISCRIMINATOR), cfg=cfg)
     assert (alg.discriminator_loss_coef, alg.num_learning_epochs) == (0.5, 2)
     assert alg.motion_prior.own_optimizer is None
+
+
+class MixedPolicy(AmpMixin, EstimatorMixin, ActorCritic):
+    """Estimates a part of the critic's observation, and has a discriminator."""
+
+
+class MixedRecurrentPolicy(AmpMixin, EstimatorMixin, ActorCriticRecurrent):
+    """The same with memories."""
+
+
+class Everything(PPO):
+    """PPO with every extension."""
+
+    extension_classes = (Teacher, MotionPrior, Estimation)
+
+
+@pytest.mark.filterwarnings("ignore:the teacher has no teacher_ac_path")
+@pytest.mark.parametrize("policy_class", [MixedPolicy, MixedRecurrentPolicy])
+def test_all_extensions_work_together_and_recorded_equals_eager(noise_env, collect, policy_class):
+    segments = {"a": 1, "b": 2}
+    sizes = {"actor_hidden_dims": (8,), "critic_hidden_dims": (8,), "obs_segments": segments}
+    sizes |= {"rnn_hidden_size": 8} if policy_class is MixedRecurrentPolicy else {}
+    mirrors = {"a": "same", "b": [1, -1]}
+    settings = {
+        "teacher_policy": {"class_name": "ActorCritic", "num_actor_obs": 5, "num_critic_obs": 5, "num_actions": 2},
+        "rnd_cfg": {"weight": 0.1, "num_outputs": 4},
+        "symmetry_cfg": {"obs": mirrors, "critic_obs": {**mirrors, "c": [1, -1]}, "actions": [1, -1]},
+        "teacher_act_prob": 0.5, "num_mini_batches": 2, "empirical_normalization": True, "schedule": "adaptive",
+    }  # fmt: skip
+    results = []
+    for execution in ("eager", "auto"):
+        torch.manual_seed(0)
+        policy = policy_class(
+            3, 5, 2, amp_discriminator=DISCRIMINATOR, critic_obs_segments={**segments, "c": 2},
+            estimator_target_components=["c"], **sizes,
+        )  # fmt: skip
+        env, alg = amp_env(noise_env), Everything(policy, seed=3, execution=execution, **settings)
+        alg.prepare(env, 6)
+        assert set(alg.extensions) == {"rnd", "symmetry", "teacher", "motion_prior", "estimation"}
+        for iteration in range(5):
+            collect(alg, env)
+            losses, stats = alg.update(iteration)
+        names = {"surrogate_loss", "value_loss", "rnd_loss", "mirror_loss", "distillation_loss", "estimator_loss"}
+        assert names | {"discriminator_expert_loss", "total_loss"} <= losses.keys()
+        assert stats["nonfinite_updates"] == 0
+        results.append(torch.cat([p.detach().flatten() for p in alg.policy.parameters()]))
+    assert torch.equal(*results)

@@ -1,6 +1,7 @@
 """From a training dict or a config object to a plan: nothing misspelt is accepted, nothing given is lost."""
 
 import dataclasses
+import warnings
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from canter.envs.torch_envs import PointRobot
 from canter.modules.actor_critic import ActorCritic
 from canter.modules.actors import MLPActor, MLPCritic
 from canter.runners import OnPolicyRunner
-from canter.runners.run_config import LAUNCHER_KEYS, config_from, find_algorithm, make_plan, parse_train_cfg
+from canter.runners.run_config import LAUNCHER_KEYS, config_from, find_algorithm, make_plan, parse_train_cfg, warn_once
 from canter.utils.config import OTHER_SPELLINGS
 
 SETTINGS = sorted(f.name for f in dataclasses.fields(PPOConfig))
@@ -239,3 +240,13 @@ def test_projects_of_loggers_become_their_settings():
 
 def test_settings_of_the_algorithm_may_stand_at_the_top(tiny):
     assert parse_train_cfg(tiny(empirical_normalization=True)).cfg.empirical_normalization is True
+
+
+def test_a_dict_that_leaves_out_epochs_minibatches_or_schedule_is_told_its_defaults_once(tiny):
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="leaves out settings of PPO: using num_mini_batches=1, schedule='fixed'"):
+        parse_train_cfg(tiny(algorithm={"num_learning_epochs": 2}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parse_train_cfg(tiny(algorithm={"num_learning_epochs": 2}))
+        parse_train_cfg(tiny(algorithm={"num_learning_epochs": 2, "num_mini_batches": 1, "schedule": "fixed"}))
