@@ -244,7 +244,7 @@ def test_settings_of_the_algorithm_may_stand_at_the_top(tiny):
 
 def test_a_dict_that_leaves_out_epochs_minibatches_or_schedule_is_told_its_defaults_once(tiny):
     warn_once.cache_clear()
-    with pytest.warns(UserWarning, match="leaves out settings of PPO: using num_mini_batches=1, schedule='fixed'"):
+    with pytest.warns(UserWarning, match="leaves out settings of PPO: using schedule='fixed'"):
         parse_train_cfg(tiny(algorithm={"num_learning_epochs": 2}))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
