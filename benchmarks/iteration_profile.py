@@ -25,7 +25,7 @@ class CallTrace:
 
     def __init__(self) -> None:
         self.calls: Counter[tuple[str, str]] = Counter()
-        self.depth = self.deepest = 0
+        self.deepest = 0
         self.deepest_stack: list[str] = []
         self.stack: list[str] = []
         self.iteration = 0

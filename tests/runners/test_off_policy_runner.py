@@ -399,3 +399,12 @@ def test_a_nan_reward_is_an_error():
         warnings.simplefilter("ignore")
         with pytest.raises(RuntimeError, match="NaN or infinity in 'reward'"):
             make("sac", Broken(2)).learn(10)
+
+
+def test_arguments_are_taken_in_the_documented_order_and_no_more_of_them(tmp_path):
+    env = CartPole(1)
+    runner = OffPolicyRunner(env, DQNConfig(), "dqn", None, env.obs_space, env.action_space, None, None, tmp_path / "a")
+    assert runner.log_dir == tmp_path / "a"
+    runner.close()
+    with pytest.raises(TypeError, match="at most 17 positional arguments"):
+        OffPolicyRunner(env, *[None] * 17)

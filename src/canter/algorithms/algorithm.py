@@ -115,11 +115,6 @@ class Algorithm:
         self.generators: dict[str, torch.Generator] = {}
         self.live = SimpleNamespace()
         self.live_values: dict[str, Any] = {}
-        self.loss_weights: dict[str, Any] = {}
-        """Weight of each loss by name: a number, or a device scalar such as `live.entropy_coef`."""
-        self.first_weights: dict[str, float] = {}
-        self.changed_weights: dict[str, Tensor] = {}
-        self.zero_weights: frozenset[str] = frozenset()
         self.sync_settings()
         self.on_record: list[Callable[[StepRecord], None]] = []
         """Tensor functions called with every record, inside the recorded step."""
@@ -208,20 +203,6 @@ class Algorithm:
         """A 0-dim tensor that recorded functions read; `fill_` changes it."""
         with torch.inference_mode(False):
             return torch.tensor(float(value), device=self.device)
-
-    def weighted_sum(self, losses: Mapping[str, Tensor]) -> Tensor:
-        """The sum of the losses, each times its weight: an entry of `loss_weights`, or the setting `<name>_coef`."""
-        total = None
-        for name, loss in losses.items():
-            if name not in self.loss_weights:
-                if f"{name}_coef" not in self.setting_fields:
-                    raise KeyError(f"loss {name!r} has no weight: set loss_weights[{name!r}] or declare {name}_coef")
-                self.loss_weights[name] = getattr(self.live, f"{name}_coef")
-            weight = self.loss_weights[name]
-            # A loss of weight zero is only reported: without its gradient the backward pass is shorter.
-            if not (name in self.zero_weights if torch.is_tensor(weight) else weight == 0.0):
-                total = loss * weight if total is None else total + loss * weight
-        return next(iter(losses.values())) * 0.0 if total is None else total
 
     def recording_key(self) -> tuple[Any, ...]:
         """What else recorded functions depend on, as hashable values. Extended by subclasses."""

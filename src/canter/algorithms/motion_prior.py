@@ -246,9 +246,7 @@ class MotionPrior(Extension):
 
     def metrics(self) -> dict[str, Tensor]:
         """Mean style and task reward of the rollout."""
-        means = {name: value for name, value in self.rewards.averages().items() if name != "count"}
-        self.rewards.reset()
-        return means
+        return self.rewards.take()
 
     def checkpoint_parts(self) -> dict[str, Any]:
         """Feature normalisers and the discriminator's optimizer; the discriminator is part of the policy."""

@@ -151,7 +151,11 @@ class PPO(Algorithm):
         self.clip = self.device_scalar(self.cfg.clip_param)
         self.clip_fraction_left = 1.0
         scalars = {"value_loss": self.live.value_loss_coef, "entropy": self.live.entropy_coef}
-        self.loss_weights.update({"surrogate_loss": 1.0, **scalars})
+        self.loss_weights: dict[str, Any] = {"surrogate_loss": 1.0, **scalars}
+        """Weight of each loss by name: a number, or a device scalar such as `live.entropy_coef`."""
+        self.first_weights: dict[str, float] = {}
+        self.changed_weights: dict[str, Tensor] = {}
+        self.zero_weights: frozenset[str] = frozenset()
         self.std_bounds: dict[str, Tensor | None] = {}
         self.bounds_by_action: dict[tuple[float, ...], Tensor] = {}
         self.storage: Any = None
@@ -292,8 +296,7 @@ class PPO(Algorithm):
     def process_step(self, record: StepRecord, transition: Mapping[str, Any] | None = None) -> None:
         """Finish a transition, the newest or the one given, with the record of the step it led to."""
         storage = self.storage
-        if storage.step >= storage.num_transitions_per_env:
-            storage.check_space()
+        storage.check_space()
         extras = {name: value for e in self.extensions.values() for name, value in e.record_fields(record).items()}
         reached: Any = record.critic_obs if self.needs_next_obs else None
         needed = record._replace(obs=None, critic_obs=reached, extras=extras)  # pyright: ignore[reportArgumentType]
@@ -512,6 +515,20 @@ class PPO(Algorithm):
                 inter_vars["kl"], stats["kl"] = kl, batch.mean(kl)
         return Terms(losses, inter_vars, stats)
 
+    def weighted_sum(self, losses: Mapping[str, Tensor]) -> Tensor:
+        """The sum of the losses, each times its weight: an entry of `loss_weights`, or the setting `<name>_coef`."""
+        total = None
+        for name, loss in losses.items():
+            if name not in self.loss_weights:
+                if f"{name}_coef" not in self.setting_fields:
+                    raise KeyError(f"loss {name!r} has no weight: set loss_weights[{name!r}] or declare {name}_coef")
+                self.loss_weights[name] = getattr(self.live, f"{name}_coef")
+            weight = self.loss_weights[name]
+            # A loss of weight zero is only reported: without its gradient the backward pass is shorter.
+            if not (name in self.zero_weights if torch.is_tensor(weight) else weight == 0.0):
+                total = loss * weight if total is None else total + loss * weight
+        return next(iter(losses.values())) * 0.0 if total is None else total
+
     def optimizer_step(self, terms: Terms, total: Tensor) -> dict[str, Tensor]:
         """Minimise the total loss by one step of every optimizer; returns the losses and statistics."""
         extensions = self.extensions.values()
@@ -613,11 +630,10 @@ class PPO(Algorithm):
         storage = self.storage
         used = slice(storage.older, storage.older + storage.step)  # the newest rollout
         valid = storage.data["valid"][used].squeeze(-1) if storage.has_invalid_steps else None
-        values = storage.data["values"][used]
         scalars = self.meter.averages() | {
             "stats/learning_rate": self.lr,
             "stats/used_current_value": self.used_current_value,
-            "stats/rollout/mean_value": values.mean() if valid is None else masked_mean(values, valid),
+            "stats/rollout/mean_value": masked_mean(storage.data["values"][used], valid),
         }
         if "sigma" in storage.param_shapes:
             scalars["stats/policy/mean_noise_std"] = masked_mean(storage.data["sigma"][used], valid)

@@ -169,9 +169,7 @@ class RND(Extension):
 
     def metrics(self) -> dict[str, Tensor]:
         """Mean rewards of the rollout and the weight."""
-        means = {name: value for name, value in self.rewards.averages().items() if name != "count"}
-        self.rewards.reset()
-        return means
+        return self.rewards.take()
 
     def checkpoint_parts(self) -> dict[str, Any]:
         """Networks with their normalisers, and the optimizer."""

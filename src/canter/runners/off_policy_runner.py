@@ -31,6 +31,8 @@ class OffPolicyRunner(Runner):
     ways_to_set_length = "learn(total_timesteps) or max_timesteps"
 
     def __init__(self, env: Any, cfg: Any = None, algorithm: str | None = None, *args: Any, **options: Any) -> None:
+        if len(args) > len(DOCUMENTED_ORDER):
+            raise TypeError(f"OffPolicyRunner takes at most {len(DOCUMENTED_ORDER) + 3} positional arguments")
         super().__init__(env, cfg, algorithm=algorithm, **dict(zip(DOCUMENTED_ORDER, args, strict=False)), **options)
 
     def set_up(self) -> None:

@@ -56,6 +56,12 @@ class MeanMeter:
         count = self.total[-1]
         return dict(zip(self.names, (self.total[:-1] / count.clamp(min=1)).unbind(), strict=True)) | {"count": count}
 
+    def take(self) -> dict[str, Tensor]:
+        """Mean of every scalar on the device, without the count; starts anew."""
+        averages = {name: value for name, value in self.averages().items() if name != "count"}
+        self.reset()
+        return averages
+
     def means(self) -> dict[str, float]:
         """Mean of every scalar, and `count`."""
         averages = self.averages()
