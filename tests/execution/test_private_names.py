@@ -156,7 +156,7 @@ import sys
 import canter.algorithms, canter.envs, canter.modules, canter.runners, canter.storage
 print([name for name in sys.modules if name.startswith("canter.execution.")])
 """
-    needed = {"executor", "cuda_graph", "flat_parameters"}
+    needed = {"executor", "cuda_graph", "flat_parameters", "python_state"}
     assert set(ast.literal_eval(run_python(code))) == {f"canter.execution.{name}" for name in needed}
 
 

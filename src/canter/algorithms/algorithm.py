@@ -1,6 +1,7 @@
 """Base of every algorithm: settings that stay live while it trains, loss weights, saving and loading."""
 
 import dataclasses
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from types import NoneType, SimpleNamespace
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from canter.algorithms.foreign import import_state
 from canter.envs.vec_env import StepRecord
 from canter.envs.wrap import wrap_env
+from canter.execution import ACTIVE_TRACERS, note_host_read
 from canter.execution.executor import Executor
 from canter.utils.checkpoint import check_compatible
 from canter.utils.config import check_settings, check_value, combined_settings, declared_kinds, setting, settings
@@ -79,6 +81,23 @@ class Terms(NamedTuple):
     stats: dict[str, Tensor]
 
 
+class Counter:
+    """Attribute that the run counts up. A recorded function that reads it cannot be replayed, and runs eagerly."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            return self
+        if ACTIVE_TRACERS:
+            note_host_read(self.name)
+        return instance.__dict__[self.name]
+
+    def __set__(self, instance: Any, value: int) -> None:
+        instance.__dict__[self.name] = value
+
+
 class Algorithm:
     """Holds its settings as `cfg`; a setting is read and assigned as an attribute, `alg.gamma = 0.98`.
 
@@ -95,6 +114,7 @@ class Algorithm:
     """Extensions whose settings are this class's own; those of all base classes are used too."""
     learns_from_replay: ClassVar[bool] = False
     """Whether the algorithm is off-policy."""
+    current_learning_iteration = Counter()
     cfg: Any
     extensions: dict[str, Any]
     policy: Any
@@ -165,6 +185,8 @@ class Algorithm:
         """Assign an attribute; a setting is checked and takes effect at once."""
         fields = self.__dict__.get("setting_fields", {})
         if name not in fields or hasattr(type(self), name):
+            if name not in self.__dict__ and not hasattr(type(self), name) and is_user_code():
+                self.__dict__.setdefault("user_attributes", set()).add(name)
             object.__setattr__(self, name, value)
             return
         field = fields[name]
@@ -198,6 +220,17 @@ class Algorithm:
             elif not (field.metadata.get("host") or field.metadata.get("fixed")):
                 key.append(value if isinstance(value, str | int | tuple | NoneType) else repr(value))
         self.executor.constants = (*key, *self.recording_key())
+
+    def notice_changes(self) -> None:
+        """Take over what user code changed: settings, and Python objects that recorded functions may read."""
+        self.sync_settings()
+        if self.executor.replays:
+            self.executor.watch(self.watched_objects())
+
+    def watched_objects(self) -> dict[str, Any]:
+        """Python objects that user code may change: the policy, the extensions, attributes of its own."""
+        own = {name: self.__dict__[name] for name in self.__dict__.get("user_attributes", ()) if name in self.__dict__}
+        return {"policy": self.policy, **self.extensions, **own}
 
     def device_scalar(self, value: float) -> torch.Tensor:
         """A 0-dim tensor that recorded functions read; `fill_` changes it."""
@@ -315,6 +348,14 @@ class Algorithm:
     def load(self, path: str) -> Any:
         """Read a checkpoint."""
         return self.runner().load(path)
+
+
+def is_user_code() -> bool:
+    """Whether the code that assigns an attribute is outside canter."""
+    frame: Any = sys._getframe(1)
+    while frame.f_code.co_name == "__setattr__":
+        frame = frame.f_back
+    return not frame.f_globals.get("__name__", "").startswith("canter.")
 
 
 def is_run_settings(cls: type) -> bool:

@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from canter.algorithms.algorithm import Algorithm, AlgorithmSettings, CommonRunSettings
+from canter.algorithms.algorithm import Algorithm, AlgorithmSettings, CommonRunSettings, Counter
 from canter.algorithms.optim import GuardedOptimizer, backward
 from canter.envs.vec_env import StepRecord
 from canter.execution.flat_parameters import FlatParameters
@@ -104,6 +104,7 @@ class OffPolicyAlgorithm(Algorithm):
     runner_name: ClassVar[str] = "OffPolicyRunner"
     network_names: ClassVar[tuple[str, ...]] = ()  # constructor arguments that choose the networks
     replay_class: Any = TransitionReplayBuffer
+    timesteps, num_updates = Counter(), Counter()
     env: Any
     action_space: Any
 
@@ -286,7 +287,7 @@ class OffPolicyAlgorithm(Algorithm):
 
     def update(self, gradient_steps: int | None = None) -> dict[str, float]:
         """Take gradient steps and return their metrics; {} while too few steps are stored."""
-        self.sync_settings()
+        self.notice_changes()
         if not self.can_learn:
             return {}
         self.train(self.cfg.gradient_steps if gradient_steps is None else gradient_steps)
@@ -295,6 +296,7 @@ class OffPolicyAlgorithm(Algorithm):
     def train(self, gradient_steps: int) -> None:
         """Take gradient steps; nothing is read from the device."""
         self.prepare()
+        self.executor.begin_iteration()
         for optimizer in self.optimizers.values():
             optimizer.take_assigned_rates()
         trainable = [p.requires_grad for optimizer in self.optimizers.values() for p in optimizer.parameters]
@@ -355,7 +357,7 @@ class OffPolicyAlgorithm(Algorithm):
 
     def report(self) -> dict[str, float]:
         """Mean metrics of the gradient steps since the last report, and the learning rates."""
-        self.sync_settings()
+        self.notice_changes()
         found: dict[str, float] = {}
         for meter in (self.meter, self.slow_meter):
             means = meter.means()

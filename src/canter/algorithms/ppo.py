@@ -246,7 +246,8 @@ class PPO(Algorithm):
         """Sample actions for N environments and begin their transition."""
         storage = self.rollout if self.storage is None else self.storage
         if storage.step == 0:
-            self.sync_settings()
+            self.executor.begin_iteration()
+            self.notice_changes()
         hidden = self.policy.hidden(storage.num_envs) if storage.hidden_shapes else {}
         step = self.executor.run("act", self.act_step, obs, None if critic_obs is obs else critic_obs, hidden)
         self.transition.__dict__ = step
@@ -371,7 +372,8 @@ class PPO(Algorithm):
         generator = getattr(env, "generator", None)
         if generator is not None and generator not in self.executor.generators:
             self.executor.generators.append(generator)
-        self.sync_settings()
+        self.executor.begin_iteration()
+        self.notice_changes()
         storage, given = self.rollout, None if critic_obs is obs else critic_obs
         storage.step = storage.num_transitions_per_env
         hidden = self.policy.hidden(storage.num_envs)
@@ -398,7 +400,10 @@ class PPO(Algorithm):
         extensions, storage = self.extensions.values(), self.storage
         for extension in extensions:
             extension.begin_update(self.current_learning_iteration)
-        self.sync_settings()
+        if extensions:
+            self.notice_changes()
+        else:
+            self.sync_settings()
         self.meter = self.meters[self.executor.constants]  # other settings, other names
         self.meter.reset()
         target_kl = self.cfg.target_kl if self.uses_rewards else None

@@ -16,6 +16,9 @@ class Graph:
     they never move. `generators` are those that `fn` may draw from.
     """
 
+    last_look: int
+    """Number of the executor's last look at the function."""
+
     def __init__(
         self, fn: Callable[..., Any], args: Any, leaves: list[Tensor], generators: list[Generator], owned: set[int]
     ) -> None:
@@ -41,10 +44,10 @@ class Graph:
 
 
 def describe(tree: Any, leaves: list[Tensor]) -> Any:
-    """Hashable description of nested containers (structure, shapes, dtypes); appends their tensors to `leaves`."""
+    """Hashable description of nested containers (structure, shapes, dtypes, strides); appends their tensors to `leaves`."""
     if isinstance(tree, Tensor):
         leaves.append(tree)
-        return tree.shape, tree.dtype
+        return tree.shape, tree.dtype, tree.stride()
     if tree is None:
         return None
     if isinstance(tree, dict):

@@ -1,27 +1,31 @@
 """The executor: runs pure tensor functions eagerly, as CUDA graphs, or on a CPU as recordings.
 
 A function given to an `Executor` takes and returns tensors (nested in dicts and tuples), may write to tensors in place,
-and has no other effect. Its first calls run eagerly. Then it is captured as a CUDA graph (`cuda_graph.py`) or recorded
-(`recording.py`), once for every combination of input shapes, and later calls are replays.
+and has no other effect. Its first calls run eagerly, two of them traced (`trace.py`). If both did the same, it is
+captured as a CUDA graph (`cuda_graph.py`) or recorded (`recording.py`), once for every combination of input shapes, and
+later calls are replays. Users' code runs inside these functions and may break the rule, so a function is traced again
+in iterations 2, 4, 8, ... and whenever Python objects have changed; if it did something else, it runs eagerly from then on.
 """
 
 import functools
 import importlib.util
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from canter.execution.cuda_graph import Graph, describe
+from canter.execution.cuda_graph import Graph, describe, rebuild
+from canter.execution.python_state import snapshot
 
 T = TypeVar("T")
 
 EXECUTIONS = ("auto", "eager", "graph", "compile")
 PRECISIONS = ("tf32", "fp32", "bf16")
-EAGER_CALLS = 2  # before capture, so that libraries and compilers finish their warm-up
+WARM_UP_CALLS = 2  # before a GPU's traces, so that libraries and compilers finish their warm-up
+MAX_RENEWALS = 3  # a function that differs because Python objects have changed is recorded anew so many times
 MAX_GRAPHS = 32  # per function; if its shapes change more often than this, capture costs more than it saves
 
 
@@ -49,14 +53,27 @@ class Executor:
         self.autocast: Callable[[], Any] = nullcontext  # for matrix products
         if self.is_cuda and precision == "bf16":  # without its cache, whose casts of weights would be frozen in a graph
             self.autocast = functools.partial(torch.autocast, "cuda", torch.bfloat16, cache_enabled=False)
-        self.eager_only: set[str] = set()  # names of functions that cannot be captured or recorded
+        self.eager_only: dict[str, str] = {}  # names of functions that cannot be replayed, with the reason
         self.graphs: dict[Any, Any] = {}  # Graph or Recording by signature
         self.calls: dict[Any, int] = {}  # by signature
+        self.traces: dict[Any, Any] = {}  # of the last traced run and the state number then, by signature
+        self.verified: set[Any] = set()  # signatures whose two traces agree, to be captured in the next call
+        self.roots: Mapping[str, Any] = {}  # Python objects that functions read, by name
+        self.state: dict[str, Any] | None = None  # snapshot of these objects
+        self.state_number = 0  # counts the changes of these objects
+        self.iteration = 0
+        self.look = 0  # graphs that were last looked at before this number are looked at again
+        self.renewals: dict[str, int] = {}  # by name
         self.results: dict[int, Graph] = {}  # by the id of the outputs that a graph returns
         self.owned: set[int] = set()  # addresses of the tensors of all graphs
         self.constants_numbers: dict[Any, int] = {}
         self.numbered_constants: Any = None
         self.constants_number = 0
+
+    @property
+    def replays(self) -> bool:
+        """Whether functions are replayed."""
+        return self.uses_graphs or self.records
 
     def compile(self, fn: Callable[..., T]) -> Callable[..., T]:
         """Compile a pure function at its first call; if it cannot be compiled, it runs uncompiled, with one warning."""
@@ -95,21 +112,27 @@ class Executor:
             parts.append(describe(arg, leaves) if source is None else source.description)
         signature = (name, tuple(parts), self.constants_number, torch.is_inference_mode_enabled())
         graph = self.graphs.get(signature)
-        if graph is not None:
+        if graph is not None and graph.last_look == self.look:
             return graph.replay(leaves)
-        self.calls[signature] = self.calls.get(signature, 0) + 1
-        if self.calls[signature] > EAGER_CALLS:
-            if sum(known[0] == name for known in self.graphs) == MAX_GRAPHS:
-                self._give_up(name, f"its shapes changed more than {MAX_GRAPHS} times")
-            elif self.records:
-                return self._record(signature, fn, args, leaves)
-            elif self._capture(signature, fn, args, leaves):
-                return self.graphs[signature].replay(leaves)
-        return self._run_in_precision(fn, *args) if self.is_cuda else fn(*args)
+        return self._run_traced(signature, fn, args, leaves)
+
+    def begin_iteration(self) -> None:
+        """Count an iteration; in iterations 2, 4, 8, ... every function is looked at again."""
+        self.iteration += 1
+        if self.iteration & (self.iteration - 1) == 0:
+            self.look += 1
+
+    def watch(self, roots: Mapping[str, Any]) -> None:
+        """Look at every function again if Python objects have changed since the last call."""
+        now, self.roots = snapshot(roots), roots
+        if self.state is not None and now != self.state:
+            self.look += 1
+            self.state_number += 1
+        self.state = now
 
     def forget(self) -> None:
         """Drop every graph; needed when tensors that they refer to were replaced."""
-        for known in (self.graphs, self.calls, self.results, self.owned):
+        for known in (self.graphs, self.calls, self.traces, self.verified, self.results, self.owned):
             known.clear()
 
     def bucket(self, count: int, unit: int) -> int:
@@ -119,51 +142,125 @@ class Executor:
 
     def _run_in_precision(self, fn: Callable[..., T], *args: Any) -> T:
         """Return `fn(*args)` with matrix products in `precision`; the user's setting is restored afterwards."""
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest" if self.precision == "fp32" else "high")
+        wanted = "highest" if self.precision == "fp32" else "high"
+        try:
+            before = torch.get_float32_matmul_precision()
+        except RuntimeError:  # the user, or a simulator, has used the newer setting, which the older cannot express
+            with restored_fp32_precision():
+                torch.set_float32_matmul_precision(wanted)
+                return fn(*args)
+        torch.set_float32_matmul_precision(wanted)
         try:
             return fn(*args)
         finally:
             torch.set_float32_matmul_precision(before)
 
-    def _capture(self, signature: Any, fn: Callable[..., Any], args: Any, leaves: list[Tensor]) -> bool:
-        """Capture the function; False if it cannot be captured."""
+    def _run_eagerly(self, fn: Callable[..., T], args: Any) -> T:
+        return self._run_in_precision(fn, *args) if self.is_cuda else fn(*args)
+
+    def _run_traced(self, signature: Any, fn: Callable[..., T], args: Any, leaves: list[Tensor]) -> T:
+        """Run a function that has no graph yet, or one to be looked at again; its traces decide what follows."""
+        name, graph = signature[0], self.graphs.get(signature)
+        calls = self.calls[signature] = self.calls.get(signature, 0) + 1
+        if graph is None and calls <= (WARM_UP_CALLS if self.uses_graphs else 1):
+            return self._run_eagerly(fn, args)
+        if graph is None and sum(known[0] == name for known in self.graphs) == MAX_GRAPHS:
+            self._give_up(name, f"its shapes changed more than {MAX_GRAPHS} times")
+            return self._run_eagerly(fn, args)
+        if graph is None and self.uses_graphs and signature in self.verified:
+            captured = self._capture(signature, fn, args, leaves)
+            return self._run_eagerly(fn, args) if captured is None else captured.replay(leaves)
+        try:
+            from canter.execution.recording import MAX_OPERATIONS, Recording
+            from canter.execution.trace import Tracer, run_traced
+        except (ImportError, AttributeError) as error:
+            self.records = self.uses_graphs = False
+            lacking = f"torch {torch.__version__} lacks a private name that traces need"
+            warnings.warn(f"{lacking} ({error}); functions run eagerly, slower", stacklevel=4)
+            return self._run_eagerly(fn, args)
+        if self.records and graph is None and signature in self.traces:
+            traced = Recording(fn, args, leaves, self.compiles, self.roots)
+            result, traced.result = traced.result, None  # releases the tensors
+        else:
+            traced = Tracer(inputs := [leaf.detach() for leaf in leaves], MAX_OPERATIONS if self.records else None)
+            run = self._run_in_precision if self.is_cuda else call
+            # A compiled part hides its operations; in a traced run it is not compiled.
+            with torch.compiler.set_stance("force_eager") if self.is_cuda and self.compiles else nullcontext():
+                result: Any = run(run_traced, traced, fn, rebuild(args, iter(inputs)), self.roots)
+        self._decide(signature, traced)
+        return result
+
+    def _decide(self, signature: Any, traced: Any) -> None:
+        """Replay the function from the next call on, trace it once more, or run it eagerly for good."""
+        name, graph = signature[0], self.graphs.get(signature)
+        before, state_number = self.traces.get(signature, (None, None))
+        self.traces[signature] = (traced.trace, self.state_number)
+        difference = "" if before is None or traced.not_replayable else before.difference(traced.trace)
+        if traced.not_replayable:
+            self._give_up(name, traced.not_replayable, traced.is_user_code)
+        elif difference and state_number != self.state_number and self.renewals.get(name, 0) < MAX_RENEWALS:
+            self.renewals[name] = self.renewals.get(name, 0) + 1
+            self._drop(name, kept=signature)
+        elif difference:
+            self._give_up(name, difference, is_user_code=True)
+        elif graph is not None:
+            graph.last_look = self.look
+        elif before is not None and self.uses_graphs:  # its results can be inputs of other graphs from the start
+            self.verified.add(signature)
+        elif before is not None:
+            self.graphs[signature] = traced
+            traced.last_look = self.look
+
+    def _capture(self, signature: Any, fn: Callable[..., Any], args: Any, leaves: list[Tensor]) -> Graph | None:
+        """Capture the function; None if it cannot be captured."""
         states = [generator.get_state() for generator in self.generators]
         try:
             graph = self._run_in_precision(Graph, fn, args, leaves, self.generators, self.owned)
         except Exception as error:
             torch.cuda.synchronize(self.device)
-            self.forget()  # graphs hold the streams that are replaced here
             for generator, state in zip(self.generators, states, strict=True):  # a failed capture leaves them unusable
                 fresh = torch.Generator(self.device)
                 fresh.set_state(state)
                 generator.graphsafe_set_state(fresh.graphsafe_get_state())
             self._give_up(signature[0], (str(error) or repr(error)).splitlines()[0])
-            return False
-        self.graphs[signature] = graph
+            return None
+        self.graphs[signature], graph.last_look = graph, self.look
         self.results[id(graph.outputs)] = graph
         self.owned |= {leaf.data_ptr() for leaf in (*graph.inputs, *graph.output_leaves)}
-        return True
+        return graph
 
-    def _record(self, signature: Any, fn: Callable[..., T], args: Any, leaves: Sequence[Tensor]) -> T:
-        """Run the function and record it."""
-        try:
-            from canter.execution.recording import Recording
-        except (ImportError, AttributeError) as error:
-            self.records, lacking = False, f"torch {torch.__version__} lacks a private name that recording needs"
-            warnings.warn(f"{lacking} ({error}); functions run eagerly, slower", stacklevel=4)
-            return fn(*args)
-        recording = Recording(fn, args, leaves, self.compiles)
-        if recording.not_replayable:
-            self._give_up(signature[0], recording.not_replayable)
-        else:
-            self.graphs[signature] = recording
-        result, recording.result = recording.result, None  # releases the tensors
-        return result
+    def _drop(self, name: str, kept: Any = None) -> None:
+        """Drop a function's graphs, and its traces but one; everything, if there are CUDA graphs, which share memory."""
+        if self.uses_graphs:
+            self.forget()
+        for signature in [known for known in self.traces if known[0] == name]:
+            self.graphs.pop(signature, None)
+            if signature != kept:
+                del self.traces[signature]
 
-    def _give_up(self, name: str, reason: str) -> None:
+    def _give_up(self, name: str, reason: str, is_user_code: bool = False) -> None:
         """Run a function eagerly from now on."""
-        self.eager_only.add(name)
-        if not (self.records and self.execution == "auto"):  # "auto" promises no recordings
+        self._drop(name)
+        self.eager_only[name] = reason
+        if is_user_code or not (self.records and self.execution == "auto"):  # "auto" promises no recordings
             kind = "recorded" if self.records else "captured as a CUDA graph"
-            warnings.warn(f"{name!r} cannot be {kind} ({reason}); it runs eagerly, slower", stacklevel=5)
+            warnings.warn(f"{name!r} cannot be {kind} ({reason}); it runs eagerly, slower", stacklevel=6)
+
+
+def call(fn: Callable[..., T], *args: Any) -> T:
+    """Return `fn(*args)`."""
+    return fn(*args)
+
+
+@contextmanager
+def restored_fp32_precision() -> Iterator[None]:
+    """Restore the settings `fp32_precision` of torch's backends for matrix products at the end."""
+    whole, *parts = torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    common = whole.fp32_precision
+    before = [part.fp32_precision for part in parts]
+    try:
+        yield
+    finally:
+        whole.fp32_precision = common
+        for part, value in zip(parts, before, strict=True):
+            part.fp32_precision = "none" if value == common else value  # "none" follows the common setting

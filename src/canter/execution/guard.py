@@ -7,6 +7,7 @@ calls make the host wait for the device.
 
 import sys
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -25,15 +26,32 @@ UNTAGGED_HOST_READS = {
 INDEXING = {"aten::index.Tensor", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 # Reads that dispatch no operation if the tensor is on a CPU.
 HOST_READ_FUNCTIONS = {Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__, Tensor.__format__, Tensor.__repr__}
-LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+TORCH_FOLDER = str(Path(torch.__file__).parent)
+OWN_FOLDER = str(Path(__file__).parents[1])
+EXECUTION_FOLDER = str(Path(__file__).parent)
+
+
+def calling_frame() -> tuple[CodeType, int]:
+    """Code and line of the innermost running code outside torch and canter, or of canter's where there is none.
+
+    Inside a traced function, the code that called the executor is not looked at.
+    """
+    frame, own = sys._getframe(1), None
+    while frame is not None and frame.f_code.co_name != "run_traced":
+        name = frame.f_code.co_filename
+        if name.startswith(OWN_FOLDER):
+            own = own or (None if name.startswith(EXECUTION_FOLDER) else frame)
+        elif not name.startswith(TORCH_FOLDER):
+            return frame.f_code, frame.f_lineno
+        frame = frame.f_back
+    found = own or sys._getframe(1)
+    return found.f_code, found.f_lineno
 
 
 def calling_line() -> str:
-    """File and line of the innermost running code outside torch and this package."""
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARY_FOLDERS):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    """File and line of `calling_frame`."""
+    code, line = calling_frame()
+    return f"{code.co_filename}:{line}"
 
 
 class HostReadMode(TorchDispatchMode):

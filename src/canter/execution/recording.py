@@ -25,10 +25,9 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from canter.execution.cuda_graph import describe, rebuild
-from canter.execution.guard import HostReadMode, calling_line
+from canter.execution.trace import Tracer, run_traced
 
 aten = torch.ops.aten
-TOO_LONG = "it is too long"
 MAX_OPERATIONS = 3000  # beyond this, making the recording costs more than it saves
 MAX_COMPILED_OPERATIONS = 800  # a scan over the steps of a rollout is longer; compilers take minutes for it
 COMPILE_AFTER = 20  # replays; a rare signature (all episodes end in one step) is not worth seconds of compilation
@@ -50,12 +49,17 @@ class Recording:
     `not_replayable` gives a reason, there is only that run's `result`, and no replay.
     """
 
-    def __init__(self, fn: Callable[..., Any], args: Any, leaves: Sequence[Tensor], compiles: bool = False) -> None:
+    last_look: int
+    """Number of the executor's last look at the function."""
+
+    def __init__(
+        self, fn: Callable[..., Any], args: Any, leaves: Sequence[Tensor], compiles: bool = False, roots: Any = None
+    ) -> None:
         inputs = [leaf.detach() for leaf in leaves]  # distinct objects: two inputs may be one tensor in this call only
         recorder, self.grad_mode = Recorder(inputs), torch.is_grad_enabled()
-        with recorder:
-            self.result = fn(*rebuild(args, iter(inputs)))
-        self.not_replayable = recorder.not_replayable
+        self.result = run_traced(recorder, fn, rebuild(args, iter(inputs)), roots or {})
+        self.trace, self.not_replayable = recorder.trace, recorder.not_replayable
+        self.is_user_code = recorder.is_user_code
         if self.not_replayable:
             return
         outputs: list[Tensor] = []
@@ -96,21 +100,15 @@ class Recording:
             warnings.warn(f"a recording cannot be compiled ({reason}); it is replayed uncompiled", stacklevel=6)
 
 
-class Recorder(HostReadMode):
-    """Dispatch mode that runs every operation and adds it to a graph."""
+class Recorder(Tracer):
+    """Tracer that also adds every operation to a graph."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__(inputs, MAX_OPERATIONS)
         self.recorded = RecordedGraph(inputs)
         # Nodes by the id of the value that they stand for; `kept` keeps the values alive, so that no id is used twice.
         self.nodes: dict[int, fx.Node] = dict(zip(map(id, inputs), self.recorded.inputs, strict=True))
         self.kept: list[Any] = list(inputs)
-        self.count = 0
-        self.not_replayable = ""
-
-    def on_host_read(self, name: str) -> None:
-        """Note why the function cannot be replayed."""
-        self.not_replayable = self.not_replayable or f"{name} reads values on the host at {calling_line()}"
 
     def node_of(self, value: Any) -> Any:
         """The node of a value; containers are mapped item by item, plain Python values are returned unchanged."""
@@ -120,14 +118,8 @@ class Recorder(HostReadMode):
             return type(value)([self.node_of(part) for part in value])
         return self.nodes.get(id(value)) or self._remember(value, self.recorded.add_outside(value))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        self.count += 1
-        if self.count > MAX_OPERATIONS:
-            self.not_replayable = self.not_replayable or TOO_LONG
-        if self.not_replayable or func.namespace == "profiler":
-            return result
+    def on_operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Add an operation and its results to the graph."""
         options = {name: self.node_of(value) for name, value in kwargs.items()}
         node = self.recorded.graph.call_function(func, self.node_of(args), options)
         node.meta["call"] = direct_call(func, args, kwargs, result)
@@ -143,7 +135,6 @@ class Recorder(HostReadMode):
             for i, part in enumerate(result):
                 if isinstance(part, Tensor) and id(part) not in self.nodes:
                     self._remember(part, self.recorded.graph.call_function(operator.getitem, (node, i)))
-        return result
 
     def _remember(self, value: Any, node: fx.Node) -> fx.Node:
         self.nodes[id(value)] = node

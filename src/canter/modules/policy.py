@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ FINAL_CALLS = {
 class Carried(ABC):
     """State that a policy carries from step to step for each of N environments; an episode begins with zeros."""
 
+    host_state: ClassVar[frozenset[str]] = frozenset({"state"})
+    """Attributes that no recorded function reads or writes."""
     state: Tensor | None = None
     """(N, *state_shape), None before the first step."""
     state_shape: tuple[int, ...]
@@ -94,6 +96,8 @@ class PolicyOutput(NamedTuple):
 class Policy(nn.Module):
     """An actor and a critic behind one interface. A subclass implements `actor_params` and `critic_value`."""
 
+    host_state: ClassVar[frozenset[str]] = frozenset({"_params", "_aux", "carried", "generator"})
+    """Attributes of the stateful calls, which no recorded function reads or writes."""
     is_recurrent: bool = False
     has_entropy: bool = True
     """Whether the policy samples its actions, so that an entropy bonus has an effect."""

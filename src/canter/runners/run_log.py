@@ -37,12 +37,15 @@ class StopTraining(Exception):  # noqa: N818 (it is a request, not an error)
 
 
 class Callbacks:
-    """User functions by event, called in the order of adding; with `errors="warn"` training continues after errors."""
+    """User functions by event, called in the order of adding; with `errors="warn"` training continues after errors.
 
-    def __init__(self, errors: str = "raise") -> None:
+    After them `sync()` notices what they changed.
+    """
+
+    def __init__(self, errors: str = "raise", sync: Callable[[], None] = lambda: None) -> None:
         if errors not in ("raise", "warn"):
             raise ValueError(f"callback_errors must be 'raise' or 'warn', got {errors!r}")
-        self.errors = errors
+        self.errors, self.sync = errors, sync
         self.by_event: dict[str, list[Callable[..., None]]] = {event: [] for event in EVENTS}
 
     def add(self, event: str, fn: Callable[..., None]) -> None:
@@ -60,6 +63,8 @@ class Callbacks:
                 if self.errors == "raise" or isinstance(error, StopTraining):
                     raise
                 warnings.warn(f"the {event} callback {fn!r} failed: {error!r}", stacklevel=2)
+        if self.by_event[event]:
+            self.sync()
 
 
 class TrialPruned(Exception):  # noqa: N818 (Optuna's name)

@@ -100,7 +100,7 @@ class Runner(ABC):
         self.metrics_velrmsd = self.metrics_CoT = float("nan")
         self.obs: Any = None
         self.critic_obs: Any = None
-        self.callbacks = Callbacks(self.cfg.callback_errors)
+        self.callbacks = Callbacks(self.cfg.callback_errors, lambda: self.alg.notice_changes())
         self.writer: Logger | None = None
         """The logger, while it is open."""
         self.git_repos: list[str] = [__file__]
