@@ -1,7 +1,9 @@
 """Everyday user code, each piece a complete small training run: `execution="auto"` must train exactly as "eager" does.
 
-An idiom is a class: a policy (`Net`), an extension (`Ext`), an algorithm (`Alg`), a Q-network (`QNet`), an actor of SAC
-(`Actor`) or a script around plain PPO (`Script`). Its method `callback(runner, i)` runs before every iteration i.
+An idiom is a class: a policy (`Net`), a teacher (`TeacherNet`), an extension (`Ext`), an algorithm (`Alg`), a Q-network
+(`QNet`), an actor of SAC (`Actor`), or a script around plain PPO (`Script`). Its method `callback(runner, i)` runs
+before every iteration i.
+
 "expected" says how its functions run where they can be recorded or captured:
 
 - "recorded": replayed, without a message.
@@ -17,9 +19,8 @@ import random
 import re
 import warnings
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -83,91 +84,73 @@ class Choices(Walk):
 
 
 # Training: one run, and everything of it that can be compared.
-@dataclass
-class Run:
+class Run(NamedTuple):
     """What a run computed and said."""
 
     runner: Any
     tensors: dict[str, torch.Tensor]
-    metrics: list[dict[str, float]]
-    python: list[dict[str, Any]]
+    metrics: list[dict[str, str]]
+    attributes: list[dict[str, Any]]
     messages: list[str]
-    functions: set[str] = field(default_factory=set)
-
-    @property
-    def executor(self):
-        return self.runner.alg.executor
 
 
-@dataclass
-class Idiom:
+class Idiom(NamedTuple):
     """A piece of user code: `build(execution, device)` gives a runner and the user's object."""
 
     name: str
     build: Callable[[str, str], tuple[Any, Any]]
     expected: str
     expected_on_gpu: str
-    first_line: int
-    last_line: int
+    lines: Collection[int]
 
     def run(self, execution: str, device: str = "cpu") -> Run:
         """Train once."""
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(0)
-        metrics: list[dict[str, float]] = []
-        python: list[dict[str, Any]] = []
-        tensors: dict[str, torch.Tensor] = {}
+        tensors, metrics, attributes = {}, [], []
+
+        def after_rollout(runner, _):
+            if isinstance(runner, OnPolicyRunner):
+                tensors.update(all_tensors(f"rollout {runner.iteration}", runner.alg.storage.data))
+
+        def after_iteration(runner, found):
+            metrics.append({k: repr(v) for k, v in found.items() if not k.startswith(("time/", "perf/"))})
+            attributes.append(plain_attributes(user))
+
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             runner, user = self.build(execution, device)
-
-            def before(runner):
-                user.callback(runner, runner.iteration)
-
-            def keep(runner, found):
-                for name, value in (
-                    getattr(runner.alg.storage, "data", {}) if hasattr(runner.alg, "storage") else {}
-                ).items():
-                    if torch.is_tensor(value):
-                        tensors[f"rollout {runner.iteration} {name}"] = value.clone()
-
-            def after(runner, found):
-                metrics.append({k: v for k, v in found.items() if not k.startswith(("time/", "perf/"))})
-                python.append(plain_state(user))
-
             if hasattr(user, "callback"):
-                runner.add_callback("pre_rollout", before)
-            runner.add_callback("post_rollout", keep)
-            runner.add_callback("post_iteration", after)
-            if isinstance(runner, OnPolicyRunner):
-                runner.learn(NUM_ITERATIONS)
-            else:
-                runner.learn(NUM_VECTOR_STEPS * NUM_ENVS)
-        tensors |= saved_tensors("", {name: part.state_dict() for name, part in runner.alg.checkpoint_parts().items()})
-        if not isinstance(runner, OnPolicyRunner):
-            tensors |= saved_tensors("replay", runner.alg.replay.state_dict())
-        return Run(runner, tensors, metrics, python, [str(w.message) for w in caught])
+                runner.add_callback("pre_rollout", lambda runner: user.callback(runner, runner.iteration))
+            runner.add_callback("post_rollout", after_rollout)
+            runner.add_callback("post_iteration", after_iteration)
+            is_on_policy = isinstance(runner, OnPolicyRunner)
+            runner.learn(num_learning_iterations=NUM_ITERATIONS if is_on_policy else NUM_VECTOR_STEPS)
+        tensors |= all_tensors("", {name: part.state_dict() for name, part in runner.alg.checkpoint_parts().items()})
+        if not is_on_policy:
+            tensors |= all_tensors("replay", runner.alg.replay.state_dict())
+        return Run(runner, tensors, metrics, attributes, [str(w.message) for w in caught])
 
 
-def saved_tensors(prefix: str, state: Any) -> dict[str, torch.Tensor]:
+def all_tensors(path: str, state: Any) -> dict[str, torch.Tensor]:
     """Copies of the tensors in nested dicts and lists, by path."""
     if torch.is_tensor(state):
-        return {prefix: state.detach().clone()}
+        return {path: state.detach().clone()}
     parts = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else ()
-    return {name: value for key, part in parts for name, value in saved_tensors(f"{prefix} {key}", part).items()}
+    return {name: value for key, part in parts for name, value in all_tensors(f"{path} {key}", part).items()}
 
 
-def plain_state(user: Any) -> dict[str, Any]:
-    """Python numbers, strings, lengths and dicts of numbers among the attributes of the user's object."""
+def plain_attributes(user: Any) -> dict[str, Any]:
+    """Numbers, strings, dicts of numbers, and lengths of lists among the attributes of the user's object."""
     state = {}
     for name, value in vars(user).items():
-        if name.startswith("_") or name in ("alg", "cfg", "extensions", "training"):
+        if name.startswith("_"):
             continue
-        if isinstance(value, bool | int | float | str):
+        if isinstance(value, int | float | str):
             state[name] = value
         elif isinstance(value, list | deque):
             state[name] = len(value)
-        elif isinstance(value, dict) and value and all(isinstance(v, int | float) for v in value.values()):
+        elif isinstance(value, dict) and all(isinstance(v, int | float) for v in value.values()):
             state[name] = dict(value)
     return state
 
@@ -177,25 +160,41 @@ def assert_same(auto: Run, eager: Run) -> None:
     assert auto.tensors.keys() == eager.tensors.keys()
     for name, wanted in eager.tensors.items():
         got = auto.tensors[name]
-        if not torch.equal(got.nan_to_num(nan=12.5), wanted.nan_to_num(nan=12.5)):
-            difference = (got.double() - wanted.double()).abs().max()
-            raise AssertionError(f"{name.strip()} differs by {difference} from the eager run")
-    for i, (got, wanted) in enumerate(zip(auto.metrics, eager.metrics, strict=True)):
-        assert {k: repr(v) for k, v in got.items()} == {k: repr(v) for k, v in wanted.items()}, (
-            f"metrics of iteration {i}"
-        )
-    assert auto.python == eager.python, "attributes of the user's object"
+        if not torch.equal(got.nan_to_num(12.5), wanted.nan_to_num(12.5)):
+            raise AssertionError(f"{name.strip()} differs by {(got.double() - wanted.double()).abs().max()}")
+    assert auto.metrics == eager.metrics, "metrics differ"
+    assert auto.attributes == eager.attributes, "attributes differ"
 
 
-def check_messages(messages: list[str], eager_only: set[str], file: str, lines: range) -> None:
+def check_messages(messages: Sequence[str], eager_only: set[str], file: str, lines: Collection[int]) -> None:
     """One message for each function that runs eagerly, with its name, and the file and a line of the idiom."""
     found = [message for message in messages if "eager" in message]
     for name in eager_only:
         own = [message for message in found if repr(name) in message]
         assert len(own) == 1, f"{len(own)} messages about {name!r}: {found}"
         named = [int(number) for number in re.findall(rf"{re.escape(file)}:(\d+)", own[0])]
-        assert any(number in lines for number in named), f"no line of {file} in {lines}: {own[0]}"
+        assert any(number in lines for number in named), f"no line of the idiom in: {own[0]}"
     assert len(found) == len(eager_only), f"messages {found}, but eager are {eager_only}"
+
+
+def check_executor(executor: Any, expected: str, functions: set[str]) -> None:
+    """Functions run as expected; `functions` are replayed where nothing runs eagerly."""
+    replayed = {signature[0] for signature in executor.graphs}
+    if expected == "recorded":
+        assert not executor.eager_only, f"eager: {executor.eager_only}"
+        assert functions <= replayed, f"replayed: {replayed}"
+    if expected == "eager":
+        assert executor.eager_only, f"replayed: {replayed}"
+
+
+def check_idiom(idiom: Idiom, execution: str, device: str, expected: str, on_policy: set[str]) -> None:
+    """An idiom trains as it does eagerly, and runs as expected."""
+    run = idiom.run(execution, device)
+    assert_same(run, idiom.run("eager", device))
+    executor = run.runner.alg.executor
+    check_messages(run.messages, executor.eager_only, FILE, idiom.lines)
+    is_on_policy = isinstance(run.runner, OnPolicyRunner)
+    check_executor(executor, expected, on_policy if is_on_policy else {"explore", "insert", "learn"})
 
 
 IDIOMS: list[Idiom] = []
@@ -205,10 +204,10 @@ def idiom(expected: str, on_gpu: str | None = None, **options: Any) -> Callable[
     """Add a class to the table; `options` are settings of its algorithm."""
 
     def add(cls: type) -> type:
-        source, first = inspect.getsourcelines(cls)
+        own = [inspect.getsourcelines(base) for base in cls.__mro__ if base.__module__ == __name__]
+        lines = {first + i for source, first in own for i in range(len(source))}
         build = functools.partial(build_run, cls, options)
-        lines = (first, first + len(source) - 1)
-        IDIOMS.append(Idiom(cls.__name__, build, expected, on_gpu or expected, *lines))
+        IDIOMS.append(Idiom(cls.__name__, build, expected, on_gpu or expected, lines))
         return cls
 
     return add
@@ -216,39 +215,44 @@ def idiom(expected: str, on_gpu: str | None = None, **options: Any) -> Callable[
 
 def build_run(cls: Any, options: dict[str, Any], execution: str, device: str) -> tuple[Any, Any]:
     """A runner with the user's code, and the object that holds the code."""
+    options = {"execution": execution, "precision": "fp32", "save_interval": 0, **options}
     if issubclass(cls, QNet | Actor):
-        kind, config, env_class = (DQN, DQNConfig, Choices) if issubclass(cls, QNet) else (SAC, SACConfig, Walk)
-        widths = (
-            {"network_hidden_dims": (8,)} if kind is DQN else {"actor_hidden_dims": (8,), "critic_hidden_dims": (8,)}
-        )
-        cfg = config(
-            learning_starts=8 * NUM_ENVS, batch_size=8, buffer_size=400, log_interval=8 * NUM_ENVS, gradient_steps=2,
-            target_update_interval=2, execution=execution, precision="fp32", save_interval=0, **widths, **options,
-        )  # fmt: skip
-        networks = {"q_network_class": cls} if kind is DQN else {"actor_class": cls}
-        alg = kind(env_class(NUM_ENVS, device, seed=1), cfg, device=device, seed=3, **networks)
-        return OffPolicyRunner(alg.env, agent=alg, show_progress=False), alg.q_network if kind is DQN else alg.actor
-    settings = {
+        return build_off_policy(cls, options, device)
+    cfg = PPOConfig(**{
         "num_learning_epochs": 2, "num_mini_batches": 2, "learning_rate": 3e-3, "empirical_normalization": True,
-        "normalize_rewards": True, "entropy_coef": 0.01, "num_steps_per_env": NUM_STEPS, "log_interval": 1,
-        "save_interval": 0, "execution": execution, "precision": "fp32",
-    }  # fmt: skip
-    cfg = PPOConfig(**{**settings, **options})
-    policy = cls() if issubclass(cls, Net | RecurrentNet) and not cls.is_teacher else Net()
-    extensions = [cls()] if issubclass(cls, Ext) else []
-    if getattr(cls, "is_teacher", False):
-        extensions = [Teacher(policies=[cls().to(device)], teacher_act_prob=0.3)]
-    alg_class = cls if issubclass(cls, Alg) else PPO
-    alg: Any = alg_class(policy, cfg=cfg, device=device, seed=3, extensions=extensions)
-    runner = OnPolicyRunner(getattr(cls, "env_class", Walk)(NUM_ENVS, device, seed=1), agent=alg, show_progress=False)
-    user = alg if alg_class is cls else extensions[0] if extensions else policy if isinstance(policy, cls) else cls()
-    return runner, extensions[0].policies[0] if getattr(cls, "is_teacher", False) else user
+        "normalize_rewards": True, "entropy_coef": 0.01, "num_steps_per_env": NUM_STEPS, "log_interval": 1, **options,
+    })  # fmt: skip
+    policy, extensions, alg_class, user = Net(), [], PPO, None
+    if issubclass(cls, Alg):
+        alg_class = cls
+    elif issubclass(cls, Ext):
+        extensions = [user := cls()]
+    elif issubclass(cls, TeacherNet):
+        extensions = [Teacher(policies=[user := cls().to(device)], teacher_act_prob=0.3)]
+    elif issubclass(cls, Script):
+        user = cls()
+    else:
+        policy = user = cls()
+    alg = alg_class(policy, cfg=cfg, device=device, seed=3, extensions=extensions)
+    env = getattr(cls, "env_class", Walk)(NUM_ENVS, device, seed=1)
+    return OnPolicyRunner(env, agent=alg, show_progress=False), alg if user is None else user
+
+
+def build_off_policy(cls: Any, options: dict[str, Any], device: str) -> tuple[Any, Any]:
+    """A runner of DQN with a Q-network, or of SAC with an actor; and that network."""
+    options |= {"learning_starts": 8 * NUM_ENVS, "batch_size": 8, "buffer_size": 400, "log_interval": 8 * NUM_ENVS}
+    options |= {"gradient_steps": 2, "target_update_interval": 2}
+    if issubclass(cls, QNet):
+        env, cfg = Choices(NUM_ENVS, device, seed=1), DQNConfig(network_hidden_dims=(8,), **options)
+        alg: Any = DQN(env, cfg, device=device, seed=3, q_network_class=cls)
+        return OffPolicyRunner(env, agent=alg, show_progress=False), alg.q_network
+    env, cfg = Walk(NUM_ENVS, device, seed=1), SACConfig(actor_hidden_dims=(8,), critic_hidden_dims=(8,), **options)
+    alg = SAC(env, cfg, device=device, seed=3, actor_class=cls)
+    return OffPolicyRunner(env, agent=alg, show_progress=False), alg.actor
 
 
 class Net(ActorCritic):
     """Base of policies; `parts` builds what a subclass needs."""
-
-    is_teacher = False
 
     def __init__(self):
         super().__init__(WIDTH, 2, init_noise_std=0.5, **SMALL)
@@ -258,10 +262,12 @@ class Net(ActorCritic):
         pass
 
 
+class TeacherNet(Net):
+    """Base of teachers that label the actions of a plain policy."""
+
+
 class RecurrentNet(ActorCriticRecurrent):
     """Base of recurrent policies."""
-
-    is_teacher = False
 
     def __init__(self):
         super().__init__(WIDTH, WIDTH, 2, rnn_type="gru", rnn_hidden_size=4, **SMALL)
@@ -338,9 +344,7 @@ class AssertFinite(Net):
 
 
 @idiom("eager")
-class TeacherThroughNumpy(Net):
-    is_teacher = True
-
+class TeacherThroughNumpy(TeacherNet):
     def actor_features(self, obs, ctx):
         return torch.from_numpy(np.tanh(obs.cpu().numpy())).to(obs.device)
 
@@ -808,9 +812,6 @@ class AttributeChangedLate(AttributeChanged):
     def callback(self, runner, i):
         self.scale = 1.0 if i < 5 else 0.25
 
-    def actor_features(self, obs, ctx):
-        return obs * self.scale
-
 
 @idiom("either")
 class AttributeChangedAfterTheRollout(Net):
@@ -1178,9 +1179,7 @@ class HookRegisteredByCallback(Net):
 
 
 @idiom("either")
-class TeacherReplaced(Net):
-    is_teacher = True
-
+class TeacherReplaced(TeacherNet):
     def callback(self, runner, i):
         if i == 5:
             runner.alg.teacher.policies[0] = copy.deepcopy(self).apply(negated)
@@ -1234,11 +1233,8 @@ class TransformerWithPaddingMask(Net):
 
 
 @idiom("either")
-class TransformerAsTeacher(TransformerWithPaddingMask):
-    is_teacher = True
-
-    def actor_features(self, obs, ctx):
-        return super().actor_features(obs, ctx)
+class TransformerAsTeacher(TransformerWithPaddingMask, TeacherNet):
+    """In evaluation mode, in which torch takes another path."""
 
 
 @idiom("recorded")
@@ -1643,9 +1639,6 @@ class TargetNetworkInEndUpdate(Ext):
 
 @idiom("either")
 class TargetNetworkCopiedAnew(TargetNetworkInEndUpdate):
-    def loss_terms(self, terms, batch, out):
-        terms.losses["mine"] = (out.value - self.target(batch.critic_obs)).square().mean()
-
     def end_update(self, rollout):
         self.target = copy.deepcopy(self.alg.policy.critic).requires_grad_(False)
 
