@@ -566,6 +566,21 @@ def a_batch_norm():
     return lambda x: norms[x.device.type](x)
 
 
+@stateful("recorded")
+def a_linear_layer_on_transposed_rows():
+    """Which kernel torch takes depends on whether the weight requires a gradient."""
+    layers = {}
+
+    def fn(x):
+        if x.device not in layers:
+            with torch.inference_mode(False):
+                layers[x.device] = nn.Linear(24, 5, device=x.device)
+        rows = x.repeat(1, 8)
+        return layers[x.device](torch.stack([rows, 2 * rows, rows - 1]).transpose(0, 1))
+
+    return fn
+
+
 @stateful("eager")
 def a_forward_hook_that_counts():
     count, identity = [], nn.Identity()

@@ -40,6 +40,7 @@ from canter.modules.mlp import mlp
 from canter.modules.q_networks import MLPQNetwork
 from canter.runners import OffPolicyRunner, OnPolicyRunner
 from canter.storage import Field
+from canter.utils.config import settings
 
 NUM_ENVS, NUM_STEPS, NUM_ITERATIONS, WIDTH = 4, 8, 7, 4
 NUM_VECTOR_STEPS = 48  # of off-policy idioms; they learn from the 8th on
@@ -1072,6 +1073,73 @@ class ManySettingsAnnealed(Script):
         runner.alg.clip_param = 0.2 - 0.02 * i
         runner.alg.learning_rate = 1e-3 * (i + 1)
         runner.alg.max_grad_norm = 1.0 / (i + 1)
+
+
+@idiom("either")
+class SettingReadAsNumber(Alg):
+    def callback(self, runner, i):
+        self.entropy_coef = 0.01 if i < 5 else 0.5
+
+    def loss_terms(self, batch, out):
+        terms = super().loss_terms(batch, out)
+        terms.losses["surrogate_loss"] = terms.losses["surrogate_loss"] + self.entropy_coef * out.mean.square().mean()
+        return terms
+
+
+@idiom("either")
+class SettingOfExtensionReadAsNumber(Ext):
+    @settings
+    class settings_class:
+        strength: float = 0.1
+
+    def callback(self, runner, i):
+        runner.alg.strength = 0.1 if i < 5 else 5.0
+
+    def loss_terms(self, terms, batch, out):
+        terms.losses["mine"] = self.cfg.strength * out.mean.square().mean()
+
+
+@idiom("either")
+class LearningRateReadAsNumber(Alg):
+    def loss_terms(self, batch, out):
+        terms = super().loss_terms(batch, out)
+        terms.losses["value_loss"] = terms.losses["value_loss"] * (1.0 + 10.0 * self.learning_rate)
+        return terms
+
+
+@idiom("eager")
+class StepOfTheRollout(Ext):
+    def declare_fields(self):
+        return {"is_last": Field((1,))}
+
+    def after_act(self, step, obs, critic_obs):
+        is_last = self.alg.rollout.step == NUM_STEPS - 1
+        step["is_last"] = torch.full((len(obs), 1), float(is_last), device=obs.device)
+
+    def loss_terms(self, terms, batch, out):
+        terms.losses["mine"] = (out.mean * batch.is_last).mean()
+
+
+@idiom("recorded")
+class EvaluationInBetween(Net):
+    def parts(self):
+        self.drop = nn.Dropout(0.3)
+
+    def callback(self, runner, i):
+        if i in (3, 5):
+            runner.eval(4)
+
+    def actor_features(self, obs, ctx):
+        return self.drop(obs)
+
+
+@idiom("recorded")
+class WeightsRestored(Net):
+    def callback(self, runner, i):
+        if i == 2:
+            self._saved = copy.deepcopy(self.state_dict())
+        if i == 5:
+            self.load_state_dict(self._saved)
 
 
 @idiom("either")
