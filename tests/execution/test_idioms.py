@@ -1,0 +1,16 @@
+"""User code gives with `execution="auto"` what it gives with "eager", or runs eagerly with a message."""
+
+import pytest
+from function_idioms import MODES, TABLE, check_function
+from idioms import IDIOMS, check_idiom
+
+
+@pytest.mark.parametrize("idiom", IDIOMS, ids=lambda idiom: idiom.name)
+def test_user_code_trains_as_it_does_eagerly(idiom):
+    check_idiom(idiom, "auto", "cpu", idiom.expected, {"act", "process", "learn"})
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("function", TABLE, ids=lambda function: function.name)
+def test_functions_give_what_they_give_eagerly(function, mode):
+    check_function(function, "auto", "cpu", function.expected, mode)
