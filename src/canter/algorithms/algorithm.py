@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from canter.algorithms.foreign import import_state
 from canter.envs.vec_env import StepRecord
 from canter.envs.wrap import wrap_env
-from canter.execution import ACTIVE_TRACERS, note_host_read
+from canter.execution import ACTIVE_TRACERS
 from canter.execution.executor import Executor
 from canter.utils.checkpoint import check_compatible
 from canter.utils.config import check_settings, check_value, combined_settings, declared_kinds, setting, settings
@@ -81,23 +81,6 @@ class Terms(NamedTuple):
     stats: dict[str, Tensor]
 
 
-class Counter:
-    """Attribute that the run counts up. A recorded function that reads it cannot be replayed, and runs eagerly."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, instance: Any, owner: type) -> Any:
-        if instance is None:
-            return self
-        if ACTIVE_TRACERS:
-            note_host_read(self.name)
-        return instance.__dict__[self.name]
-
-    def __set__(self, instance: Any, value: int) -> None:
-        instance.__dict__[self.name] = value
-
-
 class Algorithm:
     """Holds its settings as `cfg`; a setting is read and assigned as an attribute, `alg.gamma = 0.98`.
 
@@ -114,7 +97,6 @@ class Algorithm:
     """Extensions whose settings are this class's own; those of all base classes are used too."""
     learns_from_replay: ClassVar[bool] = False
     """Whether the algorithm is off-policy."""
-    current_learning_iteration = Counter()
     cfg: Any
     extensions: dict[str, Any]
     policy: Any
@@ -126,6 +108,7 @@ class Algorithm:
         self.setting_fields: dict[str, Any] = {}
         self.holders: dict[str, Any] = {}
         self.float_settings: set[str] = set()
+        self.read_as_numbers: set[str] = set()  # float settings that recorded functions read without `live`
         self.add_settings(self.cfg, of_run)
         self.device = resolve_device(device if device is not None else getattr(self.cfg, "device", None))
         self.seed = getattr(self.cfg, "seed", None) if seed is None else seed
@@ -139,6 +122,8 @@ class Algorithm:
         self.on_record: list[Callable[[StepRecord], None]] = []
         """Tensor functions called with every record, inside the recorded step."""
         self.current_learning_iteration = 0
+        counters = ("current_learning_iteration", "timesteps", "num_updates")
+        self.executor.counters["algorithm"] = (self, counters)
         self._runner: Any = None
 
     @classmethod
@@ -172,6 +157,8 @@ class Algorithm:
         holders = [state.get("cfg"), *(e.cfg for e in state.get("extensions", {}).values())]
         for holder in holders:
             if name in getattr(holder, "__dataclass_fields__", ()):
+                if ACTIVE_TRACERS and name in self.float_settings:
+                    self.read_as_numbers.add(name)
                 return getattr(holder, name)
         if not name.startswith("_"):
             for extension in state.get("extensions", {}).values():
@@ -210,7 +197,8 @@ class Algorithm:
         for name, field in self.setting_fields.items():
             value = getattr(self.holders[name], name)
             if isinstance(value, float | int | NoneType) and name in self.float_settings:
-                key.append(value and True)  # None, zero, or neither: a loss of weight zero is left out
+                # None, zero, or neither: a loss of weight zero is left out.
+                key.append(value if name in self.read_as_numbers else value and True)
                 if value is not None and self.live_values.get(name) != value:
                     self.live_values[name] = value
                     if hasattr(self.live, name):
@@ -230,7 +218,9 @@ class Algorithm:
     def watched_objects(self) -> dict[str, Any]:
         """Python objects that user code may change: the policy, the extensions, attributes of its own."""
         own = {name: self.__dict__[name] for name in self.__dict__.get("user_attributes", ()) if name in self.__dict__}
-        return {"policy": self.policy, **self.extensions, **own}
+        parts = {name.removesuffix("_state_dict"): part for name, part in self.checkpoint_parts().items()}
+        groups = {name: part.param_groups for name, part in parts.items() if hasattr(part, "param_groups")}
+        return {"policy": self.policy, **self.extensions, **groups, **own}
 
     def device_scalar(self, value: float) -> torch.Tensor:
         """A 0-dim tensor that recorded functions read; `fill_` changes it."""

@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from canter.algorithms.algorithm import Algorithm, AlgorithmSettings, CommonRunSettings, Counter
+from canter.algorithms.algorithm import Algorithm, AlgorithmSettings, CommonRunSettings
 from canter.algorithms.optim import GuardedOptimizer, backward
 from canter.envs.vec_env import StepRecord
 from canter.execution.flat_parameters import FlatParameters
@@ -104,7 +104,6 @@ class OffPolicyAlgorithm(Algorithm):
     runner_name: ClassVar[str] = "OffPolicyRunner"
     network_names: ClassVar[tuple[str, ...]] = ()  # constructor arguments that choose the networks
     replay_class: Any = TransitionReplayBuffer
-    timesteps, num_updates = Counter(), Counter()
     env: Any
     action_space: Any
 

@@ -16,6 +16,7 @@ from canter.algorithms.rnd import RND, RNDSettings
 from canter.algorithms.symmetry import Symmetry, SymmetrySettings
 from canter.envs.records import step_record
 from canter.envs.vec_env import StepRecord
+from canter.execution import ACTIVE_TRACERS, note_host_read
 from canter.modules.build import NETWORK_ARGUMENTS, build_normalizer, build_policy, env_shapes
 from canter.modules.normalizer import VALUE_NORMALIZATIONS, NoNormalization, ReturnScaler, install_value_normalizer
 from canter.modules.policy import Hidden, Policy, PolicyOutput
@@ -230,6 +231,7 @@ class PPO(Algorithm):
         )
         if self.cfg.normalize_rewards:
             self.return_scaler = ReturnScaler(num_envs, self.live.gamma).to(self.device)
+        self.executor.counters["storage"] = (self.storage, ("step",))
         for extension in extensions:
             extension.begin(self.storage)
 
@@ -383,13 +385,15 @@ class PPO(Algorithm):
 
     def rollout_steps(self, env: Any, obs: Obs, critic_obs: Obs | None, hidden: Hidden) -> tuple[Any, Any, Hidden]:
         """Act, step and record T times; then compute the returns."""
-        for _ in range(self.rollout.num_transitions_per_env):
+        storage = self.rollout
+        for storage.step in range(storage.num_transitions_per_env):
             step = self.act_step(obs, critic_obs, hidden)
             record = env.step(step["for_env"].clone())  # it may write to what it gets
             extras = {name: value for e in self.extensions.values() for name, value in e.record_fields(record).items()}
             hidden = self.record_step(step, record._replace(extras=extras))
             obs, critic_obs = record.obs, None if record.critic_obs is record.obs else record.critic_obs
-        self.returns_step(obs if critic_obs is None else critic_obs, hidden, self.rollout.step)
+        storage.step = storage.num_transitions_per_env
+        self.returns_step(obs if critic_obs is None else critic_obs, hidden, storage.step)
         return obs, critic_obs, hidden
 
     # Update: passes over the rollout in minibatches; `learn_step` is the tensor function.
@@ -584,6 +588,8 @@ class PPO(Algorithm):
     @property
     def learning_rate(self) -> float:
         """The learning rate as of the last report; assign it to change it."""
+        if ACTIVE_TRACERS:
+            note_host_read("learning_rate")  # recorded functions read `lr`
         return self._learning_rate
 
     @learning_rate.setter

@@ -9,9 +9,11 @@ in iterations 2, 4, 8, ... and whenever Python objects have changed; if it did s
 
 import functools
 import importlib.util
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +28,7 @@ EXECUTIONS = ("auto", "eager", "graph", "compile")
 PRECISIONS = ("tf32", "fp32", "bf16")
 WARM_UP_CALLS = 2  # before a GPU's traces, so that libraries and compilers finish their warm-up
 MAX_RENEWALS = 3  # a function that differs because Python objects have changed is recorded anew so many times
+LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 MAX_GRAPHS = 32  # per function; if its shapes change more often than this, capture costs more than it saves
 
 
@@ -58,6 +61,7 @@ class Executor:
         self.calls: dict[Any, int] = {}  # by signature
         self.traces: dict[Any, Any] = {}  # of the last traced run and the state number then, by signature
         self.verified: set[Any] = set()  # signatures whose two traces agree, to be captured in the next call
+        self.counters: dict[str, tuple[Any, tuple[str, ...]]] = {}  # objects with attributes that the run counts up
         self.roots: Mapping[str, Any] = {}  # Python objects that functions read, by name
         self.state: dict[str, Any] | None = None  # snapshot of these objects
         self.state_number = 0  # counts the changes of these objects
@@ -165,7 +169,7 @@ class Executor:
         if graph is None and calls <= (WARM_UP_CALLS if self.uses_graphs else 1):
             return self._run_eagerly(fn, args)
         if graph is None and sum(known[0] == name for known in self.graphs) == MAX_GRAPHS:
-            self._give_up(name, f"its shapes changed more than {MAX_GRAPHS} times")
+            self._give_up(name, f"its shapes or settings changed more than {MAX_GRAPHS} times")
             return self._run_eagerly(fn, args)
         if graph is None and self.uses_graphs and signature in self.verified:
             captured = self._capture(signature, fn, args, leaves)
@@ -179,14 +183,18 @@ class Executor:
             warnings.warn(f"{lacking} ({error}); functions run eagerly, slower", stacklevel=4)
             return self._run_eagerly(fn, args)
         if self.records and graph is None and signature in self.traces:
-            traced = Recording(fn, args, leaves, self.compiles, self.roots)
+            traced = Recording(fn, args, leaves, self.compiles, self.roots, self.counters.values())
             result, traced.result = traced.result, None  # releases the tensors
         else:
             traced = Tracer(inputs := [leaf.detach() for leaf in leaves], MAX_OPERATIONS if self.records else None)
-            run = self._run_in_precision if self.is_cuda else call
+            run, given = self._run_in_precision if self.is_cuda else call, []
+            if self.uses_graphs:
+                given = [leaf.clone() for leaf in leaves]
             # A compiled part hides its operations; in a traced run it is not compiled.
             with torch.compiler.set_stance("force_eager") if self.is_cuda and self.compiles else nullcontext():
-                result: Any = run(run_traced, traced, fn, rebuild(args, iter(inputs)), self.roots)
+                result: Any = run(run_traced, traced, fn, rebuild(args, iter(inputs)), self.roots, self.counters.values())
+            if not all(map(same_values, given, leaves)):  # a graph would write to its copy
+                traced.refuse_writes()
         self._decide(signature, traced)
         return result
 
@@ -222,7 +230,7 @@ class Executor:
                 fresh = torch.Generator(self.device)
                 fresh.set_state(state)
                 generator.graphsafe_set_state(fresh.graphsafe_get_state())
-            self._give_up(signature[0], (str(error) or repr(error)).splitlines()[0])
+            self._give_up(signature[0], (str(error) or repr(error)).splitlines()[0] + failing_line(error))
             return None
         self.graphs[signature], graph.last_look = graph, self.look
         self.results[id(graph.outputs)] = graph
@@ -245,6 +253,17 @@ class Executor:
         if is_user_code or not (self.records and self.execution == "auto"):  # "auto" promises no recordings
             kind = "recorded" if self.records else "captured as a CUDA graph"
             warnings.warn(f"{name!r} cannot be {kind} ({reason}); it runs eagerly, slower", stacklevel=6)
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same values; NaN equals NaN."""
+    return torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def failing_line(error: BaseException) -> str:
+    """ " at FILE:LINE" of the innermost code outside torch and canter that an exception went through, or ""."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(LIBRARY_FOLDERS)]
+    return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def call(fn: Callable[..., T], *args: Any) -> T:

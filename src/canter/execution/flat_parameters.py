@@ -25,7 +25,7 @@ class FlatParameters:
         present = [(mine, grad) for mine, grad in zip(self.grads, grads, strict=True) if grad is not None]
         if len(present) < len(self.grads):
             self.vector.grad.zero_()
-        if hasattr(torch, "_foreach_copy_"):
+        if hasattr(torch, "_foreach_copy_") and present:
             torch._foreach_copy_([mine for mine, _ in present], [grad for _, grad in present])  # pyright: ignore
         else:
             for mine, grad in present:

@@ -5,6 +5,7 @@ one that a recording may depend on.
 """
 
 import inspect
+import random
 import re
 import sys
 import types
@@ -13,16 +14,19 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-PLAIN = (int, float, str, types.NoneType, complex, bytes, torch.dtype, torch.device, Enum)
+PLAIN = (int, float, str, types.NoneType, complex, bytes, torch.dtype, torch.device, Enum, np.generic)
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 SKIPPED = (type, types.ModuleType, types.BuiltinFunctionType)
 LIBRARIES = {
     "canter", "torch", "numpy", "gymnasium", "mujoco", "warp", "builtins", "collections", "typing", "abc", "functools",
     "logging", "threading",
 }  # fmt: skip
+STREAMS = (random.Random, np.random.Generator, np.random.RandomState)
+MAX_BYTES = 4096  # of a NumPy array; a larger one is compared by identity
 MAX_ITEMS = 1000  # of a container; of a longer one the length is compared
 MAX_VALUES = 20_000  # of a snapshot; what lies further down is left out
 
@@ -47,6 +51,7 @@ class Walk:
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self.values: dict[str, Any] = {}
         self.classes: list[type] = []
+        self.functions: list[types.FunctionType] = []
         self.seen: set[int] = set()
         self.waiting: list[tuple[str, Any, bool]] = [(name, value, True) for name, value in roots.items()]
         roots_seen = {id(value) for value in roots.values()}
@@ -76,8 +81,20 @@ class Walk:
             return
         if isinstance(value, types.FunctionType):
             self._add_closure(path, value)
+            if is_users(value):
+                self.functions.append(value)
         elif isinstance(value, types.MethodType):
-            self.waiting.append((path, value.__self__, True))
+            self.waiting.append((f"{path}.__self__", value.__self__, True))
+        elif isinstance(value, types.GeneratorType):
+            frame = value.gi_frame
+            self.values[path] = frame and frame.f_lasti
+            self.waiting += [(f"{path}.{name}", part, False) for name, part in (frame.f_locals if frame else {}).items()]
+        elif isinstance(value, torch.optim.Optimizer):
+            self.waiting.append((f"{path}.param_groups", value.param_groups, True))
+        elif isinstance(value, STREAMS):
+            self.values[path] = stream_state(value)
+        elif isinstance(value, np.ndarray) and value.nbytes <= MAX_BYTES:
+            self.values[path] = value.tobytes()
         elif isinstance(value, nn.Module) or is_root or not is_library(kind):
             hidden = getattr(kind, "host_state", ())
             for name, part in list(getattr(value, "__dict__", {}).items()):
@@ -116,6 +133,21 @@ def is_library(cls: type) -> bool:
     return cls.__module__.partition(".")[0] in LIBRARIES
 
 
+def is_users(fn: Any) -> bool:
+    """Whether a function is the user's."""
+    return isinstance(fn, types.FunctionType) and (fn.__module__ or "").partition(".")[0] not in LIBRARIES
+
+
+def stream_state(stream: Any) -> str:
+    """State of a random stream of Python or NumPy."""
+    if isinstance(stream, random.Random):
+        return repr(stream.getstate())
+    if isinstance(stream, np.random.Generator):
+        return repr(stream.bit_generator.state)
+    kind, keys, *rest = stream.get_state(legacy=True)
+    return repr((kind, np.asarray(keys).tobytes(), *rest))
+
+
 def snapshot(roots: Mapping[str, Any]) -> dict[str, Any]:
     """Values by path: plain ones, tensors with their address, and other objects by identity."""
     return Walk(roots).values
@@ -128,24 +160,28 @@ def first_change(before: Mapping[str, Any], after: Mapping[str, Any], roots: Map
     absent = Same(None)
     path = next(path for path in (*after, *before) if before.get(path, absent) != after.get(path, absent))
     old, new = before.get(path, absent), after.get(path, absent)
-    both = f" ({old!r} to {new!r})" if isinstance(old, PLAIN) and isinstance(new, PLAIN) else ""
-    name = re.findall(r"\w+", re.sub(r"\[.*", "", path))[-1]  # of the attribute; items of containers are numbered
-    return path + both + find_line(roots, rf"[.]{name}\b")
+    is_short = all(isinstance(value, PLAIN) and len(repr(value)) < 40 for value in (old, new))
+    both = f" ({old!r} to {new!r})" if is_short else ""
+    names = re.findall(r"[A-Za-z_]\w*", re.sub(r"\[.*?\]", "", path))  # items of containers have no names
+    return path + both + find_line(roots, names[::-1])
 
 
-def find_line(roots: Mapping[str, Any], pattern: str) -> str:
-    """ " at FILE:LINE" of the first line in a method of a user's class that matches; assignments and calls first."""
-    found: list[tuple[int, str]] = []
-    for cls in Walk(roots).classes:
-        for method in vars(cls).values():
-            if not isinstance(method, types.FunctionType) or method.__name__ == "__init__":
-                continue
-            try:
-                lines, start = inspect.getsourcelines(method)
-            except OSError:  # typed at a prompt
-                continue
-            for number, line in enumerate(lines, start):
-                if match := re.search(pattern, line):
-                    is_change = re.match(r"(\[.*\])?\s*([-+*/|&@%]|//|\*\*)?=(?!=)|[.]\w+_?\(|\(", line[match.end() :])
-                    found.append((0 if is_change else 1, f" at {method.__code__.co_filename}:{number}"))
-    return min(found, default=(0, ""))[1]
+def find_line(roots: Mapping[str, Any], names: Iterable[str]) -> str:
+    """ " at FILE:LINE" of the line in the user's code that changes, or at least mentions, the first name found there."""
+    walk = Walk(roots)
+    methods = [m for cls in walk.classes for m in vars(cls).values() if isinstance(m, types.FunctionType)]
+    places: list[tuple[Any, ...]] = []
+    for function in (*methods, *walk.functions):
+        try:
+            lines, start = inspect.getsourcelines(function)
+        except OSError:  # typed at a prompt
+            continue
+        file = function.__code__.co_filename
+        places.append((2, len(places), f" at {file}:{function.__code__.co_firstlineno}"))
+        for number, line in enumerate(lines, start):
+            for rank, name in enumerate(names):
+                if match := re.search(rf"\b{name}\b", line):
+                    is_change = re.match(r"(\[.*\])?\s*([-+*/|&@%]|//|\*\*)?=(?!=)|[.]\w+\(|\(", line[match.end() :])
+                    is_late = function.__name__ == "__init__" or not is_change
+                    places.append((int(is_late), rank, f" at {file}:{number}"))
+    return min(places, default=(0, 0, ""))[2]

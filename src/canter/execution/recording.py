@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,11 +53,12 @@ class Recording:
     """Number of the executor's last look at the function."""
 
     def __init__(
-        self, fn: Callable[..., Any], args: Any, leaves: Sequence[Tensor], compiles: bool = False, roots: Any = None
-    ) -> None:
+        self, fn: Callable[..., Any], args: Any, leaves: Sequence[Tensor], compiles: bool = False,
+        roots: Mapping[str, Any] | None = None, counters: Iterable[Any] = (),
+    ) -> None:  # fmt: skip
         inputs = [leaf.detach() for leaf in leaves]  # distinct objects: two inputs may be one tensor in this call only
         recorder, self.grad_mode = Recorder(inputs), torch.is_grad_enabled()
-        self.result = run_traced(recorder, fn, rebuild(args, iter(inputs)), roots or {})
+        self.result = run_traced(recorder, fn, rebuild(args, iter(inputs)), roots or {}, counters)
         self.trace, self.not_replayable = recorder.trace, recorder.not_replayable
         self.is_user_code = recorder.is_user_code
         if self.not_replayable:
@@ -285,7 +286,9 @@ class Simplifier:
         return node
 
     def _evaluate(self, node: fx.Node) -> Any:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self.recorded.outside[source].detach())
+        outside = self.recorded.outside
+        take = outside.__getitem__ if torch.is_inference_mode_enabled() else lambda source: outside[source].detach()
+        args, kwargs = fx.map_arg((node.args, node.kwargs), take)
         func: Any = node.target
         return func(*args, **kwargs)  # pyright: ignore[reportGeneralTypeIssues]
 
@@ -310,6 +313,8 @@ def simplify(recorded: RecordedGraph) -> list[Any]:
             recorded.outside.pop(node, None)
             graph.erase_node(node)
     outside = [recorded.outside[node] for node in graph.nodes if node in recorded.outside]
+    if torch.is_inference_mode_enabled():  # some kernels depend on requires_grad there, and none builds a graph
+        return outside
     return [value.detach() if isinstance(value, Tensor) else value for value in outside]
 
 

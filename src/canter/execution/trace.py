@@ -1,14 +1,21 @@
 """Traces: what a function did in one run, to compare with other runs before and while replays stand for it.
 
 A replay repeats tensor operations and runs no Python. It gives what the function gives only if every run performs the
-same operations with the same numbers on the same outside tensors, and changes nothing but tensors.
+same operations with the same numbers on the same outside tensors, changes nothing but tensors, and calls nothing that
+gives another result each time.
 """
 
 from __future__ import annotations
 
+import builtins
+import functools
 import random
-from collections.abc import Callable, Mapping, Sequence
-from types import CodeType
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,9 +24,15 @@ from torch import Generator, Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from canter.execution import ACTIVE_TRACERS, python_state
-from canter.execution.guard import OWN_FOLDER, HostReadMode, calling_frame
+from canter.execution.guard import OWN_FOLDER, TORCH_FOLDER, HostReadMode, calling_frame
 
-STREAMS = ("random", "np.random")  # global random streams, as calls to them are written
+# Built-in functions whose calls a replay would leave out, or repeat with the result of the first.
+CHANGING_CALLS = {
+    time.time, time.time_ns, time.monotonic, time.monotonic_ns, time.perf_counter, time.perf_counter_ns,
+    time.process_time, builtins.print, builtins.input,
+}  # fmt: skip
+RANDOM_STATE_CALLS = {"manual_seed", "seed", "get_state", "set_state", "graphsafe_set_state", "set_offset"}
+HIGHER_ORDER_FOLDER = str(Path(TORCH_FOLDER, "_higher_order_ops"))  # torch.cond and the like
 
 
 class Operation(NamedTuple):
@@ -69,28 +82,41 @@ class Tracer(HostReadMode):
         max_operations: A function with more is not replayed.
     """
 
-    supports_higher_order_operators = True  # torch.cond and the like are seen and refused
+    supports_higher_order_operators = True  # otherwise torch.cond raises before it can be refused
 
     def __init__(self, inputs: Sequence[Tensor], max_operations: int | None = None) -> None:
         super().__init__()
-        self.trace, self.max_operations = Trace(), max_operations
+        self.trace, self.max_operations, self.inputs = Trace(), max_operations, inputs
         self.origins: Any = WeakIdKeyDictionary()  # of tensors; results are not kept alive
         for number, leaf in enumerate(inputs):
             self.origins[leaf] = ("input", number)
         self.not_replayable = ""
         self.is_user_code = False
         """Whether `not_replayable` is about code outside canter."""
+        self.is_entered = False
 
-    def refuse(self, reason: str, is_user_code: bool = False) -> None:
+    def refuse(self, reason: str, is_user_code: bool = True) -> None:
         """Note why the function cannot be replayed; the first reason counts."""
         if not self.not_replayable:
             self.not_replayable, self.is_user_code = reason, is_user_code
 
+    def refuse_line(self, problem: str) -> None:
+        """Refuse with the line that runs."""
+        code, line = calling_frame()
+        self.refuse(f"{problem} at {code.co_filename}:{line}", not code.co_filename.startswith(OWN_FOLDER))
+
     def on_host_read(self, name: str) -> None:
         """Note a host read."""
-        code, line = calling_frame()
-        is_user_code = not code.co_filename.startswith(OWN_FOLDER)
-        self.refuse(f"{name} reads values on the host at {code.co_filename}:{line}", is_user_code)
+        self.refuse_line(f"{name} reads values on the host")
+
+    def __enter__(self) -> Any:
+        self.is_entered = True
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        if self.is_entered:
+            self.is_entered = False
+            super().__exit__(*exception)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not hasattr(func, "_schema"):  # an operator that takes functions
@@ -100,21 +126,38 @@ class Tracer(HostReadMode):
         operations = self.trace.operations
         if self.not_replayable or func.namespace == "profiler":
             return result
-        if len(operations) == self.max_operations:
-            self.refuse("it is too long")
-            return result
-        if func is torch.ops.aten.detach.default:  # torch adds some by itself where a result is referred to twice
-            self.origins[result] = self.note(args[0])
+        results = list(tensors_in(result))
+        if not all(map(is_plain, results)):
+            self.refuse_line(f"{func} makes a sparse or nested tensor")
+        elif len(operations) == self.max_operations:
+            self.refuse("it is too long", is_user_code=False)
         else:
-            operations.append(Operation(func, (self.note(args), self.note(kwargs or {})), *calling_frame()))
-        for number, part in enumerate(result if isinstance(result, tuple | list) else (result,)):
-            if isinstance(part, Tensor) and part not in self.origins:  # in-place operations return an argument
-                self.origins[part] = (len(operations), number)
-        self.on_operation(func, args, kwargs or {}, result)
+            noted = (self.note(args), self.note(kwargs or {}))
+            if func is torch.ops.aten.detach.default:  # torch adds some by itself where a result is referred to twice
+                self.origins[result] = noted[0][0]
+            else:
+                operations.append(Operation(func, noted, *calling_frame()))
+            for number, part in enumerate(results):
+                if part not in self.origins:  # in-place operations return an argument
+                    self.origins[part] = (len(operations), number)
+            if not self.not_replayable:
+                self.on_operation(func, args, kwargs or {}, result)
         return result
 
     def on_operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """React to an operation that was noted."""
+
+    def on_call(self, frame: FrameType, event: str, arg: Any) -> None:
+        """React to a call of a Python or built-in function, as a profiler does."""
+        if event == "c_call":
+            owner = getattr(arg, "__self__", None)
+            is_stream = isinstance(owner, random.Random)
+            sets_stream = isinstance(owner, Generator) and arg.__name__ in RANDOM_STATE_CALLS
+            if is_stream or sets_stream or (isinstance(arg, Callable) and arg in CHANGING_CALLS):
+                self.refuse_line(f"{arg.__name__}() is called")
+        elif event == "call" and frame.f_code.co_filename.startswith(HIGHER_ORDER_FOLDER) and self.is_entered:
+            self.refuse_line("an operator that takes functions is called")
+            self.__exit__(None, None, None)  # some versions of torch cannot run it in a mode
 
     def note(self, value: Any) -> Any:
         """A value that can be compared: the origin of a tensor, a number with its type."""
@@ -131,44 +174,116 @@ class Tracer(HostReadMode):
             return tuple([self.note(part) for part in value])
         if isinstance(value, Generator):
             return getattr(value, "_cdata", id(value))  # each dispatch wraps the generator in a new object
-        if isinstance(value, torch.UntypedStorage):
+        if isinstance(value, torch.UntypedStorage):  # on a GPU, LSTM kernels share the memory of their weights
+            if value.device.type == "cpu":
+                self.refuse_line("a tensor takes the memory of another")
             return ("storage", value.nbytes())
         return (type(value), repr(value))  # 1, 1.0 and True are equal, and so are 0.0 and -0.0
 
+    def refuse_writes(self) -> None:
+        """Refuse a function that writes to an argument."""
+        written = next((o for o in self.trace.operations if o.func._schema.is_mutable), "")
+        self.refuse(f"it writes to an argument: {written}")
 
-def run_traced(tracer: Tracer, fn: Callable[..., Any], args: Any, roots: Mapping[str, Any]) -> Any:
+
+def run_traced(
+    tracer: Tracer, fn: Callable[..., Any], args: Any, roots: Mapping[str, Any], counters: Iterable[Any] = ()
+) -> Any:
     """Return `fn(*args)`, traced.
 
-    A function that changes Python objects reached from `roots`, or draws Python's or NumPy's global random numbers,
-    cannot be replayed.
+    A function cannot be replayed if it changes Python objects reached from `roots`, or if a user's code in it reads one
+    of the counters (object, names of attributes), asks for the time, draws random numbers on the host, or prints.
     """
-    before, streams = python_state.snapshot(roots), global_streams()
+    warm_up()
+    if python_state.is_users(fn):
+        roots = {**roots, fn.__name__: fn}
+    before, numpy_before = python_state.snapshot(roots), python_state.stream_state(np.random.mtrand._rand)
+    addresses = [address(leaf) for leaf in tracer.inputs]
+    profiler = sys.getprofile()
     ACTIVE_TRACERS.append(tracer)
     try:
-        with tracer:
-            result = fn(*args)
+        with watched(counters), tracer:
+            if profiler is None:
+                sys.setprofile(tracer.on_call)
+            try:
+                result = fn(*args)
+            finally:
+                if profiler is None:
+                    sys.setprofile(None)
     finally:
         ACTIVE_TRACERS.remove(tracer)
+    if not all(map(is_plain, tensors_in(result))):
+        tracer.refuse("it returns a sparse or nested tensor")
     tracer.trace.result = tracer.note(result)
     change = python_state.first_change(before, python_state.snapshot(roots), roots)
     if change:
-        tracer.refuse(f"it changes {change}; a replay would not", is_user_code=True)
-    for name, old, new in zip(STREAMS, streams, global_streams(), strict=True):
-        if old != new:
-            place = python_state.find_line(roots, rf"\b{name}[.]")
-            tracer.refuse(f"it draws from {name}{place}; a replay would not", is_user_code=True)
+        tracer.refuse(f"it changes {change}; a replay would not")
+    if numpy_before != python_state.stream_state(np.random.mtrand._rand):
+        tracer.refuse(f"it draws from np.random{python_state.find_line(roots, ['random'])}; a replay would not")
+    if addresses != [address(leaf) for leaf in tracer.inputs]:
+        tracer.refuse(f"it assigns the data of an argument{python_state.find_line(roots, ['data'])}")
     return result
 
 
-def global_streams() -> tuple[Any, Any]:
-    """States of Python's and of NumPy's global random streams."""
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    return random.getstate(), (kind, np.asarray(keys).tobytes(), *rest)
+@functools.cache
+def warm_up() -> None:
+    """Run a first operation in a mode: it imports much of torch, whose calls are not the function's."""
+    with Tracer([]):
+        torch.zeros(())
+
+
+@contextmanager
+def watched(counters: Iterable[tuple[Any, tuple[str, ...]]]) -> Iterator[None]:
+    """Note when a user's code reads one of the counters."""
+    changed = [(owner, type(owner)) for owner, _ in counters]
+    for owner, names in counters:
+        cls = type(owner)
+        body = {name: Counter(name) for name in names if name in owner.__dict__}
+        owner.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__, **body})
+    try:
+        yield
+    finally:
+        for owner, cls in changed:
+            owner.__class__ = cls
+
+
+class Counter:
+    """Attribute that the run counts up: a user's function that reads it cannot be replayed."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if not sys._getframe(1).f_globals.get("__name__", "").startswith("canter."):
+            ACTIVE_TRACERS[-1].on_host_read(self.name)
+        return instance.__dict__[self.name]
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        instance.__dict__[self.name] = value
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """The tensors in nested containers."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, dict | tuple | list):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from tensors_in(part)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is dense and strided, so that it has an address."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def address(tensor: Tensor) -> int:
+    """Address of a tensor's first value; 0 if it has none."""
+    return tensor.data_ptr() if is_plain(tensor) else 0
 
 
 def identity(tensor: Tensor) -> tuple[Any, ...]:
     """What tells an outside tensor from another."""
-    if tensor.layout is not torch.strided:
+    if not is_plain(tensor):
         return (id(tensor),)
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
 

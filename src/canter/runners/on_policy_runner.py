@@ -55,7 +55,7 @@ class OnPolicyRunner(Runner):
         is_plain = getattr(self.rollout_step, "__func__", None) is OnPolicyRunner.rollout_step
         # Where the host needs nothing of a step, the whole rollout is one CUDA graph.
         is_captured = is_plain and env.capturable and self.iteration > 0 and not self.stats.has_extras
-        if is_captured and alg.executor.uses_graphs:
+        if is_captured and alg.executor.uses_graphs and "rollout" not in alg.executor.eager_only:
             self.obs, self.critic_obs = alg.collect(env, self.obs, self.critic_obs)
             self.stats.tracker.step = self.num_steps_per_env
             return

@@ -108,6 +108,7 @@ class Runner(ABC):
         self._has_stored_code = False
         self.checkpoints = Checkpoints(self)
         self.alg = self.agent = self._build_algorithm(obs_space, action_space) if agent is None else agent
+        self.alg.executor.counters["runner"] = (self, ("iteration", "tot_timesteps"))
         self.set_up()
 
     def _build_algorithm(self, obs_space: spaces.Space | None, action_space: spaces.Space | None) -> Any:
