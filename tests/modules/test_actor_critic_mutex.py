@@ -111,7 +111,7 @@ def test_a_run_of_ours_that_says_no_scale_has_the_environments(tmp_path):
 # ---------------------------------------------------------------------- bad input
 def test_a_directory_without_configuration_or_model_is_named(tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"empty has neither config.json nor config.yaml"):
+    with pytest.raises(FileNotFoundError, match=r"empty has neither config.yaml nor config.json"):
         made([tmp_path / "empty"])
     with pytest.raises(FileNotFoundError, match=r"nowhere is not a directory"):
         made([tmp_path / "nowhere"])

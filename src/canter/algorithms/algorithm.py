@@ -216,6 +216,12 @@ class Algorithm:
             self.executor.generators.append(made)
         return made
 
+    def check_can_learn(self, has_labels: bool = False) -> None:
+        """Raise an error with the reason if training cannot change the policy; it can still be evaluated.
+
+        `has_labels` says that actions to imitate come from elsewhere, such as a dataset.
+        """
+
     def checkpoint_parts(self) -> dict[str, Any]:
         """Name in the checkpoint -> the object whose state is saved. Extended by subclasses."""
         raise NotImplementedError

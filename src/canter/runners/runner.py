@@ -155,6 +155,7 @@ class Runner(ABC):
         With `init_at_random_ep_len` episodes start at random ages, so that they do not all end together. Metrics are
         reported to the hyperparameter search `trial`; see `TrialReporter`.
         """
+        self.check_can_learn()
         last = self.iteration + self.count_iterations(num_learning_iterations, total_timesteps)
         self.horizon = max(last, self.planned_iterations() or 1)
         reporter = None if trial is None else TrialReporter(trial, self.cfg.trial_metric, self.cfg.eval_interval)
@@ -188,6 +189,10 @@ class Runner(ABC):
         result = LearnResult(float(self.metrics_velrmsd), float(self.metrics_CoT))
         result.history = history
         return result
+
+    def check_can_learn(self) -> None:
+        """Raise an error with the reason if training cannot change the policy."""
+        self.alg.check_can_learn()
 
     def _one_iteration(self, reporter: TrialReporter | None, console: Console, history: list[dict[str, float]]) -> None:
         self.callbacks.fire("pre_iteration", self)
