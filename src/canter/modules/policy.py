@@ -209,9 +209,7 @@ class Policy(nn.Module):
             memory.reset(dones)
 
     @final
-    def act(
-        self, obs: Obs, masks: Tensor | None = None, hidden_states: Any = None, inference: bool = False
-    ) -> Tensor:
+    def act(self, obs: Obs, masks: Tensor | None = None, hidden_states: Any = None, inference: bool = False) -> Tensor:
         """A sampled action before `to_env`; `get_actions_log_prob` and `entropy` then refer to this step.
 
         With `hidden_states`, obs is a padded (T, M, D) batch with its masks; otherwise one step of N environments.
