@@ -217,10 +217,7 @@ class Algorithm:
         return made
 
     def check_can_learn(self, has_labels: bool = False) -> None:
-        """Raise an error with the reason if training cannot change the policy; it can still be evaluated.
-
-        `has_labels` says that actions to imitate come from elsewhere, such as a dataset.
-        """
+        """Raise an error with the reason if training cannot change the policy; `has_labels`: a dataset has actions."""
 
     def checkpoint_parts(self) -> dict[str, Any]:
         """Name in the checkpoint -> the object whose state is saved. Extended by subclasses."""

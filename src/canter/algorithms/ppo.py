@@ -186,11 +186,7 @@ class PPO(Algorithm):
     def from_cfg(cls, cfg: Any, env: Any, device: Any = None, **networks: Any) -> Any:
         """The algorithm and its policy for an environment, from a training dict, or from a config object and networks.
 
-        Args:
-            cfg: Training dict with the sections `policy` and `algorithm`, or a config object.
-            env: Anything `wrap_env` accepts.
-            device: Device to learn on.
-            **networks: With a config object, the arguments of `build_policy`, such as `actor_class`.
+        The dict has the sections `policy` and `algorithm`; `networks` are the arguments of `build_policy`.
         """
         if not isinstance(cfg, Mapping):
             return cls(env=env, cfg=cfg, device=device, **networks)
@@ -198,12 +194,11 @@ class PPO(Algorithm):
         from canter.runners.runner import open_env
 
         plan = plan_for(cls, cfg)
-        opened = open_env(env, resolve_device(device or plan.cfg.device), plan)
-        policy = dict(plan.policy)
-        if "class_name" not in policy:
-            return cls(env=opened, cfg=plan.cfg, device=device, **policy)
-        made = build_actor_critic(opened, policy["class_name"], policy)
-        return cls(made, env=opened, cfg=plan.cfg, device=device)
+        common = {"env": open_env(env, resolve_device(device or plan.cfg.device), plan), "cfg": plan.cfg}
+        if "class_name" not in plan.policy:
+            return cls(device=device, **common, **plan.policy)
+        policy = build_actor_critic(common["env"], plan.policy["class_name"], plan.policy)
+        return cls(policy, device=device, **common)
 
     def check_can_learn(self, has_labels: bool = False) -> None:
         """Raise an error if the policy has nothing to train, or takes its mean and has no actions to imitate."""

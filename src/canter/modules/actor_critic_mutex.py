@@ -134,6 +134,6 @@ def load_sub_policy(
 
 def pair_policy(own: Mapping[str, Any], shared: Mapping[str, Any]) -> Policy:
     """The policy of a run with `actor_class` and `critic_class`."""
-    widths = [Box(-np.inf, np.inf, (shared[name],)) for name in ("num_actor_obs", "num_critic_obs", "num_actions")]
+    obs, critic_obs, actions = (Box(-np.inf, np.inf, (shared[name],)) for name in GIVEN[:3])
     classes = {name: NETWORKS[own[name]] for name in ("actor_class", "critic_class")}
-    return build_pair(*widths[:2], shared["action_space"] or widths[2], **{**own, **classes})
+    return build_pair(obs, critic_obs, shared["action_space"] or actions, **{**own, **classes})

@@ -53,14 +53,10 @@ class TwoStageRunner(OnPolicyRunner):
         self._is_checked = False
 
     @property
-    def is_pretraining(self) -> bool:
+    def is_pretraining(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether the next iteration learns from the dataset."""
         is_planned = self.pretrain_iterations < 0 or self.iteration < self.pretrain_iterations
         return is_planned and not self.is_exhausted
-
-    def check_can_learn(self) -> None:
-        """Raise an error with the reason if training cannot change the policy; recorded actions can be imitated."""
-        self.alg.check_can_learn(has_labels=self.is_pretraining)
 
     def config(self) -> dict[str, Any]:
         """The whole configuration in plain containers."""
@@ -90,7 +86,7 @@ class TwoStageRunner(OnPolicyRunner):
         """Take a step from the dataset while pretraining; from the environment later, and if the dataset has none."""
         if not self.is_pretraining:
             if self.is_on_dataset:
-                self.check_can_learn()
+                self.alg.check_can_learn()
                 self.is_on_dataset = False  # statistics and memories of the dataset end here
                 self.policy.reset()
                 self.stats.clear_running()
