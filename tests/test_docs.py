@@ -20,8 +20,10 @@ from canter.algorithms.ppo import PPOConfig
 from canter.cli import COMMANDS
 from canter.cli.options import parse_train
 from canter.envs.wrap import ADAPTERS, ENV_NAMES
+from canter.modules.amp_discriminator import AMPDiscriminator
 from canter.modules.build import POLICIES
 from canter.runners.runner import Runner
+from canter.storage.rollout_files import RolloutDataset
 from canter.utils.config import OTHER_SPELLINGS, setting_names
 from canter.utils.logging.backends import BACKENDS
 
@@ -127,6 +129,33 @@ def test_every_name_to_migrate_to_exists(library):
         assert paths or "policy.obs_normalizer" in row[1], row
         for path in paths:
             assert resolve(path) is not None
+
+
+def test_every_name_anywhere_on_the_migration_page_exists():
+    text = (ROOT / "docs/migration.md").read_text(encoding="utf-8")
+    paths = set(re.findall(r"`(canter\.[\w.]+)`", text))
+    assert len(paths) > 60
+    for path in paths:
+        assert resolve(path) is not None
+    named = set(re.findall(r"`(\w+)=", text.split("## Differences in behaviour")[1])) - {"weights_only"}
+    assert {"discriminator_optimizer", "mark_first_frame_done", "task_reward_lerp"} <= named
+    known = setting_names(RolloutDataset) | setting_names(AMPDiscriminator)
+    assert named <= known | {f.name for f in dataclasses.fields(REGISTRY["atppo"].config_class)}
+
+
+# Documented names and calls that differ here.
+DIFFERING = (
+    "prepare_obs_slices", "build_encoders", "embed_encoders_latent", "build_estimator", "build_adaptor",
+    "load_misaligned_state_dict", "teacher_act_prob", "APPO(cfg, env)", "discriminator_grad_len_loss", "init_writter",
+    "reccurent_mini_batch_generator", "reply_buffer", "git_status_repos", "activation_utils", "saved_hidden_states",
+    "get_minibatch_from_indices", "StatePairReplayBuffer", "ActorCriticPair", "build_mlp", "register_backend",
+    "as_vec_env", "StepResult", "success_traj_only", "`forward`", "separate_amp_normalizers", "SarsaRolloutStorage",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIFFERING)
+def test_a_documented_name_that_differs_is_on_the_migration_page(name):
+    assert name in (ROOT / "docs/migration.md").read_text(encoding="utf-8")
 
 
 def test_every_setting_to_migrate_to_exists_and_every_old_spelling_is_listed():

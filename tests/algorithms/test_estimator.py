@@ -157,3 +157,9 @@ def test_a_large_loss_of_an_estimate_leaves_the_policys_step_as_it_is(collect, c
             assert not torch.equal(still, steps[1e4][name]), name
         elif not name.startswith(("adaptor.", "memory_p.")):  # clipped apart too
             torch.testing.assert_close(still, steps[1e4][name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_the_algorithm_names_the_components_of_the_estimator(collect):
+    alg = collected(collect)[0]
+    assert alg.estimator_obs_components == alg.policy.estimator_obs_components == ["pos", "window"]
+    assert alg.estimator_target_obs_components == ["vel"]

@@ -283,3 +283,13 @@ def test_a_state_of_other_parameters_is_refused_before_anything_changes():
     with pytest.raises(RuntimeError, match=r"groups of sizes \[2, 1, 2\], this one has \[5\]"):
         optimizer.check_state(made(groups=GROUPS)[1].state_dict())
     torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+
+
+def test_without_trainable_parameters_an_optimizer_has_a_rate_and_a_state():
+    layer = nn.Linear(2, 1).requires_grad_(False)
+    optimizer = GuardedOptimizer(layer, "Adam", 0.1)
+    optimizer.param_groups[0]["lr"] = 0.2
+    optimizer.take_assigned_rates()
+    assert float(optimizer.lr) == pytest.approx(0.2)
+    GuardedOptimizer(layer, "Adam", 0.1).load_state_dict(optimizer.state_dict())
+    assert optimizer.parameters == []

@@ -409,3 +409,40 @@ def test_epochs_and_minibatches_deal_every_step_the_right_number_of_times(make_p
     alg.update(0)
     assert torch.cat(seen).bincount(minlength=24).tolist() == [3] * 24
     assert len({tuple(torch.cat(seen[i : i + 5]).tolist()) for i in (0, 5, 10)}) == 3
+
+
+# ---------------------------------------------------------------------- from a training dict
+def test_from_cfg_builds_policy_and_algorithm_for_an_environment():
+    from canter.algorithms import APPO
+    from canter.envs import MotionFeatures, PointRobot
+    from canter.runners import AmpPolicyRunner
+
+    discriminator = {"input_dim": 4, "style_reward_coef": 1.0, "hidden_dims": [8], "task_reward_lerp": 0.5}
+    policy = {"class_name": "AmpActorCritic", "actor_hidden_dims": [8], "amp_discriminator": discriminator}
+    cfg = {"num_steps_per_env": 4, "device": "cpu", "policy": policy, "algorithm": {"clip_param": 0.3}}
+    cfg["algorithm"] |= {"amp_motion_loader": torch.randn(50, 4), "class_name": "PPO"}
+    env = MotionFeatures(PointRobot(8, max_episode_length=6), ["true_velocity"], privileged=True)
+    alg = APPO.from_cfg(cfg, env)
+    assert type(alg) is APPO
+    assert alg.clip_param == 0.3
+    assert type(alg.policy).__name__ == "AmpActorCritic"
+    assert alg.storage.num_transitions_per_env == 4
+    runner = AmpPolicyRunner(env, alg, show_progress=False)
+    assert runner.agent is alg
+    runner.learn(1)
+
+
+def test_from_cfg_takes_a_config_object_with_networks_and_a_class_that_is_not_registered(noise_env):
+    from canter.algorithms.ppo import PPOConfig
+    from canter.modules import MLPActor, MLPCritic
+
+    class Mine(PPO):
+        pass
+
+    made = Mine.from_cfg(PPOConfig(gamma=0.9), noise_env(), "cpu", actor_class=MLPActor, critic_class=MLPCritic)
+    assert (type(made), made.gamma) == (Mine, 0.9)
+    assert Mine.from_cfg({"algorithm": {"gamma": 0.8}, "device": "cpu"}, noise_env()).gamma == 0.8
+    with pytest.raises(TypeError, match="Mine has no setting 'gama'|PPO has no setting 'gama'"):
+        Mine.from_cfg({"algorithm": {"gama": 0.8}}, noise_env())
+    with pytest.raises(ValueError, match="actor_class"):
+        Mine.from_cfg(PPOConfig(), noise_env(), "cpu")

@@ -175,3 +175,11 @@ def test_entropy_is_the_closed_form():
     policy.act(torch.randn(6, 3))
     expected = sum(0.5 * math.log(2 * math.pi * math.e * std**2) for std in (0.5, 2.0))
     torch.testing.assert_close(policy.entropy.detach(), torch.full((6,), expected))
+
+
+def test_the_layers_of_the_minimal_networks_go_by_their_documented_name():
+    actor, critic, obs = Actor(4, 2), Critic(4), torch.randn(3, 4)
+    assert torch.equal(actor.mean(actor.fc(obs)), actor(obs).mean)
+    assert torch.equal(critic.fc(obs), critic(obs))
+    assert [type(layer).__name__ for layer in actor.fc] == ["Linear", "Tanh", "Linear", "Tanh"]
+    assert not any(name.startswith("fc") for name in (*actor.state_dict(), *critic.state_dict()))

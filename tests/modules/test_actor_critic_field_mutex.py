@@ -317,3 +317,10 @@ def test_climbing_needs_a_climber_and_a_velocity(paths):
         climbing(paths, cmd_vel_mapping={0: 1.0})
     with pytest.raises(ValueError, match="but needs 1"):
         climbing(paths, jump_up="engaging_block")
+
+
+def test_climbing_takes_its_paths_by_position(paths):
+    given = (runs.NUM_OBS, runs.NUM_OBS, runs.NUM_ACTIONS, "ActorCritic", paths[:4], runs.SEGMENTS)
+    policy = ActorCriticClimbMutex(*given, jump_down_policy_path=paths[4])
+    assert policy.sub_policy_paths == paths
+    assert policy.obs_segments == runs.SEGMENTS

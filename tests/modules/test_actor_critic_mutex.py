@@ -111,7 +111,7 @@ def test_a_run_of_ours_that_says_no_scale_has_the_environments(tmp_path):
 # ---------------------------------------------------------------------- bad input
 def test_a_directory_without_configuration_or_model_is_named(tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"empty has neither config.json nor config.yaml"):
+    with pytest.raises(FileNotFoundError, match=r"empty has neither config.yaml nor config.json"):
         made([tmp_path / "empty"])
     with pytest.raises(FileNotFoundError, match=r"nowhere is not a directory"):
         made([tmp_path / "nowhere"])
@@ -185,3 +185,25 @@ def test_the_classes_are_known_by_name():
 def test_the_configuration_is_read_in_order(tmp_path):
     path = runs.write_run(tmp_path / "a", runs.constant_policy(1.0))
     assert list(made([path]).configs[0]) == list(json.loads((path / "config.json").read_text()))
+
+
+# ---------------------------------------------------------------------- runs of runners
+ROBOT = {"num_steps_per_env": 4, "save_interval": 0}
+NETWORKS = {"actor_class": "MLPActor", "critic_class": "MLPCritic"}
+SMALL = {"actor_cfg": {"hidden_dims": [8]}, "critic_cfg": {"hidden_dims": [8]}}
+
+
+@pytest.mark.parametrize(
+    "policy", [{"actor_hidden_dims": [8], "critic_hidden_dims": [8]}, {**NETWORKS, **SMALL}], ids=["dict", "classes"]
+)
+def test_a_run_directory_that_a_runner_wrote_needs_nothing_more(tmp_path, policy):
+    env = PointRobot(4, max_episode_length=7)
+    cfg = {**ROBOT, "policy": policy, "empirical_normalization": True}
+    runner = OnPolicyRunner(env, cfg, tmp_path / "run", "cpu", show_progress=False)
+    runner.learn(1)
+    runner.close()
+    assert (tmp_path / "run" / "config.json").is_file()
+    mutex = build_actor_critic(env, "ActorCriticMutex", {"sub_policy_paths": [tmp_path / "run"]})
+    assert mutex.subpolicy_action_scale_0 == mutex.env_action_scale
+    obs = torch.randn(4, 6)
+    assert torch.equal(mutex.submodules[0].infer(obs)[0], runner.policy.infer(obs)[0])

@@ -54,3 +54,32 @@ def test_a_subclass_may_be_derived_further():
     obs = torch.randn(4, 3)
     policy = Quieter(3, 2)
     assert torch.equal(policy.act(obs), policy.act(obs))
+
+
+class Foreign:
+    """A policy of another library: `act` sets the distribution and samples."""
+
+    def act(self, obs, scale=1.0):
+        self.distribution = torch.distributions.Normal(scale * obs.sum(-1, keepdim=True), 1.0)
+        return self.distribution.sample()
+
+    @property
+    def action_mean(self):
+        return self.distribution.mean
+
+
+def test_a_policy_of_another_library_acts_by_its_mean():
+    class QuietForeign(DeterministicPolicyMixin, Foreign):
+        pass
+
+    class Doubled(QuietForeign):
+        def act(self, obs):
+            return 2.0 * super().act(obs)
+
+    class Derived(Doubled):
+        pass
+
+    obs = torch.randn(5, 2)
+    total = obs.sum(-1, keepdim=True)
+    assert torch.equal(QuietForeign().act(obs, scale=3.0), 3.0 * total)
+    assert torch.equal(Derived().act(obs), 2.0 * total)

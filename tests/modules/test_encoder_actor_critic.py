@@ -209,3 +209,9 @@ def test_encoders_are_shared_only_between_equal_components():
 def test_embedding_checks_the_width():
     with pytest.raises(ValueError, match="observation is 4 wide"):
         embed(torch.zeros(1, 4), ObsLayout({"a": 3}), {"a": MlpModel(3, [2])})
+
+
+def test_the_slices_of_encoded_components_are_in_the_order_of_their_names():
+    segments = {"a": (3,), "b": (2, 2), "c": (1,)}
+    policy = EncoderActorCritic(8, 8, 2, obs_segments=segments, encoder_component_names=["c", "b"])
+    assert policy.encoder_obs_slices == [(slice(7, 8), (1,)), (slice(3, 7), (2, 2))]

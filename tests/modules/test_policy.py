@@ -197,3 +197,13 @@ def test_random_masks_are_drawn_with_their_probability(make_policy):
     }
     assert masks["dropped"].float().mean().item() == pytest.approx(0.25, abs=0.02)
     assert not masks["never"].any()
+
+
+@pytest.mark.parametrize("kind", ["mlp", "lstm"])
+def test_act_with_inference_is_act_inference(make_policy, kind):
+    policy, obs = make_policy(kind), torch.randn(4, 3)
+    first = policy.act(obs, inference=True)
+    policy.reset()
+    assert torch.equal(first, policy.act_inference(obs))
+    with pytest.raises(ValueError, match="leave out masks, hidden_states"):
+        policy.act(obs, masks=torch.ones(1, 4), inference=True)

@@ -162,6 +162,14 @@ def test_periodic_evaluation_changes_nothing_in_the_training(
     assert differing(tmp_path / "with.pt", tmp_path / "without.pt") == ["config.eval_interval"]
 
 
+def test_every_second_iteration_is_evaluated_in_the_evaluation_environment(make_runner, counting):
+    env, eval_env = counting((2, 2)), counting((3, 4))
+    runner = make_runner(env, eval_env=eval_env, eval_interval=2, eval_episodes=2, log_interval=1)
+    lengths = [row.get("eval/mean_length") for row in runner.learn(4).history]
+    assert lengths == [None, 3.5, None, 3.5]
+    assert eval_env.num_resets == 2
+
+
 def test_the_evaluation_environment_is_the_one_that_is_stepped(make_runner, counting):
     env, eval_env = counting((2, 2)), counting((3, 4))
     runner = make_runner(env, eval_env=eval_env)

@@ -201,3 +201,61 @@ def test_nested_settings_and_the_dataset_are_built_as_documented(make, demos):
     assert isinstance(runner.rollout_dataset, RolloutDataset)
     assert (runner.rollout_dataset.num_envs, runner.rollout_dataset.device) == (2, runner.device)
     assert runner.pretrain_iterations == 1
+
+
+# ---------------------------------------------------------------------- with a motion prior
+AMP_POLICY = {"class_name": "AmpActorCritic", "amp_discriminator": {
+    "input_dim": 2, "style_reward_coef": 1.0, "hidden_dims": [8], "task_reward_lerp": 0.5}}  # fmt: skip
+
+
+def motion(step):
+    """Features of the policy near -1, of the expert near 1."""
+    noise = torch.randn(2, 2, generator=torch.Generator().manual_seed(step)) * 0.1
+    return {"observations": {"ref_obs": noise - 1.0}, "ref_motion": noise + 1.0}
+
+
+@pytest.fixture
+def make_atppo(make, counting):
+    def build(algorithm=None, **given):
+        given = {"policy": AMP_POLICY, "log_interval": 1, **given}
+        algorithm = {"class_name": "ATPPO", "distill_target": "mse_sum", **(algorithm or {})}
+        return make(counting((2, 3), extras=motion), algorithm, **given)
+
+    return build
+
+
+def test_recorded_steps_teach_the_policy_and_not_the_discriminator(make_atppo):
+    runner = make_atppo(pretrain_iterations=10)
+    discriminator = runner.policy.discriminator
+    before = {name: value.clone() for name, value in discriminator.state_dict().items()}
+    history = runner.learn(10).history
+    assert history[-1]["train/distillation_loss"] < 0.5 * history[0]["train/distillation_loss"]
+    assert [row["amp/updates"] for row in history] == [0.0] * 10
+    assert history[-1]["train/discriminator_expert_loss"] == 0.0
+    assert all(torch.equal(before[name], value) for name, value in discriminator.state_dict().items())
+    assert runner.alg.ref_obs_normalizer.count == 0
+    assert float(runner.alg.motion_prior.accuracy) == 0.5
+
+
+def test_the_discriminator_learns_from_the_environments_steps_alone(make_atppo):
+    runner = make_atppo({"discriminator_learning_rate": 1e-2, "num_learning_epochs": 8}, pretrain_iterations=3)
+    history = runner.learn(13).history
+    assert history[3]["amp/updates"] == 1.0
+    assert history[-1]["amp/expert_d"] > 0.3 > -0.3 > history[-1]["amp/policy_d"]
+    assert history[3]["Episode_Reward/style_reward"] > 0.0
+    # 40 steps of 2 environments: 80 windows of the expert, and 80 of the policy less 20 + 13 that end an episode
+    assert runner.alg.ref_obs_normalizer.count == 80 + 80 - 33
+
+
+def test_recorded_rows_that_stay_in_a_longer_buffer_are_no_expert_motion(make_atppo):
+    cfg = {"buffer_dilation_ratio": 3.0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        runner = make_atppo(cfg, pretrain_iterations=2)
+    runner.learn(3)
+    storage = runner.alg.storage
+    known = storage.data["ref_motion_valid"].squeeze(-1)
+    assert known.sum() == 4 * 2
+    assert len(known) == 12
+    assert bool((storage.data["ref_motion"][known] > 0.5).all())
+    assert bool((storage.data["ref_motion"][~known] == 0.0).all())

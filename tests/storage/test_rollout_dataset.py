@@ -467,3 +467,33 @@ def test_foreign_names_in_a_trajectory_are_bad_files(record):
 def test_arguments_out_of_range_are_refused(tmp_path, given, message):
     with pytest.raises(ValueError, match=message):
         dataset(tmp_path, **given)
+
+
+class DictData(RolloutFileBase):
+    """Serves a nested dict: step t of environment i is 100 * i + t."""
+
+    def reset_all(self):
+        self.t = 0
+
+    def refresh_handlers(self, env_ids):
+        pass
+
+    def get_buffer(self, num_transitions_per_env=None):
+        rows = () if num_transitions_per_env is None else (num_transitions_per_env,)
+        shape = (*rows, self.num_envs)
+        return {"obs": {"joints": torch.zeros(*shape, 2)}, "timeout": torch.zeros(shape, dtype=torch.bool)}
+
+    def fill_transition(self, buffer, env_ids=None):
+        buffer["obs"]["joints"][:] = (100.0 * self.all_env_ids + self.t).unsqueeze(-1)
+        buffer["timeout"][:] = self.t == 1
+        self.t += 1
+
+
+def test_a_buffer_may_be_a_nested_dict():
+    data = DictData("x", 2, "cpu")
+    rows = data.get_batch(3)
+    assert rows["obs"]["joints"][..., 1].tolist() == [[0.0, 100.0], [1.0, 101.0], [2.0, 102.0]]
+    assert rows["timeout"].tolist() == [[False] * 2, [True] * 2, [False] * 2]
+    batch, infos = data.get_transition_batch()
+    assert batch["obs"]["joints"][:, 0].tolist() == [3.0, 103.0]
+    assert infos["time_outs"] is batch["timeout"]

@@ -239,6 +239,9 @@ class Algorithm:
             self.executor.generators.append(made)
         return made
 
+    def check_can_learn(self, has_labels: bool = False) -> None:
+        """Raise an error with the reason if training cannot change the policy; `has_labels`: a dataset has actions."""
+
     def checkpoint_parts(self) -> dict[str, Any]:
         """Name in the checkpoint -> the object whose state is saved. Extended by subclasses."""
         raise NotImplementedError

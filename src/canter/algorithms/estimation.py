@@ -57,6 +57,16 @@ class Estimation(Extension):
             if f"{name}_loss_coef" not in alg.setting_fields:
                 alg.loss_weights[f"{name}_loss"] = 1.0
 
+    @property
+    def estimator_obs_components(self) -> list[str]:
+        """Input components of the policy's estimator."""
+        return self.policy.estimator_obs_components
+
+    @property
+    def estimator_target_obs_components(self) -> list[str]:
+        """Components that the policy's estimator predicts."""
+        return self.policy.estimator_target_components
+
     def loss_terms(self, terms: Terms, batch: MiniBatch, out: PolicyOutput) -> None:
         """Add the loss and the mean square error of every estimate."""
         for name, estimate in self.policy.estimates.items():

@@ -132,7 +132,14 @@ class MotionPrior(Extension):
         step.setdefault("action_labels", step["actions"])
 
     def record_fields(self, record: StepRecord) -> dict[str, Tensor]:
-        """Motion features of the step: the policy's, from the episode the step belongs to, and the expert's."""
+        """Motion features of the step: the policy's, from the episode the step belongs to, and the expert's.
+
+        A step of a dataset has none: it is masked in the discriminator's data and gets no style reward.
+        """
+        if getattr(self.alg.extensions.get("teacher"), "on_dataset", False):
+            none = torch.zeros(len(record.reward), self.width, device=self.device)
+            unknown = torch.zeros_like(record.done)
+            return {"ref_obs": none, "ref_motion": none, "ref_valid": unknown, "ref_motion_valid": unknown}
         ref_obs = self._flat((record.extras.get("observations") or {}).get("ref_obs"), "observations']['ref_obs")
         final = record.extras.get("final_observation")
         final = final.get("ref_obs") if isinstance(final, Mapping) else None
@@ -200,20 +207,21 @@ class MotionPrior(Extension):
         if self.cfg.dagger_loss_coef:
             difference = self.alg.policy.distribution.mode(out.params) - batch.action_labels  # pyright: ignore[reportAttributeAccessIssue]
             terms.losses["dagger_loss"] = batch.mean(torch.linalg.vector_norm(difference, dim=-1))
-        terms.inter_vars.update(rows, ref_valid=valid)
+        has_motion = batch.ref_motion_valid.squeeze(-1)  # pyright: ignore[reportAttributeAccessIssue]
+        terms.inter_vars.update(rows, ref_valid=valid, ref_motion_valid=has_motion)
 
     def late_terms(self, terms: Terms) -> None:
         """Add the discriminator's losses on fresh and replayed features; the gradient of a gradient is not compiled."""
         if not self.cfg.discriminator_loss_coef:
             return
         expert, policy = (terms.inter_vars[name].reshape(-1, self.width) for name in ("ref_motion", "ref_obs"))
-        valid = terms.inter_vars["ref_valid"].reshape(-1)
+        valid, has_motion = (terms.inter_vars[name].reshape(-1) for name in ("ref_valid", "ref_motion_valid"))
         if self.replay is not None:
             past = torch.cat(self.replay.sample(len(policy), self.generator), -1)[:, : self.width]
             policy = torch.cat([policy, past])
             valid = torch.cat([valid, self.has_past.expand(len(past))])
         expert, policy = self.normalized(expert, "expert"), self.normalized(policy, "policy")
-        losses, stats = self.discriminator.adversarial_losses(expert, policy, valid)
+        losses, stats = self.discriminator.adversarial_losses(expert, policy, valid, has_motion)
         terms.losses.update(losses)
         terms.stats.update(stats)
 
@@ -225,20 +233,23 @@ class MotionPrior(Extension):
         self.late_terms(own)
         backward(self.alg.weighted_sum(own.losses), self.own_optimizer)
         norm, skipped = self.own_optimizer.clip(self.alg.live.discriminator_max_grad_norm)
-        self.accuracy.lerp_(own.stats["amp/accuracy"], ACCURACY_RATE)
-        self.count += 1
+        has_data = terms.inter_vars["ref_valid"].any().to(norm.dtype)  # 0 while learning from a dataset
+        self.accuracy.lerp_(own.stats["amp/accuracy"], ACCURACY_RATE * has_data)
+        self.count += has_data
         is_off_beat = self.count.remainder(self.cfg.discriminator_slow_down) != 0
         paused = (self.accuracy > self.alg.live.discriminator_accuracy_limit) & is_off_beat
-        self.own_optimizer.apply(torch.maximum(skipped, paused.to(skipped.dtype)))
-        own.stats.update({"amp/grad_norm": norm, "amp/updates": 1.0 - paused.to(norm.dtype)})
+        paused = torch.maximum(paused.to(norm.dtype), 1.0 - has_data)
+        self.own_optimizer.apply(torch.maximum(skipped, paused))
+        own.stats.update({"amp/grad_norm": norm, "amp/updates": 1.0 - paused})
         return own
 
     def end_update(self, rollout: RolloutStorage) -> None:
         """Take the rollout's features into the statistics, and its valid windows into the replay."""
-        policy, expert, valid = (rollout.data[name][rollout.newest] for name in ("ref_obs", "ref_motion", "ref_valid"))
-        valid = valid.squeeze(-1)
+        policy, expert = (rollout.data[name][rollout.newest] for name in ("ref_obs", "ref_motion"))
+        masks = (rollout.data[name][rollout.newest].squeeze(-1) for name in ("ref_valid", "ref_motion_valid"))
+        valid, has_motion = masks
         self.ref_obs_normalizer.update(policy, valid)
-        self.ref_motion_normalizer.update(expert)
+        self.ref_motion_normalizer.update(expert, has_motion)
         if self.replay is not None:
             rows = torch.nn.functional.pad(policy[valid], (0, self.width % 2))
             self.replay.insert(*rows.chunk(2, dim=-1))

@@ -39,7 +39,7 @@ class GuardedOptimizer:
     """Clips gradients and steps in tensor code; a gradient that is not finite changes nothing and is counted.
 
     Args:
-        module: Its parameters are optimised.
+        module: Its parameters are optimised, unless they are frozen; there may be none.
         class_name: Name of the optimizer in torch.optim.
         learning_rate: First value of the shared rate.
         groups: Options by parameter name prefix; a group with its own `lr` keeps it.
@@ -55,7 +55,7 @@ class GuardedOptimizer:
     ) -> None:  # fmt: skip
         named = {name: p for name, p in module.named_parameters() if p.requires_grad and not has_prefix(name, excluded)}
         self.parameters = list(named.values())
-        device = self.parameters[0].device
+        device = next((t.device for t in (*self.parameters, *module.buffers())), torch.device("cpu"))
         cls: Any = optimizer_class(class_name)
         self.has_tensor_rate, self.is_fused = issubclass(cls, TENSOR_RATE), issubclass(cls, FUSED)
         self.lr = torch.tensor(float(learning_rate), device=device)
@@ -66,7 +66,8 @@ class GuardedOptimizer:
         members = split_groups(named, groups, device, self.has_tensor_rate)
         self.sizes = [[p.shape for p in group["params"]] for group in members]
         # On a CPU the cost of an optimizer is the number of tensors; on a GPU one kernel takes them all.
-        self.flats = [FlatParameters(g["params"]) for g in members] if self.is_fused and device.type == "cpu" else []
+        is_flat = self.is_fused and device.type == "cpu" and bool(named)
+        self.flats = [FlatParameters(g["params"]) for g in members] if is_flat else []
         self.separate = [p for name, p in named.items() if has_prefix(name, separate)]
         known = {id(p) for p in self.separate}
         self.others = [p for p in self.parameters if id(p) not in known]
@@ -226,7 +227,7 @@ def split_groups(
     device: torch.device,
     has_tensor_rate: bool,
 ) -> list[dict[str, Any]]:
-    """One parameter group per prefix and one for the rest, empty ones left out."""
+    """One parameter group per prefix and one for the rest, which is left out if it is empty and not the only one."""
     rest = dict(named)
     result: list[dict[str, Any]] = []
     for prefix, options in (groups or {}).items():
@@ -238,6 +239,6 @@ def split_groups(
         if group["own_rate"] and has_tensor_rate:
             group["lr"] = torch.tensor(float(options["lr"]), device=device)
         result.append(group)
-    if rest:
+    if rest or not result:
         result.append({"params": list(rest.values()), "own_rate": False})
     return result

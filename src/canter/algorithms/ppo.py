@@ -17,12 +17,13 @@ from canter.algorithms.symmetry import Symmetry, SymmetrySettings
 from canter.envs.records import step_record
 from canter.envs.vec_env import StepRecord
 from canter.execution import ACTIVE_TRACERS, note_host_read
-from canter.modules.build import NETWORK_ARGUMENTS, build_normalizer, build_policy, env_shapes
+from canter.modules.build import NETWORK_ARGUMENTS, build_actor_critic, build_normalizer, build_policy, env_shapes
 from canter.modules.normalizer import VALUE_NORMALIZATIONS, NoNormalization, ReturnScaler, install_value_normalizer
 from canter.modules.policy import Hidden, Policy, PolicyOutput
 from canter.storage.rollout_storage import MiniBatch, RolloutStorage, Transition, masked_mean, normalize_advantages
 from canter.utils.config import check_value, setting, settings
 from canter.utils.metrics import MeanMeter
+from canter.utils.runtime import resolve_device
 from canter.utils.tree import Obs, tree_map
 
 SCHEDULES = ("fixed", "constant", "linear", "adaptive")
@@ -181,6 +182,34 @@ class PPO(Algorithm):
         self.sync_settings()
         if self.env is not None:
             self.prepare(self.env, getattr(self.cfg, "num_steps_per_env", 24))
+
+    @classmethod
+    def from_cfg(cls, cfg: Any, env: Any, device: Any = None, **networks: Any) -> Any:
+        """The algorithm and its policy for an environment, from a training dict, or from a config object and networks.
+
+        The dict has the sections `policy` and `algorithm`; `networks` are the arguments of `build_policy`.
+        """
+        if not isinstance(cfg, Mapping):
+            return cls(env=env, cfg=cfg, device=device, **networks)
+        from canter.runners.run_config import plan_for  # which imports the algorithms
+        from canter.runners.runner import open_env
+
+        plan = plan_for(cls, cfg)
+        common = {"env": open_env(env, resolve_device(device or plan.cfg.device), plan), "cfg": plan.cfg}
+        if "class_name" not in plan.policy:
+            return cls(device=device, **common, **plan.policy)
+        policy = build_actor_critic(common["env"], plan.policy["class_name"], plan.policy)
+        return cls(policy, device=device, **common)
+
+    def check_can_learn(self, has_labels: bool = False) -> None:
+        """Raise an error if the policy has nothing to train, or takes its mean and has no actions to imitate."""
+        name = type(self.policy).__name__
+        if not self.optimizer.parameters:
+            raise TypeError(f"{name} cannot learn: it has no parameters to train. Use get_inference_policy, eval, play")
+        has_labels = has_labels or bool(getattr(self.extensions.get("teacher"), "policies", ()))
+        if self.uses_rewards and not self.policy.has_entropy and not has_labels:
+            way_out = "train it with a teacher (TPPO), or train a policy that samples"
+            raise TypeError(f"{name} cannot learn from rewards: it takes the mean and never explores; {way_out}")
 
     # Storage: made for an environment before the first step.
     def prepare(self, env: Any, num_steps_per_env: int, **storage_cfg: Any) -> None:

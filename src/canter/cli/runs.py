@@ -172,6 +172,7 @@ def new_runner(config: dict[str, Any], path: Path) -> Runner:
         runner = open_runner(config, path, eval_episodes=config["eval_episodes"])
         with user_errors(), ExitStack() as on_error:
             on_error.callback(runner.close)  # so that nothing writes to the directory any more
+            runner.alg.check_can_learn(runner.is_pretraining)
             runner.init_writer()  # finds a missing logging backend before the training
             on_error.pop_all()
     except UserError:

@@ -255,6 +255,11 @@ class Actor(nn.Module):
         """The action distribution."""
         return Normal(self.mean(self.body(obs)), self.log_std.exp())
 
+    @property
+    def fc(self) -> nn.Sequential:
+        """The hidden layers."""
+        return self.body
+
 
 class Critic(nn.Module):
     """The documented minimal critic: observation -> (B, 1) value."""
@@ -266,3 +271,8 @@ class Critic(nn.Module):
     def forward(self, obs: Tensor) -> Tensor:
         """(B, 1)."""
         return self.net(obs)
+
+    @property
+    def fc(self) -> nn.Sequential:
+        """All layers."""
+        return self.net

@@ -250,7 +250,8 @@ class ActorCriticClimbMutex(ActorCriticFieldMutex):
     num_not_selectable = 1
 
     def __init__(
-        self, *args: Any, sub_policy_paths: Sequence[str | Path] = (), jump_down_policy_path: str | Path,
+        self, num_actor_obs: int, num_critic_obs: int, num_actions: int, sub_policy_class_name: str | None = None,
+        sub_policy_paths: Sequence[str | Path] = (), *args: Any, jump_down_policy_path: str | Path,
         jump_down_vel: Velocity | None = None, jump_up: str = "engaging_block[-1]",
         cmd_vel_mapping: Mapping[int | str, Velocity] | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
@@ -266,7 +267,8 @@ class ActorCriticClimbMutex(ActorCriticFieldMutex):
             raise KeyError(f"jump_down_vel is None, and cmd_vel_mapping has no velocity for sub-policy {jump} either")
         self.shares_velocity = jump_down_vel is None and bool(mapping)
         paths = [*sub_policy_paths, jump_down_policy_path]
-        super().__init__(*args, sub_policy_paths=paths, cmd_vel_mapping=mapping, **kwargs)
+        given = (num_actor_obs, num_critic_obs, num_actions, sub_policy_class_name, paths, *args)
+        super().__init__(*given, cmd_vel_mapping=mapping, **kwargs)
         self.jump_up_at = find_positions(self.obs_layout, jump_up, 1)
 
     def tie_velocities(self, velocities: Tensor) -> Tensor:

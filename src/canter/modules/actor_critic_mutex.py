@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
+from gymnasium.spaces import Box
 from torch import Tensor, nn
 
-from canter.modules.build import POLICIES, install_normalizers
+from canter.modules.build import NETWORKS, POLICIES, build_pair, install_normalizers
 from canter.modules.distributions import Gaussian, Params
 from canter.modules.policy import Context, Policy
 from canter.utils.checkpoint import check_compatible, find_checkpoints, load_checkpoint, newest_valid_checkpoint
@@ -27,7 +29,7 @@ class ActorCriticMutex(Policy):
     Args:
         num_actor_obs: Width of the observation, the same for every sub-policy.
         sub_policy_class_name: Class of the sub-policies; None takes the one in each run's configuration.
-        sub_policy_paths: Run directories: config.json or config.yaml, and the newest model_<number>.pt.
+        sub_policy_paths: Run directories: config.yaml, or an st_rl config.json, and the newest model_<number>.pt.
         obs_segments: Names and shapes of the observation's parts, in order.
         critic_obs_segments: The same for the critic; the actor's if None.
         env_action_scale: Action scale of the environment, one number or one per action.
@@ -70,10 +72,10 @@ class ActorCriticMutex(Policy):
         return scale.clone()
 
     def _setting(self, i: int, section: str, name: str, default: Any) -> Any:
-        """A setting of a sub-policy's environment; a config.json must have it, a config.yaml has it from `run_info`."""
+        """A setting of a sub-policy's environment; a config.yaml may leave it out, a config.json of st_rl may not."""
         path, config = self.sub_policy_paths[i], self.configs[i]
         values = config.get(section) or (config.get("run") or {}).get(section) or {}
-        if name not in values and (path / "config.json").is_file():
+        if name not in values and not (path / "config.yaml").is_file():
             raise KeyError(f"{path / 'config.json'} has no {section}.{name}")
         return values.get(name, default)
 
@@ -87,8 +89,8 @@ class ActorCriticMutex(Policy):
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The configuration of a run: config.json, or the config.yaml that our runs write."""
-    for name, parse in (("config.json", json.loads), ("config.yaml", yaml.safe_load)):
+    """The configuration of a run: the config.yaml that our runs write beside a config.json, or st_rl's config.json."""
+    for name, parse in (("config.yaml", yaml.safe_load), ("config.json", json.loads)):
         if (directory / name).is_file():
             try:
                 config = parse((directory / name).read_text(encoding="utf-8"))
@@ -97,7 +99,7 @@ def read_config(directory: Path) -> dict[str, Any]:
             if not isinstance(config, dict) or not isinstance(config.get("policy"), dict):
                 raise ValueError(f"{directory / name} has no section 'policy' with the settings of the policy")
             return config
-    reason = "has neither config.json nor config.yaml" if directory.is_dir() else "is not a directory"
+    reason = "has neither config.yaml nor config.json" if directory.is_dir() else "is not a directory"
     raise FileNotFoundError(f"{directory} {reason}; give the run directory of the sub-policy")
 
 
@@ -106,7 +108,8 @@ def load_sub_policy(
 ) -> Policy:
     """The policy of a run, frozen, from its newest complete model_<number>.pt or its only file called model*.pt."""
     own = {name: value for name, value in config["policy"].items() if name not in (*GIVEN, "class_name")}
-    name = class_name or config["policy"].get("class_name") or "ActorCritic"
+    default = "build_pair" if "actor_class" in own else "ActorCritic"
+    name = class_name or config["policy"].get("class_name") or default
     found = sorted(path for path in directory.glob("model*.pt") if path.is_file())
     if find_checkpoints(directory):
         found = [newest_valid_checkpoint(directory)]
@@ -119,7 +122,7 @@ def load_sub_policy(
     if not isinstance(weights, Mapping):
         raise ValueError(f"the model in {directory} has no model_state_dict")
     try:
-        policy: Policy = build(POLICIES, name, {**own, **shared})
+        policy = pair_policy(own, shared) if name == "build_pair" else build(POLICIES, name, {**own, **shared})
         install_normalizers(policy, weights)
         check_compatible(policy.state_dict(), weights, name)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -127,3 +130,10 @@ def load_sub_policy(
         raise kind(f"the sub-policy in {directory} cannot be built: {error.args[0]}") from error
     policy.load_state_dict(dict(weights))
     return policy.requires_grad_(False).eval()
+
+
+def pair_policy(own: Mapping[str, Any], shared: Mapping[str, Any]) -> Policy:
+    """The policy of a run with `actor_class` and `critic_class`."""
+    obs, critic_obs, actions = (Box(-np.inf, np.inf, (shared[name],)) for name in GIVEN[:3])
+    classes = {name: NETWORKS[own[name]] for name in ("actor_class", "critic_class")}
+    return build_pair(obs, critic_obs, shared["action_space"] or actions, **{**own, **classes})

@@ -81,27 +81,30 @@ class AMPDiscriminator(nn.Module):
         """(..., D) -> (..., 1)."""
         return self.head(self.trunk(x))
 
-    def compute_grad_pen(self, amp_obs: Tensor) -> Tensor:
-        """Gradient penalty at the given (expert) features (..., D): its weight times the mean squared gradient norm."""
+    def compute_grad_pen(self, amp_obs: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Its weight times the mean squared gradient norm at (expert) features (..., D), those where `valid` (...)."""
         x = amp_obs.detach().clone().requires_grad_()
         (gradient,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
-        return self.discriminator_grad_pen * gradient.square().sum(-1).mean()
+        return self.discriminator_grad_pen * masked_mean(gradient.square().sum(-1), valid)
 
     def adversarial_losses(
-        self, expert: Tensor, policy: Tensor, valid: Tensor | None = None
+        self, expert: Tensor, policy: Tensor, valid: Tensor | None = None, expert_valid: Tensor | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Losses on expert and policy features (..., D) where `valid` (...), and statistics of the classification."""
+        """Losses on expert and policy features (..., D) and statistics of the classification.
+
+        `valid` (...) masks the policy's features, `expert_valid` (...) the expert's; None uses all.
+        """
         expert_d, policy_d = self(expert).squeeze(-1), self(policy).squeeze(-1)
         losses = {
-            "discriminator_expert_loss": self.loss.expert(expert_d).mean(),
+            "discriminator_expert_loss": masked_mean(self.loss.expert(expert_d), expert_valid),
             "discriminator_policy_loss": masked_mean(self.loss.policy(policy_d), valid),
-            "discriminator_grad_pen_loss": self.compute_grad_pen(expert),
+            "discriminator_grad_pen_loss": self.compute_grad_pen(expert, expert_valid),
         }
         with torch.no_grad():
-            hits = (expert_d > 0.0).float().mean()
+            hits = masked_mean((expert_d > 0.0).float(), expert_valid)
             rejections = masked_mean((policy_d < 0.0).float(), valid)
             stats = {
-                "amp/expert_d": expert_d.mean(),
+                "amp/expert_d": masked_mean(expert_d, expert_valid),
                 "amp/policy_d": masked_mean(policy_d, valid),
                 "amp/expert_accuracy": hits,
                 "amp/policy_accuracy": rejections,

@@ -151,6 +151,12 @@ class EncoderActorCriticMixin(ActorCritic):
         encoders = self._encoders(critic)
         return embed(observations, layout, encoders) if encoders else observations
 
+    @property
+    def encoder_obs_slices(self) -> list[tuple[slice, Shape]]:
+        """Columns and shape of every encoded component, in the order of `encoder_component_names`."""
+        layout = self.encoder_layout
+        return [(layout.slice(name), layout.shapes[name]) for name in self.encoder_component_names]
+
     def get_encoder_latent(self, observations: Any, obs_component: str, critic: bool = False) -> Tensor:
         """(..., encoder_output_size) features of one component of raw observations."""
         encoders, layout, normalizer = self._encoders(critic), self.obs_layout, self.obs_normalizer

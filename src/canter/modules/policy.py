@@ -213,11 +213,16 @@ class Policy(nn.Module):
             memory.reset(dones)
 
     @final
-    def act(self, obs: Obs, masks: Tensor | None = None, hidden_states: Any = None) -> Tensor:
+    def act(self, obs: Obs, masks: Tensor | None = None, hidden_states: Any = None, inference: bool = False) -> Tensor:
         """A sampled action before `to_env`; `get_actions_log_prob` and `entropy` then refer to this step.
 
         With `hidden_states`, obs is a padded (T, M, D) batch with its masks; otherwise one step of N environments.
+        With `inference` it is `act_inference(obs)`, a single step.
         """
+        if inference:
+            if masks is not None or hidden_states is not None:
+                raise ValueError("act(inference=True) is one step from the kept state; leave out masks, hidden_states")
+            return self.act_inference(obs)
         random_masks = self.draw_random_masks(obs, self.generator) if hidden_states is None else {}
         self._params = self._run_branch("actor", obs, masks, hidden_states, random_masks)
         return self.sample_action(self._last(), self.generator)

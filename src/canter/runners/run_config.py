@@ -88,6 +88,13 @@ def parse_train_cfg(train_cfg: Mapping[str, Any]) -> RunPlan:
     return RunPlan(display_name(name), config_from(name, algorithm, top), policy, *rest)
 
 
+def plan_for(agent_class: type, train_cfg: Mapping[str, Any]) -> RunPlan:
+    """A plan from a training dict for this algorithm, or for the base of it that is registered."""
+    names = {entry.agent_class: name for name, entry in REGISTRY.items()}
+    name = next(names[base] for base in agent_class.__mro__ if base in names)
+    return parse_train_cfg({**train_cfg, "algorithm": {**(train_cfg.get("algorithm") or {}), "class_name": name}})
+
+
 def make_plan(
     train_cfg: Any, cfg: Any, algorithm: str | None, agent: Any, networks: Mapping[str, Any], default: str = "ppo"
 ) -> RunPlan:

@@ -66,6 +66,8 @@ class Runner(ABC):
 
     stats: StepStats
     num_steps_per_env = 1
+    is_pretraining: bool = False
+    """Whether the next iteration learns from a dataset."""
 
     def __init__(
         self, env: Any, train_cfg: Any = None, log_dir: str | Path | None = None,
@@ -156,6 +158,7 @@ class Runner(ABC):
         With `init_at_random_ep_len` episodes start at random ages, so that they do not all end together. Metrics are
         reported to the hyperparameter search `trial`; see `TrialReporter`.
         """
+        self.alg.check_can_learn(has_labels=self.is_pretraining)
         last = self.iteration + self.count_iterations(num_learning_iterations, total_timesteps)
         self.horizon = max(last, self.planned_iterations() or 1)
         reporter = None if trial is None else TrialReporter(trial, self.cfg.trial_metric, self.cfg.eval_interval)

@@ -41,7 +41,7 @@ class TwoStageRunner(OnPolicyRunner):
         if given.get("log_interval") is None and kwargs.get("log_interval") is None:
             kwargs["log_interval"] = LOG_INTERVAL
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="TPPO has no teacher")  # the dataset replaces it
+            warnings.filterwarnings("ignore", message=r"\w+ has no teacher")  # the dataset replaces it
             super().__init__(env, given if isinstance(train_cfg, Mapping) else train_cfg, *args, **kwargs)
         if self.pretrain_iterations and not hasattr(self.alg, "collect_transition_from_dataset"):
             way_out = "use TPPO (without a teacher it clones behaviour), or pretrain_iterations=0"
@@ -53,7 +53,7 @@ class TwoStageRunner(OnPolicyRunner):
         self._is_checked = False
 
     @property
-    def is_pretraining(self) -> bool:
+    def is_pretraining(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether the next iteration learns from the dataset."""
         is_planned = self.pretrain_iterations < 0 or self.iteration < self.pretrain_iterations
         return is_planned and not self.is_exhausted
@@ -86,6 +86,7 @@ class TwoStageRunner(OnPolicyRunner):
         """Take a step from the dataset while pretraining; from the environment later, and if the dataset has none."""
         if not self.is_pretraining:
             if self.is_on_dataset:
+                self.alg.check_can_learn()
                 self.is_on_dataset = False  # statistics and memories of the dataset end here
                 self.policy.reset()
                 self.stats.clear_running()

@@ -119,10 +119,10 @@ class AmpRolloutStorage(ActionLabelRollout):
         super().__init__(*args, **kwargs)
 
     def declare_fields(self) -> dict[str, Field]:
-        """The fields of a labelled rollout, the features, and a mask of the policy's features to learn from."""
+        """The fields of a labelled rollout, the features, and masks of the features to learn from."""
         windows = {name: Field((self.amp_obs_dim,), name, name) for name in ("ref_obs", "ref_motion")}
-        valid = Field((1,), "ref_valid", "ref_valid", torch.bool, default=True)
-        return super().declare_fields() | windows | {"ref_valid": valid}
+        masks = {name: Field((1,), name, name, torch.bool, default=True) for name in ("ref_valid", "ref_motion_valid")}
+        return super().declare_fields() | windows | masks
 
     def feed_forward_generator_amp(
         self, num_mini_batch: int | None, mini_batch_size: int, generator: torch.Generator | None = None

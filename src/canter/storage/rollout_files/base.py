@@ -1,7 +1,8 @@
 """Base class of datasets of recorded rollouts."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from canter.utils.runtime import resolve_device
+from canter.utils.tree import tree_map
 
 
 class RolloutFileBase(IterableDataset, ABC):
@@ -53,12 +55,14 @@ class RolloutFileBase(IterableDataset, ABC):
     def get_transition_batch(self) -> tuple[Any, dict[str, Any]]:
         """One transition of every environment and its infos, like an environment step."""
         buffer = self.get_batch()
-        return buffer, {"time_outs": buffer.timeout} if "timeout" in buffer else {}
+        if "timeout" not in buffer:
+            return buffer, {}
+        return buffer, {"time_outs": buffer["timeout"] if isinstance(buffer, Mapping) else buffer.timeout}
 
     def fill_transitions(self, buffer: Any, num_transitions_per_env: int) -> None:
         """Fill fields (k, N, ...), step by step."""
         for step in range(num_transitions_per_env):
-            self.fill_transition(buffer[step])
+            self.fill_transition(tree_map(itemgetter(step), buffer))
 
     def __iter__(self) -> Iterator[Any]:
         self.reset()
@@ -77,7 +81,7 @@ class RolloutFileBase(IterableDataset, ABC):
 
     @abstractmethod
     def get_buffer(self, num_transitions_per_env: int | None = None) -> Any:
-        """Tensors to fill."""
+        """Tensors to fill: a (nested) dict, or a tuple class made by `namedarraytuple`."""
 
     @abstractmethod
     def fill_transition(self, buffer: Any, env_ids: Tensor | None = None) -> None:
