@@ -291,7 +291,8 @@ def massive(args):
         steps, updates = ((last[k] - first[k]) / max(1e-9, last[1] - first[1]) for k in (0, 3))
         late = statistics.fmean(point[2] for point in curve if point[1] > args.seconds - 20)
         result = {"task": args.env, "algo": algo, "envs": args.envs, "seed": args.seed, "steps_per_s": steps}
-        result |= {"updates_per_s": updates, "GiB": memory, "return": late, "ready": curve[0][1], "curve": curve}
+        result |= {"updates_per_s": updates, "GiB": memory, "return": late, "ready": curve[0][1]}
+        result["curve"] = [point[:3] for point in curve]
         report(result, args.out)
 
 

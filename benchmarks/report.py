@@ -6,16 +6,17 @@
 A file of results has one measurement per line, a JSON object that `report` has written. A page takes numbers from it
 with a figure in the text, or a table:
 
-    in <!-- figure: cpu.jsonl library=canter max ratio .1f -->2.9<!-- end --> times the speed
+    up to <!-- figure: cpu_training.jsonl library=canter max ratio .1f --><!-- end --> times as fast
 
     <!-- table: learning.jsonl policy=mlp per task
     | task | mean | each seed |
     | {task} | {mean eval .1f} | {each eval .1f} |
     -->
+    <!-- end -->
 
 A query is `[name=value ...] [function] field [format]`, or two of them divided by ` / `; `name=a,b` selects either. The
 functions are `mean`, `each` (seed by seed), `min`, `max` and `all` (distinct values); without one, all selected lines
-must agree. `curve@N` is the return at N steps. The field `about` gives date, machine and versions. A table has one row
+must agree. `curve@N` is the return at N steps; `about` is the date, machine, versions and commit. A table has one row
 for every combination of the fields after `per`; a selection inside its braces replaces that of the row. Formats are
 Python's, and `.2M` is in millions.
 
@@ -41,16 +42,28 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 STRICT = ["README.md", "docs/index.md", "docs/benchmarks.md"]
 FUNCTIONS = ("mean", "each", "min", "max", "all")
-PATHS = ("--out", "--sb3-python", "--teacher", "--run", "--runs", "--folder", "--plot")  # places on one machine
+# Flags that are followed by a path of one machine.
+PATHS = (
+    "--out",
+    "--sb3-python",
+    "--teacher",
+    "--run",
+    "--runs",
+    "--folder",
+    "--plot",
+    "--returns",
+)
 
 FIGURE = re.compile(r"(<!-- figure: ([^>]*?) -->)(.*?)(<!-- end -->)")
 TABLE = re.compile(r"(<!-- table: ([^\n]*)\n(.*?)\n-->\n)(.*?)(<!-- end -->)", re.DOTALL)
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`|<!--.*?-->|\]\([^)]*\)|^\s*\d+\. |^--8<--.*?$", re.DOTALL | re.MULTILINE)
 NUMBER = r"(?<![\w.])(?<![A-Za-z][-.])[-+]?\d(?:[\d.,]*\d)?"
 WORD = r"\b(?:two|three|four|five|six|seven|eight|nine|ten|dozens?|twenty|thirty|fifty|hundreds?)\b"
-UNIT = r"(?: to [-\d.,\w]+)? ?(?:x|times|fold|%|percent|ms|s|seconds?|minutes?|hours?|GiB|MB/s|m/s|steps/s|million)\b"
+UNIT = (
+    r"(?: to [-\d.,\w]+)? ?(?:%|(?:x|times|fold|percent|ms|s|seconds?|minutes?|hours?|GiB|MB/s|m/s|steps/s|million)\b)"
+)
 UNBACKED = re.compile(f"{NUMBER}|{WORD}{UNIT}")
-UNBACKED_UNIT = re.compile(f"(?:{NUMBER}|{WORD}){UNIT}|{NUMBER} %")
+UNBACKED_UNIT = re.compile(f"(?:{NUMBER}|{WORD}){UNIT}")
 
 
 # ---------------------------------------------------------------------- what scripts keep
@@ -185,7 +198,7 @@ def attempt(render_one, match):
     """The text of a figure or table, and the error that kept it as it was."""
     try:
         return render_one(match), None
-    except NoSourceError as error:
+    except (ValueError, TypeError, LookupError) as error:
         return match[0], error
 
 

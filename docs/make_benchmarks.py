@@ -147,7 +147,7 @@ def massive() -> None:
     figure, axes = row_of(len(tasks))
     for axis, task in zip(axes, tasks, strict=True):
         for run, colour in zip([run for run in found if run["task"] == task], (BLUE, ORANGE), strict=True):
-            _, seconds, returns, _ = np.array(run["curve"]).T
+            _, seconds, returns = np.array(run["curve"]).T
             axis.plot(seconds, returns, "o-", color=colour, label=run["algo"].upper(), linewidth=1.6, markersize=3)
         finish(axis, task, "seconds of training, compilation included", "return without noise")
     figure.savefig(ASSETS / "massive.png", dpi=110)

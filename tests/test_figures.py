@@ -133,6 +133,7 @@ def test_settings_in_code_font_and_names_are_no_measurements(report, text):
 def test_other_pages_may_have_numbers_without_a_unit_of_measurement(report):
     assert report.problems("docs/cli.md", "The default is 8, and 0 for none; see rsl_rl 2.x.") == []
     assert report.problems("docs/cli.md", "It is 1.7 times as fast.")
+    assert report.problems("docs/cli.md", "It uses 12% less.")
     assert report.problems("docs/cli.md", "It takes two to four minutes.")
 
 
@@ -144,6 +145,8 @@ def test_other_pages_may_have_numbers_without_a_unit_of_measurement(report):
         ("algo=ppo eval", "several values"),
         ("median eval", "functions are"),
         ("mean eval", "the same seed"),
+        ("task=Push algo=ppo curve@50", "index out of range"),
+        ("task=Push algo=sac mean seconds", "NoneType"),
     ],
 )
 def test_a_query_without_an_answer_names_what_is_missing(report, query, sentence):
