@@ -74,7 +74,8 @@ def train_style(args):
     curve = learn(runner, args)
     share = round(curve[-1][2] / expert, 3)
     arm = "style-separate" if args.separate_normalizers else "style"
-    return {"arm": arm, "speed": curve[-1][2], "expert": expert, "share": share, "curve": curve}
+    return {"arm": arm, "speed": curve[-1][2], "expert": expert, "share": share, "curve": curve,
+            "grad_pen": DISCRIMINATOR["discriminator_grad_pen"]}  # fmt: skip
 
 
 def learn(runner, args):

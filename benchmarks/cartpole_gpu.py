@@ -10,9 +10,10 @@ import time
 START = time.perf_counter()
 
 import argparse  # noqa: E402
-import json  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
+from report import report  # noqa: E402
 
 from canter.envs.wrap import wrap_env  # noqa: E402
 from canter.runners import OnPolicyRunner, StopTraining  # noqa: E402
@@ -26,6 +27,7 @@ def main():
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--execution", default="graph")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     env = wrap_env("canter/CartPole", args.device, num_envs=args.envs, seed=args.seed)
     judge = wrap_env("canter/CartPole", args.device, num_envs=64, seed=args.seed + 1)
@@ -40,15 +42,14 @@ def main():
     cfg["log_interval"] = 0
     runner = OnPolicyRunner(env, cfg, None, args.device, eval_env=judge, show_progress=False)
     first = time.perf_counter()
-    solved = {}
+    solved = {"seconds": None, "seconds_from_start": None, "steps_to_solve": None}
 
     def check(runner, stats):
         if stats.get("episode/mean_length", 0) > 400 and runner.iteration % 5 == 0:
             score = runner.eval(64)["eval/mean_reward"]
             if score >= 475:
                 now = time.perf_counter()
-                solved.update(score=score, from_start=now - START, from_first_step=now - first)
-                solved["steps"] = runner.tot_timesteps
+                solved.update(seconds=now - first, seconds_from_start=now - START, steps_to_solve=runner.tot_timesteps)
                 raise StopTraining
 
     runner.add_callback("post_iteration", check)
@@ -60,8 +61,8 @@ def main():
     runner.learn(50)
     torch.cuda.synchronize() if args.device == "cuda" else None
     rate = 50 * runner.steps_per_iteration() / (time.perf_counter() - begin)
-    print(json.dumps({"envs": args.envs, "steps": args.steps, "epochs": args.epochs, "minibatches": args.minibatches,
-                      "steps_per_second": round(rate), "solved": solved}))  # fmt: skip
+    sizes = {"envs": args.envs, "steps": args.steps, "epochs": args.epochs, "minibatches": args.minibatches}
+    report({**sizes, "steps_per_second": round(rate), **solved}, args.out)
 
 
 if __name__ == "__main__":

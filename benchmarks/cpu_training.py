@@ -28,6 +28,8 @@ import warnings
 from itertools import pairwise
 from pathlib import Path
 
+from report import report
+
 # The settings of the RL zoo where it has some for these sizes; `batch` is one minibatch.
 COMMON = {"envs": 8, "clip": 0.2, "value_coef": 0.5, "max_grad_norm": 0.5, "hidden": [64, 64], "std": 1.0}
 TASKS = {
@@ -213,7 +215,11 @@ def show_curves(args, task, rows):
     for library, result in results.items():
         shown = [f"{r:.0f} ({s // 1000}k)" for s, r in (at(result["curve"], t) for t in times)]
         print(f"{library:26}" + "".join(f"{text:>16}" for text in shown), flush=True)
-    return {library: result["curve"] for library, result in results.items()}
+    for t in times:
+        reached = {library: at(result["curve"], t) for library, result in results.items()}
+        row = {f"{library}_{what}": value for library, point in reached.items()
+               for what, value in zip(("steps", "return"), point, strict=True)}  # fmt: skip
+        report({"task": task, "seed": args.seed, "seconds": t, **row}, args.returns)
 
 
 def at(curve, seconds):
@@ -234,7 +240,8 @@ def main():
     parser.add_argument("--train-seconds", type=float, default=0.0, help="also learn for so long, and show the returns")
     parser.add_argument("--points", type=int, default=8, help="times at which returns are shown")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="write everything as JSON")
+    parser.add_argument("--out", type=Path, help="append one line of JSON per task and library")
+    parser.add_argument("--returns", type=Path, help="append one line of JSON per time")
     parser.add_argument("--worker", choices=list(WORKERS), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -248,9 +255,12 @@ def main():
     for task in args.tasks:
         found[task] = measure_task(args, task)
         show_rates(task, found[task])
-    curves = {task: show_curves(args, task, found[task]) for task in args.tasks} if args.train_seconds else {}
-    if args.out:
-        args.out.write_text(json.dumps({"rates": found, "curves": curves}, indent=1))
+        for library, row in found[task].items():
+            ratio = {"ratio": row["rate"] / found[task]["sb3"]["rate"]} if "sb3" in found[task] else {}
+            report({"task": task, "library": library, **row, **ratio}, args.out)
+    if args.train_seconds:
+        for task in args.tasks:
+            show_curves(args, task, found[task])
 
 
 if __name__ == "__main__":

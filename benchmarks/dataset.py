@@ -10,7 +10,6 @@ it can be dropped (Linux), from the disk. Batches hold more than the files: ever
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from report import report
 
 from canter.storage.rollout_files import RolloutDataset, TrajectoryWriter
 
@@ -108,7 +108,7 @@ def main():
         "file_steps": args.file_steps,
         "device": args.device,
         "write_mb_s": round(write_rate),
-        "read_mb_s": [round(rate) for rate in rates],
+        "read_mb_s": round(max(rates)),
         "read_cold_mb_s": None if cold is None else round(cold),
     }
     print(f"{total:.0f} MB in files of {args.file_steps} steps, {args.num_envs} environments x {args.batch} steps")
@@ -116,9 +116,7 @@ def main():
     print(f"read into batches         {max(rates):8.0f} MB/s (best of {args.repeats}), lowest {min(rates):.0f}")
     if cold is not None:
         print(f"the same from the disk    {cold:8.0f} MB/s")
-    if args.out:
-        with args.out.open("a") as file:
-            file.write(json.dumps(result) + "\n")
+    report(result, args.out)
 
 
 if __name__ == "__main__":

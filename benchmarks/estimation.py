@@ -49,14 +49,13 @@ def make_env(task, arm, num_envs, seed=None):
     return ObsComponents(env, SEGMENTS[task], ARMS[arm][0], critic, history, last_action=arm.endswith("recurrent"))
 
 
-def configuration(task, arm, seed, steps, execution):
+def configuration(task, arm, seed, steps, layout):
     cfg = load_preset(task)
-    cfg["algorithm"]["execution"] = execution
     _, class_name, settings = ARMS[arm]
     cfg["policy"] |= {"class_name": class_name, **settings}
-    # As many steps as the preset collects, but of more environments: minibatches of a memory are made of whole ones.
-    cfg |= {"num_envs": 32, "num_steps_per_env": 64}
-    cfg["algorithm"]["num_mini_batches"] = 4 if class_name.endswith("Recurrent") else 8
+    if layout == "wide":  # as many steps as the preset's, of more environments: memories need whole ones in a minibatch
+        cfg |= {"num_envs": 32, "num_steps_per_env": 64}
+        cfg["algorithm"]["num_mini_batches"] = 4 if class_name.endswith("Recurrent") else 8
     if class_name.startswith("State"):
         cfg["algorithm"]["class_name"] = "EstimatorPPO"
     total = -(-steps // (cfg["num_steps_per_env"] * cfg["num_envs"]))
@@ -83,8 +82,8 @@ def held_out_r2(runner, task, arm, seed, num_steps=500, num_envs=8):
     return (1 - (guess - truth).square().mean(0) / truth.var(0)).tolist()
 
 
-def train(task, arm, seed, steps, execution):
-    cfg = configuration(task, arm, seed, steps, execution)
+def train(task, arm, seed, steps, layout):
+    cfg = configuration(task, arm, seed, steps, layout)
     env, judge = make_env(task, arm, cfg["num_envs"]), make_env(task, arm, 4, seed + 1000)
     runner = OnPolicyRunner(env, cfg, None, "cpu", eval_env=judge, show_progress=False)
     begin, curve = time.perf_counter(), []
@@ -97,7 +96,8 @@ def train(task, arm, seed, steps, execution):
             flush=True,
         )
     score = runner.eval(20)
-    result = {"task": task, "arm": arm, "seed": seed, "steps": runner.tot_timesteps, "secs": curve[-1][1]}
+    result = {"task": task, "arm": arm, "seed": seed, "layout": layout, "steps": runner.tot_timesteps}
+    result["secs"] = curve[-1][1]
     result |= {"eval": round(score["eval/mean_reward"], 1), "std": round(score["eval/std_reward"], 1)}
     if arm.startswith("state"):
         each = held_out_r2(runner, task, arm, seed + 2000)
@@ -110,12 +110,12 @@ def main():
     parser.add_argument("arm", choices=ARMS)
     parser.add_argument("--task", choices=SEGMENTS, default="HalfCheetah-v5")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=300_000)
-    parser.add_argument("--execution", default="auto")
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--layout", choices=["wide", "preset"], default="wide", help="32 x 64 steps, or the preset's")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    result = train(args.task, args.arm, args.seed, args.steps, args.execution)
+    result = train(args.task, args.arm, args.seed, args.steps, args.layout)
     report(result, args.out)
 
 

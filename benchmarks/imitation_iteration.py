@@ -9,11 +9,11 @@ The environment costs nothing, as in ppo_iteration.py, so what is timed is the l
 from __future__ import annotations
 
 import argparse
-import json
 import warnings
 from pathlib import Path
 
 import torch
+from report import report
 
 from canter.bench import NullEnv, Workload, time_iterations
 from canter.runners import AmpPolicyRunner, OnPolicyRunner
@@ -78,7 +78,7 @@ def main():
     warnings.filterwarnings("ignore")
     work = Workload(num_envs=args.envs, num_steps_per_env=args.steps, hidden_dims=tuple(args.hidden),
                     rnn_type="lstm" if args.recurrent else None)  # fmt: skip
-    device, results = torch.device(args.device), {}
+    device = torch.device(args.device)
     print(f"{'':24}{'collect':>9}{'learn':>9}{'iteration':>11}{'steps/s':>12}{'ratio':>8}")
     for algorithm in args.algorithms:
         first = None
@@ -90,11 +90,9 @@ def main():
             name, ratio = f"{algorithm} {execution} {precision}", first / timing.iteration
             print(f"{name:24}{timing.collect:9.2f}{timing.learn:9.2f}{timing.iteration:11.2f}{timing.rate:12,.0f}"
                   f"{ratio:7.2f}x  {', '.join(sorted(runner.alg.executor.eager_only))}", flush=True)  # fmt: skip
-            results[name] = {"collect": timing.collect, "learn": timing.learn, "iteration": timing.iteration,
-                             "rate": timing.rate, "ratio": ratio}  # fmt: skip
-    if args.out:
-        given = {name: str(value) for name, value in vars(args).items() if name != "out"}
-        args.out.write_text(json.dumps({"args": given, "results": results}, indent=1))
+            how = {"algorithm": algorithm.upper(), "envs": args.envs, "execution": execution, "precision": precision}
+            times = {"collect": timing.collect, "learn": timing.learn, "iteration": timing.iteration}
+            report({**how, **times, "rate": timing.rate, "ratio": ratio}, args.out)
 
 
 if __name__ == "__main__":

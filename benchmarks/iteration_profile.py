@@ -3,13 +3,16 @@
 Trains PPO on CartPole-v1 and traces the second iteration between the callbacks `pre_rollout` and `post_update` with
 `sys.setprofile`. Only canter's own functions count; comprehensions belong to the function they stand in.
 
-    python benchmarks/iteration_profile.py [--calls]
+    python benchmarks/iteration_profile.py --calls
+    PYTHONPATH=path/to/an/older/src python benchmarks/iteration_profile.py --version 941f2e4
 """
 
 import argparse
 import sys
 from collections import Counter
 from pathlib import Path
+
+from report import report
 
 import canter
 from canter.envs import wrap_env
@@ -54,6 +57,8 @@ class CallTrace:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", action="store_true", help="list every function and how often it ran")
+    parser.add_argument("--version", default="this version", help="name of what is measured")
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     settings = load_preset("CartPole-v1")
     settings["algorithm"]["execution"] = "eager"
@@ -67,9 +72,10 @@ def main() -> None:
     if options.calls:
         for (file, name), count in sorted(trace.calls.items()):
             print(f"{count:7d}  {file}:{name}")
-    print(f"{len(files)} files, {len(trace.calls)} functions, depth {trace.deepest}")
     print("files:", ", ".join(files))
     print("deepest:", " > ".join(trace.deepest_stack))
+    counts = {"files": len(files), "functions": len(trace.calls), "depth": trace.deepest}
+    report({"version": options.version, **counts}, options.out)
 
 
 if __name__ == "__main__":

@@ -3,19 +3,21 @@
     python benchmarks/learning.py CartPole-v1 Acrobot-v1 --seeds 1 2 3
     python benchmarks/learning.py HalfCheetah-v5 --seeds 1 --set total_timesteps=500000 algorithm.lam=0.95
 
-One line of JSON per run goes to `--out`; the table at the end has the mean over seeds.
+One line of JSON per run goes to `--out`; the table at the end has the mean over seeds. CartPole without velocities:
+
+    python benchmarks/learning.py canter/MaskedCartPole --set policy.class_name=ActorCriticRecurrent policy.rnn_type=gru
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
 
 import torch
 import yaml
+from report import report
 
 from canter.envs.wrap import wrap_env
 from canter.presets import load_preset
@@ -47,7 +49,8 @@ def train(task, seed, overrides):
         print(f"{task} seed {seed}: {runner.tot_timesteps:,} steps, return {recent:.1f}", flush=True)
     seconds = time.perf_counter() - begin
     score = runner.eval(20)
-    result = {"task": task, "seed": seed, "over": overrides, "steps": runner.tot_timesteps, "secs": round(seconds)}
+    result = {"task": task, "policy": cfg["policy"].get("rnn_type", "mlp"), "seed": seed}
+    result |= {"steps": runner.tot_timesteps, "secs": round(seconds)}
     return result | {
         "eval": round(score["eval/mean_reward"], 1),
         "std": round(score["eval/std_reward"], 1),
@@ -68,9 +71,7 @@ def main():
         for seed in args.seeds:
             result = train(task, seed, args.set)
             scores.setdefault(task, []).append(result["eval"])
-            if args.out:
-                with args.out.open("a") as file:
-                    file.write(json.dumps(result) + "\n")
+            report(result, args.out)
     for task, values in scores.items():
         print(f"{task:28}{statistics.mean(values):10.1f}   seeds: {', '.join(f'{v:.1f}' for v in values)}")
 

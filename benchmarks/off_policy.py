@@ -8,7 +8,7 @@
     python benchmarks/off_policy.py massive --envs 4096                   # SAC and PPO on thousands of environments
 
 `learn` trains presets; scores are of `--episodes` without noise. `cpu` runs every measurement as a process of its own
-and lets the libraries take turns. `gpu` gives both the same replay of random steps. One JSON object goes to `--out`.
+and lets the libraries take turns. `gpu` gives both the same replay of random steps. Lines of JSON go to `--out`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from report import report
 
 POINTS = 20
 
@@ -57,11 +58,11 @@ def learn(args):
             result = {"task": task, "algo": args.algo, "seed": seed, "steps": runner.tot_timesteps, "curve": curve}
             result["seconds"] = round(time.perf_counter() - begin)
             result |= {"eval": round(score["eval/mean_reward"], 1), "std": round(score["eval/std_reward"], 1)}
+            report(result, args.out)
             results.append(result)
     for task in args.tasks:
         scores = [r["eval"] for r in results if r["task"] == task]
         print(f"{task:28}{statistics.mean(scores):10.1f}   seeds: {', '.join(f'{v:.1f}' for v in scores)}")
-    return results
 
 
 # ---------------------------------------------------------------------- a CPU
@@ -115,7 +116,7 @@ def cpu(args):
         warnings.filterwarnings("ignore")
         torch.set_num_threads(args.threads)
         print(json.dumps({"canter": cpu_canter, "sb3": cpu_sb3}[args.worker](args)))
-        return None
+        return
     libraries = (["sb3"] if args.sb3_python else []) + ["canter"]
     rates = {f"{library} {threads}": [] for library in libraries for threads in args.try_threads}
     for repeat in range(args.repeats):
@@ -137,13 +138,9 @@ def cpu(args):
         library, row = name.split()[0], [statistics.median(column) for column in zip(*turns, strict=True)]
         if library not in best or row[0] > best[library][0]:
             best[library] = row
-    print(f"{args.task}, medians with the threads that suit each best, steps/s and per cpu second: {best}")
-    if "sb3" in best:
-        print(
-            "ratios: "
-            + ", ".join(f"{ours / peer:.2f}x" for ours, peer in zip(best["canter"], best["sb3"], strict=True))
-        )
-    return {"task": args.task, "rates": rates, "best": best}
+    for library, (rate, cpu_rate) in best.items():  # medians with the threads that suit each best
+        result = {"task": args.task, "library": library, "rate": rate, "cpu_rate": cpu_rate, "repeats": args.repeats}
+        report({**result, "ratio": rate / best["sb3"][0] if "sb3" in best else None}, args.out)
 
 
 # ---------------------------------------------------------------------- a GPU
@@ -231,22 +228,21 @@ def rate(args, work, steps):
 
 
 def gpu(args):
-    found = {}
     for batch in args.batch:
         torch.set_float32_matmul_precision("high")
+        found = {}
         try:
-            found[f"skrl {batch}"] = gpu_skrl(args, batch)
+            found["skrl", "eager", "tf32"] = gpu_skrl(args, batch)
         except ImportError as error:
             print(f"skrl is left out: {error}")
         torch.set_float32_matmul_precision("highest")
         for variant in args.ours:
             execution, _, precision = variant.partition(":")
-            found[f"canter {variant} {batch}"] = gpu_canter(args, batch, execution, precision)
-        peer = found.get(f"skrl {batch}")
-        for name, value in found.items():
-            if name.endswith(f" {batch}"):
-                print(f"{name:28}{value:10.0f} updates/s" + (f"{value / peer:8.2f}x" if peer else ""), flush=True)
-    return found
+            found["canter", execution, precision] = gpu_canter(args, batch, execution, precision)
+        peer = found.get(("skrl", "eager", "tf32"))
+        for (library, execution, precision), value in found.items():
+            how = {"batch": batch, "library": library, "execution": execution, "precision": precision}
+            report({**how, "updates_per_s": value, "ratio": peer and value / peer}, args.out)
 
 
 # ---------------------------------------------------------------------- thousands of environments
@@ -255,7 +251,6 @@ def massive(args):
     from canter.presets import load_preset
     from canter.runners import OffPolicyRunner, OnPolicyRunner
 
-    results = {}
     for algo in args.algos:
         if args.device.startswith("cuda"):
             torch.cuda.empty_cache()
@@ -294,9 +289,11 @@ def massive(args):
         memory = torch.cuda.max_memory_allocated() / 2**30 if args.device.startswith("cuda") else None
         first, last = curve[len(curve) // 2], curve[-1]  # the first half holds warm-up, compilation and capture
         steps, updates = ((last[k] - first[k]) / max(1e-9, last[1] - first[1]) for k in (0, 3))
-        results[algo] = {"curve": curve, "steps_per_s": steps, "updates_per_s": updates, "GiB": memory}
-        print(f"{algo}: {steps:,.0f} steps/s, {updates:,.0f} updates/s, {memory} GiB", flush=True)
-    return results
+        late = statistics.fmean(point[2] for point in curve if point[1] > args.seconds - 20)
+        result = {"task": args.env, "algo": algo, "envs": args.envs, "seed": args.seed, "steps_per_s": steps}
+        result |= {"updates_per_s": updates, "GiB": memory, "return": late, "ready": curve[0][1]}
+        result["curve"] = [point[:3] for point in curve]
+        report(result, args.out)
 
 
 def main():
@@ -341,10 +338,7 @@ def main():
         command.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.starts, args.warm_up = 300, 50
-    result = {"learn": learn, "cpu": cpu, "gpu": gpu, "massive": massive}[args.command](args)
-    if args.out and result is not None:
-        shown = {name: value for name, value in vars(args).items() if name not in ("out", "sb3_python", "worker")}
-        args.out.write_text(json.dumps({"args": shown, "results": result}, indent=1))
+    {"learn": learn, "cpu": cpu, "gpu": gpu, "massive": massive}[args.command](args)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ of the state before the step, which is all a peer can do.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 import warnings
@@ -21,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from report import report
 
 from canter.bench import NullEnv, Workload, null_runner, time_iterations
 
@@ -274,10 +274,13 @@ def main():
     if device.type == "cuda" and not args.recurrent:
         floors = {p: gemm_floor(args, device, p) for p in ("tf32", "bf16")}
         print("matrix products alone: " + ", ".join(f"{p} {ms:.1f} ms" for p, ms in floors.items()))
-        results["gemm_floor"] = floors
-    if args.out:
-        given = {name: str(value) for name, value in vars(args).items() if name != "out"}
-        args.out.write_text(json.dumps({"args": given, "results": results}, indent=1))
+        results |= {f"products alone {precision}": {"learn": ms} for precision, ms in floors.items()}
+    sizes = {"envs": args.envs, "network": args.rnn_type.upper() if args.recurrent else "MLP"}
+    for name, result in results.items():
+        library, execution, precision = name.split() if " " in name else (name, "eager", args.precision)
+        if "iteration" in result and "rsl_rl" in results:
+            result["ratio"] = results["rsl_rl"]["iteration"] / result["iteration"]
+        report({**sizes, "library": library, "execution": execution, "precision": precision, **result}, args.out)
 
 
 @contextmanager

@@ -11,11 +11,11 @@ The exponents are fitted to the larger half of the sizes: 1.00 is time (or memor
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
 
 import torch
+from report import report
 
 from canter.bench import Workload, measure_sizes, slope, with_envs, with_width
 
@@ -23,7 +23,7 @@ AXES = {"envs": with_envs, "width": with_width}
 
 
 def measure(args, name, sizes, execution):
-    """Print one row per size as it is measured, and yield the rows so far with the exponents fitted to them."""
+    """Report every size as it is measured, and at the end the exponents fitted to all."""
     work = Workload(num_envs=args.envs, hidden_dims=tuple(args.hidden), rnn_type="lstm" if args.recurrent else None)
     how = {"device": args.device, "execution": execution, "precision": args.precision}
     how |= {"warm_up": args.warm_up, "iterations": args.iterations}
@@ -37,10 +37,10 @@ def measure(args, name, sizes, execution):
         print(f"{size:>8}{t.collect:10.2f}{t.learn:10.2f}{t.iteration:11.2f}{t.rate:13,.0f}{t.ready:9.1f}{t.memory:8.2f}",
               flush=True)  # fmt: skip
         rows.append({"size": size, **t._asdict(), "iteration": t.iteration, "rate": t.rate})
-        fits = {what: slope([(row["size"], row[what]) for row in rows]) for what in ("iteration", "memory")}
-        yield {"rows": rows, "slopes": fits}
+        report({"axis": name, "execution": execution, "precision": args.precision, **rows[-1]}, args.out)
     if rows:
-        print(f"iteration ~ {name}^{fits['iteration']:.2f}, memory ~ {name}^{fits['memory']:.2f}", flush=True)
+        fits = {what: slope([(row["size"], row[what]) for row in rows]) for what in ("iteration", "memory")}
+        report({"axis": f"{name} fit", "execution": execution, "precision": args.precision, **fits}, args.out)
 
 
 def main():
@@ -58,19 +58,13 @@ def main():
     parser.add_argument("--warm-up", type=int, default=8 if has_gpu else 2)
     parser.add_argument("--iterations", type=int, default=10 if has_gpu else 5)
     parser.add_argument("--max-seconds", type=float, default=60.0, help="a size that would take longer is left out")
-    parser.add_argument("--out", type=Path, help="write everything as JSON")
+    parser.add_argument("--out", type=Path, help="append one line of JSON per size")
     args = parser.parse_args()
     if args.threads:
         os.environ["OMP_NUM_THREADS"] = str(args.threads)  # every size is a process of its own
-    given = {name: str(value) for name, value in vars(args).items() if name != "out"}
-    found = {}
     for execution in args.execution:
-        found[execution] = {}
-        for name, sizes in (("envs", args.sizes), ("width", args.widths)):
-            for result in measure(args, name, sizes, execution):
-                found[execution][name] = result
-                if args.out:  # after every size: the largest may outlast one's patience
-                    args.out.write_text(json.dumps({"args": given, "results": found}, indent=1))
+        measure(args, "envs", args.sizes, execution)
+        measure(args, "width", args.widths, execution)
 
 
 if __name__ == "__main__":

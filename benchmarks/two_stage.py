@@ -1,7 +1,7 @@
 """Pretraining on saved demonstrations, then PPO, against PPO from scratch at the same number of environment steps.
 
     python benchmarks/two_stage.py canter/Pendulum --seeds 1
-    python benchmarks/two_stage.py HalfCheetah-v5 --seeds 1 2 3 --teacher-steps 1000000 --steps 300000 --out two.jsonl
+    python benchmarks/two_stage.py HalfCheetah-v5 --seeds 1 2 3 --teacher-steps 1000000 --steps 300000
 
 A teacher is trained with the task's preset (or read from `--teacher RUN`), plays `--demo-steps` steps into trajectory
 files, and then both students train with that preset for `--steps` environment steps; the one that is pretrained first
@@ -12,7 +12,6 @@ evaluations, [environment steps, seconds, return].
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import tempfile
 import time
@@ -20,6 +19,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from report import report
 
 from canter.cli.runs import find_checkpoint, load_policy, read_run
 from canter.envs.wrap import wrap_env
@@ -96,9 +96,13 @@ def compare(task, seed, args):
         pretrained = train(runner, total, args.pretrain)
     finally:
         shutil.rmtree(folder)
-    result = {"task": task, "seed": seed, "steps": args.steps, "demo_steps": args.demo_steps, "pretrain": args.pretrain}
-    result |= {"teacher": round(teacher, 1), "pretrain_seconds": round(seconds, 1)}
-    return result | {"scratch": scratch, "two_stage": pretrained}
+    print(f"{seconds:.1f} s of pretraining\n{'steps':>10}{'scratch':>12}{'two stages':>12}")
+    for (steps, _, a), (_, _, b) in zip(scratch, pretrained, strict=True):
+        print(f"{steps:>10}{a:>12.1f}{b:>12.1f}", flush=True)
+    run = {"task": task, "seed": seed, "steps": scratch[-1][0], "demo_steps": args.demo_steps}
+    report({**run, "arm": "teacher", "eval": round(teacher, 1)}, args.out)
+    for arm, curve in (("scratch", scratch), ("two stages", pretrained)):
+        report({**run, "arm": arm, "eval": curve[-1][2], "curve": curve}, args.out)
 
 
 def main():
@@ -116,13 +120,7 @@ def main():
     args = parser.parse_args()
     torch.set_num_threads(1)
     for seed in args.seeds:
-        result = compare(args.task, seed, args)
-        print(f"{'steps':>10}{'scratch':>12}{'two stages':>12}")
-        for (steps, _, a), (_, _, b) in zip(result["scratch"], result["two_stage"], strict=True):
-            print(f"{steps:>10}{a:>12.1f}{b:>12.1f}", flush=True)
-        if args.out:
-            with args.out.open("a") as file:
-                file.write(json.dumps(result) + "\n")
+        compare(args.task, seed, args)
 
 
 if __name__ == "__main__":

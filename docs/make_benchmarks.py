@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,21 +51,21 @@ def learning() -> None:
 def iteration() -> None:
     """Milliseconds of one PPO iteration, canter against rsl_rl."""
     figure, axes = plt.subplots(1, 3, figsize=(13, 3.4), constrained_layout=True)
-    titles = {"h200_mlp": "4096 envs, MLP", "h200_lstm": "4096 envs, LSTM", "h200_mlp_32768": "32768 envs, MLP"}
-    for axis, (name, title) in zip(axes, titles.items(), strict=True):
-        rows = {
-            k: v for k, v in json.loads((RESULTS / f"{name}.json").read_text())["results"].items() if k != "gemm_floor"
-        }
+    runs = [run for run in read("ppo_iteration") if "iteration" in run]
+    for axis, (envs, network) in zip(axes, ((4096, "MLP"), (4096, "LSTM"), (32768, "MLP")), strict=True):
+        shown = [run for run in runs if (run["envs"], run["network"]) == (envs, network)]
+        title = f"{envs} envs, {network}"
+        peers = {run["library"]: run for run in shown if run["library"] != "canter"}
+        ours = {f"canter {run['execution']} {run['precision']}": run for run in shown if run["library"] == "canter"}
+        rows = peers | ours
         names = list(rows)[::-1]
         collect = [rows[n]["collect"] for n in names]
         learn = [rows[n]["learn"] for n in names]
         axis.barh(names, collect, color=ORANGE, label="collect")
         axis.barh(names, learn, left=collect, color=BLUE, label="learn")
         for i, n in enumerate(names):
-            ratio = rows["rsl_rl"]["iteration"] / rows[n]["iteration"]
-            axis.text(
-                rows[n]["iteration"], i, f"  {rows[n]['iteration']:.0f} ms  ({ratio:.1f}x)", va="center", fontsize=9
-            )
+            text = f"  {rows[n]['iteration']:.0f} ms  ({rows[n]['ratio']:.1f}x)"
+            axis.text(rows[n]["iteration"], i, text, va="center", fontsize=9)
         axis.set_xlim(0, rows["rsl_rl"]["iteration"] * 1.35)
         axis.set_title(title, fontsize=11)
         axis.set_xlabel("ms per iteration")
@@ -73,12 +74,19 @@ def iteration() -> None:
     figure.savefig(ASSETS / "iteration.png", dpi=110)
 
 
-def curves(name: str, panels: list[str], label: str, arm: str = "arm", ends: bool = False) -> None:
+def curves(
+    name: str,
+    panels: list[str],
+    label: str,
+    arm: str = "arm",
+    ends: bool = False,
+    chosen: Callable[[dict[str, Any]], bool] = lambda run: True,
+) -> None:
     """One panel for each task: the curve of every arm and seed, from [steps, seconds, value] rows; dots at the ends."""
     runs = read(name)
     figure, axes = row_of(len(panels))
     for axis, panel in zip(axes, panels, strict=True):
-        shown = [run for run in runs if run["task"] == panel]
+        shown = [run for run in runs if run["task"] == panel and chosen(run)]
         colours = dict(zip(dict.fromkeys(run[arm] for run in shown), plt.cm.tab10.colors, strict=False))
         named = set()
         for run in shown:
@@ -101,26 +109,26 @@ def two_stage() -> None:
     panels = list(dict.fromkeys(run["task"] for run in runs))
     figure, axes = row_of(len(panels))
     for axis, panel in zip(axes, panels, strict=True):
-        for k, run in enumerate(run for run in runs if run["task"] == panel):
-            for arm, colour in (("scratch", GREY), ("two_stage", BLUE)):
-                steps, _, values = np.array(run[arm]).T
-                title = {"scratch": "PPO from scratch", "two_stage": "after demonstrations"}[arm] if k == 0 else None
-                axis.plot(steps / 1e3, values, color=colour, label=title, linewidth=1.6)
-            axis.axhline(
-                run["teacher"], color=ORANGE, linestyle="--", linewidth=1, label="teachers" if k == 0 else None
-            )
+        titles = {"teacher": "teachers", "scratch": "PPO from scratch", "two stages": "after demonstrations"}
+        for run in (run for run in runs if run["task"] == panel):
+            title = titles.pop(run["arm"], None)
+            if run["arm"] == "teacher":
+                axis.axhline(run["eval"], color=ORANGE, linestyle="--", linewidth=1, label=title)
+                continue
+            steps, _, values = np.array(run["curve"]).T
+            axis.plot(steps / 1e3, values, color=GREY if run["arm"] == "scratch" else BLUE, label=title, linewidth=1.6)
         finish(axis, panel, "thousand steps", "return without noise")
     figure.savefig(ASSETS / "two_stage.png", dpi=110)
 
 
 def scaling() -> None:
     """Time and memory of an iteration against the number of environments and the width of the networks."""
-    found = json.loads((RESULTS / "h200_scaling.json").read_text())["results"]["auto"]
+    found = read("scaling")
     figure, axes = row_of(4, width=4.0)
     panels = [(size, what) for size in ("envs", "width") for what in ("iteration", "memory")]
     for axis, (size, what) in zip(axes, panels, strict=True):
-        sizes, values = zip(*[(row["size"], row[what]) for row in found[size]["rows"]], strict=True)
-        slope = f"slope {found[size]['slopes'][what]:.2f} over the larger half"
+        sizes, values = zip(*[(row["size"], row[what]) for row in found if row["axis"] == size], strict=True)
+        slope = next(f"slope {row[what]:.2f} over the larger half" for row in found if row["axis"] == f"{size} fit")
         axis.loglog(sizes, values, "o-", color=BLUE, label=slope)
         names = {"envs": "environments", "width": "width of the first layer"}
         axis.set_xticks(sizes, [f"{n // 1024}k" if n >= 4096 else str(n) for n in sizes])
@@ -134,12 +142,13 @@ def scaling() -> None:
 
 def massive() -> None:
     """Returns of SAC and PPO on thousands of environments against the seconds they took."""
-    found = json.loads((RESULTS / "h200_massive.json").read_text())
-    figure, axes = row_of(len(found))
-    for axis, (task, results) in zip(axes, found.items(), strict=True):
-        for (name, result), colour in zip(results.items(), (BLUE, ORANGE), strict=True):
-            _, seconds, returns, _ = np.array(result["curve"]).T
-            axis.plot(seconds, returns, "o-", color=colour, label=name.upper(), linewidth=1.6, markersize=3)
+    found = read("off_policy_massive")
+    tasks = list(dict.fromkeys(run["task"] for run in found))
+    figure, axes = row_of(len(tasks))
+    for axis, task in zip(axes, tasks, strict=True):
+        for run, colour in zip([run for run in found if run["task"] == task], (BLUE, ORANGE), strict=True):
+            _, seconds, returns = np.array(run["curve"]).T
+            axis.plot(seconds, returns, "o-", color=colour, label=run["algo"].upper(), linewidth=1.6, markersize=3)
         finish(axis, task, "seconds of training, compilation included", "return without noise")
     figure.savefig(ASSETS / "massive.png", dpi=110)
 
@@ -172,9 +181,10 @@ if __name__ == "__main__":
     massive()
     two_stage()
     trained = "training return; dots: without noise"
-    curves("estimation", ["HalfCheetah-v5", "Hopper-v5"], trained, ends=True)
+    longest = {run["task"]: run["steps"] for run in sorted(read("estimation"), key=lambda run: run["steps"])}
+    curves("estimation", list(longest), trained, ends=True, chosen=lambda run: run["steps"] == longest[run["task"]])
     curves("distill", ["HalfCheetah-v5", "Hopper-v5"], "return of 10 episodes without noise")
     curves("visual", ["image-reach", "cartpole"], trained, arm="policy", ends=True)
-    curves("amp", ["HalfCheetah-v5"], "forward speed, m/s")
+    curves("amp", ["HalfCheetah-v5"], "forward speed, m/s", chosen=lambda run: run.get("grad_pen", 1.0) == 1.0)
     sac = ["Pendulum-v1", "LunarLanderContinuous-v3", "HalfCheetah-v5"]
     curves("off_policy_learning", sac, "return of 10 episodes without noise", arm="algo")

@@ -117,7 +117,8 @@ def test_trained_skills_are_switched_smoothed_commanded_and_reset(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_course_is_driven_by_the_mutex_and_by_no_skill_alone(tmp_path):
+def test_the_course_is_driven_by_the_mutex_and_by_no_skill_alone(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARK.parent)  # as for a script that is run
     result = runpy.run_path(str(BENCHMARK))["main"](
         ["--out", str(tmp_path / "x.json"), "--plot", str(tmp_path / "x.png")]
     )
