@@ -123,7 +123,9 @@ def test_results_of_one_graph_go_into_another_without_a_copy(executor):
 
 def test_a_function_whose_shapes_keep_changing_warns_once_and_runs_eagerly(executor):
     sizes = [n for n in range(1, 40) for _ in range(EAGER_CALLS + 1)]
-    with pytest.warns(UserWarning, match=r"'grow' cannot be captured .*shapes or settings changed more than 32 times") as caught:
+    with pytest.warns(
+        UserWarning, match=r"'grow' cannot be captured .*shapes or settings changed more than 32 times"
+    ) as caught:
         totals = [executor.run("grow", lambda x: x.sum(), torch.ones(n)).item() for n in sizes]
     assert totals == sizes
     assert len(caught) == 1

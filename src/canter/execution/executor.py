@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from canter.execution.cuda_graph import Graph, describe, rebuild
+from canter.execution.cuda_graph import Graph, describe
 from canter.execution.python_state import snapshot
 
 T = TypeVar("T")
@@ -186,13 +186,13 @@ class Executor:
             traced = Recording(fn, args, leaves, self.compiles, self.roots, self.counters.values())
             result, traced.result = traced.result, None  # releases the tensors
         else:
-            traced = Tracer(inputs := [leaf.detach() for leaf in leaves], MAX_OPERATIONS if self.records else None)
+            traced = Tracer(leaves, MAX_OPERATIONS if self.records else None)
             run, given = self._run_in_precision if self.is_cuda else call, []
             if self.uses_graphs:
                 given = [leaf.clone() for leaf in leaves]
             # A compiled part hides its operations; in a traced run it is not compiled.
             with torch.compiler.set_stance("force_eager") if self.is_cuda and self.compiles else nullcontext():
-                result: Any = run(run_traced, traced, fn, rebuild(args, iter(inputs)), self.roots, self.counters.values())
+                result: Any = run(run_traced, traced, fn, args, self.roots, self.counters.values())
             if not all(map(same_values, given, leaves)):  # a graph would write to its copy
                 traced.refuse_writes()
         self._decide(signature, traced)

@@ -6,6 +6,8 @@ calls make the host wait for the device.
 """
 
 import sys
+import sysconfig
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 HOST_READ_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 # Host reads without such a tag: composite operations, which are not decomposed under inference_mode, and lift_fresh,
@@ -27,7 +30,14 @@ UNTAGGED_HOST_READS = {
 INDEXING = {"aten::index.Tensor", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 # Reads that dispatch no operation if the tensor is on a CPU.
 HOST_READ_FUNCTIONS = {Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__, Tensor.__format__, Tensor.__repr__}
+PRODUCTS = {"aten::linear", "aten::matmul"}  # they choose a kernel by whether a view of the weights requires gradients
+# They compute their values in another way while a mode is active.
+CHANGED_BY_MODES = {
+    torch.linalg.svdvals, torch.linalg.eigvalsh, torch.linalg.eigvals, torch.linalg.matrix_norm, torch.linalg.cond,
+    torch.linalg.matrix_rank,
+}  # fmt: skip
 TORCH_FOLDER = str(Path(torch.__file__).parent)
+STANDARD_FOLDER = sysconfig.get_paths()["stdlib"]
 OWN_FOLDER = str(Path(__file__).parents[1])
 EXECUTION_FOLDER = str(Path(__file__).parent)
 
@@ -42,11 +52,17 @@ def calling_frame() -> tuple[CodeType, int]:
         name = frame.f_code.co_filename
         if name.startswith(OWN_FOLDER):
             own = own or (None if name.startswith(EXECUTION_FOLDER) else frame)
-        elif not name.startswith(TORCH_FOLDER):
+        elif not is_library_file(name):
             return frame.f_code, frame.f_lineno
         frame = frame.f_back
     found = own or sys._getframe(1)
     return found.f_code, found.f_lineno
+
+
+def is_library_file(name: str) -> bool:
+    """Whether a file belongs to torch or to Python's standard library."""
+    is_standard = name.startswith(STANDARD_FOLDER) and "site-packages" not in name
+    return is_standard or name.startswith((TORCH_FOLDER, "<frozen"))
 
 
 def calling_line() -> str:
@@ -79,7 +95,16 @@ class HostReadMode(TorchDispatchMode):
             reads = name in UNTAGGED_HOST_READS or not HOST_READ_TAGS.isdisjoint(func.tags)
         if reads:
             self.on_host_read(name)
-        return func(*args, **(kwargs or {}))
+        with views_as_outside() if name in PRODUCTS else nullcontext():
+            return func(*args, **(kwargs or {}))
+
+
+def views_as_outside() -> AbstractContextManager[Any]:
+    """Let views of weights in inference mode require gradients, as they do outside a mode."""
+    guard = getattr(torch._C, "_SetExcludeDispatchKeyGuard", None)
+    if guard is None or not torch.is_inference_mode_enabled():
+        return nullcontext()
+    return guard(torch._C.DispatchKey.ADInplaceOrView, False)
 
 
 class HostReadFunctionMode(TorchFunctionMode):
@@ -92,6 +117,10 @@ class HostReadFunctionMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in HOST_READ_FUNCTIONS:
             self.mode.on_host_read(f"Tensor.{func.__name__}")
+        if func in CHANGED_BY_MODES:
+            self.mode.on_host_read(f"torch.linalg.{func.__name__}")
+            with without_modes():
+                return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 

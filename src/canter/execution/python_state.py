@@ -10,7 +10,7 @@ import re
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -52,6 +52,7 @@ class Walk:
         self.values: dict[str, Any] = {}
         self.classes: list[type] = []
         self.functions: list[types.FunctionType] = []
+        self.has_iterators = False
         self.seen: set[int] = set()
         self.waiting: list[tuple[str, Any, bool]] = [(name, value, True) for name, value in roots.items()]
         roots_seen = {id(value) for value in roots.values()}
@@ -88,7 +89,11 @@ class Walk:
         elif isinstance(value, types.GeneratorType):
             frame = value.gi_frame
             self.values[path] = frame and frame.f_lasti
-            self.waiting += [(f"{path}.{name}", part, False) for name, part in (frame.f_locals if frame else {}).items()]
+            self.waiting += [
+                (f"{path}.{name}", part, False) for name, part in (frame.f_locals if frame else {}).items()
+            ]
+        elif isinstance(value, Iterator) and not isinstance(value, nn.Module):  # its position cannot be seen
+            self.has_iterators = True
         elif isinstance(value, torch.optim.Optimizer):
             self.waiting.append((f"{path}.param_groups", value.param_groups, True))
         elif isinstance(value, STREAMS):

@@ -56,9 +56,8 @@ class Recording:
         self, fn: Callable[..., Any], args: Any, leaves: Sequence[Tensor], compiles: bool = False,
         roots: Mapping[str, Any] | None = None, counters: Iterable[Any] = (),
     ) -> None:  # fmt: skip
-        inputs = [leaf.detach() for leaf in leaves]  # distinct objects: two inputs may be one tensor in this call only
-        recorder, self.grad_mode = Recorder(inputs), torch.is_grad_enabled()
-        self.result = run_traced(recorder, fn, rebuild(args, iter(inputs)), roots or {}, counters)
+        recorder, self.grad_mode = Recorder(leaves), torch.is_grad_enabled()
+        self.result = run_traced(recorder, fn, args, roots or {}, counters)
         self.trace, self.not_replayable = recorder.trace, recorder.not_replayable
         self.is_user_code = recorder.is_user_code
         if self.not_replayable:
@@ -104,8 +103,9 @@ class Recording:
 class Recorder(Tracer):
     """Tracer that also adds every operation to a graph."""
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
-        super().__init__(inputs, MAX_OPERATIONS)
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        super().__init__(leaves, MAX_OPERATIONS)
+        inputs = self.inputs
         self.recorded = RecordedGraph(inputs)
         # Nodes by the id of the value that they stand for; `kept` keeps the values alive, so that no id is used twice.
         self.nodes: dict[int, fx.Node] = dict(zip(map(id, inputs), self.recorded.inputs, strict=True))

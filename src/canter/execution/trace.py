@@ -24,7 +24,8 @@ from torch import Generator, Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from canter.execution import ACTIVE_TRACERS, python_state
-from canter.execution.guard import OWN_FOLDER, TORCH_FOLDER, HostReadMode, calling_frame
+from canter.execution.cuda_graph import rebuild
+from canter.execution.guard import OWN_FOLDER, TORCH_FOLDER, HostReadMode, calling_frame, is_library_file
 
 # Built-in functions whose calls a replay would leave out, or repeat with the result of the first.
 CHANGING_CALLS = {
@@ -78,22 +79,26 @@ class Tracer(HostReadMode):
     """Dispatch mode that notes every operation of a function, and why the function cannot be replayed.
 
     Args:
-        inputs: Tensors among the function's arguments.
+        leaves: Tensors among the function's arguments; the function gets `inputs`, which share their memory.
         max_operations: A function with more is not replayed.
     """
 
     supports_higher_order_operators = True  # otherwise torch.cond raises before it can be refused
 
-    def __init__(self, inputs: Sequence[Tensor], max_operations: int | None = None) -> None:
+    def __init__(self, leaves: Sequence[Tensor], max_operations: int | None = None) -> None:
         super().__init__()
-        self.trace, self.max_operations, self.inputs = Trace(), max_operations, inputs
+        self.trace, self.max_operations, self.leaves = Trace(), max_operations, leaves
+        # Distinct objects: two arguments may be one tensor in this call only.
+        self.inputs = [leaf.detach() for leaf in leaves]
         self.origins: Any = WeakIdKeyDictionary()  # of tensors; results are not kept alive
-        for number, leaf in enumerate(inputs):
+        for number, leaf in enumerate(self.inputs):
             self.origins[leaf] = ("input", number)
         self.not_replayable = ""
         self.is_user_code = False
         """Whether `not_replayable` is about code outside canter."""
         self.is_entered = False
+        self.has_iterators = False
+        """Whether an attribute of the user's objects is an iterator."""
 
     def refuse(self, reason: str, is_user_code: bool = True) -> None:
         """Note why the function cannot be replayed; the first reason counts."""
@@ -153,7 +158,8 @@ class Tracer(HostReadMode):
             owner = getattr(arg, "__self__", None)
             is_stream = isinstance(owner, random.Random)
             sets_stream = isinstance(owner, Generator) and arg.__name__ in RANDOM_STATE_CALLS
-            if is_stream or sets_stream or (isinstance(arg, Callable) and arg in CHANGING_CALLS):
+            advances = arg is builtins.next and self.has_iterators and not is_library_file(frame.f_code.co_filename)
+            if is_stream or sets_stream or advances or arg in CHANGING_CALLS:
                 self.refuse_line(f"{arg.__name__}() is called")
         elif event == "call" and frame.f_code.co_filename.startswith(HIGHER_ORDER_FOLDER) and self.is_entered:
             self.refuse_line("an operator that takes functions is called")
@@ -189,7 +195,7 @@ class Tracer(HostReadMode):
 def run_traced(
     tracer: Tracer, fn: Callable[..., Any], args: Any, roots: Mapping[str, Any], counters: Iterable[Any] = ()
 ) -> Any:
-    """Return `fn(*args)`, traced.
+    """Return `fn(*args)`, traced, with `tracer.inputs` as the tensors in `args`.
 
     A function cannot be replayed if it changes Python objects reached from `roots`, or if a user's code in it reads one
     of the counters (object, names of attributes), asks for the time, draws random numbers on the host, or prints.
@@ -197,8 +203,8 @@ def run_traced(
     warm_up()
     if python_state.is_users(fn):
         roots = {**roots, fn.__name__: fn}
-    before, numpy_before = python_state.snapshot(roots), python_state.stream_state(np.random.mtrand._rand)
-    addresses = [address(leaf) for leaf in tracer.inputs]
+    walk, numpy_before = python_state.Walk(roots), python_state.stream_state(np.random.mtrand._rand)
+    tracer.has_iterators = walk.has_iterators
     profiler = sys.getprofile()
     ACTIVE_TRACERS.append(tracer)
     try:
@@ -206,7 +212,7 @@ def run_traced(
             if profiler is None:
                 sys.setprofile(tracer.on_call)
             try:
-                result = fn(*args)
+                result = fn(*rebuild(args, iter(tracer.inputs)))
             finally:
                 if profiler is None:
                     sys.setprofile(None)
@@ -215,13 +221,15 @@ def run_traced(
     if not all(map(is_plain, tensors_in(result))):
         tracer.refuse("it returns a sparse or nested tensor")
     tracer.trace.result = tracer.note(result)
-    change = python_state.first_change(before, python_state.snapshot(roots), roots)
+    change = python_state.first_change(walk.values, python_state.snapshot(roots), roots)
     if change:
         tracer.refuse(f"it changes {change}; a replay would not")
     if numpy_before != python_state.stream_state(np.random.mtrand._rand):
         tracer.refuse(f"it draws from np.random{python_state.find_line(roots, ['random'])}; a replay would not")
-    if addresses != [address(leaf) for leaf in tracer.inputs]:
-        tracer.refuse(f"it assigns the data of an argument{python_state.find_line(roots, ['data'])}")
+    for leaf, used in zip(tracer.leaves, tracer.inputs, strict=True):
+        if address(leaf) != address(used):
+            tracer.refuse(f"it assigns the data of an argument{python_state.find_line(roots, ['data'])}")
+            leaf.data = used
     return result
 
 
