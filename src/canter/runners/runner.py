@@ -334,7 +334,7 @@ class Runner(ABC):
         try:
             with preserved_rng():
                 if env is self.eval_env and env.get_state() is None:  # then a checkpoint cannot hold its random streams
-                    seed = np.random.SeedSequence((self.eval_seed, self.num_evals)).generate_state(1)[0]
+                    seed = np.random.SeedSequence((abs(self.eval_seed), self.num_evals)).generate_state(1)[0]
                     with contextlib.suppress(NotImplementedError):
                         env.seed(int(seed))
                 returns, lengths = run_episodes(InferencePolicy(self.policy), env, num_episodes, max_steps)
