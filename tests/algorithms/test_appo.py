@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from canter.algorithms import Estimation, MotionPrior, Teacher
+from canter.algorithms.algorithm import Terms
 from canter.algorithms.appo import APPO, ATPPO, APPOAlgoMixin, APPOConfig
 from canter.algorithms.motion_prior import LARGEST_FEATURE
 from canter.algorithms.ppo import PPO
@@ -250,6 +251,24 @@ def test_statistics_are_taken_once_per_iteration_from_equal_shares(make_appo, co
     collect(alg, env)
     alg._update_normalizers()
     assert alg.ref_obs_normalizer.count == used
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_the_discriminator_sees_normalised_features_of_policy_and_expert(make_appo, separate):
+    """A mean of 2 and a scale of 4: 6 is 1 and -2 is -1; with separate statistics the expert's scale is 8."""
+    alg, _ = make_appo(separate_amp_normalizers=separate)
+    prior, seen = alg.motion_prior, []
+    for normalizer, scale in ((prior.ref_motion_normalizer, 8.0), (prior.ref_obs_normalizer, 4.0)):
+        normalizer._mean.fill_(2.0)
+        normalizer._std.fill_(scale - normalizer.eps)
+    losses = prior.discriminator.adversarial_losses
+    prior.discriminator.adversarial_losses = lambda *args: seen.extend(args) or losses(*args)
+    rows = {"ref_motion": torch.full((5, 6), 6.0), "ref_obs": torch.full((5, 6), -2.0)}
+    rows["ref_valid"] = torch.ones(5, dtype=torch.bool)
+    prior.late_terms(Terms({}, rows, {}))
+    expert, policy, _ = seen
+    torch.testing.assert_close(expert, torch.full((5, 6), 0.5 if separate else 1.0))
+    torch.testing.assert_close(policy, torch.full((5, 6), -1.0))
 
 
 def test_a_broken_reading_is_bounded(make_appo):

@@ -2,14 +2,18 @@
 
 import copy
 import functools
+import warnings
 
+import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 
 from canter.algorithms import DQN, SAC, TD3
 from canter.algorithms.off_policy import TargetNetwork
 from canter.algorithms.optim import GuardedOptimizer
 from canter.envs.torch_envs import CartPole, PointRobot
+from canter.envs.vec_env import StepRecord, VecEnv
 from canter.execution.guard import NoHostSync
 
 SMALL = {"batch_size": 16, "learning_starts": 8, "buffer_size": 400}
@@ -57,11 +61,11 @@ LIVE_OTHERS = [
 ]
 
 
-def make(kind, execution="auto", **given):
+def make(kind, execution="auto", env=None, **given):
     torch.manual_seed(0)
     cls, env_class, own = MAKERS[kind]
     settings = {**SMALL, "epsilon_decay_steps": 40} if cls is DQN else SMALL
-    env = env_class(4, seed=0, max_episode_length=9)
+    env = env_class(4, seed=0, max_episode_length=9) if env is None else env
     return cls(env, device="cpu", seed=1, **{**settings, **own, "execution": execution, **given})
 
 
@@ -330,3 +334,147 @@ def test_a_target_is_updated_with_several_parameter_groups():
             p.zero_()
     target.update(torch.tensor(1.0))
     assert all(not p.any() for p in target.module.parameters())
+
+
+# ---------------------------------------------------------------------- time limits, and steps that only reset
+class Constant(VecEnv):
+    """Pays 1 in every step and is cut off every 5 steps; the observation is 1.
+
+    Args:
+        gives_final: Whether the observation before a reset is given, and the critic's.
+        resets_in_next_step: The step after an end only resets: it shows 1000 and pays 1000.
+    """
+
+    def __init__(self, action_space, gives_final=(False, False), resets_in_next_step=False, has_critic_obs=False):
+        self.num_envs, self.device, self.action_space = 4, torch.device("cpu"), action_space
+        self.obs_space = self.critic_obs_space = spaces.Box(-np.inf, np.inf, (1,))
+        if has_critic_obs:
+            self.critic_obs_space = spaces.Box(-np.inf, np.inf, (2,))
+        self.gives_final, self.has_invalid_steps = gives_final, resets_in_next_step
+        self.t, self.has_ended = torch.zeros(4), torch.zeros(4, dtype=torch.bool)
+
+    def _obs(self, value):
+        obs = torch.full((4, 1), 1.0) if value is None else value
+        return obs, obs if self.critic_obs_space is self.obs_space else obs.repeat(1, 2)
+
+    def reset(self):
+        self.t.zero_()
+        return self._obs(None)
+
+    get_observations = reset
+
+    def step(self, actions):
+        valid = ~self.has_ended
+        self.t = self.t + valid
+        truncated, terminated = (self.t >= 5) & valid, torch.zeros(4, dtype=torch.bool)
+        self.t = self.t.masked_fill(truncated, 0.0)
+        obs = self._obs(None)
+        if self.has_invalid_steps:
+            self.has_ended = truncated
+            obs = self._obs(torch.where(truncated[:, None], 1000.0, 1.0))  # acted on by the step that only resets
+        reward = torch.where(valid, 1.0, 1000.0)
+        final, critic_final = self._obs(None)
+        final = final if self.gives_final[0] else None
+        critic_final = critic_final if self.gives_final[1] else None
+        return StepRecord(*obs, reward, terminated, truncated, final, critic_final, valid, {})
+
+
+CONSTANT = {"batch_size": 64, "learning_starts": 16, "buffer_size": 400, "gamma": 0.9, "max_grad_norm": None}
+SMALL_DQN = {"network_hidden_dims": (8,), "learning_rate": 0.03, "target_update_interval": 5}
+LINEAR_CRITICS = {"actor_hidden_dims": (), "critic_hidden_dims": (), "critic_learning_rate": 0.1, "tau": 0.3}
+DISCRETE, BOX = spaces.Discrete(2), spaces.Box(-1.0, 1.0, (1,))
+
+
+def learned_q(kind, env, execution="auto", num_steps=250, **given):
+    """The value of the only state after training."""
+    torch.manual_seed(0)
+    own = SMALL_DQN if kind == "dqn" else LINEAR_CRITICS
+    own = own | ({"auto_alpha": False, "init_alpha": 1e-9} if kind == "sac" else {})
+    cls = {"dqn": DQN, "sac": SAC, "td3": TD3}[kind]
+    alg = run(cls(env, device="cpu", seed=1, execution=execution, **{**CONSTANT, **own, **given}), num_steps)
+    batch = next(alg.batches(1))
+    taken = alg.q_network(batch.obs) if kind == "dqn" else alg.critics(batch.critic_obs, batch.actions)
+    return float(taken.detach().mean()), alg
+
+
+@pytest.mark.parametrize("n_step", [1, 3])
+@pytest.mark.parametrize("kind", ["dqn", "sac", "td3"])
+def test_a_time_limit_does_not_lower_the_value_without_final_observations(kind, n_step):
+    """Q = 1 / (1 - 0.9); a time limit that counts as an end gives less than 5."""
+    value, alg = learned_q(kind, Constant(DISCRETE if kind == "dqn" else BOX), n_step=n_step)
+    assert value == pytest.approx(10.0, abs=0.2)
+    assert not alg.replay.data["dones"].any()
+    with pytest.warns(UserWarning, match=r"no final observation.*extras\['final_obs'\]"):
+        alg.report()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(alg, 10).report()  # said once
+
+
+def test_a_time_limit_does_not_lower_the_value_without_the_critics_final_observation():
+    env = Constant(BOX, gives_final=(True, False), has_critic_obs=True)
+    value, alg = learned_q("td3", env)
+    assert value == pytest.approx(10.0, abs=0.2)
+    with pytest.warns(UserWarning, match="no final observation"):
+        alg.report()
+
+
+@pytest.mark.parametrize("kind", ["dqn", "td3"])
+def test_final_observations_are_stored_without_a_word(kind):
+    env = Constant(DISCRETE if kind == "dqn" else BOX, gives_final=(True, True))
+    value, alg = learned_q(kind, env)
+    assert value == pytest.approx(10.0, abs=0.2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        alg.report()
+
+
+class Numbered(Constant):
+    """Step t of an episode of 5 starts from the observation t and leads to t + 1."""
+
+    def reset(self):
+        super().reset()
+        return self._obs(self.t[:, None])
+
+    get_observations = reset
+
+    def step(self, actions):
+        before = self.t.clone()
+        record = super().step(actions)
+        finals = self._obs((before + 1)[:, None])
+        finals = [final if gives else None for final, gives in zip(finals, self.gives_final, strict=True)]
+        obs, critic_obs = self._obs(self.t[:, None])
+        return record._replace(obs=obs, critic_obs=critic_obs, final_obs=finals[0], final_critic_obs=finals[1])
+
+
+@pytest.mark.parametrize("execution", ["eager", "auto"])
+@pytest.mark.parametrize(("gives_final", "last"), [(False, 4.0), (True, 5.0)])
+def test_the_last_step_leads_to_its_final_observation_or_to_where_it_began(gives_final, last, execution):
+    alg = run(make("dqn", execution, env=Numbered(DISCRETE, (gives_final, gives_final))), 21)
+    for n_step in (1, 3):
+        batch = alg.replay.draw(400, n_step, 0.5, None)
+        length = torch.minimum(torch.tensor(float(n_step)), 5.0 - batch.obs[:, 0])
+        whole = batch.discounts == 0.5**length  # the windows of the newest steps are shorter
+        assert whole.float().mean() > 0.8
+        after = batch.obs[:, 0] + length
+        expected = torch.where(after == 5.0, last, after)
+        assert torch.equal(batch.next_obs[whole, 0], expected[whole])
+        assert not batch.dones.any()
+
+
+@pytest.mark.parametrize("execution", ["eager", "auto"])
+@pytest.mark.parametrize("kind", ["sac", "td3"])
+def test_statistics_leave_out_steps_that_only_reset(kind, execution):
+    """Of 12 steps, steps 6 and 12 only reset: they show 1000 and pay 1000."""
+    env = Constant(BOX, resets_in_next_step=True, has_critic_obs=True)
+    alg = run(make(kind, execution, env=env, empirical_normalization=True, normalize_rewards=True, gamma=0.5), 12)
+    for normalizer in (alg.policy.obs_normalizer, alg.policy.critic_obs_normalizer):
+        assert normalizer.count == 4 * 10
+        assert (normalizer.mean == 1.0).all()
+        assert (normalizer.std == 0.0).all()
+    returns = torch.tensor([1.0, 1.5, 1.75, 1.875, 1.9375] * 2)
+    assert alg.return_scaler.count == 4 * 10
+    torch.testing.assert_close(alg.return_scaler.mean, returns.mean())
+    torch.testing.assert_close(alg.return_scaler.var, returns.var(unbiased=False))
+    assert (alg.return_scaler.returns == 0.0).all()
+    assert len(alg.replay) == 4 * 10

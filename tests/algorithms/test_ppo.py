@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from canter.algorithms.algorithm import Terms
 from canter.algorithms.ppo import PPO, PPOConfig
 from canter.modules.actor_critic import ActorCritic
 from canter.modules.actors import MLPActor, MLPCritic
@@ -205,6 +206,10 @@ def test_advantages_can_be_normalised_in_each_minibatch(make_ppo, collect):
     ("kl", "before", "after"),
     [
         (1.0, 1e-3, 1e-3 / 1.5),
+        (0.0201, 1e-3, 1e-3 / 1.5),  # above twice the desired KL
+        (0.0199, 1e-3, 1e-3),
+        (0.0051, 1e-3, 1e-3),
+        (0.0049, 1e-3, 1.5e-3),  # below half of it
         (1.0, 1.2e-5, 1e-5),
         (1e-4, 1e-3, 1.5e-3),
         (1e-4, 9e-3, 1e-2),
@@ -218,6 +223,15 @@ def test_the_learning_rate_follows_the_kl(kl, before, after):
     alg.adapt_learning_rate(torch.tensor(kl))
     assert float(alg.lr) == pytest.approx(after)
     assert alg.optimizer.optimizer.param_groups[0]["lr"] is alg.lr
+
+
+def test_the_learning_rate_is_changed_before_the_step_that_it_was_measured_for():
+    """A gradient of 1 and a rate of 6e-3 that falls to 4e-3: the parameter moves by 4e-3."""
+    alg = PPO(ActorCritic(1, 1), learning_rate=6e-3, schedule="adaptive", desired_kl=0.01, optimizer_class_name="SGD")
+    bias = alg.policy.critic[-1].bias
+    before = bias.detach().clone()
+    alg.optimizer_step(Terms({}, {}, {"kl": torch.tensor(1.0)}), bias.sum())
+    assert float(before - bias.detach()) == pytest.approx(4e-3, rel=1e-4)
 
 
 def count_minibatches(alg):

@@ -100,6 +100,20 @@ def test_normalised_rewards_are_scaled_by_their_return():
     torch.testing.assert_close(rnd.intrinsic_reward(states, done), 2.0 * raw / raw.std(unbiased=False))
 
 
+def test_the_scale_of_rewards_is_learned_from_valid_steps_alone():
+    """Two steps of two environments; in the second step the first environment only resets."""
+    rnd = made(reward_normalization=True, num_envs=2)
+    first, second, running = torch.randn(2, 3), torch.randn(2, 3), torch.zeros(2, dtype=torch.bool)
+    novelty = [torch.linalg.vector_norm(rnd.target(s) - rnd.predictor(s), dim=-1).detach() for s in (first, second)]
+    rnd.intrinsic_reward(first, torch.tensor([True, False]), torch.tensor([True, True]))
+    rnd.intrinsic_reward(second, running, torch.tensor([False, True]))
+    returns = torch.stack([novelty[0][0], novelty[0][1], 0.99 * novelty[0][1] + novelty[1][1]])
+    assert rnd.reward_scaler.count == 3
+    torch.testing.assert_close(rnd.reward_scaler.mean, returns.mean())
+    torch.testing.assert_close(rnd.reward_scaler.var, returns.var(unbiased=False))
+    torch.testing.assert_close(rnd.reward_scaler.returns, torch.stack([torch.zeros(()), returns[2]]))
+
+
 def test_a_state_that_is_not_finite_leaves_the_predictor_alone():
     rnd = made()
     trained(rnd, torch.randn(4, 3))

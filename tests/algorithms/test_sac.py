@@ -223,6 +223,17 @@ def test_noise_is_spread_over_the_environments():
     assert alg.exploration_std()[:, 0].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
 
 
+def test_the_noise_on_td3s_target_actions_is_clipped():
+    """An actor of zeros; a standard deviation of 0.2 and a bound of 0.5, in units of half the range, which is 3."""
+    alg = run(make("td3", action_low=(-3.0, -3.0), action_high=(3.0, 3.0), target_noise_clip=0.5), 10)
+    for parameter in alg.target_actor.module.parameters():
+        torch.nn.init.zeros_(parameter)
+    noise = torch.tensor([[10.0, -10.0], [1.0, -2.4]]).repeat(8, 1)
+    actions, bonus = alg.next_actions(next(alg.batches(1)), noise)
+    torch.testing.assert_close(actions[:2], torch.tensor([[1.5, -1.5], [0.6, -1.44]]))
+    assert bonus == 0.0
+
+
 def test_joint_limits_become_action_bounds():
     low, high = joint_limit_bounds([-1.0, -2.0], [1.0, 0.0], default=[0.5, -1.0], action_scale=[0.5, -0.25])
     assert low == (-3.0, -4.0)

@@ -64,6 +64,18 @@ def test_the_mirror_loss_is_the_squared_difference_of_means(make_ppo, collect, p
     torch.testing.assert_close(alg.weighted_sum(given), total)
 
 
+def test_the_mirror_loss_moves_the_image_towards_the_original_alone(make_ppo, collect):
+    """A linear mean: the gradient of (W x' - M W x)^2 is 2 (W x' - M W x) x', without a part through W x."""
+    policy = ActorCritic(3, 5, 2, actor_hidden_dims=(), critic_hidden_dims=())
+    alg, env = make_ppo(policy=policy, symmetry_cfg={**MIRROR, "augment": False, "mirror_loss_coef": 0.5})
+    collect(alg, env)
+    batch, layer = batch_of(alg), policy.actor[-1]
+    (grad,) = torch.autograd.grad(alg.compute_losses(batch).losses["mirror_loss"], [layer.weight])
+    flipped, sign = batch.obs * torch.tensor([1.0, -1.0, -1.0]), torch.tensor([1.0, -1.0])
+    difference = (layer(flipped) - sign * layer(batch.obs)).detach()
+    torch.testing.assert_close(grad, 2 * difference.T @ flipped / len(flipped))
+
+
 def test_a_symmetric_policy_has_no_mirror_loss_and_the_same_losses_on_both_sides(make_ppo, collect, policy_output):
     every = {"obs": {"obs": [-1] * 3}, "critic_obs": {"obs": [-1] * 5}, "actions": [-1, -1], "mirror_loss_coef": 1.0}
     alg, env = make_ppo(policy=odd_policy(), symmetry_cfg=every, use_clipped_value_loss=False)

@@ -12,6 +12,7 @@ from canter.algorithms.ppo import PPO
 from canter.algorithms.teacher import DISTANCES, TARGETS, tanh_stats
 from canter.algorithms.tppo import TPPO, TPPOConfig
 from canter.modules.actor_critic import ActorCritic
+from canter.modules.normalizer import EmpiricalNormalization
 from canter.storage.queue_rollout_storage import ActionLabelRollout
 
 TEACHER = {"class_name": "ActorCritic", "num_actor_obs": 5, "num_critic_obs": 5, "num_actions": 2,
@@ -323,6 +324,56 @@ def test_latents_are_distilled(make_tppo, collect):
     grads = torch.autograd.grad(loss, list(alg.policy.parameters()), allow_unused=True)
     touched = {n.split(".")[0] for (n, _), g in zip(alg.policy.named_parameters(), grads, strict=True) if g is not None}
     assert touched == {"encoders"}
+
+
+def summing_encoder(policy, mean, std):
+    """Four outputs, each the sum of a component's two values, of observations with these statistics."""
+    policy.encoders[0] = torch.nn.Linear(2, 4)
+    torch.nn.init.ones_(policy.encoders[0].weight)
+    torch.nn.init.zeros_(policy.encoders[0].bias)
+    width = policy.obs_layout.width
+    policy.obs_normalizer = EmpiricalNormalization([width], eps=0.0)
+    policy.obs_normalizer._mean.fill_(mean)
+    policy.obs_normalizer._std.fill_(std)
+
+
+@pytest.mark.parametrize("sees_critic_obs", [True, False])
+def test_latents_are_of_observations_normalised_once(make_tppo, sees_critic_obs):
+    """Values (3, 5) are 1, 2 to the student and 1/2, 1 to the teacher: sums 3 and 1.5, in each of four features."""
+    width = 5 if sees_critic_obs else 3
+    teacher = {"class_name": "EncoderActorCritic", "num_actor_obs": width, "num_critic_obs": width, "num_actions": 2,
+               "obs_segments": {"map": (2,), "rest": (width - 2,)}, "encoder_component_names": ["map"],
+               "encoder_output_size": 4}  # fmt: skip
+    alg, env = make_tppo(policy=encoder_policy(), teacher_policy=teacher, distill_latent_target="l1",
+                         distill_latent_obs_component_mapping={"scan": "map"},
+                         label_action_with_critic_obs=sees_critic_obs)  # fmt: skip
+    summing_encoder(alg.policy, mean=1.0, std=2.0)
+    summing_encoder(alg.teacher.policies[0], mean=1.0, std=4.0)
+    obs, critic_obs = torch.tensor([[3.0, 5.0, 7.0]] * 4), torch.full((4, 5), 100.0)
+    if sees_critic_obs:
+        critic_obs[:, :2] = obs[:, :2]
+    for _ in range(6):
+        alg.act(obs, critic_obs)
+        alg.process_step(env.step(None))
+    losses = alg.compute_losses(next(alg.mini_batches())).losses
+    assert float(losses["distill_latent_scan"].detach()) == pytest.approx(4 * (3.0 - 1.5))
+
+
+def test_latents_are_distilled_from_the_students_observation_through_an_update(make_tppo, collect):
+    teacher = {"class_name": "EncoderActorCritic", "num_actor_obs": 3, "num_critic_obs": 3, "num_actions": 2,
+               "obs_segments": {"map": (2,), "rest": (1,)}, "encoder_component_names": ["map"],
+               "encoder_output_size": 4}  # fmt: skip
+    found = {}
+    for execution in ("eager", "auto"):
+        torch.manual_seed(0)
+        alg, env = make_tppo(policy=encoder_policy(), teacher_policy=teacher, execution=execution,
+                             label_action_with_critic_obs=False, empirical_normalization=True,
+                             distill_latent_obs_component_mapping={"scan": "map"})  # fmt: skip
+        for iteration in range(3):
+            collect(alg, env)
+            losses, _ = alg.update(iteration)
+        found[execution] = losses["distill_latent_scan"]
+    assert found["eager"] == found["auto"] > 0.0
 
 
 def test_latents_need_encoders(make_tppo):

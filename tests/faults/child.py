@@ -16,6 +16,7 @@ import torch._dynamo  # torch.optim imports it in its first step, which takes se
 from canter.envs.torch_envs import PointRobot
 from canter.runners import OnPolicyRunner
 from canter.utils.checkpoint import newest_valid_checkpoint
+from canter.utils.runtime import StopSignal
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background ignore it
 
@@ -52,6 +53,16 @@ def train(directory, iterations, mode):
     if mode == "slow":
         started = Path(directory) / "rollout"
         runner.add_callback("pre_update", lambda r: (started.touch(), time.sleep(0.4)))
+    if mode == "waits":  # in its second iteration, until a second signal; a first one does not end a sleep
+        started = Path(directory) / "rollout"
+        runner.add_callback("pre_update", lambda r: (started.touch(), time.sleep(20.0)) if r.iteration == 1 else None)
+        handle = StopSignal._handle
+
+        def handle_and_note(self, *args):
+            handle(self, *args)
+            (Path(directory) / "signalled").touch()
+
+        StopSignal._handle = handle_and_note
     runner.learn(max(0, iterations - runner.iteration))
     (Path(directory) / "returned").write_text(str(runner.iteration))
 

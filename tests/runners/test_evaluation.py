@@ -7,9 +7,10 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from canter.envs import GymVectorEnvAdapter
-from canter.envs.torch_envs import MaskedCartPole, PointRobot
+from canter.envs import GymVecEnv, GymVectorEnvAdapter
+from canter.envs.torch_envs import MaskedCartPole, Pendulum, PointRobot
 from canter.runners.evaluation import run_episodes
+from canter.utils.checkpoint import load_checkpoint
 
 GRU = {"class_name": "ActorCriticRecurrent", "rnn_type": "gru", "rnn_hidden_size": 6}
 
@@ -140,7 +141,7 @@ def test_evaluation_restores_modes_and_statistics(make_runner):
 def test_periodic_evaluation_changes_nothing_in_the_training(
     make_runner, resume_cases, differing, tmp_path, where, policy
 ):
-    """Rows L24, L31; bit for bit, the whole checkpoint."""
+    """Bit for bit, the whole checkpoint but for the evaluations themselves."""
     cls = resume_cases.NoisyRobot if where == "global_noise" else PointRobot
     everything = {"empirical_normalization": True, "normalize_rewards": True}
     for name, interval in (("with", 2), ("without", None)):
@@ -159,7 +160,9 @@ def test_periodic_evaluation_changes_nothing_in_the_training(
         history = runner.learn(4).history
         assert [i for i, row in enumerate(history) if "eval/mean_reward" in row] == ([1, 3] if interval else [])
         runner.save(tmp_path / f"{name}.pt")
-    assert differing(tmp_path / "with.pt", tmp_path / "without.pt") == ["config.eval_interval"]
+    different = differing(tmp_path / "with.pt", tmp_path / "without.pt")
+    evaluations = ["config.eval_interval", "resume.runner.num_evals"]
+    assert [name for name in different if not name.startswith("resume.eval_env.")] == evaluations
 
 
 def test_every_second_iteration_is_evaluated_in_the_evaluation_environment(make_runner, counting):
@@ -213,6 +216,70 @@ def test_a_failing_evaluation_puts_the_environment_back(make_runner, counting):
     with pytest.raises(RuntimeError, match="evaluation episodes"):
         runner.eval(1)
     assert env.t.tolist() == [4.0]
+
+
+# ------------------------------------------------------------------ continuing
+def evaluated_run(make_runner, eval_env, log_dir, iterations, checkpoint=None, seed=1):
+    """Evaluations of a run, its best one saved; the files in `log_dir`."""
+    env = PointRobot(3, max_episode_length=7) if isinstance(eval_env, PointRobot) else Pendulum(3, max_episode_length=7)
+    found, best = [], [-np.inf]
+    runner = make_runner(env, eval_env=eval_env, eval_interval=1, eval_episodes=4, log_dir=log_dir, seed=seed,
+                         save_interval=1)  # fmt: skip
+    if checkpoint is not None:
+        runner.load(checkpoint)
+        best[0] = max(row["eval/mean_reward"] for row in load_checkpoint(checkpoint)["infos"])
+        found += load_checkpoint(checkpoint)["infos"]
+
+    def keep(runner, stats):
+        found.append({name: value for name, value in stats.items() if name.startswith("eval/")})
+        if stats["eval/mean_reward"] > best[0]:
+            best[0] = stats["eval/mean_reward"]
+            runner.save_checkpoint("checkpoint_best.pt")
+        runner.save(log_dir / f"after_{runner.iteration}.pt", infos=list(found))
+
+    runner.add_callback("post_iteration", keep)
+    runner.learn(iterations)
+    return found
+
+
+EVAL_ENVS = {
+    "torch": lambda: PointRobot(2, max_episode_length=5),
+    "gymnasium": lambda: GymVecEnv([lambda: gymnasium.make("Pendulum-v1", max_episode_steps=20)] * 2),
+    "gymnasium_vector": lambda: SyncVectorEnv([lambda: gymnasium.make("Pendulum-v1", max_episode_steps=20)] * 2),
+}
+
+
+@pytest.mark.parametrize("seed", [1, None])
+@pytest.mark.parametrize("kind", EVAL_ENVS)
+def test_evaluations_continue_exactly(make_runner, differing, tmp_path, kind, seed):
+    """Metrics and best checkpoint of 6 iterations are those of 3, a checkpoint, a new runner, and 3 more."""
+    directories = [tmp_path / name for name in ("straight", "resumed")]
+    straight = evaluated_run(make_runner, EVAL_ENVS[kind](), directories[0], 6, seed=seed)
+    assert len({row["eval/mean_reward"] for row in straight}) == 6, "every evaluation has episodes of its own"
+    resumed = evaluated_run(make_runner, EVAL_ENVS[kind](), directories[1], 3, directories[0] / "after_3.pt", seed=seed)
+    assert resumed == straight
+    best = [directory / "checkpoint_best.pt" for directory in directories]
+    if best[1].exists():
+        assert differing(*best) == []
+    assert load_checkpoint(best[0])["iter"] > 3 or not best[1].exists()
+
+
+def test_runs_of_one_seed_are_evaluated_in_the_same_episodes(make_runner, tmp_path):
+    found = [
+        evaluated_run(make_runner, EVAL_ENVS["gymnasium"](), tmp_path / str(number), 2, seed=seed)
+        for number, seed in enumerate((1, 1, 2))
+    ]
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_run_continues_with_another_evaluation_environment(make_runner, tmp_path):
+    runner = make_runner(eval_env=PointRobot(2, max_episode_length=5))
+    runner.save(tmp_path / "model_0.pt")
+    other = make_runner(eval_env=PointRobot(3, max_episode_length=5))
+    with pytest.warns(UserWarning, match="evaluations do not continue exactly"):
+        other.load(tmp_path / "model_0.pt")
+    other.eval(3)
+    make_runner().load(tmp_path / "model_0.pt")  # nor does it need one
 
 
 # ------------------------------------------------------------------ the policy that is handed out

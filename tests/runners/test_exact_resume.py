@@ -67,10 +67,14 @@ ITEMS = [
     "resume.runner.tracker.lenbuffer",
     "resume.runner.tracker.rframebuffer",
     "resume.runner.tracker.num_episodes",
+    "resume.runner.eval_seed",
+    "resume.runner.num_evals",
 ]
 # Without it the number of steps is taken to be iterations times steps, which is right unless the number of
 # environments changed.
 DERIVABLE = {"total_timesteps"}
+# The same with a seed, and before the first evaluation; files of earlier versions lack them.
+DERIVABLE |= {"resume.runner.eval_seed", "resume.runner.num_evals"}
 
 
 @pytest.fixture(scope="module")

@@ -342,12 +342,58 @@ def test_one_seed_is_one_run(make_runner, differing, weights, algorithm):  # D0
     assert differing(states[0], states[2])
 
 
-def test_seeding_a_run_leaves_the_global_generator_alone(make_runner):
-    torch.manual_seed(3)
-    expected = torch.rand(())
-    torch.manual_seed(3)
-    make_runner().learn(1)
-    assert torch.equal(torch.rand(()), expected)
+class GlobalNoise(PointRobot):
+    """Its rewards and its first states come from torch's global generator, as those of many simulators."""
+
+    def initial_state(self, n):
+        state = super().initial_state(n)
+        return {**state, "position": state["position"] + torch.rand_like(state["position"])}
+
+    def step(self, actions):
+        record = super().step(actions)
+        return record._replace(reward=record.reward + torch.rand(self.num_envs))
+
+
+class GlobalNoiseBatch:
+    """The same as an rsl_rl-style environment without a `seed` method."""
+
+    num_envs, num_actions, device, max_episode_length = 3, 2, "cpu", 7
+
+    def get_observations(self):
+        return torch.rand(3, 4), {}
+
+    reset = get_observations
+
+    def step(self, actions):
+        return torch.rand(3, 4), torch.rand(3), torch.rand(3) < 0.1, {}
+
+
+@pytest.mark.filterwarnings("ignore:.*may differ from run to run")
+@pytest.mark.parametrize("make_env", [lambda: GlobalNoise(3, max_episode_length=7), GlobalNoiseBatch])
+def test_the_seed_determines_environments_that_draw_from_torchs_generator(make_runner, make_env):
+    found = {}
+    for name, seed, before in (("first", 1, 10), ("second", 1, 11), ("third", 2, 10)):
+        torch.manual_seed(before)
+        history = make_runner(make_env(), seed=seed).learn(3).history
+        found[name] = [row["rollout/mean_reward"] for row in history]
+    assert found["first"] == found["second"]
+    assert found["first"] != found["third"]
+
+
+def test_weights_and_the_environments_noise_do_not_depend_on_each_other(make_runner, weights):
+    rewards, learned = [], []
+    for env, width in ((GlobalNoise(3), 8), (GlobalNoise(3), 16), (PointRobot(3), 8)):
+        torch.manual_seed(4)
+        runner = make_runner(env, policy={"actor_hidden_dims": [width]})
+        rewards.append(torch.rand(()))
+        learned.append(weights(runner)["alg"]["model_state_dict"]["critic.0.weight"])
+    assert rewards[0] == rewards[1]
+    assert torch.equal(learned[0], learned[2])
+
+
+def test_runs_without_a_seed_differ(make_runner):
+    first, second = (make_runner(seed=None).policy.actor[0].weight for _ in range(2))
+    assert not torch.equal(first, second)
 
 
 def test_an_environment_that_cannot_be_seeded_is_a_warning(make_runner, counting):

@@ -9,10 +9,11 @@ import yaml
 
 from canter.algorithms import PPO, REGISTRY, PPOConfig, register_algorithm
 from canter.algorithms.ppo import PPOSettings, RunSettings
-from canter.envs.torch_envs import PointRobot
+from canter.envs.torch_envs import CartPole, PointRobot
 from canter.modules.actor_critic import ActorCritic
-from canter.modules.actors import MLPActor, MLPCritic
-from canter.runners import OnPolicyRunner
+from canter.modules.actors import MLPActor, MLPCritic, MLPSquashedGaussianActor
+from canter.modules.q_networks import MLPContinuousQNetwork, MLPQNetwork
+from canter.runners import OffPolicyRunner, OnPolicyRunner
 from canter.runners.run_config import LAUNCHER_KEYS, config_from, find_algorithm, make_plan, parse_train_cfg, warn_once
 from canter.utils.config import OTHER_SPELLINGS
 
@@ -250,3 +251,77 @@ def test_a_dict_that_leaves_out_epochs_minibatches_or_schedule_is_told_its_defau
         warnings.simplefilter("error")
         parse_train_cfg(tiny(algorithm={"num_learning_epochs": 2}))
         parse_train_cfg(tiny(algorithm={"num_learning_epochs": 2, "num_mini_batches": 1, "schedule": "fixed"}))
+
+
+# ------------------------------------------------------------------ networks given beside a training dict
+class OwnQ(MLPQNetwork):
+    pass
+
+
+class OwnActor(MLPSquashedGaussianActor):
+    pass
+
+
+class OwnCritic(MLPContinuousQNetwork):
+    pass
+
+
+class OwnPPOActor(MLPActor):
+    pass
+
+
+class OwnPPOCritic(MLPCritic):
+    pass
+
+
+OFF_POLICY = {"device": "cpu", "seed": 1, "algorithm": {"class_name": "DQN", "buffer_size": 400}}
+
+
+def test_networks_given_beside_an_off_policy_training_dict_are_used():
+    networks = {"q_network_class": OwnQ, "q_network_cfg": {"hidden_dims": (5,)}}
+    runner = OffPolicyRunner(CartPole(2), OFF_POLICY, **networks, show_progress=False)
+    assert type(runner.alg.q_network) is OwnQ
+    assert runner.alg.q_network.cfg["hidden_dims"] == (5,)
+    sac = {**OFF_POLICY, "algorithm": {"class_name": "SAC", "buffer_size": 400}}
+    sac["policy"] = {"actor_cfg": {"init_std": 0.3}}
+    networks = {"actor_class": OwnActor, "critic_class": OwnCritic, "critic_cfg": {"hidden_dims": (4,)}}
+    runner = OffPolicyRunner(PointRobot(2), sac, **networks, show_progress=False)
+    assert type(runner.alg.actor) is OwnActor
+    assert runner.alg.actor.cfg["init_std"] == 0.3
+    assert {type(part) for part in runner.alg.critics.modules()} >= {OwnCritic}
+    assert runner.config()["policy"]["critic_class"] == "OwnCritic"
+
+
+def test_networks_given_beside_an_on_policy_training_dict_are_used(tiny):
+    cfg = tiny()
+    del cfg["policy"]
+    networks = {"actor_class": OwnPPOActor, "critic_class": OwnPPOCritic, "actor_cfg": {"hidden_dims": (5,)}}
+    runner = OnPolicyRunner(PointRobot(2), cfg, **networks, show_progress=False)
+    assert (type(runner.policy.actor), type(runner.policy.critic)) == (OwnPPOActor, OwnPPOCritic)
+    assert runner.policy.actor.cfg["hidden_dims"] == (5,)
+
+
+def test_networks_that_contradict_a_training_dict_are_refused(tiny):
+    with pytest.raises(ValueError, match="policy class 'ActorCritic' .* and actor_class as an argument are two"):
+        OnPolicyRunner(PointRobot(2), tiny(), actor_class=OwnPPOActor, critic_class=OwnPPOCritic)
+    cfg = tiny()
+    del cfg["policy"]
+    with pytest.raises(ValueError, match="OnPolicyRunner needs critic_class"):
+        OnPolicyRunner(PointRobot(2), cfg, actor_class=OwnPPOActor)
+    dqn = {**OFF_POLICY, "policy": {"q_network_class": "MLPQNetwork"}}
+    with pytest.raises(ValueError, match="q_network_class is .*MLPQNetwork.* and .*OwnQ.* as an argument; give one"):
+        OffPolicyRunner(CartPole(2), dqn, q_network_class=OwnQ)
+    OffPolicyRunner(CartPole(2), dqn, q_network_class=MLPQNetwork)  # the same
+    with pytest.raises(TypeError, match="actor_class"):
+        OffPolicyRunner(CartPole(2), OFF_POLICY, actor_class=OwnActor)
+    runner = OffPolicyRunner(CartPole(2), OFF_POLICY)
+    with pytest.raises(ValueError, match="the agent has its networks; leave out q_network_class"):
+        OffPolicyRunner(CartPole(2), agent=runner.alg, q_network_class=OwnQ)
+
+
+def test_an_algorithm_named_beside_a_training_dict_is_used_or_refused():
+    unnamed = {"device": "cpu", "algorithm": {"buffer_size": 400}}
+    assert OffPolicyRunner(PointRobot(2), unnamed, "td3").plan.algorithm == "TD3"
+    assert OffPolicyRunner(CartPole(2), unnamed).plan.algorithm == "DQN"
+    with pytest.raises(ValueError, match="the training dict is of 'DQN', the argument algorithm is 'sac'"):
+        OffPolicyRunner(PointRobot(2), OFF_POLICY, "sac")

@@ -5,12 +5,15 @@ import subprocess
 import sys
 import types
 import warnings
+from collections import deque
 
 import pytest
 import torch
 import yaml
 
-from canter.envs.torch_envs import PointRobot
+from canter.algorithms import DQNConfig
+from canter.envs.torch_envs import CartPole, PointRobot
+from canter.runners import OffPolicyRunner
 from canter.runners.run_config import parse_train_cfg
 from canter.utils.logging import Backend
 from canter.utils.logging.backends import BACKENDS
@@ -369,3 +372,60 @@ def test_a_fake_module_is_enough_for_wandb(make_runner, tmp_path, monkeypatch):
     assert calls[0][1]["project"] == "legs"
     steps = [step for data, step in calls if isinstance(data, dict)]
     assert steps == [16, 32]
+
+
+# ------------------------------------------------------------------ memory of long runs
+def count_entries(value, seen):
+    """Entries of every list, dict, set and unbounded deque that can be reached, tensors left out."""
+    if id(value) in seen or isinstance(value, torch.Tensor | type | str):
+        return 0
+    seen.add(id(value))
+    parts, own = [], 0
+    if isinstance(value, dict):
+        parts, own = list(value.values()), len(value)
+    elif isinstance(value, list | tuple | set | deque):
+        parts, own = list(value), 0 if getattr(value, "maxlen", None) is not None else len(value)
+    if getattr(type(value), "__module__", "").startswith("canter."):
+        parts += list(vars(value).values()) if hasattr(value, "__dict__") else []
+    return own + sum(count_entries(part, seen) for part in parts)
+
+
+def test_the_history_is_bounded(make_runner, monkeypatch):
+    monkeypatch.setattr("canter.runners.runner.MAX_HISTORY", 5)
+    runner = make_runner()
+    iterations = []
+    runner.add_callback("post_iteration", lambda runner, stats: iterations.append(stats["train/total_loss"]))
+    history = runner.learn(12).history
+    assert [row["train/total_loss"] for row in history] == iterations[-5:]
+
+
+@pytest.mark.parametrize("log_interval", [0, 1, 8])
+@pytest.mark.parametrize("kind", ["ppo", "dqn"])
+def test_nothing_in_memory_grows_with_the_iterations(make_runner, tmp_path, kind, log_interval):
+    reports = []
+    extras = {"log": {"height": 1.0}, "reward_components": {"alive": torch.ones(4)}}
+
+    class Chatty(CartPole):
+        def step(self, actions):
+            record = super().step(actions)
+            return record._replace(extras={**record.extras, **extras})
+
+    env, eval_env = Chatty(4, max_episode_length=3), CartPole(2, max_episode_length=3)
+    options = {"log_dir": tmp_path, "eval_env": eval_env, "log_interval": log_interval, "eval_interval": 20}
+    if kind == "ppo":
+        runner = make_runner(env, **options, save_interval=10, keep_checkpoints=2)
+    else:
+        cfg = DQNConfig(device="cpu", seed=1, batch_size=8, learning_starts=8, buffer_size=100, save_interval=40,
+                        keep_checkpoints=2, network_hidden_dims=(8,), eval_episodes=2)  # fmt: skip
+        runner = OffPolicyRunner(env, cfg, **options, show_progress=False)
+    sizes = []
+
+    def count(runner, stats):
+        if runner.iteration in (64, 128):  # rows of extras are summed every 64 steps
+            sizes.append(count_entries(runner, {id(reports), id(sizes)}))
+
+    runner.add_callback("post_iteration", count)
+    runner.learn(num_learning_iterations=128, trial=lambda metrics: reports.append(metrics))
+    assert len(sizes) == 2
+    assert sizes[0] == sizes[1]
+    runner.close()

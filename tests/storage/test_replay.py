@@ -72,17 +72,17 @@ class TimeOutsOnly:
 
 
 def fill(env, buffer, num_steps):
-    """Run as an algorithm does; time-outs without a final observation count as ends."""
+    """Run as an algorithm does; a time-out without a final observation leads back to where the step began."""
     obs, _ = env.reset()
     for step in range(num_steps):
         actions = torch.full((env.num_envs,), step % 5)
         record = env.step(actions if isinstance(env.action_space, spaces.Discrete) else torch.zeros(env.num_envs, 2))
-        after, done = record.obs, record.terminated
         if record.final_obs is None:
-            done = record.done
+            after = torch.where(record.truncated.unsqueeze(1), obs, record.obs)
         else:
             after = torch.where(record.done.unsqueeze(1), record.final_obs, record.obs)
-        buffer.add(obs, actions, record.reward, after, done, truncated=record.truncated, valid=record.valid)
+        ends = {"truncated": record.truncated, "valid": record.valid}
+        buffer.add(obs, actions, record.reward, after, record.terminated, **ends)
         obs = record.obs
 
 
@@ -131,15 +131,17 @@ def test_the_modes_of_resetting_store_the_same_data():
                 assert torch.equal(getattr(a, name)[:n], getattr(other, name)[:n]), name
 
 
-def test_time_outs_without_a_final_observation_are_not_bootstrapped():
+def test_time_outs_without_a_final_observation_lead_back_to_where_their_step_began():
     env = wrap_env(TimeOutsOnly(), "cpu")
     buffer = TransitionReplayBuffer(1000, (3,), num_envs=3, has_invalid_steps=env.has_invalid_steps)
     fill(env, buffer, 30)
     for index, batch in enumerate(stored(buffer)):
-        goes_on = batch.dones == 0
-        assert (batch.next_obs[goes_on, 2] - batch.obs[goes_on, 2] == 1).all()
-        assert (batch.next_obs[goes_on, 1] == batch.obs[goes_on, 1]).all()
-        assert torch.equal(~goes_on, batch.obs[:, 2] == LENGTHS[index] - 1)
+        is_last, is_cut = batch.obs[:, 2] == LENGTHS[index] - 1, batch.obs[:, 1] % 2 == 1
+        assert torch.equal(batch.dones.bool(), is_last & ~is_cut)
+        assert torch.equal(batch.next_obs[is_last & is_cut], batch.obs[is_last & is_cut])
+        assert (is_last & is_cut).any()
+        assert (batch.next_obs[~is_last, 2] - batch.obs[~is_last, 2] == 1).all()
+        assert (batch.next_obs[~is_last, 1] == batch.obs[~is_last, 1]).all()
 
 
 # ---------------------------------------------------------------------- windows

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from operator import itemgetter
 from typing import Any, ClassVar
@@ -135,6 +136,8 @@ class OffPolicyAlgorithm(Algorithm):
         self.acted: tuple[Any, Any, Tensor] | None = None  # observations and actions of the step that was begun
         self.timesteps = self.num_updates = self.num_stored = 0
         self.fraction_left = 1.0  # of the run, for schedules
+        self.used_current_value = torch.zeros((), dtype=torch.bool, device=self.device)
+        self.has_warned = False
         self.sync_settings()
 
     def choose_network(self, kind: str, networks: Mapping[str, Any], defaults: Any, **own: Any) -> tuple[Any, Any]:
@@ -251,16 +254,21 @@ class OffPolicyAlgorithm(Algorithm):
         self.num_stored += self.num_envs
 
     def insert_step(self, obs: Obs, critic_obs: Obs | None, actions: Tensor, record: StepRecord) -> None:
-        """Write one step of every environment; the next observation is the one before a reset."""
-        done = record.terminated
-        if record.final_obs is None or (critic_obs is not None and record.final_critic_obs is None):
-            done = record.done  # a final observation is missing: bootstrapping from the reset state would be wrong
+        """Write one step of every environment; the next observation is the one before a reset.
+
+        Where a cut-off episode has no final observation, the value of the state before the step is bootstrapped, as
+        PPO does: the value after the reset would be wrong, and none at all would make a time limit a terminal state.
+        """
+        final, critic_final, ended = record.final_obs, record.final_critic_obs, record.done
+        if final is None or (critic_obs is not None and critic_final is None):
+            final, critic_final, ended = obs, critic_obs, record.truncated
+            self.used_current_value.logical_or_(ended.any())
         after, critic_after = (
-            new if final is None else tree_where(record.done, final, new)
-            for new, final in ((record.obs, record.final_obs), (record.critic_obs, record.final_critic_obs))
+            new if last is None else tree_where(ended, last, new)
+            for new, last in ((record.obs, final), (record.critic_obs, critic_final))
         )
         self.replay.add(
-            obs, actions, record.reward, after, done, truncated=record.truncated, critic_obs=critic_obs,
+            obs, actions, record.reward, after, record.terminated, truncated=record.truncated, critic_obs=critic_obs,
             next_critic_obs=critic_after, valid=record.valid,
         )  # fmt: skip
         valid = record.valid if self.env.has_invalid_steps else None
@@ -357,6 +365,14 @@ class OffPolicyAlgorithm(Algorithm):
     def report(self) -> dict[str, float]:
         """Mean metrics of the gradient steps since the last report, and the learning rates."""
         self.notice_changes()
+        if not self.has_warned and self.used_current_value:
+            self.has_warned = True
+            way_out = "let the environment put the observation before the reset in extras['final_obs']"
+            warnings.warn(
+                "episodes were cut off but the environment gave no final observation: the value of the state before "
+                f"their last step is used; {way_out}",
+                stacklevel=2,
+            )
         found: dict[str, float] = {}
         for meter in (self.meter, self.slow_meter):
             means = meter.means()

@@ -277,8 +277,11 @@ class PPO(Algorithm):
         """Sample actions for N environments and begin their transition."""
         storage = self.rollout if self.storage is None else self.storage
         if storage.step == 0:
-            self.executor.begin_iteration()
-            self.notice_changes()
+            if self.executor.replays:
+                self.executor.begin_iteration()
+                self.notice_changes()
+            else:
+                self.sync_settings()
         hidden = self.policy.hidden(storage.num_envs) if storage.hidden_shapes else {}
         step = self.executor.run("act", self.act_step, obs, None if critic_obs is obs else critic_obs, hidden)
         self.transition.__dict__ = step
@@ -415,7 +418,8 @@ class PPO(Algorithm):
     def rollout_steps(self, env: Any, obs: Obs, critic_obs: Obs | None, hidden: Hidden) -> tuple[Any, Any, Hidden]:
         """Act, step and record T times; then compute the returns."""
         storage = self.rollout
-        for storage.step in range(storage.num_transitions_per_env):
+        for number in range(storage.num_transitions_per_env):
+            storage.step = number
             step = self.act_step(obs, critic_obs, hidden)
             record = env.step(step["for_env"].clone())  # it may write to what it gets
             extras = {name: value for e in self.extensions.values() for name, value in e.record_fields(record).items()}
@@ -433,7 +437,7 @@ class PPO(Algorithm):
         extensions, storage = self.extensions.values(), self.storage
         for extension in extensions:
             extension.begin_update(self.current_learning_iteration)
-        if extensions:
+        if extensions and self.executor.replays:
             self.notice_changes()
         else:
             self.sync_settings()

@@ -100,7 +100,7 @@ class RNDModel(nn.Module):
         seen = self.state_normalizer.normalize(states)
         reward = torch.linalg.vector_norm(self.target(seen) - self.predictor(seen), dim=-1)
         if self.reward_scaler is not None:
-            reward = self.reward_scaler(reward, done)
+            reward = self.reward_scaler(reward, done, valid)
         reward = self.weight() * reward
         self.steps += 1
         return reward

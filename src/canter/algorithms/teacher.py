@@ -312,11 +312,11 @@ class Teacher(Extension):
                 stats = tanh_stats(mean.detach(), labels)
                 terms.stats.update({name: batch.mean(value) for name, value in stats.items()})
         terms.losses["distillation_loss"] = batch.mean(distance)
+        seen = batch.critic_obs if self.cfg.label_action_with_critic_obs else batch.obs
         for student, teacher in (self.cfg.distill_latent_obs_component_mapping or {}).items():
-            policy, guide = self.alg.policy, self.policies[0]
             with torch.no_grad():
-                wanted = guide.get_encoder_latent(guide.obs_normalizer.normalize(batch.critic_obs), teacher)  # pyright: ignore[reportCallIssue]
-            latent = policy.get_encoder_latent(policy.obs_normalizer.normalize(batch.obs), student)
+                wanted = self.policies[0].get_encoder_latent(seen, teacher)  # pyright: ignore[reportCallIssue]
+            latent = self.alg.policy.get_encoder_latent(batch.obs, student)
             distance = DISTANCES[self.cfg.distill_latent_target](latent, wanted)
             terms.losses[f"distill_latent_{student}"] = batch.mean(distance)
 

@@ -157,11 +157,11 @@ class RslRlAdapter(Forwarding, VecEnv):
         return None if self._sets is None else join_groups(groups, self._sets[index])[1]
 
     def seed(self, seed: int) -> None:
-        """Seed the environment."""
+        """Seed the environment; without a `seed` of its own, the next `reset` still starts new episodes."""
+        self._is_new = False
         if not callable(getattr(self.env, "seed", None)):
             raise NotImplementedError(f"{type(self.env).__name__} has no seed()")
         self.env.seed(seed)
-        self._is_new = False
 
     def reset(self) -> tuple[Obs, Obs]:
         """Start new episodes; right after construction, unless seeded since, the episodes are already new."""

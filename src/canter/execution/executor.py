@@ -4,7 +4,7 @@ A function given to an `Executor` takes and returns tensors (nested in dicts and
 and has no other effect. Its first calls run eagerly, two of them traced (`trace.py`). If both did the same, it is
 captured as a CUDA graph (`cuda_graph.py`) or recorded (`recording.py`), once for every combination of input shapes, and
 later calls are replays. Users' code runs inside these functions and may break the rule, so a function is traced again
-in iterations 2, 4, 8, ... and whenever Python objects have changed; if it did something else, it runs eagerly from then on.
+in iterations 2, 4, 8, ... and whenever Python objects have changed; if it does something else, it runs eagerly for good.
 """
 
 import functools
@@ -49,6 +49,7 @@ class Executor:
         self.is_cuda = device.type == "cuda"
         self.uses_graphs = self.is_cuda and execution != "eager"
         self.records = device.type == "cpu" and execution != "eager"
+        self.replays = self.uses_graphs or self.records
         has_triton = importlib.util.find_spec("triton") is not None  # which compiles kernels for a GPU
         self.compiles = execution == "compile" or (self.is_cuda and execution == "auto" and has_triton)
         self.generators: list[torch.Generator] = []  # that captured functions draw from
@@ -74,11 +75,6 @@ class Executor:
         self.numbered_constants: Any = None
         self.constants_number = 0
 
-    @property
-    def replays(self) -> bool:
-        """Whether functions are replayed."""
-        return self.uses_graphs or self.records
-
     def compile(self, fn: Callable[..., T]) -> Callable[..., T]:
         """Compile a pure function at its first call; if it cannot be compiled, it runs uncompiled, with one warning."""
         if not self.compiles or self.records:  # recordings are compiled as a whole
@@ -102,7 +98,7 @@ class Executor:
 
     def run(self, name: str, fn: Callable[..., T], *args: Any) -> T:
         """Return `fn(*args)`; the next run of the same function overwrites the tensors that a CUDA graph returned."""
-        if not (self.uses_graphs or self.records) or name in self.eager_only:
+        if not self.replays or name in self.eager_only:
             return self._run_in_precision(fn, *args) if self.is_cuda else fn(*args)
         if self.constants is not self.numbered_constants:  # hashed once, because they are many
             self.numbered_constants, known = self.constants, self.constants_numbers
@@ -178,7 +174,7 @@ class Executor:
             from canter.execution.recording import MAX_OPERATIONS, Recording
             from canter.execution.trace import Tracer, run_traced
         except (ImportError, AttributeError) as error:
-            self.records = self.uses_graphs = False
+            self.records = self.uses_graphs = self.replays = False
             lacking = f"torch {torch.__version__} lacks a private name that traces need"
             warnings.warn(f"{lacking} ({error}); functions run eagerly, slower", stacklevel=4)
             return self._run_eagerly(fn, args)

@@ -211,10 +211,11 @@ class ReturnScaler(nn.Module):
 
     @torch.no_grad()
     def learn(self, reward: Tensor, done: Tensor, valid: Tensor | None = None) -> None:
-        """Add rewards (N,) to the statistics."""
+        """Add the `valid` (N,) rewards (N,) to the statistics; the other accumulators stay as they are."""
         returns = self.returns * self.gamma + torch.where(reward.abs() < LARGEST, reward, 0.0)
         self.take(returns, valid)
-        self.returns.copy_(returns.masked_fill(done.bool(), 0.0))
+        returns = returns.masked_fill(done.bool(), 0.0)
+        self.returns.copy_(returns if valid is None else torch.where(valid, returns, self.returns))
 
     @torch.no_grad()
     def take(self, returns: Tensor, valid: Tensor | None = None) -> None:

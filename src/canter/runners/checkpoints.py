@@ -57,6 +57,8 @@ class Checkpoints:
         runner = self.runner
         resume = {"num_envs": runner.env.num_envs, "rng": rng_state(), "env": runner.env.get_state()}
         resume |= {"algorithm": runner.alg.resume_state(), "runner": runner.extra_state()}
+        if runner.eval_env is not None:
+            resume["eval_env"] = runner.eval_env.get_state()
         state = {**runner.alg.state_dict(), "iter": runner.iteration, "total_timesteps": runner.tot_timesteps}
         save_checkpoint(path, {**state, "infos": infos, "config": runner.config(), "resume": resume})
         if runner.writer is not None:
@@ -89,7 +91,7 @@ class Checkpoints:
         """Restore generators, environment and runner; on other environments the run continues with new episodes."""
         runner, env = self.runner, self.runner.env
         set_rng_state(state["rng"])
-        own = {name: state[name] for name in ("env", "runner")}
+        own = {name: state.get(name) for name in ("env", "runner", "eval_env")}
         own = tree_map(lambda leaf: leaf.to(runner.device) if torch.is_tensor(leaf) else leaf, own)
         is_exact = state["env"] is not None and state["num_envs"] == env.num_envs and env.get_state() is not None
         try:
@@ -100,6 +102,11 @@ class Checkpoints:
             warnings.warn(f"the state was not restored ({error}); the run continues with new episodes", stacklevel=4)
             is_exact = False
         runner.load_extra_state({**own["runner"], "is_exact": is_exact})
+        if runner.eval_env is not None and own["eval_env"] is not None:
+            try:
+                runner.eval_env.set_state(own["eval_env"])
+            except (NotImplementedError, KeyError, ValueError, RuntimeError) as error:  # it is another one
+                warnings.warn(f"evaluations do not continue exactly: {error}", stacklevel=4)
 
     def save_periodic(self) -> None:
         """Write model_<completed iterations>.pt, and remove old periodic files beyond `keep_checkpoints`."""

@@ -91,7 +91,8 @@ class OffPolicyRunner(Runner):
 
     def rollout_step(self, obs: Any, critic_obs: Any, **kwargs: Any) -> tuple[Obs, Obs, Tensor, Tensor, dict[str, Any]]:
         """Explore, step the environments and store the step; the returned observations are raw."""
-        record = self.env.step(self.alg.explore(obs, critic_obs))
+        self.actions = self.alg.explore(obs, critic_obs)
+        record = self.env.step(self.actions)
         self.stats.take(record)
         self.alg.process_step(record)
         return record.obs, record.critic_obs, record.reward, record.done, record.extras
@@ -122,7 +123,8 @@ class OffPolicyRunner(Runner):
             return {}
         is_flat = isinstance(self.obs, Tensor)
         metrics = self.stats.rollout_metrics({"observations": self.obs.unsqueeze(0)} if is_flat else {})
-        self.mean_rewards.append((metrics["rollout/mean_reward"], count))
+        if self.log_interval:  # else they are never used
+            self.mean_rewards.append((metrics["rollout/mean_reward"], count))
         return metrics
 
     def flush(self) -> None:

@@ -63,7 +63,8 @@ class OnPolicyRunner(Runner):
             self.overlapping_steps()
         elif is_plain:
             for _ in range(self.num_steps_per_env):
-                record = env.step(alg.act(self.obs, self.critic_obs))
+                self.actions = alg.act(self.obs, self.critic_obs)
+                record = env.step(self.actions)
                 self.stats.take(record)
                 alg.process_step(record)
                 self.obs, self.critic_obs = record.obs, record.critic_obs
@@ -74,7 +75,8 @@ class OnPolicyRunner(Runner):
 
     def rollout_step(self, obs: Any, critic_obs: Any, **kwargs: Any) -> tuple[Obs, Obs, Tensor, Tensor, dict[str, Any]]:
         """Act, step the environments and store the step; the returned observations are raw."""
-        record = self.env.step(self.alg.act(obs, critic_obs))
+        self.actions = self.alg.act(obs, critic_obs)
+        record = self.env.step(self.actions)
         self.stats.take(record)
         self.alg.process_step(record)
         return record.obs, record.critic_obs, record.reward, record.terminated | record.truncated, record.extras
@@ -83,7 +85,8 @@ class OnPolicyRunner(Runner):
         """Collect a rollout, storing each step while the environments compute the next; results are the same."""
         ready: tuple[StepRecord, dict[str, Any]] | None = None
         for _ in range(self.num_steps_per_env):
-            self.env.send(self.alg.act(self.obs, self.critic_obs))
+            self.actions = self.alg.act(self.obs, self.critic_obs)
+            self.env.send(self.actions)
             acted = self.alg.take_transition()
             try:
                 if ready is not None:

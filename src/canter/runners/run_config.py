@@ -72,18 +72,35 @@ def display_name(name: str) -> str:
     return class_name if class_name.lower() == name else name
 
 
-def parse_train_cfg(train_cfg: Mapping[str, Any]) -> RunPlan:
-    """A plan from a training dict, flat or with a `runner` section; an unknown key is an error at every level."""
+def parse_train_cfg(
+    train_cfg: Mapping[str, Any], networks: Mapping[str, Any] | None = None, algorithm_name: str | None = None,
+    default: str = "PPO",
+) -> RunPlan:  # fmt: skip
+    """A plan from a training dict, flat or with a `runner` section; an unknown key is an error at every level.
+
+    Network classes and their settings, and the algorithm's name, may be given beside the dict; they must not contradict
+    it. `default` is the algorithm where neither names one.
+    """
     top = {**train_cfg, **dict(train_cfg.get("runner") or {})}
     top.pop("runner", None)
     algorithm, policy = dict(top.pop("algorithm", None) or {}), dict(top.pop("policy", None) or {})
     names = (top.pop("algorithm_class_name", None), top.pop("policy_class_name", None))
-    name = find_algorithm(algorithm.pop("class_name", None) or names[0] or "PPO")
-    policy_name = policy.pop("class_name", None) or names[1] or "ActorCritic"
-    if "actor_class" in policy or REGISTRY[name].agent_class.learns_from_replay:
+    given_name, policy_name = algorithm.pop("class_name", None) or names[0], policy.pop("class_name", None) or names[1]
+    name = find_algorithm(given_name or algorithm_name or default)
+    if algorithm_name is not None and find_algorithm(algorithm_name) != name:
+        raise ValueError(f"the training dict is of {given_name!r}, the argument algorithm is {algorithm_name!r}")
+    is_off_policy = REGISTRY[name].agent_class.learns_from_replay
+    if networks and policy_name and not is_off_policy:
+        both = f"policy class {policy_name!r} in the training dict and {next(iter(networks))} as an argument"
+        raise ValueError(f"{both} are two policies; leave one out")
+    if networks or "actor_class" in policy or is_off_policy:
         policy = {key: named_network(value) if key.endswith("_class") else value for key, value in policy.items()}
+        for key, value in (networks or {}).items():
+            if policy.setdefault(key, value) != value:
+                raise ValueError(f"{key} is {policy[key]} in the training dict and {value} as an argument; give one")
+        require_networks(name, policy)
     else:
-        policy = {"class_name": policy_name, **policy}
+        policy = {"class_name": policy_name or "ActorCritic", **policy}
     rest = (dict(top.pop("storage", None) or {}), top.pop("obs_groups", None), top.pop("ckpt_manipulator", None))
     return RunPlan(display_name(name), config_from(name, algorithm, top), policy, *rest)
 
@@ -101,19 +118,26 @@ def make_plan(
     """The plan of a run from a training dict, a config object, an algorithm's name or a ready algorithm."""
     if dataclasses.is_dataclass(train_cfg) or isinstance(cfg, Mapping):
         train_cfg, cfg = cfg, train_cfg
+    known = {key: value for key, value in networks.items() if value is not None}
+    if agent is not None and known:
+        raise ValueError(f"the agent has its networks; leave out {', '.join(known)}")
     if train_cfg is not None:
-        return parse_train_cfg(train_cfg)
+        return parse_train_cfg(train_cfg, known, algorithm, default)
     if algorithm is None and cfg is not None:
         default = next((key for key, entry in REGISTRY.items() if type(cfg) is entry.config_class), default)
     name = find_algorithm(algorithm or default)
     if agent is not None:
         name = next((key for key, entry in REGISTRY.items() if entry.agent_class is type(agent)), None)
         return RunPlan(display_name(name) if name else type(agent).__name__, cfg or config_of(agent), {})
-    known = {key: value for key, value in networks.items() if value is not None}
-    for argument in ("actor_class", "critic_class"):
-        if argument not in known and not REGISTRY[name].agent_class.learns_from_replay:
-            raise ValueError(f"OnPolicyRunner needs {argument} (or train_cfg, or agent)")
+    require_networks(name, known)
     return RunPlan(display_name(name), cfg or REGISTRY[name].config_class(), known)
+
+
+def require_networks(algorithm: str, networks: Mapping[str, Any]) -> None:
+    """Raise if an on-policy algorithm has no actor or no critic class; off-policy ones have defaults."""
+    for argument in ("actor_class", "critic_class"):
+        if argument not in networks and not REGISTRY[algorithm].agent_class.learns_from_replay:
+            raise ValueError(f"OnPolicyRunner needs {argument} (or train_cfg, or agent)")
 
 
 def config_of(agent: Any) -> Any:

@@ -7,6 +7,7 @@ import math
 import signal
 import warnings
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 import yaml
 from gymnasium import spaces
+from torch import Tensor
 
 from canter.algorithms import REGISTRY
 from canter.algorithms.algorithm import Algorithm
@@ -30,13 +32,15 @@ from canter.runners.run_log import Callbacks, StopTraining, TrialReporter, prune
 from canter.utils.console import Console, table
 from canter.utils.files import RunLock, atomic_write
 from canter.utils.logging import Logger
-from canter.utils.metrics import StepStats
+from canter.utils.metrics import DivergedError, NonFiniteError, StepStats
 from canter.utils.runtime import StopSignal, preserved_rng, resolve_device
 from canter.utils.tree import tree_leaves
 
+MAX_HISTORY = 10_000  # log entries; metrics.jsonl has them all
+
 
 class LearnResult(NamedTuple("RobotMetrics", [("velrmsd", float), ("CoT", float)])):
-    """Result of `learn`: unpacks to (velrmsd, CoT); `history` has one dict of metrics per logged iteration."""
+    """Result of `learn`: unpacks to (velrmsd, CoT); `history` has the metrics of the last `MAX_HISTORY` log entries."""
 
     history: list[dict[str, float]]
 
@@ -102,6 +106,9 @@ class Runner(ABC):
         self.metrics_velrmsd = self.metrics_CoT = float("nan")
         self.obs: Any = None
         self.critic_obs: Any = None
+        self.actions: Any = None
+        """The actions that the environments got last."""
+        self.num_evals = 0
         self.callbacks = Callbacks(self.cfg.callback_errors, lambda: self.alg.notice_changes())
         self.writer: Logger | None = None
         """The logger, while it is open."""
@@ -111,20 +118,24 @@ class Runner(ABC):
         self.checkpoints = Checkpoints(self)
         self.alg = self.agent = self._build_algorithm(obs_space, action_space) if agent is None else agent
         self.alg.executor.counters["runner"] = (self, ("iteration", "tot_timesteps"))
+        self.eval_seed: int = self.alg.stream_seed
         self.set_up()
 
     def _build_algorithm(self, obs_space: spaces.Space | None, action_space: spaces.Space | None) -> Any:
         agent_class, policy = REGISTRY[find_algorithm(self.plan.algorithm)].agent_class, self.plan.policy
         common = {"cfg": self.cfg, "device": self.device}
-        with torch.random.fork_rng(devices=[]):
-            if self.cfg.seed is not None:
+        is_seeded = self.cfg.seed is not None
+        if is_seeded:
+            torch.manual_seed(self.cfg.seed)  # for environments that draw from torch's generator, now and later
+            try:
+                self.env.seed(self.cfg.seed)
+            except NotImplementedError as error:
+                warnings.warn(f"{error}: its episodes may differ from run to run", stacklevel=4)
+            self.env.reset()  # running episodes were started without the seed
+        # Weights do not depend on the numbers that the environment draws, nor these on the size of the networks.
+        with torch.random.fork_rng(devices=[], enabled=is_seeded):
+            if is_seeded:
                 torch.manual_seed(self.cfg.seed)
-                try:
-                    self.env.seed(self.cfg.seed)
-                except NotImplementedError as error:
-                    warnings.warn(f"{error}: its episodes will differ from run to run", stacklevel=4)
-                else:
-                    self.env.reset()  # running episodes were started without the seed
             if "class_name" in policy:
                 return agent_class(build_actor_critic(self.env, policy["class_name"], policy), **common)
             return agent_class(env=self.env, obs_space=obs_space, action_space=action_space, **common, **policy)
@@ -132,6 +143,7 @@ class Runner(ABC):
     def keep_stats(self, num_steps: int) -> None:
         """Record the statistics of the algorithm's steps, up to `num_steps` between two reads."""
         self.stats = StepStats(self.env.num_envs, num_steps, self.device, self.cfg.extra_log_keys)
+        self.stats.guard.check_policy = self.raise_if_diverged
         self.alg.on_record = [self.stats.tracker.write]
         self.alg.executor.forget()  # an agent that was given may have captured steps that write elsewhere
         self.rewbuffer, self.lenbuffer = self.stats.tracker.rewbuffer, self.stats.tracker.lenbuffer
@@ -162,7 +174,7 @@ class Runner(ABC):
         last = self.iteration + self.count_iterations(num_learning_iterations, total_timesteps)
         self.horizon = max(last, self.planned_iterations() or 1)
         reporter = None if trial is None else TrialReporter(trial, self.cfg.trial_metric, self.cfg.eval_interval)
-        history: list[dict[str, float]] = []
+        history: deque[dict[str, float]] = deque(maxlen=MAX_HISTORY)
         title = str(self.run_info.get("task", type(self.alg).__name__))
         lock = contextlib.nullcontext() if self.save_dir is None else RunLock(self.save_dir)
         with lock, StopSignal() as stop, Console(last, title, self.show_progress, self.iteration) as console:
@@ -190,12 +202,14 @@ class Runner(ABC):
             name = "episode/mean_reward" if reporter.metric is None else reporter.metric
             warnings.warn(f"nothing was reported to the trial: no iteration had the metric {name!r}", stacklevel=2)
         result = LearnResult(float(self.metrics_velrmsd), float(self.metrics_CoT))
-        result.history = history
+        result.history = list(history)
         return result
 
-    def _one_iteration(self, reporter: TrialReporter | None, console: Console, history: list[dict[str, float]]) -> None:
+    def _one_iteration(
+        self, reporter: TrialReporter | None, console: Console, history: deque[dict[str, float]]
+    ) -> None:
         self.callbacks.fire("pre_iteration", self)
-        metrics = self.run_iteration()
+        metrics = self._checked_iteration()
         self.iteration += 1
         self.tot_timesteps += self.steps_per_iteration()
         self.alg.adjust_learning_rate(self.iteration / self.horizon)
@@ -223,6 +237,41 @@ class Runner(ABC):
             self.checkpoints.save_periodic()
             self.writer = self.writer and self.writer.close()
             raise pruned_exception(f"pruned at iteration {self.iteration}")
+
+    def _checked_iteration(self) -> dict[str, float]:
+        """Run an iteration; if it failed, or its losses are not finite, find out whether the policy is the cause."""
+        try:
+            metrics = self.run_iteration()
+        except (NonFiniteError, StopTraining):
+            raise
+        except Exception as error:  # environments react to actions that are NaN in many ways
+            self.raise_if_diverged(cause=error)
+            raise
+        if not all(math.isfinite(value) for name, value in metrics.items() if name.startswith("train/")):
+            self.raise_if_diverged()
+        return metrics
+
+    def raise_if_diverged(self, actions: Tensor | None = None, cause: Exception | None = None) -> None:
+        """Raise DivergedError if a parameter that learns, or an action (of the last ones if None), is NaN or infinite.
+
+        It reads the device, so it is called only where something went wrong.
+        """
+        learned = ((name, p) for part in self.alg.modules() for name, p in part.named_parameters() if p.requires_grad)
+        bad = [name for name, p in learned if not p.isfinite().all()]
+        actions = self.actions if actions is None else actions
+        has_bad_actions = actions is not None and actions.is_floating_point() and not actions.isfinite().all()
+        if not bad and not has_bad_actions:
+            return
+        means = self.alg.meter.means() if hasattr(self.alg, "meter") else {}
+        losses = [name for name, value in means.items() if not math.isfinite(value)]
+        found = f"parameter {bad[0]!r} is NaN or infinite" if bad else "its actions are NaN or infinite"
+        found += f", the first of {len(bad)}" if len(bad) > 1 else ""
+        found += f"; the first such metric is {losses[0].rpartition('/')[2]!r}" if losses else ""
+        rates = {name: getattr(self.alg, name) for name in getattr(self.alg, "rates", ("learning_rate",))}
+        settings = rates | {"max_grad_norm": self.alg.cfg.max_grad_norm}
+        lower = ", ".join(f"{name} (now {value or 0:g})" for name, value in settings.items())
+        text = f"the policy diverged in iteration {self.iteration + 1}: {found}. The environment is not the cause. "
+        raise DivergedError(f"{text}Lower {lower}, scale the rewards down, or resume an earlier checkpoint") from cause
 
     def start(self, init_at_random_ep_len: bool) -> None:
         """Read the observation from which the next rollout starts."""
@@ -285,8 +334,13 @@ class Runner(ABC):
         state = env.get_state() if env is self.env else None
         modes = [(module, module.training) for module in self.alg.modules()]
         self.alg.eval_mode()
+        self.num_evals += 1
         try:
             with preserved_rng():
+                if env is self.eval_env and env.get_state() is None:  # then a checkpoint cannot hold its random streams
+                    seed = np.random.SeedSequence((abs(self.eval_seed), self.num_evals)).generate_state(1)[0]
+                    with contextlib.suppress(NotImplementedError):
+                        env.seed(int(seed))
                 returns, lengths = run_episodes(InferencePolicy(self.policy), env, num_episodes, max_steps)
             reductions = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
             rewards = {f"eval/{name}_reward": float(reduce(returns)) for name, reduce in reductions.items()}
@@ -390,13 +444,15 @@ class Runner(ABC):
         return self.load(self.checkpoints.locate(name), load_optimizer)
 
     def extra_state(self) -> dict[str, Any]:
-        """State of the runner for exact continuation: episode statistics and current observations."""
+        """State of the runner for exact continuation: statistics, current observations, the next evaluation's seed."""
         critic_obs = None if self.critic_obs is self.obs else self.critic_obs
-        return {**self.stats.state_dict(), "obs": self.obs, "critic_obs": critic_obs}
+        own = {"obs": self.obs, "critic_obs": critic_obs, "eval_seed": self.eval_seed, "num_evals": self.num_evals}
+        return {**self.stats.state_dict(), **own}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
         """Continue from `extra_state`, with new episodes where the environment's state could not be restored."""
         self.stats.load_state_dict(state, running=state["is_exact"])
+        self.eval_seed, self.num_evals = state.get("eval_seed", self.eval_seed), state.get("num_evals", 0)
         if state["is_exact"]:
             self.obs = state["obs"]
             self.critic_obs = state["obs"] if state["critic_obs"] is None else state["critic_obs"]

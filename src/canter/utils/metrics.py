@@ -108,7 +108,7 @@ class StepStats:
         if not self.guard.is_immediate:
             data = {name: value for name, value in rollout.items() if name.startswith(LEARNED_FROM)}
             try:
-                self.guard.read(self.first_step, {**data, "reward": tracker.rows[:, 0]})
+                self.guard.read(self.first_step, {**data, "reward": tracker.rows[:, 0]}, rollout.get("actions"))
             except NonFiniteError:
                 tracker.rewind()  # such a rollout does not count
                 raise
@@ -207,11 +207,16 @@ class NonFiniteError(RuntimeError):
     """An environment returned NaN or infinity."""
 
 
+class DivergedError(NonFiniteError):
+    """The policy is NaN or infinite, so that the environment cannot be blamed."""
+
+
 class FiniteGuard:
     """Detects NaN and infinity from an environment: on a CPU in every step, on other devices once per rollout."""
 
     def __init__(self, device: torch.device) -> None:
         self.is_immediate = device.type == "cpu"
+        self.check_policy: Any = None  # called with the actions of the rollout, or None; raises if the policy is broken
 
     def check(self, total_steps: int, ended: Tensor | None = None, **groups: Obs | None) -> None:
         """Check the named observations of one step on a CPU; of `final_*` groups only the rows that `ended`."""
@@ -220,24 +225,30 @@ class FiniteGuard:
         for group, tree in groups.items():
             for name, leaf in tree_leaves(tree, group) if isinstance(tree, Mapping) else ((group, tree),):
                 if leaf is not None and leaf.is_floating_point() and not math.isfinite(leaf.sum()):  # or it overflowed
-                    raise_if_bad(name, leaf, total_steps, ended if group.startswith("final_") else None)
+                    self._raise_if_bad(name, leaf, total_steps, ended if group.startswith("final_") else None)
 
-    def read(self, first_step: int, rollout: Mapping[str, Tensor]) -> None:
+    def read(self, first_step: int, rollout: Mapping[str, Tensor], actions: Tensor | None = None) -> None:
         """Check (T, N, ...) tensors of a rollout whose steps were not checked; one host read."""
         floats = {name: value for name, value in rollout.items() if value.is_floating_point()}
         fine = torch.stack([torch.isfinite(value).all() for value in floats.values()]).tolist()
         for (name, value), is_fine in zip(floats.items(), fine, strict=True):
             if not is_fine:
                 step = int((~torch.isfinite(value.flatten(1))).any(-1).nonzero()[0])
-                raise_if_bad(name, value[step], first_step + step)
+                # An observation is the result of the action in the row before it, a reward of the one in its own row.
+                before = value.new_zeros(0) if actions is None else actions[: step + ("reward" in name)]
+                self._raise_if_bad(name, value[step], first_step + step, actions=before)
 
-
-def raise_if_bad(name: str, leaf: Tensor, step: int, rows: Tensor | None = None) -> None:
-    """Raise NonFiniteError with the environments and features, unless every row (of `rows`) is finite after all."""
-    bad = ~torch.isfinite(leaf.reshape(len(leaf), -1))
-    if rows is not None:
-        bad &= rows.view(-1, 1)
-    if bad.any():
+    def _raise_if_bad(
+        self, name: str, leaf: Tensor, step: int, rows: Tensor | None = None, actions: Tensor | None = None
+    ) -> None:
+        """Raise with the environments and features, unless every row (of `rows`) is finite after all."""
+        bad = ~torch.isfinite(leaf.reshape(len(leaf), -1))
+        if rows is not None:
+            bad &= rows.view(-1, 1)
+        if not bad.any():
+            return
+        if self.check_policy is not None:
+            self.check_policy(actions)
         found = {"environments": bad.any(-1), "features": bad.any(0)} if leaf.dim() > 1 else {"environments": bad[:, 0]}
         numbers = {axis: flags.nonzero().flatten().tolist() for axis, flags in found.items()}
         more = {axis: f" and {len(n) - 8} more" if len(n) > 8 else "" for axis, n in numbers.items()}

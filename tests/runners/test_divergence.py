@@ -1,0 +1,152 @@
+"""A policy that became NaN is named as the cause; an environment is blamed only for the results of finite actions."""
+
+import math
+
+import pytest
+import torch
+
+from canter.algorithms import DQNConfig, SACConfig, TD3Config
+from canter.envs.torch_envs import CartPole, PointRobot
+from canter.runners import OffPolicyRunner
+from canter.utils.checkpoint import load_checkpoint
+from canter.utils.metrics import DivergedError, NonFiniteError
+
+SMALL = {"batch_size": 8, "learning_starts": 8, "buffer_size": 400, "device": "cpu", "log_interval": 12, "seed": 1}
+NETWORKS = {"actor_hidden_dims": (8,), "critic_hidden_dims": (8,)}
+CONFIGS = {
+    "dqn": (CartPole, DQNConfig(**SMALL, network_hidden_dims=(8,))),
+    "sac": (PointRobot, SACConfig(**SMALL, **NETWORKS)),
+    "td3": (PointRobot, TD3Config(**SMALL, **NETWORKS)),
+}
+
+
+class Spoilt(PointRobot):
+    """Pays NaN in the step `bad_step`."""
+
+    bad_step, num_steps = 3, 0
+
+    def step(self, actions):
+        record = super().step(actions)
+        is_bad, self.num_steps = self.num_steps == self.bad_step, self.num_steps + 1
+        return record._replace(reward=record.reward * math.nan if is_bad else record.reward)
+
+
+class Refusing(PointRobot):
+    """Refuses actions that are not finite, with an error of its own."""
+
+    def step(self, actions):
+        if not actions.isfinite().all():
+            raise AssertionError("the action is outside the action space")
+        return super().step(actions)
+
+
+class Clipping(PointRobot):
+    """Hides that an action is NaN."""
+
+    def step(self, actions):
+        return super().step(actions.nan_to_num(0.0))
+
+
+def off_policy_runner(kind, env_class=None):
+    default, cfg = CONFIGS[kind]
+    env = (env_class or default)(4, seed=0, max_episode_length=9)
+    return OffPolicyRunner(env, cfg, show_progress=False)
+
+
+def spoil(module, name):
+    with torch.no_grad():
+        dict(module.named_parameters())[name].view(-1)[0] = math.nan
+
+
+@pytest.mark.parametrize("env_class", [PointRobot, Refusing, Clipping, CartPole])
+def test_a_policy_with_a_nan_weight_is_named(make_runner, env_class, tmp_path):
+    runner = make_runner(env_class(4, max_episode_length=7), log_dir=tmp_path)
+    runner.learn(2)
+    spoil(runner.policy, "actor.0.weight")
+    with pytest.raises(DivergedError) as caught:
+        runner.learn(3)
+    text = str(caught.value)
+    assert "the policy diverged in iteration 3: parameter 'actor.0.weight' is NaN or infinite" in text
+    assert "Lower learning_rate (now 0.001), max_grad_norm (now 1), scale the rewards down" in text
+    assert "the environment gave" not in text
+    assert (caught.value.__cause__ is None) == (env_class is not Refusing)
+    assert load_checkpoint(tmp_path / "checkpoint_final.pt")["iter"] == 2  # no broken policy is saved there
+
+
+def test_an_infinite_learning_rate_is_noticed_in_the_iteration_that_used_it(make_runner):
+    runner = make_runner(Clipping(4, max_episode_length=7))
+    runner.learn(1)
+    runner.alg.learning_rate = math.inf
+    with pytest.raises(DivergedError, match=r"in iteration 2: parameter .*, the first of 8.*learning_rate \(now inf\)"):
+        runner.learn(3)
+    assert runner.iteration == 1
+
+
+def test_the_first_metric_that_is_not_finite_is_named(make_runner):
+    runner = make_runner(Clipping(4, max_episode_length=7))
+    spoil(runner.policy, "critic.0.weight")  # the actions stay finite
+    with pytest.raises(
+        DivergedError, match="'critic.0.weight' is NaN or infinite; the first such metric is 'surrogate"
+    ):
+        runner.learn(1)
+
+
+def test_actions_that_overflow_are_the_policys(make_runner):
+    runner = make_runner()
+    with torch.no_grad():
+        runner.policy.actor[-1].weight.fill_(3e38)
+        runner.policy.actor[0].bias.fill_(10.0)
+    with pytest.raises(DivergedError, match=r"in iteration 1: its actions are NaN or infinite.*The environment is not"):
+        runner.learn(1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("dqn", "q_network.net.0.weight"), ("sac", "actor"), ("sac", "critics"), ("td3", "actor")]
+)
+def test_an_off_policy_network_with_a_nan_weight_is_named(kind, name):
+    runner = off_policy_runner(kind)
+    runner.learn(40)
+    names = [n for n, p in runner.policy.named_parameters() if n.startswith(name.split(".")[0])]
+    spoil(runner.policy, names[0])
+    rates = "learning_rate" if kind == "dqn" else "actor_learning_rate .*critic_learning_rate"
+    with pytest.raises(DivergedError, match=rf"policy diverged in iteration 1\d: parameter .*{rates} .*max_grad_norm"):
+        runner.learn(40)
+
+
+@pytest.mark.parametrize("is_immediate", [True, False])
+def test_the_environment_is_named_where_the_actions_were_finite(make_runner, is_immediate):
+    runner = make_runner(Spoilt(4, max_episode_length=7), num_steps_per_env=6)
+    runner.stats.guard.is_immediate = is_immediate  # else as on a GPU, once per rollout
+    with pytest.raises(NonFiniteError, match=r"environment gave NaN or infinity in 'rewards?' .* at step 3") as caught:
+        runner.learn(1)
+    assert not isinstance(caught.value, DivergedError)
+
+
+def test_actions_that_became_nan_through_the_environment_do_not_acquit_it(make_runner):
+    """As on a GPU: from the NaN observation on, the stored actions are NaN too."""
+
+    class Blind(Spoilt):
+        def step(self, actions):
+            record = super().step(actions.nan_to_num(0.0))
+            return record._replace(obs=record.obs * math.nan) if self.num_steps > self.bad_step else record
+
+    runner = make_runner(Blind(4, max_episode_length=50), num_steps_per_env=8)
+    runner.stats.guard.is_immediate = False
+    with pytest.raises(NonFiniteError, match="the environment gave") as caught:
+        runner.learn(1)
+    assert not isinstance(caught.value, DivergedError)
+    assert runner.actions.isnan().all()
+
+
+def test_a_diverged_policy_is_named_once_per_rollout_too(make_runner):
+    runner = make_runner(PointRobot(4, max_episode_length=7))
+    runner.stats.guard.is_immediate = False
+    spoil(runner.policy, "actor.0.weight")
+    with pytest.raises(DivergedError, match=r"actor\.0\.weight"):
+        runner.learn(1)
+
+
+def test_skipped_updates_alone_are_no_divergence(make_runner):
+    runner = make_runner(algorithm={"value_loss_coef": math.inf})
+    history = runner.learn(2).history
+    assert history[-1]["train/nonfinite_updates"] == 4.0
