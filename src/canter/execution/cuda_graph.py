@@ -44,7 +44,7 @@ class Graph:
 
 
 def describe(tree: Any, leaves: list[Tensor]) -> Any:
-    """Hashable description of nested containers: structure, shapes, dtypes, strides; appends their tensors to `leaves`."""
+    """Hashable structure, shapes, types and strides of nested containers; appends their tensors to `leaves`."""
     if isinstance(tree, Tensor):
         leaves.append(tree)
         return tree.shape, tree.dtype, tree.stride()

@@ -4,7 +4,7 @@ A function given to an `Executor` takes and returns tensors (nested in dicts and
 and has no other effect. Its first calls run eagerly, two of them traced (`trace.py`). If both did the same, it is
 captured as a CUDA graph (`cuda_graph.py`) or recorded (`recording.py`), once for every combination of input shapes, and
 later calls are replays. Users' code runs inside these functions and may break the rule, so a function is traced again
-in iterations 2, 4, 8, ... and whenever Python objects have changed; if it does something else, it runs eagerly for good.
+in iterations 2, 4, 8, ... and whenever Python objects have changed; if it does something else, it runs eagerly.
 """
 
 import functools
@@ -234,7 +234,7 @@ class Executor:
         return graph
 
     def _drop(self, name: str, kept: Any = None) -> None:
-        """Drop a function's graphs, and its traces but one; everything, if there are CUDA graphs, which share memory."""
+        """Drop a function's graphs, and its traces but one; everything if there are CUDA graphs: they share memory."""
         if self.uses_graphs:
             self.forget()
         for signature in [known for known in self.traces if known[0] == name]:
@@ -257,7 +257,7 @@ def same_values(a: Tensor, b: Tensor) -> bool:
 
 
 def failing_line(error: BaseException) -> str:
-    """ " at FILE:LINE" of the innermost code outside torch and canter that an exception went through, or ""."""
+    """The innermost line outside torch and canter that an exception went through: " at FILE:LINE", or ""."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(LIBRARY_FOLDERS)]
     return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
@@ -270,7 +270,8 @@ def call(fn: Callable[..., T], *args: Any) -> T:
 @contextmanager
 def restored_fp32_precision() -> Iterator[None]:
     """Restore the settings `fp32_precision` of torch's backends for matrix products at the end."""
-    whole, *parts = torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    whole: Any = torch.backends
+    parts = (whole.cuda.matmul, whole.mkldnn.matmul)
     common = whole.fp32_precision
     before = [part.fp32_precision for part in parts]
     try:

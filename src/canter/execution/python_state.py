@@ -68,48 +68,35 @@ class Walk:
                 self._visit(path, value, is_deep, id(value) in roots_seen)
 
     def _visit(self, path: str, value: Any, is_deep: bool, is_root: bool) -> None:
-        kind = type(value)
         if isinstance(value, CONTAINERS):
-            if len(value) > MAX_ITEMS or isinstance(value, set | frozenset):
-                self.values[path] = len(value)
-                return
-            items: Iterable[Any] = value.items() if isinstance(value, dict) else enumerate(value)
-            self.waiting += [(f"{path}[{key!r}]", part, is_deep) for key, part in items]
-            self.values[f"len({path})"] = len(value)
+            self._add_items(path, value, is_deep)
             return
         self.values[path] = Same(value)
         if not is_deep:
             return
-        if isinstance(value, types.FunctionType):
-            self._add_closure(path, value)
-            if is_users(value):
-                self.functions.append(value)
-        elif isinstance(value, types.MethodType):
-            self.waiting.append((f"{path}.__self__", value.__self__, True))
-        elif isinstance(value, types.GeneratorType):
-            frame = value.gi_frame
-            self.values[path] = frame and frame.f_lasti
-            self.waiting += [
-                (f"{path}.{name}", part, False) for name, part in (frame.f_locals if frame else {}).items()
-            ]
-        elif isinstance(value, Iterator) and not isinstance(value, nn.Module):  # its position cannot be seen
-            self.has_iterators = True
-        elif isinstance(value, torch.optim.Optimizer):
-            self.waiting.append((f"{path}.param_groups", value.param_groups, True))
-        elif isinstance(value, STREAMS):
-            self.values[path] = stream_state(value)
-        elif isinstance(value, np.ndarray) and value.nbytes <= MAX_BYTES:
-            self.values[path] = value.tobytes()
-        elif isinstance(value, nn.Module) or is_root or not is_library(kind):
-            hidden = getattr(kind, "host_state", ())
-            for name, part in list(getattr(value, "__dict__", {}).items()):
-                if name in ("_parameters", "_buffers", "_modules"):
-                    self.waiting += [(f"{path}.{key}", item, True) for key, item in part.items()]
-                elif name not in hidden and not (isinstance(part, dict) and not part):  # a module has a dozen
-                    self.waiting.append((f"{path}.{name}", part, True))
+        kind = type(value)
+        for kinds, add in SPECIAL.items():
+            if isinstance(value, kinds):
+                add(self, path, value)
+                return
+        if isinstance(value, nn.Module) or is_root or not is_library(kind):
+            self._add_attributes(path, value, getattr(kind, "host_state", ()))
             for cls in kind.__mro__:
                 if not is_library(cls) and cls not in self.classes:
                     self._add_class(cls)
+
+    def _add_items(self, path: str, value: Any, is_deep: bool) -> None:
+        self.values[f"len({path})"] = len(value)
+        if len(value) <= MAX_ITEMS and not isinstance(value, set | frozenset):
+            items: Iterable[Any] = value.items() if isinstance(value, dict) else enumerate(value)
+            self.waiting += [(f"{path}[{key!r}]", part, is_deep) for key, part in items]
+
+    def _add_attributes(self, path: str, value: Any, hidden: Iterable[str]) -> None:
+        for name, part in list(getattr(value, "__dict__", {}).items()):
+            if name in ("_parameters", "_buffers", "_modules"):
+                self.waiting += [(f"{path}.{key}", item, True) for key, item in part.items()]
+            elif name not in hidden and not (isinstance(part, dict) and not part):  # a module has a dozen
+                self.waiting.append((f"{path}.{name}", part, True))
 
     def _add_class(self, cls: type) -> None:
         """Class attributes, variables that methods close over, and global variables of the class's module."""
@@ -127,10 +114,46 @@ class Walk:
 
     def _add_closure(self, path: str, function: types.FunctionType) -> None:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            try:
+            if cell != EMPTY:
                 self.waiting.append((f"{path}.{name}", cell.cell_contents, False))
-            except ValueError:  # a variable without a value yet
-                continue
+
+    def _add_function(self, path: str, value: types.FunctionType) -> None:
+        self._add_closure(path, value)
+        if is_users(value):
+            self.functions.append(value)
+
+    def _add_method(self, path: str, value: types.MethodType) -> None:
+        self.waiting.append((f"{path}.__self__", value.__self__, True))
+
+    def _add_generator(self, path: str, value: types.GeneratorType) -> None:
+        frame = value.gi_frame
+        self.values[path] = frame and frame.f_lasti
+        self.waiting += [(f"{path}.{name}", part, False) for name, part in (frame.f_locals if frame else {}).items()]
+
+    def _add_iterator(self, path: str, value: Any) -> None:
+        self.has_iterators = True  # their position cannot be seen
+
+    def _add_optimizer(self, path: str, value: torch.optim.Optimizer) -> None:
+        self.waiting.append((f"{path}.param_groups", value.param_groups, True))
+
+    def _add_stream(self, path: str, value: Any) -> None:
+        self.values[path] = stream_state(value)
+
+    def _add_array(self, path: str, value: np.ndarray) -> None:
+        if value.nbytes <= MAX_BYTES:
+            self.values[path] = value.tobytes()
+
+
+EMPTY = types.CellType()  # of a variable without a value yet
+SPECIAL: dict[Any, Any] = {
+    types.FunctionType: Walk._add_function,
+    types.MethodType: Walk._add_method,
+    types.GeneratorType: Walk._add_generator,
+    torch.optim.Optimizer: Walk._add_optimizer,
+    STREAMS: Walk._add_stream,
+    np.ndarray: Walk._add_array,
+    Iterator: Walk._add_iterator,
+}
 
 
 def is_library(cls: type) -> bool:
@@ -172,7 +195,7 @@ def first_change(before: Mapping[str, Any], after: Mapping[str, Any], roots: Map
 
 
 def find_line(roots: Mapping[str, Any], names: Iterable[str]) -> str:
-    """ " at FILE:LINE" of the line in the user's code that changes, or at least mentions, the first name found there."""
+    """The place of the line in user code that changes, or at least mentions, the first name found: " at FILE:LINE"."""
     walk = Walk(roots)
     methods = [m for cls in walk.classes for m in vars(cls).values() if isinstance(m, types.FunctionType)]
     places: list[tuple[Any, ...]] = []

@@ -302,7 +302,7 @@ def mentions(args: Any, origin: Any) -> bool:
 
 
 def changed_number(old: Any, new: Any) -> str:
-    """ " from 1.0 to 2.0" for the first number that differs; "" if the first difference is another."""
+    """The first number that differs: " from 1.0 to 2.0"; "" if the first difference is another."""
     if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
         if len(old) == 2 and isinstance(old[0], type) and isinstance(new[0], type):
             return f" from {old[1]} to {new[1]}"

@@ -42,10 +42,11 @@ class Callbacks:
     After them `sync()` notices what they changed.
     """
 
-    def __init__(self, errors: str = "raise", sync: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, errors: str = "raise") -> None:
         if errors not in ("raise", "warn"):
             raise ValueError(f"callback_errors must be 'raise' or 'warn', got {errors!r}")
-        self.errors, self.sync = errors, sync
+        self.errors = errors
+        self.sync: Callable[[], None] = lambda: None
         self.by_event: dict[str, list[Callable[..., None]]] = {event: [] for event in EVENTS}
 
     def add(self, event: str, fn: Callable[..., None]) -> None:

@@ -109,7 +109,7 @@ class Runner(ABC):
         self.actions: Any = None
         """The actions that the environments got last."""
         self.num_evals = 0
-        self.callbacks = Callbacks(self.cfg.callback_errors, lambda: self.alg.notice_changes())
+        self.callbacks = Callbacks(self.cfg.callback_errors)
         self.writer: Logger | None = None
         """The logger, while it is open."""
         self.git_repos: list[str] = [__file__]
@@ -117,6 +117,8 @@ class Runner(ABC):
         self._has_stored_code = False
         self.checkpoints = Checkpoints(self)
         self.alg = self.agent = self._build_algorithm(obs_space, action_space) if agent is None else agent
+        alg = self.alg
+        self.callbacks.sync = alg.notice_changes if alg.executor.replays else alg.sync_settings
         self.alg.executor.counters["runner"] = (self, ("iteration", "tot_timesteps"))
         self.eval_seed: int = self.alg.stream_seed
         self.set_up()
