@@ -252,6 +252,32 @@ def test_a_changed_setting_takes_effect_and_eager_agrees(make_ppo, collect, name
     assert not torch.equal(eager, weights(run_with_change(make_ppo, collect, "eager")))
 
 
+def freeze(layer):
+    layer.requires_grad_(False)
+
+
+def replace(layer):
+    layer.weight.data = torch.full_like(layer.weight, 0.25)
+
+
+@pytest.mark.parametrize("change", [freeze, replace, nn.Module.eval])
+def test_frozen_replaced_and_evaluated_layers_take_effect_and_eager_agrees(make_ppo, collect, make_policy, change):
+    def run(execution, is_changed=True):
+        policy = make_policy()
+        policy.actor.insert(1, nn.Dropout(0.5))
+        alg, env = make_ppo(policy=policy, execution=execution, num_mini_batches=2)
+        for iteration in range(8):
+            if iteration == 5 and is_changed:
+                change(policy.actor[1 if change is nn.Module.eval else 0])
+            collect(alg, env)
+            alg.update(iteration)
+        return weights(alg)
+
+    eager = run("eager")
+    assert torch.equal(eager, run("auto"))
+    assert not torch.equal(eager, run("eager", is_changed=False))
+
+
 @pytest.mark.parametrize("name", FLOATS)
 def test_annealing_a_float_every_iteration_makes_no_new_recording(make_ppo, collect, name):
     alg, env = make_ppo(execution="auto", num_mini_batches=2, schedule="adaptive", entropy_coef=0.1)
