@@ -455,6 +455,15 @@ def test_normaliser_and_optimizer_are_saved(make_appo, collect, snapshot, differ
     assert other.ref_obs_normalizer.count > 0
 
 
+def test_accuracy_and_step_count_of_the_discriminator_are_resumed(make_appo):
+    alg, other = make_appo()[0], make_appo()[0]
+    alg.motion_prior.accuracy.fill_(0.97)
+    alg.motion_prior.count.fill_(3.0)
+    other.load_resume_state(alg.resume_state())
+    assert float(other.motion_prior.accuracy) == pytest.approx(0.97)
+    assert float(other.motion_prior.count) == 3.0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_acting_and_learning_never_wait_for_the_device(make_appo, run_without_waiting, kind):
     alg, env = make_appo(kind, execution="eager", num_mini_batches=2, schedule="adaptive", mimic_reward_coef=0.1)

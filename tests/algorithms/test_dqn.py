@@ -141,6 +141,15 @@ def test_prioritised_steps_are_sampled_in_proportion_with_importance_weights():
     assert buffer.data["priorities"][4] == 4.0 + 1e-6, "new steps get the highest priority"
 
 
+def test_the_loss_of_a_sample_is_weighted_by_its_importance():
+    alg = make(q_network_class=Table)  # every value is 0, so the errors are the rewards of final steps
+    pairs = zip(batch(reward=1.0, done=1.0)[:-2], batch(reward=3.0, done=1.0)[:-2], strict=True)
+    both = ReplayBatch(*(torch.cat(pair) for pair in pairs))
+    assert alg.q_loss(both)[0].item() == pytest.approx((0.5 + 2.5) / 2)
+    weighted = both._replace(weights=torch.tensor([1.0, 0.2]))
+    assert alg.q_loss(weighted)[0].item() == pytest.approx((0.5 + 0.2 * 2.5) / 2)
+
+
 def test_learning_sets_the_priorities_of_the_sampled_steps():
     alg = make(prioritized_replay=True, importance_exponent=0.4)
     run(alg, 20)
