@@ -67,6 +67,16 @@ def test_hard_and_soft_target_updates():
         assert not torch.equal(now, was)
 
 
+def test_many_gradient_steps_at_once_stop_at_every_target_update():
+    alg = make(target_update_interval=3)
+    run(alg, 10)
+    moments = []
+    alg.update_targets = lambda: moments.append(alg.num_updates)
+    alg.train(7)
+    alg.train(3)
+    assert moments == [3, 6, 9]
+
+
 def run(alg, steps):
     obs, critic = alg.env.get_observations()
     for _ in range(steps):
@@ -139,6 +149,9 @@ def test_prioritised_steps_are_sampled_in_proportion_with_importance_weights():
         assert drawn.weights[drawn.rewards == i].mean() == pytest.approx(weight, rel=1e-3)
     buffer.add(torch.tensor([[4.0]]), torch.tensor([0]), torch.tensor([4.0]), torch.tensor([[5.0]]), torch.tensor([0]))
     assert buffer.data["priorities"][4] == 4.0 + 1e-6, "new steps get the highest priority"
+    buffer.set_priorities(torch.arange(5), torch.full((5,), 0.5))
+    buffer.add(torch.tensor([[5.0]]), torch.tensor([0]), torch.tensor([5.0]), torch.tensor([[6.0]]), torch.tensor([0]))
+    assert buffer.data["priorities"][5] == 4.0 + 1e-6, "the highest so far"
 
 
 def test_the_loss_of_a_sample_is_weighted_by_its_importance():

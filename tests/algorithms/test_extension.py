@@ -324,6 +324,19 @@ def test_a_rate_assigned_to_a_parameter_group_is_used(make_ppo, collect, optimiz
         assert run(execution, False)[0] is False
 
 
+def test_a_rate_assigned_to_a_group_with_a_rate_of_its_own_is_used(make_ppo, collect):
+    for execution in ("eager", "auto"):
+        alg, env = make_ppo(execution=execution, num_mini_batches=2, parameter_groups={"critic": {"lr": 1e-2}})
+        for iteration in range(8):
+            if iteration == 5:
+                alg.optimizer.param_groups[0]["lr"] = 0.0
+            actor, critic = (part.weight.clone() for part in (alg.policy.actor[0], alg.policy.critic[0]))
+            collect(alg, env)
+            alg.update(iteration)
+            assert torch.equal(critic, alg.policy.critic[0].weight) == (iteration >= 5)
+            assert not torch.equal(actor, alg.policy.actor[0].weight)
+
+
 def test_every_setting_is_live_fixed_or_read_by_the_host():
     known = {f.name: f for f in dataclasses.fields(PPOSettings)}
     fixed = {name for name, f in known.items() if f.metadata.get("fixed")}

@@ -20,26 +20,29 @@ import argparse
 import compileall
 import gc
 import importlib.util
+import itertools
 import multiprocessing
 import os
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import pytest
 
+T = TypeVar("T")
+R = TypeVar("R")
 ROOT = Path(__file__).parents[2]
 KILLED, SURVIVED = "killed", "SURVIVED"
 TIME_LIMIT_S = 300
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["gymnasium", "pytest", "rich", "tensorboard", "torch._dynamo", "tyro", "yaml"])
-VERDICTS = {0: SURVIVED, 1: KILLED}  # exit statuses of pytest; any other one is an error of the selection or the mutant
+VERDICTS = {0: SURVIVED, 1: KILLED}  # by pytest's exit status; any other one is an error in the selection of tests
 
 
 class NotApplicableError(ValueError):
@@ -98,7 +101,7 @@ def copy_package(root: Path, folder: Path) -> Path:
     return package
 
 
-def run_tests(root: Path, package: Path, tests: Sequence[str]) -> tuple[int | None, str]:
+def run_tests(tests: Sequence[str], root: Path, package: Path) -> tuple[int | None, str]:
     """Run tests against a copy of the package; returns pytest's exit status, None after the time limit, and its output.
 
     Every run is a process forked from one that has imported torch, which takes longer than most of the tests.
@@ -110,7 +113,7 @@ def run_tests(root: Path, package: Path, tests: Sequence[str]) -> tuple[int | No
     if process.exitcode is None:
         process.kill()
         process.join()
-        return None, ""
+        return None, f"{' '.join(tests)} did not end within {TIME_LIMIT_S} s"
     return process.exitcode, output.read_text(encoding="utf-8")
 
 
@@ -129,7 +132,8 @@ def call_pytest(root: Path, package: Path, tests: list[str], output: Path) -> No
     gc.freeze()  # pytest collects twice, and torch has many objects
     sys.dont_write_bytecode = True
     sys.path.insert(0, str(package.parent))
-    sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--assert=plain", "--tb=line", *tests]))
+    options = ["-x", "-q", "-m", "not gpu", "-p", "no:cacheprovider", "--assert=plain", "--tb=line"]
+    sys.exit(pytest.main([*options, *tests]))
 
 
 def try_mutant(mutant: Mutant, root: Path, package: Path) -> tuple[str, str]:
@@ -139,48 +143,52 @@ def try_mutant(mutant: Mutant, root: Path, package: Path) -> tuple[str, str]:
     try:
         path.write_text(mutated(mutant, original), encoding="utf-8")
         Path(importlib.util.cache_from_source(path)).unlink(missing_ok=True)
-        status, output = run_tests(root, package, mutant.tests)
+        status, output = run_tests(mutant.tests, root, package)
     except NotApplicableError as error:
         return "not applicable", str(error)
     finally:
         path.write_text(original, encoding="utf-8")
-    if status is None:
-        return "no verdict", f"its tests did not end within {TIME_LIMIT_S} s"
     failed = re.search(r"^FAILED tests/(\S+)", output, re.MULTILINE)
     explanation = failed[1] if failed else " ".join(mutant.tests)
-    return VERDICTS.get(status, "no verdict"), explanation if status in VERDICTS else output[-2000:]
+    return VERDICTS.get(status, "no verdict"), explanation if status in VERDICTS else output
 
 
-def try_all(mutants: Sequence[Mutant], root: Path = ROOT, jobs: int = 2) -> dict[Mutant, str]:
-    """Try mutants, `jobs` at a time, with a line about each; returns their verdicts."""
+def in_copies(fn: Callable[[T, Path, Path], R], items: Sequence[T], root: Path, jobs: int) -> Iterator[tuple[T, R]]:
+    """Every item and the result of `fn(item, root, package)`, `jobs` at a time, each with a copy of the package."""
     with tempfile.TemporaryDirectory(prefix="canter-mutants-") as folder, ThreadPoolExecutor(jobs) as pool:
         packages: SimpleQueue[Path] = SimpleQueue()
         for number in range(jobs):
             packages.put(copy_package(root, Path(folder) / str(number)))
 
-        def attempt(mutant: Mutant) -> tuple[str, str]:
+        def call(item: T) -> R:
             package = packages.get()
             try:
-                return try_mutant(mutant, root, package)
+                return fn(item, root, package)
             finally:
                 packages.put(package)
 
-        verdicts = {}
-        for number, (mutant, (verdict, text)) in enumerate(zip(mutants, pool.map(attempt, mutants), strict=True), 1):
-            verdicts[mutant] = verdict
-            print(f"[{number}/{len(mutants)}] {verdict}: {mutant.file}: {mutant.reason} ({text})", flush=True)
+        yield from zip(items, pool.map(call, items), strict=True)
+
+
+def try_all(mutants: Sequence[Mutant], root: Path = ROOT, jobs: int = 2) -> dict[Mutant, str]:
+    """Try every mutant, with a line about each; returns their verdicts."""
+    verdicts = {}
+    for mutant, (verdict, text) in in_copies(try_mutant, mutants, root, jobs):
+        verdicts[mutant] = verdict
+        print(f"[{len(verdicts)}/{len(mutants)}] {verdict}: {mutant.file}: {mutant.reason} ({text})", flush=True)
     return verdicts
 
 
-def passes_unchanged(mutants: Sequence[Mutant], root: Path = ROOT) -> bool:
-    """Whether the tests of all mutants pass on the unchanged code."""
+def passes_unchanged(mutants: Sequence[Mutant], root: Path = ROOT, jobs: int = 2) -> bool:
+    """Whether the tests of all mutants pass on the unchanged code; each runs once."""
     tests = sorted({test for mutant in mutants for test in mutant.tests})
-    with tempfile.TemporaryDirectory(prefix="canter-mutants-") as folder:
-        status, output = run_tests(root, copy_package(root, Path(folder)), tests)
-    if status != 0:
-        print(output or f"the tests did not end within {TIME_LIMIT_S} s")
-        print("The tests must pass on the unchanged code first.")
-    return status == 0
+    by_file = [tuple(group) for _, group in itertools.groupby(tests, key=lambda test: test.partition("::")[0])]
+    print(f"checking that {len(tests)} tests pass on the unchanged code", flush=True)
+    results = [result for _, result in in_copies(run_tests, by_file, root, jobs)]
+    for status, output in results:
+        if status != 0:
+            print(output)
+    return all(status == 0 for status, _ in results)
 
 
 def main() -> int:
@@ -195,7 +203,7 @@ def main() -> int:
     if args.list:
         print("\n".join(f"{mutant.file}: {mutant.reason}" for mutant in mutants))
         return 0
-    if not passes_unchanged(mutants):
+    if not passes_unchanged(mutants, jobs=args.jobs):
         return 1
     verdicts = try_all(mutants, jobs=args.jobs)
     counts = {verdict: list(verdicts.values()).count(verdict) for verdict in dict.fromkeys(verdicts.values())}
