@@ -42,7 +42,8 @@ KILLED, SURVIVED = "killed", "SURVIVED"
 TIME_LIMIT_S = 300
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["gymnasium", "pytest", "rich", "tensorboard", "torch._dynamo", "tyro", "yaml"])
-VERDICTS = {0: SURVIVED, 1: KILLED}  # by pytest's exit status; any other one is an error in the selection of tests
+# By pytest's exit status; any other one is an error in the selection of tests.
+VERDICTS: dict[int | None, str] = {0: SURVIVED, 1: KILLED}
 
 
 class NotApplicableError(ValueError):

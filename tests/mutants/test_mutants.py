@@ -1,6 +1,5 @@
 """The table of mutants fits the source and the tests, and the tool tells killed mutants from survivors."""
 
-import ast
 import multiprocessing
 import re
 from collections import Counter
@@ -21,8 +20,7 @@ def test_every_mutant_fits_the_source_and_compiles(file):
 def test_every_named_test_exists():
     for test in sorted({test for mutant in MUTANTS for test in mutant.tests}):
         file, _, name = test.partition("::")
-        body = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8")).body
-        assert name in {"", *(part.name for part in body if isinstance(part, ast.FunctionDef))}, test
+        assert f"\ndef {name}" in (ROOT / "tests" / file).read_text(encoding="utf-8"), test
 
 
 def test_the_table_covers_every_part_and_names_each_mutant_once():
