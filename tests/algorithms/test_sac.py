@@ -148,6 +148,24 @@ def test_the_default_target_entropy_is_in_units_of_half_the_range():
     assert make(target_entropy=-0.5).alpha_loss(torch.tensor(0.0)).item() == pytest.approx(-log_alpha * -0.5)
 
 
+def test_exploration_noise_is_in_units_of_half_the_range_and_stays_in_bounds():
+    torch.testing.assert_close(make("td3", Wide(4)).exploration_std(), torch.tensor([0.4, 0.4]))
+    actions = make("td3", Wide(4), exploration_noise=1e6).act(torch.zeros(4, 6))
+    assert (actions.abs() == 4.0).all()
+
+
+def test_the_target_actor_proposes_the_next_actions():
+    alg = run(make("td3"), 10)
+    with torch.no_grad():
+        for p in alg.actor.parameters():  # away from the target
+            p.add_(0.5)
+    drawn = next(alg.batches(1))
+    actions, bonus = alg.next_actions(drawn, torch.zeros(16, 2))
+    params = alg.target_actor.module.get_params(drawn.next_obs)
+    assert torch.equal(actions, alg.policy.distribution.to_env(params["mu"]))
+    assert bonus == 0.0
+
+
 def test_the_actor_learns_every_policy_delay_steps():
     alg = run(make(policy_delay=3), 10)
     alg.train(2)
@@ -238,24 +256,6 @@ def test_exploration_and_random_actions_fill_the_bounds(kind):
 def test_noise_is_spread_over_the_environments():
     alg = make("td3", PointRobot(5), exploration_noise=0.1, exploration_noise_max=0.5)
     assert alg.exploration_std()[:, 0].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
-
-
-def test_exploration_noise_is_in_units_of_half_the_range_and_stays_in_bounds():
-    torch.testing.assert_close(make("td3", Wide(4)).exploration_std(), torch.tensor([0.4, 0.4]))
-    actions = make("td3", Wide(4), exploration_noise=1e6).act(torch.zeros(4, 6))
-    assert (actions.abs() == 4.0).all()
-
-
-def test_the_target_actor_proposes_the_next_actions():
-    alg = run(make("td3"), 10)
-    with torch.no_grad():
-        for p in alg.actor.parameters():  # away from the target
-            p.add_(0.5)
-    drawn = next(alg.batches(1))
-    actions, bonus = alg.next_actions(drawn, torch.zeros(16, 2))
-    params = alg.target_actor.module.get_params(drawn.next_obs)
-    assert torch.equal(actions, alg.policy.distribution.to_env(params["mu"]))
-    assert bonus == 0.0
 
 
 def test_joint_limits_become_action_bounds():
