@@ -252,30 +252,33 @@ def test_a_changed_setting_takes_effect_and_eager_agrees(make_ppo, collect, name
     assert not torch.equal(eager, weights(run_with_change(make_ppo, collect, "eager")))
 
 
-def freeze(layer):
-    layer.requires_grad_(False)
-
-
-def replace(layer):
-    layer.weight.data = torch.full_like(layer.weight, 0.25)
-
-
-@pytest.mark.parametrize("change", [freeze, replace, nn.Module.eval])
-def test_frozen_replaced_and_evaluated_layers_take_effect_and_eager_agrees(make_ppo, collect, make_policy, change):
+@pytest.mark.parametrize("kind", ["frozen", "replaced", "evaluated"])
+def test_frozen_replaced_and_evaluated_layers_have_recordings_of_their_own_and_eager_agrees(
+    make_ppo, collect, make_policy, kind
+):
     def run(execution, is_changed=True):
         policy = make_policy()
         policy.actor.insert(1, nn.Dropout(0.5))
-        alg, env = make_ppo(policy=policy, execution=execution, num_mini_batches=2)
-        for iteration in range(8):
-            if iteration == 5 and is_changed:
-                change(policy.actor[1 if change is nn.Module.eval else 0])
+        alg, env = make_ppo(policy=policy, execution=execution, num_mini_batches=2, num_learning_epochs=2)
+        first, own = policy.actor[0], policy.actor[0].weight.data
+        other = torch.full_like(own, 0.25)
+        for iteration in range(13):
+            is_other = is_changed and iteration % 2 == 1
+            if kind == "frozen":
+                first.requires_grad_(not is_other)
+            elif kind == "replaced":
+                first.weight.data = other if is_other else own
+            else:
+                policy.actor[1].train(not is_other)
             collect(alg, env)
             alg.update(iteration)
-        return weights(alg)
+        return weights(alg), alg.executor
 
-    eager = run("eager")
-    assert torch.equal(eager, run("auto"))
-    assert not torch.equal(eager, run("eager", is_changed=False))
+    (eager, _), (recorded, executor) = run("eager"), run("auto")
+    assert torch.equal(eager, recorded)
+    assert not torch.equal(eager, run("eager", is_changed=False)[0])
+    assert not executor.eager_only
+    assert sum(signature[0] == "learn" for signature in executor.graphs) == 2
 
 
 @pytest.mark.parametrize("name", FLOATS)
