@@ -310,6 +310,20 @@ def test_mimic_reward_takes_the_distance_off(make_appo):
     torch.testing.assert_close(alg.rollout.rewards[0], torch.full((4, 1), -0.1 * 5.0 / 1.01))
 
 
+def test_a_weight_that_leaves_zero_takes_effect_and_eager_agrees(make_appo, collect):
+    rewards = []
+    for execution in ("eager", "auto"):
+        alg, env = make_appo(execution=execution)
+        for iteration in range(6):
+            if iteration == 5:
+                alg.mimic_reward_coef = 0.5
+            collect(alg, env)
+            rewards.append(alg.rollout.rewards.clone())
+            alg.update(iteration)
+    assert torch.equal(rewards[5], rewards[11])
+    assert rewards[5].mean() < rewards[4].mean()
+
+
 def test_dagger_needs_a_teacher(make_appo, collect):
     with pytest.raises(ValueError, match="dagger_loss_coef needs a teacher"):
         make_appo(dagger_loss_coef=1.0)
@@ -472,6 +486,15 @@ def test_normaliser_and_optimizer_are_saved(make_appo, collect, snapshot, differ
     other.load_state_dict(alg.state_dict())
     assert differing(snapshot(alg), snapshot(other)) == []
     assert other.ref_obs_normalizer.count > 0
+
+
+def test_accuracy_and_step_count_of_the_discriminator_are_resumed(make_appo):
+    alg, other = make_appo()[0], make_appo()[0]
+    alg.motion_prior.accuracy.fill_(0.97)
+    alg.motion_prior.count.fill_(3.0)
+    other.load_resume_state(alg.resume_state())
+    assert float(other.motion_prior.accuracy) == pytest.approx(0.97)
+    assert float(other.motion_prior.count) == 3.0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -67,6 +67,16 @@ def test_hard_and_soft_target_updates():
         assert not torch.equal(now, was)
 
 
+def test_many_gradient_steps_at_once_stop_at_every_target_update():
+    alg = make(target_update_interval=3)
+    run(alg, 10)
+    moments = []
+    alg.update_targets = lambda: moments.append(alg.num_updates)
+    alg.train(7)
+    alg.train(3)
+    assert moments == [3, 6, 9]
+
+
 def run(alg, steps):
     obs, critic = alg.env.get_observations()
     for _ in range(steps):
@@ -139,6 +149,18 @@ def test_prioritised_steps_are_sampled_in_proportion_with_importance_weights():
         assert drawn.weights[drawn.rewards == i].mean() == pytest.approx(weight, rel=1e-3)
     buffer.add(torch.tensor([[4.0]]), torch.tensor([0]), torch.tensor([4.0]), torch.tensor([[5.0]]), torch.tensor([0]))
     assert buffer.data["priorities"][4] == 4.0 + 1e-6, "new steps get the highest priority"
+    buffer.set_priorities(torch.arange(5), torch.full((5,), 0.5))
+    buffer.add(torch.tensor([[5.0]]), torch.tensor([0]), torch.tensor([5.0]), torch.tensor([[6.0]]), torch.tensor([0]))
+    assert buffer.data["priorities"][5] == 4.0 + 1e-6, "the highest so far"
+
+
+def test_the_loss_of_a_sample_is_weighted_by_its_importance():
+    alg = make(q_network_class=Table)  # every value is 0, so the errors are the rewards of final steps
+    pairs = zip(batch(reward=1.0, done=1.0)[:-2], batch(reward=3.0, done=1.0)[:-2], strict=True)
+    both = ReplayBatch(*(torch.cat(pair) for pair in pairs))
+    assert alg.q_loss(both)[0].item() == pytest.approx((0.5 + 2.5) / 2)
+    weighted = both._replace(weights=torch.tensor([1.0, 0.2]))
+    assert alg.q_loss(weighted)[0].item() == pytest.approx((0.5 + 0.2 * 2.5) / 2)
 
 
 def test_learning_sets_the_priorities_of_the_sampled_steps():

@@ -252,6 +252,35 @@ def test_a_changed_setting_takes_effect_and_eager_agrees(make_ppo, collect, name
     assert not torch.equal(eager, weights(run_with_change(make_ppo, collect, "eager")))
 
 
+@pytest.mark.parametrize("kind", ["frozen", "replaced", "evaluated"])
+def test_frozen_replaced_and_evaluated_layers_have_recordings_of_their_own_and_eager_agrees(
+    make_ppo, collect, make_policy, kind
+):
+    def run(execution, is_changed=True):
+        policy = make_policy()
+        policy.actor.insert(1, nn.Dropout(0.5))
+        alg, env = make_ppo(policy=policy, execution=execution, num_mini_batches=2, num_learning_epochs=2)
+        first, own = policy.actor[0], policy.actor[0].weight.data
+        other = torch.full_like(own, 0.25)
+        for iteration in range(13):
+            is_other = is_changed and iteration % 2 == 1
+            if kind == "frozen":
+                first.requires_grad_(not is_other)
+            elif kind == "replaced":
+                first.weight.data = other if is_other else own
+            else:
+                policy.actor[1].train(not is_other)
+            collect(alg, env)
+            alg.update(iteration)
+        return weights(alg), alg.executor
+
+    (eager, _), (recorded, executor) = run("eager"), run("auto")
+    assert torch.equal(eager, recorded)
+    assert not torch.equal(eager, run("eager", is_changed=False)[0])
+    assert not executor.eager_only
+    assert sum(signature[0] == "learn" for signature in executor.graphs) == 2
+
+
 @pytest.mark.parametrize("name", FLOATS)
 def test_annealing_a_float_every_iteration_makes_no_new_recording(make_ppo, collect, name):
     alg, env = make_ppo(execution="auto", num_mini_batches=2, schedule="adaptive", entropy_coef=0.1)
@@ -296,6 +325,19 @@ def test_a_rate_assigned_to_a_parameter_group_is_used(make_ppo, collect, optimiz
     for execution in ("eager", "auto"):
         assert run(execution, True) == (True, 0.0)
         assert run(execution, False)[0] is False
+
+
+def test_a_rate_assigned_to_a_group_with_a_rate_of_its_own_is_used(make_ppo, collect):
+    for execution in ("eager", "auto"):
+        alg, env = make_ppo(execution=execution, num_mini_batches=2, parameter_groups={"critic": {"lr": 1e-2}})
+        for iteration in range(8):
+            if iteration == 5:
+                alg.optimizer.param_groups[0]["lr"] = 0.0
+            actor, critic = (part.weight.clone() for part in (alg.policy.actor[0], alg.policy.critic[0]))
+            collect(alg, env)
+            alg.update(iteration)
+            assert torch.equal(critic, alg.policy.critic[0].weight) == (iteration >= 5)
+            assert not torch.equal(actor, alg.policy.actor[0].weight)
 
 
 def test_every_setting_is_live_fixed_or_read_by_the_host():

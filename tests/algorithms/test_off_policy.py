@@ -266,6 +266,20 @@ def test_a_frozen_network_keeps_its_parameters_while_the_others_learn(kind, name
     assert same(eager, recorded)
 
 
+@pytest.mark.parametrize(("kind", "name"), [("sac", "actor"), ("td3", "critics"), ("dqn", "q_network")])
+def test_replaced_memory_of_a_parameter_is_used_from_the_next_report_on(kind, name):
+    def replace(alg):
+        first = next(iter(getattr(alg, name).parameters()))
+        first.data = torch.full_like(first, 0.25)
+        alg.report()
+
+    eager, _ = changed_run(kind, "eager", replace)
+    recorded, known = changed_run(kind, "auto", replace)
+    assert same(eager, recorded)
+    assert not same(eager, unchanged_run(kind))
+    assert "learn" in {signature[0] for signature in known}
+
+
 @pytest.mark.parametrize("kind", ["sac", "td3"])
 @pytest.mark.parametrize("optimizer", ["Adam", "AdamW", "RMSprop"])
 def test_a_frozen_layer_keeps_its_parameters(kind, optimizer):

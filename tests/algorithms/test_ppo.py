@@ -167,6 +167,18 @@ def test_steps_that_only_reset_are_left_out_of_every_mean():
     assert stats["clip_fraction"] == 1.0
 
 
+def test_a_ratio_that_overflows_in_a_step_that_only_reset_leaves_the_gradient_finite():
+    batch, out = hand_batch([1.0, 1.0], [2.0, 7.0], valid=torch.tensor([True, False]))
+    batch.actions.fill_(3.0)
+    batch.old_actions_log_prob[0] -= (
+        4.5  # the log-probability of an action three deviations from the mean: a ratio of 1
+    )
+    batch.old_actions_log_prob[1] = -1000.0
+    out.params["mu"].requires_grad_()
+    (gradient,) = torch.autograd.grad(terms((batch, out)).losses["surrogate_loss"], out.params["mu"])
+    torch.testing.assert_close(gradient, torch.tensor([[-6.0], [0.0]]))  # -A r (a - mu)
+
+
 def test_the_entropy_term_is_minus_the_mean_entropy():
     losses = terms(hand_batch([1.0, 1.0])).losses
     assert losses["entropy"] == pytest.approx(-0.5 * math.log(2 * math.pi * math.e))

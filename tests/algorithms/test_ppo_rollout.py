@@ -269,6 +269,11 @@ def test_the_seed_makes_exploration_and_batches_repeatable(make_ppo, collect, sn
     assert differing(run(3), run(4)) != []
 
 
+def test_every_random_stream_is_another_one(make_ppo):
+    seeds = [generator.initial_seed() for generator in make_ppo()[0].generators.values()]
+    assert len(set(seeds)) == len(seeds) == 2
+
+
 def test_memories_and_generators_resume_exactly(make_ppo, collect):
     alg, env = make_ppo("lstm")
     collect(alg, env, steps=3)

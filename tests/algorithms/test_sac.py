@@ -82,10 +82,26 @@ def test_the_actor_loss_computes_no_gradient_of_the_critics():
     assert all(p.requires_grad for p in alg.critics.parameters())
 
 
+@pytest.mark.parametrize(
+    ("kind", "reduction", "value"),
+    [("sac", "min", 10 / 16), ("sac", "mean", 5.0), ("td3", "min", 7.5), ("td3", "mean", 5.0)],
+)
+def test_the_actor_maximises_the_smaller_the_first_or_the_mean_value(kind, reduction, value):
+    alg = run(make(kind, critic_reduction=reduction), 10)
+    first = torch.arange(16.0)
+    alg.action_values = lambda batch, actions: torch.stack([first, 10 - first])
+    loss, stats = alg.actor_loss(next(alg.batches(1)), torch.randn(16, 2))
+    entropy_part = 0.2 * stats["log_prob"].item() if kind == "sac" else 0.0
+    assert loss.item() == pytest.approx(entropy_part - value, rel=1e-4)
+
+
 @pytest.mark.parametrize("reduction", ["min", "mean"])
 def test_the_critics_learn_the_soft_target(reduction):
     alg = run(make(critic_reduction=reduction), 10)
-    drawn, noise = next(alg.batches(1)), torch.randn(16, 2)
+    drawn, noise = next(alg.batches(1))._replace(dones=torch.tensor([1.0, 0.0] * 8)), torch.randn(16, 2)
+    with torch.no_grad():
+        for p in alg.critics.parameters():  # away from their targets
+            p.add_(0.1)
     _, stats = alg.critic_loss(drawn, noise)
     actions, log_prob = alg.sample(drawn.next_obs, noise)
     out = alg.target.module(drawn.next_critic_obs, actions)
@@ -118,17 +134,36 @@ def test_the_temperature_falls_above_the_target_entropy_and_rises_below():
         assert math.copysign(1, alg.temperature.log_alpha.item() - before) == sign
 
 
-def test_the_default_target_entropy_is_in_units_of_half_the_range():
-    class Wide(PointRobot):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.action_space = spaces.Box(-4.0, 4.0, (2,))
+class Wide(PointRobot):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.action_space = spaces.Box(-4.0, 4.0, (2,))
 
+
+def test_the_default_target_entropy_is_in_units_of_half_the_range():
     assert make().default_target_entropy == pytest.approx(-2.0)
     assert make(env=Wide(2)).default_target_entropy == pytest.approx(-2.0 + 2 * math.log(4.0))
     log_alpha = math.log(0.2)
     assert make().alpha_loss(torch.tensor(0.0)).item() == pytest.approx(-log_alpha * -2.0)
     assert make(target_entropy=-0.5).alpha_loss(torch.tensor(0.0)).item() == pytest.approx(-log_alpha * -0.5)
+
+
+def test_exploration_noise_is_in_units_of_half_the_range_and_stays_in_bounds():
+    torch.testing.assert_close(make("td3", Wide(4)).exploration_std(), torch.tensor([0.4, 0.4]))
+    actions = make("td3", Wide(4), exploration_noise=1e6).act(torch.zeros(4, 6))
+    assert (actions.abs() == 4.0).all()
+
+
+def test_the_target_actor_proposes_the_next_actions():
+    alg = run(make("td3"), 10)
+    with torch.no_grad():
+        for p in alg.actor.parameters():  # away from the target
+            p.add_(0.5)
+    drawn = next(alg.batches(1))
+    actions, bonus = alg.next_actions(drawn, torch.zeros(16, 2))
+    params = alg.target_actor.module.get_params(drawn.next_obs)
+    assert torch.equal(actions, alg.policy.distribution.to_env(params["mu"]))
+    assert bonus == 0.0
 
 
 def test_the_actor_learns_every_policy_delay_steps():

@@ -14,6 +14,7 @@ from canter.algorithms.tppo import TPPO, TPPOConfig
 from canter.modules.actor_critic import ActorCritic
 from canter.modules.normalizer import EmpiricalNormalization
 from canter.storage.queue_rollout_storage import ActionLabelRollout
+from canter.storage.rollout_storage import MiniBatch
 
 TEACHER = {"class_name": "ActorCritic", "num_actor_obs": 5, "num_critic_obs": 5, "num_actions": 2,
            "actor_hidden_dims": [4], "critic_hidden_dims": [4]}  # fmt: skip
@@ -202,6 +203,14 @@ def test_steps_of_the_teacher_do_not_count_among_those_of_the_student(make_tppo,
     )
     got = torch.autograd.grad(alg.compute_losses(batch).losses["surrogate_loss"], alg.policy.actor[-1].bias)
     torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-6)
+
+
+def test_steps_that_only_reset_are_no_steps_of_the_student(make_tppo):
+    alg, _ = make_tppo()
+    acted, valid = torch.tensor([[True], [False], [False]]), torch.tensor([True, True, False])
+    batch = MiniBatch(teacher_acted=acted, valid=valid)
+    alg.teacher.before_forward(batch)
+    assert batch.learned.tolist() == [False, True, False]
 
 
 def test_steps_of_the_teacher_do_not_move_the_surrogate(make_tppo, collect):

@@ -52,6 +52,28 @@ def test_evaluation_is_periodic_and_its_best_policy_is_kept(train):
     assert load_checkpoint(run / "checkpoint_best.pt")["total_timesteps"] == best["step"]
 
 
+def test_only_a_better_evaluation_replaces_the_best_one_also_after_a_resume(tmp_path):
+    class Saver:
+        tot_timesteps, saved = 128, ()
+
+        def add_callback(self, event, fn):
+            self.report = fn
+
+        def save(self, path):
+            self.saved = (*self.saved, path.name)
+
+    (tmp_path / "best.json").write_text('{"eval/mean_reward": 10.0, "step": 64}')
+    runner = Saver()
+    train_module.keep_best(runner, tmp_path)
+    for reward in (9.0, 10.0):
+        runner.report(runner, {"eval/mean_reward": reward})
+    assert runner.saved == ()
+    runner.report(runner, {"eval/mean_reward": 11.0})
+    runner.report(runner, {})
+    assert runner.saved == ("checkpoint_best.pt",)
+    assert json.loads((tmp_path / "best.json").read_text()) == {"eval/mean_reward": 11.0, "step": 128}
+
+
 def test_no_periodic_evaluation_with_interval_0(train):
     _, run = train("canter/CartPole", "--eval-interval", "0")
     assert not any("eval/mean_reward" in row for row in read_rows(run / "metrics.jsonl"))

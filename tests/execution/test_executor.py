@@ -67,6 +67,7 @@ def test_rebuilding_inverts_describing():
         ({"a": torch.zeros(2)}, {"b": torch.zeros(2)}),
         ({"a": torch.zeros(2)}, {"a": torch.zeros(2).double()}),
         ({"a": None}, {"a": torch.zeros(2)}),
+        ([torch.zeros(2)], (torch.zeros(2),)),
         (Trajectories(torch.zeros(1), torch.zeros(1), 4), Trajectories(torch.zeros(1), torch.zeros(1), 5)),
     ],
 )
@@ -190,6 +191,25 @@ def test_a_changed_weight_or_choice_needs_another_graph_and_a_new_storage_drops_
     assert learn_graphs() == before
     alg.init_storage(env.num_envs, 2, [3], [None], [2])
     assert not executor.graphs
+
+
+def test_on_a_gpu_counts_are_rounded_up_to_an_eighth_of_their_unit():
+    executor = Executor(torch.device("cuda"))
+    assert [executor.bucket(count, 64) for count in (16, 17, 24, 25)] == [16, 24, 24, 32]
+    assert executor.bucket(5, 4) == 5
+
+
+def test_a_function_is_recorded_anew_in_inference_mode():
+    executor = Executor(torch.device("cpu"))
+
+    def fn(x):
+        return x + (1 if torch.is_inference_mode_enabled() else 2)
+
+    for is_inference, expected in ((False, 2), (True, 1)) * 2:
+        for _ in range(EAGER_CALLS + 2):
+            with torch.inference_mode(is_inference):
+                assert executor.run("fn", fn, torch.zeros(1)).item() == expected
+    assert len(executor.graphs) == 2
 
 
 def test_a_step_record_is_described_and_rebuilt():

@@ -149,6 +149,12 @@ def test_constants_and_views_of_outside_tensors_are_evaluated_once():
     assert left == ["mm", "add", "add"]
 
 
+@pytest.mark.parametrize("make", [torch.zeros_like, lambda x: x.new_zeros(2), lambda x: torch.zeros(2)])
+def test_a_tensor_made_inside_and_written_to_is_new_in_every_replay(make):
+    recording, _ = record(lambda x: make(x).add_(x), torch.ones(2))
+    assert [recording.replay([torch.ones(2)]).tolist() for _ in range(3)] == [[1, 1]] * 3
+
+
 def test_gradients_are_recorded():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -183,7 +189,11 @@ def test_second_derivatives_recurrent_and_convolutional_networks_are_replayed_bi
 
     recording, _ = record(grads, torch.randn(5, 4))
     x = torch.randn(5, 4)
-    assert all(torch.equal(a, b) for a, b in zip(recording.replay([x.clone()]), grads(x.clone()), strict=True))
+    expected = grads(x.clone())
+    for has_grad in (True, False):  # a replay is in the mode of the recording, whatever that of the caller is
+        with torch.set_grad_enabled(has_grad):
+            again = recording.replay([x.clone()])
+        assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
 
 
 def test_a_recording_made_in_inference_mode_is_replayed_in_it():

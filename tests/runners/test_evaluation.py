@@ -79,6 +79,25 @@ def test_recurrent_state_of_an_earlier_run_is_reset_first(make_runner):
     assert results[0] == results[1]
 
 
+def test_memories_are_cleared_after_an_end_and_again_after_the_step_that_only_reset(noise_env):
+    env = noise_env(num_envs=2, end_prob=0.5, has_invalid_steps=True)
+    given, cleared = [], []
+
+    class Act:
+        def __call__(self, obs):
+            return torch.zeros(2, 2)
+
+        def reset(self, dones=None):
+            cleared.append(dones)
+
+    step = env.step
+    env.step = lambda actions: given.append(step(actions)) or given[-1]
+    run_episodes(Act(), env, 4)
+    assert any((~record.valid).any() for record in given)
+    assert cleared[0] is None
+    assert [mask.tolist() for mask in cleared[1:]] == [(record.done | ~record.valid).tolist() for record in given]
+
+
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_steps_that_only_reset_are_no_part_of_an_episode(make_runner, mode):
     """Episodes of 3 steps from a reset, whatever the vector environment does between them."""

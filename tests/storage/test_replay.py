@@ -175,6 +175,16 @@ def brute_force(steps, alive, gamma, n_step):
     return found
 
 
+def test_a_window_ends_with_a_time_out_even_if_the_next_episode_begins_where_it_ended():
+    buffer = TransitionReplayBuffer(9, (1,))
+    for obs, reward, after, cut in ((0.0, 1.0, 5.0, True), (5.0, 10.0, 6.0, False)):
+        begin, end = torch.tensor([[obs]]), torch.tensor([[after]])
+        no, truncated = torch.tensor([False]), torch.tensor([cut])
+        buffer.add(begin, torch.tensor([0]), torch.tensor([reward]), end, no, truncated=truncated)
+    batch = buffer.take(torch.tensor([0]), 0, n_step=2, gamma=0.5)
+    assert (batch.rewards.item(), batch.discounts.item(), batch.next_obs.item(), batch.dones.item()) == (1, 0.5, 5, 0)
+
+
 @pytest.mark.parametrize("n_step", [1, 2, 3, 5])
 @pytest.mark.parametrize("num_envs", [1, 3])
 def test_windows_equal_brute_force_with_the_head_at_every_position(n_step, num_envs):

@@ -77,6 +77,7 @@ def test_steps_that_only_reset_are_not_counted():
     assert list(tracker.lenbuffer) == [2, 4]
     assert means == [1.0]
     assert tracker.cur_reward_sum.tolist() == [1.0, 0.0]
+    assert tracker.cur_episode_length.tolist() == [1, 0]
     assert list(tracker.rframebuffer) == [1.0] * 5
 
 
