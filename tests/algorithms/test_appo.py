@@ -264,9 +264,9 @@ def test_the_discriminator_sees_normalised_features_of_policy_and_expert(make_ap
     losses = prior.discriminator.adversarial_losses
     prior.discriminator.adversarial_losses = lambda *args: seen.extend(args) or losses(*args)
     rows = {"ref_motion": torch.full((5, 6), 6.0), "ref_obs": torch.full((5, 6), -2.0)}
-    rows["ref_valid"] = torch.ones(5, dtype=torch.bool)
+    rows |= {"ref_valid": torch.ones(5, dtype=torch.bool), "ref_motion_valid": torch.ones(5, dtype=torch.bool)}
     prior.late_terms(Terms({}, rows, {}))
-    expert, policy, _ = seen
+    expert, policy, *_ = seen
     torch.testing.assert_close(expert, torch.full((5, 6), 0.5 if separate else 1.0))
     torch.testing.assert_close(policy, torch.full((5, 6), -1.0))
 

@@ -16,7 +16,7 @@ def rewritten(fn, *inputs):
     """The rewritten recording of a function as Python code, and the names of its operations."""
     recorder = Recorder(inputs)
     with recorder:
-        fn(*inputs)
+        fn(*recorder.inputs)
     recorder.recorded.graph.output(())
     outside = simplify(recorder.recorded)
     decompose(recorder.recorded)

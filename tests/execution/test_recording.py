@@ -27,7 +27,7 @@ def operations(fn, *inputs):
     """Names of the operations of a function after simplification."""
     recorder = Recorder(inputs)
     with recorder:
-        result = fn(*inputs)
+        result = fn(*recorder.inputs)
     outputs = []
     describe(result, outputs)
     recorder.recorded.graph.output(tuple(recorder.node_of(leaf) for leaf in outputs))
@@ -280,7 +280,7 @@ def parts_by_name(fn, *inputs):
     """Part by name of the operation."""
     recorder = Recorder(inputs)
     with recorder:
-        result = fn(*recorder.kept[: len(inputs)])
+        result = fn(*recorder.inputs)
     recorder.recorded.graph.output((recorder.node_of(result),))
     simplify(recorder.recorded)
     merge_copies(recorder.recorded)
@@ -337,7 +337,7 @@ def test_views_that_only_uncompiled_operations_read_are_not_compiled():
     table = torch.zeros(1, 6)
     recorder = Recorder([torch.ones(2, 3), torch.ones(2, 3)])
     with recorder:
-        x, y = recorder.kept[:2]
+        x, y = recorder.inputs
         torch._foreach_copy_([table], [x.view(1, 6)])
         z = y.view(3, 2) * 2
     recorder.recorded.graph.output((recorder.node_of(z),))

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 HOST_READ_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 # Host reads without such a tag: composite operations, which are not decomposed under inference_mode, and lift_fresh,
@@ -24,18 +23,13 @@ HOST_READ_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shap
 UNTAGGED_HOST_READS = {
     "aten::is_nonzero", "aten::where", "aten::nonzero_numpy", "aten::repeat_interleave.self_Tensor",
     "aten::tensor_split.tensor_indices_or_sections", "aten::lift_fresh", "aten::_linalg_check_errors",
+    "aten::_nested_tensor_from_mask_left_aligned",
     "aten::linalg_cholesky", "aten::linalg_inv", "aten::linalg_solve", "aten::linalg_eig", "aten::inverse",
 }  # fmt: skip
 # Tagged, although only masks make their shapes depend on values.
 INDEXING = {"aten::index.Tensor", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 # Reads that dispatch no operation if the tensor is on a CPU.
 HOST_READ_FUNCTIONS = {Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__, Tensor.__format__, Tensor.__repr__}
-PRODUCTS = {"aten::linear", "aten::matmul"}  # they choose a kernel by whether a view of the weights requires gradients
-# They compute their values in another way while a mode is active.
-CHANGED_BY_MODES = {
-    torch.linalg.svdvals, torch.linalg.eigvalsh, torch.linalg.eigvals, torch.linalg.matrix_norm, torch.linalg.cond,
-    torch.linalg.matrix_rank,
-}  # fmt: skip
 TORCH_FOLDER = str(Path(torch.__file__).parent)
 STANDARD_FOLDER = sysconfig.get_paths()["stdlib"]
 OWN_FOLDER = str(Path(__file__).parents[1])
@@ -50,19 +44,19 @@ def calling_frame() -> tuple[CodeType, int]:
     frame, own = sys._getframe(1), None
     while frame is not None and frame.f_code.co_name != "run_traced":
         name = frame.f_code.co_filename
-        if name.startswith(OWN_FOLDER):
-            own = own or (None if name.startswith(EXECUTION_FOLDER) else frame)
-        elif not is_library_file(name):
+        if is_user_file(name):
             return frame.f_code, frame.f_lineno
+        if own is None and name.startswith(OWN_FOLDER) and not name.startswith(EXECUTION_FOLDER):
+            own = frame
         frame = frame.f_back
     found = own or sys._getframe(1)
     return found.f_code, found.f_lineno
 
 
-def is_library_file(name: str) -> bool:
-    """Whether a file belongs to torch or to Python's standard library."""
+def is_user_file(name: str) -> bool:
+    """Whether a file belongs neither to canter, nor to torch, nor to Python's standard library."""
     is_standard = name.startswith(STANDARD_FOLDER) and "site-packages" not in name
-    return is_standard or name.startswith((TORCH_FOLDER, "<frozen"))
+    return not is_standard and not name.startswith((OWN_FOLDER, TORCH_FOLDER, "<frozen"))
 
 
 def calling_line() -> str:
@@ -79,7 +73,7 @@ class HostReadMode(TorchDispatchMode):
         raise NotImplementedError
 
     def __enter__(self) -> Any:
-        self.functions = HostReadFunctionMode(self)
+        self.functions = self.function_mode()
         self.functions.__enter__()
         return super().__enter__()
 
@@ -87,24 +81,35 @@ class HostReadMode(TorchDispatchMode):
         super().__exit__(*exception)
         self.functions.__exit__(*exception)
 
+    def function_mode(self) -> Any:
+        """Mode that sees the reads that dispatch no operation."""
+        return HostReadFunctionMode(self)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name()
         if name in INDEXING:
             reads = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+        elif name == "aten::_to_copy":
+            reads = args[0].is_cuda and str((kwargs or {}).get("device")) == "cpu"
         else:
             reads = name in UNTAGGED_HOST_READS or not HOST_READ_TAGS.isdisjoint(func.tags)
         if reads:
             self.on_host_read(name)
-        with views_as_outside() if name in PRODUCTS else nullcontext():
+        with views_as_outside(func) if torch.is_inference_mode_enabled() else nullcontext():
             return func(*args, **(kwargs or {}))
 
 
-def views_as_outside() -> AbstractContextManager[Any]:
-    """Let views of weights in inference mode require gradients, as they do outside a mode."""
-    guard = getattr(torch._C, "_SetExcludeDispatchKeyGuard", None)
-    if guard is None or not torch.is_inference_mode_enabled():
+def views_as_outside(func: Any) -> AbstractContextManager[Any]:
+    """Let views that an operation makes in inference mode require gradients, as they do outside a mode.
+
+    Products choose their kernel by it. An operation that is itself a view gets this from its caller.
+    """
+    if any(part.alias_info is not None for part in func._schema.returns):
         return nullcontext()
-    return guard(torch._C.DispatchKey.ADInplaceOrView, False)
+    try:
+        return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
+    except AttributeError:
+        return nullcontext()
 
 
 class HostReadFunctionMode(TorchFunctionMode):
@@ -117,10 +122,6 @@ class HostReadFunctionMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in HOST_READ_FUNCTIONS:
             self.mode.on_host_read(f"Tensor.{func.__name__}")
-        if func in CHANGED_BY_MODES:
-            self.mode.on_host_read(f"torch.linalg.{func.__name__}")
-            with without_modes():
-                return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 

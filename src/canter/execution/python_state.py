@@ -120,7 +120,7 @@ class Walk:
     def _add_function(self, path: str, value: types.FunctionType) -> None:
         self._add_closure(path, value)
         if is_users(value):
-            self.functions.append(value)
+            self.functions.append(inspect.unwrap(value))  # pyright: ignore[reportArgumentType]
 
     def _add_method(self, path: str, value: types.MethodType) -> None:
         self.waiting.append((f"{path}.__self__", value.__self__, True))

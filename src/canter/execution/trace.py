@@ -13,7 +13,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -25,13 +25,24 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from canter.execution import ACTIVE_TRACERS, python_state
 from canter.execution.cuda_graph import rebuild
-from canter.execution.guard import OWN_FOLDER, TORCH_FOLDER, HostReadMode, calling_frame, is_library_file
+from canter.execution.guard import (
+    EXECUTION_FOLDER,
+    HOST_READ_FUNCTIONS,
+    OWN_FOLDER,
+    TORCH_FOLDER,
+    HostReadMode,
+    calling_frame,
+    is_user_file,
+)  # fmt: skip
 
 # Built-in functions whose calls a replay would leave out, or repeat with the result of the first.
 CHANGING_CALLS = {
     time.time, time.time_ns, time.monotonic, time.monotonic_ns, time.perf_counter, time.perf_counter_ns,
     time.process_time, builtins.print, builtins.input,
 }  # fmt: skip
+# They compute their values in another way while a mode is active.
+CHANGED_BY_MODES = {"linalg_svdvals", "linalg_eigvalsh", "linalg_eigvals", "linalg_matrix_norm", "linalg_cond"}
+HOST_READ_METHODS = {function.__name__ for function in HOST_READ_FUNCTIONS}
 RANDOM_STATE_CALLS = {"manual_seed", "seed", "get_state", "set_state", "graphsafe_set_state", "set_offset"}
 HIGHER_ORDER_FOLDER = str(Path(TORCH_FOLDER, "_higher_order_ops"))  # torch.cond and the like
 
@@ -92,11 +103,12 @@ class Tracer(HostReadMode):
         self.inputs = [leaf.detach() for leaf in leaves]
         self.origins: Any = WeakIdKeyDictionary()  # of tensors; results are not kept alive
         for number, leaf in enumerate(self.inputs):
-            self.origins[leaf] = ("input", number)
+            self.origins[leaf] = (("input", number), address(leaf))
         self.not_replayable = ""
         self.is_user_code = False
         """Whether `not_replayable` is about code outside canter."""
         self.is_entered = False
+        self.roots: Mapping[str, Any] = {}
         self.has_iterators = False
         """Whether an attribute of the user's objects is an iterator."""
 
@@ -108,11 +120,17 @@ class Tracer(HostReadMode):
     def refuse_line(self, problem: str) -> None:
         """Refuse with the line that runs."""
         code, line = calling_frame()
-        self.refuse(f"{problem} at {code.co_filename}:{line}", not code.co_filename.startswith(OWN_FOLDER))
+        is_known = not code.co_filename.startswith(EXECUTION_FOLDER)  # a compiler has no frame of the user's
+        place = f" at {code.co_filename}:{line}" if is_known else python_state.find_line(self.roots, ())
+        self.refuse(problem + place, not is_known or not code.co_filename.startswith(OWN_FOLDER))
 
     def on_host_read(self, name: str) -> None:
         """Note a host read."""
         self.refuse_line(f"{name} reads values on the host")
+
+    def function_mode(self) -> Any:
+        """None while calls are watched: torch's transformers take another path in a function mode."""
+        return nullcontext() if sys.getprofile() is None else super().function_mode()
 
     def __enter__(self) -> Any:
         self.is_entered = True
@@ -139,12 +157,12 @@ class Tracer(HostReadMode):
         else:
             noted = (self.note(args), self.note(kwargs or {}))
             if func is torch.ops.aten.detach.default:  # torch adds some by itself where a result is referred to twice
-                self.origins[result] = noted[0][0]
+                self.origins[result] = (noted[0][0], address(result))
             else:
                 operations.append(Operation(func, noted, *calling_frame()))
             for number, part in enumerate(results):
-                if part not in self.origins:  # in-place operations return an argument
-                    self.origins[part] = (len(operations), number)
+                known = self.origins.get(part)  # in-place operations return an argument
+                self.origins[part] = ((len(operations), number) if known is None else known[0], address(part))
             if not self.not_replayable:
                 self.on_operation(func, args, kwargs or {}, result)
         return result
@@ -154,25 +172,39 @@ class Tracer(HostReadMode):
 
     def on_call(self, frame: FrameType, event: str, arg: Any) -> None:
         """React to a call of a Python or built-in function, as a profiler does."""
-        if event == "c_call":
-            owner = getattr(arg, "__self__", None)
-            is_stream = isinstance(owner, random.Random)
-            sets_stream = isinstance(owner, Generator) and arg.__name__ in RANDOM_STATE_CALLS
-            advances = arg is builtins.next and self.has_iterators and not is_library_file(frame.f_code.co_filename)
-            if is_stream or sets_stream or advances or arg in CHANGING_CALLS:
-                self.refuse_line(f"{arg.__name__}() is called")
-        elif event == "call" and frame.f_code.co_filename.startswith(HIGHER_ORDER_FOLDER) and self.is_entered:
-            self.refuse_line("an operator that takes functions is called")
-            self.__exit__(None, None, None)  # some versions of torch cannot run it in a mode
+        if event == "call":
+            if frame.f_code.co_filename.startswith(HIGHER_ORDER_FOLDER):  # some cannot run in a mode
+                self.stop("an operator that takes functions is called")
+        elif event == "c_call" and not self.not_replayable:
+            name, owner = arg.__name__, getattr(arg, "__self__", None)
+            if name in CHANGED_BY_MODES:
+                self.stop(f"{name}() is called")
+            elif isinstance(owner, Tensor):
+                if name in HOST_READ_METHODS:
+                    self.on_host_read(f"Tensor.{name}")
+            elif (
+                arg in CHANGING_CALLS
+                or isinstance(owner, random.Random)
+                or (isinstance(owner, Generator) and name in RANDOM_STATE_CALLS)
+                or (arg is builtins.next and self.has_iterators and is_user_file(frame.f_code.co_filename))
+            ):
+                self.refuse_line(f"{name}() is called")
+
+    def stop(self, problem: str) -> None:
+        """Refuse the function, and let the rest of it run outside the mode."""
+        self.refuse_line(problem)
+        self.__exit__(None, None, None)
 
     def note(self, value: Any) -> Any:
         """A value that can be compared: the origin of a tensor, a number with its type."""
         if isinstance(value, Tensor):
-            origin = self.origins.get(value)
-            if origin is None:
-                origin = self.origins[value] = ("outside", len(self.trace.outside))
+            if value not in self.origins:
+                self.origins[value] = (("outside", len(self.trace.outside)), address(value))
                 self.trace.outside.append(identity(value))
                 self.trace.tensors.append(value)
+            origin, memory = self.origins[value]
+            if memory != address(value):
+                self.refuse_line("the data of a tensor was assigned")
             return origin
         if isinstance(value, dict):
             return tuple([(name, self.note(part)) for name, part in value.items()])
@@ -204,7 +236,7 @@ def run_traced(
     if python_state.is_users(fn):
         roots = {**roots, fn.__name__: fn}
     walk, numpy_before = python_state.Walk(roots), python_state.stream_state(np.random.mtrand._rand)
-    tracer.has_iterators = walk.has_iterators
+    tracer.roots, tracer.has_iterators = roots, walk.has_iterators
     profiler = sys.getprofile()
     ACTIVE_TRACERS.append(tracer)
     try:
