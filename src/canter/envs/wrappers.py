@@ -101,6 +101,18 @@ class VecEnvWrapper(Forwarding, VecEnv):
         self.env.close()
 
 
+class ClipActions(VecEnvWrapper):
+    """Clamps every action to plus and minus `limit` before the environment gets it."""
+
+    def __init__(self, env: VecEnv, limit: float) -> None:
+        super().__init__(env)
+        self.limit = float(limit)
+
+    def step(self, actions: Tensor) -> StepRecord:
+        """Apply one action per environment."""
+        return super().step(actions.clamp(-self.limit, self.limit))
+
+
 class TransformObs(VecEnvWrapper):
     """Changes every observation, final ones included, by `transform` and `transform_space` of a subclass."""
 
