@@ -162,7 +162,10 @@ class Translation:
             raise ValueError(f"{both}: canter's policies have a memory in both or in none; use RNNModel for both")
         self.out["algorithm"]["clip_grads_separately"] = True
         actor, critic = self.models["actor"], self.models["critic"]
-        self._distribution(actor.pop("distribution_cfg", None), actor.pop("stochastic", None))
+        if self.policy:  # Isaac Lab's section for rsl_rl 3.x, beside those that replace it
+            self.unused.append("policy")
+            self.policy = {}
+        self._distribution(actor)
         if critic.pop("distribution_cfg", None) is not None or critic.pop("stochastic", None):
             raise ValueError("critic.distribution_cfg must be None: a critic has one value")
         for name in (*NOISE, "state_dependent_std"):  # of a critic rsl_rl 4.0 ignores them
@@ -182,12 +185,15 @@ class Translation:
         for name, model in self.models.items():
             self._move(name, model)
 
-    def _distribution(self, cfg: dict[str, Any] | None, stochastic: bool | None) -> None:
+    def _distribution(self, actor: dict[str, Any]) -> None:
         """The actor's distribution: of rsl_rl 5.x as a section, of 4.0 as settings of the model."""
+        cfg, stochastic = actor.pop("distribution_cfg", None), actor.pop("stochastic", None)
         if cfg is None:
             if not stochastic:
                 raise ValueError("actor.distribution_cfg is None, but PPO explores; give it {'class_name': ...}")
             return
+        for name in (*NOISE, "state_dependent_std"):  # Isaac Lab keeps the names of 4.0 beside the section
+            actor.pop(name, None)
         class_name = cfg.pop("class_name", "GaussianDistribution").rpartition(":")[2].rpartition(".")[2]
         if class_name == "BetaDistribution":
             self.out["policy"] |= {"action_distribution": "beta", "action_range": (-1.0, 1.0)}
@@ -217,6 +223,9 @@ class Translation:
         if self.out["policy"].get("class_name") != RSL_RL_MODELS and algorithm.pop("share_cnn_encoders", None):
             raise ValueError("algorithm.share_cnn_encoders=True needs actor and critic of class CNNModel")
         symmetry = algorithm.get("symmetry_cfg")
+        if symmetry and symmetry.get("data_augmentation_func", "") is None:
+            way_out = "name the function, or leave symmetry_cfg out"
+            raise ValueError(f"algorithm.symmetry_cfg.data_augmentation_func is None; {way_out}")
         is_used = symmetry and any(symmetry.get(flag) for flag in ("use_data_augmentation", "use_mirror_loss"))
         if symmetry and "data_augmentation_func" in symmetry and not is_used:
             self.unused.append("algorithm.symmetry_cfg")  # rsl_rl then only logs the asymmetry
@@ -278,9 +287,11 @@ def complete(plan: Any, env: Any) -> None:
 
 def complete_rnd(cfg: Mapping[str, Any], obs_groups: Mapping[str, Any], env: Any) -> dict[str, Any]:
     """RND settings with the weight of one step; rsl_rl's weight is per second."""
-    states, critic = obs_groups.get("rnd_state"), obs_groups.get("critic")
-    if states is not None and list(states) != list(critic or []):
-        problem = f"obs_groups['rnd_state']={list(states)} differs from obs_groups['critic']={critic}"
+    critic = list((getattr(env, "sets", None) or ([], ["critic"]))[1])
+    default = "rnd_state" if "rnd_state" in getattr(env, "group_shapes", ()) else "policy"
+    states = list(obs_groups.get("rnd_state", [default] if obs_groups else critic))
+    if states != critic:
+        problem = f"obs_groups['rnd_state'] is {states}, but obs_groups['critic'] is {critic}"
         raise ValueError(f"{problem}: canter's RND sees the critic's observation; use the same groups for both")
     step = getattr(getattr(env, "unwrapped", env), "step_dt", None)
     if step is None:
