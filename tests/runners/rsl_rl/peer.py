@@ -37,7 +37,7 @@ class PeerEnv:
         self.draw()
         reward = -actions.square().sum(1) + torch.randn(self.num_envs, generator=self.generator)
         dones = (torch.rand(self.num_envs, generator=self.generator) < 0.2).long()
-        extras = {"time_outs": torch.zeros(self.num_envs)}
+        extras = {"time_outs": dones * (torch.rand(self.num_envs, generator=self.generator) < 0.5)}
         if self.style > 2:
             return self.groups, reward, dones, extras
         obs, more = self.get_observations()
