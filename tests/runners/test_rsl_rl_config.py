@@ -4,13 +4,11 @@ import copy
 import dataclasses
 import json
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
-from canter.algorithms import PPO
 from canter.envs import records
 from canter.envs.wrappers import ClipActions
 from canter.modules import ActorCritic, ActorCriticRecurrent, Beta
@@ -22,11 +20,10 @@ from canter.runners.run_config import make_plan, parse_train_cfg
 pytest.importorskip("tensordict")
 from tensordict import TensorDict
 
-DATA = Path(__file__).parent / "rsl_rl"
-sys.path.insert(0, str(DATA))
-from peer import PPO as PPO_SECTION
+sys.path.insert(0, str(Path(__file__).parent / "rsl_rl"))
 from peer import PeerEnv, model_cfg, policy_cfg
 
+DATA = Path(__file__).parent / "rsl_rl"
 MJLAB = json.loads((DATA / "mjlab_configs.json").read_text())
 LEGGED_GYM = {
     "seed": 1, "runner_class_name": "OnPolicyRunner", "init_member_classes": {},
@@ -240,12 +237,16 @@ def test_mixed_precision_and_optimizer():
 @pytest.mark.parametrize(
     ("given", "backend", "kwargs"),
     [
-        ({"logger": "wandb", "wandb_project": "p", "wandb_tags": ["a"]}, "wandb", {"wandb": {"project": "p", "tags": ["a"]}}),
+        (
+            {"logger": "wandb", "wandb_project": "p", "wandb_tags": ["a"]},
+            "wandb",
+            {"wandb": {"project": "p", "tags": ["a"]}},
+        ),
         ({"logger": "Neptune", "neptune_project": "n"}, "neptune", {"neptune": {"project": "n"}}),
         ({"logger": {"class_name": "WandbLogWriter", "project_name": "q"}}, "wandb", {"wandb": {"project": "q"}}),
         ({"logger": "tensorboard", "wandb_tags": []}, "tensorboard", None),
     ],
-)  # fmt: skip
+)
 def test_loggers_and_their_projects_and_tags(given, backend, kwargs):
     cfg = parse_train_cfg({**model_cfg(), **given}).cfg
     assert (cfg.logger_backend, cfg.logger_kwargs) == (backend, kwargs)
@@ -293,7 +294,7 @@ def test_upload_model_is_honoured(tmp_path):
         ({"actor.distribution_cfg": None}, "actor.distribution_cfg is None, but PPO explores"),
         ({"actor.distribution_cfg": {"class_name": "Cauchy"}}, "distribution_cfg.class_name='Cauchy' is not known"),
         ({"critic.distribution_cfg": {"class_name": "GaussianDistribution"}}, "critic.distribution_cfg must be None"),
-        ({"critic.class_name": "RNNModel"}, "a memory in both or in none; use RNNModel for both"),
+        ({"critic.class_name": "RNNModel"}, "the two must be of one kind; use the same class_name"),
         ({"actor.hiden_dims": [3]}, r"actor.hiden_dims=\[3\] is no setting"),
         ({"critic": None}, "a section 'actor' alone; give actor and critic"),
         ({"algorithm.share_cnn_encoders": True}, "share_cnn_encoders=True needs actor and critic of class CNNModel"),

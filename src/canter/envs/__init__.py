@@ -5,6 +5,7 @@ from canter.envs.components import MotionFeatures, ObsComponents
 from canter.envs.dummy import DummyVecEnv
 from canter.envs.gymnasium import GymVecEnv, GymVecEnvContinuous
 from canter.envs.gymnasium_vector import EnvPoolAdapter, GymVectorEnvAdapter
+from canter.envs.mjlab import MjlabAdapter
 from canter.envs.records import step_record
 from canter.envs.rsl_rl import RslRlAdapter
 from canter.envs.torch_envs import TORCH_ENVS, CartPole, Course, ImageReach, MaskedCartPole, Pendulum, PointRobot
@@ -15,6 +16,7 @@ from canter.envs.wrappers import ChannelsFirst, ClipActions, FlattenObs, ToDevic
 
 __all__ = ["EnvReport", "StepRecord", "VecEnv", "check_env", "step_record"]
 __all__ += ["DummyVecEnv", "EnvPoolAdapter", "GymVecEnv", "GymVecEnvContinuous", "GymVectorEnvAdapter", "RslRlAdapter"]
+__all__ += ["MjlabAdapter"]
 __all__ += ["make_env", "register_adapter", "register_env", "wrap_env"]
 __all__ += ["ChannelsFirst", "ClipActions", "FlattenObs", "ToDevice", "TransformObs", "VecEnvWrapper"]
 __all__ += ["MotionFeatures", "ObsComponents"]

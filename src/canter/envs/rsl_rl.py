@@ -72,7 +72,7 @@ class RslRlAdapter(Forwarding, VecEnv):
         groups = self._start()
         self.device = self._target or next(leaf.device for _, leaf in tree_leaves(groups))
         self.sets: tuple[list[str], list[str]] | None = None
-        """Group names of the actor's and of the critic's observation; None where the groups are one dict observation."""
+        """Group names of the actor's and the critic's observation; None where the groups are one dict observation."""
         if obs_groups or group_names(groups) is not None:
             self.sets = resolve_sets(groups, obs_groups or {})
         self.group_shapes = {name: tuple(leaf.shape[1:]) for name, leaf in groups.items() if isinstance(leaf, Tensor)}
@@ -187,7 +187,7 @@ class RslRlAdapter(Forwarding, VecEnv):
 
     def step(self, actions: Tensor) -> StepRecord:
         """Apply one action per environment."""
-        result = self.env.step(actions if self._env_device is None else actions.to(self._env_device))
+        result = self._simulate(actions if self._env_device is None else actions.to(self._env_device))
         obs, privileged, rewards, dones, extras = read_step(result)
         if self._num_steps == 0 and len(result) != 4:
             kind = "batched Gymnasium" if "terminated" in extras else f"1.x ({len(result)}-tuple)"
@@ -204,6 +204,20 @@ class RslRlAdapter(Forwarding, VecEnv):
         if record.final_obs is not None or self.gives_final_obs:
             self.gives_final_obs = record.final_obs is not None or not self._watch(record.done)
         return record
+
+    def _simulate(self, actions: Tensor) -> Any:
+        """The result of the environment's step."""
+        return self.env.step(actions)
+
+    def get_counters(self) -> dict[str, Any]:
+        """The steps that curricula of Isaac Lab and mjlab depend on."""
+        count = attribute(self.env, "common_step_counter")
+        return {} if count is None else {"common_step_counter": int(count)}
+
+    def set_counters(self, counters: dict[str, Any]) -> None:
+        """Continue curricula from a result of `get_counters`."""
+        if "common_step_counter" in counters and attribute(self.env, "common_step_counter") is not None:
+            getattr(self.env, "unwrapped", self.env).common_step_counter = int(counters["common_step_counter"])
 
     def render(self) -> Any:
         """Return an image of the first environment, if the environment renders arrays."""

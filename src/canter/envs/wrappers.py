@@ -92,6 +92,14 @@ class VecEnvWrapper(Forwarding, VecEnv):
         """Continue from a result of `get_state`."""
         self.env.set_state(state)
 
+    def get_counters(self) -> dict[str, Any]:
+        """Return what outlives the episodes of the wrapped environment."""
+        return self.env.get_counters()
+
+    def set_counters(self, counters: dict[str, Any]) -> None:
+        """Continue from a result of `get_counters`."""
+        self.env.set_counters(counters)
+
     def render(self) -> Any:
         """Return an image of the first environment, or None."""
         return self.env.render()

@@ -61,7 +61,7 @@ class EmpiricalNormalization(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Update the statistics in training mode, then normalise (..., *shape)."""
-        if not torch.jit.is_scripting():  # an exported policy learns no statistics
+        if not torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
             self.update(x)
         return self.normalize(x)
 

@@ -59,6 +59,7 @@ class Checkpoints:
         runner = self.runner
         resume = {"num_envs": runner.env.num_envs, "rng": rng_state(), "env": runner.env.get_state()}
         resume |= {"algorithm": runner.alg.resume_state(), "runner": runner.extra_state()}
+        resume["counters"] = runner.env.get_counters()
         state = {**runner.alg.state_dict(), "iter": runner.iteration, "total_timesteps": runner.tot_timesteps}
         save_checkpoint(path, {**state, "infos": infos, "config": runner.config(), "resume": resume})
         if runner.writer is not None and runner.cfg.upload_model:
@@ -85,6 +86,9 @@ class Checkpoints:
         selection = {} if load_cfg is None and strict else {"load_cfg": load_cfg, "strict": strict}
         runner.alg.load_state_dict(fitted, load_optimizer, **selection)
         runner.plan.resume = False
+        infos = state.get("infos")
+        saved = infos.get("env_state") if isinstance(infos, Mapping) else None  # where mjlab's own runner puts them
+        runner.env.set_counters((state.get("resume") or {}).get("counters") or saved or {})
         if load_cfg is not None and not load_cfg.get("iteration"):
             return state.get("infos")
         runner.iteration = int(state.get("iter", 0))

@@ -1,7 +1,7 @@
 """Training dicts of rsl_rl 1.x (legged_gym), 2.x, 3.x (Isaac Lab), 4.x and 5.x (mjlab) as canter's training dict.
 
-`TABLE` translates the names. A key is applied, or it changes nothing that is learned and is listed in one line, or it is
-an error that names it.
+`TABLE` translates the names. A key is applied, or it changes nothing that is learned and is listed in one line, or it
+is an error that names it.
 """
 
 import dataclasses
@@ -73,6 +73,7 @@ STD_RANGE = (1e-6, 1e6)  # of rsl_rl's Gaussian distributions
 ACTIVATIONS = {"swish": "silu", "crelu": "CELU"}
 WRITERS = {"WandbLogWriter": "wandb", "NeptuneLogWriter": "neptune", "TensorboardLogWriter": "tensorboard"}
 RSL_RL_MODELS = "RslRlModels"
+POLICY_CLASSES = {"MLPModel": "ActorCritic", "RNNModel": "ActorCriticRecurrent"}
 
 
 def as_sections(cfg: Any) -> Any:
@@ -157,9 +158,9 @@ class Translation:
                 f"the training dict has a section {next(iter(self.models))!r} alone; give actor and critic"
             )
         kinds = {name: class_path(model.pop("class_name", "MLPModel")) for name, model in self.models.items()}
-        if "RNNModel" in kinds.values() and len(set(kinds.values())) > 1:
+        if kinds["actor"] != kinds["critic"] and any(kind in POLICY_CLASSES for kind in kinds.values()):
             both = f"actor.class_name={kinds['actor']!r} and critic.class_name={kinds['critic']!r}"
-            raise ValueError(f"{both}: canter's policies have a memory in both or in none; use RNNModel for both")
+            raise ValueError(f"{both}: the two must be of one kind; use the same class_name for both")
         self.out["algorithm"]["clip_grads_separately"] = True
         actor, critic = self.models["actor"], self.models["critic"]
         if self.policy:  # Isaac Lab's section for rsl_rl 3.x, beside those that replace it
@@ -172,17 +173,12 @@ class Translation:
             critic.pop(name, None)
         for name, model in self.models.items():
             self._recurrent_or_not(model, kinds[name] == "RNNModel")
-        if set(kinds.values()) <= {"MLPModel", "RNNModel"}:
-            is_recurrent = "RNNModel" in kinds.values()
-            self.out["policy"]["class_name"] = "ActorCriticRecurrent" if is_recurrent else "ActorCritic"
-            for model in self.models.values():
-                model.pop("cnn_cfg", None)
-        else:
-            self.out["policy"]["class_name"] = RSL_RL_MODELS
-            for name, model in self.models.items():
-                own = {key: model.pop(key) for key in list(model) if key not in TABLE[name] or key in MODEL_KEYS}
-                self.out["policy"][f"{name}_model"] = {"class_name": kinds[name], **own}
+        policy = self.out["policy"]
+        policy["class_name"] = POLICY_CLASSES.get(kinds["actor"], RSL_RL_MODELS)
         for name, model in self.models.items():
+            if policy["class_name"] == RSL_RL_MODELS:
+                own = {key: model.pop(key) for key in list(model) if key not in TABLE[name] or key in MODEL_KEYS}
+                policy[f"{name}_model"] = {"class_name": kinds[name], **own}
             self._move(name, model)
 
     def _distribution(self, actor: dict[str, Any]) -> None:
@@ -262,8 +258,9 @@ MODEL_KEYS = ("hidden_dims", "activation", "cnn_cfg")
 
 
 def class_path(given: Any) -> str:
-    """The name of a model class, given as a name or as the class."""
-    return f"{given.__module__}:{given.__qualname__}" if isinstance(given, type) else str(given)
+    """The name of a model class, given as a name or as the class; without its module if it is rsl_rl's own."""
+    path = f"{given.__module__}:{given.__qualname__}" if isinstance(given, type) else str(given)
+    return path.replace(":", ".").rpartition(".")[2] if path.startswith("rsl_rl.") else path
 
 
 def complete(plan: Any, env: Any) -> None:

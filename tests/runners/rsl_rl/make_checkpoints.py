@@ -71,7 +71,7 @@ for case, cfg in CASES[STYLE].items():
             if step == 2:
                 for model in models:
                     model.reset(dones)
-            obs.append({name: env.groups[name].clone() for name in env.groups.keys()})
+            obs.append(dict(env.groups.clone().items()))
             actions.append(act(env.groups if STYLE > 2 else env.get_observations()[0]).clone())
             values.append(values_of(runner, env).clone())
     infos = {"version": VERSION, "cfg": cfg, "obs": obs, "dones": dones, "actions": actions, "values": values}
