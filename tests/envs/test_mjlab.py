@@ -1,5 +1,6 @@
 """The adapter of mjlab's environments, on a stand-in with its interface and, where mjlab is installed, on mjlab."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -158,3 +159,22 @@ def test_mjlabs_cartpole_trains_with_its_registered_settings(tmp_path):
     assert len(result.history) == 2
     act = runner.get_inference_policy()
     assert act(env.simulator.get_observations()).shape == (8, 1)
+
+
+@pytest.mark.slow
+def test_mjlabs_own_train_script_takes_canters_runner(tmp_path, monkeypatch):
+    pytest.importorskip("mjlab", reason="needs mjlab: pip install 'canter[mjlab]'")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    from mjlab.scripts.train import TrainConfig, launch_training
+    from mjlab.tasks.registry import load_env_cfg, load_rl_cfg, register_mjlab_task
+
+    task = "Mjlab-Cartpole-Balance"
+    configs = (load_env_cfg(task), load_env_cfg(task, play=True), load_rl_cfg(task))
+    register_mjlab_task("Canter-Cartpole", *configs, OnPolicyRunner)
+    args = TrainConfig.from_task("Canter-Cartpole")
+    args.env.scene.num_envs, args.agent.logger, args.agent.max_iterations = 8, "tensorboard", 2
+    launch_training("Canter-Cartpole", dataclasses.replace(args, log_root=str(tmp_path), gpu_ids=None))
+    [final] = tmp_path.rglob("checkpoint_final.pt")
+    runner = OnPolicyRunner(make_env(f"mjlab/{task}", num_envs=8), dataclasses.asdict(configs[2]), device="cpu")
+    runner.load(str(final), load_cfg={"actor": True}, strict=True, map_location="cpu")  # as mjlab's play does
+    assert runner.env.simulator.common_step_counter == 2 * args.agent.num_steps_per_env

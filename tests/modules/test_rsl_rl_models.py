@@ -52,9 +52,12 @@ def camera_cfg(class_name, cnn_cfg, share=False):
     sets = {"actor": ["actor", "camera"], "critic": ["critic", "camera"]}
     algorithm = {"class_name": "PPO", "num_learning_epochs": 1, "num_mini_batches": 2, "schedule": "fixed"}
     return {
-        "num_steps_per_env": 4, "obs_groups": sets, "actor": {**model, "distribution_cfg": noise}, "critic": dict(model),
+        "num_steps_per_env": 4,
+        "obs_groups": sets,
+        "actor": {**model, "distribution_cfg": noise},
+        "critic": dict(model),
         "algorithm": {**algorithm, "share_cnn_encoders": share},
-    }  # fmt: skip
+    }
 
 
 def check_trains(cfg, tmp_path):

@@ -111,3 +111,16 @@ def test_a_normaliser_that_only_one_side_has_is_an_error_that_names_the_setting(
     runner = OnPolicyRunner(PeerEnv(), model_cfg(normalized=(True, True)), device="cpu", show_progress=False)
     with pytest.raises(ValueError, match="lacks statistics for critic_obs_normalizer.*critic_obs_normalization=False"):
         runner.load(file)
+
+
+def test_a_checkpoint_of_rsl_rl_is_a_teacher():
+    file = Path(__file__).parent / "rsl_rl" / "rsl_rl_5_mlp_normalized.pt"
+    infos = read(file)["infos"]
+    teacher = {"actor_hidden_dims": [6], "critic_hidden_dims": [5], "noise_std_type": "log"}
+    algorithm = {"class_name": "TPPO", "using_ppo": False, "teacher_ac_path": str(file), "teacher_policy": teacher}
+    cfg = {"obs_groups": {"actor": ["command"], "critic": ["proprio", "command"]}, "algorithm": algorithm}
+    runner = OnPolicyRunner(PeerEnv(), cfg, device="cpu", show_progress=False)
+    for obs, actions in zip(infos["obs"], infos["actions"], strict=True):
+        seen = torch.cat([obs["proprio"], obs["command"]], 1)
+        torch.testing.assert_close(runner.alg.teacher_actor_critic.act_inference(seen), actions, rtol=0, atol=1e-6)
+    runner.learn(1)

@@ -161,9 +161,9 @@ class ActorCritic(Policy):
 
     def _init_noise(self, std: Tensor, sets_last_layer: bool) -> None:
         """The noise parameter; or bounds of the actor's output, whose last layer then starts with `std` everywhere."""
-        kinds = ("scalar", "log", "clamped") if self.state_dependent_std else ("scalar", "log")
-        if self.noise_std_type not in kinds:
-            raise ValueError(f"noise_std_type must be one of {', '.join(kinds)}, got {self.noise_std_type!r}")
+        more = "'clamped', " if self.state_dependent_std else ""
+        if self.noise_std_type not in ("scalar", "log", *(["clamped"] if more else [])):
+            raise ValueError(f"noise_std_type must be {more}'scalar' or 'log', got {self.noise_std_type!r}")
         raw = std.log() if self.noise_std_type == "log" else std
         if self.state_dependent_std:
             if sets_last_layer:

@@ -208,7 +208,7 @@ class Policy(nn.Module):
     @final
     def reset(self, dones: Tensor | None = None) -> None:
         """Zero the state of environments whose episode ended; of all if None."""
-        for part in (*self.memories.values(), *self.followers):
+        for part in (*self.memories.values(), *(() if dones is None else self.followers)):
             part.reset(dones)
 
     @final

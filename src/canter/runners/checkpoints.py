@@ -83,8 +83,7 @@ class Checkpoints:
             except OSError as error:
                 warnings.warn(f"the manipulated checkpoint was not written: {error}", stacklevel=3)
         fitted = with_fitting_sums(state, runner.alg.state_dict())
-        selection = {} if load_cfg is None and strict else {"load_cfg": load_cfg, "strict": strict}
-        runner.alg.load_state_dict(fitted, load_optimizer, **selection)
+        runner.alg.load_state_dict(fitted, load_optimizer, load_cfg, strict)
         runner.plan.resume = False
         infos = state.get("infos")
         saved = infos.get("env_state") if isinstance(infos, Mapping) else None  # where mjlab's own runner puts them
