@@ -96,6 +96,12 @@ def test_shared_encoders_are_one_module(stand_in, tmp_path):
     assert runner.policy.actor.model.cnns is runner.policy.critic.model.cnns
 
 
+def test_a_recurrent_model_is_refused(stand_in, monkeypatch):
+    monkeypatch.setattr(CNNModel, "is_recurrent", True, raising=False)
+    with pytest.raises(ValueError, match="CNNModel is recurrent; use RNNModel"):
+        OnPolicyRunner(CameraEnv(), camera_cfg("CNNModel", {"output_channels": [3]}), device="cpu")
+
+
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "rsl_rl.models", None)
     with pytest.raises(ImportError, match="'CNNModel' is a class of rsl_rl, which is missing: pip install rsl-rl-lib"):

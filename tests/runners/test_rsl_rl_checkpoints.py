@@ -124,3 +124,15 @@ def test_a_checkpoint_of_rsl_rl_is_a_teacher():
         seen = torch.cat([obs["proprio"], obs["command"]], 1)
         torch.testing.assert_close(runner.alg.teacher_actor_critic.act_inference(seen), actions, rtol=0, atol=1e-6)
     runner.learn(1)
+
+
+def test_rnd_of_rsl_rl_starts_afresh_with_a_warning(tmp_path):
+    state = read(Path(__file__).parent / "rsl_rl" / "rsl_rl_5_mlp.pt")
+    state |= {"rnd_state_dict": {"predictor.0.weight": torch.zeros(2, 4)}, "rnd_optimizer_state_dict": {"state": {}}}
+    torch.save(state, tmp_path / "model.pt")
+    cfg = state["infos"]["cfg"]
+    cfg["algorithm"]["rnd_cfg"] = {"weight": 1.0, "num_outputs": 2}
+    cfg["obs_groups"]["rnd_state"] = ["critic"]
+    runner = OnPolicyRunner(PeerEnv(), cfg, device="cpu", show_progress=False)
+    with pytest.warns(UserWarning, match="has no rnd_state_dict: it keeps its fresh state"):
+        runner.load(tmp_path / "model.pt")

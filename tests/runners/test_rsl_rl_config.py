@@ -296,6 +296,14 @@ def test_upload_model_is_honoured(tmp_path):
         ({"critic.distribution_cfg": {"class_name": "GaussianDistribution"}}, "critic.distribution_cfg must be None"),
         ({"critic.class_name": "RNNModel"}, "the two must be of one kind; use the same class_name"),
         ({"actor.hiden_dims": [3]}, r"actor.hiden_dims=\[3\] is no setting"),
+        (
+            {
+                "actor.class_name": "CNNModel",
+                "critic.class_name": "CNNModel",
+                "actor.distribution_cfg": {"class_name": "BetaDistribution"},
+            },
+            "actor.class_name='CNNModel' needs distribution_cfg of GaussianDistribution",
+        ),
         ({"critic": None}, "a section 'actor' alone; give actor and critic"),
         ({"algorithm.share_cnn_encoders": True}, "share_cnn_encoders=True needs actor and critic of class CNNModel"),
         ({"algorithm.class_name": "Distillation"}, "class_name='Distillation'.*teacher_ac_path"),

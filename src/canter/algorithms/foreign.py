@@ -43,6 +43,8 @@ def import_state(state: Mapping[str, Any]) -> dict[str, Any]:
     for foreign in [name for name in parts if name in state]:
         named = {f"{parts[foreign]}.{name}": value for name, value in state.pop(foreign).items()}
         state["model_state_dict"] = {**state["model_state_dict"], **named}
+    if "steps" not in state.get("rnd_state_dict", {"steps": 0}):  # rsl_rl's, whose reward statistics are others
+        state = {name: value for name, value in state.items() if not name.startswith("rnd_")}
     if "iteration" in state and "iter" not in state:
         state["iter"] = state.pop("iteration")
     if "model_state_dict" in state:

@@ -33,7 +33,13 @@ class GroupModel(nn.Module):
         self.names = list(shapes)
         example = {name: torch.zeros(1, *shape) for name, shape in shapes.items()}
         options = {name: value for name, value in cfg.items() if name != "class_name" and value is not None}
-        self.model = model_class(cfg["class_name"])(example, {side: self.names}, side, num_outputs, **options, **more)
+        self.model: Any = model_class(cfg["class_name"])(
+            example, {side: self.names}, side, num_outputs, **options, **more
+        )
+        if getattr(self.model, "is_recurrent", False):
+            raise ValueError(
+                f"{cfg['class_name']} is recurrent; use RNNModel, which canter runs as ActorCriticRecurrent"
+            )
 
     def forward(self, obs: Any) -> Tensor:
         """(B, num_outputs)."""

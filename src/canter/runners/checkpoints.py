@@ -59,7 +59,8 @@ class Checkpoints:
         runner = self.runner
         resume = {"num_envs": runner.env.num_envs, "rng": rng_state(), "env": runner.env.get_state()}
         resume |= {"algorithm": runner.alg.resume_state(), "runner": runner.extra_state()}
-        resume["counters"] = runner.env.get_counters()
+        counters = runner.env.get_counters()
+        resume |= {"counters": counters} if counters else {}
         state = {**runner.alg.state_dict(), "iter": runner.iteration, "total_timesteps": runner.tot_timesteps}
         save_checkpoint(path, {**state, "infos": infos, "config": runner.config(), "resume": resume})
         if runner.writer is not None and runner.cfg.upload_model:

@@ -175,6 +175,9 @@ class Translation:
             self._recurrent_or_not(model, kinds[name] == "RNNModel")
         policy = self.out["policy"]
         policy["class_name"] = POLICY_CLASSES.get(kinds["actor"], RSL_RL_MODELS)
+        is_plain = not policy.get("state_dependent_std") and "action_distribution" not in policy
+        if policy["class_name"] == RSL_RL_MODELS and not is_plain:
+            raise ValueError(f"actor.class_name={kinds['actor']!r} needs distribution_cfg of GaussianDistribution")
         for name, model in self.models.items():
             if policy["class_name"] == RSL_RL_MODELS:
                 own = {key: model.pop(key) for key in list(model) if key not in TABLE[name] or key in MODEL_KEYS}
