@@ -410,3 +410,9 @@ def test_arguments_are_taken_in_the_documented_order_and_no_more_of_them(tmp_pat
     runner.close()
     with pytest.raises(TypeError, match="at most 17 positional arguments"):
         OffPolicyRunner(env, *[None] * 17)
+
+
+def test_parts_of_a_checkpoint_are_for_ppo_alone(tmp_path):
+    agent = SAC(env=PointRobot(2))
+    with pytest.raises(ValueError, match="load_cfg and strict=False are for PPO; SAC loads whole checkpoints"):
+        agent.load_state_dict(agent.state_dict(), load_cfg={"actor": True})

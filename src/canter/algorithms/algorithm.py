@@ -24,14 +24,33 @@ PRECISIONS = ("tf32", "fp32", "bf16")
 # Normaliser of a policy -> the setting that leaves it out, and the one that installs it.
 NORMALIZERS = {
     "obs_normalizer": ("empirical_normalization=False", "empirical_normalization=True"),
-    "critic_obs_normalizer": ("empirical_normalization=False", "empirical_normalization=True"),
+    "critic_obs_normalizer": ("critic_obs_normalization=False", "critic_obs_normalization=True"),
     "value_normalizer": ("value_normalization='off'", "value_normalization='running' or 'popart'"),
 }
+
+
+CRITIC_PREFIXES = ("critic.", "memory_c.", "critic_obs_normalizer.", "value_normalizer.")
 
 
 @settings
 class CommonRunSettings:
     """Settings of any run: logging, saving, evaluation."""
+
+    training_dict: ClassVar[Mapping[str, Any]] = {}
+    """The training dict of the run, for `cfg[name]`."""
+
+    def __getitem__(self, name: str) -> Any:
+        """A setting, or an entry of the run's training dict, as rsl_rl's runners have it."""
+        if name in getattr(self, "__dataclass_fields__", ()):
+            return getattr(self, name)
+        return self.training_dict[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """`self[name]`, or the default."""
+        try:
+            return self[name]
+        except KeyError:
+            return default
 
     seed: int | None = None
     """Seed of weights, exploration, minibatches and environments; None draws one."""
@@ -53,6 +72,8 @@ class CommonRunSettings:
     """Handling of an exception in a callback: "raise" or "warn"."""
     trial_metric: str | None = None
     """Metric for a hyper-parameter search; None: velrmsd where the environment has it, else episode/mean_reward."""
+    upload_model: bool = True
+    """Send every checkpoint to the logging service."""
     git_diff: bool = True
     """Keep the diff of uncommitted changes in the run directory; it is never sent to a logging service."""
 
@@ -246,6 +267,10 @@ class Algorithm:
         """Name in the checkpoint -> the object whose state is saved. Extended by subclasses."""
         raise NotImplementedError
 
+    def get_policy(self) -> Any:
+        """The policy, as rsl_rl's algorithms return it."""
+        return self.policy
+
     def modules(self) -> list[nn.Module]:
         """Every network that has a training mode."""
         return [part for part in self.checkpoint_parts().values() if isinstance(part, nn.Module)]
@@ -267,10 +292,23 @@ class Algorithm:
         state: dict[str, Any] = {name: part.state_dict() for name, part in self.checkpoint_parts().items()}
         return state | {"learning_rate": self.learning_rate}
 
-    def load_state_dict(self, state: Mapping[str, Any], load_optimizer: bool = True) -> None:
-        """Load a saved state: all of it, or nothing and an error that names every difference."""
+    def load_state_dict(
+        self, state: Mapping[str, Any], load_optimizer: bool = True, load_cfg: Mapping[str, bool] | None = None,
+        strict: bool = True,
+    ) -> None:  # fmt: skip
+        """Load a saved state: all of it, or nothing and an error that names every difference.
+
+        `load_cfg` selects "actor", "critic", "optimizer" and "rnd". Without `strict`, tensors of the policy that one
+        side lacks keep their values.
+        """
         parts = self.checkpoint_parts()
         state = import_state(state)
+        if load_cfg is not None:
+            load_optimizer = load_optimizer and bool(load_cfg.get("optimizer"))
+            parts = {n: part for n, part in parts.items() if not n.startswith("rnd_") or load_cfg.get("rnd")}
+        if "model_state_dict" in state and (load_cfg is not None or not strict):
+            own = parts["model_state_dict"].state_dict()
+            state["model_state_dict"] = chosen_weights(own, state["model_state_dict"], load_cfg, strict)
         if "lr_scheduler_state_dict" in state and "lr_scheduler_state_dict" not in parts:
             warnings.warn("ignored: the checkpoint has a learning-rate scheduler, this algorithm none", stacklevel=2)
         usable = {}
@@ -349,6 +387,17 @@ def is_user_code() -> bool:
     while frame.f_code.co_name == "__setattr__":
         frame = frame.f_back
     return not frame.f_globals.get("__name__", "").startswith("canter.")
+
+
+def chosen_weights(
+    own: Mapping[str, Any], loaded: Mapping[str, Any], load_cfg: Mapping[str, bool] | None, strict: bool
+) -> dict[str, Any]:
+    """The loaded weights that `load_cfg` selects, and the policy's own in place of the others."""
+    if load_cfg is not None:
+        sides = {name: "critic" if name.startswith(CRITIC_PREFIXES) else "actor" for name in (*own, *loaded)}
+        kept = {name: value for name, value in own.items() if not load_cfg.get(sides[name])}
+        loaded = {**kept, **{name: value for name, value in loaded.items() if load_cfg.get(sides[name])}}
+    return dict(loaded) if strict else {**own, **{name: value for name, value in loaded.items() if name in own}}
 
 
 def is_run_settings(cls: type) -> bool:

@@ -1,22 +1,76 @@
-"""Checkpoints of the libraries people come from, in our layout."""
+"""Checkpoints of the libraries people come from, in our layout.
+
+| rsl_rl    | weights                                  | normalisers                                     |
+|-----------|------------------------------------------|-------------------------------------------------|
+| 1.x, 2.x  | model_state_dict                         | obs_norm_state_dict, privileged_obs_norm_...    |
+| 3.x       | model_state_dict                         | in it, actor_obs_normalizer and critic_...      |
+| 4.x, 5.x  | actor_state_dict, critic_state_dict      | in each, obs_normalizer                         |
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
-NORMALIZERS = {"obs_norm_state_dict": "obs_normalizer", "critic_obs_norm_state_dict": "critic_obs_normalizer"}
+NORMALIZERS = {
+    "obs_norm_state_dict": "obs_normalizer",
+    "critic_obs_norm_state_dict": "critic_obs_normalizer",
+    "privileged_obs_norm_state_dict": "critic_obs_normalizer",
+}
+# Prefixes of a model of rsl_rl 4.x and 5.x -> ours, for the actor and for the critic.
+MODELS = {
+    "actor_state_dict": {
+        "mlp": "actor", "rnn": "memory_a", "obs_normalizer": "obs_normalizer", "distribution.std_param": "std",
+        "distribution.log_std_param": "log_std", "std": "std", "log_std": "log_std",
+    },
+    "critic_state_dict": {"mlp": "critic", "rnn": "memory_c", "obs_normalizer": "critic_obs_normalizer"},
+}  # fmt: skip
+# Order in which our policies, and so their optimizers, have their parameters.
+ORDER = ("std", "log_std", "actor", "critic", "memory_a", "memory_c")
 
 
 def import_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """A checkpoint with separate actor, critic and normaliser entries as one `model_state_dict`; ours unchanged."""
     state = dict(state)
+    parts: Mapping[str, Any] = NORMALIZERS if "model_state_dict" in state else {}
     if "model_state_dict" not in state and "actor_state_dict" in state and "critic_state_dict" in state:
         state["model_state_dict"] = {}
-        parts = {"actor_state_dict": "actor", "critic_state_dict": "critic", **NORMALIZERS}
-    else:
-        parts = NORMALIZERS if "model_state_dict" in state else {}
+        if any(name.startswith(("mlp.", "cnns.")) for name in state["actor_state_dict"]):
+            named = {}
+            for part, prefixes in MODELS.items():
+                named |= {renamed(name, prefixes): value for name, value in state.pop(part).items()}
+            state["model_state_dict"] = named
+        else:
+            parts = {"actor_state_dict": "actor", "critic_state_dict": "critic", **NORMALIZERS}
     for foreign in [name for name in parts if name in state]:
         named = {f"{parts[foreign]}.{name}": value for name, value in state.pop(foreign).items()}
         state["model_state_dict"] = {**state["model_state_dict"], **named}
+    if "steps" not in state.get("rnd_state_dict", {"steps": 0}):  # rsl_rl's, whose reward statistics are others
+        state = {name: value for name, value in state.items() if not name.startswith("rnd_")}
     if "iteration" in state and "iter" not in state:
         state["iter"] = state.pop("iteration")
+    if "model_state_dict" in state:
+        rename = {"actor_obs_normalizer": "obs_normalizer"}
+        state["model_state_dict"] = {renamed(n, rename): value for n, value in state["model_state_dict"].items()}
+        if "optimizer_state_dict" in state:
+            state |= in_our_order(state["model_state_dict"], state["optimizer_state_dict"])
     return state
+
+
+def renamed(name: str, prefixes: Mapping[str, str]) -> str:
+    """The name with its prefix replaced; unchanged if none of the prefixes is its."""
+    for theirs, ours in prefixes.items():
+        if name == theirs or name.startswith(f"{theirs}."):
+            return ours + name[len(theirs) :]
+    return name
+
+
+def in_our_order(weights: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Weights, and the state of the optimizer that follows them, in the order of our policies; others unchanged."""
+    names = [name for name in weights if "normalizer" not in name.split(".")[0]]
+    ranks = [ORDER.index(name.split(".")[0]) if name.split(".")[0] in ORDER else None for name in names]
+    groups = optimizer.get("param_groups", ())
+    if None in ranks or len(groups) != 1 or list(groups[0]["params"]) != list(range(len(names))):
+        return {}
+    order = sorted(range(len(names)), key=lambda i: (ranks[i], i))
+    moments = {new: optimizer["state"][old] for new, old in enumerate(order) if old in optimizer["state"]}
+    ordered = {**{names[i]: weights[names[i]] for i in order}, **weights}
+    return {"model_state_dict": ordered, "optimizer_state_dict": {**optimizer, "state": moments}}

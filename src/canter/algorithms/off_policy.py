@@ -402,8 +402,14 @@ class OffPolicyAlgorithm(Algorithm):
             state |= {REPLAY: self.replay.state_dict(), "num_stored": self.num_stored}
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any], load_optimizer: bool = True) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], load_optimizer: bool = True, load_cfg: Mapping[str, bool] | None = None,
+        strict: bool = True,
+    ) -> None:  # fmt: skip
         """Load a saved state, and the replay buffer if there is one and the optimizers are loaded too."""
+        if load_cfg is not None or not strict:
+            owner = type(self).__name__
+            raise ValueError(f"load_cfg and strict=False are for PPO; {owner} loads whole checkpoints: leave them out")
         has_replay = load_optimizer and REPLAY in state
         if has_replay:
             self.prepare().check_state(state[REPLAY])

@@ -84,6 +84,10 @@ class PPOSettings(RNDSettings, SymmetrySettings, AlgorithmSettings):
     """Stop the passes over a rollout once the mean KL of one exceeds this."""
     normalize_advantage_per_mini_batch: bool = False
     """Normalise advantages in each minibatch instead of over the rollout."""
+    critic_obs_normalization: bool | None = setting(None, fixed=True)
+    """Normalise the critic's observations; None does as `empirical_normalization`, which then is the actor's alone."""
+    clip_grads_separately: bool = setting(False, fixed=True)
+    """Scale the gradients of actor and critic down to `max_grad_norm` each, instead of together."""
     normalize_rewards: bool = setting(False, fixed=True)
     """Divide rewards by the running standard deviation of the discounted return."""
     value_normalization: str = setting("off", choices=VALUE_NORMALIZATIONS, fixed=True)
@@ -146,7 +150,8 @@ class PPO(Algorithm):
             self.cfg.optimizer_class_name,
             self.cfg.learning_rate,
             self.cfg.parameter_groups,
-            separate=[name for e in self.extensions.values() for name in e.separately_clipped(self.policy)],
+            separate=[name for e in self.extensions.values() for name in e.separately_clipped(self.policy)]
+            + (["critic", "memory_c"] if self.cfg.clip_grads_separately else []),
             excluded=[name for e in self.extensions.values() for name in e.excluded_parameters(self.policy)],
         )
         self.lr, self._learning_rate = self.optimizer.lr, self.cfg.learning_rate
@@ -231,8 +236,11 @@ class PPO(Algorithm):
     def init_obs_norm(self, num_obs: Any, num_critic_obs: Any) -> None:
         """Install the policy's normalisers for widths or shapes; identities where normalisation is off."""
         self.executor.forget()
-        for name, shape in (("obs_normalizer", num_obs), ("critic_obs_normalizer", num_critic_obs)):
-            normalizer = build_normalizer(shape) if self.cfg.empirical_normalization else NoNormalization()
+        actor, critic = self.cfg.empirical_normalization, self.cfg.critic_obs_normalization
+        both = {"obs_normalizer": (num_obs, actor)}
+        both["critic_obs_normalizer"] = (num_critic_obs, actor if critic is None else critic)
+        for name, (shape, is_normalized) in both.items():
+            normalizer = build_normalizer(shape) if is_normalized else NoNormalization()
             setattr(self.policy, name, normalizer.to(self.device))
 
     def init_storage(
@@ -451,7 +459,8 @@ class PPO(Algorithm):
             if target_kl is not None and self._epoch_kl(before) > target_kl:
                 break
         report = self._report()
-        if self.cfg.empirical_normalization or self.cfg.value_normalization != "off":
+        is_normalized = self.cfg.empirical_normalization or self.cfg.critic_obs_normalization
+        if is_normalized or self.cfg.value_normalization != "off":
             self._update_normalizers()
         for extension in extensions:
             extension.end_update(storage)
@@ -707,7 +716,7 @@ class PPO(Algorithm):
         storage = self.rollout
         used = storage.newest
         valid = storage.data["valid"][used].squeeze(-1) if storage.has_invalid_steps else None
-        if self.cfg.empirical_normalization:
+        if self.cfg.empirical_normalization or self.cfg.critic_obs_normalization:
             obs, critic_obs = self.newest_observations()
             self.policy.update_normalizers(obs, critic_obs, valid)
         if self.cfg.value_normalization != "off":

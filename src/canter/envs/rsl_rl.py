@@ -71,11 +71,12 @@ class RslRlAdapter(Forwarding, VecEnv):
         self._target = None if device is None else torch.device(device)
         groups = self._start()
         self.device = self._target or next(leaf.device for _, leaf in tree_leaves(groups))
-        # Group names of the actor's and of the critic's observation; None where the groups are one dict observation.
-        self._sets: tuple[list[str], list[str]] | None = None
+        self.sets: tuple[list[str], list[str]] | None = None
+        """Group names of the actor's and the critic's observation; None where the groups are one dict observation."""
         if obs_groups or group_names(groups) is not None:
-            self._sets = resolve_sets(groups, obs_groups or {})
-        self._used = list(groups) if self._sets is None else list(dict.fromkeys(self._sets[0] + self._sets[1]))
+            self.sets = resolve_sets(groups, obs_groups or {})
+        self.group_shapes = {name: tuple(leaf.shape[1:]) for name, leaf in groups.items() if isinstance(leaf, Tensor)}
+        self._used = list(groups) if self.sets is None else list(dict.fromkeys(self.sets[0] + self.sets[1]))
         leaves = tree_leaves({name: groups[name] for name in self._used})
         self._layout = {name: (tuple(leaf.shape), leaf.dtype) for name, leaf in leaves}
         self._current = obs, critic_obs = self._select(groups)
@@ -139,11 +140,16 @@ class RslRlAdapter(Forwarding, VecEnv):
 
     def _select(self, groups: Groups) -> tuple[Obs, Obs]:
         """The actor's and the critic's observation from the groups."""
-        if self._sets is None:
+        if self.sets is None:
             return groups, groups
-        actor, critic = self._sets
+        actor, critic = self.sets
         obs = join_groups(groups, actor)[0]
         return obs, obs if critic == actor else join_groups(groups, critic)[0]
+
+    def actor_obs(self, groups: Mapping[str, Any]) -> Obs:
+        """The actor's observation from the groups that the environment returns."""
+        tensors: Groups = to_obs(groups)
+        return tensors if self.sets is None else join_groups(tensors, self.sets[0])[0]
 
     def _split_final(self, final: Any) -> tuple[Any, Any]:
         is_whole = isinstance(final, Mapping) and all(name in final for name in self._used)
@@ -154,7 +160,7 @@ class RslRlAdapter(Forwarding, VecEnv):
         stated = next((s for s in (attribute(self.env, name) for name in names) if s is not None), None)
         if stated is not None and isinstance(space, spaces.Box):
             return checked_layout(stated, flat_size(space), names[0]).shapes
-        return None if self._sets is None else join_groups(groups, self._sets[index])[1]
+        return None if self.sets is None else join_groups(groups, self.sets[index])[1]
 
     def seed(self, seed: int) -> None:
         """Seed the environment; without a `seed` of its own, the next `reset` still starts new episodes."""
@@ -181,7 +187,7 @@ class RslRlAdapter(Forwarding, VecEnv):
 
     def step(self, actions: Tensor) -> StepRecord:
         """Apply one action per environment."""
-        result = self.env.step(actions if self._env_device is None else actions.to(self._env_device))
+        result = self._simulate(actions if self._env_device is None else actions.to(self._env_device))
         obs, privileged, rewards, dones, extras = read_step(result)
         if self._num_steps == 0 and len(result) != 4:
             kind = "batched Gymnasium" if "terminated" in extras else f"1.x ({len(result)}-tuple)"
@@ -198,6 +204,20 @@ class RslRlAdapter(Forwarding, VecEnv):
         if record.final_obs is not None or self.gives_final_obs:
             self.gives_final_obs = record.final_obs is not None or not self._watch(record.done)
         return record
+
+    def _simulate(self, actions: Tensor) -> Any:
+        """The result of the environment's step."""
+        return self.env.step(actions)
+
+    def get_counters(self) -> dict[str, Any]:
+        """The steps that curricula of Isaac Lab and mjlab depend on."""
+        count = attribute(self.env, "common_step_counter")
+        return {} if count is None else {"common_step_counter": int(count)}
+
+    def set_counters(self, counters: dict[str, Any]) -> None:
+        """Continue curricula from a result of `get_counters`."""
+        if "common_step_counter" in counters and attribute(self.env, "common_step_counter") is not None:
+            getattr(self.env, "unwrapped", self.env).common_step_counter = int(counters["common_step_counter"])
 
     def render(self) -> Any:
         """Return an image of the first environment, if the environment renders arrays."""

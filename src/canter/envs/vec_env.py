@@ -107,6 +107,13 @@ class VecEnv(ABC):
         """Continue from a result of `get_state`."""
         raise NotImplementedError(f"{type(self).__name__} cannot restore its state")
 
+    def get_counters(self) -> dict[str, Any]:
+        """Return what outlives episodes, such as the steps that a curriculum depends on; saved with checkpoints."""
+        return {}
+
+    def set_counters(self, counters: dict[str, Any]) -> None:  # noqa: B027 - most environments have none
+        """Continue from a result of `get_counters`."""
+
     def render(self) -> Any:
         """Return an image of the first environment as an (H, W, 3) uint8 array, or None."""
         return None

@@ -9,6 +9,7 @@ import torch
 
 from canter.envs.gymnasium import GymVecEnv
 from canter.envs.gymnasium_vector import EnvPoolAdapter, GymVectorEnvAdapter, is_envpool, make_envpool
+from canter.envs.mjlab import MjlabAdapter, is_mjlab, make_mjlab
 from canter.envs.rsl_rl import ObsGroups, RslRlAdapter, is_apexrl, is_batched
 from canter.envs.torch_envs import TORCH_ENVS
 from canter.envs.vec_env import Device, VecEnv
@@ -158,6 +159,7 @@ register_adapter(
 register_adapter(
     "rsl_rl style", is_batched, RslRlAdapter, "num_envs, num_actions, step(actions), and reset() or get_observations()"
 )
+register_adapter("mjlab", is_mjlab, MjlabAdapter, "an mjlab ManagerBasedRlEnv, bare or in RslRlVecEnvWrapper")
 register_adapter("ApexRL style", is_apexrl, RslRlAdapter, "the same with observation_space_gym or action_space_gym")
 register_adapter(
     "Gymnasium vector",
@@ -171,3 +173,4 @@ register_adapter(
 register_adapter("canter", lambda env: isinstance(env, VecEnv), seed_vec_env, "a canter.envs.VecEnv, used as it is")
 register_env("canter", make_torch_env)
 register_env("envpool", make_envpool)
+register_env("mjlab", make_mjlab)

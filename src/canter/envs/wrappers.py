@@ -92,6 +92,14 @@ class VecEnvWrapper(Forwarding, VecEnv):
         """Continue from a result of `get_state`."""
         self.env.set_state(state)
 
+    def get_counters(self) -> dict[str, Any]:
+        """Return what outlives the episodes of the wrapped environment."""
+        return self.env.get_counters()
+
+    def set_counters(self, counters: dict[str, Any]) -> None:
+        """Continue from a result of `get_counters`."""
+        self.env.set_counters(counters)
+
     def render(self) -> Any:
         """Return an image of the first environment, or None."""
         return self.env.render()
@@ -99,6 +107,18 @@ class VecEnvWrapper(Forwarding, VecEnv):
     def close(self) -> None:
         """Close the wrapped environment."""
         self.env.close()
+
+
+class ClipActions(VecEnvWrapper):
+    """Clamps every action to plus and minus `limit` before the environment gets it."""
+
+    def __init__(self, env: VecEnv, limit: float) -> None:
+        super().__init__(env)
+        self.limit = float(limit)
+
+    def step(self, actions: Tensor) -> StepRecord:
+        """Apply one action per environment."""
+        return super().step(actions.clamp(-self.limit, self.limit))
 
 
 class TransformObs(VecEnvWrapper):

@@ -30,6 +30,7 @@ from canter.modules.policy import Policy, PolicyOutput
 from canter.modules.q_networks import (
     CNNContinuousQNetwork, CNNQNetwork, ContinuousQNetwork, DiscreteQNetwork, MLPContinuousQNetwork, MLPQNetwork,
 )
+from canter.modules.rsl_rl_models import RslRlModels
 from canter.modules.state_adaptor import (
     AdaptorActorHiddenState, PrivilegeEstimatorMixin, PrivilegeStateAc, PrivilegeStateAcRecurrent,
 )
@@ -56,8 +57,8 @@ __all__ = [
     "Estimate", "EstimatorActorHiddenState", "EstimatorMixin", "Gaussian", "HistoryEncoder", "LstmHiddenState",
     "MLPActor", "MLPContinuousQNetwork", "MLPCritic", "MLPDeterministicActor", "MLPDiscreteActor", "MLPQNetwork",
     "MLPSquashedGaussianActor", "Memory", "MlpModel", "MultiCategorical", "Normalize", "Normalizer", "Policy",
-    "PolicyOutput", "PrivilegeEstimatorMixin", "PrivilegeStateAc", "PrivilegeStateAcRecurrent", "RunningMeanStd",
-    "SquashedGaussian", "StateAc", "StateAcRecurrent", "VisualActorCritic", "VisualActorCriticMixin",
+    "PolicyOutput", "PrivilegeEstimatorMixin", "PrivilegeStateAc", "PrivilegeStateAcRecurrent", "RslRlModels",
+    "RunningMeanStd", "SquashedGaussian", "StateAc", "StateAcRecurrent", "VisualActorCritic", "VisualActorCriticMixin",
     "VisualActorCriticRecurrent", "VisualDeterministicAC", "VisualDeterministicRecurrent", "build_actor_critic",
     "conv2d_output_shape", "get_activation_Cls", "register_encoder", "register_policy",
 ]  # fmt: skip

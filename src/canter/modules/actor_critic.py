@@ -49,7 +49,9 @@ class ActorCritic(Policy):
         actor_layer_norm: Layer normalisation in the hidden layers of the actor.
         critic_layer_norm: Layer normalisation in the hidden layers of the critic.
         init_noise_std: Initial standard deviation, one number or one per action.
-        noise_std_type: "scalar" learns the standard deviation itself, "log" its logarithm.
+        noise_std_type: "scalar" learns the standard deviation itself, "log" its logarithm. With `state_dependent_std`,
+            "scalar" is the softplus of the actor's output, "clamped" the output itself.
+        learn_noise_std: Learn the standard deviation; if false it stays `init_noise_std`.
         state_dependent_std: The actor outputs a standard deviation for each observation, instead of one for all.
         mu_activation: Activation after the actor's last layer.
         orthogonal_init: Orthogonal weights, in encoders too; small in the actor's last layer, as is usual for control.
@@ -66,7 +68,7 @@ class ActorCritic(Policy):
         actor_hidden_dims: Sequence[int] = (256, 256, 256), critic_hidden_dims: Sequence[int] = (256, 256, 256),
         activation: str = "elu", actor_activation: str | None = None, critic_activation: str | None = None,
         actor_layer_norm: bool = False, critic_layer_norm: bool = False,
-        init_noise_std: float | Sequence[float] = 1.0, noise_std_type: str = "scalar",
+        init_noise_std: float | Sequence[float] = 1.0, noise_std_type: str = "scalar", learn_noise_std: bool = True,
         state_dependent_std: bool = False, mu_activation: str | None = None, orthogonal_init: bool = False,
         squash_actions: bool = False, action_distribution: str | None = None, action_space: Any = None,
         obs_segments: Segments | None = None, critic_obs_segments: Segments | None = None, **unknown: Any,
@@ -102,6 +104,8 @@ class ActorCritic(Policy):
                 init_orthogonal(built, last_gain=gain)
         if isinstance(self.distribution, Gaussian) and not self.actor_gives_params:
             self._init_noise(init_std(self.num_actions, init_noise_std), sets_last_layer=actor is None)
+            for parameter in self.parameters(recurse=False):
+                parameter.requires_grad_(learn_noise_std)
 
     def _check_given(self, part: str, module: nn.Module | None, width: int | None, unused: str | None) -> None:
         """Refuse a missing width, a setting of an MLP that is not built, and a module that has half of an interface."""
@@ -157,15 +161,16 @@ class ActorCritic(Policy):
 
     def _init_noise(self, std: Tensor, sets_last_layer: bool) -> None:
         """The noise parameter; or bounds of the actor's output, whose last layer then starts with `std` everywhere."""
-        if self.noise_std_type not in ("scalar", "log"):
-            raise ValueError(f"noise_std_type must be 'scalar' or 'log', got {self.noise_std_type!r}")
+        more = "'clamped', " if self.state_dependent_std else ""
+        if self.noise_std_type not in ("scalar", "log", *(["clamped"] if more else [])):
+            raise ValueError(f"noise_std_type must be {more}'scalar' or 'log', got {self.noise_std_type!r}")
         raw = std.log() if self.noise_std_type == "log" else std
         if self.state_dependent_std:
             if sets_last_layer:
                 last = [layer for layer in self.actor.modules() if isinstance(layer, nn.Linear)][-1]
                 with torch.no_grad():
                     last.weight[self.num_actions :] = 0.0
-                    last.bias[self.num_actions :] = raw if self.noise_std_type == "log" else raw.expm1().log()
+                    last.bias[self.num_actions :] = raw.expm1().log() if self.noise_std_type == "scalar" else raw
             # Bounds that `clip_std` sets; a parameter could be clamped instead, a network's output cannot.
             self.std_low = nn.Buffer(torch.full_like(std, SMALLEST_STD), persistent=False)
             self.std_high = nn.Buffer(torch.full_like(std, torch.inf), persistent=False)
@@ -198,8 +203,9 @@ class ActorCritic(Policy):
         if not self.state_dependent_std:
             return {"mu": head, "sigma": self.noise_std()}  # (A,): one noise serves every row
         mu, raw = head.chunk(2, dim=-1)
-        raw = raw.float() if self.noise_std_type == "log" else F.softplus(raw.float())
-        sigma = bounded_std(raw, self.noise_std_type, self.std_low, self.std_high)
+        raw = F.softplus(raw.float()) if self.noise_std_type == "scalar" else raw.float()
+        kind = "log" if self.noise_std_type == "log" else "scalar"
+        sigma = bounded_std(raw, kind, self.std_low, self.std_high)
         return {"mu": self.mu_activation(mu), "sigma": sigma}
 
     def head_value(self, features: Tensor, obs: Tensor, ctx: Context) -> Tensor:

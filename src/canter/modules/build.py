@@ -30,8 +30,14 @@ def register_policy(cls: type[Policy]) -> type[Policy]:
 
 
 def build_actor_critic(env: Any, policy_class_name: str, policy_cfg: Mapping[str, Any] | None = None) -> Any:
-    """A policy by class name; missing settings of the environment (widths, segments, action space) are filled in."""
+    """A policy by class name; missing settings of the environment (widths, segments, action space) are filled in.
+
+    The setting `action_range`, a pair of numbers, bounds every action.
+    """
     given = {name: value for name, value in (policy_cfg or {}).items() if name != "class_name"}
+    if given.get("action_range") is not None:  # of a distribution with bounds, where the environment has none
+        low, high = given.pop("action_range")
+        given["action_space"] = spaces.Box(low, high, (env.num_actions,))
     defaults = {
         "num_actor_obs": lambda: env.num_obs,
         "num_critic_obs": lambda: env.num_privileged_obs or env.num_obs,

@@ -15,12 +15,15 @@ ALIGNMENT = 8  # fast matrix kernels of a GPU need rows of 8 numbers
 class Linear(nn.Linear):
     """A linear layer that pads an input of unaligned width with zeros on a GPU."""
 
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features)
+        self.padding = [0, -in_features % ALIGNMENT]  # an attribute: TorchScript reads no global
+
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
         """(..., in_features) -> (..., out_features)."""
         if not input.is_cuda:
             return F.linear(input, self.weight, self.bias)
-        padding = (0, -self.in_features % ALIGNMENT)
-        return F.linear(F.pad(input, padding), F.pad(self.weight, padding), self.bias)
+        return F.linear(F.pad(input, self.padding), F.pad(self.weight, self.padding), self.bias)
 
 
 def mlp(

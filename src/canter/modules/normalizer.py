@@ -61,7 +61,8 @@ class EmpiricalNormalization(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Update the statistics in training mode, then normalise (..., *shape)."""
-        self.update(x)
+        if not torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
+            self.update(x)
         return self.normalize(x)
 
     def normalize(self, x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """The base class of policies: a pure core for algorithms (`forward`, `value`, `infer`), stateful calls for scripts."""
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -122,6 +123,8 @@ class Policy(nn.Module):
         """State from step to step besides the memories."""
         self.generator: torch.Generator | None = None
         """Random numbers of the stateful calls; torch's default generator if None."""
+        self.followers: Any = weakref.WeakSet()
+        """Inference policies with a state of their own, which `reset(dones)` resets too."""
         self.random_mask_probs: dict[str, float] = {}
         """Probability by name of masks that are drawn while collecting and reused in learning."""
         self._params: Params | None = None
@@ -209,8 +212,8 @@ class Policy(nn.Module):
     @final
     def reset(self, dones: Tensor | None = None) -> None:
         """Zero the state of environments whose episode ended; of all if None."""
-        for memory in self.memories.values():
-            memory.reset(dones)
+        for part in (*self.memories.values(), *(() if dones is None else self.followers)):
+            part.reset(dones)
 
     @final
     def act(self, obs: Obs, masks: Tensor | None = None, hidden_states: Any = None, inference: bool = False) -> Tensor:
@@ -311,6 +314,11 @@ class Policy(nn.Module):
         """Add the observations of a rollout to the statistics."""
         self.obs_normalizer.update(obs, valid)
         self.critic_obs_normalizer.update(critic_obs, valid)
+
+    @property
+    def actor_obs_normalizer(self) -> Any:
+        """The normaliser of the actor's observation, under the name of rsl_rl."""
+        return self.obs_normalizer
 
     @property
     def obs_segments(self) -> dict[str, tuple[int, ...]]:

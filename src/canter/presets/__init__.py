@@ -45,7 +45,13 @@ def read_presets(folder: Path) -> dict[str, dict[str, Any]]:
 def load_preset(task: str, algorithm: str = PPO) -> dict[str, Any]:
     """A copy of the preset that `preset_name` finds for a task, or the defaults of the algorithm's config."""
     name = find_algorithm(algorithm)
-    preset = copy.deepcopy(presets(name).get(preset_name(task, name)))
+    known, used = presets(name), preset_name(task, name)
+    if used == FALLBACK and name == PPO and task.startswith("mjlab/"):
+        from canter.envs.mjlab import mjlab_training_dict  # mjlab registers settings with its tasks
+
+        preset = {"num_envs": 4096, **mjlab_training_dict(task.partition("/")[2])}
+    else:
+        preset = copy.deepcopy(known.get(used))
     if preset is None:
         preset = RunPlan(name, REGISTRY[name].config_class()).to_dict()
     preset["algorithm"] = {**(preset.get("algorithm") or {}), "class_name": display_name(name)}

@@ -32,6 +32,8 @@ class Checkpoints:
         self.directory = runner.save_dir
         self.periodic: list[str] = []
         """Names of the files in `directory` that were written periodically, by this process or an earlier one."""
+        self.being_saved: Path | None = None
+        """The periodic checkpoint that `runner.save` is writing."""
         if self.directory is not None:
             remove_stale_temps(self.directory)
             with contextlib.suppress(OSError, ValueError, TypeError):  # then none of the earlier files is ever removed
@@ -47,7 +49,7 @@ class Checkpoints:
 
     def save(self, path: Path, infos: Any = None) -> None:
         """Write a checkpoint that is never removed."""
-        if path.parent == self.directory and path.name in self.periodic:
+        if path.parent == self.directory and path.name in self.periodic and path != self.being_saved:
             self.periodic.remove(path.name)
             atomic_write(path.parent / PERIODIC, json.dumps(self.periodic).encode())
         self._write(path, infos)
@@ -59,12 +61,16 @@ class Checkpoints:
         resume |= {"algorithm": runner.alg.resume_state(), "runner": runner.extra_state()}
         if runner.eval_env is not None:
             resume["eval_env"] = runner.eval_env.get_state()
+        counters = runner.env.get_counters()
+        resume |= {"counters": counters} if counters else {}
         state = {**runner.alg.state_dict(), "iter": runner.iteration, "total_timesteps": runner.tot_timesteps}
         save_checkpoint(path, {**state, "infos": infos, "config": runner.config(), "resume": resume})
-        if runner.writer is not None:
+        if runner.writer is not None and runner.cfg.upload_model:
             runner.writer.save_model(path, runner.iteration)
 
-    def load(self, path: Path, load_optimizer: bool, map_location: Any) -> Any:
+    def load(
+        self, path: Path, load_optimizer: bool, map_location: Any, load_cfg: Mapping[str, bool] | None, strict: bool
+    ) -> Any:
         """Continue from a checkpoint of canter, or load the weights of another library's."""
         runner = self.runner
         state = import_state(load_checkpoint(path, runner.device if map_location is None else map_location))
@@ -79,10 +85,17 @@ class Checkpoints:
                 save_checkpoint(path.with_name(f"manipulated_{path.name}"), dict(state))
             except OSError as error:
                 warnings.warn(f"the manipulated checkpoint was not written: {error}", stacklevel=3)
-        runner.alg.load_state_dict(with_fitting_sums(state, runner.alg.state_dict()), load_optimizer)
+        fitted = with_fitting_sums(state, runner.alg.state_dict())
+        runner.alg.load_state_dict(fitted, load_optimizer, load_cfg, strict)
+        runner.plan.resume = False
+        infos = state.get("infos")
+        saved = infos.get("env_state") if isinstance(infos, Mapping) else None  # where mjlab's own runner puts them
+        runner.env.set_counters((state.get("resume") or {}).get("counters") or saved or {})
+        if load_cfg is not None and not load_cfg.get("iteration"):
+            return state.get("infos")
         runner.iteration = int(state.get("iter", 0))
         runner.tot_timesteps = int(state.get("total_timesteps", runner.iteration * runner.steps_per_iteration()))
-        if load_optimizer and state.get("resume"):
+        if load_optimizer and load_cfg is None and state.get("resume"):
             self._resume(state["resume"])
         runner.resumed_at = runner.tot_timesteps
         return state.get("infos")
@@ -114,12 +127,16 @@ class Checkpoints:
             return
         path, keep = self.directory / f"model_{self.runner.iteration}.pt", self.runner.cfg.keep_checkpoints
         if keep is None:
-            self._write(path)
+            self.runner.save(str(path))
             return
         # The name first: a process killed in between must not leave a file that is never removed.
         self.periodic = [*(name for name in self.periodic if name != path.name), path.name]
         atomic_write(self.directory / PERIODIC, json.dumps(self.periodic).encode())
-        self._write(path)
+        self.being_saved = path
+        try:
+            self.runner.save(str(path))
+        finally:
+            self.being_saved = None
         removed = {old.name for old in prune_checkpoints(self.directory, keep, self.periodic)}
         self.periodic = [name for name in self.periodic if name not in removed]
 

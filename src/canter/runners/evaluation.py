@@ -1,5 +1,6 @@
 """Deterministic policies and the statistics of their episodes."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,22 @@ from canter.utils.tree import Obs
 
 
 class InferencePolicy:
-    """`actions = policy(obs)`: deterministic actions for raw observations; keeps its own recurrent state."""
+    """`actions = policy(obs)`: deterministic actions for raw observations; keeps its own recurrent state.
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
+    `actor_obs` takes the actor's part of a mapping of observation groups, a TensorDict for example. Resetting the
+    policy for some environments resets this state too.
+    """
+
+    def __init__(self, policy: Policy, actor_obs: Callable[[Any], Obs] | None = None) -> None:
+        self.policy, self.actor_obs = policy, actor_obs
         self.hidden: Hidden | None = None
+        policy.followers.add(self)
 
     @torch.no_grad()
-    def __call__(self, obs: Obs) -> Tensor:
+    def __call__(self, obs: Any) -> Tensor:
         """Return the actions of one step."""
+        if self.actor_obs is not None and isinstance(obs, Mapping):
+            obs = self.actor_obs(obs)
         if self.hidden is None or any(len(state) != batch_size(obs) for state in self.hidden.values()):
             self.hidden = self.policy.initial_hidden(batch_size(obs))
         actions, self.hidden = self.policy.infer(obs, self.hidden)
@@ -32,7 +40,8 @@ class InferencePolicy:
             self.hidden = None
         else:
             ended = dones.bool().view(-1, 1, 1, 1)
-            self.hidden = {name: state.masked_fill(ended, 0.0) for name, state in self.hidden.items()}
+            fitting = {name: state for name, state in self.hidden.items() if len(state) == len(ended)}
+            self.hidden |= {name: state.masked_fill(ended.to(state.device), 0.0) for name, state in fitting.items()}
 
 
 @torch.inference_mode()

@@ -11,14 +11,11 @@ from canter.algorithms import REGISTRY, Entry
 from canter.algorithms.actor_q import profile_settings
 from canter.algorithms.algorithm import CommonRunSettings, field_names, is_run_settings
 from canter.modules.build import NETWORKS
+from canter.runners.rsl_rl_config import Translation, as_sections
 from canter.utils.config import check_settings, combined_settings, unknown_setting
 
 # Keys of launch scripts, which a training dict may contain.
-LAUNCHER_KEYS = {
-    "class_name", "runner_class_name", "experiment_name", "run_name", "resume", "load_run", "load_checkpoint",
-    "checkpoint", "clip_actions", "upload_model", "run", "task", "num_envs", "total_timesteps",
-}  # fmt: skip
-PROJECT_KEYS = {"wandb_project": "wandb", "neptune_project": "neptune"}
+LAUNCHER_KEYS = {"run", "task", "num_envs", "total_timesteps"}
 warn_once = functools.cache(warnings.warn)
 
 
@@ -32,6 +29,12 @@ class RunPlan:
     storage: dict[str, Any] = dataclasses.field(default_factory=dict)
     obs_groups: dict[str, Any] | None = None
     ckpt_manipulator: Any = None
+    clip_actions: float | None = None
+    """Actions are clamped to plus and minus this before the environment gets them."""
+    resume: bool = False
+    """Whether a checkpoint must be loaded before `learn`."""
+    is_rsl_rl: bool = False
+    """Whether `rsl_rl_config.complete` has to settle what rsl_rl reads from the environment."""
 
     def to_dict(self) -> dict[str, Any]:
         """The flat documented layout, complete, in plain containers; `parse_train_cfg` reads it back."""
@@ -42,6 +45,7 @@ class RunPlan:
             "policy": plain(self.policy),
             "storage": plain(self.storage),
             **({"obs_groups": plain(self.obs_groups)} if self.obs_groups else {}),
+            **({} if self.clip_actions is None else {"clip_actions": self.clip_actions}),
             **{k: v for k, v in values.items() if k not in algorithm_names},
         }
 
@@ -81,9 +85,9 @@ def parse_train_cfg(
     Network classes and their settings, and the algorithm's name, may be given beside the dict; they must not contradict
     it. `default` is the algorithm where neither names one.
     """
-    top = {**train_cfg, **dict(train_cfg.get("runner") or {})}
-    top.pop("runner", None)
-    algorithm, policy = dict(top.pop("algorithm", None) or {}), dict(top.pop("policy", None) or {})
+    translation = Translation(train_cfg)
+    top = translation.run()
+    algorithm, policy = top.pop("algorithm"), top.pop("policy")
     names = (top.pop("algorithm_class_name", None), top.pop("policy_class_name", None))
     given_name, policy_name = algorithm.pop("class_name", None) or names[0], policy.pop("class_name", None) or names[1]
     name = find_algorithm(given_name or algorithm_name or default)
@@ -102,6 +106,7 @@ def parse_train_cfg(
     else:
         policy = {"class_name": policy_name or "ActorCritic", **policy}
     rest = (dict(top.pop("storage", None) or {}), top.pop("obs_groups", None), top.pop("ckpt_manipulator", None))
+    rest += (top.pop("clip_actions", None), bool(top.pop("resume", None)), translation.is_rsl_rl)
     return RunPlan(display_name(name), config_from(name, algorithm, top), policy, *rest)
 
 
@@ -116,6 +121,8 @@ def make_plan(
     train_cfg: Any, cfg: Any, algorithm: str | None, agent: Any, networks: Mapping[str, Any], default: str = "ppo"
 ) -> RunPlan:
     """The plan of a run from a training dict, a config object, an algorithm's name or a ready algorithm."""
+    if hasattr(train_cfg, "algorithm"):  # a training dict written as a dataclass, as Isaac Lab's and mjlab's are
+        train_cfg = as_sections(train_cfg)
     if dataclasses.is_dataclass(train_cfg) or isinstance(cfg, Mapping):
         train_cfg, cfg = cfg, train_cfg
     known = {key: value for key, value in networks.items() if value is not None}
@@ -160,13 +167,6 @@ def named_network(value: Any) -> Any:
 def config_from(name: str, algorithm: Mapping[str, Any], top: dict[str, Any]) -> Any:
     """The config object of a training dict; settings that the dict leaves out get their documented defaults."""
     entry = REGISTRY[name]
-    kwargs = dict(top.pop("logger_kwargs", None) or {})
-    for key, backend in PROJECT_KEYS.items():
-        project = top.pop(key, None)
-        if project is not None:
-            kwargs.setdefault(backend, {}).setdefault("project", project)
-    if "logger" in top:
-        top["logger_backend"] = top.pop("logger")
     run_names, defaults = run_fields(entry.config_class), documented_defaults(entry)
     given = {key: value for key, value in top.items() if key not in LAUNCHER_KEYS}
     shared = {key: given.pop(key) for key in list(given) if key in defaults}  # e.g. empirical_normalization at the top
@@ -180,8 +180,6 @@ def config_from(name: str, algorithm: Mapping[str, Any], top: dict[str, Any]) ->
     settings = {**defaults, **profile, **shared, **own, **{k: v for k, v in given.items() if k in run_names}}
     if "num_steps_per_env" in run_names:
         settings.setdefault("log_interval", 1)  # the documented default of a training dict
-    if kwargs:
-        settings["logger_kwargs"] = kwargs
     # Lists, as YAML and JSON have them, become tuples.
     return entry.config_class(**{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
 

@@ -68,6 +68,27 @@ class Callbacks:
             self.sync()
 
 
+class RunnerLogger:
+    """A runner's logging under the names of rsl_rl's `Logger`."""
+
+    def __init__(self, runner: Any) -> None:
+        self.runner, self.log_dir, self.writer = runner, runner.log_dir and str(runner.log_dir), runner.writer
+        self.git_status_repos, self.cfg, self.tot_timesteps = runner.git_repos, runner.cfg, runner.tot_timesteps
+        self.rewbuffer, self.lenbuffer = runner.rewbuffer, runner.lenbuffer
+        self.disable_logs = runner.disable_logs
+
+    @property
+    def logger_type(self) -> str:
+        """Name of the first logging backend."""
+        backend = self.cfg.logger_backend
+        return backend if isinstance(backend, str) else backend[0]
+
+    def save_model(self, path: str | Path, it: int) -> None:
+        """Send a checkpoint to the logging services."""
+        if self.writer is not None:
+            self.writer.save_model(Path(path), it)
+
+
 class TrialPruned(Exception):  # noqa: N818 (Optuna's name)
     """The search pruned this run; Optuna's own exception is raised instead where Optuna is installed."""
 

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import math
+import os
 import signal
 import warnings
 from abc import ABC, abstractmethod
@@ -22,13 +23,22 @@ from canter.algorithms import REGISTRY
 from canter.algorithms.algorithm import Algorithm
 from canter.envs.vec_env import VecEnv
 from canter.envs.wrap import wrap_env
-from canter.envs.wrappers import FlattenObs
+from canter.envs.wrappers import ClipActions, FlattenObs
 from canter.modules.build import build_actor_critic
 from canter.modules.normalizer import ReturnScaler
 from canter.runners.checkpoints import Checkpoints
 from canter.runners.evaluation import InferencePolicy, run_episodes
+from canter.runners.rsl_rl_config import RSL_RL_MODELS, complete
 from canter.runners.run_config import RunPlan, find_algorithm, make_plan
-from canter.runners.run_log import Callbacks, StopTraining, TrialReporter, pruned_exception, store_code, train_metrics
+from canter.runners.run_log import (
+    Callbacks,
+    RunnerLogger,
+    StopTraining,
+    TrialReporter,
+    pruned_exception,
+    store_code,
+    train_metrics,
+)
 from canter.utils.console import Console, table
 from canter.utils.files import RunLock, atomic_write
 from canter.utils.logging import Logger
@@ -93,8 +103,10 @@ class Runner(ABC):
         overrides |= {"eval_episodes": eval_episodes, "device": None if device is None else str(device)}
         given = {name: value for name, value in overrides.items() if value is not None}
         self.cfg = self.plan.cfg = dataclasses.replace(self.plan.cfg, **given)  # the user's object stays unchanged
+        self.cfg.training_dict = train_cfg if isinstance(train_cfg, Mapping) else {}
         self.device: torch.device = resolve_device(self.cfg.device) if agent is None else agent.device
         self.env = open_env(env, self.device, self.plan)
+        complete(self.plan, self.env)
         self.eval_env = None if eval_env is None else open_env(eval_env, self.device, self.plan)
         self.log_dir = None if log_dir is None else Path(log_dir)
         self.save_dir = self.log_dir if save_dir is None else Path(save_dir)
@@ -173,6 +185,8 @@ class Runner(ABC):
         reported to the hyperparameter search `trial`; see `TrialReporter`.
         """
         self.alg.check_can_learn(has_labels=self.is_pretraining)
+        if self.plan.resume:
+            raise ValueError("the training dict says resume=True, but no checkpoint was loaded; call load(path) first")
         last = self.iteration + self.count_iterations(num_learning_iterations, total_timesteps)
         self.horizon = max(last, self.planned_iterations() or 1)
         reporter = None if trial is None else TrialReporter(trial, self.cfg.trial_metric, self.cfg.eval_interval)
@@ -197,7 +211,7 @@ class Runner(ABC):
                 self.flush()
             if self.save_dir is not None:
                 self.checkpoints.save_periodic()
-                self.save(self.save_dir / "checkpoint_final.pt")
+                self.save(str(self.save_dir / "checkpoint_final.pt"))
         if stop.requested == signal.SIGTERM:
             raise SystemExit(143)
         if reporter is not None and reporter.takes_value and reporter.num_reports == 0:
@@ -369,7 +383,8 @@ class Runner(ABC):
         """A callable from raw observations to deterministic actions, with `reset(dones)` for recurrent policies."""
         self.alg.eval_mode()
         is_here = device is None or torch.device(device) == self.device
-        return InferencePolicy(self.policy if is_here else copy.deepcopy(self.policy).to(device))
+        policy = self.policy if is_here else copy.deepcopy(self.policy).to(device)
+        return InferencePolicy(policy, getattr(self.env, "actor_obs", None))
 
     def train_mode(self) -> None:
         """Switch networks and normalisers to training mode."""
@@ -431,9 +446,19 @@ class Runner(ABC):
         """Write a checkpoint."""
         self.checkpoints.save(Path(path), infos)
 
-    def load(self, path: str | Path, load_optimizer: bool = True, map_location: Any = None) -> Any:
-        """Continue from a checkpoint; returns the `infos` saved with it."""
-        return self.checkpoints.load(Path(path), load_optimizer, map_location)
+    def load(
+        self, path: str | Path, load_optimizer: bool | Mapping[str, bool] | None = True, map_location: Any = None, *,
+        load_cfg: Mapping[str, bool] | None = None, strict: bool = True,
+    ) -> Any:  # fmt: skip
+        """Continue from a checkpoint of canter or of rsl_rl; returns the `infos` saved with it.
+
+        `load_cfg` selects parts, as in rsl_rl 5.x: `{"actor": True}` loads the actor with its normaliser alone;
+        "critic", "optimizer", "iteration" and "rnd" are the others. Without `strict`, tensors that one side lacks keep
+        their values.
+        """
+        if isinstance(load_optimizer, Mapping):  # rsl_rl's second argument
+            load_optimizer, load_cfg = True, load_optimizer
+        return self.checkpoints.load(Path(path), load_optimizer is not False, map_location, load_cfg, strict)
 
     def save_checkpoint(self, name: str) -> Path:
         """Write a checkpoint to a path relative to `save_dir`."""
@@ -478,12 +503,49 @@ class Runner(ABC):
         """Number of completed iterations."""
         return self.iteration
 
+    @current_learning_iteration.setter
+    def current_learning_iteration(self, iteration: int) -> None:
+        self.iteration = int(iteration)
+
+    @property
+    def logger(self) -> RunnerLogger:
+        """The attributes of rsl_rl's logger that launch scripts and subclasses read."""
+        return RunnerLogger(self)
+
+    @property
+    def gpu_world_size(self) -> int:
+        """Number of processes that torchrun started."""
+        return int(os.environ.get("WORLD_SIZE", "1"))
+
+    @property
+    def gpu_global_rank(self) -> int:
+        """Number of this process."""
+        return int(os.environ.get("RANK", "0"))
+
+    @property
+    def gpu_local_rank(self) -> int:
+        """Number of this process on its machine."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether torchrun started several processes."""
+        return self.gpu_world_size > 1
+
+    @property
+    def disable_logs(self) -> bool:
+        """Whether another process writes the logs."""
+        return self.is_distributed and self.gpu_global_rank != 0
+
 
 def open_env(env: Any, device: torch.device, plan: RunPlan) -> VecEnv:
     """Wrap an environment, with observations in the form that the policy of the plan takes."""
     wrapped = wrap_env(env, device, obs_groups=plan.obs_groups)
+    if plan.clip_actions is not None:
+        wrapped = ClipActions(wrapped, plan.clip_actions)
     both = (wrapped.obs_space, wrapped.critic_obs_space)
     has_dict = any(isinstance(space, spaces.Dict) for space in both)
     has_images = any(leaf.dtype == np.uint8 for space in both for _, leaf in tree_leaves(space))
     # The ActorCritic family takes one vector with segments; with images it flattens itself, so that bytes are stored.
-    return FlattenObs(wrapped) if has_dict and "class_name" in plan.policy and not has_images else wrapped
+    takes_vector = "class_name" in plan.policy and plan.policy["class_name"] != RSL_RL_MODELS
+    return FlattenObs(wrapped) if has_dict and takes_vector and not has_images else wrapped

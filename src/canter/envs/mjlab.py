@@ -1,0 +1,95 @@
+"""mjlab's environments, bare or in its `RslRlVecEnvWrapper`: resets are ours, so that final observations are known."""
+
+import dataclasses
+import importlib
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from canter.envs.records import to_obs
+from canter.envs.rsl_rl import ObsGroups, RslRlAdapter, read_step
+from canter.envs.vec_env import Device
+
+
+def is_mjlab(env: Any) -> bool:
+    """Whether `env` is an mjlab `ManagerBasedRlEnv` or a wrapper around one."""
+    inner = type(getattr(env, "unwrapped", env))
+    return any(base.__module__.startswith("mjlab.envs") for base in inner.__mro__) and hasattr(env, "step")
+
+
+class MjlabAdapter(RslRlAdapter):
+    """An mjlab environment as a `VecEnv`.
+
+    With `final_obs` it switches `cfg.auto_reset` off and resets ended episodes itself, after it has read the
+    observation in which they ended: time-outs are then bootstrapped from the true final state. That costs one more
+    evaluation of the observations in steps that end an episode.
+    """
+
+    def __init__(
+        self, env: Any, device: Device | None = None, seed: int | None = None, obs_groups: ObsGroups | None = None, *,
+        final_obs: bool = True,
+    ) -> None:  # fmt: skip
+        self.simulator = env.unwrapped
+        self.simulator.cfg.auto_reset = not final_obs
+        super().__init__(env, device, seed, obs_groups)
+        self.contract = "mjlab"
+
+    def _find_action_space(self) -> spaces.Space:
+        return spaces.Box(-np.inf, np.inf, (int(self.simulator.action_manager.total_action_dim),))
+
+    def _simulate(self, actions: Tensor) -> tuple[Any, ...]:
+        obs, _, rewards, _, extras = read_step(self.env.step(actions))
+        simulator = self.simulator
+        terminated, truncated = simulator.reset_terminated.clone(), simulator.reset_time_outs.clone()
+        if simulator.cfg.is_finite_horizon:  # a limit that belongs to the task ends an episode for good
+            terminated, truncated = terminated | truncated, torch.zeros_like(truncated)
+        if not simulator.cfg.auto_reset:
+            ended = simulator.reset_buf.nonzero().squeeze(-1)
+            if len(ended):
+                final, rewards, log = to_obs(obs, copy=True), rewards.clone(), dict(extras.get("log") or {})
+                obs, more = simulator.reset(env_ids=ended)
+                extras = {**more, "log": {**log, **more.get("log", {})}, "final_obs": final}
+        return obs, rewards, terminated, truncated, extras
+
+    def get_counters(self) -> dict[str, Any]:
+        """The steps of the simulator, and the difficulty of each environment's terrain."""
+        levels = getattr(getattr(self.simulator.scene, "terrain", None), "terrain_levels", None)
+        return super().get_counters() | ({} if levels is None else {"terrain_levels": levels.clone()})
+
+    def set_counters(self, counters: dict[str, Any]) -> None:
+        """Continue curricula from a result of `get_counters`."""
+        super().set_counters(counters)
+        terrain, levels = getattr(self.simulator.scene, "terrain", None), counters.get("terrain_levels")
+        current = getattr(terrain, "terrain_levels", None)
+        if terrain is not None and levels is not None and current is not None and current.shape == levels.shape:
+            current.copy_(levels)
+            terrain.env_origins[:] = terrain.terrain_origins[current, terrain.terrain_types]
+
+
+def registry() -> Any:
+    """The registry of mjlab's tasks."""
+    try:
+        importlib.import_module("mjlab.tasks")  # registers them
+        return importlib.import_module("mjlab.tasks.registry")
+    except ImportError as error:
+        raise ImportError("environments named mjlab/<task> need mjlab: pip install 'canter[mjlab]'") from error
+
+
+def make_mjlab(task: str, num_envs: int, device: Any, seed: int | None, render_mode: str | None) -> MjlabAdapter:
+    """Make a task that is registered with mjlab."""
+    tasks = registry()
+    cfg = tasks.load_env_cfg(task)
+    cfg.scene.num_envs, cfg.seed = num_envs, seed
+    where = str(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+    env = importlib.import_module("mjlab.envs").ManagerBasedRlEnv(cfg=cfg, device=where, render_mode=render_mode)
+    return MjlabAdapter(env, device, obs_groups=tasks.load_rl_cfg(task).obs_groups)
+
+
+def mjlab_training_dict(task: str) -> dict[str, Any]:
+    """The training dict that mjlab registers for a task, logged to files instead of to a service."""
+    own = ("logger", "wandb_project", "wandb_tags", "upload_model", "experiment_name", "load_run", "load_checkpoint")
+    given = dataclasses.asdict(registry().load_rl_cfg(task))
+    return {name: value for name, value in given.items() if name not in (*own, "class_name", "run_name", "resume")}

@@ -1,0 +1,69 @@
+"""Policies made of the model classes of rsl_rl 5.x: its CNNs, and classes derived from its models."""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from canter.modules.actor_critic import ActorCritic
+
+
+def model_class(name: str) -> Any:
+    """A class of `rsl_rl.models` by name, or any class as "module:name"."""
+    module, _, name = name.replace(":", ".").rpartition(".")
+    try:
+        found = importlib.import_module(module or "rsl_rl.models")
+    except ImportError as error:
+        way_out = "pip install rsl-rl-lib>=5" if not module or module.startswith("rsl_rl") else f"install {module}"
+        raise ImportError(
+            f"the model {name!r} is a class of {module or 'rsl_rl'}, which is missing: {way_out}"
+        ) from error
+    return getattr(found, name)
+
+
+class GroupModel(nn.Module):
+    """A model of rsl_rl on the observation groups `names`: a dict of them, or the tensor of the only one."""
+
+    def __init__(
+        self, cfg: Mapping[str, Any], side: str, shapes: Mapping[str, Any], num_outputs: int, **more: Any
+    ) -> None:
+        super().__init__()
+        self.names = list(shapes)
+        example = {name: torch.zeros(1, *shape) for name, shape in shapes.items()}
+        options = {name: value for name, value in cfg.items() if name != "class_name" and value is not None}
+        self.model: Any = model_class(cfg["class_name"])(
+            example, {side: self.names}, side, num_outputs, **options, **more
+        )
+        if getattr(self.model, "is_recurrent", False):
+            raise ValueError(
+                f"{cfg['class_name']} is recurrent; use RNNModel, which canter runs as ActorCriticRecurrent"
+            )
+
+    def forward(self, obs: Any) -> Tensor:
+        """(B, num_outputs)."""
+        return self.model({self.names[0]: obs} if isinstance(obs, Tensor) else obs)
+
+
+class RslRlModels(ActorCritic):
+    """An actor and a critic of rsl_rl's own classes; canter normalises their observations and adds the noise.
+
+    Args:
+        actor_model: Class name and settings of the actor, as in rsl_rl's section `actor`.
+        critic_model: The same for the critic.
+        share_cnn_encoders: The critic uses the actor's image encoders.
+    """
+
+    def __init__(
+        self, num_actor_obs: int | None = None, num_critic_obs: int | None = None, num_actions: int = 0, *,
+        actor_model: Mapping[str, Any], critic_model: Mapping[str, Any], share_cnn_encoders: bool = False,
+        obs_segments: Mapping[str, Sequence[int]] | None = None,
+        critic_obs_segments: Mapping[str, Sequence[int]] | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        obs = obs_segments or {"actor": (num_actor_obs,)}
+        critic_obs = critic_obs_segments or obs_segments or {"critic": (num_critic_obs,)}
+        actor = GroupModel(actor_model, "actor", obs, num_actions)
+        shared = {"cnns": actor.model.cnns} if share_cnn_encoders else {}
+        critic = GroupModel(critic_model, "critic", critic_obs, 1, **shared)
+        super().__init__(num_actions=num_actions, actor=actor, critic=critic, **kwargs)

@@ -1,0 +1,180 @@
+"""The adapter of mjlab's environments, on a stand-in with its interface and, where mjlab is installed, on mjlab."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from canter.envs import MjlabAdapter, make_env, wrap_env
+from canter.presets import load_preset
+from canter.runners import OnPolicyRunner
+
+
+class Simulator:
+    """`ManagerBasedRlEnv` without physics: the observation is 100 * env + age; episodes of env i last 2 + i steps."""
+
+    num_envs, device, max_episode_length, render_mode = 3, "cpu", 4, None
+
+    def __init__(self, is_finite_horizon=False, auto_reset=True):
+        self.cfg = SimpleNamespace(auto_reset=auto_reset, is_finite_horizon=is_finite_horizon)
+        self.unwrapped, self.action_manager = self, SimpleNamespace(total_action_dim=2)
+        levels = torch.zeros(3, dtype=torch.long)
+        terrain = {"terrain_levels": levels, "terrain_types": torch.zeros(3, dtype=torch.long)}
+        terrain |= {"terrain_origins": torch.arange(5.0).view(5, 1, 1), "env_origins": torch.zeros(3, 1)}
+        self.scene = SimpleNamespace(terrain=SimpleNamespace(**terrain))
+        self.episode_length_buf = torch.zeros(3, dtype=torch.long)
+        self.common_step_counter, self.resets, self.pending = 0, [], False
+        self.extras = {}
+        self.obs_buf = {"actor": torch.zeros(3, 1), "critic": torch.zeros(3, 2)}
+
+    def compute(self):
+        code = 100.0 * torch.arange(3) + self.episode_length_buf
+        self.obs_buf["actor"][:, 0], self.obs_buf["critic"][:, 0] = code, -code  # buffers are written in place
+        return self.obs_buf
+
+    def reset(self, *, seed=None, env_ids=None, options=None):
+        ids = torch.arange(3) if env_ids is None else env_ids
+        self.resets.append(ids.tolist())
+        self.episode_length_buf[ids] = 0
+        self.extras["log"], self.pending = {"Episode_Reward/upright": 1.0}, False
+        return self.compute(), self.extras
+
+    def step(self, actions):
+        assert not self.pending, "reset(env_ids=...) must come before the next step"
+        self.extras["log"] = {"Metrics/steps": 1.0}
+        self.episode_length_buf += 1
+        self.common_step_counter += 1
+        self.reset_buf = self.episode_length_buf >= 2 + torch.arange(3)
+        self.reset_time_outs = self.reset_buf & (torch.arange(3) > 0)
+        self.reset_terminated = self.reset_buf & ~self.reset_time_outs
+        rewards = self.episode_length_buf.float()
+        if self.cfg.auto_reset and self.reset_buf.any():
+            self.episode_length_buf[self.reset_buf] = 0
+        self.pending = not self.cfg.auto_reset and bool(self.reset_buf.any())
+        return self.compute(), rewards, self.reset_terminated, self.reset_time_outs, self.extras
+
+    def get_observations(self):
+        return self.compute()
+
+    def seed(self, seed):
+        return seed
+
+    def close(self):
+        pass
+
+
+Simulator.__module__ = "mjlab.envs.stand_in"
+ACTIONS = torch.zeros(3, 2)
+
+
+def test_the_bare_environment_is_taken_as_it_is():
+    env = wrap_env(Simulator())
+    assert isinstance(env, MjlabAdapter)
+    assert (env.num_actions, env.num_obs, env.num_privileged_obs, env.adapter) == (2, 1, 2, "mjlab")
+
+
+def test_the_final_observation_is_that_before_the_reset():
+    simulator = Simulator()
+    env = wrap_env(simulator)
+    env.reset()
+    env.step(ACTIONS)
+    record = env.step(ACTIONS)  # env 0 ends for good
+    assert record.terminated.tolist() == [True, False, False]
+    assert record.final_obs[0].tolist() == [2.0]
+    assert record.final_critic_obs[0].tolist() == [-2.0, 0.0]
+    assert record.obs[:, 0].tolist() == [0.0, 102.0, 202.0]
+    assert record.reward.tolist() == [2.0, 2.0, 2.0]
+    record = env.step(ACTIONS)  # env 1 runs out of time
+    assert record.truncated.tolist() == [False, True, False]
+    assert record.final_obs[1].tolist() == [103.0]
+    assert record.obs[1].tolist() == [100.0]
+    assert simulator.resets[-2:] == [[0], [1]]
+    assert record.extras["log"] == {"Metrics/steps": 1.0, "Episode_Reward/upright": 1.0}
+    assert env.gives_final_obs
+
+
+def test_without_final_observations_the_simulator_resets_itself():
+    simulator = Simulator()
+    env = MjlabAdapter(simulator, final_obs=False)
+    env.reset()
+    num_resets = len(simulator.resets)
+    for _ in range(3):
+        record = env.step(ACTIONS)
+    assert record.truncated.tolist() == [False, True, False]
+    assert record.final_obs is None
+    assert len(simulator.resets) == num_resets
+
+
+def test_a_limit_that_belongs_to_the_task_is_no_truncation():
+    env = wrap_env(Simulator(is_finite_horizon=True))
+    env.reset()
+    for _ in range(3):
+        record = env.step(ACTIONS)
+    assert record.terminated.tolist() == [False, True, False]
+    assert not record.truncated.any()
+
+
+def test_a_resumed_run_continues_the_curriculum(tmp_path):
+    cfg = {"policy": {"actor_hidden_dims": [4], "critic_hidden_dims": [4]}, "num_steps_per_env": 4}
+    first = Simulator()
+    runner = OnPolicyRunner(first, cfg, device="cpu", show_progress=False)
+    runner.learn(2)
+    first.scene.terrain.terrain_levels[:] = torch.tensor([0, 3, 4])
+    runner.save(str(tmp_path / "model.pt"))
+    assert first.common_step_counter == 8
+    second = Simulator()
+    again = OnPolicyRunner(second, cfg, device="cpu", show_progress=False)
+    again.load(str(tmp_path / "model.pt"))
+    assert second.common_step_counter == 8
+    assert second.scene.terrain.terrain_levels.tolist() == [0, 3, 4]
+    assert second.scene.terrain.env_origins[:, 0].tolist() == [0.0, 3.0, 4.0]
+
+
+def test_the_counter_in_a_checkpoint_of_mjlabs_own_runner_is_restored(tmp_path):
+    runner = OnPolicyRunner(Simulator(), {"num_steps_per_env": 4}, device="cpu", show_progress=False)
+    weights = {"model_state_dict": runner.policy.state_dict(), "iter": 3}
+    torch.save({**weights, "infos": {"env_state": {"common_step_counter": 72}}}, tmp_path / "model_3.pt")
+    runner.load(str(tmp_path / "model_3.pt"), load_cfg={"actor": True})
+    assert runner.env.unwrapped.common_step_counter == 72
+
+
+def test_names_without_mjlab_say_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "mjlab.tasks", None)
+    for attempt in (lambda: make_env("mjlab/Mjlab-Cartpole-Balance"), lambda: load_preset("mjlab/X")):
+        with pytest.raises(ImportError, match=r"pip install 'canter\[mjlab\]'"):
+            attempt()
+
+
+@pytest.mark.slow
+def test_mjlabs_cartpole_trains_with_its_registered_settings(tmp_path):
+    pytest.importorskip("mjlab", reason="needs mjlab: pip install 'canter[mjlab]'")
+    env = make_env("mjlab/Mjlab-Cartpole-Balance", num_envs=8)
+    preset = load_preset("mjlab/Mjlab-Cartpole-Balance")
+    runner = OnPolicyRunner(env, preset, tmp_path, "cpu", show_progress=False)
+    assert runner.policy.actor[0].out_features == preset["actor"]["hidden_dims"][0]
+    runner.env.episode_length_buf = torch.full((8,), int(env.max_episode_length) - 5)
+    result = runner.learn(2)
+    assert env.gives_final_obs
+    assert len(result.history) == 2
+    act = runner.get_inference_policy()
+    assert act(env.simulator.get_observations()).shape == (8, 1)
+
+
+@pytest.mark.slow
+def test_mjlabs_own_train_script_takes_canters_runner(tmp_path, monkeypatch):
+    pytest.importorskip("mjlab", reason="needs mjlab: pip install 'canter[mjlab]'")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    from mjlab.scripts.train import TrainConfig, launch_training
+    from mjlab.tasks.registry import load_env_cfg, load_rl_cfg, register_mjlab_task
+
+    task = "Mjlab-Cartpole-Balance"
+    configs = (load_env_cfg(task), load_env_cfg(task, play=True), load_rl_cfg(task))
+    register_mjlab_task("Canter-Cartpole", *configs, OnPolicyRunner)
+    args = TrainConfig.from_task("Canter-Cartpole")
+    args.env.scene.num_envs, args.agent.logger, args.agent.max_iterations = 8, "tensorboard", 2
+    launch_training("Canter-Cartpole", dataclasses.replace(args, log_root=str(tmp_path), gpu_ids=None))
+    [final] = tmp_path.rglob("checkpoint_final.pt")
+    runner = OnPolicyRunner(make_env(f"mjlab/{task}", num_envs=8), dataclasses.asdict(configs[2]), device="cpu")
+    runner.load(str(final), load_cfg={"actor": True}, strict=True, map_location="cpu")  # as mjlab's play does
+    assert runner.env.simulator.common_step_counter == 2 * args.agent.num_steps_per_env
