@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from canter.algorithms.foreign import import_state
+from canter.envs.spec import describe_env
 from canter.utils.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from canter.utils.ckpt_manipulator import MANIPULATORS
 from canter.utils.files import atomic_write, remove_stale_temps, safe_join
@@ -30,6 +31,8 @@ class Checkpoints:
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.directory = runner.save_dir
+        self.environment: dict[str, Any] | None = None
+        """Description of the environment, from which `canter.load` builds the policy without it."""
         self.periodic: list[str] = []
         """Names of the files in `directory` that were written periodically, by this process or an earlier one."""
         if self.directory is not None:
@@ -58,7 +61,10 @@ class Checkpoints:
         resume = {"num_envs": runner.env.num_envs, "rng": rng_state(), "env": runner.env.get_state()}
         resume |= {"algorithm": runner.alg.resume_state(), "runner": runner.extra_state()}
         state = {**runner.alg.state_dict(), "iter": runner.iteration, "total_timesteps": runner.tot_timesteps}
-        save_checkpoint(path, {**state, "infos": infos, "config": runner.config(), "resume": resume})
+        if self.environment is None:
+            self.environment = describe_env(runner.env)
+        state |= {"infos": infos, "config": runner.config(), "environment": self.environment}
+        save_checkpoint(path, {**state, "resume": resume})
         if runner.writer is not None:
             runner.writer.save_model(path, runner.iteration)
 

@@ -309,7 +309,8 @@ class Runner(ABC):
         """A callable from raw observations to deterministic actions, with `reset(dones)` for recurrent policies."""
         self.alg.eval_mode()
         is_here = device is None or torch.device(device) == self.device
-        return InferencePolicy(self.policy if is_here else copy.deepcopy(self.policy).to(device))
+        policy = self.policy if is_here else copy.deepcopy(self.policy).to(device)
+        return InferencePolicy(policy, self.env.obs_space, self.env.obs_segments)
 
     def train_mode(self) -> None:
         """Switch networks and normalisers to training mode."""
