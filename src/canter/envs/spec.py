@@ -13,6 +13,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from canter.envs.records import group_names
 from canter.envs.vec_env import StepRecord, VecEnv, flat_size
 from canter.utils.tree import Obs
 
@@ -30,6 +31,7 @@ def describe_env(env: VecEnv) -> dict[str, Any]:
         "action_space": plain_space(env.action_space),
         "obs_segments": plain_segments(env.obs_segments),
         "critic_obs_segments": plain_segments(env.critic_obs_segments),
+        "obs_group": obs_group(env),
         "action_clip": None if env.action_bounds is None else [numbers(bound) for bound in env.action_bounds],
     }
     try:
@@ -101,7 +103,8 @@ def space_from(description: Mapping[str, Any]) -> spaces.Space:
         raise ValueError(f"unknown kind of space {kind!r}; known are Box, Dict, Discrete and MultiDiscrete")
     shape, dtype = tuple(description["shape"]), np.dtype(description["dtype"])
     ends = [np.broadcast_to(np.asarray(description[name], dtype).ravel(), math.prod(shape)) for name in ("low", "high")]
-    return spaces.Box(*(end.reshape(shape) for end in ends), shape, dtype.type)
+    low, high = (end.reshape(shape) for end in ends)
+    return spaces.Box(low, high, shape, dtype.type)
 
 
 def plain_segments(segments: Mapping[str, Sequence[int]] | None) -> dict[str, list[int]] | None:
@@ -123,6 +126,14 @@ def innermost(env: Any) -> Any:
     return getattr(env, "unwrapped", env)
 
 
+def obs_group(env: VecEnv) -> str | None:
+    """The key of the actor's observation in the simulation's own dict; None if it is the whole observation."""
+    base = innermost(env)
+    space = getattr(base, "single_observation_space", getattr(base, "observation_space", None))
+    names = group_names(space.spaces) if isinstance(space, spaces.Dict) else None
+    return names and names[0]
+
+
 def describe_robot(env: VecEnv) -> dict[str, Any]:
     """Control period, action names, default pose, gains, scales and observation terms, where the simulation has them.
 
@@ -130,8 +141,9 @@ def describe_robot(env: VecEnv) -> dict[str, Any]:
     `term`, the quantity of a MuJoCo model that it is.
     """
     base = innermost(env)
-    if base is None:
-        return {"control_period": float(env.dt)} if hasattr(env, "dt") else {}
+    if base is None:  # torch-native
+        period = getattr(env, "dt", None)
+        return {} if period is None else {"control_period": float(period)}
     robot: dict[str, Any] = {"control_period": control_period(base)}
     if hasattr(base, "observation_manager") and hasattr(base, "action_manager"):
         robot |= describe_managers(base)

@@ -1,4 +1,4 @@
-"""Writing a bundle: ONNX, TorchScript and C files of a policy, its description, recorded samples, and the parity check."""
+"""Writing a bundle: files of a policy, its description, recorded samples, and the parity check."""
 
 import dataclasses
 import hashlib
@@ -66,7 +66,10 @@ def export_bundle(
     module = StepModule(acting)
     samples, source = record(module, acting, env)
     spec = describe(module, acting) | {"samples": source}
-    files: dict[str, bytes] = {"policy.onnx": onnx_bytes(module, spec), "samples.safetensors": save_safetensors(samples)}
+    files: dict[str, bytes] = {
+        "policy.onnx": onnx_bytes(module, spec),
+        "samples.safetensors": save_safetensors(samples),
+    }
     left_out: dict[str, str] = {}
     if "torchscript" in formats:
         files["policy.ts"] = torchscript_bytes(module)
@@ -186,6 +189,7 @@ def describe(module: StepModule, acting: InferencePolicy) -> dict[str, Any]:
         "outputs": [plain_port(port) for port in results],
         "memories": [plain_port(memory) for memory in module.memories],
         "observation": segments_of(module, acting, robot),
+        "obs_group": environment.get("obs_group"),
         "action": describe_action(acting, robot, environment),
         "control_period": robot.get("control_period"),
         "training": describe_training(acting),
@@ -258,7 +262,9 @@ def describe_training(acting: InferencePolicy) -> dict[str, Any]:
 def commit_of(run: Path) -> str | None:
     """The commit of the code that a run was trained with, from its record of the code."""
     for path in sorted((run / "git").glob("*.diff")):
-        found = re.search(r"^commit: ([0-9a-f]{7,64})$", path.read_text(encoding="utf-8", errors="replace")[:2000], re.M)
+        found = re.search(
+            r"^commit: ([0-9a-f]{7,64})$", path.read_text(encoding="utf-8", errors="replace")[:2000], re.M
+        )
         if found:
             return found[1]
     return None
@@ -315,4 +321,3 @@ def upload_bundle(made: Exported, logger: Any, step: int) -> None:
         logger.save_file(path)
     parity = {f"export/difference_{name.partition('.')[2]}": value for name, value in made.parity.items()}
     logger.log_scalars(parity, step)
-

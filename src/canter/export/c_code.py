@@ -8,11 +8,13 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.fx.node import map_arg
 
 from canter.export.graph import Port, StepModule, exported_program, quiet
 
@@ -125,7 +127,9 @@ class Writer:
 
     def constant(self, tensor: Tensor) -> Value:
         """A table of numbers; equal tables are written once."""
-        if tensor.dim() == 2 and tensor.stride() == (1, tensor.shape[0]) and min(tensor.shape) > 1:  # a transposed weight
+        if (
+            tensor.dim() == 2 and tensor.stride() == (1, tensor.shape[0]) and min(tensor.shape) > 1
+        ):  # a transposed weight
             return transposed(self.constant(tensor.t()))
         array = tensor.detach().float().contiguous().numpy()
         key = array.tobytes() + str(array.shape).encode()
@@ -211,7 +215,9 @@ def squeezed(value: Value, dims: Sequence[int], keep: bool) -> Value:
         return value
     dims = [d % len(value.shape) for d in dims]
     left = [d for d in range(len(value.shape)) if d not in dims]
-    return dataclasses.replace(value, shape=tuple(value.shape[d] for d in left), strides=tuple(value.strides[d] for d in left))
+    return dataclasses.replace(
+        value, shape=tuple(value.shape[d] for d in left), strides=tuple(value.strides[d] for d in left)
+    )
 
 
 class Node(NamedTuple):
@@ -248,7 +254,7 @@ def write_split(w: Writer, n: Node) -> list[Value]:
     if isinstance(sizes, int):
         sizes = [min(sizes, total - first) for first in range(0, total, sizes)]
     ends = np.cumsum([0, *sizes]).tolist()
-    return [sliced(value, dim, first, last) for first, last in zip(ends[:-1], ends[1:], strict=True)]
+    return [sliced(value, dim, first, last) for first, last in pairwise(ends)]
 
 
 def write_select(w: Writer, n: Node) -> Value:
@@ -275,7 +281,9 @@ def write_squeeze(w: Writer, n: Node) -> Value:
 def write_permute(w: Writer, n: Node) -> Value:
     value = n.args[0]
     dims = [d % len(value.shape) for d in n.args[1]]
-    return dataclasses.replace(value, shape=tuple(value.shape[d] for d in dims), strides=tuple(value.strides[d] for d in dims))
+    return dataclasses.replace(
+        value, shape=tuple(value.shape[d] for d in dims), strides=tuple(value.strides[d] for d in dims)
+    )
 
 
 def write_expand(w: Writer, n: Node) -> Value:
@@ -326,8 +334,12 @@ def write_binary(name: str) -> Callable[[Writer, Node], Value]:
 
 
 def write_elu(w: Writer, n: Node) -> Value:
-    alpha, scale, input_scale = (float(n.arg(i, name, 1.0)) for i, name in enumerate(("alpha", "scale", "input_scale"), 1))
-    inner = f"{{0}} > 0.0f ? {literal(scale)} * {{0}} : {literal(alpha * scale)} * expm1f({literal(input_scale)} * {{0}})"
+    alpha, scale, input_scale = (
+        float(n.arg(i, name, 1.0)) for i, name in enumerate(("alpha", "scale", "input_scale"), 1)
+    )
+    inner = (
+        f"{{0}} > 0.0f ? {literal(scale)} * {{0}} : {literal(alpha * scale)} * expm1f({literal(input_scale)} * {{0}})"
+    )
     return w.pointwise(n.shape, inner, n.args[0])
 
 
@@ -436,7 +448,8 @@ def write_convolution(w: Writer, n: Node) -> Value:
             if padding[d]:
                 inside.append(f"{place} >= 0 && {place} < {x.shape[2 + d]}")
         check = f"if ({' && '.join(inside)}) " if inside else ""
-        return f"{check}{out.at([row, channel, *spots])} += {x.at([row, source, *at])} * {kernel.at([channel, source, *taps])}"
+        product = f"{x.at([row, source, *at])} * {kernel.at([channel, source, *taps])}"
+        return f"{check}{out.at([row, channel, *spots])} += {product}"
 
     w.loop((n.shape[0], n.shape[1], kernel.shape[1], *n.shape[2:], *kernel.shape[2:]), body)
     return out
@@ -529,17 +542,21 @@ def input_value(writer: Writer, name: str, port: Port) -> Value:
     return writer.pointwise(shape, "(float){0}", given) if port.dtype != "float32" else given
 
 
+def has_value(given: Any) -> bool:
+    """Whether an argument, or a part of a list, depends on the inputs."""
+    return any(map(has_value, given)) if isinstance(given, list | tuple) else isinstance(given, Value)
+
+
 def run_node(writer: Writer, node: Any, values: dict[Any, Any]) -> Any:
     """The C value of a node, or the tensor itself where it depends on weights alone."""
     target = node.target
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda given: values[given])
+    args, kwargs = map_arg((node.args, node.kwargs), lambda given: values[given])
     if getattr(target, "__name__", "") == "getitem":
         return args[0][args[1]]
     name = str(target).split(".")[1] if str(target).startswith("aten.") else str(target)
     if name in SKIPPED:
         return None
-    flat = torch.utils._pytree.tree_leaves((args, kwargs))
-    if not any(isinstance(part, Value) for part in flat):
+    if not any(has_value(part) for part in (*args, *kwargs.values())):
         return target(*args, **kwargs)
     if name not in WRITERS:
         raise NotInCError(f"the operation {target}")

@@ -8,6 +8,7 @@ import logging
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,9 +43,17 @@ class StepModule(nn.Module):
     those that the actor reads; an episode begins with zeros. Estimates are in physical units.
     """
 
+    low: Tensor
+    high: Tensor
+
     def __init__(self, acting: InferencePolicy) -> None:
         super().__init__()
-        self.policy = policy = copy.deepcopy(acting.policy).cpu().float().eval().requires_grad_(False)
+        given = acting.policy
+        results = {
+            id(given._params): None,
+            id(given._aux): {},
+        }  # of the last step: tensors with a gradient have no copy
+        self.policy = policy = copy.deepcopy(given, results).cpu().float().eval().requires_grad_(False)
         self.obs_space = obs_space_of(acting)
         bounds = acting.action_bounds
         self.clips = bounds is not None
@@ -93,7 +102,8 @@ class StepModule(nn.Module):
 
     def _results(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         """Every result of a step by name, memories included."""
-        policy, count = self.policy, len(self.observations)
+        policy: Any = self.policy
+        count = len(self.observations)
         names = [memory.name for memory in self.memories]
         unused = {name: state for name, state in policy.initial_hidden(1).items() if name not in names}
         ctx = Context({**unused, **dict(zip(names, tensors[count:], strict=True))})
@@ -202,12 +212,9 @@ def onnx_bytes(module: StepModule, metadata: Mapping[str, Any]) -> bytes:
 
 def need_export_extra() -> None:
     """Name the install command if a package for exporting is missing."""
-    try:
-        import onnx
-        import onnxruntime
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f'exporting needs {error.name}: pip install "canter[export]"') from error
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
+    if missing:
+        raise ImportError(f'exporting needs {", ".join(missing)}: pip install "canter[export]"')
 
 
 def torchscript_bytes(module: StepModule) -> bytes:

@@ -97,7 +97,9 @@ class CPolicy:
         if len(self.states) != rows:
             self.states = [self.new_state() for _ in range(rows)]
         ports = self.spec["outputs"]
-        found = {p["name"]: np.zeros((rows, *p["shape"]), "int32" if p["dtype"] == "int64" else "float32") for p in ports}
+        found = {
+            p["name"]: np.zeros((rows, *p["shape"]), "int32" if p["dtype"] == "int64" else "float32") for p in ports
+        }
         types = [KINDS[p["dtype"]] for p in (*self.spec["inputs"], *ports)]
         for row, state in enumerate(self.states):
             arrays = [array[row : row + 1] for array in (*inputs.values(), *found.values())]
@@ -134,5 +136,3 @@ def check_bundle(path: Any) -> dict[str, float]:
         if not np.isnan(largest):
             refuse_difference(largest, name)
     return found
-
-

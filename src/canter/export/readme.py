@@ -16,7 +16,7 @@ def readme(spec: Mapping[str, Any], files: set[str]) -> str:
     title = training["task"] or training["policy"]
     parts = [
         f"# {title}\n",
-        f"A policy trained with canter ({training['algorithm']}, {training['policy']}). `policy.json` has every detail.\n",
+        f"A {training['policy']} trained with {training['algorithm']} of canter; `policy.json` has every detail.\n",
         ports_table(spec),
         observation_table(spec),
         "Observations are raw: normalisation, squashing, scaling and clipping are inside.",
@@ -88,30 +88,34 @@ def cpp_part(spec: Mapping[str, Any]) -> str:
         name = identifier(f"{port['name']}_in")
         size = math.prod(port["shape"])
         keep += f"std::copy_n(outputs[{number}].GetTensorData<float>(), {size}, {name}.begin());\n"
-    return "## C++ with ONNX Runtime\n\n```cpp\n" + "\n".join(
-        [
-            "#include <onnxruntime_cxx_api.h>",
-            "#include <algorithm>",
-            "#include <vector>",
-            "",
-            "Ort::Env env;",
-            "Ort::SessionOptions options;",
-            "options.SetIntraOpNumThreads(1);",
-            'Ort::Session session(env, "policy.onnx", options);',
-            "auto memory = Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault);",
-            *arrays,
-            f"const char *input_names[] = {{{lists[0]}}};",
-            f"const char *output_names[] = {{{lists[1]}}};",
-            "",
-            "// once in every control period",
-            "std::vector<Ort::Value> inputs;",
-            *tensors,
-            "auto outputs = session.Run(Ort::RunOptions{nullptr}, input_names, inputs.data(), inputs.size(),",
-            f"                           output_names, {len(outputs)});",
-            f"const {first} *actions = outputs[0].GetTensorData<{first}>();",
-            *([keep.rstrip()] if keep else []),
-        ]
-    ) + "\n```\n\nlibtorch loads `policy.ts` with `torch::jit::load`; inputs and outputs come in the same order.\n"
+    return (
+        "## C++ with ONNX Runtime\n\n```cpp\n"
+        + "\n".join(
+            [
+                "#include <onnxruntime_cxx_api.h>",
+                "#include <algorithm>",
+                "#include <vector>",
+                "",
+                "Ort::Env env;",
+                "Ort::SessionOptions options;",
+                "options.SetIntraOpNumThreads(1);",
+                'Ort::Session session(env, "policy.onnx", options);',
+                "auto memory = Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault);",
+                *arrays,
+                f"const char *input_names[] = {{{lists[0]}}};",
+                f"const char *output_names[] = {{{lists[1]}}};",
+                "",
+                "// once in every control period",
+                "std::vector<Ort::Value> inputs;",
+                *tensors,
+                "auto outputs = session.Run(Ort::RunOptions{nullptr}, input_names, inputs.data(), inputs.size(),",
+                f"                           output_names, {len(outputs)});",
+                f"const {first} *actions = outputs[0].GetTensorData<{first}>();",
+                *([keep.rstrip()] if keep else []),
+            ]
+        )
+        + "\n```\n\nlibtorch loads `policy.ts` with `torch::jit::load`; inputs and outputs come in the same order.\n"
+    )
 
 
 def c_part(spec: Mapping[str, Any]) -> str:
@@ -121,14 +125,18 @@ def c_part(spec: Mapping[str, Any]) -> str:
         name = identifier(port["name"])
         arrays.append(f"{C_TYPES[port['dtype']]} {name}[POLICY_{name.upper()}];")
     call = ", ".join(identifier(port["name"]) for port in [*spec["inputs"], *spec["outputs"]])
-    return "## C\n\nNo dependency, no allocation: `cc -O3 -std=c99 main.c policy.c -lm`.\n\n```c\n" + "\n".join(
-        [
-            '#include "policy.h"',
-            "",
-            "static policy_state state;",
-            *arrays,
-            "",
-            "policy_reset(&state);    /* when an episode begins */",
-            f"policy_step(&state, {call});    /* once in every control period */",
-        ]
-    ) + "\n```\n"
+    return (
+        "## C\n\nNo dependency, no allocation: `cc -O3 -std=c99 main.c policy.c -lm`.\n\n```c\n"
+        + "\n".join(
+            [
+                '#include "policy.h"',
+                "",
+                "static policy_state state;",
+                *arrays,
+                "",
+                "policy_reset(&state);    /* when an episode begins */",
+                f"policy_step(&state, {call});    /* once in every control period */",
+            ]
+        )
+        + "\n```\n"
+    )

@@ -4,7 +4,7 @@
     policy.reset()                       # at the start of an episode
     actions = policy.predict(obs)        # an array, or a dict of arrays; one observation or a batch
 
-`python runtime.py BUNDLE` checks a bundle and measures a step. Reading a bundle runs no code of it and unpickles nothing.
+`python runtime.py BUNDLE` checks a bundle and measures a step. Reading a bundle imports and unpickles nothing of it.
 """
 
 import hashlib
@@ -81,30 +81,46 @@ def spec_hash(spec: Mapping[str, Any]) -> str:
 
 def check_structure(path: Path, spec: Mapping[str, Any]) -> None:
     """Refuse a policy.json that lacks an entry, or names files and shapes that it must not."""
-    files = spec.get("files")
-    if not isinstance(files, dict) or not set(NEEDED) <= set(files) or not set(files) <= set(FILES):
+    files: Any = spec.get("files")
+    if not isinstance(files, dict) or not set(NEEDED) <= set(files) <= set(FILES):
         _refuse(path, f"files must be some of {', '.join(FILES)}, with {' and '.join(NEEDED)}; got {files!r}")
     for name, entry in files.items():
         if not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str):
             _refuse(path, f"the file {name} has no sha256")
     for group in ("inputs", "outputs", "memories"):
-        ports = spec.get(group)
+        ports: Any = spec.get(group)
         if not isinstance(ports, list) or (group != "memories" and not ports):
             _refuse(path, f"{group} must be a list, got {ports!r}")
         for port in ports:
-            if not isinstance(port, dict) or not _NAME.fullmatch(str(port.get("name"))):
-                _refuse(path, f"{group} has an entry without a proper name: {port!r}")
-            shape = port.get("shape")
-            if not isinstance(shape, list) or not all(type(n) is int and 0 < n <= 1 << 24 for n in shape):
-                _refuse(path, f"{group} {port['name']!r} has no proper shape: {shape!r}")
-            if port.get("dtype") not in DTYPES.values():
-                _refuse(path, f"{group} {port['name']!r} has no known dtype: {port.get('dtype')!r}")
-    segments = spec.get("observation")
+            check_port(path, group, port)
+    if spec["outputs"][0]["name"] != "actions":
+        _refuse(path, f"the first output must be actions, got {spec['outputs'][0]['name']!r}")
+    for name in ("training", "action"):
+        if not isinstance(spec.get(name), dict):
+            _refuse(path, f"{name} must be an object, got {spec.get(name)!r}")
+    check_observation(path, spec)
+
+
+def check_port(path: Path, group: str, port: Any) -> None:
+    """Refuse an input, output or memory without a proper name, shape and dtype."""
+    if not isinstance(port, dict) or not _NAME.fullmatch(str(port.get("name"))):
+        _refuse(path, f"{group} has an entry without a proper name: {port!r}")
+    shape = port.get("shape")
+    if not isinstance(shape, list) or not all(type(n) is int and 0 < n <= 1 << 24 for n in shape):
+        _refuse(path, f"{group} {port['name']!r} has no proper shape: {shape!r}")
+    if port.get("dtype") not in DTYPES.values():
+        _refuse(path, f"{group} {port['name']!r} has no known dtype: {port.get('dtype')!r}")
+
+
+def check_observation(path: Path, spec: Mapping[str, Any]) -> None:
+    """Refuse segments that do not fill the observation, and a control period that is no time."""
+    segments: Any = spec.get("observation")
     if segments is not None:
-        is_list = isinstance(segments, list) and all(isinstance(s, dict) and type(s.get("width")) is int for s in segments)
-        width = sum(segment["width"] for segment in segments) if is_list else None
-        if not is_list or [width] != spec["inputs"][0]["shape"]:
-            _refuse(path, f"the segments of the observation are {width} wide, the input {spec['inputs'][0]['shape']}")
+        is_list = isinstance(segments, list) and all(isinstance(s, dict) for s in segments)
+        widths: Any = [segment.get("width") for segment in segments] if is_list else [None]
+        fills = all(type(n) is int for n in widths) and [sum(widths)] == spec["inputs"][0]["shape"]
+        if not fills or not all(isinstance(segment.get("name"), str) for segment in segments):
+            _refuse(path, f"the segments of the observation are {widths} wide, the input {spec['inputs'][0]['shape']}")
     period = spec.get("control_period")
     if period is not None and not (isinstance(period, int | float) and 0 < period < 3600):
         _refuse(path, f"control_period must be a number of seconds, got {period!r}")
@@ -123,7 +139,11 @@ def read_safetensors(content: bytes) -> dict[str, np.ndarray]:
                 continue
             first, last = entry["data_offsets"]
             dtype, shape = np.dtype(DTYPES[entry["dtype"]]), [int(n) for n in entry["shape"]]
-            if not 0 <= first <= last <= len(data) or last - first != math.prod(shape) * dtype.itemsize or min([0, *shape]) < 0:
+            if (
+                not 0 <= first <= last <= len(data)
+                or last - first != math.prod(shape) * dtype.itemsize
+                or min([0, *shape]) < 0
+            ):
                 raise ValueError(f"{name} has wrong offsets")
             arrays[name] = np.frombuffer(data[first:last], dtype).reshape(shape)
         return arrays
@@ -173,7 +193,7 @@ class Policy:
         rows = len(next(iter(arrays.values())))
         if any(len(state) != rows for state in self.state.values()) or len(self.state) != len(self.memories):
             self.state = {name: np.zeros((rows, *shape), np.float32) for name, shape in self.memories}
-        found = self.session.run(None, {**arrays, **self.state})
+        found: Any = self.session.run(None, {**arrays, **self.state})
         count = len(self.output_names)
         self.outputs = dict(zip(self.output_names, found[:count], strict=True))
         self.state = dict(zip([name for name, _ in self.memories], found[count:], strict=True))

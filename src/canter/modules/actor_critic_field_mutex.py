@@ -217,7 +217,7 @@ class ActorCriticFieldMutex(ActorCriticMutex):
         share = choices.mean((1, 2))  # (N, S)
         ctx.aux["selection_share"] = share
         seen = self.override_cmd_vel(self.recover_last_action(obs, selection), selection, velocities[:, 0, 0])
-        mean = torch.zeros(len(obs), self.num_actions, device=obs.device)
+        mean = torch.zeros_like(obs[:, :1]).expand(-1, self.num_actions)
         for i, policy in enumerate(self.submodules):
             own = Context({name: ctx.hidden[f"{name}_{i}"] for name in policy.memories})
             params = policy.actor_params(policy.obs_normalizer.normalize(seen), own)

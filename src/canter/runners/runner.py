@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import math
 import signal
+import tempfile
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -312,6 +313,14 @@ class Runner(ABC):
         policy = self.policy if is_here else copy.deepcopy(self.policy).to(device)
         return InferencePolicy(policy, self.env.obs_space, self.env.obs_segments)
 
+    def export_policy_to_onnx(self, path: str | Path, filename: str = "policy.onnx", verbose: bool = False) -> None:
+        """Write the policy as a checked ONNX file; `canter export` writes a whole bundle."""
+        export_file(self, Path(path) / filename, "onnx")
+
+    def export_policy_to_jit(self, path: str | Path, filename: str = "policy.pt") -> None:
+        """Write the policy as a checked TorchScript file."""
+        export_file(self, Path(path) / filename, "torchscript")
+
     def train_mode(self) -> None:
         """Switch networks and normalisers to training mode."""
         self.alg.train_mode()
@@ -416,6 +425,15 @@ class Runner(ABC):
     def current_learning_iteration(self) -> int:
         """Number of completed iterations."""
         return self.iteration
+
+
+def export_file(runner: Runner, path: Path, kind: str) -> None:
+    """Write one file of the bundle of a runner's policy."""
+    from canter.export.bundle import export_runner  # the exporters load slowly
+
+    with tempfile.TemporaryDirectory() as folder:
+        made = export_runner(runner, Path(folder) / "bundle", (kind,))
+        atomic_write(path, (made.path / {"onnx": "policy.onnx", "torchscript": "policy.ts"}[kind]).read_bytes())
 
 
 def open_env(env: Any, device: torch.device, plan: RunPlan) -> VecEnv:
