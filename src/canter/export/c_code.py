@@ -64,11 +64,6 @@ def packed_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-def transposed(value: Value) -> Value:
-    """A matrix with its dimensions swapped."""
-    return dataclasses.replace(value, shape=value.shape[::-1], strides=value.strides[::-1])
-
-
 UNARY = {
     "relu": "{0} > 0.0f ? {0} : 0.0f", "tanh": "tanhf({0})", "sigmoid": "1.0f / (1.0f + expf(-{0}))",
     "exp": "expf({0})", "expm1": "expm1f({0})", "log": "logf({0})", "log1p": "log1pf({0})", "neg": "-{0}",
@@ -84,20 +79,21 @@ BINARY = {
     "bitwise_and": "{0} != 0.0f && {1} != 0.0f", "bitwise_or": "{0} != 0.0f || {1} != 0.0f",
 }  # fmt: skip
 HELPERS = {
-    "dense": """/* y = b + W x; eight columns at a time, so that compilers use vector instructions */
-static void dense(const float *w, const float *b, const float *x, float *y, int rows, int cols)
+    "dense": """/* y = b + W x, with W by columns: loops over rows become vector instructions */
+static void dense(const float *restrict w, const float *restrict b, const float *restrict x, float *restrict y,
+                  int rows, int cols)
 {
-    for (int r = 0; r < rows; r++, w += cols) {
-        float s[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
-        int c = 0;
-        for (; c + 8 <= cols; c += 8)
-            for (int k = 0; k < 8; k++)
-                s[k] += w[c + k] * x[c + k];
-        float sum = b[r] + (((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7])));
-        for (; c < cols; c++)
-            sum += w[c] * x[c];
-        y[r] = sum;
+    int c = 0;
+    for (int r = 0; r < rows; r++)
+        y[r] = b[r];
+    for (; c + 4 <= cols; c += 4, w += 4 * rows) {
+        const float x0 = x[c], x1 = x[c + 1], x2 = x[c + 2], x3 = x[c + 3];
+        for (int r = 0; r < rows; r++)
+            y[r] += (w[r] * x0 + w[rows + r] * x1) + (w[2 * rows + r] * x2 + w[3 * rows + r] * x3);
     }
+    for (; c < cols; c++, w += rows)
+        for (int r = 0; r < rows; r++)
+            y[r] += w[r] * x[c];
 }
 """,
     "gelu": """static float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678f)); }
@@ -127,10 +123,6 @@ class Writer:
 
     def constant(self, tensor: Tensor) -> Value:
         """A table of numbers; equal tables are written once."""
-        if (
-            tensor.dim() == 2 and tensor.stride() == (1, tensor.shape[0]) and min(tensor.shape) > 1
-        ):  # a transposed weight
-            return transposed(self.constant(tensor.t()))
         array = tensor.detach().float().contiguous().numpy()
         key = array.tobytes() + str(array.shape).encode()
         if key not in self.known:
@@ -182,11 +174,11 @@ class Writer:
         """(..., M, K) x (..., K, N) plus a broadcast bias."""
         (rows, inner), cols = a.shape[-2:], b.shape[-1]
         bias_value = self.value(bias)
-        is_dense = len(out_shape) == 2 and rows == 1 and b.strides == (1, inner) and b.offset == 0
+        is_dense = len(out_shape) == 2 and rows == 1 and b.is_packed
         if is_dense and math.prod(bias_value.shape) == cols and bias_value.is_packed:
             self.helpers.add("dense")
             x, out = self.packed(a), self.new(out_shape)
-            given = (b.buffer, bias_value.pointer, x.pointer, out.pointer, cols, inner)
+            given = (b.pointer, bias_value.pointer, x.pointer, out.pointer, cols, inner)
             self.lines.append(f"    dense({', '.join(map(str, given))});")
             return out
         out = self.pointwise(out_shape, "{0}", bias_value)

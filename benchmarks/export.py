@@ -1,0 +1,197 @@
+"""Policies in every exported format: parity, latency per step with one observation, and size; returns from bundles.
+
+python benchmarks/export.py --out benchmarks/results/export.json
+python benchmarks/export.py --runs RUN... --out ...      # also: returns of runs and of their bundles without torch
+"""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+from gymnasium import spaces
+
+import canter
+from canter.export.bundle import export_bundle
+from canter.export.parity import TorchScriptPolicy, compiler
+from canter.export.runtime import Bundle, Policy
+from canter.modules import ActorCritic, ActorCriticRecurrent, EncoderStateAcRecurrent, VisualActorCritic
+from canter.modules.actors import MLPSquashedGaussianActor
+from canter.modules.q_networks import ActorQPolicy, MLPQNetwork, QPolicy, StackedMLPCritics
+from canter.runners.evaluation import InferencePolicy
+
+BIG = {"actor_hidden_dims": (512, 256, 128), "critic_hidden_dims": (64,)}
+SMALL = {"actor_hidden_dims": (64, 64), "critic_hidden_dims": (64,)}
+SEGMENTS = {"base": (9,), "joints": (24,), "history": (5, 3)}
+EPISODES = 20
+TIMER = """
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+#include "policy.h"
+static policy_state state;
+static double times[20000];
+static int less(const void *a, const void *b) {{ return (*(double *)a > *(double *)b) - (*(double *)a < *(double *)b); }}
+int main(void)
+{{
+    static {arrays};
+    policy_reset(&state);
+    for (int i = 0; i < 20000; i++) {{
+        struct timespec a, b;
+        clock_gettime(CLOCK_MONOTONIC, &a);
+        policy_step(&state, {call});
+        clock_gettime(CLOCK_MONOTONIC, &b);
+        times[i] = (b.tv_sec - a.tv_sec) + 1e-9 * (b.tv_nsec - a.tv_nsec);
+    }}
+    qsort(times, 20000, sizeof(double), less);
+    printf("%g %g", times[10000], times[19800]);
+    return 0;
+}}
+"""
+# Runs a bundle's episodes where torch cannot be imported.
+WITHOUT_TORCH = """
+import json, sys
+sys.modules["torch"] = None
+from canter.export.runtime import Policy
+from canter.export.simulation import make_task, simulate
+policy = Policy(sys.argv[1])
+report = simulate(policy, make_task(policy, None, int(sys.argv[3])), int(sys.argv[2]), seed=0)
+assert not any(name.startswith("torch.") for name in sys.modules)
+print(json.dumps(report.summary()))
+"""
+
+
+def policies():
+    """Name -> policy of a robot's size."""
+    box, actions = spaces.Box(-np.inf, np.inf, (48,)), spaces.Box(-1.0, 1.0, (12,))
+    critics = StackedMLPCritics(box, actions, {}, 2)
+    image = {"camera": (1, 48, 64), "state": (30,)}
+    encoders = {"encoder_component_names": ("history",), "encoder_class_name": "HistoryEncoder"}
+    estimator = {"estimator_target_components": ("base",), "estimator_obs_components": ("joints", "history")}
+    yield "MLP 64-64", ActorCritic(17, 17, 6, **SMALL)
+    yield "MLP 512-256-128", ActorCritic(48, 48, 12, **BIG)
+    yield "GRU 256 + MLP 512-256-128", ActorCriticRecurrent(48, 48, 12, rnn_type="gru", **BIG)
+    yield "LSTM 256 + MLP 512-256-128", ActorCriticRecurrent(48, 48, 12, rnn_type="lstm", **BIG)
+    yield (
+        "Estimator, history encoder, LSTM 256",
+        EncoderStateAcRecurrent(
+            48, 48, 12, obs_segments=SEGMENTS, replace_state_prob=1.0, **encoders, **estimator, **BIG
+        ),
+    )
+    yield "Camera 48x64 + MLP 512-256-128", VisualActorCritic(
+        48 * 64 + 30, 48 * 64 + 30, 12, obs_segments=image, visual_component_name="camera",
+        visual_kwargs={"channels": (16, 32), "kernel_sizes": (5, 3), "strides": (4, 2)}, **BIG,
+    )  # fmt: skip
+    yield "SAC 256-256", ActorQPolicy(MLPSquashedGaussianActor(box, actions, {}), critics)
+    yield "DQN 256-256", QPolicy(MLPQNetwork(box, spaces.Discrete(4), {}), spaces.Discrete(4))
+
+
+def measure(policy, folder):
+    """Parity, latency and size of one policy."""
+    made = export_bundle(InferencePolicy(policy.eval()), folder / "bundle")
+    bundle = Bundle(made.path)
+    times = {"policy.onnx": Policy(bundle).latency(), "policy.ts": torchscript_latency(bundle)}
+    if "policy.c" in bundle.files:
+        times["policy.c"] = c_latency(bundle, folder)
+    return {
+        name: {
+            "difference": made.parity[name],
+            "median_us": 1e6 * times[name]["median"],
+            "p99_us": 1e6 * times[name]["p99"],
+            "bytes": bundle.spec["files"][name]["bytes"],
+        }
+        for name in made.parity
+    } | {"left_out": made.left_out}
+
+
+def torchscript_latency(bundle, steps=2000):
+    """Seconds per step of policy.ts."""
+    policy = TorchScriptPolicy(bundle)
+    obs = {port["name"]: bundle.samples[f"input.{port['name']}"][0, :1] for port in bundle.spec["inputs"]}
+    times = []
+    for _ in range(steps + 50):
+        begin = time.perf_counter()
+        policy.predict(obs)
+        times.append(time.perf_counter() - begin)
+    return {"median": float(np.median(times[50:])), "p99": float(np.quantile(times[50:], 0.99))}
+
+
+def c_latency(bundle, folder, flags=("-O3", "-march=native")):
+    """Seconds per step of policy.c in a program of its own."""
+    ports = [*bundle.spec["inputs"], *bundle.spec["outputs"]]
+    kinds = {"float32": "float", "uint8": "unsigned char", "int64": "int"}
+    if len({kinds[port["dtype"]] for port in ports}) > 1:
+        declared = "; static ".join(f"{kinds[p['dtype']]} {p['name']}[{np.prod(p['shape'], dtype=int)}]" for p in ports)
+    else:
+        declared = "float " + ", ".join(f"{port['name']}[{np.prod(port['shape'], dtype=int)}]" for port in ports)
+    (folder / "timer.c").write_text(TIMER.format(arrays=declared, call=", ".join(port["name"] for port in ports)))
+    program, sources = folder / "timer", [str(folder / "timer.c"), str(bundle.path / "policy.c")]
+    include = f"-I{bundle.path}"
+    subprocess.run([compiler(), *flags, "-std=gnu99", include, *sources, "-o", program, "-lm"], check=True)
+    median, p99 = subprocess.run([program], check=True, capture_output=True, text=True).stdout.split()
+    return {"median": float(median), "p99": float(p99)}
+
+
+def returns(run, folder, episodes=EPISODES, seed=1000):
+    """Returns of a run's policy in torch, and of its bundle in ONNX Runtime where torch cannot be imported."""
+    from canter.export.simulation import make_task, simulate
+
+    acting = canter.load(run)
+    made = export_bundle(acting, folder / "bundle", formats=("onnx",))
+    policy = Policy(made.path)
+
+    class InTorch:
+        spec, reset = policy.spec, acting.reset
+
+        def predict(self, obs):
+            return acting.predict(obs["obs"] if set(obs) == {"obs"} else obs)
+
+    from_run = simulate(InTorch(), make_task(policy, None, seed), episodes, seed=0).summary()
+    command = [sys.executable, "-c", WITHOUT_TORCH, str(made.path), str(episodes), str(seed)]
+    from_bundle = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    names = ("mean_return", "std_return", "returns")
+    task = policy.spec["training"]["task"]
+    row = {"run": {n: from_run[n] for n in names}, "bundle": {n: from_bundle[n] for n in names}}
+    return {"task": task, "episodes": episodes, **row}
+
+
+def main(argv=None):
+    """Write the matrix."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/export.json"))
+    parser.add_argument("--runs", type=Path, nargs="*", default=[])
+    options = parser.parse_args(argv)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    result = {"machine": platform.machine(), "torch": torch.__version__, "policies": {}, "returns": []}
+    if options.out.is_file():
+        result["returns"] = json.loads(options.out.read_text()).get("returns", [])
+    for name, policy in policies():
+        with tempfile.TemporaryDirectory() as folder:
+            row = result["policies"][name] = measure(policy, Path(folder))
+        for file, found in row.items():
+            if file != "left_out":
+                print(
+                    f"{name:<40}{file:<12}{found['difference']:9.1e}{found['median_us']:9.1f} us{found['bytes']:>10} bytes"
+                )
+    if options.runs:
+        result["returns"] = []
+    for run in options.runs:
+        with tempfile.TemporaryDirectory() as folder:
+            row = returns(run, Path(folder))
+        result["returns"].append(row)
+        print(f"{row['task']:<40}run {row['run']['mean_return']:.1f}, bundle {row['bundle']['mean_return']:.1f}")
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+if __name__ == "__main__":
+    main()
