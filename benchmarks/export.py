@@ -38,7 +38,10 @@ TIMER = """
 #include "policy.h"
 static policy_state state;
 static double times[20000];
-static int less(const void *a, const void *b) {{ return (*(double *)a > *(double *)b) - (*(double *)a < *(double *)b); }}
+static int less(const void *a, const void *b)
+{{
+    return (*(double *)a > *(double *)b) - (*(double *)a < *(double *)b);
+}}
 int main(void)
 {{
     static {arrays};

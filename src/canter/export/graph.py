@@ -49,11 +49,10 @@ class StepModule(nn.Module):
     def __init__(self, acting: InferencePolicy) -> None:
         super().__init__()
         given = acting.policy
-        results = {
-            id(given._params): None,
-            id(given._aux): {},
-        }  # of the last step: tensors with a gradient have no copy
-        self.policy = policy = copy.deepcopy(given, results).cpu().float().eval().requires_grad_(False)
+        # Results and memories of the last step may have gradients, which cannot be copied.
+        memo: Any = {id(given._params): None, id(given._aux): {}}
+        memo |= {id(memory.state): None for memory in given.memories.values()}
+        self.policy = policy = copy.deepcopy(given, memo).cpu().float().eval().requires_grad_(False)
         self.obs_space = obs_space_of(acting)
         bounds = acting.action_bounds
         self.clips = bounds is not None

@@ -48,7 +48,7 @@ def load(
     environment = state.get("environment") or describe_task(config, plan, file)
     env = SpecEnv(environment, device)
     if policy is None:
-        policy = new_policy(plan, env, file)
+        policy = new_policy(plan, env, has_settings=bool(config.get("policy")))
     install_normalizers(policy, env, weights)
     check_compatible(policy.state_dict(), weights, type(policy).__name__)
     policy.load_state_dict(dict(weights))
@@ -103,13 +103,13 @@ def describe_task(config: Mapping[str, Any], plan: RunPlan, file: Path) -> dict[
         opened.close()
 
 
-def new_policy(plan: RunPlan, env: SpecEnv, file: Path) -> Policy:
-    """The untrained policy of a plan."""
-    if not plan.policy and not REGISTRY[find_algorithm(plan.algorithm)].agent_class.learns_from_replay:
-        raise ValueError(f"the networks of {file} were built in Python; give them: canter.load(path, policy=<policy>)")
+def new_policy(plan: RunPlan, env: SpecEnv, has_settings: bool) -> Policy:
+    """The untrained policy of a plan; networks of PPO that were built in Python have no settings in it."""
+    agent_class: Any = REGISTRY[find_algorithm(plan.algorithm)].agent_class
+    if not has_settings and not agent_class.learns_from_replay:
+        raise ValueError("the networks of this run were built in Python; give them: canter.load(path, policy=<policy>)")
     if "class_name" in plan.policy:
         return build_actor_critic(env, plan.policy["class_name"], plan.policy)
-    agent_class: Any = REGISTRY[find_algorithm(plan.algorithm)].agent_class
     if not agent_class.learns_from_replay:
         return build_policy(env, **plan.policy)
     with warnings.catch_warnings():

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ class TorchScriptPolicy:
         import torch
 
         self.torch, self.spec = torch, bundle.spec
-        self.module = torch.jit.load(io.BytesIO(bundle.files["policy.ts"]), map_location="cpu")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # libtorch still loads TorchScript, and nothing else
+            self.module = torch.jit.load(io.BytesIO(bundle.files["policy.ts"]), map_location="cpu")
         self.state: list[Any] = []
         self.outputs: dict[str, np.ndarray] = {}
 

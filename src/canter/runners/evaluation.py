@@ -69,11 +69,13 @@ class InferencePolicy:
         if dones is None or self.hidden is None:
             self.hidden = None
         else:
-            ended = torch.as_tensor(dones, device=self.device).bool().view(-1, 1, 1, 1)
+            ended = self._tensor(dones).bool().view(-1, 1, 1, 1)
             self.hidden = {name: state.masked_fill(ended, 0.0) for name, state in self.hidden.items()}
 
     def _tensor(self, leaf: Any) -> Tensor:
         """Bytes as they are, any other numbers as floats."""
+        if isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
+            leaf = leaf.copy()
         tensor = torch.as_tensor(leaf, device=self.device)
         keeps = tensor.dtype == torch.uint8 or (tensor.is_floating_point() and tensor.dtype != torch.float64)
         return tensor if keeps else tensor.float()
@@ -87,7 +89,8 @@ class InferencePolicy:
             leaves = dict(tree_leaves(obs))
             if leaves.keys() != parts.shapes.keys():
                 raise ValueError(f"the observation has the parts {list(leaves)}, expected {list(parts.shapes)}")
-            is_single = self._is_single(next(iter(leaves.values())), next(iter(parts.shapes.values())))
+            first = next(iter(parts.shapes))
+            is_single = self._is_single(leaves[first], parts.shapes[first], first)
             if is_single:
                 obs, leaves = tree_map(lambda leaf: leaf[None], obs), {n: leaf[None] for n, leaf in leaves.items()}
             for name, shape in parts.shapes.items():
