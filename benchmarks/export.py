@@ -182,9 +182,8 @@ def main(argv=None):
             row = result["policies"][name] = measure(policy, Path(folder))
         for file, found in row.items():
             if file != "left_out":
-                print(
-                    f"{name:<40}{file:<12}{found['difference']:9.1e}{found['median_us']:9.1f} us{found['bytes']:>10} bytes"
-                )
+                figures = f"{found['difference']:9.1e}{found['median_us']:9.1f} us{found['bytes']:>10} bytes"
+                print(f"{name:<40}{file:<12}{figures}")
     if options.runs:
         result["returns"] = []
     for run in options.runs:

@@ -56,7 +56,9 @@ def test_samples_that_do_not_match_are_refused(bundle, made):
     (bundle / "samples.safetensors").write_bytes(content)
     import hashlib
 
-    rewrite(bundle, lambda spec: spec["files"]["samples.safetensors"].update(sha256=hashlib.sha256(content).hexdigest()))
+    rewrite(
+        bundle, lambda spec: spec["files"]["samples.safetensors"].update(sha256=hashlib.sha256(content).hexdigest())
+    )
     with pytest.raises(BundleError, match=r"policy.onnx differs from the recorded samples by 0\.00\d+"):
         Policy(bundle)
     assert Policy(bundle, check=False).predict(np.zeros(7)).shape == (2,)

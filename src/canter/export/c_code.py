@@ -305,6 +305,22 @@ def write_slice_scatter(w: Writer, n: Node) -> Value:
     return out
 
 
+def write_pad(w: Writer, n: Node) -> Value:
+    value, ends = w.value(n.args[0]), n.args[1]
+    place = out = w.pointwise(n.shape, "{0}", float(n.arg(2, "value", 0.0)))
+    for number, (before, after) in enumerate(zip(ends[::2], ends[1::2], strict=True), start=1):
+        place = sliced(place, -number, before, place.shape[-number] - after)
+    w.loop(value.shape, lambda i: f"{place.at(i)} = {value.at(i)}")
+    return out
+
+
+def write_full(number: float | None) -> Callable[[Writer, Node], Value]:
+    def write(w: Writer, n: Node) -> Value:
+        return w.value(torch.full(n.shape, float(n.args[1]) if number is None else number))
+
+    return write
+
+
 def write_clamp(w: Writer, n: Node) -> Any:
     value = n.args[0]
     low, high = n.arg(1, "min"), n.arg(2, "max")
@@ -383,6 +399,21 @@ def write_argmax(w: Writer, n: Node) -> Value:
 
     w.loop(value.shape, body)
     return squeezed(out, [dim], keep=bool(n.arg(2, "keepdim", False)))
+
+
+def write_max(w: Writer, n: Node) -> list[Value]:
+    value, dim, keep = w.value(n.args[0]), n.arg(1, "dim"), bool(n.arg(2, "keepdim", False))
+    top = w.reduce(value, [dim], "{0}", "{1} > {0} ? {1} : {0}")
+    return [squeezed(top, [dim], keep), write_argmax(w, Node((value, dim, keep), {}, ()))]
+
+
+def write_norm(w: Writer, n: Node) -> Value:
+    value, order, dims = w.value(n.args[0]), n.arg(1, "ord", 2), n.arg(2, "dim")
+    if order != 2:
+        raise NotInCError(f"a norm of order {order}")
+    dims = list(range(len(value.shape))) if dims is None else dims
+    total = w.reduce(w.pointwise(value.shape, "{0} * {0}", value), dims, "0.0f", "{0} + {1}")
+    return squeezed(w.pointwise(total.shape, "sqrtf({0})", total), dims, keep=bool(n.arg(3, "keepdim", False)))
 
 
 def write_softmax(w: Writer, n: Node) -> Value:
@@ -467,7 +498,10 @@ WRITERS: dict[str, Callable[[Writer, Node], Any]] = {
     "clone": same, "alias": same, "detach": same, "lift_fresh_copy": same, "_to_copy": write_copy,
     "clamp": write_clamp, "elu": write_elu, "gelu": write_gelu, "softplus": write_softplus,
     "leaky_relu": write_leaky_relu, "addmm": write_addmm, "mm": write_mm, "bmm": write_mm,
-    "convolution": write_convolution, "argmax": write_argmax, "_softmax": write_softmax,
+    "constant_pad_nd": write_pad, "full_like": write_full(None), "zeros_like": write_full(0.0),
+    "ones_like": write_full(1.0), "convolution": write_convolution,
+    "copy": lambda w, n: w.pointwise(n.shape, "{0}", n.args[1]),
+    "linalg_vector_norm": write_norm, "argmax": write_argmax, "max": write_max, "_softmax": write_softmax,
     "native_layer_norm": write_layer_norm,
     "where": lambda w, n: w.pointwise(n.shape, "{0} != 0.0f ? {1} : {2}", *n.args),
     "sum": write_reduction("0.0f", "{0} + {1}"), "mean": write_reduction("0.0f", "{0} + {1}", is_mean=True),

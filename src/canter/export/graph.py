@@ -73,12 +73,12 @@ class StepModule(nn.Module):
         ]
 
     def _used_memories(self) -> list[Port]:
-        """Memories that change in a step of the actor; those of the critic do not."""
+        """Memories that a step of the actor replaces; a mutex replaces those of its critics too, with zeros."""
         before = self.policy.initial_hidden(2)
         ctx = Context(dict(before))
         with torch.no_grad():
             self.policy.actor_params(self.policy.obs_normalizer.normalize(self._tree(self._zero_obs(2))), ctx)
-        used = [name for name in before if ctx.hidden[name] is not before[name]]
+        used = [n for n in before if ctx.hidden[n] is not before[n] and not n.startswith("memory_c")]
         return [Port(name, tuple(before[name].shape[1:]), "float32") for name in used]
 
     def _zero_obs(self, rows: int) -> list[Tensor]:
@@ -180,7 +180,12 @@ def exported_program(module: StepModule, rows: int | None = None) -> Any:
         dynamic = {"tensors": tuple({0: batch} for _ in inputs)}
     with quiet():
         module(*inputs)  # constants that distributions make at the first call must be real tensors
-        return torch.export.export(module, inputs, dynamic_shapes=dynamic, strict=False)
+        try:
+            return torch.export.export(module, inputs, dynamic_shapes=dynamic, strict=False)
+        except Exception as error:
+            name, reason = type(module.policy).__name__, str(error).strip().splitlines()[0]
+            way_out = "its code must be tensor operations for any batch: x.shape[0], not len(x); torch.where, not if"
+            raise ValueError(f"{name} cannot be exported: {reason}; {way_out}") from error
 
 
 def onnx_bytes(module: StepModule, metadata: Mapping[str, Any]) -> bytes:

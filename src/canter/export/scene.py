@@ -240,8 +240,6 @@ def import_mujoco() -> Any:
 
 def push(physics: Any, speed: float, generator: np.random.Generator) -> None:
     """Add a velocity in a random horizontal direction to the base of a MuJoCo robot."""
-    if physics is None:
-        raise ValueError("pushes need MuJoCo's data, which this task does not show; play it with --mujoco scene.xml")
     model, data = physics
     angle = generator.uniform(0.0, 2.0 * math.pi)
     is_free = model.njnt > 0 and model.jnt_type[0] == 0

@@ -299,6 +299,8 @@ def simulate(
     given, generator, meter = disturbance or Disturbance(), np.random.default_rng(seed), Meter()
     if min(given.delay, given.noise, given.push, episodes - 1) < 0 or given.push_interval <= 0:
         raise ValueError(f"delay, noise and push must not be negative, and there must be an episode; got {given}")
+    if given.push and task.physics is None:
+        raise ValueError("pushes need MuJoCo's data, which this task does not show; play it with --mujoco scene.xml")
     period = getattr(task, "period", None) or policy.spec.get("control_period")
     between = max(1, round(given.push_interval / period)) if period else 100
     returns: list[float] = []
