@@ -81,6 +81,13 @@ def test_a_robot_that_cannot_be_described_does_not_stop_a_checkpoint():
     assert found["obs_space"]["shape"] == [7]
 
 
+def test_spaces_without_a_description_leave_all_of_it_out():
+    env = GymVecEnv([lambda: gymnasium.make("Pendulum-v1")])
+    env.action_space = spaces.Text(3)
+    with pytest.warns(UserWarning, match="GymVecEnv could not be described: a Text space has no description"):
+        assert describe_env(env) == {}
+
+
 def test_gymnasium_states_periods_actuators_and_terms():
     pytest.importorskip("mujoco")
     robot = describe_robot(make_env("HalfCheetah-v5"))

@@ -238,5 +238,8 @@ def test_a_description_stands_for_its_environment_but_cannot_be_stepped():
             call()
     with pytest.raises(ValueError, match="reads descriptions of version 1, got 7"):
         SpecEnv({"version": 7})
+    huge = {"type": "Box", "shape": [1 << 40], "dtype": "float32", "low": 0.0, "high": 1.0}
+    with pytest.raises(ValueError, match="is not a space of observations"):
+        space_from(huge)
     with pytest.raises(TypeError, match="a Text space has no description"):
         plain_space(spaces.Text(3))

@@ -18,25 +18,34 @@ from canter.envs.vec_env import StepRecord, VecEnv, flat_size
 from canter.utils.tree import Obs
 
 SPEC_VERSION = 1
+MAX_SIZE = 1 << 26  # numbers in an observation, against files that claim more
 GROUPS = ("actor", "policy")
 
 
 def describe_env(env: VecEnv) -> dict[str, Any]:
-    """Spaces, segments, action bounds and what the simulation knows of the robot, in plain containers."""
+    """Spaces, segments, action bounds and what the simulation knows of the robot, in plain containers.
+
+    What cannot be described is left out with a warning, since a checkpoint must be written all the same: the robot, or
+    everything for spaces that no policy of canter is built from.
+    """
     is_shared = env.critic_obs_space is env.obs_space
-    description: dict[str, Any] = {
-        "version": SPEC_VERSION,
-        "obs_space": plain_space(env.obs_space),
-        "critic_obs_space": None if is_shared else plain_space(env.critic_obs_space),
-        "action_space": plain_space(env.action_space),
-        "obs_segments": plain_segments(env.obs_segments),
-        "critic_obs_segments": plain_segments(env.critic_obs_segments),
-        "obs_group": obs_group(env),
-        "action_clip": None if env.action_bounds is None else [numbers(bound) for bound in env.action_bounds],
-    }
+    try:
+        description: dict[str, Any] = {
+            "version": SPEC_VERSION,
+            "obs_space": plain_space(env.obs_space),
+            "critic_obs_space": None if is_shared else plain_space(env.critic_obs_space),
+            "action_space": plain_space(env.action_space),
+            "obs_segments": plain_segments(env.obs_segments),
+            "critic_obs_segments": plain_segments(env.critic_obs_segments),
+            "obs_group": obs_group(env),
+            "action_clip": None if env.action_bounds is None else [numbers(bound) for bound in env.action_bounds],
+        }
+    except TypeError as error:
+        warnings.warn(f"{type(env).__name__} could not be described: {error}", stacklevel=2)
+        return {}
     try:
         return description | {"robot": describe_robot(env)}
-    except Exception as error:  # a simulator's attributes may be anything; a checkpoint must be written all the same
+    except Exception as error:  # a simulator's attributes may be anything
         warnings.warn(f"the robot of {type(env).__name__} could not be described: {error!r}", stacklevel=2)
         return description | {"robot": {}}
 
@@ -102,6 +111,8 @@ def space_from(description: Mapping[str, Any]) -> spaces.Space:
     if kind != "Box":
         raise ValueError(f"unknown kind of space {kind!r}; known are Box, Dict, Discrete and MultiDiscrete")
     shape, dtype = tuple(description["shape"]), np.dtype(description["dtype"])
+    if any(type(n) is not int or n < 0 for n in shape) or math.prod(shape) > MAX_SIZE:
+        raise ValueError(f"a Box of shape {shape} is not a space of observations or actions")
     ends = [np.broadcast_to(np.asarray(description[name], dtype).ravel(), math.prod(shape)) for name in ("low", "high")]
     low, high = (end.reshape(shape) for end in ends)
     return spaces.Box(low, high, shape, dtype.type)
