@@ -5,6 +5,7 @@ python benchmarks/export.py --runs RUN... --out ...      # also: returns of runs
 """
 
 import argparse
+import inspect
 import json
 import platform
 import subprocess
@@ -63,11 +64,10 @@ WITHOUT_TORCH = """
 import json, sys
 sys.modules["torch"] = None
 from canter.export.runtime import Policy
-from canter.export.simulation import make_task, simulate
+from canter.export.simulation import make_task
 policy = Policy(sys.argv[1])
-report = simulate(policy, make_task(policy, None, int(sys.argv[3])), int(sys.argv[2]), seed=0)
+print(json.dumps(totals(policy, make_task(policy, None, int(sys.argv[3])), int(sys.argv[2]))))
 assert not any(name.startswith("torch.") for name in sys.modules)
-print(json.dumps(report.summary()))
 """
 
 
@@ -142,27 +142,60 @@ def c_latency(bundle, folder, flags=("-O3", "-march=native")):
     return {"median": float(median), "p99": float(p99)}
 
 
+def totals(policy, task, episodes):
+    """Returns of episodes."""
+    found = []
+    for episode in range(episodes):
+        obs, total, is_over = task.reset(episode), 0.0, False
+        policy.reset()
+        while not is_over:
+            obs, reward, terminated, truncated = task.step(policy.predict(obs))
+            total, is_over = total + reward, terminated or truncated
+        found.append(total)
+    return found
+
+
+class InTorch:
+    """The policy of a run, beside its bundle on the same observations, with noise on continuous actions if asked."""
+
+    def __init__(self, acting, policy, noise=0.0):
+        self.acting, self.policy, self.noise, self.difference = acting, policy, noise, 0.0
+        self.generator = np.random.default_rng(0)
+
+    def reset(self):
+        self.acting.reset()
+        self.policy.reset()
+
+    def predict(self, obs):
+        ours = self.acting.predict(obs["obs"] if set(obs) == {"obs"} else obs)
+        self.difference = max(self.difference, float(np.abs(ours - self.policy.predict(obs)).max()))
+        return ours if ours.dtype.kind != "f" else ours + self.generator.normal(0.0, self.noise, ours.shape)
+
+
 def returns(run, folder, episodes=EPISODES, seed=1000):
-    """Returns of a run's policy in torch, and of its bundle in ONNX Runtime where torch cannot be imported."""
-    from canter.export.simulation import make_task, simulate
+    """Returns of a run's policy in torch, with and without noise of 1e-7 on its actions, and of its bundle.
+
+    The bundle runs in ONNX Runtime in a process where torch cannot be imported. Where the noise alone changes returns,
+    as in chaotic simulations, they are compared by their spread, and actions on the same observations.
+    """
+    from canter.export.simulation import make_task
 
     acting = canter.load(run)
-    made = export_bundle(acting, folder / "bundle", formats=("onnx",))
-    policy = Policy(made.path)
-
-    class InTorch:
-        spec, reset = policy.spec, acting.reset
-
-        def predict(self, obs):
-            return acting.predict(obs["obs"] if set(obs) == {"obs"} else obs)
-
-    from_run = simulate(InTorch(), make_task(policy, None, seed), episodes, seed=0).summary()
-    command = [sys.executable, "-c", WITHOUT_TORCH, str(made.path), str(episodes), str(seed)]
-    from_bundle = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    names = ("mean_return", "std_return", "returns")
-    task = policy.spec["training"]["task"]
-    row = {"run": {n: from_run[n] for n in names}, "bundle": {n: from_bundle[n] for n in names}}
-    return {"task": task, "episodes": episodes, **row}
+    policy = Policy(export_bundle(acting, folder / "bundle", formats=("onnx",)).path)
+    ours, noisy = InTorch(acting, policy), InTorch(acting, policy, noise=1e-7)
+    found = {
+        "run": totals(ours, make_task(policy, None, seed), episodes),
+        "run_with_noise": totals(noisy, make_task(policy, None, seed), episodes),
+    }
+    code = WITHOUT_TORCH.replace("policy = ", inspect.getsource(totals) + "\npolicy = ", 1)
+    command = [sys.executable, "-c", code, str(policy.bundle.path), str(episodes), str(seed)]
+    found["bundle"] = json.loads(
+        subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
+    )
+    spread = {"mean": np.mean, "median": np.median, "std": np.std}
+    rows = {name: {key: float(reduce(values)) for key, reduce in spread.items()} for name, values in found.items()}
+    task = {"task": policy.spec["training"]["task"], "episodes": episodes}
+    return {**task, "largest_difference_of_actions": ours.difference, **rows}
 
 
 def main(argv=None):
@@ -190,7 +223,7 @@ def main(argv=None):
         with tempfile.TemporaryDirectory() as folder:
             row = returns(run, Path(folder))
         result["returns"].append(row)
-        print(f"{row['task']:<40}run {row['run']['mean_return']:.1f}, bundle {row['bundle']['mean_return']:.1f}")
+        print(f"{row['task']:<40}run {row['run']['mean']:.1f}, bundle {row['bundle']['mean']:.1f}")
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     return result
 
