@@ -11,7 +11,8 @@ from gymnasium import spaces
 from torch import nn
 
 from canter.export.bundle import export_bundle
-from canter.export.c_code import literal
+from canter.export.c_code import c_files
+from canter.export.c_writer import NotInCError, literal
 from canter.export.graph import StepModule, commands_middle_velocity
 from canter.export.parity import compiler
 from canter.export.runtime import Bundle, Policy
@@ -118,6 +119,25 @@ def test_dicts_have_one_input_for_each_part(tmp_path):
     made = check(InferencePolicy(policy.eval(), space), tmp_path)
     inputs = Bundle(made.path).spec["inputs"]
     assert {(port["name"], port["dtype"]) for port in inputs} == {("camera", "uint8"), ("arm", "float32")}
+
+
+def test_names_of_parts_and_tasks_cannot_become_code(tmp_path):
+    parts = {"state": (2,), "int": (1,), "a b; exit(1)": (1,)}
+
+    class Sum(nn.Module):
+        def forward(self, obs):
+            return torch.cat(list(obs.values()), -1).sum(-1, keepdim=True)
+
+    space = spaces.Dict([(name, spaces.Box(-1, 1, shape)) for name, shape in parts.items()])
+    policy = ActorCritic(actor=Sum(), critic=Sum(), action_space=spaces.Box(-1, 1, (1,)))
+    policy.unused = nn.Linear(1, 1)
+    info = {"config": {"run": {"task": "x */ int evil(void) { return 1; } /*\n#error"}}, "environment": {}}
+    header, source = c_files(StepModule(InferencePolicy(policy, space, info=info)), info["config"]["run"]["task"])
+    assert "const float *xstate, const float *xint, const float *a_b__exit_1_, float *actions" in header
+    assert source.splitlines()[0] == "/* x _/ int evil_void_ _ return 1_ _ /___error */"
+    clash = spaces.Dict([("a.b", spaces.Box(-1, 1, (1,))), ("a_b", spaces.Box(-1, 1, (1,)))])
+    with pytest.raises(NotInCError, match="different names in C for all of a_b, a_b, actions"):
+        c_files(StepModule(InferencePolicy(policy, clash)))
 
 
 @pytest.mark.filterwarnings("ignore:obstacles .* have no sub-policy")

@@ -20,7 +20,8 @@ from torch import Tensor
 import canter
 from canter.envs.vec_env import VecEnv
 from canter.export import runtime
-from canter.export.c_code import NotInCError, c_files
+from canter.export.c_code import c_files
+from canter.export.c_writer import NotInCError
 from canter.export.graph import OPSET, Port, StepModule, need_export_extra, onnx_bytes, torchscript_bytes
 from canter.export.parity import check_bundle
 from canter.export.readme import readme

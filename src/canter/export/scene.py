@@ -211,9 +211,15 @@ class MujocoScene:
                 self.mujoco.mjtCamera.mjCAMERA_TRACKING,
                 min(1, self.model.nbody - 1),
             )
-            self.camera.distance, self.camera.elevation = 3.0 * self.model.stat.extent, -15.0
+            self.camera.distance, self.camera.elevation = 3.0 * self._radius(), -15.0
         self.renderer.update_scene(self.data, self.camera)
         return self.renderer.render()
+
+    def _radius(self) -> float:
+        """Radius of the robot around its base in metres, without the ground."""
+        of_robot = self.model.geom_bodyid > 0
+        away = np.linalg.norm(self.data.geom_xpos[of_robot] - self.data.xpos[min(1, self.model.nbody - 1)], axis=1)
+        return float(np.max(away + self.model.geom_rbound[of_robot], initial=0.5))
 
     def press(self, key: int) -> None:
         """Change the command by a key of the window: arrows drive and turn, space stops."""
