@@ -7,7 +7,6 @@ python benchmarks/export.py --runs RUN... --out ...      # also: returns of runs
 import argparse
 import inspect
 import json
-import platform
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from gymnasium import spaces
+from report import report
 
 import canter
 from canter.export.bundle import export_bundle
@@ -103,15 +103,20 @@ def measure(policy, folder):
     times = {"policy.onnx": Policy(bundle).latency(), "policy.ts": torchscript_latency(bundle)}
     if "policy.c" in bundle.files:
         times["policy.c"] = c_latency(bundle, folder)
-    return {
-        name: {
-            "difference": made.parity[name],
+    assert made.left_out == {}
+    worst = max(made.parity.values())
+    kinds = {"policy.onnx": "onnx", "policy.ts": "torchscript", "policy.c": "c"}
+    return [
+        {
+            "format": kinds[name],
+            "difference": difference,
+            "largest_difference": worst,
             "median_us": 1e6 * times[name]["median"],
             "p99_us": 1e6 * times[name]["p99"],
             "bytes": bundle.spec["files"][name]["bytes"],
         }
-        for name in made.parity
-    } | {"left_out": made.left_out}
+        for name, difference in made.parity.items()
+    ]
 
 
 def torchscript_latency(bundle, steps=2000):
@@ -193,39 +198,27 @@ def returns(run, folder, episodes=EPISODES, seed=1000):
         subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
     )
     spread = {"mean": np.mean, "median": np.median, "std": np.std}
-    rows = {name: {key: float(reduce(values)) for key, reduce in spread.items()} for name, values in found.items()}
+    rows = {f"{name}_{key}": float(reduce(values)) for name, values in found.items() for key, reduce in spread.items()}
     task = {"task": policy.spec["training"]["task"], "episodes": episodes}
-    return {**task, "largest_difference_of_actions": ours.difference, **rows}
+    return {**task, "largest_difference": ours.difference, **rows}
 
 
 def main(argv=None):
     """Write the matrix."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/export.json"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/export.jsonl"))
     parser.add_argument("--runs", type=Path, nargs="*", default=[])
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    result = {"machine": platform.machine(), "torch": torch.__version__, "policies": {}, "returns": []}
-    if options.out.is_file():
-        result["returns"] = json.loads(options.out.read_text()).get("returns", [])
-    for name, policy in policies():
+    for name, policy in () if options.runs else policies():
         with tempfile.TemporaryDirectory() as folder:
-            row = result["policies"][name] = measure(policy, Path(folder))
-        for file, found in row.items():
-            if file != "left_out":
-                figures = f"{found['difference']:9.1e}{found['median_us']:9.1f} us{found['bytes']:>10} bytes"
-                print(f"{name:<40}{file:<12}{figures}")
-    if options.runs:
-        result["returns"] = []
+            for row in measure(policy, Path(folder)):
+                report({"policy": name, **row}, options.out)
     for run in options.runs:
         with tempfile.TemporaryDirectory() as folder:
-            row = returns(run, Path(folder))
-        result["returns"].append(row)
-        print(f"{row['task']:<40}run {row['run']['mean']:.1f}, bundle {row['bundle']['mean']:.1f}")
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
-    return result
+            report(returns(run, Path(folder)), options.out)
 
 
 if __name__ == "__main__":
