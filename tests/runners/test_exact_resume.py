@@ -16,7 +16,7 @@ HALF = 2
 HALFWAY = f"model_{HALF}.pt"
 CASES = ["mlp", "mlp_adaptive", "mlp_sgd", "mlp_rmsprop", "lstm", "gru"]
 # Said about the run, and never read back: torch's optimizer takes its rate from its own group.
-INFORMATION = ("format_version", "learning_rate", "infos", "config")
+INFORMATION = ("format_version", "learning_rate", "infos", "config", "environment")
 # What a checkpoint holds besides; every entry is needed by itself.
 ITEMS = [
     "iter",

@@ -43,6 +43,7 @@ for _name, _run, _arguments, _help in (
     ("resume", "train:resume", "RUN", "continue a run from its newest valid checkpoint"),
     ("eval", "play:evaluate", "RUN", "run episodes without noise and print their returns"),
     ("play", "play:play", "RUN", "show a policy in a window or record a video"),
+    ("export", "export:export", "RUN", "write ONNX, TorchScript and C files of a policy and check them"),
     ("collect", "play:collect", "RUN", "run a policy and save its trajectories"),
     ("plot", "inspection:plot", "RUN...", "plot learning curves with their spread over seeds"),
     ("tasks", "inspection:tasks", "[TEXT]", "list the tasks and the presets they are trained with"),

@@ -17,9 +17,13 @@ from canter.cli.errors import UserError, user_errors
 from canter.cli.options import at_least
 from canter.cli.runs import EVAL_ENVS, SavedRun, find_checkpoint, load_policy, open_env, read_run
 from canter.envs.vec_env import VecEnv
+from canter.export.runtime import Policy
+from canter.export.scene import MujocoScene
+from canter.export.simulation import Disturbance, make_task, simulate
 from canter.runners import Runner
 from canter.runners.demonstration import DemonstrationSaver
 from canter.runners.evaluation import run_episodes
+from canter.utils.files import atomic_write
 
 FPS = 30
 MAX_FRAMES = 3000
@@ -57,7 +61,23 @@ class CollectOptions:
     file_steps: int = 64  # Most steps in one file.
 
 
+@dataclasses.dataclass
+class BundleOptions:
+    """How a bundle is simulated."""
+
+    task: str | None = None  # Task by name instead of the one it was trained on.
+    mujoco: Path | None = None  # Run in this MuJoCo scene.
+    command: tuple[float, ...] = ()  # Commanded velocities of a scene; arrow keys change them in a window.
+    terms: dict[str, Any] | None = None
+    """Quantities of the scene for parts of the observation, as YAML: {base_vel: sensor_name}."""
+    period: float | None = None  # Control period in seconds, where the bundle does not state it.
+    reset_noise: float = 0.01  # Largest random difference from the default pose at the start.
+    disturbance: Annotated[Disturbance, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Disturbance)
+    report: Path | None = None  # Write the report as JSON.
+
+
 TrainedPolicy = Annotated[PolicyOptions, tyro.conf.arg(name="")]
+Simulation = Annotated[BundleOptions, tyro.conf.arg(name="")]
 Collection = Annotated[CollectOptions, tyro.conf.arg(name="")]
 AsJson = Annotated[bool, tyro.conf.arg(name="json")]
 
@@ -83,22 +103,35 @@ def evaluate(run: TrainedPolicy, episodes: int = 20, as_json: AsJson = False) ->
     return 0
 
 
-def play(run: TrainedPolicy, video: Path | None = None, episodes: int = 1, seconds: float = math.inf) -> int:
+def play(
+    run: TrainedPolicy,
+    bundle: Simulation,
+    video: Path | None = None,
+    episodes: int = 1,
+    seconds: float = math.inf,
+) -> int:
     """Show a policy without exploration noise, in a window or, without a screen, in a video file.
 
+    A bundle of `canter export` runs in ONNX Runtime, in its task or in a MuJoCo scene, and a report is printed.
+
     Args:
-        run: The run and its policy.
+        run: The run or the bundle, and its policy.
+        bundle: The simulation of a bundle.
         video: Write this .mp4 or .gif instead of opening a window; <run>/play.mp4 without a screen.
         episodes: Number of episodes.
-        seconds: End a video that takes longer than this to render.
+        seconds: End a video that takes longer than this to render; in a scene, the length of an episode.
     """
     at_least(1, episodes=episodes)
-    saved, _, runner = run.load(1)
     screens = ("DISPLAY", "WAYLAND_DISPLAY")
     is_headless = sys.platform.startswith("linux") and not any(os.environ.get(name) for name in screens)
     if is_headless:  # SDL and MuJoCo render off-screen, unless the user set other drivers
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
         os.environ.setdefault("MUJOCO_GL", "egl")
+    if (run.run / "policy.json").is_file():
+        return play_bundle(run, bundle, video, episodes, seconds, has_window=not is_headless and video is None)
+    if bundle != BundleOptions():
+        raise UserError(f"{run.run} is no bundle, and the options of simulations are for bundles; canter export RUN")
+    saved, _, runner = run.load(1)
     if video is None and (is_headless or saved.task.startswith("canter/")):
         video = saved.path / "play.mp4"
     # EnvPool can end the process where it cannot render; Gymnasium has tasks of the same names.
@@ -124,6 +157,70 @@ def play(run: TrainedPolicy, video: Path | None = None, episodes: int = 1, secon
     if returns:
         print("  return      " + ", ".join(f"{value:.1f}" for value in returns))
     return 0
+
+
+def play_bundle(
+    run: PolicyOptions, options: BundleOptions, video: Path | None, episodes: int, seconds: float, has_window: bool
+) -> int:
+    """Run episodes of a bundle, print a report, and write a film if one is asked for."""
+    with user_errors():
+        policy = Policy(run.run)
+        if options.mujoco is not None:
+            length = 20.0 if math.isinf(seconds) else seconds
+            task: Any = MujocoScene(
+                options.mujoco, policy, run.seed, options.command, options.terms, options.reset_noise, length,
+                options.period,
+            )  # fmt: skip
+        else:
+            render_mode = None if video is None and not has_window else "human" if video is None else "rgb_array"
+            task = make_task(policy, options.task, run.seed, render_mode)
+        frames: list[np.ndarray] = []
+        watch = film_step(frames) if video is not None else None
+        if has_window and options.mujoco is not None:
+            watch = open_window(task)
+        try:
+            result = simulate(policy, task, episodes, options.disturbance, run.seed, watch)
+        finally:
+            task.close()
+        if video is not None:
+            write_video(video, frames, int(min(120, max(1, task.fps))))
+    summary = result.summary()
+    if options.report is not None:
+        atomic_write(options.report, f"{json.dumps(summary, indent=2)}\n".encode())
+    for name, value in summary.items():
+        if value is not None and not isinstance(value, list):
+            print(f"  {name.replace('_', ' '):<16}{value:12.6g}")
+    return 0
+
+
+def film_step(frames: list[np.ndarray]) -> Any:
+    """A function that adds a picture after every step."""
+
+    def add(task: Any) -> bool:
+        picture = task.render()
+        if picture is None:
+            raise ValueError("the simulation gives no pictures")
+        frames.append(np.asarray(picture, np.uint8).copy())
+        return len(frames) >= MAX_FRAMES
+
+    return add
+
+
+def open_window(scene: MujocoScene) -> Any:
+    """Show a scene in MuJoCo's window, in real time, with commands from the keyboard; gives the function of a step."""
+    from mujoco import viewer
+
+    window = viewer.launch_passive(scene.model, scene.data, key_callback=scene.press)
+    due = time.monotonic()
+
+    def show(task: MujocoScene) -> bool:
+        nonlocal due
+        window.sync()
+        due = max(due + task.period, time.monotonic() - task.period)
+        time.sleep(max(0.0, due - time.monotonic()))
+        return not window.is_running()
+
+    return show
 
 
 def collect(run: TrainedPolicy, options: Collection) -> int:

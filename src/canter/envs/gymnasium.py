@@ -52,6 +52,7 @@ class GymVecEnv(VecEnv):
         self._has_groups = self.obs_space is not self._stored
         self.action_space = first.action_space
         self._to_array = ActionCast(self.action_space, self.num_envs, clip_actions)
+        self.action_bounds = self._to_array.bounds
         self.max_episode_length = (first.spec and first.spec.max_episode_steps) or 1000
         self._valid = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
         self._seed, self._current = seed, None

@@ -54,6 +54,7 @@ class GymVectorEnvAdapter(VecEnv):
         self.obs_space, self.critic_obs_space = split_groups(self._stored)
         self.action_space = env.single_action_space
         self._to_array = ActionCast(self.action_space, self.num_envs, clip_actions)
+        self.action_bounds = self._to_array.bounds
         self.max_episode_length = getattr(env.spec, "max_episode_steps", None) or 1000
         self._all_valid = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
         self.overlaps = isinstance(env, AsyncVectorEnv)

@@ -60,6 +60,10 @@ class RslRlAdapter(Forwarding, VecEnv):
         self.env = env
         self.num_envs = int(self._required("num_envs"))
         self.action_space = self._find_action_space()
+        limit = attribute(env, "clip_actions")
+        if isinstance(limit, int | float) and not isinstance(limit, bool) and isinstance(self.action_space, spaces.Box):
+            bound = np.full(self.action_space.shape, limit, np.float32)
+            self.action_bounds = (-bound, bound)
         self._fresh = bool(attribute(env, "returns_fresh_tensors", False))
         self._env_device = attribute(env, "device")
         limit = attribute(env, "max_episode_length")

@@ -56,6 +56,8 @@ class VecEnv(ABC):
     """Space of the critic's observation; the same object as `obs_space` where there is no privileged one."""
     action_space: spaces.Space
     """Space of one environment's action: Box, Discrete or MultiDiscrete."""
+    action_bounds: Any = None
+    """Lower and upper bounds to which `step` clips continuous actions, as arrays; None if it does not."""
     max_episode_length: int | None = None
     obs_segments: Mapping[str, tuple[int, ...]] | None = None
     """Names and shapes of the parts of a flat observation, in order."""

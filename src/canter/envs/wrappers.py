@@ -60,7 +60,7 @@ class VecEnvWrapper(Forwarding, VecEnv):
         self.obs_space, self.critic_obs_space, self.action_space = env.obs_space, env.critic_obs_space, env.action_space
         self.obs_segments, self.critic_obs_segments = env.obs_segments, env.critic_obs_segments
         self.has_invalid_steps, self.gives_final_obs = env.has_invalid_steps, env.gives_final_obs
-        self.capturable, self.adapter = env.capturable, env.adapter
+        self.capturable, self.adapter, self.action_bounds = env.capturable, env.adapter, env.action_bounds
 
     def _pair(self, obs: Any, critic_obs: Any) -> tuple[Any, Any]:
         """Change an observation and the critic's."""

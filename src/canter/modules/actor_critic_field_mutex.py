@@ -212,23 +212,23 @@ class ActorCriticFieldMutex(ActorCriticMutex):
         newest = selection.to(past.dtype)[:, None, None, :]
         is_first = (past.sum((1, 2, 3)) == 0).view(-1, 1, 1, 1)  # an episode's first choice fills all places
         choices = torch.where(is_first, newest.expand_as(past), torch.cat([past[:, :, 1:], newest], 2))
-        velocities = torch.where(kept == 0, self.velocities.draw(len(obs)), kept)
+        velocities = torch.where(kept == 0, self.velocities.draw(obs.shape[0]), kept)
         ctx.hidden |= {"selections": choices, "velocities": velocities}
         share = choices.mean((1, 2))  # (N, S)
         ctx.aux["selection_share"] = share
         seen = self.override_cmd_vel(self.recover_last_action(obs, selection), selection, velocities[:, 0, 0])
-        mean = torch.zeros(len(obs), self.num_actions, device=obs.device)
+        mean = torch.zeros_like(obs[:, :1]).expand(-1, self.num_actions)
         for i, policy in enumerate(self.submodules):
             own = Context({name: ctx.hidden[f"{name}_{i}"] for name in policy.memories})
             params = policy.actor_params(policy.obs_normalizer.normalize(seen), own)
             action = policy.distribution.to_env(policy.distribution.mode(params))
             scale = getattr(self, f"subpolicy_action_scale_{i}")
             mean = mean + action * scale / self.env_action_scale * share[:, i : i + 1]
-            idle = (share[:, i] == 0) & (self.reset_non_selected != "none")
+            idle, is_reset = share[:, i] == 0, self.reset_non_selected == "all"
             if self.reset_non_selected == "when_skill":
-                idle = idle & (share[:, 0] == 0) & (i > 0)
+                idle, is_reset = idle & (share[:, 0] == 0), i > 0
             for name, state in own.hidden.items():
-                ctx.hidden[f"{name}_{i}"] = state.masked_fill(idle.view(-1, 1, 1, 1), 0.0)
+                ctx.hidden[f"{name}_{i}"] = state.masked_fill(idle.view(-1, 1, 1, 1), 0.0) if is_reset else state
         return {"mu": mean, "sigma": torch.zeros_like(self.env_action_scale).expand(self.num_actions)}
 
     def sample_action(self, params: Params, generator: torch.Generator | None) -> Tensor:

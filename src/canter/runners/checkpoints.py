@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from canter.algorithms.foreign import import_state
+from canter.envs.spec import describe_env
 from canter.utils.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from canter.utils.ckpt_manipulator import MANIPULATORS
 from canter.utils.files import atomic_write, remove_stale_temps, safe_join
@@ -30,6 +31,8 @@ class Checkpoints:
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.directory = runner.save_dir
+        self.environment: dict[str, Any] | None = None
+        """Description of the environment, from which `canter.load` builds the policy without it."""
         self.periodic: list[str] = []
         """Names of the files in `directory` that were written periodically, by this process or an earlier one."""
         self.being_saved: Path | None = None
@@ -64,7 +67,10 @@ class Checkpoints:
         counters = runner.env.get_counters()
         resume |= {"counters": counters} if counters else {}
         state = {**runner.alg.state_dict(), "iter": runner.iteration, "total_timesteps": runner.tot_timesteps}
-        save_checkpoint(path, {**state, "infos": infos, "config": runner.config(), "resume": resume})
+        if self.environment is None:
+            self.environment = describe_env(runner.env)
+        state |= {"infos": infos, "config": runner.config(), "environment": self.environment}
+        save_checkpoint(path, {**state, "resume": resume})
         if runner.writer is not None and runner.cfg.upload_model:
             runner.writer.save_model(path, runner.iteration)
 

@@ -1,47 +1,121 @@
-"""Deterministic policies and the statistics of their episodes."""
+"""Trained policies without their environment, and the statistics of their episodes."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from gymnasium import spaces
 from torch import Tensor
 
 from canter.envs.vec_env import VecEnv
 from canter.modules.policy import Hidden, Policy, batch_size
-from canter.utils.tree import Obs
+from canter.utils.obs_layout import ObsLayout
+from canter.utils.tree import nested, tree_leaves, tree_map
 
 
 class InferencePolicy:
-    """`actions = policy(obs)`: deterministic actions for raw observations; keeps its own recurrent state.
+    """Actions of a trained policy for raw observations, without its environment; keeps its own recurrent state.
 
-    `actor_obs` takes the actor's part of a mapping of observation groups, a TensorDict for example. Resetting the
-    policy for some environments resets this state too.
+    Observations are arrays or tensors, one or a batch, a dict by part or one flat vector. Actions are of the same kind.
+
+    Args:
+        policy: The trained policy; resetting it for some environments resets this state too.
+        obs_space: Space of one observation; without it observations are batches in the form that the policy takes.
+        segments: Names and shapes of the parts of a flat observation, which may then be given as a dict.
+        action_bounds: Bounds to which actions are clipped, where no environment does it.
+        info: Where the policy comes from: `config`, `environment`, `checkpoint`, `iteration`, `timesteps`.
+        seed: Seed of sampled actions; drawn if None.
+        actor_obs: Takes the actor's part of a mapping of observation groups, a TensorDict for example.
     """
 
-    def __init__(self, policy: Policy, actor_obs: Callable[[Any], Obs] | None = None) -> None:
-        self.policy, self.actor_obs = policy, actor_obs
+    def __init__(
+        self, policy: Policy, obs_space: spaces.Space | None = None, segments: Mapping[str, Any] | None = None,
+        action_bounds: Any = None, info: Mapping[str, Any] | None = None, seed: int | None = None,
+        actor_obs: Callable[[Any], Obs] | None = None,
+    ) -> None:  # fmt: skip
+        self.policy, self.obs_space, self.info, self.actor_obs = policy, obs_space, dict(info or {}), actor_obs
+        self.device = next(policy.parameters()).device
         self.hidden: Hidden | None = None
         policy.followers.add(self)
+        self.action_bounds = action_bounds
+        self._bounds = action_bounds and [torch.as_tensor(b, device=self.device).flatten() for b in action_bounds]
+        self.generator = None if seed is None else torch.Generator(self.device).manual_seed(seed)
+        shapes = {name: tuple(leaf.shape) for name, leaf in tree_leaves(obs_space)} if obs_space else {}
+        self.parts = ObsLayout(shapes if segments is None or isinstance(obs_space, spaces.Dict) else segments)
+        """Parts of one observation by name."""
+
+    def __call__(self, obs: Any) -> Any:
+        """Return the deterministic actions of one step."""
+        return self.predict(obs)
 
     @torch.no_grad()
-    def __call__(self, obs: Any) -> Tensor:
-        """Return the actions of one step."""
+    def predict(self, obs: Any, deterministic: bool = True) -> Any:
+        """Return the actions of one step, in the environment's form; sampled if not `deterministic`."""
         if self.actor_obs is not None and isinstance(obs, Mapping):
             obs = self.actor_obs(obs)
-        if self.hidden is None or any(len(state) != batch_size(obs) for state in self.hidden.values()):
-            self.hidden = self.policy.initial_hidden(batch_size(obs))
-        actions, self.hidden = self.policy.infer(obs, self.hidden)
-        return actions
+        is_array = not any(isinstance(leaf, Tensor) for _, leaf in tree_leaves(obs))
+        batch, is_single = self._batched(tree_map(self._tensor, obs))
+        if self.hidden is None or any(len(state) != batch_size(batch) for state in self.hidden.values()):
+            self.hidden = self.policy.initial_hidden(batch_size(batch))
+        if deterministic:
+            actions, self.hidden = self.policy.infer(batch, self.hidden)
+        else:
+            params, self.hidden = self.policy.act_params(batch, self.hidden)
+            sampled = self.policy.sample_action(params, self.generator or self.policy.generator)
+            actions = self.policy.distribution.to_env(sampled)
+        if self._bounds is not None:
+            actions = actions.clamp(*self._bounds)
+        actions = actions[0] if is_single else actions
+        return actions.numpy(force=True) if is_array else actions
 
-    def reset(self, dones: Tensor | None = None) -> None:
+    def reset(self, dones: Any = None) -> None:
         """Clear the recurrent state of environments whose episode ended; of all if None."""
         if dones is None or self.hidden is None:
             self.hidden = None
         else:
-            ended = dones.bool().view(-1, 1, 1, 1)
+            ended = self._tensor(dones).bool().view(-1, 1, 1, 1)
             fitting = {name: state for name, state in self.hidden.items() if len(state) == len(ended)}
             self.hidden |= {name: state.masked_fill(ended.to(state.device), 0.0) for name, state in fitting.items()}
+
+    def _tensor(self, leaf: Any) -> Tensor:
+        """Bytes as they are, any other numbers as floats."""
+        if isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
+            leaf = leaf.copy()
+        tensor = torch.as_tensor(leaf, device=self.device)
+        keeps = tensor.dtype == torch.uint8 or (tensor.is_floating_point() and tensor.dtype != torch.float64)
+        return tensor if keeps else tensor.float()
+
+    def _batched(self, obs: Any) -> tuple[Any, bool]:
+        """A batch in the form that the policy takes, and whether a single observation was given."""
+        if self.obs_space is None:
+            return obs, False
+        parts, is_dict = self.parts, isinstance(self.obs_space, spaces.Dict)
+        if isinstance(obs, Mapping):
+            leaves = dict(tree_leaves(obs))
+            if leaves.keys() != parts.shapes.keys():
+                raise ValueError(f"the observation has the parts {list(leaves)}, expected {list(parts.shapes)}")
+            first = next(iter(parts.shapes))
+            is_single = self._is_single(leaves[first], parts.shapes[first], first)
+            if is_single:
+                obs, leaves = tree_map(lambda leaf: leaf[None], obs), {n: leaf[None] for n, leaf in leaves.items()}
+            for name, shape in parts.shapes.items():
+                self._is_single(leaves[name][0], shape, name)
+            return (obs if is_dict else torch.cat([leaves[name].flatten(1) for name in parts.shapes], 1)), is_single
+        shape = (parts.width,) if is_dict else tuple(self.obs_space.shape or ())
+        is_single = self._is_single(obs, shape)
+        obs = obs[None] if is_single else obs
+        if is_dict:
+            split = parts.split(obs).items()
+            obs = nested({f"obs.{name}": leaf.unflatten(-1, parts.shapes[name]) for name, leaf in split}, "obs")
+        return obs, is_single
+
+    def _is_single(self, leaf: Tensor, shape: tuple[int, ...], name: str = "observation") -> bool:
+        """Whether a leaf is one observation of that shape; False for a batch, an error for anything else."""
+        given = tuple(leaf.shape)
+        if given != shape and given[1:] != shape:
+            raise ValueError(f"the {name} has shape {given}; the policy wants {shape}, or {('N', *shape)}")
+        return given == shape
 
 
 @torch.inference_mode()

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import signal
+import tempfile
 import warnings
 from abc import ABC, abstractmethod
 from collections import deque
@@ -384,7 +385,16 @@ class Runner(ABC):
         self.alg.eval_mode()
         is_here = device is None or torch.device(device) == self.device
         policy = self.policy if is_here else copy.deepcopy(self.policy).to(device)
-        return InferencePolicy(policy, getattr(self.env, "actor_obs", None))
+        actor_obs = getattr(self.env, "actor_obs", None)
+        return InferencePolicy(policy, self.env.obs_space, self.env.obs_segments, actor_obs=actor_obs)
+
+    def export_policy_to_onnx(self, path: str | Path, filename: str = "policy.onnx", verbose: bool = False) -> None:
+        """Write the policy as a checked ONNX file; `canter export` writes a whole bundle."""
+        export_file(self, Path(path) / filename, "onnx")
+
+    def export_policy_to_jit(self, path: str | Path, filename: str = "policy.pt") -> None:
+        """Write the policy as a checked TorchScript file."""
+        export_file(self, Path(path) / filename, "torchscript")
 
     def train_mode(self) -> None:
         """Switch networks and normalisers to training mode."""
@@ -536,6 +546,15 @@ class Runner(ABC):
     def disable_logs(self) -> bool:
         """Whether another process writes the logs."""
         return self.is_distributed and self.gpu_global_rank != 0
+
+
+def export_file(runner: Runner, path: Path, kind: str) -> None:
+    """Write one file of the bundle of a runner's policy."""
+    from canter.export.bundle import export_runner  # the exporters load slowly
+
+    with tempfile.TemporaryDirectory() as folder:
+        made = export_runner(runner, Path(folder) / "bundle", (kind,))
+        atomic_write(path, (made.path / {"onnx": "policy.onnx", "torchscript": "policy.ts"}[kind]).read_bytes())
 
 
 def open_env(env: Any, device: torch.device, plan: RunPlan) -> VecEnv:

@@ -1,0 +1,112 @@
+"""`canter export`: write the bundle of a trained policy, or check one."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from canter.cli.errors import UserError, user_errors
+from canter.cli.runs import find_checkpoint, open_env, read_run
+from canter.envs.vec_env import VecEnv
+from canter.export.bundle import FORMATS, ROWS, Exported, export_bundle, upload_bundle
+from canter.export.load import load
+from canter.export.parity import check_bundle
+from canter.runners.evaluation import InferencePolicy
+from canter.runners.run_config import parse_train_cfg
+from canter.runners.runner import open_env as with_policy_form
+from canter.utils.checkpoint import find_checkpoints
+from canter.utils.logging import Logger
+
+
+def export(
+    path: tyro.conf.Positional[Path],
+    out: Path | None = None,
+    checkpoint: str | None = None,
+    every_checkpoint: bool = False,
+    formats: tuple[Literal["onnx", "torchscript", "c"], ...] = FORMATS,
+    env_samples: bool = True,
+    upload: bool = False,
+    check: bool = False,
+) -> int:
+    """Write ONNX, TorchScript and C files of a trained policy, and check that they do what it does.
+
+    Args:
+        path: The run directory or a checkpoint file; with --check, a bundle.
+        out: Directory of the bundle; <run>/export/<checkpoint> by default.
+        checkpoint: A file of the run, or "best"; the newest valid checkpoint by default.
+        every_checkpoint: Export every model_<number>.pt of the run.
+        formats: Formats to write; ONNX is always written.
+        env_samples: Record the samples in the run's environment; without it they are drawn from statistics.
+        upload: Store the files with the run in its logging backends, such as W&B.
+        check: Check a bundle instead: hashes, then every format on the recorded samples. This compiles and runs its
+            policy.c: check bundles of people you trust.
+    """
+    if check:
+        with user_errors():
+            show_parity(check_bundle(path))
+        return 0
+    if every_checkpoint and (checkpoint is not None or path.is_file()):
+        raise UserError("--every-checkpoint exports all checkpoints of a run directory; leave --checkpoint out")
+    run = path.parent if path.is_file() else path
+    if every_checkpoint:
+        files = [file for _, file in find_checkpoints(run)] if run.is_dir() else []
+        if not files:
+            raise UserError(f"there is no model_<number>.pt in {run}")
+    else:
+        files = [path if path.is_file() else find_checkpoint(read_run(run).path, checkpoint)]
+    root = out or run / "export"
+    for file in files:
+        with user_errors():
+            acting = load(file)
+            target = root / file.stem if every_checkpoint or out is None else root
+            with sample_env(acting, env_samples) as env:
+                made = export_bundle(acting, target, env, formats)
+        show(made)
+        if upload:
+            send(made, acting, run)
+    return 0
+
+
+@contextmanager
+def sample_env(acting: InferencePolicy, is_wanted: bool) -> Iterator[VecEnv | None]:
+    """The environment of the run, to record samples in; None, with a note, if there is none."""
+    config, env = acting.info["config"], None
+    run = config.get("run") or {}
+    if is_wanted and "task" in run:
+        try:
+            plan = parse_train_cfg({name: value for name, value in config.items() if name != "run"})
+            made = open_env(run["task"], ROWS, "cpu", 0, components=run.get("components"))
+            env = with_policy_form(made, made.device, plan)
+        except (UserError, RuntimeError, OSError) as error:
+            print(f"  the environment cannot be made ({error}); samples are drawn from statistics")
+    try:
+        yield env
+    finally:
+        if env is not None:
+            env.close()
+
+
+def show(made: Exported) -> None:
+    """Print where a bundle is, its files and their parity."""
+    print(f"  bundle      {made.path}")
+    show_parity(made.parity, made.path)
+    for name, reason in made.left_out.items():
+        print(f"  {name:<12}not written: {reason}")
+
+
+def show_parity(parity: dict[str, float], path: Path | None = None) -> None:
+    """Print the largest difference of every file from the recorded samples."""
+    for name, value in parity.items():
+        size = "" if path is None else f"{(path / name).stat().st_size:>10} bytes   "
+        text = "not checked: no C compiler" if math.isnan(value) else f"largest difference {value:.1e}"
+        print(f"  {name:<12}{size}{text}")
+
+
+def send(made: Exported, acting: InferencePolicy, run: Path) -> None:
+    """Store the bundle with the run's logging backends."""
+    config: dict[str, Any] = acting.info["config"]
+    with user_errors(), Logger(config.get("logger_backend"), run, config.get("logger_kwargs")) as logger:
+        upload_bundle(made, logger, acting.info["timesteps"])

@@ -1,0 +1,142 @@
+"""The README of a bundle: what the policy takes and gives, and how to run it in Python, C++ and C."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from canter.export.c_code import identifier
+
+C_TYPES = {"float32": "float", "uint8": "unsigned char", "int64": "int"}
+CPP_TYPES = {"float32": "float", "uint8": "uint8_t", "int64": "int64_t"}
+
+
+def readme(spec: Mapping[str, Any], files: set[str]) -> str:
+    """The text of README.md."""
+    training, period = spec["training"], spec["control_period"]
+    title = training["task"] or training["policy"]
+    parts = [
+        f"# {title}\n",
+        f"A {training['policy']} trained with {training['algorithm']} of canter; `policy.json` has every detail.\n",
+        ports_table(spec),
+        observation_table(spec),
+        "Observations are raw: normalisation, squashing, scaling and clipping are inside.",
+        f"The control period is {period:g} s.\n" if period else "The control period is not known.\n",
+    ]
+    if spec["memories"]:
+        parts.append("Memories are zero when an episode begins; every step gets those that the step before returned.\n")
+    parts += [python_part(spec), cpp_part(spec)]
+    if "policy.c" in files:
+        parts.append(c_part(spec))
+    parts.append("Check the bundle with `python runtime.py`, or all formats with `canter export --check .`\n")
+    return "\n".join(part for part in parts if part)
+
+
+def ports_table(spec: Mapping[str, Any]) -> str:
+    """Inputs and outputs with their shapes."""
+    rows = ["| | name | shape | type |", "|---|---|---|---|"]
+    memories = [{**m, "name": f"{m['name']}_{end}"} for end in ("in", "out") for m in spec["memories"]]
+    half = len(spec["memories"])
+    groups = (("input", [*spec["inputs"], *memories[:half]]), ("output", [*spec["outputs"], *memories[half:]]))
+    for kind, ports in groups:
+        for port in ports:
+            shape = " x ".join(map(str, ["batch", *port["shape"]]))
+            rows.append(f"| {kind} | `{port['name']}` | {shape} | {port['dtype']} |")
+    return "\n".join(rows) + "\n"
+
+
+def observation_table(spec: Mapping[str, Any]) -> str:
+    """Segments of the observation."""
+    segments = spec["observation"] or []
+    if len(segments) < 2:
+        return ""
+    rows = ["| observation | first | width |", "|---|---|---|"]
+    rows += [f"| {segment['name']} | {segment['first']} | {segment['width']} |" for segment in segments]
+    return "\n".join(rows) + "\n"
+
+
+def python_part(spec: Mapping[str, Any]) -> str:
+    """How to run it in Python."""
+    return """## Python
+
+Needs numpy and onnxruntime.
+
+```python
+from runtime import Policy
+
+policy = Policy(".")
+policy.reset()                   # when an episode begins
+actions = policy.predict(obs)    # once in every control period
+```
+"""
+
+
+def cpp_part(spec: Mapping[str, Any]) -> str:
+    """How to run it in C++ with ONNX Runtime."""
+    ports = [*spec["inputs"], *({**m, "name": f"{m['name']}_in"} for m in spec["memories"])]
+    arrays, tensors = [], []
+    for port in ports:
+        name, kind, size = identifier(port["name"]), CPP_TYPES[port["dtype"]], math.prod(port["shape"])
+        shape = ", ".join(map(str, [1, *port["shape"]]))
+        arrays.append(f"std::vector<{kind}> {name}({size});\nstd::vector<int64_t> {name}_shape{{{shape}}};")
+        data = f"{name}.data(), {name}.size(), {name}_shape.data(), {name}_shape.size()"
+        tensors.append(f"inputs.push_back(Ort::Value::CreateTensor<{kind}>(memory, {data}));")
+    outputs = [port["name"] for port in spec["outputs"]] + [f"{m['name']}_out" for m in spec["memories"]]
+    lists = [", ".join(f'"{name}"' for name in names) for names in ([port["name"] for port in ports], outputs)]
+    first = CPP_TYPES[spec["outputs"][0]["dtype"]]
+    keep = ""
+    for number, port in enumerate(spec["memories"], start=len(spec["outputs"])):
+        name = identifier(f"{port['name']}_in")
+        size = math.prod(port["shape"])
+        keep += f"std::copy_n(outputs[{number}].GetTensorData<float>(), {size}, {name}.begin());\n"
+    return (
+        "## C++ with ONNX Runtime\n\n```cpp\n"
+        + "\n".join(
+            [
+                "#include <onnxruntime_cxx_api.h>",
+                "#include <algorithm>",
+                "#include <vector>",
+                "",
+                "Ort::Env env;",
+                "Ort::SessionOptions options;",
+                "options.SetIntraOpNumThreads(1);",
+                'Ort::Session session(env, "policy.onnx", options);',
+                "auto memory = Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault);",
+                *arrays,
+                f"const char *input_names[] = {{{lists[0]}}};",
+                f"const char *output_names[] = {{{lists[1]}}};",
+                "",
+                "// once in every control period",
+                "std::vector<Ort::Value> inputs;",
+                *tensors,
+                "auto outputs = session.Run(Ort::RunOptions{nullptr}, input_names, inputs.data(), inputs.size(),",
+                f"                           output_names, {len(outputs)});",
+                f"const {first} *actions = outputs[0].GetTensorData<{first}>();",
+                *([keep.rstrip()] if keep else []),
+            ]
+        )
+        + "\n```\n\nlibtorch loads `policy.ts` with `torch::jit::load`; inputs and outputs come in the same order.\n"
+    )
+
+
+def c_part(spec: Mapping[str, Any]) -> str:
+    """How to run it in C."""
+    arrays = []
+    for port in [*spec["inputs"], *spec["outputs"]]:
+        name = identifier(port["name"])
+        arrays.append(f"{C_TYPES[port['dtype']]} {name}[POLICY_{name.upper()}];")
+    call = ", ".join(identifier(port["name"]) for port in [*spec["inputs"], *spec["outputs"]])
+    return (
+        "## C\n\nNo dependency, no allocation: `cc -O3 -std=c99 main.c policy.c -lm`.\n\n```c\n"
+        + "\n".join(
+            [
+                '#include "policy.h"',
+                "",
+                "static policy_state state;",
+                *arrays,
+                "",
+                "policy_reset(&state);    /* when an episode begins */",
+                f"policy_step(&state, {call});    /* once in every control period */",
+            ]
+        )
+        + "\n```\n"
+    )
