@@ -11,7 +11,7 @@ from torch import Tensor
 from canter.envs.vec_env import VecEnv
 from canter.modules.policy import Hidden, Policy, batch_size
 from canter.utils.obs_layout import ObsLayout
-from canter.utils.tree import nested, tree_leaves, tree_map
+from canter.utils.tree import Obs, nested, tree_leaves, tree_map
 
 
 class InferencePolicy:
