@@ -48,6 +48,7 @@ for _name, _run, _arguments, _help in (
     ("plot", "inspection:plot", "RUN...", "plot learning curves with their spread over seeds"),
     ("tasks", "inspection:tasks", "[TEXT]", "list the tasks and the presets they are trained with"),
     ("check-env", "inspection:check_environment", "TASK", "report how canter reads an environment, and its errors"),
+    ("check-policy", "train:check", "TASK", "report which functions of a run are replayed, and why others are not"),
     ("motion", "inspection:motion", "FILE", "check, summarise and plot a motion clip"),
     ("dagger", "distill:dagger", "TEACHER", "train a student on its teacher's labels, in two processes"),
     ("distill", "distill:distill", "TEACHER", "train a student that observes less than its teacher"),

@@ -13,7 +13,7 @@ import tyro
 from canter.cli import runs
 from canter.cli.errors import UserError, user_errors
 from canter.cli.options import TrainOptions, parse_train
-from canter.runners import Runner
+from canter.runners import Runner, check_policy
 from canter.utils.checkpoint import load_checkpoint
 from canter.utils.files import atomic_write
 from canter.utils.plots import plot_runs
@@ -39,6 +39,20 @@ def train(args: Sequence[str]) -> int:
     if len(paths) > 1:
         together = paths[0].with_name(paths[0].name.rpartition("-seed")[0] + "-seeds.png")
         print_row("all seeds", plot_runs(paths, together, labels=[options.task] * len(paths)))
+    return 0
+
+
+def check(args: Sequence[str]) -> int:
+    """Run `canter check-policy`: a few iterations of a run that writes nothing, with the flags of `canter train`."""
+    if not args:
+        raise UserError("name the task: canter check-policy TASK, with the flags of `canter train`")
+    with user_errors():
+        options, config = parse_train(args)
+    config = run_config(options, {**config, "eval_interval": None, "offline_data": None} | {"seed": 1})
+    runner = runs.open_runner(config, show_progress=False)
+    with user_errors():
+        report = check_policy(runner)
+    print(report)
     return 0
 
 

@@ -1,6 +1,7 @@
 """Runners: the training loop around an algorithm and its environments."""
 
 from canter.runners.amp_policy_runner import AmpPolicyRunner
+from canter.runners.check_policy import PolicyReport, check_policy
 from canter.runners.dagger_saver import DaggerSaver
 from canter.runners.demonstration import DemonstrationSaver
 from canter.runners.off_policy_runner import OffPolicyRunner
@@ -21,5 +22,6 @@ def build_runner(name: str, *args: object, **kwargs: object) -> Runner:
 
 __all__ = [
     "RUNNERS", "AmpPolicyRunner", "DaggerSaver", "DemonstrationSaver", "LearnResult", "OffPolicyRunner",
-    "OnPolicyRunner", "Runner", "StopTraining", "TrialPruned", "TwoStageRunner", "build_runner",
+    "OnPolicyRunner", "PolicyReport", "Runner", "StopTraining", "TrialPruned", "TwoStageRunner", "build_runner",
+    "check_policy",
 ]  # fmt: skip

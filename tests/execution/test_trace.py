@@ -1,0 +1,176 @@
+"""Functions are replayed only while they do the same in every run; messages say what differed, and where."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from canter.execution.executor import Executor
+from canter.execution.python_state import find_line, first_change, snapshot
+from canter.execution.trace import Tracer, run_traced
+
+CPU = torch.device("cpu")
+X = torch.arange(3.0)
+HERE = re.escape(__file__)
+
+
+def traced(fn, *tensors, roots=None):
+    tracer = Tracer(tensors)
+    run_traced(tracer, fn, tensors, roots or {})
+    return tracer
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "message"),
+    [
+        (lambda x: x * 2, lambda x: x * 3, rf"the arguments of aten.mul.Tensor at {HERE}:\d+ changed from 2 to 3"),
+        (lambda x: x * 2, lambda x: x * 2.0, "changed from 2 to 2.0"),
+        (lambda x: x * 2, lambda x: x + 2, "aten.add.Tensor at .* ran where aten.mul.Tensor at .* ran before"),
+        (lambda x: x * 2, lambda x: x * 2 + 1, rf"aten.add.Tensor at {HERE}:\d+ ran in one of two calls only"),
+        (lambda x: x + torch.zeros(3), lambda x: x + X, "ran where|ran in one of two calls"),
+        (lambda x: (x, 1), lambda x: (x, 2), "it returned something else"),
+        (lambda x: x[0], lambda x: x[1], "changed from 0 to 1"),
+    ],
+)
+def test_the_first_difference_is_named_with_its_line(one, other, message):
+    assert re.search(message, traced(one, X).trace.difference(traced(other, X).trace))
+
+
+def test_equal_runs_have_no_difference_even_if_values_differ():
+    def fn(x):
+        return (x * X).relu().sum(), torch.randn(2)
+
+    assert traced(fn, X).trace.difference(traced(fn, X * 5).trace) == ""
+
+
+def test_a_tensor_made_anew_outside_is_a_difference():
+    owner = SimpleNamespace(average=torch.zeros(3))
+    first = traced(lambda x: x + owner.average, X)
+    owner.average = torch.zeros(3)
+    second = traced(lambda x: x + owner.average, X)
+    assert "uses another tensor than before" in first.trace.difference(second.trace)
+
+
+def run_iterations(executor, fn, count, calls=4):
+    """Results of the last call of each iteration."""
+    results = []
+    for _ in range(count):
+        executor.begin_iteration()
+        results += [executor.run("f", fn, X)[0].item() for _ in range(calls)][-1:]
+    return results
+
+
+@pytest.mark.filterwarnings("ignore:'f' cannot be recorded")
+def test_every_function_is_looked_at_again_in_iterations_2_4_and_8(monkeypatch):
+    """A number in a container that is not watched changes in iterations 3, 6 and 12."""
+    for change, noticed in ((3, 4), (6, 8)):
+        executor, numbers = Executor(CPU), {"scale": [1.0]}
+        monkeypatch.setitem(globals(), "HIDDEN", SimpleNamespace(numbers=numbers))  # reached through a global only
+        for iteration in range(1, 10):
+            if iteration == change:
+                numbers["scale"][0] = 2.0
+            (result,) = run_iterations(executor, lambda x: x + HIDDEN.numbers["scale"][0], 1)  # noqa: F821
+            assert result == (2.0 if iteration >= noticed else 1.0)
+        assert re.search(rf"the arguments of .* at {HERE}:\d+ changed from 1.0 to 2.0", executor.eager_only["f"])
+
+
+def test_a_watched_attribute_that_changes_now_and_then_is_recorded_anew_and_else_eager():
+    executor, owner = Executor(CPU), SimpleNamespace(scale=1.0)
+    for change in range(3):
+        owner.scale = change + 1.0
+        executor.watch({"owner": owner})
+        assert run_iterations(executor, lambda x: x + owner.scale, 2) == [owner.scale] * 2
+        assert executor.graphs
+    owner.scale = 9.0
+    executor.watch({"owner": owner})
+    run_iterations(executor, lambda x: x + owner.scale, 1)
+    owner.scale = 10.0
+    executor.watch({"owner": owner})
+    with pytest.warns(UserWarning, match="changed from 9.0 to 10.0"):
+        assert run_iterations(executor, lambda x: x + owner.scale, 1) == [10.0]
+    assert not executor.graphs
+
+
+def test_a_changed_object_that_the_function_does_not_read_costs_only_a_look():
+    executor, owner = Executor(CPU), SimpleNamespace(count=0)
+    for owner.count in range(20):
+        executor.watch({"owner": owner})
+        run_iterations(executor, lambda x: x + 1, 1)
+    assert len(executor.graphs) == 1
+    assert not executor.eager_only
+
+
+class Counting:
+    """A user's object."""
+
+    def __init__(self):
+        self.calls = 0
+        self.seen = []
+
+    def count(self, x):
+        self.calls += 1
+        return x + 1
+
+    def keep(self, x):
+        self.seen.append(x)
+        return x + 1
+
+
+@pytest.mark.parametrize(("method", "path"), [("count", r"mine\.calls \(0 to 1\)"), ("keep", r"len\(mine\.seen\)")])
+def test_a_function_that_changes_an_object_is_refused_with_the_line_of_the_change(method, path):
+    mine = Counting()
+    tracer = traced(getattr(mine, method), X, roots={"mine": mine})
+    assert re.search(rf"it changes {path}.* at {HERE}:\d+; a replay would not", tracer.not_replayable)
+    assert tracer.is_user_code
+
+
+def test_a_user_who_reads_a_counter_is_refused():
+    mine = Counting()
+    tracer = Tracer([X])
+    run_traced(tracer, lambda x: x * mine.calls, (X,), {}, [(mine, ("calls",))])
+    assert re.search(rf"calls reads values on the host at {HERE}", tracer.not_replayable)
+    assert type(mine) is Counting
+
+
+def test_snapshots_compare_values_and_identities():
+    class Mine(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.scale, self.table = torch.nn.Linear(2, 2), 1.0, {"a": [1, 2]}
+
+    mine = Mine()
+    roots = {"mine": mine}
+    before = snapshot(roots)
+    assert snapshot(roots) == before
+    for change in (
+        lambda: setattr(mine, "scale", 2.0),
+        lambda: mine.table["a"].append(3),
+        lambda: setattr(mine.layer.weight, "data", torch.zeros(2, 2)),
+        lambda: mine.layer.requires_grad_(False),
+        lambda: setattr(mine, "layer", torch.nn.Linear(2, 2)),
+        lambda: mine.eval(),
+        lambda: mine.layer.register_forward_hook(lambda *args: None),
+    ):
+        before = snapshot(roots)
+        change()
+        assert first_change(before, snapshot(roots), roots)
+    with torch.no_grad():
+        before = snapshot(roots)
+        mine.layer.weight.add_(1.0)  # values in place are read by a replay
+        assert snapshot(roots) == before
+    assert find_line(roots, ["nothing"]).startswith(f" at {__file__}:")
+
+
+def test_the_newer_precision_setting_is_respected_and_restored():
+    matmul, executor = torch.backends.cuda.matmul, Executor(CPU, "eager", "fp32")
+    before = torch.get_float32_matmul_precision()
+    matmul.fp32_precision = "tf32"
+    try:
+        with pytest.raises(RuntimeError):  # the older setting cannot be read any more
+            torch.get_float32_matmul_precision()
+        assert executor._run_in_precision(torch.get_float32_matmul_precision) == "highest"
+        assert matmul.fp32_precision == "tf32"
+    finally:
+        matmul.fp32_precision = "none"
+        torch.set_float32_matmul_precision(before)
