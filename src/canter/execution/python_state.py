@@ -72,14 +72,12 @@ class Walk:
             self._add_items(path, value, is_deep)
             return
         self.values[path] = Same(value)
-        if not is_deep:
-            return
         kind = type(value)
         for kinds, add in SPECIAL.items():
             if isinstance(value, kinds):
                 add(self, path, value)
                 return
-        if isinstance(value, nn.Module) or is_root or not is_library(kind):
+        if is_deep and (isinstance(value, nn.Module) or is_root or not is_library(kind)):
             self._add_attributes(path, value, getattr(kind, "host_state", ()))
             for cls in kind.__mro__:
                 if not is_library(cls) and cls not in self.classes:

@@ -67,9 +67,14 @@ class Trace:
         self.outside: list[tuple[Any, ...]] = []  # what tells an outside tensor from another
         self.tensors: list[Tensor] = []  # the outside tensors: while they live, no other gets their address
         self.result: Any = None
+        self.roots: Mapping[str, Any] = {}  # Python objects of the function
 
     def difference(self, other: Trace) -> str:
-        """What another run of the function did differently; "" if nothing."""
+        """What another run of the function did differently, and where; "" if nothing."""
+        found = self._difference(other)
+        return found if " at " in found or not found else found + python_state.find_line(self.roots, ())
+
+    def _difference(self, other: Trace) -> str:
         for old, new in zip(self.operations, other.operations, strict=False):
             if old.func is not new.func:
                 return f"{new} ran where {old} ran before"
@@ -108,7 +113,6 @@ class Tracer(HostReadMode):
         self.is_user_code = False
         """Whether `not_replayable` is about code outside canter."""
         self.is_entered = False
-        self.roots: Mapping[str, Any] = {}
         self.has_iterators = False
         """Whether an attribute of the user's objects is an iterator."""
 
@@ -121,7 +125,7 @@ class Tracer(HostReadMode):
         """Refuse with the line that runs."""
         code, line = calling_frame()
         is_known = not code.co_filename.startswith(EXECUTION_FOLDER)  # a compiler has no frame of the user's
-        place = f" at {code.co_filename}:{line}" if is_known else python_state.find_line(self.roots, ())
+        place = f" at {code.co_filename}:{line}" if is_known else python_state.find_line(self.trace.roots, ())
         self.refuse(problem + place, not is_known or not code.co_filename.startswith(OWN_FOLDER))
 
     def on_host_read(self, name: str) -> None:
@@ -203,7 +207,7 @@ class Tracer(HostReadMode):
                 self.trace.outside.append(identity(value))
                 self.trace.tensors.append(value)
             origin, memory = self.origins[value]
-            if memory != address(value):
+            if value.device.type == "cpu" and memory != address(value):  # a graph on a GPU follows the memory
                 self.refuse_line("the data of a tensor was assigned")
             return origin
         if isinstance(value, dict):
@@ -236,7 +240,7 @@ def run_traced(
     if python_state.is_users(fn):
         roots = {**roots, fn.__name__: fn}
     walk, numpy_before = python_state.Walk(roots), python_state.stream_state(np.random.mtrand._rand)
-    tracer.roots, tracer.has_iterators = roots, walk.has_iterators
+    tracer.trace.roots, tracer.has_iterators = roots, walk.has_iterators
     profiler = sys.getprofile()
     ACTIVE_TRACERS.append(tracer)
     try:

@@ -97,7 +97,7 @@ class PolicyOutput(NamedTuple):
 class Policy(nn.Module):
     """An actor and a critic behind one interface. A subclass implements `actor_params` and `critic_value`."""
 
-    host_state: ClassVar[frozenset[str]] = frozenset({"_params", "_aux", "carried", "generator"})
+    host_state: ClassVar[frozenset[str]] = frozenset({"_params", "_aux", "carried", "followers", "generator"})
     """Attributes of the stateful calls, which no recorded function reads or writes."""
     is_recurrent: bool = False
     has_entropy: bool = True
