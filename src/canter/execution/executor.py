@@ -182,7 +182,8 @@ class Executor:
             traced = Recording(fn, args, leaves, self.compiles, self.roots, self.counters.values())
             result, traced.result = traced.result, None  # releases the tensors
         else:
-            traced = Tracer(leaves, MAX_OPERATIONS if self.records else None)
+            reference = None if graph is None else self.traces[signature][0]
+            traced = Tracer(leaves, MAX_OPERATIONS if self.records else None, reference)
             run, given = self._run_in_precision if self.is_cuda else call, []
             if self.uses_graphs:
                 given = [leaf.clone() for leaf in leaves]

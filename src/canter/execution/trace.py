@@ -97,12 +97,16 @@ class Tracer(HostReadMode):
     Args:
         leaves: Tensors among the function's arguments; the function gets `inputs`, which share their memory.
         max_operations: A function with more is not replayed.
+        reference: Trace of an earlier run, for a faster look at whether the function still does the same.
     """
 
     supports_higher_order_operators = True  # otherwise torch.cond raises before it can be refused
 
-    def __init__(self, leaves: Sequence[Tensor], max_operations: int | None = None) -> None:
+    def __init__(
+        self, leaves: Sequence[Tensor], max_operations: int | None = None, reference: Trace | None = None
+    ) -> None:
         super().__init__()
+        self.reference = None if reference is None else reference.operations
         self.trace, self.max_operations, self.leaves = Trace(), max_operations, leaves
         # Distinct objects: two arguments may be one tensor in this call only.
         self.inputs = [leaf.detach() for leaf in leaves]
@@ -133,8 +137,8 @@ class Tracer(HostReadMode):
         self.refuse_line(f"{name} reads values on the host")
 
     def function_mode(self) -> Any:
-        """None while calls are watched: torch's transformers take another path in a function mode."""
-        return nullcontext() if sys.getprofile() is None else super().function_mode()
+        """None if calls are watched, or were before: torch's transformers take another path in a function mode."""
+        return nullcontext() if sys.getprofile() is None or self.reference else super().function_mode()
 
     def __enter__(self) -> Any:
         self.is_entered = True
@@ -163,13 +167,21 @@ class Tracer(HostReadMode):
             if func is torch.ops.aten.detach.default:  # torch adds some by itself where a result is referred to twice
                 self.origins[result] = (noted[0][0], address(result))
             else:
-                operations.append(Operation(func, noted, *calling_frame()))
+                operations.append(self.known_operation(func, noted) or Operation(func, noted, *calling_frame()))
             for number, part in enumerate(results):
                 known = self.origins.get(part)  # in-place operations return an argument
                 self.origins[part] = ((len(operations), number) if known is None else known[0], address(part))
             if not self.not_replayable:
                 self.on_operation(func, args, kwargs or {}, result)
         return result
+
+    def known_operation(self, func: Any, noted: Any) -> Operation | None:
+        """The operation at this place of the reference, if it is the same."""
+        number = len(self.trace.operations)
+        if self.reference is None or number >= len(self.reference):
+            return None
+        known = self.reference[number]
+        return known if known.func is func and known.args == noted else None
 
     def on_operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """React to an operation that was noted."""
@@ -241,16 +253,16 @@ def run_traced(
         roots = {**roots, fn.__name__: fn}
     walk, numpy_before = python_state.Walk(roots), python_state.stream_state(np.random.mtrand._rand)
     tracer.trace.roots, tracer.has_iterators = roots, walk.has_iterators
-    profiler = sys.getprofile()
+    watches_calls = sys.getprofile() is None and tracer.reference is None  # else a profiler runs
     ACTIVE_TRACERS.append(tracer)
     try:
         with watched(counters), tracer:
-            if profiler is None:
+            if watches_calls:
                 sys.setprofile(tracer.on_call)
             try:
                 result = fn(*rebuild(args, iter(tracer.inputs)))
             finally:
-                if profiler is None:
+                if watches_calls:
                     sys.setprofile(None)
     finally:
         ACTIVE_TRACERS.remove(tracer)
