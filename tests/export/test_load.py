@@ -1,5 +1,6 @@
 """canter.load: the policy of any run, without its environment, for observations of any kind."""
 
+import sys
 import warnings
 
 import gymnasium
@@ -181,6 +182,22 @@ def test_a_checkpoint_of_an_earlier_version_makes_its_task_once(tmp_path):
     (tmp_path / "config.yaml").unlink()
     with pytest.raises(ValueError, match=r"does not say how its policy was built, and there is no config.yaml"):
         canter.load(tmp_path)
+
+
+def test_a_stranger_s_task_imports_no_module(tmp_path):
+    task = "antigravity:Pendulum-v1"
+    runner = OnPolicyRunner(
+        GymVecEnv([lambda: gymnasium.make("Pendulum-v1")] * 2), {"num_steps_per_env": 4, "policy": SMALL}, tmp_path,
+        "cpu", run_info={"task": task}, show_progress=False,
+    )  # fmt: skip
+    runner.save(tmp_path / "model_1.pt")
+    canter.load(tmp_path)  # the checkpoint describes the environment
+    state = load_checkpoint(tmp_path / "model_1.pt")
+    del state["environment"]
+    save_checkpoint(tmp_path / "model_1.pt", state)
+    with pytest.raises(ValueError, match="'antigravity:Pendulum-v1' would import a module"):
+        canter.load(tmp_path)
+    assert "antigravity" not in sys.modules
 
 
 def test_networks_built_in_python_are_given(tmp_path):

@@ -75,7 +75,9 @@ def sample_env(acting: InferencePolicy, is_wanted: bool) -> Iterator[VecEnv | No
     """The environment of the run, to record samples in; None, with a note, if there is none."""
     config, env = acting.info["config"], None
     run = config.get("run") or {}
-    if is_wanted and "task" in run:
+    if is_wanted and ":" in str(run.get("task", "")):
+        print(f"  the task {run['task']!r} would import a module, so it is not made; samples are drawn from statistics")
+    elif is_wanted and "task" in run:
         try:
             plan = parse_train_cfg({name: value for name, value in config.items() if name != "run"})
             made = open_env(run["task"], ROWS, "cpu", 0, components=run.get("components"))

@@ -91,6 +91,9 @@ def describe_task(config: Mapping[str, Any], plan: RunPlan, file: Path) -> dict[
     run = config.get("run") or {}
     if "task" not in run:
         raise ValueError(f"{file} does not describe its environment and names no task; save it again with this canter")
+    if ":" in str(run["task"]):
+        problem = f"{file} does not describe its environment, and its task {run['task']!r} would import a module"
+        raise ValueError(f"{problem}; resume the run and save it again with this canter")
     env = make_env(run["task"])
     if run.get("components") is not None:
         from canter.envs.components import ObsComponents
