@@ -88,7 +88,8 @@ def runner_of(policy: Policy, settings: Mapping[str, Any]) -> OnPolicyRunner:
             f"{type(policy).__name__} takes observations of any structure; give a runner with its environment"
         )
     env = DummyVecEnv(8, policy.obs_layout.width, 1, "cpu", 20, policy.critic_obs_layout.width)
-    env.action_space = policy.action_space
+    action_space: Any = policy.action_space
+    env.action_space = action_space
     policy = copy.deepcopy(policy)
     policy.to("cpu")
     given = {"num_learning_epochs": 2, "num_mini_batches": 2, "schedule": "adaptive", **settings}
