@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
+from torch.distributions import Distribution
 
 from canter.modules.actor_critic_field_mutex import Velocities
 from canter.modules.build import leaf_dtype
@@ -159,9 +160,9 @@ def commands_middle_velocity(state: Velocities) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hide what torch's exporters print and warn about their own future."""
+    """Hide what torch's exporters print and warn about their own future, and undo what they switch off."""
     logger = logging.getLogger("torch.onnx")
-    level = logger.level
+    level, checks = logger.level, Distribution._validate_args
     logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
@@ -169,6 +170,7 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+        Distribution.set_default_validate_args(checks)
 
 
 def exported_program(module: StepModule, rows: int | None = None) -> Any:
