@@ -333,11 +333,14 @@ def test_a_rate_assigned_to_a_group_with_a_rate_of_its_own_is_used(make_ppo, col
         for iteration in range(8):
             if iteration == 5:
                 alg.optimizer.param_groups[0]["lr"] = 0.0
+                graphs = dict(alg.executor.graphs)
             actor, critic = (part.weight.clone() for part in (alg.policy.actor[0], alg.policy.critic[0]))
             collect(alg, env)
             alg.update(iteration)
             assert torch.equal(critic, alg.policy.critic[0].weight) == (iteration >= 5)
             assert not torch.equal(actor, alg.policy.actor[0].weight)
+        assert bool(graphs) == (execution == "auto")
+        assert alg.executor.graphs == graphs  # a rate is a tensor, whose current value they read
 
 
 def test_every_setting_is_live_fixed_or_read_by_the_host():

@@ -1,6 +1,7 @@
 """The executor without a GPU: signatures, replays, fallbacks. CUDA graphs are tested in tests/gpu."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -66,6 +67,7 @@ def test_rebuilding_inverts_describing():
         ({"a": torch.zeros(2)}, {"a": torch.zeros(3)}),
         ({"a": torch.zeros(2)}, {"b": torch.zeros(2)}),
         ({"a": torch.zeros(2)}, {"a": torch.zeros(2).double()}),
+        ({"a": torch.zeros(2, 2)}, {"a": torch.zeros(2, 2).t()}),
         ({"a": None}, {"a": torch.zeros(2)}),
         ([torch.zeros(2)], (torch.zeros(2),)),
         (Trajectories(torch.zeros(1), torch.zeros(1), 4), Trajectories(torch.zeros(1), torch.zeros(1), 5)),
@@ -134,15 +136,34 @@ def test_a_function_whose_shapes_keep_changing_warns_once_and_runs_eagerly(execu
 
 
 def test_a_function_that_cannot_be_captured_warns_once_and_runs_eagerly(executor, monkeypatch):
-    def broken(*args):
+    def refuse():
         raise RuntimeError("operation not permitted when stream is capturing")
+
+    def broken(*args):
+        refuse()
 
     monkeypatch.setattr(executor_module, "Graph", broken)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    with pytest.warns(UserWarning, match="not permitted when stream is capturing") as caught:
+    line = f"{__file__}:{refuse.__code__.co_firstlineno + 1}"
+    with pytest.warns(UserWarning, match=rf"not permitted when stream is capturing at {re.escape(line)}\)") as caught:
         results = [executor.run("f", lambda x: x + 1, torch.zeros(2)).tolist() for _ in range(6)]
     assert results == [[1, 1]] * 6
     assert len(caught) == 1
+
+
+def test_a_function_that_writes_to_an_argument_is_not_captured(executor):
+    """A graph would write to its copy of the argument."""
+    given = [torch.ones(2) for _ in range(EAGER_CALLS + 3)]
+    with pytest.warns(UserWarning, match=rf"it writes to an argument: aten.mul_.Tensor at {re.escape(__file__)}:\d+"):
+        results = [executor.run("f", lambda x: x.mul_(2).sum(), x).item() for x in given]
+    assert results == [4] * len(given)
+    assert [x.tolist() for x in given] == [[2, 2]] * len(given)
+
+
+def test_a_function_with_nan_in_an_argument_is_captured(executor):
+    for _ in range(EAGER_CALLS + 1):
+        executor.run("f", lambda x: x + 1, torch.full((2,), torch.nan))
+    assert len(executor.graphs) == 1
 
 
 def test_a_function_that_cannot_be_compiled_warns_once_and_runs_uncompiled(monkeypatch):

@@ -1,8 +1,12 @@
 """Functions are replayed only while they do the same in every run; messages say what differed, and where."""
 
+import random
 import re
+import sys
+import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +17,8 @@ from canter.execution.trace import Tracer, run_traced
 CPU = torch.device("cpu")
 X = torch.arange(3.0)
 HERE = re.escape(__file__)
+GENERATOR = torch.Generator()
+STATE = GENERATOR.get_state()
 
 
 def traced(fn, *tensors, roots=None):
@@ -26,6 +32,7 @@ def traced(fn, *tensors, roots=None):
     [
         (lambda x: x * 2, lambda x: x * 3, rf"the arguments of aten.mul.Tensor at {HERE}:\d+ changed from 2 to 3"),
         (lambda x: x * 2, lambda x: x * 2.0, "changed from 2 to 2.0"),
+        (lambda x: x * 0.0, lambda x: x * -0.0, "changed from 0.0 to -0.0"),
         (lambda x: x * 2, lambda x: x + 2, "aten.add.Tensor at .* ran where aten.mul.Tensor at .* ran before"),
         (lambda x: x * 2, lambda x: x * 2 + 1, rf"aten.add.Tensor at {HERE}:\d+ ran in one of two calls only"),
         (lambda x: x + torch.zeros(3), lambda x: x + X, "ran where|ran in one of two calls"),
@@ -73,6 +80,20 @@ def test_every_function_is_looked_at_again_in_iterations_2_4_and_8(monkeypatch):
             (result,) = run_iterations(executor, lambda x: x + HIDDEN.numbers["scale"][0], 1)  # noqa: F821
             assert result == (2.0 if iteration >= noticed else 1.0)
         assert re.search(rf"the arguments of .* at {HERE}:\d+ changed from 1.0 to 2.0", executor.eager_only["f"])
+
+
+def test_a_function_that_was_looked_at_is_replayed_again(monkeypatch):
+    executor, run_traced, calls = Executor(CPU), Executor._run_traced, [0]
+
+    def count(*args):
+        calls[-1] += 1
+        return run_traced(*args)
+
+    monkeypatch.setattr(Executor, "_run_traced", count)
+    for _ in range(8):
+        run_iterations(executor, lambda x: x + 1, 1)
+        calls.append(0)
+    assert calls[:8] == [3, 1, 0, 1, 0, 0, 0, 1]  # at first one eager and two traced calls
 
 
 def test_a_watched_attribute_that_changes_now_and_then_is_recorded_anew_and_else_eager():
@@ -125,6 +146,42 @@ def test_a_function_that_changes_an_object_is_refused_with_the_line_of_the_chang
     assert tracer.is_user_code
 
 
+@pytest.mark.parametrize(
+    ("fn", "problem"),
+    [
+        (lambda x: (time.time(), x + 1)[1], r"time\(\) is called"),
+        (lambda x: (time.perf_counter(), x + 1)[1], r"perf_counter\(\) is called"),
+        (lambda x: (print(end=""), x + 1)[1], r"print\(\) is called"),
+        (lambda x: (random.random(), x + 1)[1], r"random\(\) is called"),
+        (lambda x: (np.random.rand(), x + 1)[1], "it draws from np.random"),
+        (lambda x: (GENERATOR.manual_seed(1), x + 1)[1], r"manual_seed\(\) is called"),
+        (lambda x: (GENERATOR.get_state(), x + 1)[1], r"get_state\(\) is called"),
+        (lambda x: (GENERATOR.set_state(STATE), x + 1)[1], r"set_state\(\) is called"),
+    ],
+)
+def test_calls_that_a_replay_would_leave_out_are_refused_with_their_line(fn, problem):
+    assert re.match(rf"{problem} at {HERE}:\d+", traced(fn, X).not_replayable)
+
+
+def test_host_reads_are_refused_under_a_profiler_too():
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, arg: None)
+    try:
+        tracer = traced(lambda x: x + sum(x.tolist()), X)
+    finally:
+        sys.setprofile(before)
+    assert re.match(rf"Tensor.tolist reads values on the host at {HERE}", tracer.not_replayable)
+
+
+def test_an_argument_whose_data_is_assigned_has_it_after_a_traced_run():
+    def fn(x):
+        x.data = torch.ones(3)
+
+    given = torch.zeros(3)
+    assert re.match(rf"it assigns the data of an argument at {HERE}:\d+", traced(fn, given).not_replayable)
+    assert given.tolist() == [1, 1, 1]
+
+
 def test_a_user_who_reads_a_counter_is_refused():
     mine = Counting()
     tracer = Tracer([X])
@@ -138,6 +195,7 @@ def test_snapshots_compare_values_and_identities():
         def __init__(self):
             super().__init__()
             self.layer, self.scale, self.table = torch.nn.Linear(2, 2), 1.0, {"a": [1, 2]}
+            self.names, self.optimizer = {"a"}, torch.optim.SGD(self.layer.parameters(), lr=0.1)
 
     mine = Mine()
     roots = {"mine": mine}
@@ -146,6 +204,8 @@ def test_snapshots_compare_values_and_identities():
     for change in (
         lambda: setattr(mine, "scale", 2.0),
         lambda: mine.table["a"].append(3),
+        lambda: mine.names.add("b"),
+        lambda: mine.optimizer.param_groups[0].update(lr=0.2),
         lambda: setattr(mine.layer.weight, "data", torch.zeros(2, 2)),
         lambda: mine.layer.requires_grad_(False),
         lambda: setattr(mine, "layer", torch.nn.Linear(2, 2)),
@@ -173,4 +233,18 @@ def test_the_newer_precision_setting_is_respected_and_restored():
         assert matmul.fp32_precision == "tf32"
     finally:
         matmul.fp32_precision = "none"
+        torch.set_float32_matmul_precision(before)
+
+
+def test_backends_still_follow_the_common_precision_afterwards():
+    whole, before = torch.backends, torch.get_float32_matmul_precision()
+    whole.cuda.matmul.fp32_precision = whole.mkldnn.matmul.fp32_precision = "none"
+    try:
+        whole.fp32_precision = "tf32"
+        assert Executor(CPU, "eager", "fp32")._run_in_precision(torch.get_float32_matmul_precision) == "highest"
+        for common in ("tf32", "ieee"):
+            whole.fp32_precision = common
+            assert (whole.cuda.matmul.fp32_precision, whole.mkldnn.matmul.fp32_precision) == (common, common)
+    finally:
+        whole.fp32_precision = "none"
         torch.set_float32_matmul_precision(before)

@@ -1,6 +1,7 @@
 """The report on which functions are replayed, before a run."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,6 +30,24 @@ class Peek(Extension):
         terms.stats["mean"] = out.mean.new_full((), out.mean.mean().item())
 
 
+LATE = SimpleNamespace()
+
+
+class Late(Extension):
+    """A user's extension with a weight that changes late."""
+
+    name = "late"
+
+    def begin(self, storage):
+        self.alg.loss_weights["late"] = 1.0
+
+    def begin_update(self, iteration):
+        LATE.weight = 1.0 if iteration < 5 else 2.0
+
+    def loss_terms(self, terms, batch, out):
+        terms.losses["late"] = LATE.weight * out.mean.square().mean()
+
+
 def how(report):
     return {function.name: function.how for function in report.functions}
 
@@ -54,6 +73,14 @@ def test_an_extension_is_checked_with_the_policy():
     report = check_policy(ActorCritic(5, 7, 2), extensions=[Peek()])
     assert how(report)["learn"] == "eager"
     assert how(report)["act"] == "recorded"
+
+
+def test_a_number_that_changes_in_the_sixth_iteration_is_found():
+    """It is read through a global object, which is not watched."""
+    LATE.weight = 1.0
+    report = check_policy(ActorCritic(5, 7, 2), extensions=[Late()])
+    assert how(report) == {"act": "recorded", "process": "recorded", "returns": "recorded", "learn": "eager"}
+    assert "changed from 1.0 to 2.0" in str(report)
 
 
 def test_a_runner_is_checked_with_its_own_algorithm():

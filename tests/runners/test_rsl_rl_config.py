@@ -14,7 +14,7 @@ from canter.envs.wrappers import ClipActions
 from canter.modules import ActorCritic, ActorCriticRecurrent, Beta
 from canter.modules.normalizer import EmpiricalNormalization, NoNormalization
 from canter.runners import OnPolicyRunner
-from canter.runners.rsl_rl_config import DEFAULTS, TABLE, Translation, complete_rnd
+from canter.runners.rsl_rl_config import DEFAULTS, TABLE, Translation, complete_rnd, signed_permutation
 from canter.runners.run_config import make_plan, parse_train_cfg
 
 pytest.importorskip("tensordict")
@@ -430,3 +430,6 @@ def test_a_function_that_is_no_mirror_is_refused():
     cfg["algorithm"]["symmetry_cfg"]["data_augmentation_func"] = four
     with pytest.raises(ValueError, match="gives 3 images of every step"):
         runner_on(cfg)
+    images = torch.tensor([[1.0], [0.0], [1.0], [2.0]])  # 2 - x: the image of 1 is 1, that of 0 is 2
+    with pytest.raises(ValueError, match="does not exchange and negate the entries of x"):
+        signed_permutation(images, [0], "x")
