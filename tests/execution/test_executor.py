@@ -253,7 +253,7 @@ def test_compiled_recordings_learn_the_same_up_to_rounding(make_ppo, collect, ki
             kind, num_learning_epochs=2, num_mini_batches=2, execution=execution, seed=5, empirical_normalization=True,
             normalize_rewards=True, learning_rate=1e-4, schedule="fixed",
         )  # fmt: skip
-        for iteration in range(4):
+        for iteration in range(6):
             collect(alg, env)
             rollout = {name: value.clone() for name, value in alg.rollout.data.items()}
             alg.update(iteration)
