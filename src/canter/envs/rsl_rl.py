@@ -268,6 +268,9 @@ def resolve_sets(groups: Mapping[str, Any], obs_groups: ObsGroups) -> tuple[list
     """Group names of the actor's and of the critic's observation, by the user's `obs_groups` table."""
     default_actor, default_critic = ([name] if name else [] for name in group_names(groups) or ("", ""))
     sets = {name: [value] if isinstance(value, str) else list(value) for name, value in obs_groups.items()}
+    if "teacher" in sets:  # of a distillation, whose teacher is in the place of the critic
+        for name, role in (("student", "actor"), ("teacher", "critic")):
+            sets[role] = sets.get(name) or ([name] if name in groups else default_actor)
     actor = sets.get("actor") or sets.get("policy") or default_actor
     if not actor:
         raise KeyError(f"obs_groups names no 'actor' or 'policy' set and the groups {list(groups)} have neither")

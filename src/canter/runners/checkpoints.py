@@ -91,6 +91,12 @@ class Checkpoints:
                 save_checkpoint(path.with_name(f"manipulated_{path.name}"), dict(state))
             except OSError as error:
                 warnings.warn(f"the manipulated checkpoint was not written: {error}", stacklevel=3)
+        teacher = getattr(runner.alg, "extensions", {}).get("teacher")
+        if teacher is not None and teacher.cfg.teacher_from_load and teacher.load(state, path):
+            runner.plan.resume = False
+            return state.get("infos")
+        if load_cfg is not None and "student" in load_cfg:  # rsl_rl's name
+            load_cfg = {**load_cfg, "actor": load_cfg["student"], "critic": load_cfg["student"]}
         fitted = with_fitting_sums(state, runner.alg.state_dict())
         runner.alg.load_state_dict(fitted, load_optimizer, load_cfg, strict)
         runner.plan.resume = False
