@@ -83,8 +83,8 @@ def student_cfg(version, rnn=None, **algorithm):
 
 
 def teacher_file(version, path):
-    """The checkpoint of a PPO run whose actor is action = 2 tanh(sin + 0.5 speed) - tanh(cos)."""
-    weights = {"0.weight": torch.tensor([[0.0, 1.0, 0.5], [1.0, 0.0, 0.0]]), "0.bias": torch.zeros(2)}
+    """The checkpoint of a PPO run whose actor is action = 2 tanh(sin + 0.2 speed) - tanh(cos)."""
+    weights = {"0.weight": torch.tensor([[0.0, 1.0, 0.2], [1.0, 0.0, 0.0]]), "0.bias": torch.zeros(2)}
     weights |= {"2.weight": torch.tensor([[2.0, -1.0]]), "2.bias": torch.zeros(1)}
     critic = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 1)).state_dict()
     if version == 5:
@@ -98,7 +98,7 @@ def teacher_file(version, path):
 
 
 def wanted(obs):
-    return 2 * torch.tanh(obs[:, 1:2] + 0.5 * obs[:, 2:3]) - torch.tanh(obs[:, :1])
+    return 2 * torch.tanh(obs[:, 1:2] + 0.2 * obs[:, 2:3]) - torch.tanh(obs[:, :1])
 
 
 def make(version, rnn=None, sees_speed=True, **algorithm):
@@ -112,7 +112,7 @@ def test_the_student_learns_the_teachers_actions(version, tmp_path):
     assert runner.load(teacher_file(version, tmp_path / "model_700.pt")) == {"from": "teacher"}
     assert runner.current_learning_iteration == 0
     losses = [entry["train/distillation_loss"] for entry in runner.learn(40).history]
-    assert losses[-1] < losses[0] / 5
+    assert sum(losses[-10:]) / 10 < losses[0] / 5
     obs = runner.env.get_observations()[1]
     act = runner.get_inference_policy()
     assert (act(obs) - wanted(obs)).square().mean() < losses[0] / 5
@@ -124,8 +124,8 @@ def test_a_recurrent_student_infers_what_only_the_teacher_observes(version, rnn,
     assert (runner.env.num_obs, runner.env.num_privileged_obs) == (2, 3)
     assert isinstance(runner.policy, ActorCriticRecurrent)
     runner.load(teacher_file(version, tmp_path / "teacher.pt"))
-    losses = [entry["train/distillation_loss"] for entry in runner.learn(60).history]
-    assert losses[-1] < losses[0] / 5
+    losses = [entry["train/distillation_loss"] for entry in runner.learn(40).history]
+    assert sum(losses[-10:]) / 10 < losses[0] / 5  # one episode; how far actions are apart depends on its phase
 
 
 @every_version
