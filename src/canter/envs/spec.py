@@ -205,7 +205,11 @@ def describe_gymnasium_mujoco(base: Any) -> dict[str, Any]:
 
 def describe_managers(base: Any) -> dict[str, Any]:
     """Joints, gains, scales and observation terms of the manager-based environments of mjlab and Isaac Lab."""
-    robot, observations = base.scene["robot"], base.observation_manager
+    observations, actions = base.observation_manager, base.action_manager
+    parts = [actions.get_term(name) for name in actions.active_terms]
+    keys = ("entity_name", "asset_name")  # of mjlab and of Isaac Lab
+    names = [getattr(getattr(part, "cfg", None), key, None) for part in parts for key in keys]
+    robot = base.scene[next(filter(None, names), "robot")]
     group = next((name for name in GROUPS if name in observations.active_terms), None)
     terms = None
     if group is not None:
@@ -221,8 +225,7 @@ def describe_managers(base: Any) -> dict[str, Any]:
             action[name] = numbers(value[0])
     if "stiffness" not in action and hasattr(robot, "spec") and hasattr(base, "sim"):
         action |= gains_of_model(robot, base.sim.mj_model)
-    for name in base.action_manager.active_terms:
-        part = base.action_manager.get_term(name)
+    for part in parts:
         scale, offset = (getattr(part, key, getattr(part, f"_{key}", None)) for key in ("scale", "offset"))
         targets = getattr(part, "target_names", getattr(part, "_joint_names", None))
         if targets is not None:
