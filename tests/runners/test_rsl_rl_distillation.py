@@ -303,3 +303,40 @@ def test_gradients_of_a_memory_flow_through_gradient_length_steps(tmp_path):
     batch = storage.take_envs(envs, total)
     assert batch.trajectories.row.max() == 4
     assert set(batch.trajectories.row[:5, 0].tolist()) == set(range(5))
+
+
+@every_version
+def test_a_student_of_rsl_rl_gives_its_actions_and_learns_on(version, tmp_path):
+    student = nn.Sequential(nn.Linear(3, 24), nn.ELU() if version == 5 else nn.Tanh(), nn.Linear(24, 1))
+    teacher = torch.load(teacher_file(version, tmp_path / "teacher.pt"), weights_only=True)
+    if version == 5:
+        own = {f"mlp.{name}": value for name, value in student.state_dict().items()}
+        own["distribution.std_param"] = torch.tensor([0.1])
+        state = {"student_state_dict": own, "teacher_state_dict": teacher["actor_state_dict"]}
+    else:
+        weights = {f"student.{name}": value for name, value in student.state_dict().items()}
+        actor = {name: value for name, value in teacher["model_state_dict"].items() if name.startswith("actor.")}
+        weights |= {name.replace("actor.", "teacher."): value for name, value in actor.items()}
+        state = {"model_state_dict": {"std": torch.tensor([0.1]), **weights}}
+    torch.save({**state, "optimizer_state_dict": {"state": {}}, "iter": 9, "infos": None}, tmp_path / "model_9.pt")
+    runner = make(version)
+    with pytest.warns(UserWarning, match="has no optimizer_state_dict: it keeps its fresh state"):
+        runner.load(tmp_path / "model_9.pt")
+    assert runner.current_learning_iteration == 9
+    obs, critic_obs = runner.env.get_observations()
+    torch.testing.assert_close(runner.policy.act_inference(obs), student(obs))
+    torch.testing.assert_close(runner.alg.teacher_actor_critic.act_inference(critic_obs), wanted(critic_obs))
+    runner.learn(1)
+
+
+def test_load_cfg_selects_the_student(tmp_path):
+    first, second = make(5), make(5)
+    first.load(teacher_file(5, tmp_path / "teacher.pt"))
+    first.learn(1)
+    first.save(tmp_path / "student.pt")
+    second.load(tmp_path / "student.pt", load_cfg={"student": True, "teacher": True})
+    torch.testing.assert_close(second.policy.state_dict(), first.policy.state_dict())
+    assert (second.current_learning_iteration, second.alg.optimizer.state_dict()["state"]) == (0, {})
+    torch.nn.init.zeros_(second.policy.actor[0].weight)
+    second.load(tmp_path / "student.pt", load_cfg={"student": False, "teacher": True})
+    assert not second.policy.actor[0].weight.any()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from canter.algorithms.algorithm import chosen_weights
 from canter.algorithms.foreign import import_state
 from canter.envs.spec import describe_env
 from canter.utils.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
@@ -95,6 +96,9 @@ class Checkpoints:
         if teacher is not None and teacher.cfg.teacher_from_load and teacher.load(state, path):
             runner.plan.resume = False
             return state.get("infos")
+        if teacher is not None and not any(name.startswith("critic") for name in state["model_state_dict"]):
+            own = runner.alg.policy.state_dict()  # rsl_rl's students have no critic
+            state["model_state_dict"] = chosen_weights(own, state["model_state_dict"], {"actor": True}, strict)
         if load_cfg is not None and "student" in load_cfg:  # rsl_rl's name
             load_cfg = {**load_cfg, "actor": load_cfg["student"], "critic": load_cfg["student"]}
         fitted = with_fitting_sums(state, runner.alg.state_dict())
