@@ -161,7 +161,9 @@ def test_a_student_resumes_with_its_teacher(version, tmp_path):
         again.learn(1)
 
 
-@pytest.mark.parametrize("file", sorted(DATA.glob("*.pt")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", sorted(set(DATA.glob("*.pt")) - {DATA / "rsl_rl_5_beta.pt"}), ids=lambda file: file.stem
+)
 def test_checkpoints_of_rsl_rls_own_runs_are_teachers(file):
     infos = torch.load(file, weights_only=True)["infos"]
     version, cfg = int(infos["version"][0]), infos["cfg"]
@@ -171,8 +173,6 @@ def test_checkpoints_of_rsl_rls_own_runs_are_teachers(file):
     if "actor" not in cfg:
         teacher = {name.removeprefix("actor_"): value for name, value in teacher.items()}
         teacher["class_name"] = "RNNModel" if teacher["class_name"].endswith("Recurrent") else "MLPModel"
-    if "Beta" in str(teacher.get("distribution_cfg")):
-        pytest.skip("a Beta teacher is refused")
     student = {"class_name": "MLPModel", "hidden_dims": [4], "distribution_cfg": {"class_name": "GaussianDistribution"}}
     run = {"num_steps_per_env": 4, "algorithm": {"class_name": "Distillation", "gradient_length": 4}}
     cfg = {**run, "student": student, "teacher": teacher, "obs_groups": sets}

@@ -427,6 +427,7 @@ def derived_settings(weights: Mapping[str, Tensor], student: Policy) -> dict[str
     normalizer = weights.get("obs_normalizer._mean")
     if normalizer is not None:  # encoders come before the first weights, the normaliser before the encoders
         widths["num_actor_obs"] = normalizer.shape[-1]
+    widths["num_critic_obs"] = widths["num_critic_obs"] or widths["num_actor_obs"]  # weights of an actor alone
     return {
         **widths,
         "num_actions": getattr(student, "num_actions", None),
