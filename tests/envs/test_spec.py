@@ -80,6 +80,16 @@ def test_the_robot_is_the_entity_that_the_actions_move(key):
     assert describe_env(RslRlAdapter(env))["robot"]["action"]["default_pose"][1:] == pytest.approx([-0.2, 0.3])
 
 
+def test_effort_actions_are_controls_without_gains():
+    class JointEffortAction(SimpleNamespace): ...
+
+    env = ManagerEnv(gains="model")
+    term = JointEffortAction(**vars(env.action_manager.get_term("joint_pos")))
+    env.action_manager.get_term = lambda name: term
+    action = describe_env(RslRlAdapter(env))["robot"]["action"]
+    assert (action["target"], action["names"], "stiffness" in action) == ("ctrl", ["hip", "knee"], False)
+
+
 def test_a_robot_that_cannot_be_described_does_not_stop_a_checkpoint():
     env = ManagerEnv()
     env.scene = None
