@@ -240,7 +240,9 @@ def test_pure_imitation_has_imitation_losses_alone_and_no_returns(make_tppo, col
     assert all(torch.equal(p, q) for p, q in zip(critic, alg.policy.critic.parameters(), strict=True))
 
 
-@pytest.mark.parametrize(("target", "distance"), [("real", 5.0), ("mse_sum", 25.0), ("l1", 7.0)])
+@pytest.mark.parametrize(
+    ("target", "distance"), [("real", 5.0), ("mse_sum", 25.0), ("mse", 12.5), ("huber", 3.0), ("l1", 7.0)]
+)
 def test_distances_by_hand(target, distance):
     mean, label = torch.tensor([[4.0, 5.0]]), torch.tensor([[1.0, 1.0]])
     assert DISTANCES[target](mean, label).tolist() == [distance]

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from canter.cli.__main__ import main
 from canter.envs import MjlabAdapter, make_env, wrap_env
 from canter.presets import load_preset
 from canter.runners import OnPolicyRunner
+from canter.utils.checkpoint import load_checkpoint
 
 
 class Simulator:
@@ -72,6 +74,10 @@ def test_the_bare_environment_is_taken_as_it_is():
     env = wrap_env(Simulator())
     assert isinstance(env, MjlabAdapter)
     assert (env.num_actions, env.num_obs, env.num_privileged_obs, env.adapter) == (2, 1, 2, "mjlab")
+    env.seed(1)
+    env.reset()
+    env.step(ACTIONS)
+    assert env.contract == "mjlab, resets by canter"
 
 
 def test_the_final_observation_is_that_before_the_reset():
@@ -178,3 +184,30 @@ def test_mjlabs_own_train_script_takes_canters_runner(tmp_path, monkeypatch):
     runner = OnPolicyRunner(make_env(f"mjlab/{task}", num_envs=8), dataclasses.asdict(configs[2]), device="cpu")
     runner.load(str(final), load_cfg={"actor": True}, strict=True, map_location="cpu")  # as mjlab's play does
     assert runner.env.simulator.common_step_counter == 2 * args.agent.num_steps_per_env
+
+
+@pytest.mark.slow
+def test_the_commands_work_on_mjlab(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("mjlab", reason="needs mjlab: pip install 'canter[mjlab]'")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MUJOCO_GL", "egl")
+    task = "mjlab/Mjlab-Cartpole-Balance"
+    assert main(["check-env", task]) == 0
+    report = capsys.readouterr().out
+    assert "adapter             mjlab" in report
+    assert "time-outs continue with the value of the final observation" in report
+    settings = "--num-envs 8 --max-iterations 2 --eval-interval 100 --device cpu --final-episodes 8 --no-video"
+    assert main(["train", task, *settings.split(), "--name", "run"]) == 0
+    [run] = tmp_path.glob(f"runs/{task}/run*")
+    saved = load_checkpoint(run / "checkpoint_final.pt")
+    steps = int(saved["config"]["num_steps_per_env"])
+    assert saved["resume"]["counters"]["common_step_counter"] == 2 * steps
+    assert saved["environment"]["robot"]["action"]["names"] == ["slider"]
+    assert main(["resume", str(run), "--total-timesteps", str(8 * steps)]) == 0
+    resumed = load_checkpoint(run / "checkpoint_final.pt")
+    assert (resumed["iter"], resumed["resume"]["counters"]["common_step_counter"]) == (3, 3 * steps)
+    capsys.readouterr()
+    assert main(["eval", str(run), "--episodes", "8", "--device", "cpu"]) == 0
+    assert "mean length      1000.00" in capsys.readouterr().out
+    assert main(["play", str(run), "--video", "film.gif", "--episodes", "1", "--seconds", "5"]) == 0
+    assert (tmp_path / "film.gif").stat().st_size > 10_000

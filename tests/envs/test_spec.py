@@ -72,6 +72,24 @@ def test_gains_come_from_the_model_where_the_robot_has_none():
     assert (action["stiffness"], action["damping"]) == ([20.0, 30.0], [0.2, 0.3])  # hip, knee
 
 
+@pytest.mark.parametrize("key", ["entity_name", "asset_name"])
+def test_the_robot_is_the_entity_that_the_actions_move(key):
+    env = ManagerEnv()
+    env.scene = {"terrain": None, "cartpole": env.scene["robot"]}
+    env.action_manager.get_term("joint_pos").cfg = SimpleNamespace(**{key: "cartpole"})
+    assert describe_env(RslRlAdapter(env))["robot"]["action"]["default_pose"][1:] == pytest.approx([-0.2, 0.3])
+
+
+def test_effort_actions_are_controls_without_gains():
+    class JointEffortAction(SimpleNamespace): ...
+
+    env = ManagerEnv(gains="model")
+    term = JointEffortAction(**vars(env.action_manager.get_term("joint_pos")))
+    env.action_manager.get_term = lambda name: term
+    action = describe_env(RslRlAdapter(env))["robot"]["action"]
+    assert (action["target"], action["names"], "stiffness" in action) == ("ctrl", ["hip", "knee"], False)
+
+
 def test_a_robot_that_cannot_be_described_does_not_stop_a_checkpoint():
     env = ManagerEnv()
     env.scene = None

@@ -5,6 +5,9 @@
 | 1.x, 2.x  | model_state_dict                         | obs_norm_state_dict, privileged_obs_norm_...    |
 | 3.x       | model_state_dict                         | in it, actor_obs_normalizer and critic_...      |
 | 4.x, 5.x  | actor_state_dict, critic_state_dict      | in each, obs_normalizer                         |
+
+A checkpoint of its Distillation has a student and a teacher instead: student_state_dict and teacher_state_dict in 4.x
+and 5.x, prefixes of model_state_dict before.
 """
 
 from collections.abc import Mapping
@@ -23,13 +26,18 @@ MODELS = {
     },
     "critic_state_dict": {"mlp": "critic", "rnn": "memory_c", "obs_normalizer": "critic_obs_normalizer"},
 }  # fmt: skip
+# Prefixes of the policy of a distillation in rsl_rl 2.x and 3.x -> ours.
+DISTILLED = {
+    "student": {"student": "actor", "memory_s": "memory_a", "student_obs_normalizer": "obs_normalizer"},
+    "teacher": {"teacher": "actor", "memory_t": "memory_a", "teacher_obs_normalizer": "obs_normalizer"},
+}
 # Order in which our policies, and so their optimizers, have their parameters.
 ORDER = ("std", "log_std", "actor", "critic", "memory_a", "memory_c")
 
 
 def import_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """A checkpoint with separate actor, critic and normaliser entries as one `model_state_dict`; ours unchanged."""
-    state = dict(state)
+    state = import_distilled(dict(state))
     parts: Mapping[str, Any] = NORMALIZERS if "model_state_dict" in state else {}
     if "model_state_dict" not in state and "actor_state_dict" in state and "critic_state_dict" in state:
         state["model_state_dict"] = {}
@@ -53,6 +61,28 @@ def import_state(state: Mapping[str, Any]) -> dict[str, Any]:
         if "optimizer_state_dict" in state:
             state |= in_our_order(state["model_state_dict"], state["optimizer_state_dict"])
     return state
+
+
+def import_distilled(state: dict[str, Any]) -> dict[str, Any]:
+    """A student as `model_state_dict` and its teacher as `teacher_state_dict`, without optimizer; others unchanged."""
+    weights = state.get("model_state_dict", {})
+    if "student_state_dict" in state:
+        prefixes = MODELS["actor_state_dict"]
+        both = {
+            owner: {renamed(name, prefixes): value for name, value in state.pop(f"{owner}_state_dict").items()}
+            for owner in DISTILLED
+        }
+    elif any(name.startswith("student.") for name in weights):
+        both = {"teacher": {}, "student": {name: weights[name] for name in ("std", "log_std") if name in weights}}
+        for owner, prefixes in DISTILLED.items():
+            own = {name: value for name, value in weights.items() if name.split(".")[0] in prefixes}
+            both[owner] |= {renamed(name, prefixes): value for name, value in own.items()}
+        for owner, key in (("student", "obs_norm_state_dict"), ("teacher", "privileged_obs_norm_state_dict")):
+            both[owner] |= {f"obs_normalizer.{name}": value for name, value in state.pop(key, {}).items()}
+    else:
+        return state
+    state.pop("optimizer_state_dict", None)  # its moments are of other parameters
+    return state | {"model_state_dict": both["student"], "teacher_state_dict": both["teacher"]}
 
 
 def renamed(name: str, prefixes: Mapping[str, str]) -> str:

@@ -211,7 +211,10 @@ class PPO(Algorithm):
         name = type(self.policy).__name__
         if not self.optimizer.parameters:
             raise TypeError(f"{name} cannot learn: it has no parameters to train. Use get_inference_policy, eval, play")
-        has_labels = has_labels or bool(getattr(self.extensions.get("teacher"), "policies", ()))
+        teacher: Any = self.extensions.get("teacher")
+        has_labels = has_labels or bool(getattr(teacher, "policies", ()))
+        if getattr(teacher, "cfg", None) and teacher.cfg.teacher_from_load and not has_labels:
+            raise ValueError("no teacher was loaded to learn from: call load(path) with the teacher's checkpoint first")
         if self.uses_rewards and not self.policy.has_entropy and not has_labels:
             way_out = "train it with a teacher (TPPO), or train a policy that samples"
             raise TypeError(f"{name} cannot learn from rewards: it takes the mean and never explores; {way_out}")

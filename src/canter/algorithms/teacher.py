@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from canter.algorithms.algorithm import Terms
+from canter.algorithms.algorithm import Terms, chosen_weights
 from canter.algorithms.extension import Extension
 from canter.algorithms.foreign import import_state
 from canter.algorithms.ppo import PPOSettings
@@ -36,6 +36,8 @@ def _tanh(mean: Tensor, label: Tensor) -> Tensor:
 DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "real": lambda mean, label: torch.linalg.vector_norm(mean - label, dim=-1),
     "mse_sum": lambda mean, label: (mean - label).square().sum(-1),
+    "mse": lambda mean, label: (mean - label).square().mean(-1),
+    "huber": lambda mean, label: F.huber_loss(mean, label, reduction="none").mean(-1),
     "l1": lambda mean, label: (mean - label).abs().sum(-1),
     "tanh": lambda mean, label: _tanh(mean, label).mean(-1),
     "scaled_tanh": lambda mean, label: _tanh(mean, label).mean(-1) * (mean - label).abs().mean(-1),
@@ -65,6 +67,8 @@ class TeacherSettings:
     """The teacher's checkpoint, or its run directory."""
     teachers: tuple[dict[str, Any], ...] | None = setting(None, fixed=True)
     """Several teachers, each as `teacher_policy` with its `teacher_ac_path`; the observation selects one."""
+    teacher_from_load: bool = setting(False, fixed=True)
+    """The first checkpoint that is loaded is the teacher's, as in rsl_rl; it is saved with the student."""
     teacher_id_component: str | None = setting(None, fixed=True)
     """Segment of the teachers' observation with the number of the selected one, or one column for each."""
     label_action_with_critic_obs: bool = True
@@ -82,15 +86,17 @@ class TeacherSettings:
     distillation_loss_coef: Any = setting(1.0, host=True)
     """Weight of the distance to the teacher: a number, the name of a decay, or a function."""
     distill_target: str = setting("real", choices=TARGETS)
-    """The distance: real, mse_sum, l1, tanh, scaled_tanh or max_log_prob."""
+    """The distance: real, mse_sum, mse, huber, l1, tanh, scaled_tanh or max_log_prob."""
     distill_latent_coef: float = 1.0
     """Weight of the distance between encoder outputs."""
     distill_latent_target: str = setting("real", choices=tuple(DISTANCES))
-    """That distance: real, mse_sum, l1, tanh or scaled_tanh."""
+    """That distance: real, mse_sum, mse, huber, l1, tanh or scaled_tanh."""
     distill_latent_obs_component_mapping: dict[str, str] | None = setting(None, fixed=True)
     """Component of the student -> component of the teacher, whose encoder outputs should be equal."""
     buffer_dilation_ratio: float = setting(1.0, fixed=True)
     """Steps kept to learn from, as a multiple of a rollout."""
+    gradient_length: int | None = setting(None, low=1, fixed=True)
+    """Steps through which gradients of a recurrent student flow; the whole rollout if None."""
     lr_scheduler_class_name: str | None = setting(None, fixed=True)
     """A class of torch.optim.lr_scheduler, stepped once per update."""
     lr_scheduler: dict[str, Any] | None = setting(None, fixed=True)
@@ -169,6 +175,8 @@ class Teacher(Extension):
 
     def _load_policies(self) -> list[Policy]:
         cfg = self.cfg
+        if cfg.teacher_from_load:
+            return []
         given = cfg.teachers or (cfg.teacher_policy or ({} if cfg.teacher_ac_path else None),)
         if given[0] is None:
             warnings.warn(f"{type(self.alg).__name__} has no teacher: only datasets label its actions", stacklevel=5)
@@ -178,12 +186,26 @@ class Teacher(Extension):
         arguments = (cfg.teacher_ac_path, self.alg.policy, self.alg.device)
         return [build_teacher(cfg.teacher_policy_class_name, one, *arguments) for one in given if one is not None]
 
+    def load(self, state: Mapping[str, Any], path: Path) -> bool:
+        """Take the teacher of a student's checkpoint, or the policy of another one as the teacher: then true."""
+        is_teacher = "teacher_state_dict" not in state
+        state = state if is_teacher else {"model_state_dict": state["teacher_state_dict"]}
+        cfg, student = self.cfg, self.alg.policy
+        made = build_teacher(
+            cfg.teacher_policy_class_name, cfg.teacher_policy or {}, path, student, self.alg.device, state
+        )
+        self.policies = [made]
+        if self.alg.storage is not None:
+            self.begin(self.alg.storage)
+        self.alg.executor.forget()
+        return is_teacher
+
     def _distillation_coef(self, iteration: int) -> float:
         return GET_PROB_FUNC(self.cfg.distillation_loss_coef, self.cfg.update_times_scale)(iteration)
 
     def storage_arguments(self) -> dict[str, Any]:
-        """Number of rollouts to keep."""
-        return {"buffer_dilation_ratio": self.cfg.buffer_dilation_ratio}
+        """Number of rollouts to keep, and the length of trajectories."""
+        return {"buffer_dilation_ratio": self.cfg.buffer_dilation_ratio, "max_length": self.cfg.gradient_length}
 
     def begin(self, storage: RolloutStorage) -> None:
         """Allocate the teachers' memories, and draw the environments in which the teacher acts."""
@@ -334,9 +356,10 @@ class Teacher(Extension):
         self.teacher_prob.fill_(self.act_prob(self.alg.current_learning_iteration + 1))
 
     def checkpoint_parts(self) -> dict[str, Any]:
-        """The learning-rate scheduler; teachers stay in their own checkpoints."""
-        scheduler = self.lr_scheduler_object
-        return {} if scheduler is None else {"lr_scheduler_state_dict": scheduler}
+        """The learning-rate scheduler, and a teacher that was loaded; others stay in their own checkpoints."""
+        scheduler, has_loaded = self.lr_scheduler_object, self.cfg.teacher_from_load and self.policies
+        parts = {} if scheduler is None else {"lr_scheduler_state_dict": scheduler}
+        return parts | ({"teacher_state_dict": self.policies[0]} if has_loaded else {})
 
     def resume_state(self) -> dict[str, Any]:
         """The teachers' memories, and where the teacher acts."""
@@ -354,17 +377,20 @@ class Teacher(Extension):
 
 
 def build_teacher(
-    class_name: str, given: Mapping[str, Any], path: str | Path | None, student: Policy, device: torch.device
-) -> Policy:
+    class_name: str, given: Mapping[str, Any], path: str | Path | None, student: Policy, device: torch.device,
+    state: Mapping[str, Any] | None = None,
+) -> Policy:  # fmt: skip
     """A frozen policy with the weights and normaliser of a checkpoint, or of the newest one of a run.
 
     Settings that `given` leaves out come from the configuration in the checkpoint, from its weights, and from the
-    student.
+    student. Of a `state` that was read already only the actor is loaded.
     """
     cfg = {name: value for name, value in given.items() if name not in ("class_name", "teacher_ac_path")}
     path = path or given.get("teacher_ac_path")
     file = newest_valid_checkpoint(Path(path)) if path and Path(path).is_dir() else path
-    state = {} if file is None else import_state(load_checkpoint(Path(file), "cpu"))
+    is_actor_enough = state is not None
+    if state is None:
+        state = {} if file is None else import_state(load_checkpoint(Path(file), "cpu"))
     weights = state.get("model_state_dict", {})
     saved = dict((state.get("config") or {}).get("policy") or {})
     name = given.get("class_name") or saved.pop("class_name", None) or class_name
@@ -380,6 +406,11 @@ def build_teacher(
         warnings.warn("the teacher has no teacher_ac_path: its weights are random", stacklevel=5)
     else:
         install_normalizers(teacher, weights)
+        if is_actor_enough:
+            actor = {name: value for name, value in weights.items() if name not in ("std", "log_std")}
+            own = teacher.state_dict()
+            noise = {name: own[name] for name in ("std", "log_std") if name in own}  # labels are means
+            weights = chosen_weights(own, actor | noise, {"actor": True}, strict=True)
         try:
             teacher.load_state_dict(weights)
         except RuntimeError as error:
@@ -396,6 +427,7 @@ def derived_settings(weights: Mapping[str, Tensor], student: Policy) -> dict[str
     normalizer = weights.get("obs_normalizer._mean")
     if normalizer is not None:  # encoders come before the first weights, the normaliser before the encoders
         widths["num_actor_obs"] = normalizer.shape[-1]
+    widths["num_critic_obs"] = widths["num_critic_obs"] or widths["num_actor_obs"]  # weights of an actor alone
     return {
         **widths,
         "num_actions": getattr(student, "num_actions", None),

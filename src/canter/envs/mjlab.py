@@ -28,6 +28,8 @@ class MjlabAdapter(RslRlAdapter):
     evaluation of the observations in steps that end an episode.
     """
 
+    adapter = "mjlab"
+
     def __init__(
         self, env: Any, device: Device | None = None, seed: int | None = None, obs_groups: ObsGroups | None = None, *,
         final_obs: bool = True,
@@ -35,7 +37,9 @@ class MjlabAdapter(RslRlAdapter):
         self.simulator = env.unwrapped
         self.simulator.cfg.auto_reset = not final_obs
         super().__init__(env, device, seed, obs_groups)
-        self.contract = "mjlab"
+
+    def _set_contract(self, kind: str) -> None:
+        self.contract = "mjlab, resets by canter" if not self.simulator.cfg.auto_reset else "mjlab"
 
     def _find_action_space(self) -> spaces.Space:
         return spaces.Box(-np.inf, np.inf, (int(self.simulator.action_manager.total_action_dim),))

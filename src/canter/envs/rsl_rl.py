@@ -69,7 +69,7 @@ class RslRlAdapter(Forwarding, VecEnv):
         limit = attribute(env, "max_episode_length")
         self.max_episode_length = None if limit is None else int(torch.as_tensor(limit).max())
         self._calls_privileged, self._num_steps = hasattr(env, "get_privileged_observations"), 0
-        self.contract = "rsl_rl style, tensor observations"
+        self._set_contract("tensor observations")
         if seed is not None:
             self.seed(seed)
         self._target = None if device is None else torch.device(device)
@@ -91,6 +91,9 @@ class RslRlAdapter(Forwarding, VecEnv):
         self.critic_obs_segments = self._segments(groups, 1, self.critic_obs_space, *names)
         self._watch = EndWatch(self.device)
         self._is_new = True
+
+    def _set_contract(self, kind: str) -> None:
+        self.contract = f"rsl_rl style, {kind}"
 
     def _required(self, name: str) -> Any:
         value = attribute(self.env, name)
@@ -119,7 +122,7 @@ class RslRlAdapter(Forwarding, VecEnv):
         has_extras = isinstance(second, Mapping)
         if has_extras or isinstance(obs, Mapping):
             kind = "3.x and later (observation groups)" if isinstance(obs, Mapping) else "2.x (observation and extras)"
-            self.contract = f"rsl_rl style, {kind}"
+            self._set_contract(kind)
         return self._groups(obs, None, second) if has_extras else self._groups(obs, second, {})
 
     def _groups(self, obs: Any, privileged: Any, extras: Mapping[str, Any]) -> Groups:
@@ -195,7 +198,7 @@ class RslRlAdapter(Forwarding, VecEnv):
         obs, privileged, rewards, dones, extras = read_step(result)
         if self._num_steps == 0 and len(result) != 4:
             kind = "batched Gymnasium" if "terminated" in extras else f"1.x ({len(result)}-tuple)"
-            self.contract = f"rsl_rl style, {kind}"
+            self._set_contract(kind)
         self._num_steps, self._is_new = self._num_steps + 1, False
         groups = self._groups(obs, privileged, extras)
         self._check_layout(groups)
@@ -268,6 +271,9 @@ def resolve_sets(groups: Mapping[str, Any], obs_groups: ObsGroups) -> tuple[list
     """Group names of the actor's and of the critic's observation, by the user's `obs_groups` table."""
     default_actor, default_critic = ([name] if name else [] for name in group_names(groups) or ("", ""))
     sets = {name: [value] if isinstance(value, str) else list(value) for name, value in obs_groups.items()}
+    if "teacher" in sets:  # of a distillation, whose teacher is in the place of the critic
+        for name, role in (("student", "actor"), ("teacher", "critic")):
+            sets[role] = sets.get(name) or ([name] if name in groups else default_actor)
     actor = sets.get("actor") or sets.get("policy") or default_actor
     if not actor:
         raise KeyError(f"obs_groups names no 'actor' or 'policy' set and the groups {list(groups)} have neither")

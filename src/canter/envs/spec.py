@@ -205,24 +205,29 @@ def describe_gymnasium_mujoco(base: Any) -> dict[str, Any]:
 
 def describe_managers(base: Any) -> dict[str, Any]:
     """Joints, gains, scales and observation terms of the manager-based environments of mjlab and Isaac Lab."""
-    robot, observations = base.scene["robot"], base.observation_manager
+    observations, actions = base.observation_manager, base.action_manager
+    parts = [actions.get_term(name) for name in actions.active_terms]
+    keys = ("entity_name", "asset_name")  # of mjlab and of Isaac Lab
+    names = [getattr(getattr(part, "cfg", None), key, None) for part in parts for key in keys]
+    robot = base.scene[next(filter(None, names), "robot")]
     group = next((name for name in GROUPS if name in observations.active_terms), None)
     terms = None
     if group is not None:
         names, shapes = observations.active_terms[group], observations.group_obs_term_dim[group]
         settings = getattr(observations, "_group_obs_term_cfgs", {}).get(group, [None] * len(names))
         terms = [describe_term(*parts) for parts in zip(names, shapes, settings, strict=True)]
-    action: dict[str, Any] = {"names": list(getattr(robot, "joint_names", ())), "target": "position"}
+    is_effort = any("Effort" in type(part).__name__ for part in parts)  # forces, which have no gains
+    action: dict[str, Any] = {"names": list(getattr(robot, "joint_names", ()))}
+    action["target"] = "ctrl" if is_effort else "position"
     data = getattr(robot, "data", None)
     sources = {"default_pose": "default_joint_pos", "stiffness": "joint_stiffness", "damping": "joint_damping"}
     for name, source in sources.items():
         value = getattr(data, source, None)
         if value is not None:
             action[name] = numbers(value[0])
-    if "stiffness" not in action and hasattr(robot, "spec") and hasattr(base, "sim"):
+    if "stiffness" not in action and not is_effort and hasattr(robot, "spec") and hasattr(base, "sim"):
         action |= gains_of_model(robot, base.sim.mj_model)
-    for name in base.action_manager.active_terms:
-        part = base.action_manager.get_term(name)
+    for part in parts:
         scale, offset = (getattr(part, key, getattr(part, f"_{key}", None)) for key in ("scale", "offset"))
         targets = getattr(part, "target_names", getattr(part, "_joint_names", None))
         if targets is not None:

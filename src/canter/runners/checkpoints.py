@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from canter.algorithms.algorithm import chosen_weights
 from canter.algorithms.foreign import import_state
 from canter.envs.spec import describe_env
 from canter.utils.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
@@ -91,6 +92,17 @@ class Checkpoints:
                 save_checkpoint(path.with_name(f"manipulated_{path.name}"), dict(state))
             except OSError as error:
                 warnings.warn(f"the manipulated checkpoint was not written: {error}", stacklevel=3)
+        teacher = getattr(runner.alg, "extensions", {}).get("teacher")
+        if teacher is not None and teacher.cfg.teacher_from_load:
+            if teacher.load(state, path):
+                runner.plan.resume = False
+                return state.get("infos")
+            state["teacher_state_dict"] = teacher.policies[0].state_dict()
+            if not any(name.startswith("critic.") for name in state["model_state_dict"]):  # a student of rsl_rl
+                own = runner.alg.policy.state_dict()
+                state["model_state_dict"] = chosen_weights(own, state["model_state_dict"], {"actor": True}, strict)
+        if load_cfg is not None and "student" in load_cfg:  # rsl_rl's name
+            load_cfg = {**load_cfg, "actor": load_cfg["student"], "critic": load_cfg["student"]}
         fitted = with_fitting_sums(state, runner.alg.state_dict())
         runner.alg.load_state_dict(fitted, load_optimizer, load_cfg, strict)
         runner.plan.resume = False

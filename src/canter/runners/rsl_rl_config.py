@@ -64,11 +64,26 @@ TABLE: dict[str, dict[str, str]] = {
         "learn_std": "policy.learn_noise_std",
         "action_range": "policy.action_range",
     },
+    "distillation": {  # the algorithm section of class_name: Distillation
+        **dict.fromkeys(("grad_reduce_bucket_mb", "init_member_classes"), UNUSED),
+        "num_learning_epochs": "algorithm.num_learning_epochs",
+        "learning_rate": "algorithm.learning_rate",
+        "max_grad_norm": "algorithm.max_grad_norm",
+        "optimizer": "algorithm.optimizer_class_name",
+        "precision": "algorithm.precision",
+        "loss_type": "algorithm.distill_target",
+        "gradient_length": "algorithm.gradient_length",
+    },
 }
+TABLE["student"] = TABLE["actor"] | {"init_member_classes": UNUSED}
+# The label is the teacher's mean; whether its observation is normalised is read from its checkpoint.
+TABLE["teacher"] = TABLE["student"] | dict.fromkeys((*NOISE, "obs_normalization"), UNUSED)
 # Defaults of PPO in rsl_rl 3.0 and later; those of 1.x and 2.x are canter's documented ones.
 DEFAULTS: dict[str, Any] = {
     "num_learning_epochs": 5, "num_mini_batches": 4, "gamma": 0.99, "entropy_coef": 0.01, "schedule": "adaptive",
 }  # fmt: skip
+# Defaults of its Distillation; a norm that is left out, or 0, clips nothing.
+DISTILLATION: dict[str, Any] = {"num_learning_epochs": 1, "learning_rate": 1e-3, "gradient_length": 15}
 STD_RANGE = (1e-6, 1e6)  # of rsl_rl's Gaussian distributions
 ACTIVATIONS = {"swish": "silu", "crelu": "CELU"}
 WRITERS = {"WandbLogWriter": "wandb", "NeptuneLogWriter": "neptune", "TensorboardLogWriter": "tensorboard"}
@@ -92,7 +107,9 @@ class Translation:
         top = as_sections(cfg)
         top |= top.pop("runner", None) or {}
         self.policy, self.algorithm = ({**(top.pop(name, None) or {})} for name in ("policy", "algorithm"))
-        self.models = {name: top.pop(name) for name in ("actor", "critic") if isinstance(top.get(name), Mapping)}
+        names = ("actor", "critic", "student", "teacher")
+        self.models = {name: top.pop(name) for name in names if isinstance(top.get(name), Mapping)}
+        self.is_distillation = class_path(self.algorithm.get("class_name")) == "Distillation"
         self.top, self.out = top, {"algorithm": {}, "policy": {}}
         self.unused: list[str] = []
         sets = top.get("obs_groups") or {}
@@ -103,14 +120,19 @@ class Translation:
 
     def run(self) -> dict[str, Any]:
         """The training dict; the unused keys are listed in one line."""
-        if self.is_third:
-            self.out["algorithm"] |= DEFAULTS
-        if self.models:
-            self._models()
-        elif self.is_third:
-            self._recurrent_or_not(self.policy, str(self.policy.get("class_name", "ActorCritic")).endswith("Recurrent"))
-            self._no_students(self.policy.get("class_name"))
-        self._algorithm()
+        kind = str(self.policy.get("class_name", "ActorCritic"))
+        if self.is_distillation:
+            self._distillation()
+        elif kind.startswith("StudentTeacher"):
+            raise ValueError(f"policy.class_name={kind!r} needs algorithm.class_name='Distillation'")
+        else:
+            if self.is_third:
+                self.out["algorithm"] |= DEFAULTS
+            if self.models:
+                self._models()
+            elif self.is_third:
+                self._recurrent_or_not(self.policy, kind.endswith("Recurrent"))
+            self._algorithm()
         self._logger()
         for section in ("policy", "algorithm", "top"):
             self._move(section, getattr(self, section))
@@ -132,10 +154,11 @@ class Translation:
 
     def _move(self, section: str, given: Mapping[str, Any]) -> None:
         is_own = section in ("top", "policy", "algorithm")
+        prefix = {"top": "", "distillation": "algorithm."}.get(section, f"{section}.")
         for key, value in given.items():
-            place, source = TABLE[section].get(key), key if section == "top" else f"{section}.{key}"
+            place, source = TABLE[section].get(key), prefix + key
             if place is None and is_own:
-                place = key if section == "top" else f"{section}.{key}"
+                place = source
             if place is None:
                 if value is not None:
                     raise ValueError(f"{source}={value!r} is no setting that canter can honour; leave it out")
@@ -154,9 +177,8 @@ class Translation:
     def _models(self) -> None:
         """The sections actor and critic of rsl_rl 4.x and 5.x."""
         if set(self.models) != {"actor", "critic"}:
-            raise ValueError(
-                f"the training dict has a section {next(iter(self.models))!r} alone; give actor and critic"
-            )
+            names = " and ".join(repr(name) for name in self.models)
+            raise ValueError(f"the training dict has a section {names} alone; give actor and critic")
         kinds = {name: class_path(model.pop("class_name", "MLPModel")) for name, model in self.models.items()}
         if kinds["actor"] != kinds["critic"] and any(kind in POLICY_CLASSES for kind in kinds.values()):
             both = f"actor.class_name={kinds['actor']!r} and critic.class_name={kinds['critic']!r}"
@@ -166,7 +188,7 @@ class Translation:
         if self.policy:  # Isaac Lab's section for rsl_rl 3.x, beside those that replace it
             self.unused.append("policy")
             self.policy = {}
-        self._distribution(actor)
+        self._distribution(actor, "actor")
         if critic.pop("distribution_cfg", None) is not None or critic.pop("stochastic", None):
             raise ValueError("critic.distribution_cfg must be None: a critic has one value")
         for name in (*NOISE, "state_dependent_std"):  # of a critic rsl_rl 4.0 ignores them
@@ -184,7 +206,7 @@ class Translation:
                 policy[f"{name}_model"] = {"class_name": kinds[name], **own}
             self._move(name, model)
 
-    def _distribution(self, actor: dict[str, Any]) -> None:
+    def _distribution(self, actor: dict[str, Any], owner: str) -> None:
         """The actor's distribution: of rsl_rl 5.x as a section, of 4.0 as settings of the model."""
         cfg, stochastic = actor.pop("distribution_cfg", None), actor.pop("stochastic", None)
         if cfg is None:
@@ -202,7 +224,7 @@ class Translation:
             self.out["policy"]["state_dependent_std"] = class_name.startswith("Hetero")
         else:
             known = "GaussianDistribution, HeteroscedasticGaussianDistribution and BetaDistribution"
-            raise ValueError(f"actor.distribution_cfg.class_name={class_name!r} is not known; there are {known}")
+            raise ValueError(f"{owner}.distribution_cfg.class_name={class_name!r} is not known; there are {known}")
         self._move("distribution_cfg", cfg)
 
     def _noise(self) -> None:
@@ -213,7 +235,6 @@ class Translation:
 
     def _algorithm(self) -> None:
         algorithm = self.algorithm
-        self._no_students(algorithm.get("class_name"))
         if algorithm.get("desired_kl", 0.0) is None:  # rsl_rl then leaves the learning rate alone
             algorithm |= {"schedule": "fixed"}
             del algorithm["desired_kl"]
@@ -230,11 +251,78 @@ class Translation:
             self.unused.append("algorithm.symmetry_cfg")  # rsl_rl then only logs the asymmetry
             algorithm["symmetry_cfg"] = None
 
-    def _no_students(self, class_name: Any) -> None:
-        if class_name in ("Distillation", "StudentTeacher", "StudentTeacherRecurrent"):
-            way_out = 'use {"class_name": "TPPO", "using_ppo": False, "teacher_ac_path": <checkpoint>}, which loads '
-            way_out += "rsl_rl's checkpoints as teachers"
-            raise ValueError(f"class_name={class_name!r}: canter distils with a teacher that is given first; {way_out}")
+    def _distillation(self) -> None:
+        """TPPO without PPO's losses; the teacher is in the place of the critic, and its weights are loaded later."""
+        sections = self._student_and_teacher()
+        teacher = Translation({})
+        teacher.is_third = True
+        for translation, owner in ((teacher, "teacher"), (self, "student")):
+            translation._imitation_network(owner, sections[owner])
+        teacher._activations(teacher.out["policy"])
+        teacher._noise()
+        self.unused += teacher.unused
+        given = DISTILLATION | {name: value for name, value in self.algorithm.items() if name != "class_name"}
+        steps, length, loss = self.top.get("num_steps_per_env", 24), given["gradient_length"], given.get("loss_type")
+        if steps % length:
+            divisor = max(count for count in range(1, min(steps, length) + 1) if steps % count == 0)
+            problem = f"algorithm.gradient_length={length} does not divide num_steps_per_env={steps}"
+            raise ValueError(f"{problem}, so rsl_rl learns nothing from the last steps; use {divisor}")
+        if loss not in (None, "mse", "huber"):
+            raise ValueError(f"algorithm.loss_type={loss!r} is not known; there are mse and huber")
+        given |= {"loss_type": loss or "mse", "max_grad_norm": given.get("max_grad_norm") or math.inf}
+        given |= {"precision": "bf16"} if given.pop("use_mixed_precision", None) else {}
+        self._move("distillation", given)
+        # rsl_rl adds up the losses of `gradient_length` steps before each step of the optimizer.
+        self.out["algorithm"] |= {
+            "class_name": "TPPO", "using_ppo": False, "teacher_from_load": True, "teacher_act_prob": 0.0,
+            "teacher_policy": teacher.out["policy"], "num_mini_batches": steps // length, "schedule": "fixed",
+            "distillation_loss_coef": float(length), "critic_obs_normalization": False, "timeout_bootstrap": "none",
+        }  # fmt: skip
+        sets = self.top.get("obs_groups") or {}
+        student = sets.get("student") or sets.get("policy") or sets.get("actor") or []
+        self.top["obs_groups"] = {"student": student, "teacher": sets.get("teacher") or []}
+        self.algorithm = {}
+
+    def _student_and_teacher(self) -> dict[str, dict[str, Any]]:
+        """The sections student and teacher of rsl_rl 4.x and 5.x, made from the policy of 2.x and 3.x."""
+        if self.models:
+            if set(self.models) != {"student", "teacher"}:
+                raise ValueError(f"Distillation needs the sections student and teacher, got {', '.join(self.models)}")
+            self.unused += ["policy"] if self.policy else []
+            self.policy = {}
+            return self.models
+        policy, self.policy = self.policy, {}
+        kind = class_path(policy.pop("class_name", "StudentTeacher"))
+        if kind not in ("StudentTeacher", "StudentTeacherRecurrent"):
+            known = "StudentTeacher and StudentTeacherRecurrent"
+            raise ValueError(f"policy.class_name={kind!r} is no policy of Distillation; there are {known}")
+        memories = {"student": kind.endswith("Recurrent")}
+        memories["teacher"] = bool(policy.pop("teacher_recurrent", False)) and memories["student"]
+        if "rnn_hidden_size" in policy:
+            policy.setdefault("rnn_hidden_dim", policy.pop("rnn_hidden_size"))
+        noise = {"init_noise_std": 0.1, "stochastic": True} | {n: policy.pop(n) for n in NOISE if n in policy}
+        own = {owner: {n: policy.pop(n) for n in list(policy) if n.startswith(f"{owner}_")} for owner in memories}
+        made = {}
+        for owner, has_memory in memories.items():
+            renamed = {name.removeprefix(f"{owner}_"): value for name, value in own[owner].items()}
+            made[owner] = {**policy, "class_name": "RNNModel" if has_memory else "MLPModel", **renamed}
+        return made | {"student": made["student"] | noise}
+
+    def _imitation_network(self, owner: str, model: dict[str, Any]) -> None:
+        """The policy of a student or a teacher; its critic is not used."""
+        kind = class_path(model.pop("class_name", "MLPModel"))
+        if kind not in POLICY_CLASSES:
+            raise ValueError(f"{owner}.class_name={kind!r} cannot be distilled; use {' or '.join(POLICY_CLASSES)}")
+        if model.get("distribution_cfg") is None and not model.get("stochastic"):
+            model |= {"stochastic": True, "init_noise_std": STD_RANGE[0]}  # it acts by its mean
+        self._distribution(model, owner)
+        if "action_distribution" in self.out["policy"]:
+            raise ValueError(
+                f"{owner}.distribution_cfg: BetaDistribution cannot be distilled; use GaussianDistribution"
+            )
+        self._recurrent_or_not(model, kind == "RNNModel")
+        self._move(owner, model)
+        self.out["policy"] |= {"class_name": POLICY_CLASSES[kind], "critic_hidden_dims": []}
 
     def _logger(self) -> None:
         logger = self.top.get("logger")

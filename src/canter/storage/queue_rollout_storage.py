@@ -15,14 +15,17 @@ class QueueRolloutStorage(RolloutStorage):
     """The last `buffer_dilation_ratio * T` steps: a ring that grows to that size and then overwrites the oldest rows.
 
     With a ratio of 1 only the last rollout is kept. Earlier ones are off-policy: they suit imitation, not PPO.
+    Trajectories of recurrent minibatches are cut after `max_length` steps; each begins with the memory it had then.
     """
 
     def __init__(
-        self, num_envs: int, num_transitions_per_env: int, *args: Any, buffer_dilation_ratio: float = 1.0, **kwargs: Any
-    ) -> None:
+        self, num_envs: int, num_transitions_per_env: int, *args: Any, buffer_dilation_ratio: float = 1.0,
+        max_length: int | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
         if buffer_dilation_ratio < 1.0:
             raise ValueError(f"buffer_dilation_ratio must be at least 1, got {buffer_dilation_ratio}")
         self.target = int(buffer_dilation_ratio * num_transitions_per_env)
+        self.max_length = max_length
         self.is_ring = self.target > num_transitions_per_env
         super().__init__(num_envs, num_transitions_per_env, *args, **kwargs)
         self.is_first = torch.ones((), dtype=torch.bool, device=self.device)
@@ -93,7 +96,10 @@ class QueueRolloutStorage(RolloutStorage):
         return super().env_minibatches(*args, **kwargs)
 
     def _starts(self) -> Tensor:
-        starts = super()._starts()  # a rollout need not begin where the one before it stopped
+        starts = super()._starts()
+        if self.max_length is not None:
+            starts[:: self.max_length] = True
+        # A rollout need not begin where the one before it stopped.
         return starts | self.data["firsts"][: self.filled].squeeze(-1) if self.is_ring else starts
 
 
