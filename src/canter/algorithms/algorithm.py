@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from canter.algorithms.foreign import import_state
 from canter.envs.vec_env import StepRecord
 from canter.envs.wrap import wrap_env
-from canter.execution import ACTIVE_TRACERS
+from canter.execution import ACTIVE_TRACERS, runs_own_code
 from canter.execution.executor import Executor
 from canter.utils.checkpoint import check_compatible
 from canter.utils.config import check_settings, check_value, combined_settings, declared_kinds, setting, settings
@@ -386,7 +386,7 @@ def is_user_code() -> bool:
     frame: Any = sys._getframe(1)
     while frame.f_code.co_name == "__setattr__":
         frame = frame.f_back
-    return not frame.f_globals.get("__name__", "").startswith("canter.")
+    return not runs_own_code(frame)
 
 
 def chosen_weights(

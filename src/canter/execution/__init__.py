@@ -4,6 +4,7 @@ This is the only package that uses private names of torch, and it looks them up 
 of them canter still imports and trains, eagerly where necessary.
 """
 
+from types import FrameType
 from typing import Any
 
 ACTIVE_TRACERS: list[Any] = []
@@ -14,3 +15,8 @@ def note_host_read(name: str) -> None:
     """Keep the functions that run at present from being replayed: they read a Python value that changes."""
     for tracer in ACTIVE_TRACERS:
         tracer.on_host_read(name)
+
+
+def runs_own_code(frame: FrameType) -> bool:
+    """Whether a frame runs code of canter, and not a user's."""
+    return frame.f_globals.get("__name__", "").startswith("canter.")

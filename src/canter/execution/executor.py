@@ -13,7 +13,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +27,6 @@ EXECUTIONS = ("auto", "eager", "graph", "compile")
 PRECISIONS = ("tf32", "fp32", "bf16")
 WARM_UP_CALLS = 2  # before a GPU's traces, so that libraries and compilers finish their warm-up
 MAX_RENEWALS = 3  # a function that differs because Python objects have changed is recorded anew so many times
-LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 MAX_GRAPHS = 32  # per function; if its shapes change more often than this, capture costs more than it saves
 
 
@@ -259,7 +257,9 @@ def same_values(a: Tensor, b: Tensor) -> bool:
 
 def failing_line(error: BaseException) -> str:
     """The innermost line outside torch and canter that an exception went through: " at FILE:LINE", or ""."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(LIBRARY_FOLDERS)]
+    from canter.execution.guard import is_user_file  # which uses private names of torch
+
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user_file(f.filename)]
     return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 

@@ -61,8 +61,7 @@ class Walk:
             if isinstance(value, PLAIN):
                 self.values[path] = value
             elif isinstance(value, Tensor):
-                address = value.data_ptr() if value.layout is torch.strided else 0
-                self.values[path] = (Same(value), address, value.requires_grad)
+                self.values[path] = (Same(value), address(value), value.requires_grad)
             elif id(value) not in self.seen and not isinstance(value, SKIPPED):
                 self.seen.add(id(value))
                 self._visit(path, value, is_deep, id(value) in roots_seen)
@@ -152,6 +151,16 @@ SPECIAL: dict[Any, Any] = {
     np.ndarray: Walk._add_array,
     Iterator: Walk._add_iterator,
 }
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is dense and strided, so that it has an address."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def address(tensor: Tensor) -> int:
+    """Address of a tensor's first value; 0 if it has none."""
+    return tensor.data_ptr() if is_plain(tensor) else 0
 
 
 def is_library(cls: type) -> bool:

@@ -23,7 +23,7 @@ import torch
 from torch import Generator, Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from canter.execution import ACTIVE_TRACERS, python_state
+from canter.execution import ACTIVE_TRACERS, python_state, runs_own_code
 from canter.execution.cuda_graph import rebuild
 from canter.execution.guard import (
     EXECUTION_FOLDER,
@@ -34,6 +34,7 @@ from canter.execution.guard import (
     calling_frame,
     is_user_file,
 )  # fmt: skip
+from canter.execution.python_state import address, is_plain
 
 # Built-in functions whose calls a replay would leave out, or repeat with the result of the first.
 CHANGING_CALLS = {
@@ -310,7 +311,7 @@ class Counter:
         self.name = name
 
     def __get__(self, instance: Any, owner: type) -> Any:
-        if not sys._getframe(1).f_globals.get("__name__", "").startswith("canter."):
+        if not runs_own_code(sys._getframe(1)):
             ACTIVE_TRACERS[-1].on_host_read(self.name)
         return instance.__dict__[self.name]
 
@@ -325,16 +326,6 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, dict | tuple | list):
         for part in tree.values() if isinstance(tree, dict) else tree:
             yield from tensors_in(part)
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is dense and strided, so that it has an address."""
-    return tensor.layout is torch.strided and not tensor.is_nested
-
-
-def address(tensor: Tensor) -> int:
-    """Address of a tensor's first value; 0 if it has none."""
-    return tensor.data_ptr() if is_plain(tensor) else 0
 
 
 def identity(tensor: Tensor) -> tuple[Any, ...]:
