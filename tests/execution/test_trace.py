@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from canter.execution.executor import Executor
-from canter.execution.python_state import find_line, first_change, snapshot
+from canter.execution.python_state import Walk, find_line, first_change
 from canter.execution.trace import Tracer, run_traced
 
 CPU = torch.device("cpu")
@@ -190,35 +190,63 @@ def test_a_user_who_reads_a_counter_is_refused():
     assert type(mine) is Counting
 
 
-def test_snapshots_compare_values_and_identities():
+GAIN = 1.0
+
+
+def test_walks_compare_values_and_identities():
+    level = 1
+
     class Mine(torch.nn.Module):
+        shared = 1.0
+
         def __init__(self):
             super().__init__()
             self.layer, self.scale, self.table = torch.nn.Linear(2, 2), 1.0, {"a": [1, 2]}
             self.names, self.optimizer = {"a"}, torch.optim.SGD(self.layer.parameters(), lr=0.1)
+            self.stream, self.array, self.numbers = np.random.default_rng(1), np.zeros(3), (n for n in range(9))
+            self.scripted = torch.jit.script(torch.nn.Linear(2, 2))
+
+        def forward(self, x):
+            return x * level
+
+    def raise_level():
+        nonlocal level
+        level += 1
 
     mine = Mine()
     roots = {"mine": mine}
-    before = snapshot(roots)
-    assert snapshot(roots) == before
     for change in (
         lambda: setattr(mine, "scale", 2.0),
         lambda: mine.table["a"].append(3),
+        lambda: mine.table.update(b=1),
+        lambda: mine.table.update(c=mine.table.pop("b")),
         lambda: mine.names.add("b"),
         lambda: mine.optimizer.param_groups[0].update(lr=0.2),
         lambda: setattr(mine.layer.weight, "data", torch.zeros(2, 2)),
+        lambda: setattr(mine.scripted.weight, "data", torch.zeros(2, 2)),
         lambda: mine.layer.requires_grad_(False),
         lambda: setattr(mine, "layer", torch.nn.Linear(2, 2)),
         lambda: mine.eval(),
         lambda: mine.layer.register_forward_hook(lambda *args: None),
+        lambda: setattr(Mine, "shared", 2.0),
+        lambda: mine.stream.random(),
+        lambda: mine.array.fill(1.0),
+        lambda: next(mine.numbers),
+        lambda: globals().update(GAIN=GAIN + 1),
+        raise_level,
     ):
-        before = snapshot(roots)
+        before = Walk(roots)
+        assert before.is_current(roots)
+        assert before.values == Walk(roots).values
         change()
-        assert first_change(before, snapshot(roots), roots)
+        assert not before.is_current(roots)
+        assert first_change(before.values, Walk(roots).values, roots)
+    before = Walk(roots)
     with torch.no_grad():
-        before = snapshot(roots)
         mine.layer.weight.add_(1.0)  # values in place are read by a replay
-        assert snapshot(roots) == before
+    assert before.is_current(roots)
+    assert before.values == Walk(roots).values
+    assert not before.is_current({"mine": Mine()})
     assert find_line(roots, ["nothing"]).startswith(f" at {__file__}:")
 
 

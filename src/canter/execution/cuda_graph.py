@@ -31,6 +31,9 @@ class Graph:
         torch.cuda.synchronize()
         with torch.cuda.graph(self.graph):
             self.outputs = fn(*rebuild(args, iter(self.inputs)))
+        # When a capture begins, torch zeroes the offsets of random streams in the stream of the capture. On a busy GPU
+        # this can come after the first replay has set them.
+        torch.cuda.synchronize()
         self.output_leaves: list[Tensor] = []
         self.description = describe(self.outputs, self.output_leaves)
 

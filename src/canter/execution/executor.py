@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from canter.execution.cuda_graph import Graph, describe
-from canter.execution.python_state import snapshot
+from canter.execution.python_state import Walk
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class Executor:
         self.verified: set[Any] = set()  # signatures whose two traces agree, to be captured in the next call
         self.counters: dict[str, tuple[Any, tuple[str, ...]]] = {}  # objects with attributes that the run counts up
         self.roots: Mapping[str, Any] = {}  # Python objects that functions read, by name
-        self.state: dict[str, Any] | None = None  # snapshot of these objects
+        self.state: Walk | None = None  # of these objects when they were last watched
         self.state_number = 0  # counts the changes of these objects
         self.iteration = 0
         self.look = 0  # graphs that were last looked at before this number are looked at again
@@ -122,8 +122,10 @@ class Executor:
 
     def watch(self, roots: Mapping[str, Any]) -> None:
         """Look at every function again if Python objects have changed since the last call."""
-        now, self.roots = snapshot(roots), roots
-        if self.state is not None and now != self.state:
+        if self.state is not None and self.state.is_current(roots):
+            return
+        now, self.roots = Walk(roots), roots
+        if self.state is not None and now.values != self.state.values:
             self.look += 1
             self.state_number += 1
         self.state = now

@@ -5,6 +5,7 @@ one that a recording may depend on.
 """
 
 import inspect
+import operator
 import random
 import re
 import sys
@@ -12,6 +13,7 @@ import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -49,7 +51,15 @@ class Walk:
     """A walk over the objects that are reached from `roots`; `values` by path, and the users' `classes`."""
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
+        self.roots = roots
         self.values: dict[str, Any] = {}
+        self.mappings: list[Mapping[str, Any]] = []  # attributes, classes, modules and dicts
+        self.partly_read: list[tuple[Mapping[str, Any], Iterable[str]]] = []  # attributes, and the names left out
+        self.lists: list[Iterable[Any]] = []
+        self.sized: list[Any] = []  # containers of which the length is compared
+        self.cells: list[Any] = []  # of closures
+        self.tensors: list[Tensor] = []
+        self.readings: list[tuple[Any, Any]] = []  # functions of objects that give values to compare
         self.classes: list[type] = []
         self.functions: list[types.FunctionType] = []
         self.has_iterators = False
@@ -61,10 +71,30 @@ class Walk:
             if isinstance(value, PLAIN):
                 self.values[path] = value
             elif isinstance(value, Tensor):
+                self.tensors.append(value)
                 self.values[path] = (Same(value), address(value), value.requires_grad)
             elif id(value) not in self.seen and not isinstance(value, SKIPPED):
                 self.seen.add(id(value))
                 self._visit(path, value, is_deep, id(value) in roots_seen)
+        self.contents = self._read()
+
+    def is_current(self, roots: Mapping[str, Any]) -> bool:
+        """Whether a new walk would surely find the same values; much faster than that walk."""
+        if len(roots) != len(self.roots) or not all(map(operator.is_, roots.values(), self.roots.values())):
+            return False
+        numbers, objects = self._read()
+        return numbers == self.contents[0] and all(map(operator.is_, objects, self.contents[1]))
+
+    def _read(self) -> tuple[list[Any], list[Any]]:
+        """What the visited objects hold, one level deep: values that are compared, and objects, by identity."""
+        numbers = [*map(len, chain(self.mappings, self.lists, self.sized))]  # pyright: ignore[reportArgumentType]
+        numbers += [(address(tensor), tensor.requires_grad) for tensor in self.tensors]
+        numbers += [read(value) for read, value in self.readings]
+        objects = [*chain.from_iterable(chain(self.mappings, map(operator.methodcaller("values"), self.mappings)))]
+        objects += chain.from_iterable(self.lists)
+        objects += [EMPTY if cell == EMPTY else cell.cell_contents for cell in self.cells]
+        objects += [value for part, names in self.partly_read for name, value in part.items() if name not in names]
+        return [len(objects), *numbers], objects
 
     def _visit(self, path: str, value: Any, is_deep: bool, is_root: bool) -> None:
         if isinstance(value, CONTAINERS):
@@ -84,33 +114,46 @@ class Walk:
 
     def _add_items(self, path: str, value: Any, is_deep: bool) -> None:
         self.values[f"len({path})"] = len(value)
-        if len(value) <= MAX_ITEMS and not isinstance(value, set | frozenset):
+        if len(value) > MAX_ITEMS or isinstance(value, set | frozenset):
+            self.sized.append(value)
+        else:
+            (self.mappings if isinstance(value, dict) else self.lists).append(value)
             items: Iterable[Any] = value.items() if isinstance(value, dict) else enumerate(value)
             self.waiting += [(f"{path}[{key!r}]", part, is_deep) for key, part in items]
 
     def _add_attributes(self, path: str, value: Any, hidden: Iterable[str]) -> None:
-        for name, part in list(getattr(value, "__dict__", {}).items()):
+        attributes = getattr(value, "__dict__", {})
+        self.partly_read.append((attributes, hidden)) if hidden else self.mappings.append(attributes)
+        for name, part in list(attributes.items()):
             if name in ("_parameters", "_buffers", "_modules"):
+                is_dict = isinstance(part, dict)  # a scripted module has wrappers that make new lists
+                self.mappings.append(part) if is_dict else self.readings.append((addresses, part))
                 self.waiting += [(f"{path}.{key}", item, True) for key, item in part.items()]
-            elif name not in hidden and not (isinstance(part, dict) and not part):  # a module has a dozen
+            elif name not in hidden and isinstance(part, dict) and not part:  # a module has a dozen
+                self.sized.append(part)
+            elif name not in hidden:
                 self.waiting.append((f"{path}.{name}", part, True))
 
     def _add_class(self, cls: type) -> None:
         """Class attributes, variables that methods close over, and global variables of the class's module."""
         self.classes.append(cls)
+        self.mappings.append(vars(cls))
         for name, part in vars(cls).items():
             if isinstance(part, types.FunctionType):
                 self._add_closure(f"{cls.__name__}.{name}", part)
             elif not name.startswith("__"):
                 self.waiting.append((f"{cls.__name__}.{name}", part, False))
         module = sys.modules.get(cls.__module__)
-        for name, part in list(vars(module).items()) if module is not None and id(module) not in self.seen else ():
-            if isinstance(part, (*PLAIN, dict, list)) and not name.startswith("__"):
-                self.waiting.append((f"{cls.__module__}.{name}", part, False))
-        self.seen.add(id(module))
+        if module is not None and id(module) not in self.seen:
+            self.seen.add(id(module))
+            self.mappings.append(vars(module))
+            for name, part in list(vars(module).items()):
+                if isinstance(part, (*PLAIN, dict, list)) and not name.startswith("__"):
+                    self.waiting.append((f"{cls.__module__}.{name}", part, False))
 
     def _add_closure(self, path: str, function: types.FunctionType) -> None:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self.cells.append(cell)
             if cell != EMPTY:
                 self.waiting.append((f"{path}.{name}", cell.cell_contents, False))
 
@@ -124,7 +167,8 @@ class Walk:
 
     def _add_generator(self, path: str, value: types.GeneratorType) -> None:
         frame = value.gi_frame
-        self.values[path] = frame and frame.f_lasti
+        self.values[path] = position(value)
+        self.readings.append((position, value))
         self.waiting += [(f"{path}.{name}", part, False) for name, part in (frame.f_locals if frame else {}).items()]
 
     def _add_iterator(self, path: str, value: Any) -> None:
@@ -135,10 +179,12 @@ class Walk:
 
     def _add_stream(self, path: str, value: Any) -> None:
         self.values[path] = stream_state(value)
+        self.readings.append((stream_state, value))
 
     def _add_array(self, path: str, value: np.ndarray) -> None:
         if value.nbytes <= MAX_BYTES:
             self.values[path] = value.tobytes()
+            self.readings.append((np.ndarray.tobytes, value))
 
 
 EMPTY = types.CellType()  # of a variable without a value yet
@@ -163,6 +209,16 @@ def address(tensor: Tensor) -> int:
     return tensor.data_ptr() if is_plain(tensor) else 0
 
 
+def addresses(tensors: Mapping[str, Any]) -> list[int]:
+    """Addresses of the tensors among the values."""
+    return [address(value) for value in tensors.values() if isinstance(value, Tensor)]
+
+
+def position(generator: types.GeneratorType) -> int | None:
+    """Number of the instruction at which a generator waits; None if it has ended."""
+    return generator.gi_frame and generator.gi_frame.f_lasti
+
+
 def is_library(cls: type) -> bool:
     """Whether a class is not the user's."""
     return cls.__module__.partition(".")[0] in LIBRARIES
@@ -181,11 +237,6 @@ def stream_state(stream: Any) -> str:
         return repr(stream.bit_generator.state)
     kind, keys, *rest = stream.get_state(legacy=True)
     return repr((kind, np.asarray(keys).tobytes(), *rest))
-
-
-def snapshot(roots: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by path: plain ones, tensors with their address, and other objects by identity."""
-    return Walk(roots).values
 
 
 def first_change(before: Mapping[str, Any], after: Mapping[str, Any], roots: Mapping[str, Any]) -> str:

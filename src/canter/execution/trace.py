@@ -270,7 +270,7 @@ def run_traced(
     if not all(map(is_plain, tensors_in(result))):
         tracer.refuse("it returns a sparse or nested tensor")
     tracer.trace.result = tracer.note(result)
-    change = python_state.first_change(walk.values, python_state.snapshot(roots), roots)
+    change = python_state.first_change(walk.values, python_state.Walk(roots).values, roots)
     if change:
         tracer.refuse(f"it changes {change}; a replay would not")
     if numpy_before != python_state.stream_state(np.random.mtrand._rand):
