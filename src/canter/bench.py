@@ -120,6 +120,7 @@ class Timing(NamedTuple):
 
 def time_iterations(runner: OnPolicyRunner, warm_up: int = 8, iterations: int = 20) -> Timing:
     """Medians over `iterations`, after `warm_up` iterations in which kernels are compiled and captured."""
+    runner.alg.executor.compile_from = 0  # a long run is measured; a real one compiles later
 
     def synchronize(*event: Any) -> None:
         if runner.device.type == "cuda":

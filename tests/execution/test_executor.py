@@ -95,6 +95,25 @@ def test_on_a_cpu_auto_records_without_compiling_and_counts_stay_exact():
     assert executor.run("double", lambda x: 2 * x, torch.ones(2)).tolist() == [2, 2]
 
 
+def test_auto_compiles_in_iteration_1000_and_keeps_count_over_a_resume(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda fn, dynamic: compiled.append(fn) or fn)
+    executor = Executor(torch.device("cuda"), "auto")
+    executor.compiles = True
+    double = executor.compile(lambda x: 2 * x)
+    executor.past_iterations = 990
+    for _ in range(9):
+        executor.begin_iteration()
+        assert double(2) == 4
+    assert not compiled
+    executor.calls["double"] = 5
+    executor.begin_iteration()
+    assert not executor.calls  # captured anew
+    assert double(2) == 4
+    assert len(compiled) == 1
+    assert Executor(torch.device("cuda"), "compile").compile_from == 0
+
+
 def test_first_calls_run_the_function_itself(executor):
     calls = []
     total = torch.zeros(())

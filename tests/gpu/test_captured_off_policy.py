@@ -50,7 +50,7 @@ def test_captured_learning_equals_eager_learning(kind):
         assert torch.allclose(a, b, atol=1e-3 if kind in ("atoms", "per") else 1e-5)
 
 
-@pytest.mark.parametrize("execution", ["graph", "auto"])
+@pytest.mark.parametrize("execution", ["graph", "compile"])
 @pytest.mark.parametrize("kind", ["dqn", "sac", "td3"])
 def test_assigned_floats_take_effect_in_captured_graphs(kind, execution):
     given = {"target_entropy": -1.0} if kind == "sac" else {}
@@ -69,7 +69,7 @@ def test_assigned_floats_take_effect_in_captured_graphs(kind, execution):
         assert torch.allclose(a, b, atol=1e-4 if execution == "graph" else 2e-2)
 
 
-@pytest.mark.parametrize("execution", ["eager", "graph", "auto"])
+@pytest.mark.parametrize("execution", ["eager", "graph", "compile"])
 def test_a_frozen_actor_keeps_its_parameters(execution):
     runner = make("sac", execution)
     runner.learn(16 * 20)
@@ -83,7 +83,7 @@ def test_a_frozen_actor_keeps_its_parameters(execution):
 
 @pytest.mark.parametrize("kind", ["sac", "dqn"])
 def test_compiled_learning_stays_finite(kind):
-    runner = run(kind, "auto", steps=30)
+    runner = run(kind, "compile", steps=30)
     assert all(torch.isfinite(p).all() for p in runner.policy.parameters())
     obs, critic = runner.env.get_observations()
     first, second = (runner.alg.explore(obs, critic) for _ in range(2))

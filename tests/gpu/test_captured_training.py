@@ -80,9 +80,18 @@ def test_fifty_iterations_captured_equal_eager():
 
 
 def test_compiled_learns_the_same_to_rounding():
-    a, b = trained("canter/Pendulum", "auto", 6), trained("canter/Pendulum", "eager", 6)
+    a, b = trained("canter/Pendulum", "compile", 6), trained("canter/Pendulum", "eager", 6)
     for x, y in zip(a.alg.policy.parameters(), b.alg.policy.parameters(), strict=True):
         torch.testing.assert_close(x, y, rtol=0.05, atol=0.01)
+
+
+def test_a_run_goes_on_when_auto_begins_to_compile(monkeypatch):
+    monkeypatch.setattr("canter.execution.executor.COMPILE_FROM", 8)
+    a, b = trained("canter/Pendulum", "auto", 16), trained("canter/Pendulum", "eager", 16)
+    assert a.alg.executor.is_compiled
+    assert {signature[0] for signature in a.alg.executor.graphs} >= {"rollout", "learn"}
+    for x, y in zip(a.alg.policy.parameters(), b.alg.policy.parameters(), strict=True):
+        torch.testing.assert_close(x, y, rtol=0.05, atol=0.02)
 
 
 def test_every_replay_draws_new_noise():

@@ -27,6 +27,7 @@ EXECUTIONS = ("auto", "eager", "graph", "compile")
 PRECISIONS = ("tf32", "fp32", "bf16")
 WARM_UP_CALLS = 2  # before a GPU's traces, so that libraries and compilers finish their warm-up
 MAX_RENEWALS = 3  # a function that differs because Python objects have changed is recorded anew so many times
+COMPILE_FROM = 1000  # iteration in which "auto" begins to compile: shorter runs do not wait for the compiler
 MAX_GRAPHS = 32  # per function; if its shapes change more often than this, capture costs more than it saves
 
 
@@ -35,7 +36,8 @@ class Executor:
 
     Args:
         device: Device of the tensors.
-        execution: "eager", "graph" (capture or record), "compile" (also compile), or "auto", the fastest available.
+        execution: "eager", "graph" (capture or record), "compile" (also compile), or "auto", the fastest available: a
+            GPU's functions are captured at once and compiled in iteration 1000.
         precision: Precision of matrix products on a GPU: "tf32", "fp32" or "bf16"; weights and all else stay float32.
     """
 
@@ -50,6 +52,7 @@ class Executor:
         self.replays = self.uses_graphs or self.records
         has_triton = importlib.util.find_spec("triton") is not None  # which compiles kernels for a GPU
         self.compiles = execution == "compile" or (self.is_cuda and execution == "auto" and has_triton)
+        self.compile_from = COMPILE_FROM if execution == "auto" else 0
         self.generators: list[torch.Generator] = []  # that captured functions draw from
         self.constants: Any = ()  # hashable, read by functions from attributes; other constants need another graph
         self.autocast: Callable[[], Any] = nullcontext  # for matrix products
@@ -65,6 +68,7 @@ class Executor:
         self.state: Walk | None = None  # of these objects when they were last watched
         self.state_number = 0  # counts the changes of these objects
         self.iteration = 0
+        self.past_iterations = 0  # before this run was continued from a checkpoint
         self.look = 0  # graphs that were last looked at before this number are looked at again
         self.renewals: dict[str, int] = {}  # by name
         self.results: dict[int, Graph] = {}  # by the id of the outputs that a graph returns
@@ -74,13 +78,17 @@ class Executor:
         self.constants_number = 0
 
     def compile(self, fn: Callable[..., T]) -> Callable[..., T]:
-        """Compile a pure function at its first call; if it cannot be compiled, it runs uncompiled, with one warning."""
+        """Compile a pure function when it is time; if it cannot be compiled, it runs uncompiled, with one warning."""
         if not self.compiles or self.records:  # recordings are compiled as a whole
             return fn
-        run: Callable[..., Any] = torch.compile(fn, dynamic=False)
+        run: Callable[..., Any] | None = None
 
         def call(*args: Any) -> T:
             nonlocal run
+            if not self.is_compiled:
+                return fn(*args)
+            if run is None:
+                run = torch.compile(fn, dynamic=False)
             try:
                 return run(*args)
             except Exception as error:
@@ -114,9 +122,16 @@ class Executor:
             return graph.replay(leaves)
         return self._run_traced(signature, fn, args, leaves)
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether functions given to `compile` run compiled."""
+        return self.compiles and self.past_iterations + self.iteration >= self.compile_from
+
     def begin_iteration(self) -> None:
         """Count an iteration; in iterations 2, 4, 8, ... every function is looked at again."""
         self.iteration += 1
+        if self.uses_graphs and self.compiles and self.past_iterations + self.iteration == self.compile_from:
+            self.forget()
         if self.iteration & (self.iteration - 1) == 0:
             self.look += 1
 
@@ -188,7 +203,7 @@ class Executor:
             if self.uses_graphs:
                 given = [leaf.clone() for leaf in leaves]
             # A compiled part hides its operations; in a traced run it is not compiled.
-            with torch.compiler.set_stance("force_eager") if self.is_cuda and self.compiles else nullcontext():
+            with torch.compiler.set_stance("force_eager") if self.is_cuda and self.is_compiled else nullcontext():
                 result: Any = run(run_traced, traced, fn, args, self.roots, self.counters.values())
             if not all(map(same_values, given, leaves)):  # a graph would write to its copy
                 traced.refuse_writes()

@@ -484,12 +484,14 @@ class Runner(ABC):
         """State of the runner for exact continuation: statistics, current observations, the next evaluation's seed."""
         critic_obs = None if self.critic_obs is self.obs else self.critic_obs
         own = {"obs": self.obs, "critic_obs": critic_obs, "eval_seed": self.eval_seed, "num_evals": self.num_evals}
-        return {**self.stats.state_dict(), **own}
+        executor = self.alg.executor
+        return {**self.stats.state_dict(), **own, "executed": executor.past_iterations + executor.iteration}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
         """Continue from `extra_state`, with new episodes where the environment's state could not be restored."""
         self.stats.load_state_dict(state, running=state["is_exact"])
         self.eval_seed, self.num_evals = state.get("eval_seed", self.eval_seed), state.get("num_evals", 0)
+        self.alg.executor.past_iterations = state.get("executed", 0)  # of which one is that in which it compiles
         if state["is_exact"]:
             self.obs = state["obs"]
             self.critic_obs = state["obs"] if state["critic_obs"] is None else state["critic_obs"]
