@@ -154,6 +154,16 @@ def test_prioritised_steps_are_sampled_in_proportion_with_importance_weights():
     assert buffer.data["priorities"][5] == 4.0 + 1e-6, "the highest so far"
 
 
+def test_another_exponent_of_priorities_takes_effect_at_once():
+    alg = make(prioritized_replay=True)
+    run(alg, 20)
+    alg.train(2)
+    alg.priority_exponent = 0.0
+    alg.train(1)
+    powers = alg.replay.tree.levels[0]
+    assert set(powers[alg.replay.data["holds_step"].nonzero().squeeze(-1)].tolist()) == {1.0}
+
+
 def test_the_loss_of_a_sample_is_weighted_by_its_importance():
     alg = make(q_network_class=Table)  # every value is 0, so the errors are the rewards of final steps
     pairs = zip(batch(reward=1.0, done=1.0)[:-2], batch(reward=3.0, done=1.0)[:-2], strict=True)

@@ -9,7 +9,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from canter.envs.wrap import wrap_env
 from canter.execution.guard import NoHostSync
-from canter.storage.replay import TransitionReplayBuffer, check_memory, readable
+from canter.storage.replay import PrioritizedReplayBuffer, SumTree, TransitionReplayBuffer, check_memory, readable
 from canter.storage.rollout_storage import Field
 
 
@@ -345,3 +345,63 @@ def test_a_buffer_that_does_not_fit_is_refused_with_the_arithmetic():
     fields = {"a": Field((10,)), "b": Field((), dtype=torch.bool)}
     assert check_memory(fields, 100, 2, torch.device("cpu")) == 200 * 41
     assert readable(3 * 2**20) == "3 MiB"
+
+
+# Priorities.
+@pytest.mark.parametrize("length", [1, 64, 65, 5000])
+def test_a_sum_tree_finds_what_running_sums_find(length):
+    generator = torch.Generator().manual_seed(length)
+    numbers = torch.randint(0, 4, (length,), generator=generator).double()
+    numbers[-1] = 1.0
+    tree = SumTree(length, torch.device("cpu"))
+    tree.fill(numbers)
+    assert tree.total == numbers.sum()
+    amounts = torch.rand(1000, generator=generator, dtype=torch.float64) * numbers.sum()
+    assert torch.equal(tree.find(amounts), torch.searchsorted(numbers.cumsum(0), amounts, right=True))
+    places = torch.randint(0, length, (50,), generator=generator)
+    numbers[places] = 7.0
+    tree.put(places, numbers[places])
+    other = SumTree(length, torch.device("cpu"))
+    other.fill(numbers)
+    assert all(torch.equal(a, b) for a, b in zip(tree.levels, other.levels, strict=True))
+
+
+def test_a_sum_tree_never_finds_a_zero():
+    tree = SumTree(200, torch.device("cpu"))
+    numbers = torch.zeros(200, dtype=torch.float64)
+    numbers[[3, 70]] = 0.1
+    tree.fill(numbers)
+    beyond = torch.tensor([0.0, 0.0999, 0.1, 0.2, 0.2 + 1e-12, 1.0], dtype=torch.float64)
+    assert tree.find(beyond).tolist() == [3, 3, 70, 70, 70, 70]
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_the_sums_of_priorities_follow_every_change_of_the_buffer(num_envs):
+    replay = PrioritizedReplayBuffer(12 * num_envs, (1,), num_envs=num_envs, has_invalid_steps=True)
+    generator = torch.Generator().manual_seed(0)
+
+    def check():
+        fresh = SumTree(replay.num_rows * num_envs, torch.device("cpu"))
+        fresh.fill(replay.tree.levels[0])
+        assert all(torch.equal(a, b) for a, b in zip(fresh.levels, replay.tree.levels, strict=True))
+        wanted = torch.where(replay.data["holds_step"], replay.data["priorities"] ** 0.6, 0.0).double()
+        torch.testing.assert_close(fresh.levels[0][: len(wanted)], wanted)
+
+    for i in range(40):
+        obs = torch.full((num_envs, 1), float(100 * (i // 5) + i))  # every fifth step leaves the last episode
+        end = torch.rand(num_envs, generator=generator) < 0.2
+        valid = torch.rand(num_envs, generator=generator) < 0.8
+        zero = torch.zeros(num_envs)
+        replay.add(obs, zero.long(), zero, obs + 1, zero.bool(), truncated=end, valid=valid)
+        check()
+        if len(replay) > 4:
+            batch = replay.draw(4, 1, 0.9, generator)
+            assert replay.data["holds_step"][batch.places].all()
+            same = torch.unique(batch.places, return_inverse=True)[1]
+            replay.set_priorities(batch.places, torch.randn(4, generator=generator)[same])
+            check()
+    other = PrioritizedReplayBuffer(12 * num_envs, (1,), num_envs=num_envs, has_invalid_steps=True)
+    other.load_state_dict(replay.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(other.tree.levels, replay.tree.levels, strict=True))
+    replay.clear()
+    assert replay.tree.total == 0

@@ -74,6 +74,7 @@ class DQN(OffPolicyAlgorithm):
         self.q_loss = self.executor.compile(self.q_loss)
         if cfg.prioritized_replay:
             self.replay_class = functools.partial(PrioritizedReplayBuffer, exponent=self.live.priority_exponent)
+        self.used_exponent = cfg.priority_exponent  # of the priorities in the tree
 
     def get_epsilon(self, timesteps: int) -> float:
         """Probability of a random action after `timesteps` environment steps."""
@@ -132,6 +133,9 @@ class DQN(OffPolicyAlgorithm):
     def train(self, gradient_steps: int) -> None:
         """Take gradient steps; the exponent of the importance weights follows the schedule."""
         if isinstance(replay := self.prepare(), PrioritizedReplayBuffer):
+            if self.used_exponent != self.cfg.priority_exponent:
+                self.used_exponent = self.cfg.priority_exponent
+                replay.rebuild()
             replay.correction.fill_(1.0 - self.fraction_left * (1.0 - self.cfg.importance_exponent))
         super().train(gradient_steps)
 

@@ -13,6 +13,7 @@ oldest to newest; uniform samples are drawn from it.
 """
 
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -270,24 +271,81 @@ class TransitionReplayBuffer:
             value[: len(state["data"][name])].copy_(state["data"][name])
 
 
+class SumTree:
+    """Sums over a row of non-negative numbers, in levels of `FAN_OUT` children each, for draws in proportion to them.
+
+    Every sum is computed from its children, so the sums depend on the numbers alone and not on their history. Tensor
+    code only, so that it can be captured.
+    """
+
+    FAN_OUT = 64
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        self.levels: list[Tensor] = []  # the numbers, then sums; the last level has at most `FAN_OUT`
+        while not self.levels or length > 1:
+            length = -(-length // self.FAN_OUT)
+            self.levels.append(torch.zeros(length * self.FAN_OUT, dtype=torch.float64, device=device))
+        self.children = torch.arange(self.FAN_OUT, device=device)
+
+    @property
+    def total(self) -> Tensor:
+        """The sum of all numbers, ()."""
+        return self.levels[-1].sum()
+
+    def fill(self, numbers: Tensor) -> None:
+        """Set all numbers."""
+        self.levels[0][: len(numbers)] = numbers
+        for below, level in itertools.pairwise(self.levels):
+            sums = below.view(-1, self.FAN_OUT).sum(1)
+            level[: len(sums)] = sums
+
+    def put(self, places: Tensor, numbers: Tensor) -> None:
+        """Set the numbers at `places`, which may repeat where the numbers do."""
+        self.levels[0][places] = numbers
+        for below, level in itertools.pairwise(self.levels):
+            places = places // self.FAN_OUT
+            level[places] = below.view(-1, self.FAN_OUT)[places].sum(1)
+
+    def find(self, amounts: Tensor) -> Tensor:
+        """(B,) places at which the sum of the numbers up to there exceeds each of the amounts."""
+        places = torch.zeros_like(amounts, dtype=torch.long)
+        for level in reversed(self.levels):
+            sums = level.view(-1, self.FAN_OUT)[places].cumsum(1)  # (B, FAN_OUT)
+            # Rounding must not lead beyond the last child that is not zero.
+            last = (sums < sums[:, -1:]).sum(1)
+            child = torch.minimum((sums <= amounts.unsqueeze(1)).sum(1), last).unsqueeze(1)
+            amounts = amounts - torch.where(child > 0, sums.gather(1, (child - 1).clamp_min(0)), 0.0).squeeze(1)
+            places = places * self.FAN_OUT + child.squeeze(1)
+        return places
+
+
 class PrioritizedReplayBuffer(TransitionReplayBuffer):
     """Replay with proportional prioritised sampling (Schaul et al. 2016).
 
     The probability of a step is proportional to its temporal-difference error to the power `exponent`; new steps get
-    the highest priority so far. The sums are computed for every batch: on a GPU one pass is cheaper than a tree.
+    the highest priority so far. After an assignment to `exponent` call `rebuild`.
     """
 
     state_names = (*TransitionReplayBuffer.state_names, "highest")
 
-    def __init__(self, *args: Any, exponent: float = 0.6, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, exponent: Tensor | float = 0.6, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.exponent = exponent
         self.highest = torch.ones((), device=self.device)
         self.correction = torch.tensor(0.4, device=self.device)  # power of the importance weights
+        self.tree = SumTree(self.num_rows * self.num_envs, self.device)
 
     def declare_fields(self) -> dict[str, Field]:
         """The fields of a replay buffer and a priority."""
         return super().declare_fields() | {"priorities": Field(())}
+
+    def rebuild(self) -> None:
+        """Compute the sums of all priorities again."""
+        self.tree.fill(self._powers(slice(None)))
+
+    def _powers(self, places: Any) -> Tensor:
+        held, priorities = self.data["holds_step"][places], self.data["priorities"][places]
+        return torch.where(held, priorities**self.exponent, 0.0).double()
 
     def add(self, *args: Any, **kwargs: Any) -> None:
         """Store one step of every environment, with the highest priority."""
@@ -295,6 +353,9 @@ class PrioritizedReplayBuffer(TransitionReplayBuffer):
         newest = self._flat((self.head - 1) % self.num_rows)  # a head is on a row without a step
         held = self.data["holds_step"][newest]
         self.data["priorities"][newest] = torch.where(held, self.highest, self.data["priorities"][newest])
+        for back in range(3):  # a head moves by two rows at most; steps in its way are overwritten
+            changed = self._flat((self.head - back) % self.num_rows)
+            self.tree.put(changed, self._powers(changed))
 
     def append(self, env: int, *args: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Store several steps of one environment, with the highest priority."""
@@ -302,25 +363,43 @@ class PrioritizedReplayBuffer(TransitionReplayBuffer):
         super().append(env, *args)
         slots = torch.arange(first, int(self.count[env]), device=self.device) % self.num_rows * self.num_envs + env
         self.data["priorities"][self.data["order"][slots].long() * self.num_envs + env] = self.highest
+        self.rebuild()
 
     def draw(self, batch_size: int, n_step: int, gamma: Tensor | float, generator: Generator | None) -> ReplayBatch:
         """A random batch by priority, with importance weights and places."""
-        powers = torch.where(self.data["holds_step"], self.data["priorities"] ** self.exponent, 0.0).double()
-        sums = powers.cumsum(0)
         # One draw from each of B equal parts of the sum: less variance than B draws from the whole.
         parts = torch.arange(batch_size, dtype=torch.float64, device=self.device)
         number = torch.rand(batch_size, dtype=torch.float64, device=self.device, generator=generator)
-        drawn = (parts + number) / batch_size * sums[-1]
-        places = torch.searchsorted(sums, drawn, right=True).clamp_(max=len(sums) - 1)
+        total = self.tree.total
+        places = self.tree.find((parts + number) / batch_size * total)
         batch = self.take(places // self.num_envs, places % self.num_envs, n_step, gamma)
-        weights = (powers[places] / sums[-1] * self.size.sum()).clamp_min(1e-12) ** -self.correction.double()
+        shares = self.tree.levels[0][places] / total
+        weights = (shares * self.size.sum()).clamp_min(1e-12) ** -self.correction.double()
         return batch._replace(weights=(weights / weights.max()).float(), places=places)
 
     def set_priorities(self, places: Tensor, errors: Tensor) -> None:
         """Set the priorities of the steps at `places` from their errors."""
         priorities = errors.abs() + MIN_PRIORITY
         self.data["priorities"][places] = priorities
+        self.tree.put(places, self._powers(places))
         self.highest.copy_(torch.maximum(self.highest, priorities.max()))
+
+    def clear(self) -> None:
+        """Remove all steps."""
+        super().clear()
+        self.rebuild()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole content, with powers as they were computed: their rounding depends on how many are computed."""
+        return super().state_dict() | {"powers": self.tree.levels[0].clone()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a `state_dict`, in place; nothing is changed if it does not fit."""
+        super().load_state_dict(state)
+        if "powers" in state:
+            self.tree.fill(state["powers"])
+        else:
+            self.rebuild()
 
 
 def check_memory(fields: Mapping[str, Field], num_rows: int, num_envs: int, device: torch.device) -> int:
