@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
+import gymnasium
 import numpy as np
 import torch
 import tyro
@@ -134,8 +135,9 @@ def play(
     saved, _, runner = run.load(1)
     if video is None and (is_headless or saved.task.startswith("canter/")):
         video = saved.path / "play.mp4"
-    # EnvPool can end the process where it cannot render; Gymnasium has tasks of the same names.
-    task = saved.task.removeprefix("envpool/")
+    # Gymnasium renders in more places than EnvPool, and has many tasks of the same names.
+    twin = saved.task.removeprefix("envpool/")
+    task = twin if twin in gymnasium.registry else saved.task
     render_mode, components = "human" if video is None else "rgb_array", saved.config["run"].get("components")
     env = open_env(task, 1, run.device or "cpu", run.seed, render_mode, components)
     policy = runner.get_inference_policy()
