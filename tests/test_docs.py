@@ -79,7 +79,9 @@ def test_the_ten_lines_of_the_readme_solve_their_task(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize("page", pages_with(BASH))
-def test_commands_shown_are_commands_there_are(page):
+def test_commands_shown_are_commands_there_are(page, monkeypatch):
+    if importlib.util.find_spec("mjlab") is None:  # which has the settings of its tasks
+        monkeypatch.setattr("canter.envs.mjlab.mjlab_training_dict", lambda task: {})
     for block in BASH.findall(page.read_text(encoding="utf-8")):
         for line in block.splitlines():
             words = shlex.split(line, comments=True)

@@ -7,6 +7,7 @@ import gymnasium
 import pytest
 
 from canter.algorithms import PPO, REGISTRY, Entry, PPOConfig
+from canter.cli.options import parse_train
 from canter.envs import wrap_env
 from canter.modules.build import POLICIES
 from canter.presets import FALLBACK, has_preset, load_preset, preset_name, presets
@@ -14,7 +15,7 @@ from canter.runners import OffPolicyRunner, OnPolicyRunner
 from canter.runners.run_config import parse_train_cfg
 from canter.utils.config import setting_names, settings
 
-TASKS = sorted(presets())
+TASKS = sorted(task for task in presets() if not task.startswith("mjlab/"))
 
 
 class FewEpochs(PPO):
@@ -101,6 +102,49 @@ def test_a_preset_that_cannot_be_used_is_named(register, tmp_path, content, mess
     register(presets=str(folder))
     with pytest.raises(ValueError, match=message):
         load_preset("CartPole-v1", "fewepochs")
+
+
+@pytest.fixture
+def fast(register, tmp_path):
+    """Presets of a task with two profiles: of the same algorithm, and of another one."""
+    profiles = "{fast: {num_envs: 64, algorithm: {gamma: 0.9}}, replay: {algorithm: {class_name: SAC, tau: 0.1}}}"
+    preset = "task: Pendulum-v1\nnum_envs: 5\nalgorithm: {gamma: 0.95, lam: 0.9}\n"
+    (tmp_path / "own.yaml").write_text(f"{preset}profiles: {profiles}\n")
+    register(presets=str(tmp_path))
+
+
+def test_a_profile_of_a_preset_replaces_some_of_its_settings(fast):
+    preset = load_preset("Pendulum-v1", "fewepochs", "fast")
+    assert (preset["num_envs"], preset["algorithm"]) == (64, {"class_name": "FewEpochs", "gamma": 0.9, "lam": 0.9})
+    plain = load_preset("Pendulum-v1", "fewepochs")
+    assert (plain["num_envs"], plain["algorithm"]["gamma"], "profiles" in plain) == (5, 0.95, False)
+
+
+def test_a_profile_may_use_another_algorithm_with_its_own_preset(fast):
+    preset = load_preset("Pendulum-v1", "fewepochs", "replay")
+    own = load_preset("Pendulum-v1", "sac")
+    assert preset == {**own, "algorithm": {**own["algorithm"], "tau": 0.1}}
+    _, config = parse_train(["Pendulum-v1", "--algo", "fewepochs", "--profile", "replay", "--gamma", "0.8"])
+    assert config["algorithm"]["class_name"] == "SAC"
+    assert (config["algorithm"]["tau"], config["algorithm"]["gamma"]) == (0.1, 0.8)
+
+
+def test_an_unknown_profile_is_an_error_that_lists_those_of_the_task_and_of_the_algorithm(fast):
+    with pytest.raises(ValueError, match="no profile 'quick'; there are fast, replay for Pendulum-v1"):
+        load_preset("Pendulum-v1", "fewepochs", "quick")
+    with pytest.raises(ValueError, match="no profile 'quick'; there are classic, massive for Pendulum-v1"):
+        load_preset("Pendulum-v1", "sac", "quick")
+
+
+def test_a_preset_of_an_mjlab_task_adds_to_the_settings_that_mjlab_registers(monkeypatch):
+    registered = {"num_steps_per_env": 24, "max_iterations": 300, "algorithm": {"class_name": "PPO", "gamma": 0.98}}
+    monkeypatch.setattr("canter.envs.mjlab.mjlab_training_dict", lambda task: {**registered, "experiment": task})
+    preset = load_preset("mjlab/Mjlab-Velocity-Flat-Unitree-Go1")
+    assert (preset["num_envs"], preset["max_iterations"], preset["algorithm"]["gamma"]) == (4096, 300, 0.98)
+    assert preset["experiment"] == "Mjlab-Velocity-Flat-Unitree-Go1"
+    assert preset["total_timesteps"] == presets()[preset["task"]]["total_timesteps"]
+    other = load_preset("mjlab/Mjlab-Cartpole-Balance")
+    assert (other["num_envs"], other["total_timesteps"], other["algorithm"]["gamma"]) == (4096, 1_000_000, 0.98)
 
 
 def test_an_unknown_algorithm_is_an_error_that_lists_them():

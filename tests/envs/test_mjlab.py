@@ -1,6 +1,7 @@
 """The adapter of mjlab's environments, on a stand-in with its interface and, where mjlab is installed, on mjlab."""
 
 import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,10 +26,20 @@ class Simulator:
         terrain = {"terrain_levels": levels, "terrain_types": torch.zeros(3, dtype=torch.long)}
         terrain |= {"terrain_origins": torch.arange(5.0).view(5, 1, 1), "env_origins": torch.zeros(3, 1)}
         self.scene = SimpleNamespace(terrain=SimpleNamespace(**terrain))
+        self.position, self.command_range = torch.zeros(3, 1), 1.0
+        self.curriculum_manager = SimpleNamespace(compute=self.update_curriculum, reset=lambda env_ids: {})
         self.episode_length_buf = torch.zeros(3, dtype=torch.long)
         self.common_step_counter, self.resets, self.pending = 0, [], False
         self.extras = {}
         self.obs_buf = {"actor": torch.zeros(3, 1), "critic": torch.zeros(3, 2)}
+
+    def update_curriculum(self, env_ids=None):
+        """Robots that are away from their origin move up; after 8 steps commands are faster."""
+        terrain, ids = self.scene.terrain, torch.arange(3) if env_ids is None else env_ids
+        self.command_range = 2.0 if self.common_step_counter >= 8 else 1.0
+        terrain.terrain_levels[ids] += (self.position - terrain.env_origins)[ids, 0].abs().gt(0.5).long()
+        terrain.terrain_levels.clamp_(max=4)
+        terrain.env_origins[:] = terrain.terrain_origins[terrain.terrain_levels, terrain.terrain_types]
 
     def compute(self):
         code = 100.0 * torch.arange(3) + self.episode_length_buf
@@ -38,6 +49,9 @@ class Simulator:
     def reset(self, *, seed=None, env_ids=None, options=None):
         ids = torch.arange(3) if env_ids is None else env_ids
         self.resets.append(ids.tolist())
+        self.curriculum_manager.compute(env_ids=ids)
+        self.curriculum_manager.reset(ids)
+        self.position[ids] = self.scene.terrain.env_origins[ids]
         self.episode_length_buf[ids] = 0
         self.extras["log"], self.pending = {"Episode_Reward/upright": 1.0}, False
         return self.compute(), self.extras
@@ -126,15 +140,17 @@ def test_a_resumed_run_continues_the_curriculum(tmp_path):
     first = Simulator()
     runner = OnPolicyRunner(first, cfg, device="cpu", show_progress=False)
     runner.learn(2)
-    first.scene.terrain.terrain_levels[:] = torch.tensor([0, 3, 4])
+    first.scene.terrain.terrain_levels[:] = torch.tensor([0, 2, 3])
     runner.save(str(tmp_path / "model.pt"))
     assert first.common_step_counter == 8
     second = Simulator()
     again = OnPolicyRunner(second, cfg, device="cpu", show_progress=False)
     again.load(str(tmp_path / "model.pt"))
-    assert second.common_step_counter == 8
-    assert second.scene.terrain.terrain_levels.tolist() == [0, 3, 4]
-    assert second.scene.terrain.env_origins[:, 0].tolist() == [0.0, 3.0, 4.0]
+    assert (second.common_step_counter, second.command_range) == (8, 2.0)
+    assert second.scene.terrain.terrain_levels.tolist() == [0, 2, 3]
+    assert second.position[:, 0].tolist() == [0.0, 2.0, 3.0]  # every robot stands on its terrain
+    again.learn(1)  # every episode ends at least once; nobody has walked
+    assert second.scene.terrain.terrain_levels.tolist() == [0, 2, 3]
 
 
 def test_the_counter_in_a_checkpoint_of_mjlabs_own_runner_is_restored(tmp_path):
@@ -211,3 +227,71 @@ def test_the_commands_work_on_mjlab(tmp_path, monkeypatch, capsys):
     assert "mean length      1000.00" in capsys.readouterr().out
     assert main(["play", str(run), "--video", "film.gif", "--episodes", "1", "--seconds", "5"]) == 0
     assert (tmp_path / "film.gif").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_a_resumed_run_on_mjlabs_rough_terrain_continues_the_curriculum(tmp_path):
+    pytest.importorskip("mjlab", reason="needs mjlab: pip install 'canter[mjlab]'")
+    task, saved = "mjlab/Mjlab-Velocity-Rough-Unitree-Go1", torch.tensor([0, 1, 2, 3, 4, 5, 6, 7])
+    settings = {**load_preset(task), "num_steps_per_env": 4}
+    first = OnPolicyRunner(make_env(task, num_envs=8), settings, tmp_path, "cpu", show_progress=False)
+    first.learn(1)
+    first.env.simulator.scene.terrain.terrain_levels[:] = saved
+    first.env.simulator.common_step_counter = steps = 6000 * 24  # beyond the second stage of the commands
+    first.save(tmp_path / "model.pt")
+    second = OnPolicyRunner(make_env(task, num_envs=8), settings, device="cpu", show_progress=False)
+    simulator = second.env.simulator
+    ranges = simulator.command_manager.get_term("twist").cfg.ranges
+    slow = tuple(ranges.lin_vel_x)
+    second.load(str(tmp_path / "model.pt"))
+    terrain, robot = simulator.scene.terrain, simulator.scene["robot"]
+    assert simulator.common_step_counter == steps
+    assert terrain.terrain_levels.tolist() == saved.tolist()
+    assert ranges.lin_vel_x[1] > slow[1]
+    distance = (robot.data.root_link_pos_w - terrain.env_origins)[:, :2].norm(dim=1)
+    assert distance.max() < 2.0, "every robot stands on its own terrain"
+    torch.testing.assert_close(second.env.get_observations()[0], second.env._select(simulator.obs_buf)[0])
+    second.env.episode_length_buf = torch.full((8,), int(second.env.max_episode_length) - 2)
+    second.learn(1)
+    assert simulator.common_step_counter == steps + 4
+    assert (terrain.terrain_levels <= saved).all(), "robots that have not walked must not get harder terrain"
+
+
+@pytest.mark.slow
+def test_mjlabs_train_script_and_velocity_export_work_with_canters_runner(tmp_path, monkeypatch):
+    pytest.importorskip("mjlab", reason="needs mjlab: pip install 'canter[mjlab]'")
+    onnx, onnxruntime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    from mjlab.rl.exporter_utils import attach_metadata_to_onnx, get_base_metadata
+    from mjlab.scripts.train import TrainConfig, launch_training
+    from mjlab.tasks.registry import load_env_cfg, load_rl_cfg, register_mjlab_task
+
+    class VelocityRunner(OnPolicyRunner):
+        """What mjlab's own velocity runner does at every save."""
+
+        made = []
+
+        def save(self, path, infos=None):
+            super().save(path, infos)
+            file = Path(path).with_suffix(".onnx")
+            self.export_policy_to_onnx(str(file.parent), file.name)
+            attach_metadata_to_onnx(str(file), get_base_metadata(self.env.unwrapped, "local"))
+            self.made.append((self, file))
+
+    task = "Mjlab-Velocity-Flat-Unitree-Go1"
+    register_mjlab_task(
+        "Canter-Go1", load_env_cfg(task), load_env_cfg(task, play=True), load_rl_cfg(task), VelocityRunner
+    )
+    args = TrainConfig.from_task("Canter-Go1")
+    args.env.scene.num_envs, args.agent.logger, args.agent.max_iterations = 8, "tensorboard", 1
+    args.agent.num_steps_per_env = 4
+    launch_training("Canter-Go1", dataclasses.replace(args, log_root=str(tmp_path), gpu_ids=None))
+    runner, file = VelocityRunner.made[-1]
+    metadata = {entry.key: entry.value for entry in onnx.load(file).metadata_props}
+    assert len(metadata["joint_names"].split(",")) == 12
+    assert metadata["observation_names"].startswith("base_lin_vel,")
+    session = onnxruntime.InferenceSession(str(file))
+    obs = torch.randn(3, 48)
+    [name] = [given.name for given in session.get_inputs()]
+    actions = session.run(["actions"], {name: obs.numpy()})[0]
+    torch.testing.assert_close(torch.from_numpy(actions), runner.policy.act_inference(obs), rtol=0, atol=1e-5)

@@ -223,6 +223,31 @@ def test_bundles_are_exported_at_every_save_and_uploaded(tmp_path, monkeypatch):
         bundle_module.export_on_save(runner)
 
 
+def test_a_bundle_is_stored_with_an_offline_run_of_wandb_and_shown_by_tensorboard(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="needs wandb: pip install 'canter[wandb]'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from canter.envs import PointRobot
+    from canter.runners import OnPolicyRunner
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    cfg = {"num_steps_per_env": 4, "save_interval": 1, "policy": {"actor_hidden_dims": [4], "critic_hidden_dims": [4]}}
+    cfg["logger_backend"] = ["tensorboard", "wandb"]
+    runner = OnPolicyRunner(PointRobot(2), cfg, tmp_path, "cpu", show_progress=False)
+    bundle_module.export_on_save(runner, formats=("onnx",), upload=True)
+    runner.learn(1)
+    runner.close()
+    made = tmp_path / "export" / "model_1"
+    [stored] = tmp_path.glob("wandb/offline-run-*/files")
+    for name in ("policy.json", "policy.onnx", "samples.safetensors", "README.md", "runtime.py"):
+        assert (stored / name).read_bytes() == (made / name).read_bytes()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert events.Scalars("export/difference_onnx")[0].value < 1e-6
+    [page] = events.Tensors("README/text_summary")
+    assert page.tensor_proto.string_val[0].decode() == (made / "README.md").read_text()
+
+
 def test_call_sites_of_rsl_rl_get_checked_files(tmp_path):
     import onnxruntime
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -300,6 +301,37 @@ def test_keys_change_the_command(walker, tmp_path):
     assert made.command.tolist() == pytest.approx([0.7, -0.1, 0.0])
     made.press(32)
     assert made.command.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
+def test_keys_of_a_terminal_drive_a_scene_until_q(walker, tmp_path):
+    import pty
+    import termios
+
+    scene(tmp_path, walker, SERVOS)
+    ours, theirs = pty.openpty()
+    args = ["--mujoco", tmp_path / "scene.xml", "--command", "0", "0", "0", "--seconds", "600", "--keys"]
+    args += ["--reset-noise", "0", "--report", tmp_path / "report.json"]
+    command = [sys.executable, "-m", "canter.cli", "play", walker.bundle.path, *args]
+    headless = {name: value for name, value in os.environ.items() if name not in ("DISPLAY", "WAYLAND_DISPLAY")}
+    process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, text=True, env=headless)
+    os.write(ours, b" ")
+    assert process.stdout.readline().split() == ["command", "0.0,", "0.0,", "0.0"]
+    os.write(ours, b"\x1b[A\x1b[A\x1b[B\x1b[A\x1b[D,x")  # forward, turn left, to the left, and a key without meaning
+    lines = []
+    while not lines or "0.2, 0.1, 0.1" not in lines[-1]:
+        lines.append(process.stdout.readline())
+        assert lines[-1].startswith("  command"), "".join(lines)
+    os.write(ours, b"q")
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["tracking_error"] > 0
+    assert report["lengths"][0] < 600 / 0.02
+    assert termios.tcgetattr(theirs)[3] & termios.ICANON, "the terminal reads lines again"
+    refused = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=headless)
+    assert refused.returncode == 2
+    assert "--keys drives a scene, --mujoco scene.xml, from a terminal" in refused.stderr
 
 
 def test_other_terms_sensors_ranges_and_histories(tmp_path):

@@ -13,7 +13,7 @@ from canter.cli.runs import known_tasks, nearest_run, open_env
 from canter.datasets.motion_clip import JOINT_POS, JOINT_VEL, MotionClip, read_clip
 from canter.datasets.motion_loader import find_clips
 from canter.envs.check import check_env
-from canter.presets import FALLBACK, load_preset, preset_name, presets
+from canter.presets import FALLBACK, preset_name, presets
 from canter.utils.files import atomic_write
 from canter.utils.logging import METRICS_NAME
 from canter.utils.plots import plot_runs
@@ -30,11 +30,13 @@ def tasks(contains: tyro.conf.Positional[str | None] = None) -> int:
     if contains is not None:
         pattern = contains if "*" in contains else f"*{contains}*"
         names = [name for name in sorted({*known_tasks(), *names}) if fnmatch(name.lower(), pattern.lower())]
-    print(f"  {'task':<34}{'steps':>12}  {'envs':>5}  preset")
+    width = max(map(len, names), default=0) + 2
+    print(f"  {'task':<{width}}{'steps':>13}  {'envs':>5}  preset")
     for name in names:
-        preset, origin = load_preset(name), preset_name(name)
+        origin = preset_name(name)
+        preset = presets()[origin]
         origin = "its own" if origin == name else "general" if origin == FALLBACK else f"of {origin}"
-        print(f"  {name:<34}{preset['total_timesteps']:>12,}  {preset['num_envs']:>5}  {origin}")
+        print(f"  {name:<{width}}{preset['total_timesteps']:>13,}  {preset['num_envs']:>5}  {origin}")
     if contains is None:
         print("\n  Any other Gymnasium id trains with the general preset; `canter tasks TEXT` searches all of them.")
     return 0

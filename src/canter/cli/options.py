@@ -64,7 +64,7 @@ class TrainOptions(RunOptions, Generic[Settings, Policy]):
     policy: Policy
     algorithm: AlgorithmName = "ppo"  # Algorithm:
     profile: str | None = None
-    """Group of settings for sac and td3: "classic", or "massive" for thousands of environments."""
+    """A profile of the task's preset, or for sac and td3 "classic" or "massive" (thousands of environments)."""
     num_envs: int = 8  # Environments stepped together.
     total_timesteps: int = 1_000_000
     """Length of the run in environment steps, rounded up to whole iterations; --max-iterations overrides it."""
@@ -77,10 +77,8 @@ def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, 
     """The options in `args`, and the training dict that they describe."""
     task = args[0] if args and not args[0].startswith("-") else None
     name = find_algorithm(given(args, "--algorithm") or given(args, "--algo") or "ppo")
-    preset = load_preset(task or FALLBACK, name)
-    profile = given(args, "--profile")
-    if profile is not None:  # replaces settings that were tuned for a few environments
-        preset["algorithm"] = {"class_name": preset["algorithm"]["class_name"], "profile": profile}
+    preset = load_preset(task or FALLBACK, name, given(args, "--profile"))
+    name = find_algorithm(preset["algorithm"]["class_name"])  # a task's profile may use another one
     plan = parse_train_cfg(preset)
     plan.algorithm = preset["algorithm"]["class_name"]
     foreign = OTHER_SPELLINGS.keys() - {f.name for f in dataclasses.fields(plan.cfg)}

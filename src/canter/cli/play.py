@@ -4,11 +4,15 @@ import dataclasses
 import json
 import math
 import os
+import select
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
+import gymnasium
 import numpy as np
 import torch
 import tyro
@@ -27,6 +31,7 @@ from canter.utils.files import atomic_write
 
 FPS = 30
 MAX_FRAMES = 3000
+ARROWS = {"\x1b[A": 265, "\x1b[B": 264, "\x1b[C": 262, "\x1b[D": 263}  # of a terminal -> of MuJoCo's window
 
 
 @dataclasses.dataclass
@@ -68,6 +73,7 @@ class BundleOptions:
     task: str | None = None  # Task by name instead of the one it was trained on.
     mujoco: Path | None = None  # Run in this MuJoCo scene.
     command: tuple[float, ...] = ()  # Commanded velocities of a scene; arrow keys change them in a window.
+    keys: bool = False  # Run a scene in real time with arrow keys, comma, dot and space from the terminal; q ends it.
     terms: dict[str, Any] | None = None
     """Quantities of the scene for parts of the observation, as YAML: {base_vel: sensor_name}."""
     period: float | None = None  # Control period in seconds, where the bundle does not state it.
@@ -134,8 +140,9 @@ def play(
     saved, _, runner = run.load(1)
     if video is None and (is_headless or saved.task.startswith("canter/")):
         video = saved.path / "play.mp4"
-    # EnvPool can end the process where it cannot render; Gymnasium has tasks of the same names.
-    task = saved.task.removeprefix("envpool/")
+    # Gymnasium renders in more places than EnvPool, and has many tasks of the same names.
+    twin = saved.task.removeprefix("envpool/")
+    task = twin if twin in gymnasium.registry else saved.task
     render_mode, components = "human" if video is None else "rgb_array", saved.config["run"].get("components")
     env = open_env(task, 1, run.device or "cpu", run.seed, render_mode, components)
     policy = runner.get_inference_policy()
@@ -163,6 +170,8 @@ def play_bundle(
     run: PolicyOptions, options: BundleOptions, video: Path | None, episodes: int, seconds: float, has_window: bool
 ) -> int:
     """Run episodes of a bundle, print a report, and write a film if one is asked for."""
+    if options.keys and (options.mujoco is None or not sys.stdin.isatty()):
+        raise UserError("--keys drives a scene, --mujoco scene.xml, from a terminal")
     with user_errors():
         policy = Policy(run.run)
         if options.mujoco is not None:
@@ -175,13 +184,15 @@ def play_bundle(
             render_mode = None if video is None and not has_window else "human" if video is None else "rgb_array"
             task = make_task(policy, options.task, run.seed, render_mode)
         frames: list[np.ndarray] = []
-        watch = film_step(frames) if video is not None else None
+        watch = [film_step(frames)] if video is not None else []
         if has_window and options.mujoco is not None:
-            watch = open_window(task)
-        try:
-            result = simulate(policy, task, episodes, options.disturbance, run.seed, watch)
-        finally:
-            task.close()
+            watch.append(open_window(task))
+        with ExitStack() as stack:
+            stack.callback(task.close)
+            if options.keys:
+                watch.append(stack.enter_context(terminal_keys(task, is_paced=bool(watch) and video is None)))
+            on_step = lambda task: any([step(task) for step in watch])  # noqa: C419, E731 - every one is called
+            result = simulate(policy, task, episodes, options.disturbance, run.seed, on_step if watch else None)
         if video is not None:
             write_video(video, frames, int(min(120, max(1, task.fps))))
     summary = result.summary()
@@ -210,17 +221,58 @@ def open_window(scene: MujocoScene) -> Any:
     """Show a scene in MuJoCo's window, in real time, with commands from the keyboard; gives the function of a step."""
     from mujoco import viewer
 
-    window = viewer.launch_passive(scene.model, scene.data, key_callback=scene.press)
-    due = time.monotonic()
+    window, wait = viewer.launch_passive(scene.model, scene.data, key_callback=scene.press), real_time()
 
     def show(task: MujocoScene) -> bool:
-        nonlocal due
         window.sync()
-        due = max(due + task.period, time.monotonic() - task.period)
-        time.sleep(max(0.0, due - time.monotonic()))
+        wait(task.period)
         return not window.is_running()
 
     return show
+
+
+def real_time() -> Callable[[float], None]:
+    """A function that sleeps until the control period since its last call is over."""
+    due = time.monotonic()
+
+    def wait(period: float) -> None:
+        nonlocal due
+        due = max(due + period, time.monotonic() - period)
+        time.sleep(max(0.0, due - time.monotonic()))
+
+    return wait
+
+
+@contextmanager
+def terminal_keys(scene: MujocoScene, is_paced: bool) -> Iterator[Callable[[Any], bool]]:
+    """Change a scene's command by keys of the terminal; gives the function of a step, which waits unless `is_paced`."""
+    try:
+        import termios
+        import tty
+    except ImportError as error:  # Windows
+        raise UserError("--keys needs a Unix terminal; the keys of MuJoCo's window work everywhere") from error
+    terminal, wait = sys.stdin.fileno(), real_time()
+    before = termios.tcgetattr(terminal)
+
+    def read(task: MujocoScene) -> bool:
+        is_over = False
+        while select.select([terminal], [], [], 0)[0] and not is_over:
+            pressed = os.read(terminal, 1024).decode(errors="ignore")
+            is_over = not pressed or "q" in pressed  # nothing is read from a terminal that was closed
+            for arrow, key in ARROWS.items():
+                pressed = pressed.replace(arrow, chr(key))
+            for key in pressed:
+                task.press(ord(key))
+            print("  command     " + ", ".join(f"{value:.1f}" for value in task.command), flush=True)
+        if not is_paced:
+            wait(task.period)
+        return is_over
+
+    tty.setcbreak(terminal)
+    try:
+        yield read
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
 def collect(run: TrainedPolicy, options: Collection) -> int:

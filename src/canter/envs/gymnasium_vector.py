@@ -1,6 +1,9 @@
 """Gymnasium's `VectorEnv` in all three autoreset modes, and EnvPool, which has the same interface."""
 
+import ctypes
+import functools
 import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -172,6 +175,9 @@ class EnvPoolAdapter(GymVectorEnvAdapter):
         self._begin, self._end = direct_halves(env, num_envs) or (env.send, env.recv)
         self.max_episode_length = int(env.config["max_episode_steps"])
         self._elapsed = np.zeros(num_envs, np.int64)
+        self._camera = 0  # the first of a model's cameras follows its robot
+        period = env.config.get("ctrl_dt")
+        self.metadata = {"render_fps": None if period is None else round(1 / period)}
 
     def seed(self, seed: int) -> None:
         """Raise: the seed of an EnvPool is fixed when it is made."""
@@ -193,6 +199,16 @@ class EnvPoolAdapter(GymVectorEnvAdapter):
         """(N,) steps taken in each running episode, 0 where the last step only reset."""
         return torch.as_tensor(np.array(self._elapsed, np.int64), device=self.device)
 
+    def render(self) -> Any:
+        """Return an image of the first environment, from the model's first camera or else from a fixed one."""
+        if self.env.render_mode != "rgb_array":
+            return None
+        try:
+            return self.env.render(camera_id=self._camera)[0]
+        except IndexError:
+            self._camera = -1
+            return self.env.render(camera_id=self._camera)[0]
+
 
 def is_envpool(env: Any) -> bool:
     """Whether `env` is an EnvPool, tested without importing envpool."""
@@ -201,14 +217,34 @@ def is_envpool(env: Any) -> bool:
 
 def make_envpool(task: str, num_envs: int, device: Any, seed: int | None, render_mode: str | None) -> EnvPoolAdapter:
     """Make the EnvPool of an EnvPool id."""
+    egl = load_egl()
     try:
         envpool = importlib.import_module("envpool")
     except ImportError as error:
         raise ImportError(f"'envpool/{task}' needs EnvPool: pip install 'canter[envpool]'") from error
+    if render_mode == "rgb_array" and egl is not None:
+        raise RuntimeError(f"EnvPool cannot render here: {egl}")
     # As many threads as cores this process may use, which may be fewer than the machine has.
     options = {"num_threads": min(num_envs, usable_cores()), "seed": seed, "render_mode": render_mode}
     given = {name: value for name, value in options.items() if value is not None}
     return EnvPoolAdapter(envpool.make(task, env_type="gymnasium", num_envs=num_envs, **given), device)
+
+
+@functools.cache
+def load_egl() -> str | None:
+    """Load the system's EGL, without which EnvPool's MuJoCo ends the process when it renders; the reason if it cannot.
+
+    EnvPool brings an EGL of its own, which finds no driver. The one that was loaded first is used.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    if "envpool" in sys.modules:
+        return "envpool was imported before canter loaded EGL; let canter make the environment first"
+    try:
+        ctypes.CDLL("libEGL.so.1", mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        return f"{error}; install Mesa's EGL (Debian, Ubuntu: apt install libegl1)"
+    return None
 
 
 def direct_halves(env: Any, num_envs: int) -> tuple[Callable[..., None], Callable[[], Any]] | None:

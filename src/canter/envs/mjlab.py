@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -64,13 +65,24 @@ class MjlabAdapter(RslRlAdapter):
         return super().get_counters() | ({} if levels is None else {"terrain_levels": levels.clone()})
 
     def set_counters(self, counters: dict[str, Any]) -> None:
-        """Continue curricula from a result of `get_counters`."""
+        """Continue curricula from a result of `get_counters`: new episodes start at the difficulty reached."""
         super().set_counters(counters)
+        curriculum = getattr(self.simulator, "curriculum_manager", None)
+        if not counters or curriculum is None:
+            return
+        curriculum.compute()  # ranges of commands and weights of rewards, by the number of steps
         terrain, levels = getattr(self.simulator.scene, "terrain", None), counters.get("terrain_levels")
         current = getattr(terrain, "terrain_levels", None)
         if terrain is not None and levels is not None and current is not None and current.shape == levels.shape:
             current.copy_(levels)
             terrain.env_origins[:] = terrain.terrain_origins[current, terrain.terrain_types]
+        # Robots do not stand on their terrain yet; a curriculum would take the distance to it for a walk.
+        self.simulator.curriculum_manager = SimpleNamespace(compute=lambda env_ids: None, reset=lambda env_ids: {})
+        try:
+            self._is_new = False
+            self.reset()
+        finally:
+            self.simulator.curriculum_manager = curriculum
 
 
 def registry() -> Any:

@@ -94,11 +94,9 @@ class EnvPoolTask:
 
     physics, fps = None, 50
 
-    def __init__(self, task: str, policy: Policy, seed: int | None = None, render_mode: str | None = None) -> None:
+    def __init__(self, task: str, policy: Policy, seed: int | None = None) -> None:
         self.task, self.seed, self.policy = task, seed, policy
         self.env: Any = None
-        if render_mode is not None:
-            raise ValueError("EnvPool does not render here; play the Gymnasium task of the same name: --task NAME")
 
     def reset(self, episode: int) -> Any:
         """Start an episode."""
@@ -128,7 +126,7 @@ class EnvPoolTask:
 class AdaptedTask:
     """One environment of any task that canter's adapters know, torch-native and registered ones included."""
 
-    physics, fps = None, 30
+    physics = None
 
     def __init__(self, task: str, policy: Policy, seed: int | None = None, render_mode: str | None = None) -> None:
         import torch
@@ -138,6 +136,7 @@ class AdaptedTask:
 
         self.torch, self.leaves = torch, tree_leaves
         env = make_env(task, "cpu", 1, seed, render_mode)
+        self.fps = (getattr(env, "metadata", None) or {}).get("render_fps") or 30
         components = policy.spec["training"].get("components")
         env = env if components is None else ObsComponents(env, **components)
         is_flat = len(policy.spec["inputs"]) == 1
@@ -175,8 +174,8 @@ def make_task(policy: Policy, task: str | None, seed: int | None, render_mode: s
         if not TASK_NAME.fullmatch(task):  # "module:name" would import a module
             raise BundleError(f"the bundle names the task {task!r}, which is not made without asking; give it: --task")
     is_plain = given is not None or trained.get("components") is None
-    if task.startswith("envpool/") and is_plain:
-        return EnvPoolTask(task.removeprefix("envpool/"), policy, seed, render_mode)
+    if task.startswith("envpool/") and is_plain and render_mode is None:
+        return EnvPoolTask(task.removeprefix("envpool/"), policy, seed)
     if is_plain and is_gymnasium_task(task):
         return GymnasiumTask(task, policy, seed, render_mode)
     return AdaptedTask(task, policy, seed, render_mode)

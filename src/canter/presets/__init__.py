@@ -1,6 +1,7 @@
 """Tuned settings by task: one YAML file each, in the layout of a run's config.yaml, in a folder for each algorithm."""
 
 import copy
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import yaml
 
 from canter.algorithms import REGISTRY
+from canter.algorithms.actor_q import PROFILES
 from canter.runners.run_config import RunPlan, display_name, find_algorithm
 
 FALLBACK = "default"
@@ -42,20 +44,43 @@ def read_presets(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def load_preset(task: str, algorithm: str = PPO) -> dict[str, Any]:
-    """A copy of the preset that `preset_name` finds for a task, or the defaults of the algorithm's config."""
+def load_preset(task: str, algorithm: str = PPO, profile: str | None = None) -> dict[str, Any]:
+    """A copy of the preset that `preset_name` finds for a task, or the defaults of the algorithm's config.
+
+    A `profile` is one of the preset's own `profiles`, whose settings replace the preset's and may name another
+    algorithm, or one of the algorithm's, which replaces the settings of the algorithm.
+    """
     name = find_algorithm(algorithm)
-    known, used = presets(name), preset_name(task, name)
-    if used == FALLBACK and name == PPO and task.startswith("mjlab/"):
+    preset = copy.deepcopy(presets(name).get(preset_name(task, name)))
+    if name == PPO and task.startswith("mjlab/"):
         from canter.envs.mjlab import mjlab_training_dict  # mjlab registers settings with its tasks
 
-        preset = {"num_envs": 4096, **mjlab_training_dict(task.partition("/")[2])}
-    else:
-        preset = copy.deepcopy(known.get(used))
+        own = preset if has_preset(task, name) else {}
+        preset = merged({"num_envs": 4096, **mjlab_training_dict(task.partition("/")[2])}, own or {})
     if preset is None:
         preset = RunPlan(name, REGISTRY[name].config_class()).to_dict()
+    profiles = preset.pop("profiles", None) or {}
     preset["algorithm"] = {**(preset.get("algorithm") or {}), "class_name": display_name(name)}
-    return {"num_envs": 8, "total_timesteps": 1_000_000, **preset, "task": task}
+    preset = {"num_envs": 8, "total_timesteps": 1_000_000, **preset, "task": task}
+    if profile in profiles:
+        chosen = profiles[profile]
+        other = find_algorithm((chosen.get("algorithm") or {}).get("class_name", name))
+        return merged(preset if other == name else load_preset(task, other), chosen)
+    if profile is not None:
+        known = [*profiles, *PROFILES.get(name, ())]
+        if profile not in known:
+            raise ValueError(f"{name} has no profile {profile!r}; there are {', '.join(known) or 'none'} for {task}")
+        preset["algorithm"] = {"class_name": display_name(name), "profile": profile}
+    return preset
+
+
+def merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with the changes; a section that both have is merged."""
+    made = {**settings, **changes}
+    for name, value in changes.items():
+        if isinstance(value, Mapping) and isinstance(settings.get(name), Mapping):
+            made[name] = merged(settings[name], value)
+    return made
 
 
 def preset_name(task: str, algorithm: str = PPO) -> str:

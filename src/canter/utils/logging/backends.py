@@ -154,6 +154,11 @@ class _TensorboardBackend(Backend):
         image = summary.Image(height=height, width=width, colorspace=3, encoded_image_string=encode_gif(frames, fps))
         self._writer._get_file_writer().add_summary(summary(value=[summary.Value(tag=tag, image=image)]), step)
 
+    def save_file(self, path: Path) -> None:
+        # Event files hold no files; those of a bundle lie in the run directory. A page is shown with the run.
+        if path.suffix == ".md":
+            self._writer.add_text(path.stem, path.read_text(encoding="utf-8"), self.last_step)
+
     def truncate_after(self, step: int) -> None:
         # A new event file hides the events beyond `step` in older files. Files are read in the order of their names,
         # which hold the second and a count: within one second the tenth file of a process sorts before its ninth.
