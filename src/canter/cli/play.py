@@ -17,6 +17,7 @@ from canter.cli.errors import UserError, user_errors
 from canter.cli.options import at_least
 from canter.cli.runs import EVAL_ENVS, SavedRun, find_checkpoint, load_policy, open_env, read_run
 from canter.envs.vec_env import VecEnv
+from canter.envs.wrap import env_options
 from canter.export.runtime import Policy
 from canter.export.scene import MujocoScene
 from canter.export.simulation import Disturbance, make_task, simulate
@@ -136,8 +137,8 @@ def play(
         video = saved.path / "play.mp4"
     # EnvPool can end the process where it cannot render; Gymnasium has tasks of the same names.
     task = saved.task.removeprefix("envpool/")
-    render_mode, components = "human" if video is None else "rgb_array", saved.config["run"].get("components")
-    env = open_env(task, 1, run.device or "cpu", run.seed, render_mode, components)
+    render_mode, options = "human" if video is None else "rgb_array", env_options(saved.config["run"])
+    env = open_env(task, 1, run.device or "cpu", run.seed, render_mode, **options)
     policy = runner.get_inference_policy()
     try:
         if video is None:  # the environment renders to its window as it is stepped

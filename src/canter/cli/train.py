@@ -13,6 +13,7 @@ import tyro
 from canter.cli import runs
 from canter.cli.errors import UserError, user_errors
 from canter.cli.options import TrainOptions, parse_train
+from canter.envs.wrap import env_options
 from canter.runners import Runner, check_policy
 from canter.utils.checkpoint import load_checkpoint
 from canter.utils.files import atomic_write
@@ -64,9 +65,7 @@ def run_section(options: Any, task: str, num_envs: int) -> dict[str, Any]:
 
 def run_config(options: TrainOptions[Any, Any], config: dict[str, Any]) -> dict[str, Any]:
     """The content of a new run's config.yaml."""
-    config["run"] = run_section(options, options.task, options.num_envs)
-    if options.components is not None:
-        config["run"]["components"] = options.components
+    config["run"] = run_section(options, options.task, options.num_envs) | env_options(vars(options.environment))
     if config["eval_interval"] is None:
         length = config.get("max_timesteps") or options.total_timesteps  # intervals are steps, else iterations
         if "num_steps_per_env" in config:

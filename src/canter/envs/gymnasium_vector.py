@@ -199,7 +199,9 @@ def is_envpool(env: Any) -> bool:
     return any(base.__module__.startswith("envpool.") for base in type(env).__mro__)
 
 
-def make_envpool(task: str, num_envs: int, device: Any, seed: int | None, render_mode: str | None) -> EnvPoolAdapter:
+def make_envpool(
+    task: str, num_envs: int, device: Any, seed: int | None, render_mode: str | None, **kwargs: Any
+) -> EnvPoolAdapter:
     """Make the EnvPool of an EnvPool id."""
     try:
         envpool = importlib.import_module("envpool")
@@ -207,7 +209,7 @@ def make_envpool(task: str, num_envs: int, device: Any, seed: int | None, render
         raise ImportError(f"'envpool/{task}' needs EnvPool: pip install 'canter[envpool]'") from error
     # As many threads as cores this process may use, which may be fewer than the machine has.
     options = {"num_threads": min(num_envs, usable_cores()), "seed": seed, "render_mode": render_mode}
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in options.items() if value is not None} | kwargs
     return EnvPoolAdapter(envpool.make(task, env_type="gymnasium", num_envs=num_envs, **given), device)
 
 

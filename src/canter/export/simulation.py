@@ -133,13 +133,15 @@ class AdaptedTask:
     def __init__(self, task: str, policy: Policy, seed: int | None = None, render_mode: str | None = None) -> None:
         import torch
 
-        from canter.envs import FlattenObs, ObsComponents, make_env
+        from canter.envs.wrap import env_options, make_env, names_module
+        from canter.envs.wrappers import FlattenObs
         from canter.utils.tree import tree_leaves
 
         self.torch, self.leaves = torch, tree_leaves
-        env = make_env(task, "cpu", 1, seed, render_mode)
-        components = policy.spec["training"].get("components")
-        env = env if components is None else ObsComponents(env, **components)
+        options = env_options(policy.spec["training"])
+        if names_module(options):
+            raise BundleError(f"the bundle's wrappers {options['wrappers']} would import a module; they are not made")
+        env = make_env(task, "cpu", 1, seed, render_mode, **options)
         is_flat = len(policy.spec["inputs"]) == 1
         self.env = FlattenObs(env) if is_flat else env
         check_widths({name or "obs": space.shape for name, space in tree_leaves(self.env.obs_space)}, policy.spec)
@@ -174,7 +176,7 @@ def make_task(policy: Policy, task: str | None, seed: int | None, render_mode: s
             raise BundleError("the bundle does not say on which task it was trained; name one: --task NAME")
         if not TASK_NAME.fullmatch(task):  # "module:name" would import a module
             raise BundleError(f"the bundle names the task {task!r}, which is not made without asking; give it: --task")
-    is_plain = given is not None or trained.get("components") is None
+    is_plain = given is not None or not any(trained.get(name) for name in ("env_kwargs", "wrappers", "components"))
     if task.startswith("envpool/") and is_plain:
         return EnvPoolTask(task.removeprefix("envpool/"), policy, seed, render_mode)
     if is_plain and is_gymnasium_task(task):
