@@ -157,7 +157,7 @@ def test_flags_are_grouped_in_the_help(capsys):
     for line in capsys.readouterr().out.splitlines():
         if heading := re.fullmatch(r"\W*((?:[\w-]+ )?options)\W*", line):
             where = heading[1]
-        if flag := re.match(r"\W{1,2} ?(--[\w.-]+)", line):
+        if flag := re.match(r"\W{1,2} ?(--[a-z][\w.-]+)", line):
             groups.setdefault(where, []).append(flag[1])
     assert {"--seed", "--log-interval", "--eval-interval"} <= set(groups["run options"])
     assert {"--gamma", "--clip-param", "--rnd-cfg", "--symmetry-cfg"} <= set(groups["algorithm options"])

@@ -82,6 +82,10 @@ class RunOptions:
     runs_dir: Path = Path("runs")  # Directory for run directories.
     final_episodes: int = 20  # Episodes of the evaluation at the end.
     video: bool = True  # Record an episode at the end.
+    film_interval: int | None = None
+    """Iterations (off-policy: environment steps) between two films for the logging backends and <run>/films."""
+    histogram_interval: int | None = None
+    """Iterations (off-policy: environment steps) between two histograms of weights, actions and advantages."""
     threads: int | None = None  # Torch threads on a CPU; None uses one for small networks and batches.
 
 

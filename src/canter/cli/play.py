@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 import tyro
 
@@ -25,6 +24,7 @@ from canter.runners import Runner
 from canter.runners.demonstration import DemonstrationSaver
 from canter.runners.evaluation import run_episodes
 from canter.utils.files import atomic_write
+from canter.utils.films import Film
 
 FPS = 30
 MAX_FRAMES = 3000
@@ -144,12 +144,13 @@ def play(
         if video is None:  # the environment renders to its window as it is stepped
             returns = run_episodes(policy, env, episodes)[0]
         else:
-            frames, returns = film(policy, env, episodes, seconds)
             metadata = getattr(getattr(env, "envs", [env])[0], "metadata", None) or {}
             fps = metadata.get("render_fps") or FPS  # the video is as fast as the simulation
             with user_errors():
-                write_video(video, frames, int(min(120, max(1, fps))))
-            print(f"  video       {video} ({len(frames)} frames)")
+                made = Film(video, fps)
+            with made:
+                returns = film(policy, env, made, episodes, seconds)
+            print(f"  video       {video} ({made.num_frames} frames)")
     except (RuntimeError, OSError, AttributeError) as error:
         raise UserError(f"{task} could not be rendered: {error}") from error
     finally:
@@ -175,16 +176,16 @@ def play_bundle(
         else:
             render_mode = None if video is None and not has_window else "human" if video is None else "rgb_array"
             task = make_task(policy, options.task, run.seed, render_mode)
-        frames: list[np.ndarray] = []
-        watch = film_step(frames) if video is not None else None
+        made = None if video is None else Film(video, task.fps)
+        watch = None if made is None else film_step(made)
         if has_window and options.mujoco is not None:
             watch = open_window(task)
         try:
             result = simulate(policy, task, episodes, options.disturbance, run.seed, watch)
         finally:
             task.close()
-        if video is not None:
-            write_video(video, frames, int(min(120, max(1, task.fps))))
+            if made is not None:
+                made.close()
     summary = result.summary()
     if options.report is not None:
         atomic_write(options.report, f"{json.dumps(summary, indent=2)}\n".encode())
@@ -194,15 +195,15 @@ def play_bundle(
     return 0
 
 
-def film_step(frames: list[np.ndarray]) -> Any:
-    """A function that adds a picture after every step."""
+def film_step(film: Film) -> Any:
+    """A function that adds a picture to a film after every step."""
 
     def add(task: Any) -> bool:
         picture = task.render()
         if picture is None:
             raise ValueError("the simulation gives no pictures")
-        frames.append(np.asarray(picture, np.uint8).copy())
-        return len(frames) >= MAX_FRAMES
+        film.add(picture)
+        return film.num_frames >= MAX_FRAMES
 
     return add
 
@@ -251,18 +252,18 @@ def save_trajectories(saver: DemonstrationSaver, saved: SavedRun, checkpoint: Pa
 
 
 @torch.inference_mode()
-def film(
-    policy: Any, env: VecEnv, num_episodes: int = 1, seconds: float = math.inf
-) -> tuple[list[np.ndarray], list[float]]:
-    """Frames and returns of episodes of the first environment; stops early after `seconds` or 3000 frames."""
-    frames, returns, total, deadline = [], [], 0.0, time.monotonic() + seconds
+def film(policy: Any, env: VecEnv, out: Film, num_episodes: int = 1, seconds: float = math.inf) -> list[float]:
+    """Film episodes of the first environment and return their returns; stops early after `seconds` or 3000 frames."""
+    returns, total, deadline = [], 0.0, time.monotonic() + seconds
     policy.reset()
     obs, _ = env.reset()
-    while not frames or (len(returns) < num_episodes and len(frames) < MAX_FRAMES and time.monotonic() < deadline):
+    while not out.num_frames or (
+        len(returns) < num_episodes and out.num_frames < MAX_FRAMES and time.monotonic() < deadline
+    ):
         picture = env.render()
         if picture is None:
             raise RuntimeError("the environment gives no pictures")
-        frames.append(np.asarray(picture, np.uint8))
+        out.add(picture)
         step = env.step(policy(obs))
         obs = step.obs
         policy.reset(step.done | ~step.valid)
@@ -270,17 +271,4 @@ def film(
         if step.done[0]:
             returns.append(total)
             total = 0.0
-    return frames, returns
-
-
-def write_video(path: Path, frames: list[np.ndarray], fps: int) -> None:
-    """Write frames as .mp4 or .gif."""
-    try:
-        import imageio.v2 as imageio
-    except ImportError as error:
-        raise ImportError('videos need imageio: pip install "canter[video]"') from error
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Sides must be even for the codec; one block of 2 instead of ffmpeg's default 16 keeps the size.
-    mp4 = {"fps": fps, "macro_block_size": 2, "ffmpeg_log_level": "error"}
-    options: Any = {"duration": 1000 / fps, "loop": 0} if path.suffix == ".gif" else mp4
-    imageio.mimsave(path, frames, **options)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    return returns
