@@ -10,7 +10,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 from gymnasium.vector.utils import create_empty_array
 from torch import Tensor
 
-from canter.envs.gymnasium import ActionCast, batch_to_rows, put_row, stored_space
+from canter.envs.gymnasium import ActionCast, batch_to_rows, policy_space, put_row, stored_space
 from canter.envs.records import EndWatch, fill_extras, find_final, full_final, per_env, split_groups, to_obs
 from canter.envs.vec_env import Device, StepRecord, VecEnv
 from canter.utils.runtime import usable_cores
@@ -52,8 +52,8 @@ class GymVectorEnvAdapter(VecEnv):
         self._space = env.single_observation_space
         self._stored = stored_space(self._space)
         self.obs_space, self.critic_obs_space = split_groups(self._stored)
-        self.action_space = env.single_action_space
-        self._to_array = ActionCast(self.action_space, self.num_envs, clip_actions)
+        self.action_space = policy_space(env.single_action_space)
+        self._to_array = ActionCast(env.single_action_space, self.num_envs, clip_actions)
         self.action_bounds = self._to_array.bounds
         self.max_episode_length = getattr(env.spec, "max_episode_steps", None) or 1000
         self._all_valid = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)

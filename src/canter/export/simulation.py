@@ -64,6 +64,10 @@ class GymnasiumTask:
 
         options: Any = {} if render_mode is None else {"render_mode": render_mode}
         self.env = gymnasium.make(task, disable_env_checker=True, **options)
+        if isinstance(self.env.action_space, (gymnasium.spaces.Tuple, gymnasium.spaces.Dict)):
+            from canter.envs.gymnasium import FlatActions
+
+            self.env = FlatActions(self.env)
         self.space, self.seed, self.spec = self.env.observation_space, seed, policy.spec
         self.action_space = self.env.action_space
         self.convert = Converter(self.space, policy.spec)
@@ -254,7 +258,7 @@ def env_action(action: Any, space: Any) -> Any:
     start = getattr(space, "start", 0)
     if np.issubdtype(space.dtype, np.integer):
         counted = np.asarray(action) + start
-        return int(counted) if not space.shape else counted.astype(space.dtype)
+        return int(counted) if not space.shape else counted.reshape(space.shape).astype(space.dtype)
     return np.clip(np.asarray(action, space.dtype).reshape(space.shape), space.low, space.high)
 
 
