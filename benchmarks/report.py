@@ -40,7 +40,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-SCORES = ROOT / "src" / "canter" / "presets" / "scores.yaml"
+SCORES = ROOT / "src" / "canter" / "presets" / "scores.json"
 STRICT = ["README.md", "docs/index.md", "docs/benchmarks.md"]
 FUNCTIONS = ("mean", "each", "min", "max", "all")
 # Flags that are followed by a path of one machine.
@@ -286,9 +286,7 @@ def scores():
 
 def scores_text():
     """The content of the file with the scores."""
-    import yaml
-
-    return yaml.safe_dump(scores(), sort_keys=False, default_flow_style=None)
+    return json.dumps(scores(), indent=1) + "\n"
 
 
 def main():

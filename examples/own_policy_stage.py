@@ -23,7 +23,7 @@ class ErrorMixin(ActorCritic):
         self.feature_layout = self.feature_layout.resized({"error": 2})
         return super().feature_widths(num_actor_obs + 2, num_critic_obs)
 
-    def actor_features(self, obs: Tensor, ctx) -> Tensor:  # noqa: ANN001
+    def actor_features(self, obs: Tensor, ctx) -> Tensor:
         """The observation and the error."""
         error = self.error_layout.take(obs, ["command"]) - self.error_layout.take(obs, ["velocity"])
         return super().actor_features(torch.cat([obs, error], -1), ctx)

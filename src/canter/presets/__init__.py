@@ -1,6 +1,7 @@
 """Tuned settings by task: one YAML file each, in the layout of a run's config.yaml, in a folder for each algorithm."""
 
 import copy
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def preset_name(task: str, algorithm: str = PPO) -> str:
 @cache
 def scores() -> dict[str, dict[str, dict[str, float]]]:
     """Measured mean return, number of seeds and steps of presets, by algorithm and task."""
-    return yaml.safe_load((FOLDER / "scores.yaml").read_text(encoding="utf-8"))
+    return json.loads((FOLDER / "scores.json").read_text(encoding="utf-8"))
 
 
 def has_preset(task: str, algorithm: str = PPO) -> bool:
