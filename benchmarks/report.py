@@ -1,7 +1,7 @@
 """Measured numbers in the documentation, from the files of benchmarks/results.
 
     python benchmarks/report.py --check     # fails where a page differs from its results or a number has no source
-    python benchmarks/report.py --write     # renders the figures of all pages again
+    python benchmarks/report.py --write     # renders the figures of all pages again, and the scores of `canter tasks`
 
 A file of results has one measurement per line, a JSON object that `report` has written. A page takes numbers from it
 with a figure in the text, or a table:
@@ -40,6 +40,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+SCORES = ROOT / "src" / "canter" / "presets" / "scores.json"
 STRICT = ["README.md", "docs/index.md", "docs/benchmarks.md"]
 FUNCTIONS = ("mean", "each", "min", "max", "all")
 # Flags that are followed by a path of one machine.
@@ -184,7 +185,7 @@ def show(value, spec):
 # ---------------------------------------------------------------------- pages
 def pages():
     """All pages with figures, or that must not have numbers of their own."""
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def render(text):
@@ -263,6 +264,31 @@ def blank_code(match):
     return match[0] if UNBACKED_UNIT.fullmatch(match[0].strip("`")) else blank(match)
 
 
+# ---------------------------------------------------------------------- scores of `canter tasks`
+def scores():
+    """Mean return, seeds and steps of each preset by algorithm and task, from the runs nearest to its length."""
+    from canter.presets import presets
+
+    found = {}
+    for file, algorithms in (("learning.jsonl", ("ppo",)), ("off_policy_learning.jsonl", ("dqn", "sac", "td3"))):
+        for algorithm in algorithms:
+            for task, preset in presets(algorithm).items():
+                network = (preset.get("policy") or {}).get("rnn_type", "mlp")
+                own = [row for row in read(file) if row["task"] == task and row.get("algo", "ppo") == algorithm]
+                own = [row for row in own if row.get("policy", "mlp") == network]
+                if own:
+                    length = min((row["steps"] for row in own), key=lambda n: abs(n - preset["total_timesteps"]))
+                    returns = [row["eval"] for row in own if row["steps"] == length]
+                    mean = {"return": round(statistics.fmean(returns), 1), "seeds": len(returns), "steps": length}
+                    found.setdefault(algorithm, {})[task] = mean
+    return found
+
+
+def scores_text():
+    """The content of the file with the scores."""
+    return json.dumps(scores(), indent=1) + "\n"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
@@ -277,6 +303,10 @@ def main():
             path.write_text(text, encoding="utf-8")
         found += problems(path.relative_to(ROOT).as_posix(), text)
         used |= set(re.findall(r"<!-- (?:figure|table): (\S+)", text))
+    if args.write:
+        SCORES.write_text(scores_text())
+    elif SCORES.read_text() != scores_text():
+        found.append(f"{SCORES.relative_to(ROOT)}: differs from the results")
     unused = sorted({path.name for path in RESULTS.iterdir()} - used)
     found += [f"benchmarks/results/{name}: no page refers to it" for name in unused]
     print("\n".join(found) or "every figure has its source")

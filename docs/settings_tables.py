@@ -6,16 +6,12 @@ arguments, with their descriptions.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib
-import inspect
-import itertools
 import re
-import textwrap
 from typing import Any
 
-from canter.cli.options import argument_sentences, constructor_settings
+from canter.cli.options import argument_sentences, attribute_sentences, constructor_settings
 
 MARK = re.compile(r"<!-- settings: ([\w.]+) -->")
 
@@ -36,26 +32,9 @@ def table(path: str) -> str:
 
 def field_rows(cls: type) -> list[tuple[str, str, str]]:
     """Name, default and description of every field of a dataclass that a user sets."""
-    descriptions = attribute_descriptions(cls)
+    sentences = attribute_sentences(cls)
     fields = [f for f in dataclasses.fields(cls) if f.default is not dataclasses.MISSING and f.name != "num_envs"]
-    return [(f.name, repr(f.default), descriptions[f.name]) for f in fields]
-
-
-def attribute_descriptions(cls: type) -> dict[str, str]:
-    """The string after each annotated attribute in the source of a class and its bases; composed classes have none."""
-    found: dict[str, str] = {}
-    for base in reversed([base for base in cls.__mro__ if dataclasses.is_dataclass(base)]):
-        try:
-            source = inspect.getsource(base)
-        except (OSError, TypeError):  # made by dataclasses.make_dataclass
-            continue
-        body = ast.parse(textwrap.dedent(source)).body[0].body  # type: ignore[attr-defined]
-        found |= {
-            field.target.id: " ".join(text.value.value.split())  # type: ignore[attr-defined]
-            for field, text in itertools.pairwise(body)
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-        }
-    return found
+    return [(f.name, repr(f.default), sentences[f.name]) for f in fields]
 
 
 def argument_rows(cls: type) -> list[tuple[str, str, str]]:

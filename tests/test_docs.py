@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from canter.algorithms import REGISTRY
 from canter.algorithms.ppo import PPOConfig
@@ -28,7 +29,7 @@ from canter.utils.config import OTHER_SPELLINGS, setting_names
 from canter.utils.logging.backends import BACKENDS
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "examples/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ROOT_PAGES = [ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BASH = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -122,9 +123,26 @@ def resolve(path):
     return found
 
 
-@pytest.mark.parametrize("library", ["rsl_rl", "st_rl", "ApexRL"])
+def settings_of(heading):
+    """The settings of canter in the second table of a section."""
+    rows_of_section = rows(heading)
+    start = next(i for i, row in enumerate(rows_of_section) if row[0].endswith("setting there"))
+    return {name for row in rows_of_section[start + 1 :] for name in re.findall(r"`(\w+)`", row[1])}
+
+
+@pytest.mark.parametrize("library", ["Stable-Baselines3", "skrl"])
+def test_every_setting_of_another_library_has_a_setting_here(library):
+    known = {f.name for name in ("ppo", "sac", "td3", "dqn") for f in dataclasses.fields(REGISTRY[name].config_class)}
+    found = settings_of(library) - {"n_steps", "batch_size", "vf_coef"}  # named to be explained
+    assert len(found) > 10
+    assert found <= known
+
+
+@pytest.mark.parametrize("library", ["rsl_rl", "st_rl", "ApexRL", "Stable-Baselines3", "skrl"])
 def test_every_name_to_migrate_to_exists(library):
     table = rows(library)
+    ends = [i for i, row in enumerate(table) if row[0].endswith("setting there")]
+    table = table[: ends[0]] if ends else table
     assert len(table) >= 8
     for row in table:
         paths = re.findall(r"`(canter[\w.]+)`", row[1])
@@ -205,6 +223,44 @@ def test_tables_of_settings_name_every_setting_with_its_default_and_sentence():
     policies = module.on_page_markdown((ROOT / "docs/policies.md").read_text(encoding="utf-8"))
     assert "| `rnn_type` | `'lstm'` |" in policies
     assert "num_actor_obs` |" not in policies
+
+
+# ---------------------------------------------------------------------- the reference and the site
+def make_reference():
+    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs/make_reference.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", pages_with(re.compile("<!-- settings: ")))
+def test_every_table_of_settings_on_a_page_can_be_made(page):
+    text = settings_tables().on_page_markdown(page.read_text(encoding="utf-8"))
+    assert "<!-- settings" not in text
+    assert "| setting | default | |" in text
+
+
+def test_every_public_name_is_in_the_reference():
+    text = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs/reference").glob("*.md"))
+    for package in ("algorithms", "datasets", "envs", "modules", "runners", "storage", "utils.logging"):
+        for name in importlib.import_module(f"canter.{package}").__all__:
+            assert f"| `{name}` |" in text, name
+            assert f"::: canter.{package}.{name}\n" in pages, name
+
+
+def test_the_pages_of_the_reference_are_those_of_the_code():
+    for name, text in make_reference().pages().items():
+        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == text, "run python docs/make_reference.py"
+
+
+def test_every_page_is_in_the_navigation_and_pages_work_from_files():
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    listed = set(re.findall(r"[\w/-]+\.md", str(site["nav"])))
+    assert listed == {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert site["use_directory_urls"] is False
+    assert "offline" in site["plugins"]
+    assert site["theme"]["font"] is False
 
 
 # ---------------------------------------------------------------------- the Makefile

@@ -241,6 +241,29 @@ def test_the_core_trains_without_anything_optional(tmp_path):
     assert done.stdout.strip() == "trained", done.stderr
 
 
+HEAVY = ["matplotlib", "imageio", "imageio_ffmpeg", "PIL", "tensorboard", "rich", "tyro", "onnx", "mujoco", "wandb"]
+HEAVY += ["torch._dynamo", "torch._inductor", "sympy"]
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("canter", [*HEAVY, "torch", "gymnasium"]),
+        ("canter.runners, canter.algorithms, canter.envs, canter.modules, canter.storage", HEAVY),
+        ("canter.utils.films, canter.utils.plots, canter.utils.console, canter.utils.logging", HEAVY),
+        ("canter.cli.train", [name for name in HEAVY if name not in ("tyro", "rich")]),
+    ],
+)
+def test_heavy_modules_are_imported_when_they_are_used(module, heavy):
+    code = f"import sys, {module}; print([name for name in {heavy!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (SOURCE / "py.typed").is_file()
+
+
 @pytest.mark.parametrize(
     "forbidden",
     [r"weights_only\s*=\s*False", r"^\s*(import|from)\s+(pickle|cloudpickle|dill|joblib)\b", r"shell\s*=\s*True"],

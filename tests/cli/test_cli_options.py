@@ -1,19 +1,26 @@
 """Flags are made from the settings: their names, descriptions, defaults and errors."""
 
 import dataclasses
+import re
 
 import pytest
+import yaml
 
 from canter.algorithms.ppo import PPOSettings, RunSettings
 from canter.cli.options import (
+    SHORT_FORMS,
+    EnvOptions,
+    TrainOptions,
     argument_sentences,
     given,
+    joined_settings,
     parse,
     parse_train,
     policy_options,
     read_yaml,
     settings_options,
 )
+from canter.cli.train import run_config
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.presets import load_preset, preset_name
 
@@ -48,9 +55,10 @@ class Gait:
 def test_a_composed_config_has_flags_with_the_descriptions_of_its_parts_and_the_declared_choices(capsys):
     composed = dataclasses.make_dataclass("Composed", [], bases=(Gait, Speed), kw_only=True)
     options = settings_options(composed(gait="pace"))
-    assert isinstance(options, composed)
-    assert (options.gait, options.speed) == ("pace", "fast")
-    parsed = parse(type(options), ["--speed", "medium"], "canter train", options)
+    unchanged = joined_settings(options, composed)
+    assert isinstance(unchanged, composed)
+    assert (unchanged.gait, unchanged.speed) == ("pace", "fast")
+    parsed = joined_settings(parse(type(options), ["--speed", "medium"], "canter train", options), composed)
     assert (parsed.gait, parsed.speed) == ("pace", "medium")
     with pytest.raises(SystemExit):
         parse(type(options), ["--help"], "canter train", options)
@@ -140,6 +148,106 @@ def test_an_unknown_flag_suggests_the_nearest_and_ends_with_2(capsys):
         parse_train(["CartPole-v1", "--learnin-rate", "3"])
     assert stop.value.code == 2
     assert "--learning-rate" in capsys.readouterr().err
+
+
+def test_flags_are_grouped_in_the_help(capsys):
+    with pytest.raises(SystemExit):
+        parse_train(["CartPole-v1", "--algo", "atppo", "--help"])
+    groups, where = {}, None
+    for line in capsys.readouterr().out.splitlines():
+        if heading := re.fullmatch(r"\W*((?:[\w-]+ )?options)\W*", line):
+            where = heading[1]
+        if flag := re.match(r"\W{1,2} ?(--[a-z][\w.-]+)", line):
+            groups.setdefault(where, []).append(flag[1])
+    assert {"--seed", "--log-interval", "--eval-interval"} <= set(groups["run options"])
+    assert {"--gamma", "--clip-param", "--rnd-cfg", "--symmetry-cfg"} <= set(groups["algorithm options"])
+    assert "--teacher-ac-path" in groups["teacher options"]
+    assert "--discriminator-optimizer" in groups["motion-prior options"]
+    assert "--policy.activation" in groups["policy options"]
+    assert groups["environment options"] == ["--env-kwargs", "--wrappers", "--components"]
+    assert "--num-envs" in groups["options"]
+
+
+def test_choices_are_listed_in_the_help(capsys):
+    text = help_text(capsys, "CartPole-v1", "--policy.class-name", "ActorCriticRecurrent")
+    assert "--callback-errors {raise,warn}" in text
+    assert "--logger-backend {jsonl,tensorboard,wandb,swanlab,neptune}" in text
+    assert "--profile {classic,massive}" in text
+    assert "--policy.rnn-type {lstm,gru}" in text
+    assert "--policy.activation {elu,selu,relu," in text
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "flag", "suggestion"),
+    [
+        ("ppo", "--lr", "--learning-rate"),
+        ("ppo", "--lr=3e-4", "--learning-rate"),
+        ("sac", "--lr", "--actor-learning-rate"),
+        ("ppo", "--n-envs", "--num-envs"),
+        ("ppo", "--n_epochs", "--num-learning-epochs"),
+        ("ppo", "--ent-coef", "--entropy-coef"),
+        ("ppo", "--gae-lambda", "--lam"),
+        ("ppo", "--hidden", "--policy.actor-hidden-dims"),
+        ("td3", "--hidden", "--actor-hidden-dims"),
+        ("ppo", "--actor-hidden-dims", "--policy.actor-hidden-dims"),
+        ("ppo", "--env", "the first word: canter train TASK"),
+    ],
+)
+def test_short_forms_and_names_of_other_libraries_are_answered_with_the_flag(algorithm, flag, suggestion):
+    with pytest.raises(ValueError, match=re.escape(f"did you mean {suggestion}?")):
+        parse_train(["Pendulum-v1", "--algo", algorithm, flag, "3"])
+
+
+def test_every_suggestion_for_a_short_form_is_a_flag_of_some_algorithm():
+    known = {"task"} | {f.name for cls in (TrainOptions, EnvOptions) for f in dataclasses.fields(cls)}
+    for algorithm in ("ppo", "dqn", "sac"):
+        _, config = parse_train(["CartPole-v1", "--algo", algorithm])
+        known |= config.keys() | config["algorithm"].keys() | {f"policy.{name}" for name in config["policy"]}
+    assert {name for names in SHORT_FORMS.values() for name in names} <= known
+
+
+def test_settings_of_a_file_are_between_preset_and_flags(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("{algorithm: {gamma: 0.5, lam: 5e-1}, num_envs: 3, save_interval: 7}")
+    options, config = parse_train(["CartPole-v1", "--config", str(file), "--lam", "0.25"])
+    preset = load_preset("CartPole-v1")
+    assert (options.num_envs, options.total_timesteps) == (3, preset["total_timesteps"])
+    assert (config["algorithm"]["gamma"], config["algorithm"]["lam"], config["save_interval"]) == (0.5, 0.25, 7)
+    assert config["algorithm"]["num_learning_epochs"] == preset["algorithm"]["num_learning_epochs"]
+
+
+def test_the_config_of_a_run_gives_task_algorithm_policy_and_environment(tmp_path):
+    given = ["Pendulum-v1", "--algo", "sac", "--num-envs", "2", "--env-kwargs", "{g: 5.0}", "--tau", "0.25"]
+    options, config = parse_train(given)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(run_config(options, config)))
+    again, same = parse_train(["--config", str(tmp_path / "config.yaml")])
+    assert (again.task, again.algorithm, again.num_envs) == ("Pendulum-v1", "sac", 2)
+    assert again.environment.env_kwargs == {"g": 5.0}
+    assert run_config(again, same) == run_config(options, config)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", "no mapping of settings"),
+        ("{a: [}", "is not YAML"),
+        ("{algorithm: {gama: 1}}", "did you mean 'gamma'"),
+        ("{nonsense: 1}", "nonsense"),
+    ],
+)
+def test_a_bad_config_file_is_an_error_that_names_the_problem(tmp_path, text, message):
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises((ValueError, TypeError), match=message):
+        parse_train(["CartPole-v1", "--config", str(tmp_path / "a.yaml")])
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        parse_train(["CartPole-v1", "--config", str(tmp_path / "b.yaml")])
+
+
+def test_evaluation_can_be_switched_off_and_is_a_tenth_of_the_run_by_default():
+    intervals = [
+        run_config(*parse_train(["CartPole-v1", *flags]))["eval_interval"] for flags in ([], ["--eval-interval", "0"])
+    ]
+    assert intervals == [39, None]  # 391 iterations of 256 steps
 
 
 def test_an_unknown_policy_class_is_an_error_that_lists_them():

@@ -321,8 +321,8 @@ def test_actions_of_another_shape_are_refused():
 
 
 def test_action_spaces_without_a_distribution_are_refused():
-    with pytest.raises(TypeError, match="actions must be Box, Discrete or MultiDiscrete"):
-        ActionCast(spaces.MultiBinary(3), 1)
+    with pytest.raises(TypeError, match="actions must be Box, Discrete, MultiDiscrete or MultiBinary, not Text"):
+        ActionCast(spaces.Text(3), 1)
     crossed = spaces.Box(-1, 1, (2,))
     crossed.low = crossed.high + 1
     with pytest.raises(ValueError, match="lower bound above its upper bound"):

@@ -6,6 +6,7 @@ from canter.algorithms.ppo import PPO
 from canter.runners import RUNNERS, OffPolicyRunner, OnPolicyRunner, StopTraining
 from canter.runners.run_log import EVENTS, Callbacks
 from canter.runners.runner import Runner
+from canter.utils.logging import read_rows
 
 ORDER = ["pre_iteration", "pre_rollout", "post_rollout", "pre_update", "post_update", "post_iteration"]
 
@@ -36,6 +37,26 @@ def test_post_iteration_sees_rollout_and_update_together(make_runner):
     assert stats["post_update"].keys() < stats["post_iteration"].keys()
     assert "train/policy_loss" in stats["post_update"]
     assert "train/policy_loss" not in stats["post_rollout"]
+
+
+@pytest.mark.parametrize("event", ["post_rollout", "post_update", "post_iteration"])
+def test_metrics_added_by_a_callback_are_logged(make_runner, tmp_path, event):
+    runner = make_runner(log_dir=tmp_path)
+    runner.add_callback(event, lambda r, stats: stats.update({"mine/height": 10.0 + r.iteration}))
+    history = runner.learn(2).history
+    logged = [row["mine/height"] for row in read_rows(tmp_path / "metrics.jsonl")]
+    assert logged == [row["mine/height"] for row in history] == ([11, 12] if event == "post_iteration" else [10, 11])
+
+
+def test_an_iteration_is_logged_even_if_a_callback_ends_the_training(make_runner, tmp_path):
+    runner = make_runner(log_dir=tmp_path)
+
+    def stop(runner, stats):
+        raise StopTraining
+
+    runner.add_callback("post_iteration", stop)
+    runner.learn(3)
+    assert len(list(read_rows(tmp_path / "metrics.jsonl"))) == 1
 
 
 def test_callbacks_of_one_event_run_in_the_order_they_were_added(make_runner):

@@ -116,7 +116,7 @@ def test_keys_of_launchers_are_left_to_them(tiny):
         ({"policy": {"activation": "eluu"}}, r"'eluu'"),
         ({"algorithm": {"optimizer_class_name": "Adamm"}}, r"no optimizer 'Adamm'; did you mean 'adam'"),
         ({"algorithm": {"schedule": "cosine"}}, r"schedule must be one of .*adaptive.*, got 'cosine'"),
-        ({"callback_errors": "ignore"}, r"callback_errors must be 'raise' or 'warn', got 'ignore'"),
+        ({"callback_errors": "ignore"}, r"callback_errors must be one of raise, warn, got 'ignore'"),
     ],
 )
 def test_an_unknown_name_is_answered_with_the_known_ones(make_runner, section, message):
@@ -162,7 +162,7 @@ def test_a_missing_network_class_is_named(absent):
         ("num_steps_per_env", 0),
         ("log_interval", -1),
         ("keep_checkpoints", 1),
-        ("eval_interval", 0),
+        ("eval_interval", -1),
         ("eval_episodes", 0),
         ("max_iterations", -3),
     ],

@@ -176,7 +176,7 @@ def test_the_eta_of_a_resumed_run_counts_from_where_it_started(make_runner, monk
     from canter.runners import runner as module
 
     seen = []
-    monkeypatch.setattr(module, "Console", lambda *args: seen.append(args) or pytest.fail("stop"))
+    monkeypatch.setattr(module, "Console", lambda *args, path: seen.append(args) or pytest.fail("stop"))
     runner = make_runner()
     runner.iteration = 70
     with pytest.raises(pytest.fail.Exception):

@@ -7,6 +7,7 @@ import select
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -48,21 +49,76 @@ def plain(text):
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
-def test_without_a_terminal_each_log_entry_is_one_line(monkeypatch):
+def test_without_a_terminal_there_is_one_line_every_few_seconds_with_what_is_new(monkeypatch):
     clock, stream = Clock(monkeypatch), io.StringIO()
-    with Console(200, stream=stream) as console:
+    with Console(200, "CartPole-v1", stream=stream, path=Path("runs/a")) as console:
         clock.now += 2.0
         console.update(1, 1000, METRICS)
         console.update(2, 2000)  # no metrics: nothing to print
+        clock.now += 3.0
+        console.update(3, 5000, {"episode/mean_reward": 19.0, "eval/mean_reward": 30.0})  # too early
         clock.now += 2.0
-        console.update(3, 5000, {"episode/mean_reward": 20.0})
+        console.update(4, 9000, {"episode/mean_reward": 20.0})
+        console.update(200, 9000, {"episode/mean_reward": 21.0})  # the last one is always printed
         console.message("saved model_3.pt")
     assert stream.getvalue().splitlines() == [
-        "[  1/200]  1k steps  5k steps/s  0:06:38 left  return 12.5  episode length 80  policy loss -0.5  "
-        "value loss 0.25  learning rate 3.00e-04  action std 0.7",
-        "[  3/200]  5k steps  2k steps/s  0:04:23 left  return 20",
+        "CartPole-v1  runs/a",
+        "[  1/200]  1k steps  5k steps/s  0:00:02 elapsed  0:06:38 left  return 12.5  episode length 80  "
+        "policy loss -0.5  value loss 0.25  learning rate 3.00e-04  action std 0.7",
+        "[  4/200]  9k steps  1.6k steps/s  0:00:07 elapsed  0:05:43 left  return 20  evaluation return 30",
+        "[200/200]  9k steps  1.6k steps/s  0:00:07 elapsed  0:00:00 left  return 21",
         "saved model_3.pt",
     ]
+
+
+ENVIRONMENT = {
+    "extra/log/Episode_Reward/track_lin_vel": 0.5,  # Isaac Lab and mjlab
+    "extra/episode/rew_torques": -0.25,  # legged_gym
+    "reward_components/alive": 1.0,
+    "extra/log/Curriculum/terrain_levels": 2.5,
+    "extra/episode/terrain_level": 3.0,
+    "extra/log/Episode_Termination/time_out": 7.0,
+}
+
+
+def test_reward_terms_and_curriculum_of_the_environment_are_sections():
+    assert shown_metrics(METRICS | ENVIRONMENT | {"eval/mean_reward": 30.0, "eval/std_reward": 2.0}) == {
+        "": shown_metrics(METRICS)[""],
+        "evaluation": [("return", 30.0), ("std reward", 2.0)],
+        "reward": [("track lin vel", 0.5), ("torques", -0.25), ("alive", 1.0)],
+        "curriculum": [("terrain levels", 2.5), ("terrain level", 3.0)],
+        "environment": [("robot/height", 1.0), ("Episode Termination/time out", 7.0)],
+    }
+
+
+def test_a_line_names_reward_terms_and_curriculum(monkeypatch):
+    clock, stream = Clock(monkeypatch), io.StringIO()
+    console = Console(10, stream=stream)
+    clock.now += 1.0
+    console.update(1, 10, ENVIRONMENT)
+    assert stream.getvalue().endswith(
+        "left  reward track lin vel 0.5  torques -0.25  alive 1  curriculum terrain levels 2.5  terrain level 3\n"
+    )
+
+
+def test_the_live_display_names_the_evaluation_with_its_step_and_the_run_directory(monkeypatch, terminal):
+    clock = Clock(monkeypatch)
+    console = Console(40, stream=terminal, path=Path("runs/a"))
+    clock.now += 1.0
+    console.update(1, 1000, {"eval/mean_reward": 30.0})
+    clock.now += 1.0
+    console.update(2, 2000, ENVIRONMENT)
+    console.close()
+    last = [line.rstrip() for line in plain(terminal.getvalue()).rsplit("iteration 2/40", 1)[1].splitlines()]
+    assert last[2].startswith("runs/a  ")
+    assert re.match(r"return +30$", last[last.index("evaluation at 1k steps") + 1])
+    assert re.match(r"track lin vel +0.5 +torques +-0.25 +alive +1", last[last.index("reward") + 1])
+    assert re.match(r"terrain levels +2.5", last[last.index("curriculum") + 1])
+
+
+def test_the_two_kl_metrics_have_different_names():
+    cells = shown_metrics({"train/approx_kl": 0.01, "train/kl": 0.02})[""]
+    assert cells == [("approx kl", 0.01), ("kl", 0.02)]
 
 
 def test_resumed_training_estimates_from_its_own_iterations(monkeypatch):
@@ -100,11 +156,12 @@ def test_live_display_shows_progress_and_keeps_the_last_return(monkeypatch, term
     assert last[0].endswith("iteration 10/40")
     assert "10k steps" in last[1]
     assert "9k steps/s" in last[1]
-    assert last[1].endswith("0:00:06 left")
-    assert re.search(r"return +12\.5 +episode length +80 +policy loss +-0\.5", last[2])
-    assert re.search(r"value loss +0\.125 ", last[3])
+    assert last[2].endswith("0:00:02 elapsed   0:00:06 left")
+    assert re.search(r"return +12\.5 +episode length +80 +policy loss +-0\.5", last[3])
+    assert re.search(r"value loss +0\.125 ", last[4])
     assert all(len(line) <= 100 for line in last)
-    assert "height" not in plain(terminal.getvalue())
+    assert last[5].split() == ["environment"]
+    assert last[6].split() == ["robot/height", "1"]
     assert terminal.getvalue().endswith("\x1b[?25h")  # the cursor is back
 
 
@@ -215,7 +272,7 @@ def test_real_terminal_with_the_c_locale_works():
 
 
 def test_shown_metrics_are_few_and_ordered():
-    assert [name for name, _ in shown_metrics(METRICS)] == [
+    assert [name for name, _ in shown_metrics(METRICS)[""]] == [
         "return",
         "episode length",
         "policy loss",
@@ -223,7 +280,7 @@ def test_shown_metrics_are_few_and_ordered():
         "learning rate",
         "action std",
     ]
-    assert len(shown_metrics({f"train/loss_{i}": 0.0 for i in range(50)})) == 18
+    assert len(shown_metrics({f"train/loss_{i}": 0.0 for i in range(50)})[""]) == 18
 
 
 def test_table_aligns_names_at_pad_and_keeps_the_width():

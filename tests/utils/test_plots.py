@@ -142,3 +142,15 @@ def test_invalid_arguments_are_errors_that_list_the_choices(tmp_path):
     with pytest.raises(ValueError, match="choose from my/metric"):
         plot_runs([run], tmp_path / "x.png")
     assert not (tmp_path / "x.png").exists()
+
+
+@pytest.mark.parametrize(
+    "labels", [["a", "b"], ["Walker2d-v5 a-long-name-of-a-run", "HalfCheetah-v5 another-long-name"]]
+)
+def test_the_legend_fits_into_the_picture_of_one_metric(tmp_path, labels):
+    runs = [make_run(tmp_path / name, [1.0, 2.0], tag="x") for name in "ab"]
+    figure = _draw(_load(runs, labels), ["x"])
+    figure.savefig(tmp_path / "a.png")  # places the legend
+    legend = figure.legends[0].get_window_extent()
+    assert legend.x0 >= 0
+    assert legend.x1 <= figure.bbox.x1

@@ -63,12 +63,12 @@ class CommonRunSettings:
     extra_log_keys: tuple[str, ...] = ("episode", "log")
     """Keys of the environment's extras that are logged."""
     logger_backend: str | tuple[str, ...] = "tensorboard"
-    """tensorboard, wandb, swanlab, neptune, or several; metrics.jsonl is always written."""
+    """Logging backend, or several; metrics.jsonl is always written."""
     logger_kwargs: dict[str, Any] | None = None
     """Options of the logging backend; nested by backend name if there are several."""
     inference_mode_rollout: bool = True
     """Collect under torch.inference_mode."""
-    callback_errors: str = "raise"
+    callback_errors: str = setting("raise", choices=("raise", "warn"))
     """Handling of an exception in a callback: "raise" or "warn"."""
     trial_metric: str | None = None
     """Metric for a hyper-parameter search; None: velrmsd where the environment has it, else episode/mean_reward."""

@@ -42,8 +42,8 @@ class RunSettings(CommonRunSettings):
     """Iterations between two log entries."""
     save_interval: int = setting(100, low=0)
     """Iterations between two checkpoints; 0 saves only at the end."""
-    eval_interval: int | None = setting(None, low=1)
-    """Iterations between two evaluations; None evaluates only on request."""
+    eval_interval: int | None = setting(None, low=0)
+    """Iterations between two evaluations; 0 runs none. None is 0, or a tenth of the run in `canter train`."""
 
 
 @settings

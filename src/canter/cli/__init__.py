@@ -46,7 +46,7 @@ for _name, _run, _arguments, _help in (
     ("export", "export:export", "RUN", "write ONNX, TorchScript and C files of a policy and check them"),
     ("collect", "play:collect", "RUN", "run a policy and save its trajectories"),
     ("plot", "inspection:plot", "RUN...", "plot learning curves with their spread over seeds"),
-    ("tasks", "inspection:tasks", "[TEXT]", "list the tasks and the presets they are trained with"),
+    ("tasks", "inspection:tasks", "[TEXT]", "list the presets of every algorithm and the returns to expect"),
     ("check-env", "inspection:check_environment", "TASK", "report how canter reads an environment, and its errors"),
     ("check-policy", "train:check", "TASK", "report which functions of a run are replayed, and why others are not"),
     ("motion", "inspection:motion", "FILE", "check, summarise and plot a motion clip"),

@@ -11,6 +11,7 @@ import tyro
 from canter.cli.errors import UserError, user_errors
 from canter.cli.runs import find_checkpoint, open_env, read_run
 from canter.envs.vec_env import VecEnv
+from canter.envs.wrap import env_options, names_module
 from canter.export.bundle import FORMATS, ROWS, Exported, export_bundle, upload_bundle
 from canter.export.load import load
 from canter.export.parity import check_bundle
@@ -75,12 +76,12 @@ def sample_env(acting: InferencePolicy, is_wanted: bool) -> Iterator[VecEnv | No
     """The environment of the run, to record samples in; None, with a note, if there is none."""
     config, env = acting.info["config"], None
     run = config.get("run") or {}
-    if is_wanted and ":" in str(run.get("task", "")):
+    if is_wanted and names_module(run):
         print(f"  the task {run['task']!r} would import a module, so it is not made; samples are drawn from statistics")
     elif is_wanted and "task" in run:
         try:
             plan = parse_train_cfg({name: value for name, value in config.items() if name != "run"})
-            made = open_env(run["task"], ROWS, "cpu", 0, components=run.get("components"))
+            made = open_env(run["task"], ROWS, "cpu", 0, **env_options(run))
             env = with_policy_form(made, made.device, plan)
         except (UserError, RuntimeError, OSError) as error:
             print(f"  the environment cannot be made ({error}); samples are drawn from statistics")

@@ -8,38 +8,54 @@ import gymnasium
 import numpy as np
 import tyro
 
+from canter.algorithms import REGISTRY
 from canter.cli.errors import UserError, user_errors
 from canter.cli.runs import known_tasks, nearest_run, open_env
 from canter.datasets.motion_clip import JOINT_POS, JOINT_VEL, MotionClip, read_clip
 from canter.datasets.motion_loader import find_clips
 from canter.envs.check import check_env
-from canter.presets import FALLBACK, preset_name, presets
+from canter.presets import FALLBACK, PPO, load_preset, preset_name, presets, scores
 from canter.utils.files import atomic_write
 from canter.utils.logging import METRICS_NAME
 from canter.utils.plots import plot_runs
 
 
 def tasks(contains: tyro.conf.Positional[str | None] = None) -> int:
-    """List the tasks that have presets, or all whose name contains a text.
+    """List the presets of every algorithm with the returns to expect, or all tasks whose name contains a text.
 
     Args:
         contains: A part of the name, or a pattern such as "*Walker*", to search every known environment for.
     """
-    names = [name for name in presets() if name != FALLBACK]
+    # Of the algorithms that share a folder of presets, the one after which it is named, as PPO, comes last and stays.
+    entries = sorted(REGISTRY.items(), key=lambda item: item[0] == item[1].presets)
+    algorithms = {entry.presets: name for name, entry in entries if entry.presets is not None}.values()
+    own = {algorithm: [name for name in presets(algorithm) if name != FALLBACK] for algorithm in algorithms}
+    names = list(dict.fromkeys(name for tasks in own.values() for name in tasks))
     names += [name for name in known_tasks() if name not in (*gymnasium.registry, *names)]
     if contains is not None:
         pattern = contains if "*" in contains else f"*{contains}*"
         names = [name for name in sorted({*known_tasks(), *names}) if fnmatch(name.lower(), pattern.lower())]
     width = max(map(len, names), default=0) + 2
-    print(f"  {'task':<{width}}{'steps':>13}  {'envs':>5}  preset")
+    print(f"  {'task':<{width}}{'algorithm':<11}{'steps':>13}{'envs':>6}  {'preset':<17}return to expect")
     for name in names:
-        origin = preset_name(name)
-        preset = presets()[origin]
-        origin = "its own" if origin == name else "general" if origin == FALLBACK else f"of {origin}"
-        print(f"  {name:<{width}}{preset['total_timesteps']:>13,}  {preset['num_envs']:>5}  {origin}")
+        for algorithm in [a for a in algorithms if a == PPO or name in own[a]]:
+            print(task_row(name, algorithm, width))
     if contains is None:
         print("\n  Any other Gymnasium id trains with the general preset; `canter tasks TEXT` searches all of them.")
     return 0
+
+
+def task_row(task: str, algorithm: str, width: int) -> str:
+    """The preset of a task for an algorithm, and the return that was measured with it."""
+    origin = preset_name(task, algorithm)
+    preset = presets(algorithm).get(origin) or load_preset(task, algorithm)
+    score = scores().get(algorithm, {}).get(origin)
+    origin = "its own" if origin == task else "general" if origin == FALLBACK else f"of {origin}"
+    steps, seeds = (f"{score['steps']:,}", score["seeds"]) if score else ("", 0)
+    means = f"mean of {seeds} seeds" if seeds > 1 else "one seed"
+    text = f"{score['return']:g} ({means}, {steps} steps)" if score else "not measured"
+    columns = f"  {task:<{width}}{algorithm:<11}{preset['total_timesteps']:>13,}{preset['num_envs']:>6}"
+    return f"{columns}  {origin:<17}{text}"
 
 
 def check_environment(task: tyro.conf.Positional[str], num_envs: int = 4, num_steps: int = 200, seed: int = 0) -> int:

@@ -1,11 +1,13 @@
 """Flags made from settings: every setting of a run, an algorithm and a policy is a flag with its docstring as help."""
 
-import copy
+import ast
 import dataclasses
 import functools
 import importlib
 import inspect
+import itertools
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,11 +18,16 @@ import tyro
 import yaml
 
 from canter.algorithms import REGISTRY
+from canter.algorithms.actor_q import PROFILES
+from canter.algorithms.algorithm import AlgorithmSettings, is_run_settings
 from canter.cli.errors import UserError
+from canter.envs.wrap import env_options
 from canter.modules.build import POLICIES
+from canter.modules.utils import ALIASES
 from canter.presets import FALLBACK, load_preset
 from canter.runners.run_config import find_algorithm, parse_train_cfg
 from canter.utils.config import OTHER_SPELLINGS
+from canter.utils.logging.backends import BACKENDS
 
 # Constructor arguments of a policy that come from the environment, not from the user.
 FROM_ENV = {"num_actor_obs", "num_critic_obs", "num_actions", "obs_segments", "critic_obs_segments", "action_space"}
@@ -28,9 +35,30 @@ FROM_ENV |= {"actor", "critic"}
 EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+$")
 ARGUMENT = re.compile(r"^    (\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 
+# Short forms, and names of other libraries, for which the first of these settings that exists is suggested.
+SHORT_FORMS = {
+    "lr": ("learning_rate", "actor_learning_rate"), "steps": ("total_timesteps",), "timesteps": ("total_timesteps",),
+    "n_envs": ("num_envs",), "envs": ("num_envs",), "n_steps": ("num_steps_per_env", "n_step"),
+    "rollout_length": ("num_steps_per_env",), "iterations": ("max_iterations", "total_timesteps"),
+    "epochs": ("num_learning_epochs",), "n_epochs": ("num_learning_epochs",), "minibatches": ("num_mini_batches",),
+    "num_minibatches": ("num_mini_batches",), "clip": ("clip_param",), "clip_coef": ("clip_param",),
+    "entropy": ("entropy_coef", "init_alpha"), "ent_coef": ("entropy_coef", "init_alpha"), "lambda": ("lam",),
+    "discount": ("gamma",), "grad_clip": ("max_grad_norm",), "kl": ("desired_kl",), "normalize":
+    ("empirical_normalization",), "hidden": ("policy.actor_hidden_dims", "actor_hidden_dims"),
+    "hidden_dims": ("policy.actor_hidden_dims", "actor_hidden_dims"), "net_arch": ("policy.actor_hidden_dims",
+    "actor_hidden_dims"), "policy": ("policy.class_name",), "activation": ("policy.activation",),
+    "logger": ("logger_backend",), "log_dir": ("runs_dir",), "output": ("runs_dir",), "wandb": ("logger_backend",),
+    "buffer": ("buffer_size",), "warmup": ("learning_starts",), "env": ("task",), "kwargs": ("env_kwargs",),
+    "alpha": ("init_alpha",), "batch": ("batch_size", "num_mini_batches"),
+}  # fmt: skip
+# Choices of policy settings, which are plain arguments of constructors.
+POLICY_CHOICES = {name: ",".join(ALIASES) for name in ("activation", "mu_activation")}
+POLICY_CHOICES |= {"rnn_type": "lstm,gru", "noise_std_type": "scalar,log"}
+
 AlgorithmName = Annotated[
     str, tyro.conf.arg(aliases=["--algo"], help_behavior_hint=lambda name: f"{', '.join(REGISTRY)} (default: {name})")
 ]
+Unprefixed = tyro.conf.arg(prefix_name=False)  # the flag is --name also where its help is in a group
 
 
 class YamlLoader(yaml.SafeLoader):
@@ -51,7 +79,24 @@ class RunOptions:
     runs_dir: Path = Path("runs")  # Directory for run directories.
     final_episodes: int = 20  # Episodes of the evaluation at the end.
     video: bool = True  # Record an episode at the end.
+    film_interval: int | None = None
+    """Iterations (off-policy: environment steps) between two films for the logging backends and <run>/films."""
+    histogram_interval: int | None = None
+    """Iterations (off-policy: environment steps) between two histograms of weights, actions and advantages."""
     threads: int | None = None  # Torch threads on a CPU; None uses one for small networks and batches.
+
+
+@dataclasses.dataclass(kw_only=True)
+class EnvOptions:
+    """The environment; the arguments are YAML."""
+
+    env_kwargs: Annotated[dict[str, Any] | None, Unprefixed] = None
+    """Arguments of the environment's constructor: {terminate_when_unhealthy: false}."""
+    wrappers: Annotated[Any, Unprefixed] = None
+    """Wrappers, innermost first: [ClipReward: {max_reward: 1}, ClipActions: {limit: 1}]; a name alone has no arguments.
+    They are those of gymnasium.wrappers and canter.envs, or "module:Class"."""
+    components: Annotated[dict[str, Any] | None, Unprefixed] = None
+    """Arguments of `ObsComponents`: {segments: {angle: 2, speed: 1}, actor: [angle]}."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -62,48 +107,92 @@ class TrainOptions(RunOptions, Generic[Settings, Policy]):
     """A Gymnasium id, canter/<name>, envpool/<id> or a registered name; `canter tasks` lists them."""
     settings: Annotated[Settings, tyro.conf.arg(name="")]
     policy: Policy
+    environment: EnvOptions = dataclasses.field(default_factory=EnvOptions)
     algorithm: AlgorithmName = "ppo"  # Algorithm:
     profile: str | None = None
     """A profile of the task's preset, or for sac and td3 "classic" or "massive" (thousands of environments)."""
+    config: Path | None = None
+    """YAML or JSON file with settings in the layout of a run's config.yaml; they replace the preset's, flags theirs."""
     num_envs: int = 8  # Environments stepped together.
     total_timesteps: int = 1_000_000
     """Length of the run in environment steps, rounded up to whole iterations; --max-iterations overrides it."""
     seeds: tuple[int, ...] = ()  # Train one run with each of these seeds, one after the other.
-    components: dict[str, Any] | None = None
-    """Arguments of `ObsComponents`, as YAML: {segments: {angle: 2, speed: 1}, actor: [angle]}."""
 
 
 def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, Any]]:
     """The options in `args`, and the training dict that they describe."""
-    task = args[0] if args and not args[0].startswith("-") else None
-    name = find_algorithm(given(args, "--algorithm") or given(args, "--algo") or "ppo")
-    preset = load_preset(task or FALLBACK, name, given(args, "--profile"))
+    is_help = bool({"-h", "--help"} & set(args))
+    file = read_config(given(args, "--config"))
+    task = args[0] if args and not args[0].startswith("-") else file.get("task")
+    name = given(args, "--algorithm") or given(args, "--algo") or (file.get("algorithm") or {}).get("class_name")
+    preset = load_preset(task or FALLBACK, find_algorithm(name or "ppo"), given(args, "--profile"))
+    preset = over_preset(preset, file)
     name = find_algorithm(preset["algorithm"]["class_name"])  # a task's profile may use another one
+    run = preset.pop("run", {})
     plan = parse_train_cfg(preset)
     plan.algorithm = preset["algorithm"]["class_name"]
-    foreign = OTHER_SPELLINGS.keys() - {f.name for f in dataclasses.fields(plan.cfg)}
-    for flag in (arg.partition("=")[0] for arg in args if arg.startswith("--")):
-        spelling = flag.removeprefix("--").replace("-", "_")
-        if spelling in foreign:
-            raise ValueError(f"there is no flag {flag}; did you mean --{OTHER_SPELLINGS[spelling].replace('_', '-')}?")
     plan.cfg.seed = 1 if plan.cfg.seed is None else plan.cfg.seed
     policy_class = given(args, "--policy.class-name") or plan.policy.get("class_name", "")
     has_policy = "class_name" in plan.policy  # else the networks are part of the algorithm's own settings
     policy = policy_options(policy_class, plan.policy) if has_policy else dataclasses.make_dataclass("NoPolicy", [])()
     settings = settings_options(plan.cfg)
-    task = task or (tyro.MISSING if not {"-h", "--help"} & set(args) else "TASK")
-    length = {key: preset[key] for key in ("num_envs", "total_timesteps")}
-    default = TrainOptions(task=task, settings=settings, policy=policy, algorithm=name, **length)
+    values = {key: preset[key] for key in ("num_envs", "total_timesteps")}
+    values |= {"environment": EnvOptions(**env_options(run))}
+    task = task or ("TASK" if is_help else tyro.MISSING)
+    default = TrainOptions(task=task, settings=settings, policy=policy, algorithm=name, **values)
+    suggest_flags(args, default, plan.cfg)
     options_type: Any = TrainOptions[type(settings), type(policy)]  # type: ignore[misc]
     options = parse(options_type, args, "canter train TASK", default)
     at_least(1, num_envs=options.num_envs, total_timesteps=options.total_timesteps, threads=options.threads)
     at_least(0, final_episodes=options.final_episodes)
-    plan.cfg = options.settings
+    plan.cfg = options.settings = joined_settings(options.settings, type(plan.cfg))
     if has_policy:
         plan.policy = dataclasses.asdict(options.policy)
         is_given = given(args, "--num-mini-batches") is not None
         fit_mini_batches(options.settings, options.num_envs, POLICIES[policy_class].is_recurrent, is_given)
     return options, plan.to_dict()
+
+
+def read_config(file: str | None) -> dict[str, Any]:
+    """The training dict in a YAML or JSON file, with the task and the lengths of a run's config.yaml at the top."""
+    if file is None:
+        return {}
+    if not Path(file).is_file():
+        raise FileNotFoundError(f"--config {file}: there is no such file")
+    content = read_yaml(Path(file).read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {file}: the file is no mapping of settings; a run's config.yaml is an example")
+    run = content.get("run") or {}
+    return {key: run[key] for key in ("task", "num_envs", "total_timesteps") if key in run} | content
+
+
+def over_preset(preset: dict[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
+    """A preset with the settings of a file in their place; a file with a `runner` section replaces it whole."""
+    if "runner" in file:
+        lengths = {key: preset[key] for key in ("task", "num_envs", "total_timesteps")}
+        algorithm = {**preset["algorithm"], **(file.get("algorithm") or {})}
+        return lengths | dict(file) | {"algorithm": algorithm | {"class_name": preset["algorithm"]["class_name"]}}
+    merged = {**preset, **file}
+    for section in ("algorithm", "policy"):
+        if isinstance(preset.get(section), Mapping) and isinstance(file.get(section), Mapping):
+            merged[section] = {**preset[section], **file[section]}
+    merged["algorithm"]["class_name"] = preset["algorithm"]["class_name"]
+    return merged
+
+
+def suggest_flags(args: Sequence[str], options: TrainOptions[Any, Any], cfg: Any) -> None:
+    """Raise a ValueError that names the right flag for a short form or another library's name of a setting."""
+    owners = (options, options.environment, cfg)
+    known = {f.name for owner in owners for f in dataclasses.fields(owner)} | {"algo"}
+    known |= {f"policy.{f.name}" for f in dataclasses.fields(options.policy)}
+    for flag in (arg.partition("=")[0] for arg in args if arg.startswith("--")):
+        name = flag.removeprefix("--").replace("-", "_")
+        if name in known and name not in ("policy", "settings", "environment"):
+            continue
+        meant = (*SHORT_FORMS.get(name, ()), OTHER_SPELLINGS.get(name, ""), f"policy.{name}")
+        for found in (other for other in meant if other in known):
+            way = "the first word: canter train TASK" if found == "task" else f"--{found.replace('_', '-')}"
+            raise ValueError(f"there is no flag {flag}; did you mean {way}?")
 
 
 def fit_mini_batches(settings: Any, num_envs: int, is_recurrent: bool, is_given: bool) -> None:
@@ -126,19 +215,35 @@ def given(args: Sequence[str], flag: str) -> str | None:
 
 
 def settings_options(cfg: Any) -> Any:
-    """A copy of a config whose class shows the declared choices of its fields on the command line."""
-    hints = typing.get_type_hints(type(cfg))
-    rows = [
-        (
-            f.name,
-            Annotated[hints[f.name], tyro.conf.arg(metavar=f"{{{','.join(f.metadata['choices'])}}}")],
-            copy.copy(f),
-        )
-        for f in dataclasses.fields(cfg)
-        if f.metadata.get("choices")
-    ]
-    made = dataclasses.make_dataclass(type(cfg).__name__, rows, bases=(type(cfg),), kw_only=True, eq=False, repr=False)
-    return made(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg) if field.init})
+    """The settings of a config by group, as an instance of a new dataclass: a field for each group of `group_of`."""
+    hints = typing.get_type_hints(type(cfg), include_extras=True)
+    groups: dict[str, list[Any]] = {"run": [], "algorithm": []}
+    for f in dataclasses.fields(cfg):
+        choices = BACKENDS if f.name == "logger_backend" else f.metadata.get("choices")
+        metavar = f"{{{','.join(map(str, choices))}}}" if choices else None
+        text = tyro.conf.arg(prefix_name=False, metavar=metavar, help=attribute_sentences(type(cfg)).get(f.name))
+        row = (f.name, Annotated[hints[f.name], text], dataclasses.field(default=getattr(cfg, f.name)))
+        groups.setdefault(group_of(type(cfg), f.name), []).append(row)
+    made = {name: dataclasses.make_dataclass(name, rows, kw_only=True) for name, rows in groups.items() if rows}
+    fields = [(name, group, dataclasses.field(default_factory=group)) for name, group in made.items()]
+    return dataclasses.make_dataclass(type(cfg).__name__, fields)()
+
+
+def group_of(cfg_class: type, name: str) -> str:
+    """The group of a setting in the help: run, algorithm, or the extension whose settings class declares it."""
+    owner = next(base for base in reversed(cfg_class.__mro__) if name in vars(base).get("__annotations__", {}))
+    if is_run_settings(owner):
+        return "run"
+    is_switch = len(vars(owner)["__annotations__"]) == 1  # of an extension whose settings are a mapping
+    if is_switch or issubclass(owner, AlgorithmSettings) or not owner.__name__.endswith("Settings"):
+        return "algorithm"
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", owner.__name__.removesuffix("Settings")).lower()
+
+
+def joined_settings(groups: Any, cfg_class: type) -> Any:
+    """The config of parsed groups."""
+    parts = (getattr(groups, group.name) for group in dataclasses.fields(groups))
+    return cfg_class(**{f.name: getattr(part, f.name) for part in parts for f in dataclasses.fields(part)})
 
 
 def policy_options(class_name: str, preset: Mapping[str, Any]) -> Any:
@@ -149,7 +254,8 @@ def policy_options(class_name: str, preset: Mapping[str, Any]) -> Any:
     fields: dict[str, Any] = {"class_name": ("class_name", choices)}
     for base, parameter in constructor_settings(POLICIES[class_name]):
         hint = typing.get_type_hints(base.__init__).get(parameter.name, Any)
-        hint = Annotated[hint, tyro.conf.arg(help=argument_sentences(base).get(parameter.name))]
+        metavar = f"{{{POLICY_CHOICES[parameter.name]}}}" if parameter.name in POLICY_CHOICES else None
+        hint = Annotated[hint, tyro.conf.arg(help=argument_sentences(base).get(parameter.name), metavar=metavar)]
         fields[parameter.name] = (parameter.name, hint, dataclasses.field(default=parameter.default))
     made = dataclasses.make_dataclass("PolicyOptions", fields.values())
     values = {name: value for name, value in preset.items() if name in fields} | {"class_name": class_name}
@@ -163,6 +269,24 @@ def constructor_settings(cls: type) -> Iterable[tuple[type, inspect.Parameter]]:
             for parameter in inspect.signature(base.__init__).parameters.values():
                 if parameter.default is not parameter.empty and parameter.name not in FROM_ENV:
                     yield base, parameter
+
+
+@functools.cache
+def attribute_sentences(cls: type) -> dict[str, str]:
+    """The string after each annotated attribute in the source of a class and its bases; composed classes have none."""
+    found: dict[str, str] = {}
+    for base in reversed([base for base in cls.__mro__ if dataclasses.is_dataclass(base)]):
+        try:
+            source = inspect.getsource(base)
+        except (OSError, TypeError):  # made by dataclasses.make_dataclass
+            continue
+        body = ast.parse(textwrap.dedent(source)).body[0].body  # type: ignore[attr-defined]
+        found |= {
+            field.target.id: " ".join(text.value.value.split())  # type: ignore[attr-defined]
+            for field, text in itertools.pairwise(body)
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+        }
+    return found
 
 
 def argument_sentences(cls: type) -> dict[str, str]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import gymnasium
-import numpy as np
 import torch
 import tyro
 
@@ -21,6 +20,7 @@ from canter.cli.errors import UserError, user_errors
 from canter.cli.options import at_least
 from canter.cli.runs import EVAL_ENVS, SavedRun, find_checkpoint, load_policy, open_env, read_run
 from canter.envs.vec_env import VecEnv
+from canter.envs.wrap import env_options
 from canter.export.runtime import Policy
 from canter.export.scene import MujocoScene
 from canter.export.simulation import Disturbance, make_task, simulate
@@ -28,6 +28,7 @@ from canter.runners import Runner
 from canter.runners.demonstration import DemonstrationSaver
 from canter.runners.evaluation import run_episodes
 from canter.utils.files import atomic_write
+from canter.utils.films import Film
 
 FPS = 30
 MAX_FRAMES = 3000
@@ -143,19 +144,20 @@ def play(
     # Gymnasium renders in more places than EnvPool, and has many tasks of the same names.
     twin = saved.task.removeprefix("envpool/")
     task = twin if twin in gymnasium.registry else saved.task
-    render_mode, components = "human" if video is None else "rgb_array", saved.config["run"].get("components")
-    env = open_env(task, 1, run.device or "cpu", run.seed, render_mode, components)
+    render_mode, options = "human" if video is None else "rgb_array", env_options(saved.config["run"])
+    env = open_env(task, 1, run.device or "cpu", run.seed, render_mode, **options)
     policy = runner.get_inference_policy()
     try:
         if video is None:  # the environment renders to its window as it is stepped
             returns = run_episodes(policy, env, episodes)[0]
         else:
-            frames, returns = film(policy, env, episodes, seconds)
             metadata = getattr(getattr(env, "envs", [env])[0], "metadata", None) or {}
             fps = metadata.get("render_fps") or FPS  # the video is as fast as the simulation
             with user_errors():
-                write_video(video, frames, int(min(120, max(1, fps))))
-            print(f"  video       {video} ({len(frames)} frames)")
+                made = Film(video, fps)
+            with made:
+                returns = film(policy, env, made, episodes, seconds)
+            print(f"  video       {video} ({made.num_frames} frames)")
     except (RuntimeError, OSError, AttributeError) as error:
         raise UserError(f"{task} could not be rendered: {error}") from error
     finally:
@@ -183,18 +185,18 @@ def play_bundle(
         else:
             render_mode = None if video is None and not has_window else "human" if video is None else "rgb_array"
             task = make_task(policy, options.task, run.seed, render_mode)
-        frames: list[np.ndarray] = []
-        watch = [film_step(frames)] if video is not None else []
+        made = None if video is None else Film(video, task.fps)
+        watch = [] if made is None else [film_step(made)]
         if has_window and options.mujoco is not None:
             watch.append(open_window(task))
         with ExitStack() as stack:
+            if made is not None:
+                stack.callback(made.close)
             stack.callback(task.close)
             if options.keys:
                 watch.append(stack.enter_context(terminal_keys(task, is_paced=bool(watch) and video is None)))
             on_step = lambda task: any([step(task) for step in watch])  # noqa: C419, E731 - every one is called
             result = simulate(policy, task, episodes, options.disturbance, run.seed, on_step if watch else None)
-        if video is not None:
-            write_video(video, frames, int(min(120, max(1, task.fps))))
     summary = result.summary()
     if options.report is not None:
         atomic_write(options.report, f"{json.dumps(summary, indent=2)}\n".encode())
@@ -204,15 +206,15 @@ def play_bundle(
     return 0
 
 
-def film_step(frames: list[np.ndarray]) -> Any:
-    """A function that adds a picture after every step."""
+def film_step(film: Film) -> Any:
+    """A function that adds a picture to a film after every step."""
 
     def add(task: Any) -> bool:
         picture = task.render()
         if picture is None:
             raise ValueError("the simulation gives no pictures")
-        frames.append(np.asarray(picture, np.uint8).copy())
-        return len(frames) >= MAX_FRAMES
+        film.add(picture)
+        return film.num_frames >= MAX_FRAMES
 
     return add
 
@@ -302,18 +304,18 @@ def save_trajectories(saver: DemonstrationSaver, saved: SavedRun, checkpoint: Pa
 
 
 @torch.inference_mode()
-def film(
-    policy: Any, env: VecEnv, num_episodes: int = 1, seconds: float = math.inf
-) -> tuple[list[np.ndarray], list[float]]:
-    """Frames and returns of episodes of the first environment; stops early after `seconds` or 3000 frames."""
-    frames, returns, total, deadline = [], [], 0.0, time.monotonic() + seconds
+def film(policy: Any, env: VecEnv, out: Film, num_episodes: int = 1, seconds: float = math.inf) -> list[float]:
+    """Film episodes of the first environment and return their returns; stops early after `seconds` or 3000 frames."""
+    returns, total, deadline = [], 0.0, time.monotonic() + seconds
     policy.reset()
     obs, _ = env.reset()
-    while not frames or (len(returns) < num_episodes and len(frames) < MAX_FRAMES and time.monotonic() < deadline):
+    while not out.num_frames or (
+        len(returns) < num_episodes and out.num_frames < MAX_FRAMES and time.monotonic() < deadline
+    ):
         picture = env.render()
         if picture is None:
             raise RuntimeError("the environment gives no pictures")
-        frames.append(np.asarray(picture, np.uint8))
+        out.add(picture)
         step = env.step(policy(obs))
         obs = step.obs
         policy.reset(step.done | ~step.valid)
@@ -321,17 +323,4 @@ def film(
         if step.done[0]:
             returns.append(total)
             total = 0.0
-    return frames, returns
-
-
-def write_video(path: Path, frames: list[np.ndarray], fps: int) -> None:
-    """Write frames as .mp4 or .gif."""
-    try:
-        import imageio.v2 as imageio
-    except ImportError as error:
-        raise ImportError('videos need imageio: pip install "canter[video]"') from error
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Sides must be even for the codec; one block of 2 instead of ffmpeg's default 16 keeps the size.
-    mp4 = {"fps": fps, "macro_block_size": 2, "ffmpeg_log_level": "error"}
-    options: Any = {"duration": 1000 / fps, "loop": 0} if path.suffix == ".gif" else mp4
-    imageio.mimsave(path, frames, **options)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    return returns

@@ -17,10 +17,9 @@ import yaml
 
 from canter.algorithms import REGISTRY
 from canter.cli.errors import UserError, user_errors
-from canter.envs.components import ObsComponents
 from canter.envs.torch_envs import TORCH_ENVS
 from canter.envs.vec_env import VecEnv
-from canter.envs.wrap import ENV_NAMES, make_env
+from canter.envs.wrap import ENV_NAMES, env_options, make_env
 from canter.runners import Runner, build_runner
 from canter.runners.run_config import find_algorithm
 from canter.utils.checkpoint import newest_valid_checkpoint
@@ -101,9 +100,9 @@ def find_checkpoint(run: Path, wanted: str | None) -> Path:
 
 def open_env(
     task: str, num_envs: int, device: str | None = None, seed: int | None = None, render_mode: str | None = None,
-    components: dict[str, Any] | None = None,
+    **options: Any,
 ) -> VecEnv:  # fmt: skip
-    """Environments by the name of their task, with the observation components given; with all if None."""
+    """Environments by the name of their task, with the `env_options` of a run."""
     spec = gymnasium.registry.get(task)
     entry_point = "" if spec is None else str(spec.entry_point)
     if "mujoco" in entry_point:
@@ -114,8 +113,7 @@ def open_env(
     try:
         with user_errors(), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Gymnasium warns, then refuses
-            env = make_env(task, resolve_device(device), num_envs, seed, render_mode)
-            return env if components is None else ObsComponents(env, **components)
+            return make_env(task, resolve_device(device), num_envs, seed, render_mode, **options)
     except UserError as error:
         cause = error.__cause__
         if isinstance(cause, gymnasium.error.DependencyNotInstalled):
@@ -151,7 +149,7 @@ def open_runner(
 ) -> Runner:
     """The runner that a config.yaml describes, with its environments."""
     run, seed, eval_env = config["run"], config.get("seed"), None
-    where = {"device": config.get("device"), "components": run.get("components")}
+    where = {"device": config.get("device"), **env_options(run)}
     env = open_env(run["task"], run["num_envs"], seed=seed, **where)
     if eval_episodes:
         eval_seed = None if seed is None else seed + EVAL_SEED_OFFSET

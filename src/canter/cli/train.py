@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,17 @@ import tyro
 
 from canter.cli import runs
 from canter.cli.errors import UserError, user_errors
+from canter.cli.films import FILM_SECONDS, Films, film_command
 from canter.cli.options import TrainOptions, parse_train
-from canter.runners import Runner, check_policy
+from canter.envs.wrap import env_options
+from canter.runners import Runner, check_policy, log_histograms
 from canter.utils.checkpoint import load_checkpoint
+from canter.utils.console import format_duration
 from canter.utils.files import atomic_write
 from canter.utils.plots import plot_runs
 from canter.utils.runtime import StopSignal
 
 EVALS_PER_RUN = 10
-VIDEO_SECONDS = 25.0  # a machine that renders in software does not reach the end of a long episode
 
 
 def train(args: Sequence[str]) -> int:
@@ -58,15 +61,13 @@ def check(args: Sequence[str]) -> int:
 
 def run_section(options: Any, task: str, num_envs: int) -> dict[str, Any]:
     """The section of a new run's config.yaml about the run itself."""
-    names = ("total_timesteps", "final_episodes", "video", "threads")
+    names = ("total_timesteps", "final_episodes", "video", "film_interval", "histogram_interval", "threads")
     return {"task": task, "num_envs": num_envs} | {name: getattr(options, name) for name in names}
 
 
 def run_config(options: TrainOptions[Any, Any], config: dict[str, Any]) -> dict[str, Any]:
     """The content of a new run's config.yaml."""
-    config["run"] = run_section(options, options.task, options.num_envs)
-    if options.components is not None:
-        config["run"]["components"] = options.components
+    config["run"] = run_section(options, options.task, options.num_envs) | env_options(vars(options.environment))
     if config["eval_interval"] is None:
         length = config.get("max_timesteps") or options.total_timesteps  # intervals are steps, else iterations
         if "num_steps_per_env" in config:
@@ -110,6 +111,8 @@ def run_to_end(runner: Runner, path: Path) -> int:
     """Train the rest of a run, then evaluate it, plot its curve and record a video; returns the exit code."""
     runs.limit_threads(runner, runner.run_info.get("threads"))
     keep_best(runner, path)
+    films = picture_callbacks(runner, path)
+    began, steps_before = time.monotonic(), runner.tot_timesteps
     planned, steps = runner.planned_iterations(), runner.run_info["total_timesteps"] - runner.tot_timesteps
     iterations = None if planned is None else max(0, planned - runner.iteration)
     with StopSignal() as stop:
@@ -118,13 +121,28 @@ def run_to_end(runner: Runner, path: Path) -> int:
         except SystemExit:
             if stop.requested is None:
                 raise
+    seconds = time.monotonic() - began
+    films.finish(runner)
     if stop.requested is not None:
         text = f"stopped after {runner.tot_timesteps} steps, saved; continue with: canter resume {path}"
         print(text, file=sys.stderr)
         return 128 + stop.requested
+    print()
+    done = runner.tot_timesteps - steps_before
+    print_row("trained", f"{done:,} steps in {format_duration(seconds)}, {done / max(seconds, 1e-9):,.0f} steps/s")
     show_results(runner, path)
     runner.close()
     return 0
+
+
+def picture_callbacks(runner: Runner, path: Path) -> Films:
+    """Add the callbacks that a run's `film_interval` and `histogram_interval` ask for; returns that of the films."""
+    films = Films(path, runner.run_info.get("film_interval") or 0)
+    if films.interval:
+        runner.add_callback("post_iteration", films)
+    if interval := runner.run_info.get("histogram_interval"):
+        runner.add_callback("post_iteration", lambda runner, _: runner.is_due(interval) and log_histograms(runner))
+    return films
 
 
 def keep_best(runner: Runner, path: Path) -> None:
@@ -150,11 +168,13 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def show_results(runner: Runner, path: Path) -> None:
     """Evaluate, plot, record a video, and print where everything is."""
     info, episodes = runner.run_info, runner.run_info.get("final_episodes")
-    print()
     if episodes:
         result = runner.eval(episodes)
         write_json(path / "evaluation.json", {**result, "episodes": episodes, "step": runner.tot_timesteps})
         print_return(result, f"over {episodes} episodes without noise")
+    if (path / "best.json").is_file():
+        best = json.loads((path / "best.json").read_text())
+        print_row("best", f"{best['eval/mean_reward']:.1f} in the evaluation at step {best['step']:,}")
     print_row("run", path)
     print_row("checkpoint", path / "checkpoint_final.pt")
     try:
@@ -163,7 +183,7 @@ def show_results(runner: Runner, path: Path) -> None:
         print_row("curve", f"none: {error}")
     if info.get("video", True):
         print_row("video", record_video(path))
-    for name, command in (("next", "canter play"), ("", "canter eval"), ("", "tensorboard --logdir")):
+    for name, command in (("next", "canter play"), ("", "canter export"), ("", "tensorboard --logdir")):
         print_row(name, f"{command} {path}")
 
 
@@ -179,10 +199,9 @@ def print_return(result: dict[str, float], episodes: str) -> None:
 
 def record_video(path: Path) -> str:
     """Record a video in a process of its own, which a graphics library may end; returns its path, or the error."""
-    video, limit = path / "video.mp4", f"{VIDEO_SECONDS:g}"
-    command = [sys.executable, "-m", "canter.cli", "play", str(path), "--video", str(video), "--seconds", limit]
+    video = path / "video.mp4"
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10 * VIDEO_SECONDS)
+        done = subprocess.run(film_command(path, video), capture_output=True, text=True, timeout=10 * FILM_SECONDS)
     except subprocess.TimeoutExpired:
         return "none: rendering took too long"
     if done.returncode == 0 and video.is_file():

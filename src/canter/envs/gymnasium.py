@@ -36,7 +36,9 @@ class GymVecEnv(VecEnv):
         sources = list(env_fns) if isinstance(env_fns, Sequence) else [env_fns]
         if not sources:
             raise ValueError("GymVecEnv needs at least one environment, got an empty list")
-        self.envs = [source if isinstance(source, gymnasium.Env) else source() for source in sources]
+        made = [source if isinstance(source, gymnasium.Env) else source() for source in sources]
+        is_nested = isinstance(made[0].action_space, (spaces.Tuple, spaces.Dict))
+        self.envs: list[gymnasium.Env] = [FlatActions(env) for env in made] if is_nested else made
         first, self.num_envs, self.device = self.envs[0], len(self.envs), torch.device(device)
         for index, env in enumerate(self.envs):
             if (env.observation_space, env.action_space) != (first.observation_space, first.action_space):
@@ -50,8 +52,8 @@ class GymVecEnv(VecEnv):
         self._to_obs = torch.from_numpy if is_plain else functools.partial(to_obs, device=self.device)
         self.obs_space, self.critic_obs_space = split_groups(self._stored)
         self._has_groups = self.obs_space is not self._stored
-        self.action_space = first.action_space
-        self._to_array = ActionCast(self.action_space, self.num_envs, clip_actions)
+        self.action_space = policy_space(first.action_space)
+        self._to_array = ActionCast(first.action_space, self.num_envs, clip_actions)
         self.action_bounds = self._to_array.bounds
         self.max_episode_length = (first.spec and first.spec.max_episode_steps) or 1000
         self._valid = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
@@ -137,20 +139,62 @@ class GymVecEnvContinuous(GymVecEnv):
             raise TypeError(f"GymVecEnvContinuous needs a Box action space, got {self.action_space}; use GymVecEnv")
 
 
+def policy_space(space: spaces.Space) -> spaces.Space:
+    """The space that a policy samples for an action space: MultiBinary is as many choices between 0 and 1."""
+    return spaces.MultiDiscrete(np.full(np.prod(space.shape), 2)) if isinstance(space, spaces.MultiBinary) else space
+
+
+class FlatActions(gymnasium.ActionWrapper):
+    """Gives an environment with Tuple or Dict actions one MultiDiscrete action, or one Box, with all parts in a row.
+
+    A Dict has its parts in the order of its space. Parts must be all discrete or all Boxes; `GymVecEnv` adds this
+    wrapper itself, an environment that is made for a `VectorEnv` needs it before.
+    """
+
+    def __init__(self, env: gymnasium.Env) -> None:
+        super().__init__(env)
+        nested: Any = env.action_space
+        self.nested, self.parts = nested, dict(nested.spaces if isinstance(nested, spaces.Dict) else enumerate(nested))
+        forms: dict[Any, Any] = {name: policy_space(part) for name, part in self.parts.items()}
+        kinds = {type(form) for form in forms.values()}
+        if kinds == {spaces.Box}:
+            low, high = (np.concatenate([getattr(f, b).ravel() for f in forms.values()]) for b in ("low", "high"))
+            self.action_space = spaces.Box(low.astype(np.float32), high.astype(np.float32), dtype=np.float32)
+        elif kinds <= {spaces.Discrete, spaces.MultiDiscrete}:
+            counts = [np.ravel(f.n if isinstance(f, spaces.Discrete) else f.nvec) for f in forms.values()]
+            self.action_space = spaces.MultiDiscrete(np.concatenate(counts))
+        else:
+            problem = f"the parts of the action space {nested} are not all discrete or all Boxes"
+            raise TypeError(f"{problem}: no policy samples such actions; give the environment one kind of action")
+        self.ends = np.cumsum([int(np.prod(part.shape or ())) for part in self.parts.values()])
+
+    def action(self, action: Any) -> Any:
+        """The nested action of a flat one."""
+        rows = np.split(np.asarray(action), self.ends[:-1])
+        made = {}
+        for (name, part), row in zip(self.parts.items(), rows, strict=True):
+            start = getattr(part, "start", 0)  # of Discrete and MultiDiscrete parts
+            value = (row.reshape(part.shape or ()) + start).astype(part.dtype)
+            made[name] = int(value) if isinstance(part, spaces.Discrete) else value
+        return made if isinstance(self.nested, spaces.Dict) else tuple(made.values())
+
+
 class ActionCast:
     """Converts a tensor of actions to the array that an environment's action space requires."""
 
     def __init__(self, space: spaces.Space, num_envs: int, clip: bool = True) -> None:
-        if not isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete)):
-            raise TypeError(f"actions must be Box, Discrete or MultiDiscrete, not {space}")
+        if not isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
+            problem = f"actions must be Box, Discrete, MultiDiscrete or MultiBinary, not {space}"
+            raise TypeError(f"{problem}; canter.envs.FlatActions flattens the Tuple or Dict of a single environment")
         self.space, self.shape = space, (num_envs, *(space.shape or ()))
         self.bounds = self.start = None
-        if not isinstance(space, spaces.Box):
+        if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
             self.start = space.start if np.any(space.start) else None
-        elif not np.all(space.low <= space.high):
-            raise ValueError(f"the action space {space} has a lower bound above its upper bound")
-        elif clip and (np.isfinite(space.low).any() or np.isfinite(space.high).any()):
-            self.bounds = (space.low, space.high)
+        elif isinstance(space, spaces.Box):
+            if not np.all(space.low <= space.high):
+                raise ValueError(f"the action space {space} has a lower bound above its upper bound")
+            is_bounded = clip and (np.isfinite(space.low).any() or np.isfinite(space.high).any())
+            self.bounds = (space.low, space.high) if is_bounded else None
 
     def __call__(self, actions: Tensor) -> np.ndarray:
         """(N, ...) actions within bounds, in the dtype of the space."""

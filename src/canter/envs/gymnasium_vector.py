@@ -13,7 +13,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 from gymnasium.vector.utils import create_empty_array
 from torch import Tensor
 
-from canter.envs.gymnasium import ActionCast, batch_to_rows, put_row, stored_space
+from canter.envs.gymnasium import ActionCast, batch_to_rows, policy_space, put_row, stored_space
 from canter.envs.records import EndWatch, fill_extras, find_final, full_final, per_env, split_groups, to_obs
 from canter.envs.vec_env import Device, StepRecord, VecEnv
 from canter.utils.runtime import usable_cores
@@ -55,8 +55,8 @@ class GymVectorEnvAdapter(VecEnv):
         self._space = env.single_observation_space
         self._stored = stored_space(self._space)
         self.obs_space, self.critic_obs_space = split_groups(self._stored)
-        self.action_space = env.single_action_space
-        self._to_array = ActionCast(self.action_space, self.num_envs, clip_actions)
+        self.action_space = policy_space(env.single_action_space)
+        self._to_array = ActionCast(env.single_action_space, self.num_envs, clip_actions)
         self.action_bounds = self._to_array.bounds
         self.max_episode_length = getattr(env.spec, "max_episode_steps", None) or 1000
         self._all_valid = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
@@ -215,7 +215,9 @@ def is_envpool(env: Any) -> bool:
     return any(base.__module__.startswith("envpool.") for base in type(env).__mro__)
 
 
-def make_envpool(task: str, num_envs: int, device: Any, seed: int | None, render_mode: str | None) -> EnvPoolAdapter:
+def make_envpool(
+    task: str, num_envs: int, device: Any, seed: int | None, render_mode: str | None, **kwargs: Any
+) -> EnvPoolAdapter:
     """Make the EnvPool of an EnvPool id."""
     egl = load_egl()
     try:
@@ -226,7 +228,7 @@ def make_envpool(task: str, num_envs: int, device: Any, seed: int | None, render
         raise RuntimeError(f"EnvPool cannot render here: {egl}")
     # As many threads as cores this process may use, which may be fewer than the machine has.
     options = {"num_threads": min(num_envs, usable_cores()), "seed": seed, "render_mode": render_mode}
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in options.items() if value is not None} | kwargs
     return EnvPoolAdapter(envpool.make(task, env_type="gymnasium", num_envs=num_envs, **given), device)
 
 

@@ -94,11 +94,17 @@ def registry() -> Any:
         raise ImportError("environments named mjlab/<task> need mjlab: pip install 'canter[mjlab]'") from error
 
 
-def make_mjlab(task: str, num_envs: int, device: Any, seed: int | None, render_mode: str | None) -> MjlabAdapter:
-    """Make a task that is registered with mjlab."""
+def make_mjlab(
+    task: str, num_envs: int, device: Any, seed: int | None, render_mode: str | None, **options: Any
+) -> MjlabAdapter:
+    """Make a task that is registered with mjlab; further options are attributes of its configuration."""
     tasks = registry()
     cfg = tasks.load_env_cfg(task)
     cfg.scene.num_envs, cfg.seed = num_envs, seed
+    for name, value in options.items():
+        if not hasattr(cfg, name):
+            raise ValueError(f"the configuration of mjlab's task {task!r} has no attribute {name!r}")
+        setattr(cfg, name, value)
     where = str(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     env = importlib.import_module("mjlab.envs").ManagerBasedRlEnv(cfg=cfg, device=where, render_mode=render_mode)
     return MjlabAdapter(env, device, obs_groups=tasks.load_rl_cfg(task).obs_groups)

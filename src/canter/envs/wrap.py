@@ -1,19 +1,21 @@
 """`wrap_env` turns anything that looks like environments into a `VecEnv`, by registered adapters and names."""
 
+import difflib
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import gymnasium
 import torch
 
+from canter.envs.components import MotionFeatures, ObsComponents
 from canter.envs.gymnasium import GymVecEnv
 from canter.envs.gymnasium_vector import EnvPoolAdapter, GymVectorEnvAdapter, is_envpool, make_envpool
 from canter.envs.mjlab import MjlabAdapter, is_mjlab, make_mjlab
 from canter.envs.rsl_rl import ObsGroups, RslRlAdapter, is_apexrl, is_batched
 from canter.envs.torch_envs import TORCH_ENVS
 from canter.envs.vec_env import Device, VecEnv
-from canter.envs.wrappers import ToDevice
+from canter.envs.wrappers import ChannelsFirst, ClipActions, FlattenObs, ToDevice, VecEnvWrapper
 
 
 class Adapter(NamedTuple):
@@ -29,6 +31,9 @@ ADAPTERS: dict[str, Adapter] = {}
 """Registered adapters; the newest is tried first."""
 ENV_NAMES: dict[str, Callable[..., Any]] = {}
 """Functions that make environments, by name or by the part of a name before the slash."""
+ENV_OPTIONS = ("env_kwargs", "wrappers", "components")
+"""Arguments of `make_env` that are part of a run's configuration."""
+VEC_WRAPPERS = {cls.__name__: cls for cls in (ChannelsFirst, ClipActions, FlattenObs, MotionFeatures, ObsComponents)}
 
 
 def register_adapter(
@@ -49,6 +54,7 @@ def register_env(name: str, make: Callable[..., Any]) -> None:
 
     `name` is a full name, "my/reach", or a prefix, "my", for every name "my/<task>". `make(task, num_envs, device,
     seed, render_mode)`, called with the part after the slash as `task`, returns any environments `wrap_env` recognises.
+    The `env_kwargs` of `make_env` are further keywords of it.
     """
     ENV_NAMES[name] = make
 
@@ -106,33 +112,95 @@ def on_device(env: VecEnv, device: Device | None) -> VecEnv:
 
 
 def make_env(
-    name: str, device: Device | None = None, num_envs: int = 1, seed: int | None = None, render_mode: str | None = None
-) -> VecEnv:
+    name: str, device: Device | None = None, num_envs: int = 1, seed: int | None = None, render_mode: str | None = None,
+    env_kwargs: Mapping[str, Any] | None = None, wrappers: Any = None, components: Mapping[str, Any] | None = None,
+) -> VecEnv:  # fmt: skip
     """Make environments by a registered name or a Gymnasium id.
 
-    "module:name" imports the module first, which may register the name, as Gymnasium does.
+    Args:
+        name: The name. "module:name" imports the module first, which may register the name, as Gymnasium does.
+        device: Device of the learner; by default that of the environment.
+        num_envs: Number of environments.
+        seed: Makes the episodes repeatable.
+        render_mode: With "rgb_array", `render` returns images.
+        env_kwargs: Further arguments of the environment's constructor.
+        wrappers: Names of wrappers, innermost first, each alone or as `{name: arguments}`: of `gymnasium.wrappers`,
+            around each environment; of canter, around all of them; or "module:Class".
+        components: Arguments of `ObsComponents`, the outermost wrapper.
     """
+    calls = [(find_wrapper(wrapper), arguments) for wrapper, arguments in wrapper_arguments(wrappers)]
+    inner = [call for call in calls if not issubclass(call[0], VecEnvWrapper)]
     module, _, name = name.rpartition(":")
     if module:
         importlib.import_module(module)
     prefix, _, task = name.rpartition("/")
     make = ENV_NAMES.get(name) or ENV_NAMES.get(prefix)
     if make is not None:
-        made = make(task, num_envs=num_envs, device=device, seed=seed, render_mode=render_mode)
+        if inner:
+            problem = f"{inner[0][0].__name__} wraps single Gymnasium environments, and {name!r} makes a batch"
+            raise ValueError(f"{problem}; use {', '.join(VEC_WRAPPERS)} or another subclass of VecEnvWrapper")
+        options = {"num_envs": num_envs, "device": device, "seed": seed, "render_mode": render_mode}
+        made = make(task, **options, **(env_kwargs or {}))
     else:
         # Not every environment takes a render mode.
-        options: dict[str, Any] = {} if render_mode is None else {"render_mode": render_mode}
-        envs = [gymnasium.make(name, disable_env_checker=True, **options) for _ in range(num_envs)]
+        options = {**(env_kwargs or {}), **({} if render_mode is None else {"render_mode": render_mode})}
+        envs: list[Any] = [gymnasium.make(name, disable_env_checker=True, **options) for _ in range(num_envs)]
+        for wrapper, arguments in inner:
+            envs = [wrapper(env, **arguments) for env in envs]
         made = GymVecEnv(envs, device or "cpu", seed)
     # A VecEnv has its seed already: to seed it again would change its random stream, and EnvPool refuses.
-    return on_device(made, device) if isinstance(made, VecEnv) else wrap_env(made, device, num_envs, seed)
+    env = on_device(made, device) if isinstance(made, VecEnv) else wrap_env(made, device, num_envs, seed)
+    for wrapper, arguments in calls:
+        env = wrapper(env, **arguments) if issubclass(wrapper, VecEnvWrapper) else env
+    return env if components is None else ObsComponents(env, **components)
 
 
-def make_torch_env(task: str, num_envs: int, device: Any, seed: int | None, render_mode: str | None) -> VecEnv:
+def env_options(run: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `make_env` in the `run` section of a configuration."""
+    return {name: run[name] for name in ENV_OPTIONS if run.get(name) is not None}
+
+
+def names_module(run: Mapping[str, Any]) -> bool:
+    """Whether to make the environment of a `run` section imports a module that the section names."""
+    wrappers = (name for name, _ in wrapper_arguments(run.get("wrappers")))
+    return any(":" in name for name in (str(run.get("task", "")), *wrappers))
+
+
+def wrapper_arguments(wrappers: Any) -> Iterable[tuple[str, dict[str, Any]]]:
+    """Name and arguments of every wrapper in a name, a mapping by name, or a list of these."""
+    if wrappers is None:
+        return
+    if isinstance(wrappers, str):
+        yield wrappers, {}
+    elif isinstance(wrappers, Mapping):
+        yield from ((str(name), dict(arguments or {})) for name, arguments in wrappers.items())
+    elif isinstance(wrappers, Sequence):
+        for wrapper in wrappers:
+            yield from wrapper_arguments(wrapper)
+    else:
+        raise TypeError(f"wrappers are names, or {{name: arguments}}, got {wrappers!r}")
+
+
+def find_wrapper(name: str) -> type:
+    """A wrapper class of canter or of `gymnasium.wrappers` by its name, or "module:Class"."""
+    module, _, class_name = name.rpartition(":")
+    place = importlib.import_module(module) if module else gymnasium.wrappers
+    found = VEC_WRAPPERS.get(name) or getattr(place, class_name, None)
+    if not isinstance(found, type):
+        known = [*VEC_WRAPPERS, *(n for n in dir(gymnasium.wrappers) if n[0].isupper())]
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}, and 'module:Class'"
+        raise ValueError(f"no wrapper is named {name!r}; {hint}")
+    return found
+
+
+def make_torch_env(
+    task: str, num_envs: int, device: Any, seed: int | None, render_mode: str | None, **options: Any
+) -> VecEnv:
     """Make one of canter's torch-native environments."""
     if task not in TORCH_ENVS:
         raise ValueError(f"no torch-native environment {task!r}; there are {', '.join(sorted(TORCH_ENVS))}")
-    return TORCH_ENVS[task](num_envs, device or "cpu", seed)
+    return TORCH_ENVS[task](num_envs, device or "cpu", seed, **options)
 
 
 def seed_vec_env(env: VecEnv, device: Any, seed: int | None, obs_groups: Any) -> VecEnv:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import canter
 from canter.envs.vec_env import VecEnv
+from canter.envs.wrap import ENV_OPTIONS
 from canter.export import runtime
 from canter.export.c_code import c_files
 from canter.export.c_writer import NotInCError
@@ -248,7 +249,7 @@ def describe_training(acting: InferencePolicy) -> dict[str, Any]:
     run = config.get("run") or {}
     return {
         "task": run.get("task"),
-        "components": run.get("components"),
+        **{name: run.get(name) for name in ENV_OPTIONS},
         "algorithm": (config.get("algorithm") or {}).get("class_name"),
         "policy": type(acting.policy).__name__,
         "run": None if file is None else file.parent.name,

@@ -13,7 +13,7 @@ import yaml
 from canter.algorithms import REGISTRY
 from canter.algorithms.foreign import import_state
 from canter.envs.spec import SpecEnv, describe_env
-from canter.envs.wrap import make_env
+from canter.envs.wrap import env_options, make_env, names_module
 from canter.modules.build import build_actor_critic, build_normalizer, build_policy, env_shapes
 from canter.modules.normalizer import ValueNormalizer
 from canter.modules.policy import Policy
@@ -91,15 +91,10 @@ def describe_task(config: Mapping[str, Any], plan: RunPlan, file: Path) -> dict[
     run = config.get("run") or {}
     if "task" not in run:
         raise ValueError(f"{file} does not describe its environment and names no task; save it again with this canter")
-    if ":" in str(run["task"]):
+    if names_module(run):
         problem = f"{file} does not describe its environment, and its task {run['task']!r} would import a module"
         raise ValueError(f"{problem}; resume the run and save it again with this canter")
-    env = make_env(run["task"])
-    if run.get("components") is not None:
-        from canter.envs.components import ObsComponents
-
-        env = ObsComponents(env, **run["components"])
-    opened = open_env(env, torch.device("cpu"), plan)
+    opened = open_env(make_env(run["task"], **env_options(run)), torch.device("cpu"), plan)
     try:
         return describe_env(opened)
     finally:

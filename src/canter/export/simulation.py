@@ -64,6 +64,10 @@ class GymnasiumTask:
 
         options: Any = {} if render_mode is None else {"render_mode": render_mode}
         self.env = gymnasium.make(task, disable_env_checker=True, **options)
+        if isinstance(self.env.action_space, (gymnasium.spaces.Tuple, gymnasium.spaces.Dict)):
+            from canter.envs.gymnasium import FlatActions
+
+            self.env = FlatActions(self.env)
         self.space, self.seed, self.spec = self.env.observation_space, seed, policy.spec
         self.action_space = self.env.action_space
         self.convert = Converter(self.space, policy.spec)
@@ -131,14 +135,16 @@ class AdaptedTask:
     def __init__(self, task: str, policy: Policy, seed: int | None = None, render_mode: str | None = None) -> None:
         import torch
 
-        from canter.envs import FlattenObs, ObsComponents, make_env
+        from canter.envs.wrap import env_options, make_env, names_module
+        from canter.envs.wrappers import FlattenObs
         from canter.utils.tree import tree_leaves
 
         self.torch, self.leaves = torch, tree_leaves
-        env = make_env(task, "cpu", 1, seed, render_mode)
+        options = env_options(policy.spec["training"])
+        if names_module(options):
+            raise BundleError(f"the bundle's wrappers {options['wrappers']} would import a module; they are not made")
+        env = make_env(task, "cpu", 1, seed, render_mode, **options)
         self.fps = (getattr(env, "metadata", None) or {}).get("render_fps") or 30
-        components = policy.spec["training"].get("components")
-        env = env if components is None else ObsComponents(env, **components)
         is_flat = len(policy.spec["inputs"]) == 1
         self.env = FlattenObs(env) if is_flat else env
         check_widths({name or "obs": space.shape for name, space in tree_leaves(self.env.obs_space)}, policy.spec)
@@ -173,7 +179,7 @@ def make_task(policy: Policy, task: str | None, seed: int | None, render_mode: s
             raise BundleError("the bundle does not say on which task it was trained; name one: --task NAME")
         if not TASK_NAME.fullmatch(task):  # "module:name" would import a module
             raise BundleError(f"the bundle names the task {task!r}, which is not made without asking; give it: --task")
-    is_plain = given is not None or trained.get("components") is None
+    is_plain = given is not None or not any(trained.get(name) for name in ("env_kwargs", "wrappers", "components"))
     if task.startswith("envpool/") and is_plain and render_mode is None:
         return EnvPoolTask(task.removeprefix("envpool/"), policy, seed)
     if is_plain and is_gymnasium_task(task):
@@ -251,7 +257,7 @@ def env_action(action: Any, space: Any) -> Any:
     start = getattr(space, "start", 0)
     if np.issubdtype(space.dtype, np.integer):
         counted = np.asarray(action) + start
-        return int(counted) if not space.shape else counted.astype(space.dtype)
+        return int(counted) if not space.shape else counted.reshape(space.shape).astype(space.dtype)
     return np.clip(np.asarray(action, space.dtype).reshape(space.shape), space.low, space.high)
 
 

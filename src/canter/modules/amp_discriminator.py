@@ -51,8 +51,10 @@ class AMPDiscriminator(nn.Module):
 
     Args:
         input_dim: Width D of a feature window, all its frames side by side.
+        style_reward_coef: Weight of the style reward.
         hidden_dims: Widths of the hidden layers, each followed by a ReLU.
         task_reward_lerp: Share of the task reward in the total; the rest is style.
+        discriminator_grad_pen: Weight of the gradient penalty on expert windows.
         loss_type: "lsgan", "bce" or "wgan"; each has its own reward.
         style_dt: Seconds of a control step, for environments that multiply their rewards by it; else 1.
         amp_obs_dim: The documented second name of `input_dim`; must agree with it.

@@ -1,6 +1,7 @@
 """Tuned settings by task: one YAML file each, in the layout of a run's config.yaml, in a folder for each algorithm."""
 
 import copy
+import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -90,6 +91,12 @@ def preset_name(task: str, algorithm: str = PPO) -> str:
     is_twin = family in ("canter", "envpool")
     same = (name for name in known if is_twin and rest in (name, name.rsplit("-v", 1)[0]))
     return task if task in known else next(same, FALLBACK)
+
+
+@cache
+def scores() -> dict[str, dict[str, dict[str, float]]]:
+    """Measured mean return, number of seeds and steps of presets, by algorithm and task."""
+    return json.loads((FOLDER / "scores.json").read_text(encoding="utf-8"))
 
 
 def has_preset(task: str, algorithm: str = PPO) -> bool:

@@ -6,7 +6,7 @@ from canter.runners.dagger_saver import DaggerSaver
 from canter.runners.demonstration import DemonstrationSaver
 from canter.runners.off_policy_runner import OffPolicyRunner
 from canter.runners.on_policy_runner import OnPolicyRunner
-from canter.runners.run_log import StopTraining, TrialPruned
+from canter.runners.run_log import StopTraining, TrialPruned, log_histograms
 from canter.runners.runner import LearnResult, Runner
 from canter.runners.two_stage_runner import TwoStageRunner
 from canter.utils.config import build
@@ -23,5 +23,5 @@ def build_runner(name: str, *args: object, **kwargs: object) -> Runner:
 __all__ = [
     "RUNNERS", "AmpPolicyRunner", "DaggerSaver", "DemonstrationSaver", "LearnResult", "OffPolicyRunner",
     "OnPolicyRunner", "PolicyReport", "Runner", "StopTraining", "TrialPruned", "TwoStageRunner", "build_runner",
-    "check_policy",
+    "check_policy", "log_histograms",
 ]  # fmt: skip

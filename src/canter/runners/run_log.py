@@ -32,6 +32,23 @@ def train_metrics(losses: Mapping[str, Any], stats: Mapping[str, Any]) -> dict[s
     return named | {name if "/" in name else f"train/{name}": value for name, value in stats.items()}
 
 
+def log_histograms(runner: Any) -> None:
+    """Log the distributions of the policy's parameters, the last actions and the rollout, to backends with histograms.
+
+    As a callback: `runner.add_callback("post_iteration", lambda runner, stats: runner.is_due(50) and
+    log_histograms(runner))`.
+    """
+    if runner.writer is None:
+        return
+    values = {f"weights/{name}": parameter for name, parameter in runner.policy.named_parameters()}
+    rollout = getattr(getattr(runner.alg, "storage", None), "data", {})
+    values |= {f"rollout/{name}": rollout[name] for name in ("advantages", "returns", "values") if name in rollout}
+    if runner.actions is not None:
+        values["rollout/actions"] = runner.actions
+    for tag, tensor in values.items():
+        runner.writer.log_histogram(tag, tensor, runner.tot_timesteps)
+
+
 class StopTraining(Exception):  # noqa: N818 (it is a request, not an error)
     """Raised by a callback to end `learn` cleanly, with a final checkpoint."""
 

@@ -194,7 +194,11 @@ class Runner(ABC):
         history: deque[dict[str, float]] = deque(maxlen=MAX_HISTORY)
         title = str(self.run_info.get("task", type(self.alg).__name__))
         lock = contextlib.nullcontext() if self.save_dir is None else RunLock(self.save_dir)
-        with lock, StopSignal() as stop, Console(last, title, self.show_progress, self.iteration) as console:
+        with (
+            lock,
+            StopSignal() as stop,
+            Console(last, title, self.show_progress, self.iteration, path=self.log_dir) as console,
+        ):
             self.init_writer(init_at_random_ep_len)
             self.alg.adjust_learning_rate(self.iteration / self.horizon)
             self.alg.train_mode()
@@ -240,16 +244,18 @@ class Runner(ABC):
         is_pruned = False
         if metrics and reporter is not None:
             is_pruned = reporter.report(metrics, self.metrics_velrmsd, self.metrics_CoT, self.iteration)
-        if is_logged:
-            self.log(locals())
-            history.append(metrics)
-        console.update(self.iteration, self.tot_timesteps, metrics)
+        try:
+            self.callbacks.fire("post_iteration", self, metrics)  # what it adds to the metrics is logged
+        finally:
+            if is_logged:
+                self.log(locals())
+                history.append(metrics)
+            console.update(self.iteration, self.tot_timesteps, metrics)
         if self.is_due(self.save_interval):
             self.checkpoints.save_periodic()
         if self.log_dir is not None and self.writer is not None and not self._has_stored_code:
             self._has_stored_code = True
             store_code(self.log_dir, self.git_repos, self.cfg.git_diff, self.writer)
-        self.callbacks.fire("post_iteration", self, metrics)
         if is_pruned:
             self.checkpoints.save_periodic()
             self.writer = self.writer and self.writer.close()

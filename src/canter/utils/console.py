@@ -1,32 +1,44 @@
-"""Progress of a training on the console: a live display on a terminal, one line per log entry elsewhere."""
+"""Progress of a training on the console: a live display on a terminal, one line every few seconds elsewhere."""
 
 import atexit
 import contextlib
 import dataclasses
 import math
+import re
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, TextIO
 
 _REDRAW_S = 0.25
 _BROKEN_STREAM = (OSError, ValueError, AttributeError)  # closed, disconnected, replaced, or unable to encode
-_MAX_CELLS = 18
-_LINE_CELLS = 7  # metrics per line without a terminal
-# Metrics shown first, with their display names; the other metrics of `_GROUPS` follow.
+_LINE_S = 5.0  # between two lines without a terminal
+_MAX_CELLS = 18  # metrics per section
+_LINE_CELLS = {"": 7, "evaluation": 1, "reward": 6, "curriculum": 3}  # metrics per line without a terminal
+# Metrics shown first, with their display names; the other metrics of the section follow.
 _NAMES = {
     "episode/mean_reward": "return",
     "episode/mean_length": "episode length",
-    "eval/mean_reward": "eval return",
     "rollout/mean_reward": "step reward",
     "train/policy_loss": "policy loss",
     "train/value_loss": "value loss",
-    "train/approx_kl": "kl",
+    "train/approx_kl": "approx kl",
     "train/learning_rate": "learning rate",
     "policy/mean_noise_std": "action std",
+    "eval/mean_reward": "return",
+    "eval/mean_length": "episode length",
 }
-_GROUPS = ("train/", "policy/", "exploration/", "eval/", "Episode_Reward/")
+# Sections by the part of a metric's name that is not displayed. Environments log the terms of their reward as
+# `Episode_Reward/<term>` (Isaac Lab, mjlab), `rew_<term>` (legged_gym) or `reward_components`.
+_SECTIONS = {
+    "": re.compile(r"(train|policy|exploration)/|(episode|rollout)/(?=mean_)"),
+    "evaluation": re.compile(r"eval/"),
+    "reward": re.compile(r"reward_components/|extra/\w+/(Episode_Reward/|rew_|Reward/)", re.IGNORECASE),
+    "curriculum": re.compile(r"extra/\w+/(Curriculum/|(?=terrain_level|max_command|command_range))", re.IGNORECASE),
+    "environment": re.compile(r"extra/(log/|episode/)?"),
+}
 
 
 @dataclasses.dataclass(eq=False)
@@ -39,6 +51,7 @@ class Console(contextlib.AbstractContextManager["Console"]):
     iteration: int = 0  # iterations completed before this training, later: completed until now
     stream: TextIO | None = None  # None is standard output
     unit: str = "iteration"  # name of an iteration in the display
+    path: Path | None = None  # the run directory
 
     def __post_init__(self) -> None:
         self.timesteps = 0
@@ -46,7 +59,9 @@ class Console(contextlib.AbstractContextManager["Console"]):
         self._stream = sys.stdout if self.stream is None else self.stream
         # Time, iteration, environment steps.
         self._marks = deque[tuple[float, int, int | None]]([(time.monotonic(), self.iteration, None)], maxlen=50)
-        self._drawn_at = -math.inf
+        self._started_at, self._drawn_at = time.monotonic(), -math.inf
+        self._evaluated_at = 0  # environment steps
+        self._fresh: dict[str, float] = {}  # metrics since the last line
         self._live: Any = None  # the display, if it is redrawn in place
         with self._guard():
             if self.enabled and self._stream.isatty():
@@ -58,20 +73,33 @@ class Console(contextlib.AbstractContextManager["Console"]):
                     self._live = Live(self._picture(), console=console, auto_refresh=False, vertical_overflow="crop")
                     atexit.register(self.close)  # shows the cursor again after an uncaught error
                     self._live.start()
+        if self._live is None and self.path is not None:
+            self.message(f"{self.title}  {self.path}")
 
     def update(self, iteration: int, timesteps: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Show the completed iterations and environment steps; without a terminal print a line if there are metrics."""
-        self.iteration, self.timesteps = iteration, timesteps
-        self._marks.append((time.monotonic(), iteration, timesteps))
+        """Show the completed iterations and environment steps, with metrics that replace earlier ones."""
+        self.iteration, self.timesteps, now = iteration, timesteps, time.monotonic()
+        self._marks.append((now, iteration, timesteps))
         fresh = {name: float(value) for name, value in (metrics or {}).items()}
         self.metrics.update(fresh)
+        self._fresh.update(fresh)
+        if "eval/mean_reward" in fresh:
+            self._evaluated_at = timesteps
+        is_last = iteration >= self.total_iterations
         if self._live is not None:
-            if time.monotonic() - self._drawn_at >= _REDRAW_S:
+            if now - self._drawn_at >= _REDRAW_S:
                 self._redraw()
-        elif fresh:
-            done = f"[{iteration:>{len(str(self.total_iterations))}}/{self.total_iterations}]"
-            cells = [f"{name} {format_number(value)}" for name, value in shown_metrics(fresh)[:_LINE_CELLS]]
-            self.message("  ".join([done, *self._facts(), *cells]))
+        elif self._fresh and (is_last or now - self._drawn_at >= _LINE_S):
+            self._drawn_at = now
+            self._print_line()
+
+    def _print_line(self) -> None:
+        parts = [f"[{self.iteration:>{len(str(self.total_iterations))}}/{self.total_iterations}]", *self._facts()]
+        for section, cells in shown_metrics(self._fresh).items():
+            shown = [f"{name} {format_number(value)}" for name, value in cells[: _LINE_CELLS.get(section, 0)]]
+            parts += [f"{section} {shown[0]}", *shown[1:]] if section and shown else shown
+        self._fresh.clear()
+        self.message("  ".join(parts))
 
     def message(self, text: str) -> None:
         """Show a line of text above the live display."""
@@ -130,11 +158,9 @@ class Console(contextlib.AbstractContextManager["Console"]):
             self._live.update(self._picture(), refresh=True)
 
     def _facts(self) -> list[str]:
-        seconds, left = self.seconds_left(), "-:--:--"
-        if math.isfinite(seconds):
-            minutes, rest = divmod(round(seconds), 60)
-            left = f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
-        return [f"{_short(self.timesteps)} steps", f"{_short(self.rate())} steps/s", f"{left} left"]
+        rates = [f"{_short(self.timesteps)} steps", f"{_short(self.rate())} steps/s"]
+        elapsed = format_duration(time.monotonic() - self._started_at)
+        return [*rates, f"{elapsed} elapsed", f"{format_duration(self.seconds_left())} left"]
 
     def _picture(self) -> Any:
         from rich.console import Group
@@ -143,16 +169,23 @@ class Console(contextlib.AbstractContextManager["Console"]):
 
         done = min(self.iteration, self.total_iterations)
         bar = ProgressBar(total=max(1, self.total_iterations), completed=done, complete_style="cyan")
-        head, cells = _grid(1, None), _grid(1, None, 1, None, 1, None)
+        head = _grid(1, None)
         title = Text(self._writable(self.title), style="bold")
         head.add_row(title, f"{self.unit} {self.iteration}/{self.total_iterations}")
-        head.add_row(bar, "   ".join(self._facts()))
-        row: list[Text] = []
-        for name, value in shown_metrics(self.metrics):
-            row += [Text(self._writable(name), style="dim"), Text(format_number(value))]
-        for start in range(0, len(row), 6):
-            cells.add_row(*row[start : start + 6])
-        return Group(head, cells)
+        steps, rate, elapsed, left = self._facts()
+        head.add_row(bar, f"{steps}   {rate}")
+        head.add_row(Text(self._writable(str(self.path or "")), style="dim"), f"{elapsed}   {left}")
+        rows: list[Any] = [head]
+        for section, metrics in shown_metrics(self.metrics).items():
+            cells = _grid(1, None, 1, None, 1, None)
+            row: list[Text] = []
+            for name, value in metrics:
+                row += [Text(self._writable(name), style="dim"), Text(format_number(value))]
+            for start in range(0, len(row), 6):
+                cells.add_row(*row[start : start + 6])
+            at = f" at {_short(self._evaluated_at)} steps" if section == "evaluation" and self._evaluated_at else ""
+            rows += [Text(section + at, style="bold cyan"), cells] if section else [cells]
+        return Group(*rows)
 
     def _writable(self, text: str) -> str:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
@@ -169,11 +202,16 @@ def _grid(*ratios: int | None) -> Any:
     return grid
 
 
-def shown_metrics(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Return the metrics of the display with their short names, in a fixed order."""
-    first = [(_NAMES[tag], metrics[tag]) for tag in _NAMES if tag in metrics]
-    others = [tag for group in _GROUPS for tag in metrics if tag.startswith(group) and tag not in _NAMES]
-    return (first + [(tag.split("/", 1)[1].replace("_", " "), metrics[tag]) for tag in others])[:_MAX_CELLS]
+def shown_metrics(metrics: Mapping[str, float]) -> dict[str, list[tuple[str, float]]]:
+    """Return the metrics of the display by section, with their short names; the first section has no name."""
+    found: dict[str, list[tuple[str, float]]] = {section: [] for section in _SECTIONS}
+    for tag in (*(tag for tag in _NAMES if tag in metrics), *(tag for tag in metrics if tag not in _NAMES)):
+        for section, prefix in _SECTIONS.items():
+            if match := prefix.match(tag):
+                name = _NAMES.get(tag) or tag[match.end() :].replace("_", " ")
+                found[section].append((name, metrics[tag]))
+                break
+    return {section: cells[:_MAX_CELLS] for section, cells in found.items() if cells}
 
 
 def table(metrics: Mapping[str, float], width: int = 80, pad: int = 35) -> str:
@@ -193,6 +231,14 @@ def format_number(value: float) -> str:
     if size >= 1e7 or size < 1e-3:
         return f"{value:.2e}"
     return f"{value:,.1f}" if size >= 1000 else f"{value:.4g}"
+
+
+def format_duration(seconds: float) -> str:
+    """Format seconds as hours:minutes:seconds."""
+    if not math.isfinite(seconds):
+        return "-:--:--"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def _short(count: float) -> str:

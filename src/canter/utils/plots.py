@@ -95,7 +95,10 @@ def _draw(groups: dict[str, list[Series]], tags: list[str]) -> Figure:
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     rows, columns, places = _layout(len(tags))
-    figure = Figure(figsize=(3.5 * columns, 2.6 * rows + 0.4), layout="constrained")
+    names = {label: f"{label} ({len(group)} seeds)" if len(group) > 1 else label for label, group in groups.items()}
+    entry = 0.09 * max(map(len, names.values())) + 0.6  # inches of the longest entry of the legend
+    width = max(3.5 * columns, entry)
+    figure = Figure(figsize=(width, 2.6 * rows + 0.4), layout="constrained")
     grid = figure.add_gridspec(rows, columns)
     handles: dict[str, Any] = {}
     for tag, (row, column) in zip(tags, places, strict=True):
@@ -103,7 +106,7 @@ def _draw(groups: dict[str, list[Series]], tags: list[str]) -> Figure:
         for index, (label, group) in enumerate(groups.items()):
             line = _draw_group(axes, tag, group, _COLORS[index % len(_COLORS)], "-" if index < len(_COLORS) else "--")
             if line is not None:
-                handles.setdefault(f"{label} ({len(group)} seeds)" if len(group) > 1 else label, line)
+                handles.setdefault(names[label], line)
         axes.set_title(_TITLES.get(tag, tag))
         axes.set_xlabel("environment steps", color="#444444")
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -114,7 +117,7 @@ def _draw(groups: dict[str, list[Series]], tags: list[str]) -> Figure:
             axes.set_yscale("log")
         elif np.abs(data).max() >= 1e4:
             axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    figure.legend(list(handles.values()), list(handles), loc="outside upper left", ncols=min(4, len(handles)))
+    figure.legend(list(handles.values()), list(handles), loc="outside upper left", ncols=max(1, int(width / entry)))
     return figure
 
 
