@@ -18,7 +18,6 @@ import tyro
 import yaml
 
 from canter.algorithms import REGISTRY
-from canter.algorithms.actor_q import PROFILES
 from canter.algorithms.algorithm import AlgorithmSettings, is_run_settings
 from canter.cli.errors import UserError
 from canter.envs.wrap import env_options
