@@ -18,7 +18,7 @@ import yaml
 from canter.algorithms import REGISTRY
 from canter.cli.errors import UserError
 from canter.modules.build import POLICIES
-from canter.presets import FALLBACK, load_preset
+from canter.presets import FALLBACK, load_preset, read_preset
 from canter.runners.run_config import find_algorithm, parse_train_cfg
 from canter.utils.config import OTHER_SPELLINGS
 
@@ -63,6 +63,7 @@ class TrainOptions(RunOptions, Generic[Settings, Policy]):
     settings: Annotated[Settings, tyro.conf.arg(name="")]
     policy: Policy
     algorithm: AlgorithmName = "ppo"  # Algorithm:
+    preset: Path | None = None  # File of settings to start from, instead of the task's preset.
     profile: str | None = None
     """Group of settings for sac and td3: "classic", or "massive" for thousands of environments."""
     num_envs: int = 8  # Environments stepped together.
@@ -76,8 +77,10 @@ class TrainOptions(RunOptions, Generic[Settings, Policy]):
 def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, Any]]:
     """The options in `args`, and the training dict that they describe."""
     task = args[0] if args and not args[0].startswith("-") else None
-    name = find_algorithm(given(args, "--algorithm") or given(args, "--algo") or "ppo")
-    preset = load_preset(task or FALLBACK, name)
+    file = given(args, "--preset")
+    own = {} if file is None else read_preset(Path(file)).get("algorithm") or {}
+    name = find_algorithm(given(args, "--algorithm") or given(args, "--algo") or own.get("class_name", "ppo"))
+    preset = load_preset(task or FALLBACK, name, None if file is None else Path(file))
     profile = given(args, "--profile")
     if profile is not None:  # replaces settings that were tuned for a few environments
         preset["algorithm"] = {"class_name": preset["algorithm"]["class_name"], "profile": profile}
@@ -173,16 +176,17 @@ def argument_sentences(cls: type) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in ARGUMENT.findall(section)}
 
 
-def parse(flags: Any, args: Sequence[str], prog: str, default: Any = None) -> Any:
+def parse(flags: Any, args: Sequence[str], prog: str, default: Any = None, return_unknown_args: bool = False) -> Any:
     """Parse `args` into a dataclass, or call a function with them; `default` is an instance with the defaults.
 
-    An unknown flag or bad value ends the program with exit code 2 and a suggestion.
+    An unknown flag or bad value ends the program with exit code 2 and a suggestion; with `return_unknown_args` the
+    result is a pair, and the unknown flags are its second part.
     """
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(yaml_rule)
     defaults = {} if default is None else {"default": default}
     with registry:
-        return tyro.cli(flags, args=list(args), prog=prog, **defaults)
+        return tyro.cli(flags, args=list(args), prog=prog, return_unknown_args=return_unknown_args, **defaults)
 
 
 def call(function: Callable[..., int | None] | str, args: Sequence[str], prog: str) -> int | None:

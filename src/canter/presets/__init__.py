@@ -30,23 +30,28 @@ def presets(algorithm: str = PPO) -> dict[str, dict[str, Any]]:
 @cache
 def read_presets(folder: Path) -> dict[str, dict[str, Any]]:
     """The presets in a folder by their task."""
-    found: dict[str, dict[str, Any]] = {}
-    for file in sorted(folder.glob("*.yaml")):
-        try:
-            preset = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"the preset {file} cannot be read: {error}") from error
-        if not isinstance(preset, dict) or "task" not in preset:
-            raise ValueError(f"the preset {file} does not name its task; add a line such as task: CartPole-v1")
-        found[preset["task"]] = preset
-    return found
+    found = map(read_preset, sorted(folder.glob("*.yaml")))
+    return {preset["task"]: preset for preset in found}
 
 
-def load_preset(task: str, algorithm: str = PPO) -> dict[str, Any]:
-    """A copy of the preset that `preset_name` finds for a task, or the defaults of the algorithm's config."""
+def read_preset(file: Path) -> dict[str, Any]:
+    """The preset in a file."""
+    try:
+        preset = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"the preset {file} cannot be read: {error}") from error
+    if not isinstance(preset, dict) or "task" not in preset:
+        raise ValueError(f"the preset {file} does not name its task; add a line such as task: CartPole-v1")
+    return preset
+
+
+def load_preset(task: str, algorithm: str = PPO, file: Path | None = None) -> dict[str, Any]:
+    """A copy of the preset in `file`, of that which `preset_name` finds, or the defaults of the algorithm's config."""
     name = find_algorithm(algorithm)
     known, used = presets(name), preset_name(task, name)
-    if used == FALLBACK and name == PPO and task.startswith("mjlab/"):
+    if file is not None:
+        preset = read_preset(file)
+    elif used == FALLBACK and name == PPO and task.startswith("mjlab/"):
         from canter.envs.mjlab import mjlab_training_dict  # mjlab registers settings with its tasks
 
         preset = {"num_envs": 4096, **mjlab_training_dict(task.partition("/")[2])}
