@@ -49,8 +49,11 @@ def search(args, folder):
         with (folder / f"process{i}.log").open("wb") as log:
             workers.append(subprocess.Popen(command, stdout=log, stderr=log))
     journal = folder / args.task / "sweep" / "study.journal"
-    while len(finished(journal)) < args.kill_after:
+    setting = args.space[0].partition("=")[0]
+    is_busy = False  # whether the newest line of the first process is about the start of a trial
+    while len(finished(journal)) < args.kill_after or not is_busy:
         time.sleep(1)
+        is_busy = f": {setting} " in (folder / "process0.log").read_text().splitlines()[-1]
     workers[0].kill()
     codes = [worker.wait() for worker in workers]
     assert codes == [-signal.SIGKILL] + [0] * (args.processes - 1), codes
@@ -61,7 +64,7 @@ def fresh_seeds(args, folder, name, *flags):
     command = [*CANTER, "seeds", args.task, "--seeds", str(args.fresh), "--seed", "101", "--jobs", str(os.cpu_count())]
     command += ["--total-timesteps", str(args.steps), "--runs-dir", str(folder), "--name", name, "--no-video", *flags]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return json.loads((folder / args.task / f"{name}-seeds.json").read_text())
+    return json.loads((folder / args.task / f"{name}-summary.json").read_text())
 
 
 def main():

@@ -89,9 +89,9 @@ def nearest_run(path: Path) -> str:
 
 
 def runs_below(paths: Iterable[Path]) -> list[Path]:
-    """The run directories among and below these directories."""
+    """The run directories among and below these directories; files, which a pattern may add, are skipped."""
     found: list[Path] = []
-    for path in paths:
+    for path in (path for path in paths if not path.is_file()):
         try:
             found += find_runs(path)
         except FileNotFoundError as error:  # noqa: PERF203

@@ -97,7 +97,7 @@ def summarise(task: str, trained: dict[int, TrainingRun]) -> int:
         print_row("mean", f"{scores.mean():.1f} ± {scores.std():.1f} over {len(scores)} seeds")
         print_row("IQM", f"{estimate.value:.1f}, 95% interval {estimate.low:.1f} to {estimate.high:.1f}")
         first = next(iter(trained.values())).path
-        stem = first.with_name(first.name.rpartition("-seed")[0] + "-seeds")
+        stem = first.with_name(first.name.rpartition("-seed")[0] + "-summary")
         by_seed = {str(seed): float(score) for seed, score in zip(done, scores, strict=True)}
         write_json(stem.with_name(f"{stem.name}.json"), {"task": task, "returns": by_seed, "iqm": list(estimate)})
         paths = [trained[seed].path for seed in done]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 REPORTS_PER_RUN = 20
 SYNC_S = 2.0  # between two looks at the trials of other processes
 MAX_ATTEMPTS = 3  # of a trial whose process was killed, which may be the fault of its settings
+EXHAUSTIVE = ("grid", "bruteforce")  # samplers that try every combination
 MAX_FAILURES = 3  # in a row, before the first success
 
 
@@ -69,6 +70,7 @@ class Plan:
     flags: list[str]  # of every run, for `canter train`
     space: Space
     folder: Path
+    args: list[str]  # the words after `canter sweep`
 
     def new_runs(self, name: str, settings: Mapping[str, Any]) -> list[TrainingRun]:
         """The runs of a trial, one for each seed, not started yet."""
@@ -136,20 +138,21 @@ def parse_sweep(args: Sequence[str]) -> Plan:
     space = parse_space(options.space, train)
     parse_train([options.task, *rest, *to_flags({name: entry.first for name, entry in space.items()})])
     folder = train.runs_dir.joinpath(*map(runs.safe_name, options.task.split("/")), runs.safe_name(options.study))
-    if options.sampler in ("grid", "bruteforce"):
+    if options.sampler in EXHAUSTIVE:
         options.trials = min(options.trials, math.prod(map(len, grid(space).values())))
-    return Plan(options, train, list(rest), space, folder)
+    return Plan(options, train, list(rest), space, folder, list(args))
 
 
 def open_study(plan: Plan) -> "optuna.Study":
     """The study of a sweep, new or begun by another process with the same flags."""
     optuna, options = import_optuna(), plan.options
-    args = {"search_space": grid(plan.space)} if options.sampler == "grid" else {}
+    # All runs look alike at first.
+    warm_up = {"n_warmup_steps": plan.train.total_timesteps // 3} if options.pruner in ("median", "percentile") else {}
     common: dict[str, Any] = {
         "study_name": f"{options.task}/{options.study}",
         "storage": open_storage(plan),
-        "sampler": optuna_object(optuna.samplers, "Sampler", options.sampler, args | options.sampler_args),
-        "pruner": optuna_object(optuna.pruners, "Pruner", options.pruner, options.pruner_args),
+        "sampler": optuna_object(optuna.samplers, "Sampler", options.sampler, sampler_args(plan)),
+        "pruner": optuna_object(optuna.pruners, "Pruner", options.pruner, warm_up | options.pruner_args),
     }
     about = {"space": {name: str(entry) for name, entry in plan.space.items()}, "flags": " ".join(plan.flags)}
     about |= {"seeds": options.seeds, "objective": options.objective}
@@ -167,7 +170,8 @@ def open_study(plan: Plan) -> "optuna.Study":
         raise UserError(f"{left[0]} is of another study with this name; choose another --study")
     for name, value in about.items():
         study.set_user_attr(name, value)
-    if (start := starting_point(plan.space, plan.train)) is not None:
+    start = None if options.sampler in EXHAUSTIVE else starting_point(plan.space, plan.train)
+    if start is not None:
         study.enqueue_trial(start)  # so that the search never ends below the settings that it began with
     return study
 
@@ -180,6 +184,12 @@ def import_optuna() -> Any:
         raise UserError('a sweep needs a package that is not installed: pip install "canter[optuna]"') from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
+
+
+def sampler_args(plan: Plan) -> dict[str, Any]:
+    """The arguments of the sampler; a grid needs the values to try."""
+    grid_args = {"search_space": grid(plan.space)} if plan.options.sampler == "grid" else {}
+    return grid_args | plan.options.sampler_args
 
 
 def open_storage(plan: Plan) -> Any:

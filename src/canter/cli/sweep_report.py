@@ -133,6 +133,7 @@ def write_page(plan: Plan, trials: list[FrozenTrial], ranked: list[FrozenTrial],
 def draw_history(ranked: list[FrozenTrial], objective: str, direction: str) -> Figure:
     """The objective of every completed trial in the order of their numbers."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     ordered = sorted(ranked, key=lambda trial: trial.number)
     numbers, values = [t.number for t in ordered], np.array([t.value for t in ordered], dtype=np.float64)
@@ -143,13 +144,15 @@ def draw_history(ranked: list[FrozenTrial], objective: str, direction: str) -> F
     axes.step(numbers, best, where="post", color=COLORS[1], label="best so far")
     axes.set_xlabel("trial")
     axes.set_ylabel(objective)
-    axes.legend(loc="lower right")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(loc="best")
     return figure
 
 
 def draw_slices(plan: Plan, ranked: list[FrozenTrial]) -> Figure:
     """The objective against each setting."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
 
     columns = min(3, len(plan.space))
     rows = -(-len(plan.space) // columns)
@@ -161,6 +164,8 @@ def draw_slices(plan: Plan, ranked: list[FrozenTrial]) -> Figure:
         if isinstance(entry, Range):
             places: list[Any] = [t.params[name] for t in ranked]
             axes.set_xscale("log" if entry.log else "linear")
+            axes.xaxis.set_minor_formatter(NullFormatter())
+            axes.set_xlim(entry.low, entry.high)
         else:
             places = [entry.keys().index(t.params[name]) for t in ranked]
             axes.set_xticks(range(len(entry.values)), [str(key) for key in entry.keys()])  # noqa: SIM118

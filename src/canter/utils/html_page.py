@@ -27,7 +27,7 @@ table{border-collapse:collapse;font-variant-numeric:tabular-nums;width:100%}
 th{text-align:right;color:#525c69;font-weight:600;border-bottom:2px solid #d6dae1;padding:5px 10px}
 td{text-align:right;border-bottom:1px solid #eceef2;padding:5px 10px;white-space:nowrap}
 th:first-child,td:first-child{text-align:left;padding-left:0}
-svg{max-width:100%;height:auto}
+svg{width:100%;height:auto}
 i.dot{display:inline-block;width:10px;height:10px;border-radius:50%;margin-right:8px}
 figure{display:inline-block;margin:8px 16px 8px 0;vertical-align:top}figcaption{color:#525c69;font-size:13px}
 video,img{max-width:320px;border-radius:6px;border:1px solid #e2e5ea;display:block}
@@ -47,7 +47,11 @@ class Page:
         self.parts.append(f"{'</section>' if self.is_open else ''}<section><h2>{html.escape(title)}</h2>")
         self.is_open = True
         if text:
-            self.parts.append(f"<p>{html.escape(text)}</p>")
+            self.text(text)
+
+    def text(self, text: str) -> None:
+        """Add a paragraph."""
+        self.parts.append(f"<p>{html.escape(text)}</p>")
 
     def table(self, head: Sequence[str], rows: Sequence[Sequence[str]], colors: Sequence[str] = ()) -> None:
         """Add a table; `colors` are dots before the rows, the colours of their lines in the drawings."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # The colour-blind-safe palette of Okabe and Ito, without yellow (too faint on white).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _LOSSES = ("policy", "value", "actor", "critic1", "q", "distillation", "estimator", "discriminator", "entropy")
-_TITLES = {
+TITLES = {
     "episode/mean_reward": "Episode return",
     "eval/mean_reward": "Evaluation return",
     "episode/mean_length": "Episode length",
@@ -53,7 +53,7 @@ def plot_runs(
     choices = ", ".join(there) or "none"
     if missing := [tag for tag in metrics or () if tag not in there]:
         raise ValueError(f"no run has the metric {missing[0]!r}; there are {choices}")
-    tags = list(dict.fromkeys(metrics)) if metrics is not None else [tag for tag in _TITLES if tag in there]
+    tags = list(dict.fromkeys(metrics)) if metrics is not None else [tag for tag in TITLES if tag in there]
     if not tags:
         raise ValueError(f"none of the usual metrics was logged; choose from {choices}")
     with matplotlib.rc_context(STYLE):
@@ -89,7 +89,7 @@ def _draw(groups: dict[str, list[Series]], tags: list[str]) -> Figure:
             line = _draw_group(axes, tag, group, COLORS[index % len(COLORS)], "-" if index < len(COLORS) else "--")
             if line is not None:
                 handles.setdefault(f"{label} ({len(group)} seeds)" if len(group) > 1 else label, line)
-        axes.set_title(_TITLES.get(tag, tag))
+        axes.set_title(TITLES.get(tag, tag))
         axes.set_xlabel("environment steps", color="#444444")
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.xaxis.set_major_locator(MaxNLocator(5))

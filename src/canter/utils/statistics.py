@@ -56,7 +56,7 @@ def _wins(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 def profile(scores: Scores, thresholds: np.ndarray, seed: int = 0) -> Estimate:
     """Performance profile: the share of runs that score above each threshold."""
-    samples = np.sort(np.concatenate(_resample(scores, seed), -1), -1)[:CURVE_REPEATS]
+    samples = np.sort(np.concatenate(_resample(scores, seed), -1), -1)
     value = _above(np.sort(np.concatenate(scores)), thresholds)
     return _estimate(value, np.stack([_above(sample, thresholds) for sample in samples]))
 
