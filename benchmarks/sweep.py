@@ -53,7 +53,7 @@ def search(args, folder):
     is_busy = False  # whether the newest line of the first process is about the start of a trial
     while len(finished(journal)) < args.kill_after or not is_busy:
         time.sleep(1)
-        is_busy = f": {setting} " in (folder / "process0.log").read_text().splitlines()[-1]
+        is_busy = f": {setting} " in (folder / "process0.log").read_text().rpartition("trial ")[2]
     workers[0].kill()
     codes = [worker.wait() for worker in workers]
     assert codes == [-signal.SIGKILL] + [0] * (args.processes - 1), codes

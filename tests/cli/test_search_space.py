@@ -94,9 +94,7 @@ def test_the_starting_point_is_the_preset_if_it_lies_inside(options):
     assert starting_point(space, options) == {"learning_rate": 1e-3, "policy.actor_hidden_dims": "[64, 64]"}
     assert starting_point(parse_space(["learning_rate=2e-3..1e-2"], options), options) is None
     assert starting_point(parse_space(["num_learning_epochs=1..9/4"], options), options) is None  # 10 in the preset
-    assert (
-        starting_point(parse_space(["num_mini_batches=1..31/2"], options), options) is None
-    )  # 16 is between two steps
+    assert starting_point(parse_space(["num_mini_batches=1..31/2"], options), options) is None  # 16 is no step
 
 
 def test_flags_make_the_settings_that_they_are_made_of():

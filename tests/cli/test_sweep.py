@@ -69,16 +69,8 @@ def make_worker(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def make(*flags, jobs=1):
-        args = [
-            "Pendulum-v1",
-            "--space",
-            "learning_rate=log:1e-4..1e-2",
-            "gamma=0.9,0.95",
-            "--stale-after",
-            "60",
-            *flags,
-        ]
-        plan = parse_sweep([*args, "--sampler", "random"])
+        args = ["Pendulum-v1", "--space", "learning_rate=log:1e-4..1e-2", "gamma=0.9,0.95", *flags]
+        plan = parse_sweep([*args, "--stale-after", "60", "--sampler", "random"])
         worker = Worker(plan, open_study(plan))
         worker.pool, worker.clock = ImitatedPool(jobs), clock
         worker.messages = []
@@ -112,7 +104,7 @@ def test_the_first_trial_has_the_settings_of_the_preset(make_worker):
     assert worker.study.trials[0].params == {"learning_rate": 1e-3, "gamma": 0.9}
     (run,) = worker.mine[0].runs
     assert run.path.name == "sweep-trial0000-seed1"
-    _, config = parse_train([word for word in run.args[1:]])
+    _, config = parse_train(run.args[1:])
     assert (config["algorithm"]["learning_rate"], config["algorithm"]["gamma"], config["seed"]) == (1e-3, 0.9, 1)
 
 
@@ -225,8 +217,12 @@ def test_a_trial_that_kills_its_process_every_time_is_given_up(make_worker):
 def test_an_interrupted_process_leaves_its_trials_to_the_next_one(make_worker, monkeypatch):
     worker = make_worker("--trials", "1")
     monkeypatch.setattr(sweep_module, "RunPool", ImitatedPool)
-    monkeypatch.setattr(Worker, "step", lambda self: (start(self), os.kill(os.getpid(), signal.SIGINT)) and False)
-    start = Worker.start_trial
+
+    def step_and_stop(self):
+        self.start_trial()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Worker, "step", step_and_stop)
     assert worker.run() == signal.SIGINT
     trials = worker.study.get_trials()
     assert [trial.state.name for trial in trials] == ["FAIL", "WAITING"]
@@ -246,10 +242,11 @@ def test_diverged_settings_count_as_bad_ones_and_failed_ones_do_not(make_worker)
 
 def test_three_failures_at_the_start_end_the_sweep_with_the_error_of_a_run(make_worker):
     worker = make_worker("--trials", "9")
+    for _ in range(3):
+        step(worker)
+        finish(worker, code=2)
     with pytest.raises(UserError, match="the first 3 trials failed; see .*exit code 2: it printed nothing"):
-        for _ in range(9):
-            step(worker)
-            finish(worker, code=2)
+        step(worker)
 
 
 def test_bad_trials_are_pruned_and_their_runs_stopped(make_worker):

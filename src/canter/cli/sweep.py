@@ -294,7 +294,7 @@ class Worker:
         numbers = [other.number for other in counting(self.study.get_trials(deepcopy=False))]
         if trial.number not in sorted(numbers)[:wanted]:  # several processes asked for the last one
             trial.set_user_attr("surplus", True)
-            self.study.tell(trial, state=self.states.FAIL)
+            self.tell(trial.number, self.states.FAIL)
             return False
         name = f"{runs.safe_name(self.plan.options.study)}-trial{trial.number:04}"
         active = ActiveTrial(trial, self.plan.new_runs(name, settings))
@@ -348,9 +348,18 @@ class Worker:
 
     def end(self, active: ActiveTrial, state: Any, text: str, value: float | None = None) -> None:
         """Tell the study how a trial ended."""
-        self.study.tell(active.trial, value, state=state)
+        self.tell(active.trial.number, state, value)
         self.drop(active)
         self.table.message(f"trial {active.trial.number}: {text}")
+
+    def tell(self, number: int, state: Any, value: float | None = None) -> None:
+        """Finish a trial."""
+        try:
+            self.study.tell(number, value, state=state)
+        except RuntimeError as error:
+            # After the last combination a grid stops `study.optimize`, which does not run here; the trial is finished.
+            if isinstance(error, self.lost):
+                raise
 
     def drop(self, active: ActiveTrial) -> None:
         """Stop the runs of a trial and forget it."""
@@ -391,7 +400,7 @@ class Worker:
     def try_again(self, trial: "FrozenTrial", attempt: int = 1) -> bool:
         """Fail a trial and queue its settings again; returns whether they are queued by this process."""
         try:
-            self.study.tell(trial.number, state=self.states.FAIL)
+            self.tell(trial.number, self.states.FAIL)
         except self.lost:  # another process was faster
             return False
         attempts = trial.user_attrs.get("attempts", 0) + attempt
