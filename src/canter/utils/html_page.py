@@ -70,7 +70,7 @@ class Page:
         svg = svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{html.escape(description)}"', 1)
         # Names inside an SVG are names of the whole page.
         prefix = f"d{len(self.parts)}-"
-        self.parts.append(re.sub(r'(id="|#)(?=[\w-]+["\)])(?![0-9a-fA-F]{6}")', rf"\g<1>{prefix}", svg))
+        self.parts.append(re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}", svg))
 
     def medium(self, path: Path, caption: str) -> None:
         """Add a picture or a film from a file."""
