@@ -75,7 +75,7 @@ def progress(trained: dict[int, TrainingRun], total: int) -> list[list[str]]:
     for seed, run in trained.items():
         found = run.values("eval/mean_reward") or run.values("episode/mean_reward")
         newest = f"{found[-1][1]:.1f}" if found else ""
-        rows.append([str(seed), newest, "", f"{run.step / total:.0%}", f"{run.seconds:.0f} s"])
+        rows.append([str(seed), newest, "", f"{min(1.0, run.step / total):.0%}", f"{run.seconds:.0f} s"])
     return rows
 
 

@@ -418,7 +418,7 @@ class Worker:
         ranked = sorted(complete, key=lambda trial: trial.value or 0.0, reverse=is_high)
         title = f"{self.plan.options.task}: {len(done)} of {self.plan.options.trials} trials"
         total = self.plan.train.total_timesteps * self.plan.options.seeds
-        steps = {a.trial.number: f"{sum(run.step for run in a.runs) / total:.0%}" for a in self.mine}
+        steps = {a.trial.number: f"{min(1.0, sum(run.step for run in a.runs) / total):.0%}" for a in self.mine}
         rows: list[list[str]] = []
         for trial in [*ranked[:5], *(trial for trial in live if trial.state == self.states.RUNNING)]:
             is_running = trial.state == self.states.RUNNING

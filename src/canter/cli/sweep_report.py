@@ -13,7 +13,7 @@ from canter.algorithms import REGISTRY
 from canter.cli.errors import UserError
 from canter.cli.live_table import make_table
 from canter.cli.options import parse_train
-from canter.cli.search_space import Range, settings_of, short, to_flags
+from canter.cli.search_space import Range, settings_of, short, starting_point, to_flags
 from canter.runners.run_config import RunPlan, find_algorithm
 from canter.utils.files import atomic_write
 from canter.utils.html_page import SVG_STYLE, Page
@@ -117,7 +117,9 @@ def write_page(plan: Plan, trials: list[FrozenTrial], ranked: list[FrozenTrial],
     seeds = f"{options.seeds} seeds" if options.seeds > 1 else "one seed"
     steps = f"{plan.train.total_timesteps:,} steps and {seeds} per trial"
     page = Page(f"Sweep of {options.task}", f"Study {options.study!r}: {len(trials)} trials, {steps}.")
-    page.section("Trials", f"The best by {options.objective}; trial 0 has the settings that the search began with.")
+    start = starting_point(plan.space, plan.train)
+    first = "trial 0 has" if start and trials[0].params == start else "the space leaves out"
+    page.section("Trials", f"The best by {options.objective}; {first} the settings that the search began with.")
     page.table(["trial", options.objective, *plan.space], table_rows(plan, ranked))
     with matplotlib.rc_context({**STYLE, **SVG_STYLE}):
         page.section("History", "Every trial, and the best until then.")
