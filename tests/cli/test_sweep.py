@@ -381,7 +381,7 @@ def test_a_killed_process_costs_the_study_nothing(tmp_path):
 def test_ray_runs_the_same_space(tmp_path):
     pytest.importorskip("ray")
     args = ["sweep", "canter/CartPole", "--space", "learning_rate=log:1e-4..1e-2", "num_mini_batches=1,2", "--engine"]
-    process = canter(*args, "ray", "--trials", "2", "--jobs", "2", "--pruner", "nop", *TINY, cwd=tmp_path)
+    process = canter(*args, "ray", "--trials", "2", "--pruner", "nop", "--jobs", "2", *TINY, cwd=tmp_path)
     out, _ = process.communicate(timeout=400)
     assert process.returncode == 0, out
     trials = json.loads((tmp_path / "runs/canter/CartPole/sweep/trials.json").read_text())
@@ -389,6 +389,28 @@ def test_ray_runs_the_same_space(tmp_path):
     assert trials[0]["params"] == {"learning_rate": 1e-3, "num_mini_batches": 1}  # the preset's
     assert (tmp_path / trials[0]["runs"][0] / "evaluation.json").is_file()
     assert (tmp_path / "runs/canter/CartPole/sweep/best.yaml").is_file()
+
+
+@pytest.mark.slow
+def test_ray_connects_to_the_address_and_does_not_size_a_cluster_that_exists(tmp_path, monkeypatch):
+    ray = pytest.importorskip("ray")
+    from canter.cli.sweep_ray import run_ray
+
+    asked = []
+
+    def init(**settings):
+        asked.append(settings)
+        raise ConnectionError("stop here")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.chdir(tmp_path)
+    args = ["Pendulum-v1", "--space", "gamma=0.9,0.95", "--engine", "ray", "--jobs", "3"]
+    for address in (["--address", "10.0.0.1:6379"], []):
+        with pytest.raises(ConnectionError):
+            run_ray(parse_sweep([*args, *address]))
+    assert (asked[0]["address"], asked[1]["address"]) == ("10.0.0.1:6379", None)
+    assert "num_cpus" not in asked[0]
+    assert asked[1]["num_cpus"] == 3
 
 
 def test_metrics_are_read_line_by_line_while_a_run_writes_them(tmp_path):
