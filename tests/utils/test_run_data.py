@@ -83,5 +83,7 @@ def test_groups_without_a_short_difference_have_the_names_of_their_runs(tmp_path
     assert list(group_runs(same)) == ["mine"]
     many = load_run(make_run(tmp_path / "new-seed1", 1, 0.5, a=1, b=2, c=3))
     assert list(group_runs([*same, many])) == ["mine", "new"]
+    near = load_run(make_run(tmp_path / "near-seed1", 1, 0.50000001, a=1, b=2, c=3))
+    assert list(group_runs([many, near])) == ["new", "near"]  # their values look the same
     again = load_run(make_run(tmp_path / "x" / "new-seed1", 1, 0.5, a=1, b=2, c=4))
     assert list(group_runs([*same, many, again])) == ["group 1", "group 2", "group 3"]

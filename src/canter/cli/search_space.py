@@ -190,8 +190,3 @@ def to_flags(settings: Mapping[str, Any]) -> list[str]:
             text = json.dumps(value) if isinstance(value, Mapping) else value
             flags.append(f"--{holder}{dot}{field}={text}")
     return flags
-
-
-def short(value: Any) -> str:
-    """A value of a setting with four digits."""
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -15,9 +15,9 @@ from canter.cli.errors import NUMERIC, UserError, user_errors
 from canter.cli.live_table import LiveTable
 from canter.cli.options import TrainOptions, at_least, parse, parse_train
 from canter.cli.run_process import POLL_S, RunPool, TrainingRun
-from canter.cli.search_space import Space, grid, parse_space, short, starting_point, suggest, to_flags
+from canter.cli.search_space import Space, grid, parse_space, starting_point, suggest, to_flags
 from canter.cli.sweep_report import write_results
-from canter.utils.run_data import load_run
+from canter.utils.run_data import load_run, short
 from canter.utils.runtime import StopSignal, usable_cores
 
 if TYPE_CHECKING:

@@ -35,7 +35,8 @@ def run_ray(plan: Plan) -> optuna.Study:
     with user_errors():
         sampler = optuna_object(optuna.samplers, "Sampler", options.sampler, sampler_args(plan))
     local: dict[str, Any] = {} if options.address else {"include_dashboard": False, "num_cpus": options.jobs}
-    ray.init(address=options.address, log_to_driver=False, ignore_reinit_error=True, **local)
+    # Without an address Ray would join a cluster that someone else has started on this machine.
+    ray.init(address=options.address or "local", log_to_driver=False, ignore_reinit_error=True, **local)
     gpus = 1 if ray.cluster_resources().get("GPU") and plan.train.settings.device in (None, "cuda") else 0
     trainable = tune.with_resources(
         tune.with_parameters(train_trial, args=plan.args, folder=str(Path.cwd())), {"cpu": options.seeds, "gpu": gpus}

@@ -13,11 +13,12 @@ from canter.algorithms import REGISTRY
 from canter.cli.errors import UserError
 from canter.cli.live_table import make_table
 from canter.cli.options import parse_train
-from canter.cli.search_space import Range, settings_of, short, starting_point, to_flags
+from canter.cli.search_space import Range, settings_of, starting_point, to_flags
 from canter.runners.run_config import RunPlan, find_algorithm
 from canter.utils.files import atomic_write
 from canter.utils.html_page import SVG_STYLE, Page
 from canter.utils.plots import COLORS, STYLE
+from canter.utils.run_data import short
 
 if TYPE_CHECKING:
     import optuna

@@ -15,7 +15,7 @@ import numpy as np
 from canter.utils.files import atomic_write
 from canter.utils.html_page import SVG_STYLE, Page
 from canter.utils.plots import COLORS, STYLE, TITLES, common_grid
-from canter.utils.run_data import RunData, differing_settings
+from canter.utils.run_data import RunData, differing_settings, short
 from canter.utils.statistics import CONFIDENCE, Estimate, Scores, improvement, iqm_curve, iqm_estimate, profile
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def _draw_intervals(c: Comparison, colors: Sequence[str]) -> Figure:
         axes.barh(row, e.high - e.low, left=e.low, height=0.5, color=color, alpha=0.35)
         axes.plot([e.value, e.value], [row - 0.25, row + 0.25], color=color, linewidth=2.5)
         scores = np.concatenate(c.scores[label])
-        axes.scatter(scores, np.full(len(scores), row), s=14, color=color, edgecolors="white", linewidths=0.6, zorder=3)
+        axes.scatter(scores, np.full(len(scores), row), s=26, color=color, edgecolors="white", linewidths=0.6, zorder=3)
     axes.set_yticks(range(len(c.groups)), list(c.groups))
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
@@ -311,10 +311,8 @@ def _add_comparison(page: Page, c: Comparison, colors: Sequence[str]) -> None:
 
 
 def _add_efficiency(page: Page, c: Comparison) -> None:
-    text = (
-        "Environment steps and time of training until the IQM first reaches a score, some way from the lowest start to "
-    )
-    page.section("Sample efficiency", f"{text}the best point of any group.")
+    text = "Environment steps and time of training until the IQM of a group first reaches a score: a share of the way "
+    page.section("Sample efficiency", f"{text}from the lowest start to the best point of all groups.")
     rows: list[list[str]] = []
     for task in c.tasks:
         for label in c.curves[task]:
@@ -328,11 +326,8 @@ def _add_efficiency(page: Page, c: Comparison) -> None:
 def _add_settings(page: Page, c: Comparison) -> None:
     page.section("Settings that differ", "" if c.settings else "None: the groups have the same settings.")
     if c.settings:
-        values = [
-            [sorted({str(run.settings.get(name)) for run in group}) for group in c.groups.values()]
-            for name in c.settings
-        ]
-        rows = [[name, *(", ".join(cell) for cell in cells)] for name, cells in zip(c.settings, values, strict=True)]
+        cells = [[{short(run.settings.get(name)) for run in g} for g in c.groups.values()] for name in c.settings]
+        rows = [[name, *(", ".join(sorted(cell)) for cell in row)] for name, row in zip(c.settings, cells, strict=True)]
         page.table(["setting", *c.groups], rows)
 
 

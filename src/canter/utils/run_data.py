@@ -131,7 +131,14 @@ def group_runs(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
     for run in runs:
         groups.setdefault(tuple(repr(run.settings.get(name)) for name in names), []).append(run)
     by_name = [", ".join(dict.fromkeys(run.name for run in group)) for group in groups.values()]
-    labels = [", ".join(f"{n.rpartition('.')[2]}={g[0].settings.get(n)}" for n in names) for g in groups.values()]
-    if len(names) > 3 or len(labels) == 1:
+    labels = [
+        ", ".join(f"{n.rpartition('.')[2]}={short(g[0].settings.get(n))}" for n in names) for g in groups.values()
+    ]
+    if len(names) > 3 or len(labels) == 1 or len(set(labels)) < len(labels):
         labels = by_name if len(set(by_name)) == len(by_name) else [f"group {i}" for i in range(1, len(labels) + 1)]
     return dict(zip(labels, groups.values(), strict=True))
+
+
+def short(value: Any) -> str:
+    """A value of a setting, in at most four digits if it is a fraction."""
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
