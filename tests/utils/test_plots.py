@@ -106,6 +106,8 @@ def test_the_legend_is_inside_the_picture_whatever_its_labels(tmp_path, labels):
     assert legend.y1 <= figure.bbox.height
     assert axes.y1 < legend.y0
     assert axes.height > 0.5 * 2.6 * figure.dpi
+    if max(map(len, labels)) < 40:  # one column fits
+        assert figure.get_figwidth() == 3.5
 
 
 def test_run_without_a_tag_and_nonfinite_values_leave_gaps(tmp_path):

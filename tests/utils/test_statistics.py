@@ -9,7 +9,7 @@ from canter.utils.statistics import improvement, iqm, iqm_curve, iqm_estimate, p
 def test_iqm_leaves_out_a_quarter_at_each_end_rounded_down():
     assert iqm(np.array([100.0, 1.0, 2.0, 3.0, -50.0])) == 2.0  # one of five at each end
     assert iqm(np.array([3.0, 1.0, 5.0])) == 3.0  # none of three
-    assert iqm(np.arange(8.0)[::-1]) == 3.5
+    assert iqm(np.arange(12.0)[::-1] ** 2) == pytest.approx((9 + 16 + 25 + 36 + 49 + 64) / 6)  # three of twelve
 
 
 def test_iqm_is_over_the_runs_of_all_tasks_together():
