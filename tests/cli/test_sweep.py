@@ -241,6 +241,14 @@ def test_diverged_settings_count_as_bad_ones_and_failed_ones_do_not(make_worker)
     assert "exit code 5" in worker.study.trials[0].user_attrs["error"]
 
 
+def test_a_score_that_is_no_number_is_a_bad_trial(make_worker):
+    worker = make_worker("--trials", "1")
+    step(worker)
+    finish(worker, float("nan"))
+    assert step(worker)
+    assert states(worker) == [PRUNED]
+
+
 def test_three_failures_at_the_start_end_the_sweep_with_the_error_of_a_run(make_worker):
     worker = make_worker("--trials", "9")
     for _ in range(3):

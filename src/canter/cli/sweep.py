@@ -241,7 +241,7 @@ class Worker:
         from optuna.trial import TrialState
 
         self.plan, self.study, self.states = plan, study, TrialState
-        self.lost = (UpdateFinishedTrialError, ValueError)  # what a write to a finished trial raises
+        self.lost = UpdateFinishedTrialError  # raised by a write to a trial that another process has ended
         self.mine: list[ActiveTrial] = []
         self.signs: dict[int, tuple[Any, float]] = {}  # beat of another process's trial, and when it was first seen
         self.synced = self.beaten = -math.inf
@@ -259,6 +259,7 @@ class Worker:
                 while stop.requested is None and not self.step():
                     time.sleep(POLL_S)
             finally:
+                self.pool.stop(*(run for active in self.mine for run in active.runs))
                 for active in list(self.mine):  # of an interrupted process: another one tries them again
                     self.drop(active)
                     self.try_again(self.frozen(active), attempt=0)
@@ -321,7 +322,11 @@ class Worker:
                 active.trial.set_user_attr("scores", scores)
                 active.trial.set_user_attr("seconds", sum(run.seconds for run in active.runs))
                 mean = statistics.fmean(scores)
-                self.end(active, self.states.COMPLETE, f"{self.plan.options.objective} {mean:.6g}", mean)
+                text = f"{self.plan.options.objective} {mean:.6g}"
+                if math.isfinite(mean):
+                    self.end(active, self.states.COMPLETE, text, mean)
+                else:
+                    self.end(active, self.states.PRUNED, text)
         except self.lost:
             self.drop(active)
             self.table.message(f"trial {active.trial.number} had been given to another process")
@@ -356,10 +361,12 @@ class Worker:
         """Finish a trial."""
         try:
             self.study.tell(number, value, state=state)
-        except RuntimeError as error:
-            # After the last combination a grid stops `study.optimize`, which does not run here; the trial is finished.
-            if isinstance(error, self.lost):
-                raise
+        except self.lost:
+            raise
+        except ValueError as error:  # the same, where Optuna notices it earlier
+            raise self.lost(str(error)) from error
+        except RuntimeError:  # after the last combination a grid stops `study.optimize`, which does not run here
+            pass
 
     def drop(self, active: ActiveTrial) -> None:
         """Stop the runs of a trial and forget it."""

@@ -129,7 +129,8 @@ class Comparison:
         """All numbers in JSON types."""
         groups: dict[str, Any] = {}
         for label, group in self.groups.items():
-            groups[label] = {"iqm": plain(self.iqm[label])} | dict(zip(("mean", "median", "std"), self.spread(label)))  # noqa: B905
+            mean, median, std = self.spread(label)
+            groups[label] = {"iqm": plain(self.iqm[label]), "mean": mean, "median": median, "std": std}
             groups[label]["steps_per_second"] = self.speed(label)
             groups[label]["profile"] = plain(self.profiles[label])
             groups[label]["runs"] = [self._run_row(run) for run in group]
