@@ -281,3 +281,19 @@ def test_descriptions_that_span_lines_are_whole():
         "Made", (), {"__doc__": "One.\n\n    Args:\n        a: First\n            and second.\n        b: Third.\n"}
     )
     assert argument_sentences(made) == {"a": "First and second.", "b": "Third."}
+
+
+def test_a_preset_file_gives_the_settings_and_the_algorithm_and_flags_override_it(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("task: X\nnum_envs: 3\nalgorithm: {class_name: SAC, gamma: 0.5, batch_size: 32}\n")
+    options, config = parse_train(["Pendulum-v1", "--config", str(file), "--batch-size", "64"])
+    assert (options.task, options.num_envs, options.algorithm) == ("Pendulum-v1", 3, "sac")
+    assert (config["algorithm"]["gamma"], config["algorithm"]["batch_size"]) == (0.5, 64)
+
+
+def test_a_preset_file_that_is_none_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no\.yaml"):
+        parse_train(["Pendulum-v1", "--config", str(tmp_path / "no.yaml")])
+    (tmp_path / "list.yaml").write_text("[1]")
+    with pytest.raises(ValueError, match="is no mapping of settings"):
+        parse_train(["Pendulum-v1", "--config", str(tmp_path / "list.yaml")])

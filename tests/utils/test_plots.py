@@ -95,6 +95,21 @@ def test_labels_get_different_colours_and_default_to_directory_names(tmp_path):
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["run0", "run1", "run2"]
 
 
+@pytest.mark.parametrize("labels", [["a"], [f"a rather long label, number {i}" for i in range(6)], ["x" * 90, "y"]])
+def test_the_legend_is_inside_the_picture_whatever_its_labels(tmp_path, labels):
+    runs = [make_run(tmp_path / f"run{i}", [1.0, 2.0]) for i in range(len(labels))]
+    figure = _draw(_load(runs, labels), ["episode/mean_reward"])
+    figure.savefig(tmp_path / "curve.png")
+    legend, axes = figure.legends[0].get_window_extent(), figure.axes[0].get_window_extent()
+    assert legend.x0 >= 0
+    assert legend.x1 <= figure.bbox.width
+    assert legend.y1 <= figure.bbox.height
+    assert axes.y1 < legend.y0
+    assert axes.height > 0.5 * 2.6 * figure.dpi
+    if max(map(len, labels)) < 40:  # one column fits
+        assert figure.get_figwidth() == 3.5
+
+
 def test_run_without_a_tag_and_nonfinite_values_leave_gaps(tmp_path):
     a = make_run(tmp_path / "a", [1.0, 2.0], **{"time/fps": 5.0})
     b = make_run(tmp_path / "b", [1.0, 2.0])

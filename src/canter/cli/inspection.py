@@ -10,13 +10,12 @@ import tyro
 
 from canter.algorithms import REGISTRY
 from canter.cli.errors import UserError, user_errors
-from canter.cli.runs import known_tasks, nearest_run, open_env
+from canter.cli.runs import known_tasks, open_env, runs_below
 from canter.datasets.motion_clip import JOINT_POS, JOINT_VEL, MotionClip, read_clip
 from canter.datasets.motion_loader import find_clips
 from canter.envs.check import check_env
 from canter.presets import FALLBACK, PPO, load_preset, preset_name, presets, scores
 from canter.utils.files import atomic_write
-from canter.utils.logging import METRICS_NAME
 from canter.utils.plots import plot_runs
 
 
@@ -86,14 +85,9 @@ def plot(
         metrics: Metrics to plot; the usual ones that were logged by default.
         labels: One label per run; runs with the same label become one curve.
     """
-    found: list[Path] = []
-    for path in runs:
-        below = [metrics.parent for metrics in sorted(path.glob(f"**/{METRICS_NAME}"))]
-        if not below:
-            raise UserError(f"there is no run in {path}: no {METRICS_NAME}{nearest_run(path)}")
-        found += [path] if path in below else below
-    if not found:
+    if not runs:
         raise UserError("name the runs to plot: canter plot RUN...")
+    found = runs_below(runs)
     out = out or (found[0] / "curve.png" if len(found) == 1 else Path("curves.png"))
     with user_errors():
         print(plot_runs(found, out, metrics or None, list(labels) or [label_of(run) for run in found]))

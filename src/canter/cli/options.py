@@ -294,16 +294,17 @@ def argument_sentences(cls: type) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in ARGUMENT.findall(section)}
 
 
-def parse(flags: Any, args: Sequence[str], prog: str, default: Any = None) -> Any:
+def parse(flags: Any, args: Sequence[str], prog: str, default: Any = None, return_unknown_args: bool = False) -> Any:
     """Parse `args` into a dataclass, or call a function with them; `default` is an instance with the defaults.
 
-    An unknown flag or bad value ends the program with exit code 2 and a suggestion.
+    An unknown flag or bad value ends the program with exit code 2 and a suggestion; with `return_unknown_args` the
+    result is a pair, and the unknown flags are its second part.
     """
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(yaml_rule)
     defaults = {} if default is None else {"default": default}
     with registry:
-        return tyro.cli(flags, args=list(args), prog=prog, **defaults)
+        return tyro.cli(flags, args=list(args), prog=prog, return_unknown_args=return_unknown_args, **defaults)
 
 
 def call(function: Callable[..., int | None] | str, args: Sequence[str], prog: str) -> int | None:

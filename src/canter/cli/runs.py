@@ -6,6 +6,7 @@ import shutil
 import sys
 import time
 import warnings
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,7 @@ from canter.envs.wrap import ENV_NAMES, env_options, make_env
 from canter.runners import Runner, build_runner
 from canter.runners.run_config import find_algorithm
 from canter.utils.checkpoint import newest_valid_checkpoint
+from canter.utils.run_data import find_runs
 from canter.utils.runtime import resolve_device
 
 EVAL_ENVS = 10
@@ -83,6 +85,17 @@ def nearest_run(path: Path) -> str:
     near = difflib.get_close_matches(path.name, [run.name for run in runs], n=1)
     chosen = [run for run in runs if run.name in near] or runs
     return f"; did you mean {chosen[0]}?" if chosen else ""
+
+
+def runs_below(paths: Iterable[Path]) -> list[Path]:
+    """The run directories among and below these directories; files, which a pattern may add, are skipped."""
+    found: list[Path] = []
+    for path in (path for path in paths if not path.is_file()):
+        try:
+            found += find_runs(path)
+        except FileNotFoundError as error:  # noqa: PERF203
+            raise UserError(f"{error}{nearest_run(path)}") from error
+    return list(dict.fromkeys(found))
 
 
 def find_checkpoint(run: Path, wanted: str | None) -> Path:

@@ -2,14 +2,17 @@
 
 import contextlib
 import inspect
+import json
 import math
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from canter.utils.files import store_code_state
+from canter.utils.files import atomic_write, store_code_state
 from canter.utils.logging import Logger
+from canter.utils.run_data import MACHINE_NAME
+from canter.utils.runtime import describe_machine
 
 EVENTS = ("pre_iteration", "post_iteration", "pre_rollout", "post_rollout", "pre_update", "post_update")
 LOSS_NAMES = {"surrogate_loss": "policy_loss", "entropy": "entropy_loss"}
@@ -17,7 +20,9 @@ DIFF_HEADING = b"\n# git diff HEAD\n"
 
 
 def store_code(directory: Path, repositories: list[str], with_diff: bool, writer: Logger) -> None:
-    """Store the state of the code's git repositories; the text of a diff is never uploaded."""
+    """Store the machine and the state of the code's git repositories; the text of a diff is never uploaded."""
+    with contextlib.suppress(OSError):
+        atomic_write(directory / MACHINE_NAME, json.dumps(describe_machine(), indent=2).encode())
     for path in store_code_state(directory, repositories, with_diff):
         with contextlib.suppress(OSError):  # the run goes on without this copy
             status, heading, _ = path.read_bytes().partition(DIFF_HEADING)

@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from canter.utils.files import StrPath, atomic_write
-from canter.utils.logging.backends import METRICS_NAME, read_rows
+from canter.utils.run_data import Series, load_run, read_metrics
+
+__all__ = ["plot_runs", "read_metrics"]
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # The colour-blind-safe palette of Okabe and Ito, without yellow (too faint on white).
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _LOSSES = ("policy", "value", "actor", "critic1", "q", "distillation", "estimator", "discriminator", "entropy")
-_TITLES = {
+TITLES = {
     "episode/mean_reward": "Episode return",
     "eval/mean_reward": "Evaluation return",
     "episode/mean_length": "Episode length",
@@ -28,29 +30,12 @@ _TITLES = {
     "policy/mean_noise_std": "Action std",
     "time/fps": "Steps per second",
 }
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#888888", "axes.axisbelow": True,
     "axes.grid": True, "grid.color": "#E4E4E4", "grid.linewidth": 0.8, "xtick.color": "#444444",
     "ytick.color": "#444444", "legend.frameon": False, "figure.facecolor": "white", "savefig.facecolor": "white",
 }  # fmt: skip
-Series = dict[str, tuple[list[int], list[float]]]  # steps and values by tag
-
-
-def read_metrics(run_dir: StrPath) -> Series:
-    """Return the environment steps and values of every metric of a run, in the order of logging."""
-    path = Path(run_dir)
-    path = path / METRICS_NAME if path.is_dir() else path
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist; a run with a log_dir writes it")
-    series: Series = {}
-    for row in read_rows(path):
-        for tag, value in row.items():
-            if tag not in ("step", "time") and isinstance(value, (int, float)):
-                steps, values = series.setdefault(tag, ([], []))
-                steps.append(row["step"])
-                values.append(float(value))
-    return series
 
 
 def plot_runs(
@@ -68,10 +53,10 @@ def plot_runs(
     choices = ", ".join(there) or "none"
     if missing := [tag for tag in metrics or () if tag not in there]:
         raise ValueError(f"no run has the metric {missing[0]!r}; there are {choices}")
-    tags = list(dict.fromkeys(metrics)) if metrics is not None else [tag for tag in _TITLES if tag in there]
+    tags = list(dict.fromkeys(metrics)) if metrics is not None else [tag for tag in TITLES if tag in there]
     if not tags:
         raise ValueError(f"none of the usual metrics was logged; choose from {choices}")
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = _draw(groups, tags)
         atomic_write(path, lambda file: figure.savefig(file, format=path.suffix[1:].lower() or "png", dpi=150))
     return path
@@ -86,7 +71,7 @@ def _load(run_dirs: Sequence[StrPath], labels: list[str] | None) -> dict[str, li
     paths = [Path(run_dir).resolve() for run_dir in run_dirs]
     groups: dict[str, list[Series]] = {}
     for path, label in zip(paths, labels or [p.parent.name if p.is_file() else p.name for p in paths], strict=True):
-        groups.setdefault(label, []).append(read_metrics(path))
+        groups.setdefault(label, []).append(load_run(path).series)
     return groups
 
 
@@ -95,19 +80,16 @@ def _draw(groups: dict[str, list[Series]], tags: list[str]) -> Figure:
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     rows, columns, places = _layout(len(tags))
-    names = {label: f"{label} ({len(group)} seeds)" if len(group) > 1 else label for label, group in groups.items()}
-    entry = 0.09 * max(map(len, names.values())) + 0.6  # inches of the longest entry of the legend
-    width = max(3.5 * columns, entry)
-    figure = Figure(figsize=(width, 2.6 * rows + 0.4), layout="constrained")
+    figure = Figure(figsize=(3.5 * columns, 2.6 * rows + 0.4), layout="constrained")
     grid = figure.add_gridspec(rows, columns)
     handles: dict[str, Any] = {}
     for tag, (row, column) in zip(tags, places, strict=True):
         axes = figure.add_subplot(grid[row, column])
         for index, (label, group) in enumerate(groups.items()):
-            line = _draw_group(axes, tag, group, _COLORS[index % len(_COLORS)], "-" if index < len(_COLORS) else "--")
+            line = _draw_group(axes, tag, group, COLORS[index % len(COLORS)], "-" if index < len(COLORS) else "--")
             if line is not None:
-                handles.setdefault(names[label], line)
-        axes.set_title(_TITLES.get(tag, tag))
+                handles.setdefault(f"{label} ({len(group)} seeds)" if len(group) > 1 else label, line)
+        axes.set_title(TITLES.get(tag, tag))
         axes.set_xlabel("environment steps", color="#444444")
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.xaxis.set_major_locator(MaxNLocator(5))
@@ -117,8 +99,20 @@ def _draw(groups: dict[str, list[Series]], tags: list[str]) -> Figure:
             axes.set_yscale("log")
         elif np.abs(data).max() >= 1e4:
             axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    figure.legend(list(handles.values()), list(handles), loc="outside upper left", ncols=max(1, int(width / entry)))
+    _add_legend(figure, handles)
     return figure
+
+
+def _add_legend(figure: Figure, handles: dict[str, Any]) -> None:
+    """Put the legend above the panels, in as many columns as fit; the figure grows by the rest."""
+    for columns in range(min(4, len(handles)), 0, -1):
+        legend = figure.legend(list(handles.values()), list(handles), loc="outside upper left", ncols=columns)
+        size = legend.get_window_extent()
+        if size.width <= figure.bbox.width or columns == 1:
+            width, height = figure.get_size_inches()
+            figure.set_size_inches(max(width, size.width / figure.dpi + 0.1), height + size.height / figure.dpi - 0.3)
+            return
+        legend.remove()
 
 
 def _layout(count: int) -> tuple[int, int, list[tuple[slice, slice]]]:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import random
+import re
 import signal
 import threading
 from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
+
+from canter import __version__
 
 
 def resolve_device(device: torch.device | str | None = None) -> torch.device:
@@ -29,6 +35,17 @@ def resolve_device(device: torch.device | str | None = None) -> torch.device:
             available = ", ".join(["cpu", *(f"cuda:{i}" for i in range(count))])
             raise ValueError(f"device {str(device)!r} is not available; there are: {available}")
     return resolved
+
+
+def describe_machine() -> dict[str, str]:
+    """Return the hardware, and the versions of the software, of this process."""
+    cpuinfo = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    machine = {"processor": f"{named[1] if named else platform.machine()}, {usable_cores()} cores"}
+    if torch.cuda.is_available():
+        machine["gpu"] = torch.cuda.get_device_name()
+    machine |= {"system": platform.platform(), "python": platform.python_version(), "canter": __version__}
+    return machine | {name: metadata.version(name) for name in ("torch", "numpy", "gymnasium")}
 
 
 def usable_cores() -> int:
