@@ -1,0 +1,151 @@
+"""What ranks do in tests; every function is called as `case(directory, rank)` in each of them."""
+
+import torch
+
+from gymnasium import spaces
+
+from canter.algorithms.td3 import TD3
+from canter.envs.torch_envs import PointRobot
+from canter.envs.vec_env import StepRecord, VecEnv
+from canter.execution.executor import Executor
+from canter.runners import AmpPolicyRunner, OffPolicyRunner, OnPolicyRunner
+from canter.storage.replay import ReplayBatch
+from canter.utils.distributed import RANKS
+
+CPU = torch.device("cpu")
+
+
+def collectives(directory, rank):
+    RANKS.start(CPU)
+    a, b = torch.full((3,), float(rank)), torch.tensor(10.0 * rank)
+    RANKS.average([a, b])
+    rows = torch.arange(12.0).view(6, 2)[: 2 + 2 * rank] + 100.0 * rank  # 2 rows, then 4
+    merged = RANKS.merge(torch.tensor(len(rows)), rows.mean(0), rows.var(0, correction=0))
+    shared = {"x": torch.full((2, 2), float(rank)).t()}
+    RANKS.broadcast(shared)
+    return {
+        "mean": (a, b),
+        "merged": merged,
+        "agreed": RANKS.agree(rank * 7),
+        "gathered": RANKS.gather({"rank": rank}),
+        "first": RANKS.on_first(lambda: f"rank {rank}"),
+        "metrics": RANKS.mean_metrics({"time/fps": 5.0, "a": float(rank)} | ({"b": 3.0} if rank else {})),
+        "broadcast": shared["x"],
+        "seed": RANKS.seed(5),
+    }
+
+
+def recorded(directory, rank):
+    RANKS.start(CPU)
+    executor, x = Executor(CPU), torch.zeros(4)
+
+    def step(row):
+        x.add_(row)
+        RANKS.average([x, x * 0.0])
+        return x * 2.0
+
+    results = [executor.run("step", step, torch.full((4,), float(rank + n))).clone() for n in range(8)]
+    return {"results": results, "eager_only": executor.eager_only, "graphs": len(executor.graphs)}
+
+
+NUM_ENVS, NUM_STEPS, NUM_ITERATIONS = 8, 6, 3  # of all ranks together
+
+
+class Table(VecEnv):
+    """Shows the rows of a table, whatever the actions are; a rank has its columns of it."""
+
+    gives_final_obs = False
+
+    def __init__(self):
+        self.num_envs = NUM_ENVS // RANKS.size
+        self.columns = slice(RANKS.rank * self.num_envs, (RANKS.rank + 1) * self.num_envs)
+        self.device, self.t, self.max_episode_length = CPU, 0, None
+        self.obs_space, self.critic_obs_space = spaces.Box(-9, 9, (3,)), spaces.Box(-9, 9, (5,))
+        self.action_space = spaces.Box(-1.0, 1.0, (2,))
+        draw = torch.Generator().manual_seed(1)
+        rows = NUM_STEPS * NUM_ITERATIONS + 1
+        self.table = {
+            name: torch.randn(rows, NUM_ENVS, width, generator=draw)
+            for name, width in (("obs", 3), ("critic", 5), ("reward", 1), ("end", 2), ("noise", 2), ("policy", 4))
+        }
+        self.table["obs"][..., 0] += 50.0  # a mean that float32 sums of squares would lose
+
+    def seed(self, seed):
+        pass
+
+    def row(self, name):
+        return self.table[name][self.t, self.columns]
+
+    def get_observations(self):
+        return self.row("obs"), self.row("critic")
+
+    reset = get_observations
+
+    def step(self, actions):
+        self.t += 1
+        ends = self.row("end") > 1.0
+        # With features at an episode's end no row is masked, so that every rank has as many.
+        extras = dict.fromkeys(("observations", "final_observation"), {"ref_obs": self.row("policy")})
+        extras["ref_motion"] = self.row("policy") * 0.5 + 1.0
+        yes = torch.ones(self.num_envs, dtype=torch.bool)
+        obs, critic_obs = self.get_observations()
+        ended = (ends[:, 0], ends[:, 1] & ~ends[:, 0])
+        return StepRecord(obs, critic_obs, self.row("reward")[:, 0], *ended, None, None, yes, extras)
+
+
+RND = {"weight": 0.5, "num_outputs": 4, "predictor_hidden_dims": [8], "target_hidden_dims": [8]}
+RND |= {"state_normalization": True, "reward_normalization": True}
+NORMS = {"empirical_normalization": True, "normalize_rewards": True, "value_normalization": "popart"}
+POLICY = {"actor_hidden_dims": [8], "critic_hidden_dims": [8]}
+KINDS = {
+    "mlp": ("ActorCritic", {"class_name": "PPO", **NORMS, "rnd_cfg": RND}, {}),
+    "per_minibatch": ("ActorCritic", {"class_name": "PPO", "normalize_advantage_per_mini_batch": True}, {}),
+    "lstm": ("ActorCriticRecurrent", {"class_name": "PPO", **NORMS}, {"rnn_type": "lstm", "rnn_hidden_size": 6}),
+    "sgd": ("ActorCritic", {"class_name": "PPO", "optimizer_class_name": "SGD"}, {}),
+    "amp": ("AmpActorCritic", {"class_name": "APPO"}, {"amp_discriminator": {"input_dim": 4, "style_reward_coef": 1.0, "hidden_dims": [8]}}),
+}
+
+
+def table_runner(kind, execution="eager", **options):
+    """A runner whose data is the same whether one process or several collect it: one minibatch, noise of the table."""
+    class_name, algorithm, policy = KINDS[kind]
+    algorithm = {"num_learning_epochs": 3, "num_mini_batches": 1, "schedule": "adaptive", "desired_kl": 1e-3} | algorithm
+    cfg = {"seed": 5, "num_steps_per_env": NUM_STEPS, "algorithm": {**algorithm, "execution": execution}, **options}
+    cfg["policy"] = {"class_name": class_name, **POLICY, **policy}
+    RANKS.start(CPU)
+    env = Table()
+    runner = (AmpPolicyRunner if kind == "amp" else OnPolicyRunner)(env, cfg, device="cpu", show_progress=False)
+    runner.policy.sample_action = lambda params, generator: params["mu"] + params["sigma"] * env.row("noise")
+    return runner
+
+
+def learned(runner):
+    """What a runner learned, without the sums of its own environments."""
+    return {**runner.checkpoints.shared_tensors(), "rate": runner.alg.lr}
+
+
+def table_runs(directory, rank):
+    found = {}
+    for kind in KINDS:
+        runner = table_runner(kind)
+        runner.learn(NUM_ITERATIONS)
+        found[kind] = learned(runner)
+    return found
+
+
+def twin_critics(directory, rank):
+    """Gradient steps of TD3 on halves of one batch; without noise nothing is random."""
+    RANKS.start(CPU)
+    env = PointRobot(NUM_ENVS // RANKS.size, seed=1)
+    alg = TD3(env, seed=5, batch_size=16, target_noise=0.0, actor_hidden_dims=(8,), critic_hidden_dims=(8,))
+    runner = OffPolicyRunner(env, agent=alg, show_progress=False)
+    runner.checkpoints.compare()
+    draw = torch.Generator().manual_seed(1)
+    rows = slice(rank * 16 // RANKS.size, (rank + 1) * 16 // RANKS.size)
+    for phase in range(4):
+        obs, critic_obs, next_obs, next_critic_obs = (torch.randn(16, n, generator=draw)[rows] for n in (6, 9, 6, 9))
+        actions, rewards, dones = (torch.rand(*shape, generator=draw)[rows] for shape in ((16, 2), (16,), (16,)))
+        fields = {"obs": obs, "critic_obs": critic_obs, "next_obs": next_obs, "next_critic_obs": next_critic_obs}
+        fields |= {"actions": actions, "rewards": rewards, "dones": dones.round(), "discounts": 0.99 + 0.0 * rewards}
+        alg.learn_step(ReplayBatch(**{**dict.fromkeys(ReplayBatch._fields), **fields}), phase)
+    return runner.checkpoints.shared_tensors()
