@@ -1,16 +1,23 @@
 """What ranks do in tests; every function is called as `case(directory, rank)` in each of them."""
 
-import torch
+import sys
+import warnings
+from pathlib import Path
 
+import torch
 from gymnasium import spaces
 
+from canter.algorithms.sac import SACConfig
 from canter.algorithms.td3 import TD3
 from canter.envs.torch_envs import PointRobot
 from canter.envs.vec_env import StepRecord, VecEnv
 from canter.execution.executor import Executor
 from canter.runners import AmpPolicyRunner, OffPolicyRunner, OnPolicyRunner
 from canter.storage.replay import ReplayBatch
-from canter.utils.distributed import RANKS
+from canter.utils.distributed import RANKS, checksum
+
+sys.path.append(str(Path(__file__).parents[1] / "runners"))
+import resume_cases  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -149,3 +156,50 @@ def twin_critics(directory, rank):
         fields |= {"actions": actions, "rewards": rewards, "dones": dones.round(), "discounts": 0.99 + 0.0 * rewards}
         alg.learn_step(ReplayBatch(**{**dict.fromkeys(ReplayBatch._fields), **fields}), phase)
     return runner.checkpoints.shared_tensors()
+
+
+def sac_runner(log_dir=None):
+    cfg = SACConfig(
+        seed=5, batch_size=8, learning_starts=18, save_replay_buffer=True, empirical_normalization=True, buffer_size=60,
+        normalize_rewards=True, actor_hidden_dims=(8,), critic_hidden_dims=(8,), log_interval=12, save_interval=0,
+    )  # fmt: skip
+    return OffPolicyRunner(PointRobot(3, max_episode_length=7), cfg, log_dir=log_dir, show_progress=False)
+
+
+def resumable(name, log_dir=None):
+    """A runner, and the length of half its run."""
+    return (sac_runner(log_dir), 12) if name == "sac" else (resume_cases.make_runner(name, log_dir), 2)
+
+
+RESUMED = ("mlp", "lstm", "sac")
+
+
+def train(runner, length):
+    """The metrics of a few iterations, but for how long they took, and everything that a checkpoint holds."""
+    history = runner.learn(num_learning_iterations=length).history
+    metrics = [{name: value for name, value in row.items() if not name.startswith("time/")} for row in history]
+    everything = {**runner.alg.state_dict(), "resume": runner.alg.resume_state(), "runner": runner.extra_state()}
+    return {"metrics": metrics[-2:], "state": checksum(everything)}
+
+
+def first_half(directory, rank):
+    found = {}
+    for name in RESUMED:
+        runner, half = resumable(name, directory / name)
+        runner.learn(num_learning_iterations=half)
+        found[name] = train(runner, half)
+        found[name]["steps"] = runner.tot_timesteps
+    return found
+
+
+def second_half(directory, rank):
+    found = {}
+    for name in RESUMED:
+        runner, half = resumable(name)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            runner.load(directory / name / f"model_{half}.pt")
+        found[name] = train(runner, half)
+        found[name] |= {"steps": runner.tot_timesteps, "warnings": [str(warning.message) for warning in caught]}
+        found[name]["noise"] = torch.rand(3, generator=runner.alg.generators["action"])
+    return found

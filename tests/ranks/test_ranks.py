@@ -54,3 +54,48 @@ def test_two_ranks_learn_what_one_process_learns_from_the_same_steps(table_runs,
 
 def test_two_ranks_of_td3_learn_what_one_process_learns_from_the_same_batches(launcher, tmp_path):
     assert_same(*launcher.run(1, tmp_path / "one", "twin_critics"), *launcher.run(2, tmp_path / "two", "twin_critics"))
+
+
+RESUMED = ["mlp", "lstm", "sac"]
+
+
+@pytest.fixture(scope="module")
+def halves(launcher, tmp_path_factory):
+    """Runs of two ranks without a break, and from a checkpoint in the middle: by two, one and three ranks."""
+    path = tmp_path_factory.mktemp("halves")
+    return {
+        "whole": launcher.run(2, path, "first_half"),
+        2: launcher.run(2, path, "second_half"),
+        1: launcher.run(1, path, "second_half"),
+        3: launcher.run(3, path, "second_half"),
+        "path": path,
+    }
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_two_ranks_continue_a_checkpoint_bit_by_bit(halves, name):
+    for whole, resumed in zip(halves["whole"], halves[2], strict=True):
+        assert resumed[name]["warnings"] == []
+        assert resumed[name]["steps"] == whole[name]["steps"]
+        assert resumed[name]["metrics"] == whole[name]["metrics"]
+        assert resumed[name]["state"] == whole[name]["state"]
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_ranks_learn_the_same_from_noise_of_their_own(halves, name):
+    first, second = (rank[name] for rank in halves["whole"])
+    assert first["state"]["model_state_dict"] == second["state"]["model_state_dict"]
+    assert first["state"]["resume"]["generators"]["action"] != second["state"]["resume"]["generators"]["action"]
+    assert first["state"]["runner"]["obs"] != second["state"]["runner"]["obs"]
+    assert first["metrics"] == second["metrics"]
+
+
+@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("size", [1, 3])
+def test_another_number_of_ranks_continues_with_new_streams_and_says_so(halves, name, size):
+    ranks = [rank[name] for rank in halves[size]]
+    assert any("2 rank(s) saved" in text and "not exactly" in text for text in ranks[0]["warnings"])
+    steps = {"mlp": (2 * 3 * 4 * 2, 3 * 4 * 2), "lstm": (2 * 3 * 4 * 2, 3 * 4 * 2), "sac": (2 * 3 * 12, 3 * 12)}
+    before, added = steps[name]
+    assert ranks[0]["steps"] == before + size * added
+    assert len({tuple(rank["noise"].tolist()) for rank in ranks}) == size

@@ -305,7 +305,11 @@ def first_line(error: BaseException) -> str:
 
 
 def checksum(value: Any) -> Any:
-    """A short digest of a tensor's bits; other values as they are."""
+    """Nested containers with a short digest of its bits in place of every tensor."""
+    if isinstance(value, Mapping):
+        return {name: checksum(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [checksum(part) for part in value]
     if not isinstance(value, Tensor):
         return value
     plain = value.detach().cpu().contiguous()
