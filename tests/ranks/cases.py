@@ -1,6 +1,11 @@
 """What ranks do in tests; every function is called as `case(directory, rank)` in each of them."""
 
+import functools
+import os
+import signal
+import socket
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -12,9 +17,10 @@ from canter.algorithms.td3 import TD3
 from canter.envs.torch_envs import PointRobot
 from canter.envs.vec_env import StepRecord, VecEnv
 from canter.execution.executor import Executor
-from canter.runners import AmpPolicyRunner, OffPolicyRunner, OnPolicyRunner
+from canter.runners import AmpPolicyRunner, OffPolicyRunner, OnPolicyRunner, StopTraining
 from canter.storage.replay import ReplayBatch
-from canter.utils.distributed import RANKS, checksum
+from canter.utils.distributed import RANKS, RankError, checksum
+from canter.utils.files import RunLock
 
 sys.path.append(str(Path(__file__).parents[1] / "runners"))
 import resume_cases  # noqa: E402
@@ -192,9 +198,9 @@ def first_half(directory, rank):
     return found
 
 
-def second_half(directory, rank):
+def second_half(directory, rank, names=RESUMED):
     found = {}
-    for name in RESUMED:
+    for name in names:
         runner, half = resumable(name)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -203,3 +209,116 @@ def second_half(directory, rank):
         found[name] |= {"steps": runner.tot_timesteps, "warnings": [str(warning.message) for warning in caught]}
         found[name]["noise"] = torch.rand(3, generator=runner.alg.generators["action"])
     return found
+
+
+def second_half_of_sac(directory, rank):
+    return second_half(directory, rank, ["sac"])
+
+
+class Faulty(PointRobot):
+    """Calls `fault` in its step number 10."""
+
+    def __init__(self, fault):
+        super().__init__(2, max_episode_length=7)
+        self.fault, self.num_steps = fault, 0
+
+    def step(self, actions):
+        self.num_steps += 1
+        if self.num_steps == 10:
+            self.fault()
+        return super().step(actions)
+
+
+def fail():
+    raise RuntimeError("joint limit of the left knee")
+
+
+FAULTS = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "hangs": lambda: time.sleep(600.0),
+    "raises": fail,
+    "signalled": lambda: os.kill(os.getpid(), signal.SIGTERM),
+}
+
+
+def faulty_run(directory, rank, fault=None, save_dir="run", **cfg):
+    """Four iterations of four steps, each saved; rank 1 has a fault in the third."""
+    cfg = {"num_steps_per_env": 4, "save_interval": 1, "logger_backend": [], "rank_timeout": 2.0, "seed": 3, **cfg}
+    cfg["policy"] = {"class_name": "ActorCritic", **POLICY}
+    env = Faulty(FAULTS[fault] if rank == 1 and fault else int)
+    runner = OnPolicyRunner(env, cfg, directory / save_dir, "cpu", show_progress=False)
+    begin = time.monotonic()
+    try:
+        runner.learn(4)
+    except Exception as error:
+        told = getattr(error, "is_told", None)
+        return {"error": f"{type(error).__name__}: {error}", "is_told": told, "seconds": time.monotonic() - begin}
+    return {"iteration": runner.iteration}
+
+
+killed = functools.partial(faulty_run, fault="killed")
+hangs = functools.partial(faulty_run, fault="hangs")
+raises = functools.partial(faulty_run, fault="raises")
+signalled = functools.partial(faulty_run, fault="signalled")
+fine = faulty_run
+
+
+def differs(directory, rank):
+    try:
+        faulty_run(directory, rank, gamma=0.9 + 0.01 * rank)
+    except RankError as error:
+        return str(error)
+
+
+def one_stops(directory, rank):
+    runner = table_runner("per_minibatch")
+
+    def stop(runner, stats):
+        if rank == 1 and runner.iteration == 2:
+            raise StopTraining
+
+    runner.add_callback("post_iteration", stop)
+    runner.learn(NUM_ITERATIONS)
+    return runner.iteration
+
+
+def drifts(directory, rank):
+    runner = table_runner("per_minibatch", save_interval=0)
+    runner.learn(1)
+    if rank == 1:
+        runner.policy.actor[0].weight.data.view(-1)[3] += 1e-7
+    try:
+        runner.save(directory / "model.pt")
+    except RankError as error:
+        return str(error)
+
+
+def locked(directory, rank):
+    lock = RunLock(directory / "run") if rank == 0 else None
+    found = faulty_run(directory, rank)
+    del lock
+    return found
+
+
+def alone(directory, rank):
+    """The other rank never starts."""
+    if rank == 1:
+        return None
+    begin = time.monotonic()
+    try:
+        RANKS.start(CPU, patience=1.0)
+    except RankError as error:
+        return str(error), time.monotonic() - begin
+
+
+def port_in_use(directory, rank):
+    if rank == 1:
+        return None
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        os.environ["MASTER_PORT"] = str(taken.getsockname()[1])
+        try:
+            RANKS.start(CPU, patience=1.0)
+        except RankError as error:
+            return str(error)

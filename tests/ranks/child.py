@@ -16,6 +16,8 @@ import cases
 import torch
 import torch._dynamo  # torch.optim imports it in its first step, which takes seconds
 
+from canter.utils.distributed import RANKS
+
 signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background ignore it
 
 
@@ -32,6 +34,8 @@ def run(case, directory, rank, size, port):
     except BaseException:
         traceback.print_exc()
         return 1
+    finally:
+        RANKS.stop()
     return 0
 
 

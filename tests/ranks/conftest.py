@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from threading import Timer
 
@@ -36,7 +37,8 @@ class Launcher:
 
         def kill():
             for pid in pids:
-                os.kill(pid, 9)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, 9)
 
         timer = Timer(seconds, kill)
         timer.start()

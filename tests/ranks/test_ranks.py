@@ -67,8 +67,7 @@ def halves(launcher, tmp_path_factory):
         "whole": launcher.run(2, path, "first_half"),
         2: launcher.run(2, path, "second_half"),
         1: launcher.run(1, path, "second_half"),
-        3: launcher.run(3, path, "second_half"),
-        "path": path,
+        3: launcher.run(3, path, "second_half_of_sac"),
     }
 
 
@@ -90,8 +89,7 @@ def test_ranks_learn_the_same_from_noise_of_their_own(halves, name):
     assert first["metrics"] == second["metrics"]
 
 
-@pytest.mark.parametrize("name", RESUMED)
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(("name", "size"), [*((name, 1) for name in RESUMED), ("sac", 3)])
 def test_another_number_of_ranks_continues_with_new_streams_and_says_so(halves, name, size):
     ranks = [rank[name] for rank in halves[size]]
     assert any("2 rank(s) saved" in text and "not exactly" in text for text in ranks[0]["warnings"])

@@ -166,7 +166,8 @@ class Runner(ABC):
     def _compare_ranks(self) -> None:
         """Raise an error if the ranks have other settings or versions."""
         RANKS.wait()  # some build their environments faster
-        cfg = {f"setting {name}": repr(value) for name, value in vars(self.cfg).items() if name != "device"}
+        cfg = {f"setting {name}": repr(value) for name, value in vars(self.cfg).items()}
+        cfg = {name: value for name, value in cfg.items() if name not in ("setting device", "setting training_dict")}
         found = {"num_envs": self.env.num_envs, "torch": torch.__version__, "canter": __version__}
         RANKS.check_equal({**found, **cfg, "algorithm": type(self.alg).__name__}, "the ranks were started differently")
 
@@ -221,9 +222,12 @@ class Runner(ABC):
         reporter = None if trial is None else TrialReporter(trial, self.cfg.trial_metric, self.cfg.eval_interval)
         history: deque[dict[str, float]] = deque(maxlen=MAX_HISTORY)
         title = str(self.run_info.get("task", type(self.alg).__name__))
-        is_locked = self.save_dir is not None and RANKS.is_first
-        lock = RunLock(self.save_dir) if is_locked else contextlib.nullcontext()  # pyright: ignore[reportArgumentType]
-        with lock, StopSignal() as stop, Console(last, title, self.show_progress, self.iteration) as console:
+        with (
+            RANKS.telling_errors(),
+            contextlib.nullcontext() if self.save_dir is None or not RANKS.is_first else RunLock(self.save_dir),
+            StopSignal() as stop,
+            Console(last, title, self.show_progress, self.iteration) as console,
+        ):
             self.init_writer(init_at_random_ep_len)
             self.alg.adjust_learning_rate(self.iteration / self.horizon)
             self.alg.train_mode()
@@ -239,7 +243,6 @@ class Runner(ABC):
                     except StopTraining:
                         is_done = True
             except BaseException as error:
-                RANKS.leave(error)
                 if not stop.is_urgent:
                     self.checkpoints.save_after(error)
                 raise

@@ -19,7 +19,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -116,10 +117,18 @@ class Ranks:
         self.store = dist.PrefixStore("canter", store)
 
     def stop(self) -> None:
-        """Disconnect; the other ranks are not waited for."""
-        if self.size > 1:
-            self.size, self.group = 1, None
-            dist.destroy_process_group()
+        """Disconnect; the first rank, in which the store of messages may be, waits a little for the others to read."""
+        if self.size == 1:
+            return
+        try:
+            self.store.add("ended", 1)
+            deadline = time.monotonic() + ANSWER_SECONDS
+            while self.is_first and self.store.add("ended", 0) < self.size and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+        except RuntimeError:  # the store is gone
+            pass
+        self.size, self.group = 1, None
+        dist.destroy_process_group()
 
     def _watch_parent(self, parent: int) -> None:
         """End this rank if the process that started it dies: first as SIGTERM does, with a checkpoint, then at once."""
@@ -234,6 +243,15 @@ class Ranks:
             raise self._lost(error) from error
 
     # Faults.
+    @contextmanager
+    def telling_errors(self) -> Iterator[None]:
+        """Tell the other ranks if an error ends this one."""
+        try:
+            yield
+        except BaseException as error:
+            self.leave(error)
+            raise
+
     def leave(self, error: BaseException) -> None:
         """Tell the other ranks why this one leaves, unless they are the cause."""
         if self.size > 1 and not isinstance(error, RankError):
