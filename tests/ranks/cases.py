@@ -110,19 +110,21 @@ RND = {"weight": 0.5, "num_outputs": 4, "predictor_hidden_dims": [8], "target_hi
 RND |= {"state_normalization": True, "reward_normalization": True}
 NORMS = {"empirical_normalization": True, "normalize_rewards": True, "value_normalization": "popart"}
 POLICY = {"actor_hidden_dims": [8], "critic_hidden_dims": [8]}
+DISCRIMINATOR = {"input_dim": 4, "style_reward_coef": 1.0, "hidden_dims": [8]}
 KINDS = {
     "mlp": ("ActorCritic", {"class_name": "PPO", **NORMS, "rnd_cfg": RND}, {}),
     "per_minibatch": ("ActorCritic", {"class_name": "PPO", "normalize_advantage_per_mini_batch": True}, {}),
     "lstm": ("ActorCriticRecurrent", {"class_name": "PPO", **NORMS}, {"rnn_type": "lstm", "rnn_hidden_size": 6}),
     "sgd": ("ActorCritic", {"class_name": "PPO", "optimizer_class_name": "SGD"}, {}),
-    "amp": ("AmpActorCritic", {"class_name": "APPO"}, {"amp_discriminator": {"input_dim": 4, "style_reward_coef": 1.0, "hidden_dims": [8]}}),
+    "amp": ("AmpActorCritic", {"class_name": "APPO"}, {"amp_discriminator": DISCRIMINATOR}),
 }
 
 
 def table_runner(kind, execution="eager", **options):
     """A runner whose data is the same whether one process or several collect it: one minibatch, noise of the table."""
     class_name, algorithm, policy = KINDS[kind]
-    algorithm = {"num_learning_epochs": 3, "num_mini_batches": 1, "schedule": "adaptive", "desired_kl": 1e-3} | algorithm
+    algorithm = {"num_learning_epochs": 3, "num_mini_batches": 1, "desired_kl": 1e-3, **algorithm}
+    algorithm |= {"schedule": "adaptive"}
     cfg = {"seed": 5, "num_steps_per_env": NUM_STEPS, "algorithm": {**algorithm, "execution": execution}, **options}
     cfg["policy"] = {"class_name": class_name, **POLICY, **policy}
     RANKS.start(CPU)

@@ -1,4 +1,4 @@
-"""Ranks for tests: for every line `SIZE DIRECTORY CASE` on stdin, SIZE processes are forked that run a case of cases.py.
+"""Ranks for tests: for every line `SIZE DIRECTORY CASE` on stdin, SIZE processes are forked that run a case.
 
 Prints their process ids when they start and their exit codes when all have ended. Forking from one process that has
 imported everything makes a rank start in milliseconds. What a case returns is in DIRECTORY/rank<number>.pt, and its

@@ -66,6 +66,8 @@ class TrainOptions(RunOptions, Generic[Settings, Policy]):
     profile: str | None = None
     """Group of settings for sac and td3: "classic", or "massive" for thousands of environments."""
     num_envs: int = 8  # Environments stepped together.
+    ranks: int = 1
+    """Processes on this machine that train together, each with `num_envs`; torchrun starts them on several machines."""
     total_timesteps: int = 1_000_000
     """Length of the run in environment steps, rounded up to whole iterations; --max-iterations overrides it."""
     seeds: tuple[int, ...] = ()  # Train one run with each of these seeds, one after the other.
@@ -98,7 +100,13 @@ def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, 
     default = TrainOptions(task=task, settings=settings, policy=policy, algorithm=name, **length)
     options_type: Any = TrainOptions[type(settings), type(policy)]  # type: ignore[misc]
     options = parse(options_type, args, "canter train TASK", default)
-    at_least(1, num_envs=options.num_envs, total_timesteps=options.total_timesteps, threads=options.threads)
+    at_least(
+        1,
+        num_envs=options.num_envs,
+        ranks=options.ranks,
+        total_timesteps=options.total_timesteps,
+        threads=options.threads,
+    )
     at_least(0, final_episodes=options.final_episodes)
     plan.cfg = options.settings
     if has_policy:

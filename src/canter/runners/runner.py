@@ -169,10 +169,14 @@ class Runner(ABC):
         cfg = {f"setting {name}": repr(value) for name, value in vars(self.cfg).items()}
         cfg = {name: value for name, value in cfg.items() if name not in ("setting device", "setting training_dict")}
         found = {"num_envs": self.env.num_envs, "torch": torch.__version__, "canter": __version__}
-        RANKS.check_equal({**found, **cfg, "algorithm": type(self.alg).__name__}, "the ranks were started differently")
+        found |= {**cfg, "algorithm": type(self.alg).__name__}
+        RANKS.check_equal(found, "the ranks were started differently", code=2)
 
-    def _share_parameters(self) -> None:
+    def _start_ranks(self, stop: StopSignal, trial: Any) -> None:
         """Start every rank from the parameters and statistics of the first."""
+        if trial is not None:
+            raise ValueError(f"a trial of a search runs in one process, this is one of {RANKS.size} ranks")
+        RANKS.is_stopping = lambda: stop.requested is not None
         RANKS.wait()
         RANKS.broadcast(self.checkpoints.shared_tensors())
         self.checkpoints.compare()
@@ -217,8 +221,6 @@ class Runner(ABC):
             raise ValueError("the training dict says resume=True, but no checkpoint was loaded; call load(path) first")
         last = self.iteration + self.count_iterations(num_learning_iterations, total_timesteps)
         self.horizon = max(last, self.planned_iterations() or 1)
-        if trial is not None and RANKS.size > 1:
-            raise ValueError(f"a trial of a search runs in one process, this is one of {RANKS.size} ranks")
         reporter = None if trial is None else TrialReporter(trial, self.cfg.trial_metric, self.cfg.eval_interval)
         history: deque[dict[str, float]] = deque(maxlen=MAX_HISTORY)
         title = str(self.run_info.get("task", type(self.alg).__name__))
@@ -234,14 +236,10 @@ class Runner(ABC):
             console.update(self.iteration, self.tot_timesteps, {})
             try:
                 if RANKS.size > 1:
-                    RANKS.is_stopping = lambda: stop.requested is not None
-                    self._share_parameters()
+                    self._start_ranks(stop, trial)
                 is_done = False
                 while self.iteration < last and not self._is_over(stop, is_done):
-                    try:
-                        self._one_iteration(reporter, console, history)
-                    except StopTraining:
-                        is_done = True
+                    is_done = self._is_last_iteration(reporter, console, history)
             except BaseException as error:
                 if not stop.is_urgent:
                     self.checkpoints.save_after(error)
@@ -268,6 +266,14 @@ class Runner(ABC):
             is_done = found == 1
             stop.requested = found if found > 1 else None  # the others end as the rank that got the signal
         return is_done or stop.requested is not None
+
+    def _is_last_iteration(self, *args: Any) -> bool:
+        """Run an iteration; whether it raised `StopTraining`."""
+        try:
+            self._one_iteration(*args)
+        except StopTraining:
+            return True
+        return False
 
     def _one_iteration(
         self, reporter: TrialReporter | None, console: Console, history: deque[dict[str, float]]

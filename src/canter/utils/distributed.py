@@ -41,9 +41,12 @@ POLL_SECONDS = 0.01
 
 
 class RankError(RuntimeError):
-    """Another rank was lost or failed, or the ranks disagree; `is_told`: this rank is the one to report it."""
+    """Another rank was lost or failed, or the ranks disagree."""
 
     is_told = True
+    """Whether this rank is the one that reports it."""
+    code = 7
+    """Exit code of a command."""
 
 
 class Ranks:
@@ -160,7 +163,9 @@ class Ranks:
         own = torch.cat([part.reshape(-1).double() for part in (count, mean, var)])
         every = own.new_empty(self.size * len(own))
         torch.ops.canter.all_gather_(every, own)
-        counts, means, variances = every.view(self.size, -1).split([1, mean.numel(), mean.numel()], 1)  # (W, 1), (W, D), (W, D)
+        counts, means, variances = every.view(self.size, -1).split(
+            [1, mean.numel(), mean.numel()], 1
+        )  # (W, 1), (W, D), (W, D)
         total = counts.sum(0)
         share = counts / total.clamp(min=1)
         joint = (share * means).sum(0)
@@ -217,14 +222,16 @@ class Ranks:
             if shared.data_ptr() != tensor.data_ptr():
                 tensor.copy_(shared)
 
-    def check_equal(self, values: Mapping[str, Any], problem: str) -> None:
-        """Raise RankError with the names of the values that differ between ranks, or tensors whose bits do."""
+    def check_equal(self, values: Mapping[str, Any], problem: str, code: int = 7) -> None:
+        """Raise RankError with the names of the values that differ between ranks, or of tensors whose bits do."""
         first, *others = self.gather({name: checksum(value) for name, value in values.items()})
         for rank, other in enumerate(others, 1):
             names = [name for name in dict.fromkeys((*first, *other)) if first.get(name) != other.get(name)]
             if names:
                 more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-                raise RankError(f"{problem}: rank {rank} differs from rank 0 in {', '.join(names[:4])}{more}")
+                found = RankError(f"{problem}: rank {rank} differs from rank 0 in {', '.join(names[:4])}{more}")
+                found.is_told, found.code = self.is_first, code
+                raise found
 
     def wait(self) -> None:
         """Wait until every rank is here, longer than a collective would: after work that one rank does alone."""
@@ -309,7 +316,9 @@ class Ranks:
             cause = f"killed, stopped, or slower than rank_timeout={self.limit:g} s"
             text = f"{names} does not answer: {cause}. {way_out}"
         elif late and str(self.rank) in late:
-            text = f"the other ranks did not wait for rank {self.rank}: it was slower than rank_timeout={self.limit:g} s"
+            text = (
+                f"the other ranks did not wait for rank {self.rank}: it was slower than rank_timeout={self.limit:g} s"
+            )
         else:
             text = f"a collective of rank {self.rank} failed: {first_line(error)}. {way_out}"
         lost = RankError(f"all ranks end: {text}")

@@ -1,0 +1,36 @@
+"""Commands in several processes on this machine, started and watched as torchrun does it."""
+
+import logging
+import os
+import sys
+import uuid
+from collections.abc import Sequence
+
+from canter.utils.distributed import RankError
+
+
+def is_launched() -> bool:
+    """Whether torchrun, `launch` or a cluster started this process as one of several ranks."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def launch(num_ranks: int, args: Sequence[str]) -> int:
+    """Run `canter ARGS` as this many ranks; returns the exit code of the first that failed."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks report their errors
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, run_id=str(uuid.uuid4()), rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=0,
+    )  # fmt: skip
+    try:
+        elastic_launch(config, sys.executable)("-m", "canter", *args)
+    except ChildFailedError as error:
+        code = error.get_first_failure()[1].exitcode
+        return code if code > 0 else RankError.code  # below 0: a signal killed it
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0
