@@ -163,9 +163,8 @@ class Ranks:
         own = torch.cat([part.reshape(-1).double() for part in (count, mean, var)])
         every = own.new_empty(self.size * len(own))
         torch.ops.canter.all_gather_(every, own)
-        counts, means, variances = every.view(self.size, -1).split(
-            [1, mean.numel(), mean.numel()], 1
-        )  # (W, 1), (W, D), (W, D)
+        every = every.view(self.size, -1)
+        counts, means, variances = every.split([1, mean.numel(), mean.numel()], 1)  # (W, 1), (W, D), (W, D)
         total = counts.sum(0)
         share = counts / total.clamp(min=1)
         joint = (share * means).sum(0)
@@ -178,8 +177,9 @@ class Ranks:
         tensor.div_(self.size)
 
     def gather_into(self, every: Tensor, own: Tensor) -> None:
-        """The operator `canter::all_gather_`: the tensors (D,) of all ranks, one after the other, in `every` (W * D,)."""
-        self._run(lambda: dist.all_gather_into_tensor(every, own, group=self.group))
+        """The operator `canter::all_gather_`: the tensors (D,) of all ranks, one after another, in `every` (W * D,)."""
+        gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._run(lambda: gather(every, own, group=self.group))
 
     # The host: decisions, metrics, messages.
     def agree(self, flag: float) -> float:
@@ -273,10 +273,7 @@ class Ranks:
         return [rank for rank in range(self.size) if rank != self.rank and self.store.check([f"left/{rank}"])]
 
     def _run(self, collective: Callable[[], Any]) -> None:
-        if ACTIVE_TRACERS:  # reading a clock keeps a function from being recorded
-            begin = 0.0
-        else:
-            begin = time.perf_counter()
+        begin = 0.0 if ACTIVE_TRACERS else time.perf_counter()  # a function that reads a clock is not recorded
         try:
             collective()
         except RuntimeError as error:
