@@ -2,11 +2,12 @@
 
 import logging
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Sequence
 
-from canter.utils.distributed import RankError
+from canter.utils.distributed import LAUNCHER, RankError
 
 
 def is_launched() -> bool:
@@ -22,6 +23,7 @@ def launch(num_ranks: int, args: Sequence[str]) -> int:
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks report their errors
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ[LAUNCHER] = "1"
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, run_id=str(uuid.uuid4()), rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=0,
@@ -29,8 +31,12 @@ def launch(num_ranks: int, args: Sequence[str]) -> int:
     try:
         elastic_launch(config, sys.executable)("-m", "canter", *args)
     except ChildFailedError as error:
-        code = error.get_first_failure()[1].exitcode
-        return code if code > 0 else RankError.code  # below 0: a signal killed it
+        rank, failure = error.get_first_failure()
+        if failure.exitcode >= 0:
+            return failure.exitcode
+        name, way_out = signal.Signals(-failure.exitcode).name, "continue from the last checkpoint with `canter resume`"
+        print(f"canter: {name} ended rank {rank}, so all ranks end; {way_out}", file=sys.stderr)
+        return RankError.code
     except SignalException as error:
         return 128 + error.sigval
     return 0

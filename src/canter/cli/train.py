@@ -92,9 +92,8 @@ def run_config(options: TrainOptions[Any, Any], config: dict[str, Any]) -> dict[
     if config["eval_interval"] is None:
         length = config.get("max_timesteps") or options.total_timesteps  # intervals are steps, else iterations
         if "num_steps_per_env" in config:
-            length = config["max_iterations"] or -(
-                -length // (config["num_steps_per_env"] * options.num_envs * RANKS.size)
-            )
+            steps = config["num_steps_per_env"] * options.num_envs * RANKS.size
+            length = config["max_iterations"] or -(-length // steps)
         config["eval_interval"] = max(1, length // EVALS_PER_RUN)
     config["eval_interval"] = config["eval_interval"] or None
     return config
@@ -120,11 +119,11 @@ def resume(
     config: dict[str, Any] = {**saved.config, "run": dict(saved.config["run"])}
     if device is not None:
         config["device"] = device
-    ranks = config["run"].get("ranks", 1) if ranks is None else ranks
-    if ranks > 1 and not is_launched():
-        given = {"total-timesteps": total_timesteps, "checkpoint": checkpoint, "device": device, "ranks": ranks}
+    wanted = int(config["run"].get("ranks", 1) if ranks is None else ranks)
+    if wanted > 1 and not is_launched():
+        given = {"total-timesteps": total_timesteps, "checkpoint": checkpoint, "device": device}
         flags = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
-        return launch(ranks, ["resume", str(run), *flags])
+        return launch(wanted, ["resume", str(run), *flags])
     with user_errors():
         RANKS.start(resolve_device(config.get("device")), config.get("rank_timeout", 60.0))
     path = RANKS.on_first(lambda: runs.find_checkpoint(saved.path, checkpoint))

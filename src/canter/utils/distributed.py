@@ -28,6 +28,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from canter.execution import ACTIVE_TRACERS
 
@@ -38,6 +40,7 @@ PATIENCE_SECONDS = 3600.0  # for work whose length differs between ranks: evalua
 ANSWER_SECONDS = 3.0  # for the other ranks to say that they are alive, after a collective failed
 STOP_SECONDS = 15.0  # to wait for other ranks after SIGTERM; torchrun kills after 30
 POLL_SECONDS = 0.01
+LAUNCHER = "CANTER_LAUNCHER"  # environment variable that `canter train --ranks` sets
 
 
 class RankError(RuntimeError):
@@ -109,7 +112,7 @@ class Ranks:
     def _connect(self, size: int, patience: float) -> None:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         try:
-            store, self.rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=patience)))
+            store, self.rank, size = next(rendezvous("env://", timeout=timedelta(seconds=patience)))
             options: dict[str, Any] = {"store": store, "rank": self.rank, "world_size": size}
             dist.init_process_group(self.backend, timeout=timedelta(seconds=patience), **options)
         except (RuntimeError, ValueError) as error:
@@ -117,7 +120,7 @@ class Ranks:
             problem = f"rank {os.environ.get('RANK')} of {size} did not find the others at {where} ({reason})"
             way_out = "start all ranks, with torchrun or `canter train --ranks`, and choose a free MASTER_PORT"
             raise RankError(f"{problem}; {way_out}") from error
-        self.store = dist.PrefixStore("canter", store)
+        self.store = PrefixStore("canter", store)
 
     def stop(self) -> None:
         """Disconnect; the first rank, in which the store of messages may be, waits a little for the others to read."""
@@ -313,13 +316,13 @@ class Ranks:
             cause = f"killed, stopped, or slower than rank_timeout={self.limit:g} s"
             text = f"{names} does not answer: {cause}. {way_out}"
         elif late and str(self.rank) in late:
-            text = (
-                f"the other ranks did not wait for rank {self.rank}: it was slower than rank_timeout={self.limit:g} s"
-            )
+            text = f"rank {self.rank} was slower than rank_timeout={self.limit:g} s, and the others have ended"
         else:
             text = f"a collective of rank {self.rank} failed: {first_line(error)}. {way_out}"
         lost = RankError(f"all ranks end: {text}")
         lost.is_told = not reasons and self.rank == min(rank for rank in range(self.size) if rank not in silent)
+        if LAUNCHER in os.environ and "timed out" not in str(error).lower():  # it died, which its launcher reports
+            lost.is_told = False
         return lost
 
 
