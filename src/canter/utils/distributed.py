@@ -113,6 +113,8 @@ class Ranks:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         try:
             store, self.rank, size = next(rendezvous("env://", timeout=timedelta(seconds=patience)))
+            # After a restart the store of torchrun's agent still has the addresses of the ranks that ended.
+            store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
             options: dict[str, Any] = {"store": store, "rank": self.rank, "world_size": size}
             dist.init_process_group(self.backend, timeout=timedelta(seconds=patience), **options)
         except (RuntimeError, ValueError) as error:
