@@ -19,6 +19,7 @@ from canter.envs.vec_env import StepRecord, VecEnv
 from canter.execution.executor import Executor
 from canter.runners import AmpPolicyRunner, OffPolicyRunner, OnPolicyRunner, StopTraining
 from canter.storage.replay import ReplayBatch
+from canter.utils.checkpoint import newest_valid_checkpoint
 from canter.utils.distributed import RANKS, RankError, checksum
 from canter.utils.files import RunLock
 
@@ -324,3 +325,19 @@ def port_in_use(directory, rank):
             RANKS.start(CPU, patience=1.0)
         except RankError as error:
             return str(error)
+
+
+def continued(directory, rank):
+    """Continue whatever is there until the end, saving often; rank files and all."""
+    RANKS.start(CPU, limit=5.0, patience=5.0)
+    cfg = {"num_steps_per_env": 4, "save_interval": 1, "logger_backend": [], "rank_timeout": 5.0, "seed": 3}
+    cfg |= {"policy": {"class_name": "ActorCritic", **POLICY}, "keep_checkpoints": 3}
+    cfg["algorithm"] = {"class_name": "PPO", "num_mini_batches": 2, "schedule": "adaptive", **NORMS}
+    runner = OnPolicyRunner(PointRobot(2, max_episode_length=7), cfg, directory / "run", "cpu", show_progress=False)
+    has_files = any((directory / "run").glob("model_*.pt"))
+    newest = RANKS.on_first(lambda: newest_valid_checkpoint(directory / "run") if has_files else None)
+    if newest is not None:
+        runner.load(newest)
+    begin = runner.iteration
+    runner.learn(max(0, 400 - begin))
+    return {"begin": begin, "state": checksum({**runner.alg.state_dict(), "resume": runner.alg.resume_state()})}

@@ -139,7 +139,7 @@ class Ranks:
         dist.destroy_process_group()
 
     def _watch_parent(self, parent: int) -> None:
-        """End this rank if the process that started it dies: first as SIGTERM does, with a checkpoint, then at once."""
+        """End this rank if the process that started it dies: first as SIGTERM does, then at once."""
         while os.getppid() == parent:
             time.sleep(1.0)
         os.kill(os.getpid(), signal.SIGTERM)
