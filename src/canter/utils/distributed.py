@@ -178,13 +178,19 @@ class Ranks:
 
     def reduce_in_place(self, tensor: Tensor) -> None:
         """The operator `canter::all_reduce_`: replace a tensor by its mean."""
-        self._run(lambda: dist.all_reduce(tensor, group=self.group))
-        tensor.div_(self.size)
+        shared = self._transferable(tensor)
+        self._run(lambda: dist.all_reduce(shared, group=self.group))
+        shared.div_(self.size)
+        if shared is not tensor:
+            tensor.copy_(shared)
 
     def gather_into(self, every: Tensor, own: Tensor) -> None:
         """The operator `canter::all_gather_`: the tensors (D,) of all ranks, one after another, in `every` (W * D,)."""
         gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self._run(lambda: gather(every, own, group=self.group))
+        shared = self._transferable(every)
+        self._run(lambda: gather(shared, self._transferable(own), group=self.group))
+        if shared is not every:
+            every.copy_(shared)
 
     # The host: decisions, metrics, messages.
     def agree(self, flag: float) -> float:
@@ -222,10 +228,14 @@ class Ranks:
     def broadcast(self, parts: Mapping[str, Tensor]) -> None:
         """Copy tensors of the first rank to the others, in place."""
         for tensor in parts.values():
-            shared = tensor.detach().contiguous()
+            shared = self._transferable(tensor.detach().contiguous())
             self._run(lambda shared=shared: dist.broadcast(shared, 0, group=self.group))
             if shared.data_ptr() != tensor.data_ptr():
                 tensor.copy_(shared)
+
+    def _transferable(self, tensor: Tensor) -> Tensor:
+        """The tensor, or a copy on the host for ranks that share a GPU."""
+        return tensor.cpu() if tensor.is_cuda and self.backend == "gloo" else tensor
 
     def check_equal(self, values: Mapping[str, Any], problem: str, code: int = 7) -> None:
         """Raise RankError with the names of the values that differ between ranks, or of tensors whose bits do."""
