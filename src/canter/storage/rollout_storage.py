@@ -341,7 +341,7 @@ def normalize_advantages(advantages: Tensor, valid: Tensor | None = None) -> Ten
         rows = advantages.new_full((), advantages.numel()) if valid is None else valid.sum().to(advantages.dtype)
         mean = masked_mean(advantages, valid)
         count, mean, variance = RANKS.merge(rows, mean, masked_mean((advantages - mean).square(), valid))
-        return (advantages - mean) / ((variance * count / (count - 1).clamp(min=1)).sqrt() + 1e-8)
+        return (advantages - mean) / ((variance * (count / (count - 1).clamp(min=1))).sqrt() + 1e-8)
     if valid is None and advantages.numel() > 1:
         std, mean = torch.std_mean(advantages)
         return (advantages - mean) / (std + 1e-8)
