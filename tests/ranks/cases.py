@@ -339,5 +339,5 @@ def continued(directory, rank):
     if newest is not None:
         runner.load(newest)
     begin = runner.iteration
-    runner.learn(max(0, 400 - begin))
+    runner.learn(max(0, 150 - begin))
     return {"begin": begin, "state": checksum({**runner.alg.state_dict(), "resume": runner.alg.resume_state()})}

@@ -47,9 +47,9 @@ class Launcher:
         finally:
             timer.cancel()
 
-    def run(self, size, directory, case):
+    def run(self, size, directory, case, seconds=60.0):
         """What each rank returned; an assertion fails with their errors if one failed."""
-        codes = self.wait(self.start(size, directory, case))
+        codes = self.wait(self.start(size, directory, case), seconds)
         errors = "\n".join((directory / f"stderr{rank}").read_text() for rank in range(size))
         assert codes == [0] * size, errors
         return [torch.load(directory / f"rank{rank}.pt", weights_only=False) for rank in range(size)]

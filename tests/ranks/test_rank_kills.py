@@ -43,8 +43,8 @@ def test_no_kill_of_a_random_rank_loses_a_run(launcher, tmp_path):
             assert iteration >= known
             known = iteration
     assert known > 0
-    resumed = launcher.run(2, tmp_path / "killed", "continued")
-    whole = launcher.run(2, tmp_path / "whole", "continued")
+    resumed = launcher.run(2, tmp_path / "killed", "continued", seconds=600.0)
+    whole = launcher.run(2, tmp_path / "whole", "continued", seconds=600.0)
     assert whole[0]["begin"] == 0
     assert resumed[0]["begin"] == resumed[1]["begin"] == known
     assert [rank["state"] for rank in resumed] == [rank["state"] for rank in whole]

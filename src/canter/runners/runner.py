@@ -110,6 +110,8 @@ class Runner(ABC):
         found = resolve_device(self.cfg.device) if agent is None else agent.device
         self.device: torch.device = RANKS.start(found, self.cfg.rank_timeout)
         self.env = open_env(env, self.device, self.plan)
+        self.num_envs: int = self.env.num_envs * RANKS.size
+        """Environments of all ranks together."""
         complete(self.plan, self.env)
         self.eval_env = None if eval_env is None else open_env(eval_env, self.device, self.plan)
         self.log_dir = None if log_dir is None else Path(log_dir)
@@ -201,11 +203,6 @@ class Runner(ABC):
     def steps_per_iteration(self) -> int:
         """Environment steps of one iteration, of all ranks together."""
         return self.num_steps_per_env * self.num_envs
-
-    @property
-    def num_envs(self) -> int:
-        """Environments of all ranks together."""
-        return self.env.num_envs * RANKS.size
 
     def learn(
         self, num_learning_iterations: int | None = None, init_at_random_ep_len: bool = False, trial: Any = None, *,
