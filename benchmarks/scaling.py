@@ -1,8 +1,9 @@
-"""Time and memory of one PPO iteration against the number of environments and the width of the networks.
+"""Time and memory of one PPO iteration against the number of environments, the width of the networks and ranks.
 
     python benchmarks/scaling.py                                     # on a GPU if there is one
     python benchmarks/scaling.py --execution eager graph auto --out scaling.json
     python benchmarks/scaling.py --device cpu --threads 1 --max-seconds 20
+    python benchmarks/scaling.py --sizes --widths --ranks 1 2 4      # processes that may share a GPU
 
 The environment costs nothing; every size is a process of its own. Memory is the peak less what the environment takes.
 The exponents are fitted to the larger half of the sizes: 1.00 is time (or memory) in proportion.
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 from report import report
 
-from canter.bench import Workload, measure_sizes, slope, with_envs, with_width
+from canter.bench import Workload, measure_ranks, measure_sizes, slope, with_envs, with_width
 
 AXES = {"envs": with_envs, "width": with_width}
 
@@ -43,11 +44,28 @@ def measure(args, name, sizes, execution):
         report({"axis": f"{name} fit", "execution": execution, "precision": args.precision, **fits}, args.out)
 
 
+def measure_processes(args, execution):
+    """Report every number of ranks, with its efficiency and the share of time that the host waits in collectives."""
+    work = Workload(num_envs=args.envs, hidden_dims=tuple(args.hidden), rnn_type="lstm" if args.recurrent else None)
+    how = {"device": args.device, "execution": execution, "precision": args.precision}
+    how |= {"warm_up": args.warm_up, "iterations": args.iterations}
+    first = None
+    for size, t in measure_ranks(work, args.ranks, **how):
+        first = first or t.rate / size
+        row = {**t._asdict(), "iteration": t.iteration, "rate": t.rate, "efficiency": 100 * t.rate / size / first}
+        row |= {"share": 100 * t.collectives / t.iteration, "envs": args.envs, "memory": None}
+        print(f"{size} ranks: {t.iteration:.2f} ms, {t.rate:,.0f} steps/s, efficiency {row['efficiency']:.0f} %, "
+              f"{row['share']:.0f} % in collectives", flush=True)  # fmt: skip
+        kind = {"axis": "ranks", "device": args.device, "execution": execution, "precision": args.precision}
+        report({**kind, "size": size, **row}, args.out)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     has_gpu = torch.cuda.is_available()
     parser.add_argument("--sizes", type=int, nargs="*", default=[2**k for k in range(6, 18)], help="environments")
     parser.add_argument("--widths", type=int, nargs="*", default=[2**k for k in range(6, 12)], help="first layers")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[], help="processes that train together")
     parser.add_argument("--envs", type=int, default=4096 if has_gpu else 256, help="fixed while the width varies")
     parser.add_argument("--hidden", type=int, nargs="*", default=[512, 256, 128], help="fixed while the number varies")
     parser.add_argument("--recurrent", action="store_true", help="with an LSTM of 256")
@@ -65,6 +83,7 @@ def main():
     for execution in args.execution:
         measure(args, "envs", args.sizes, execution)
         measure(args, "width", args.widths, execution)
+        measure_processes(args, execution)
 
 
 if __name__ == "__main__":

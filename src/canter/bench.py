@@ -1,8 +1,11 @@
 """Time and memory of one PPO iteration with an environment that costs nothing, and their growth with its size."""
 
+import contextlib
 import dataclasses
 import math
 import multiprocessing
+import os
+import socket
 import statistics
 import sys
 import time
@@ -17,6 +20,7 @@ from torch import Tensor
 
 from canter.envs.vec_env import StepRecord, VecEnv
 from canter.runners.on_policy_runner import OnPolicyRunner
+from canter.utils.distributed import RANKS
 
 EPISODE_LENGTH = 1000
 POOL_SIZE = 8
@@ -99,13 +103,17 @@ def null_runner(env: VecEnv, work: Workload, execution: str = "auto", precision:
 
 
 class Timing(NamedTuple):
-    """Milliseconds of collecting and of learning, seconds of the warm-up, steps per iteration and peak GiB."""
+    """Milliseconds of collecting and of learning, seconds of the warm-up, steps per iteration and peak GiB.
+
+    `collectives` are the milliseconds that the host waits for other ranks, unknown with NCCL, which works on the GPU.
+    """
 
     collect: float
     learn: float
     ready: float
     num_steps: int
     memory: float = math.nan
+    collectives: float = 0.0
 
     @property
     def iteration(self) -> float:
@@ -135,7 +143,9 @@ def time_iterations(runner: OnPolicyRunner, warm_up: int = 8, iterations: int = 
     runner.log_interval = 1
     history, names = runner.learn(iterations).history, ("time/collection", "time/learning")
     collect, learn = (statistics.median(metrics[name] for metrics in history) * 1e3 for name in names)
-    return Timing(collect, learn, ready, runner.steps_per_iteration())
+    waits = statistics.median(metrics.get("time/collectives", 0.0) for metrics in history) * 1e3
+    waits = math.nan if "nccl" in RANKS.backend else waits
+    return Timing(collect, learn, ready, runner.steps_per_iteration(), collectives=waits)
 
 
 class Point(NamedTuple):
@@ -181,9 +191,42 @@ def in_new_process(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return pool.submit(fn, *args, **kwargs).result()
 
 
+def measure_ranks(work: Workload, sizes: Iterable[int], **options: Any) -> Iterator[tuple[int, Timing]]:
+    """Measure each number of ranks, which have the workload each, with the `options` of `measure_one`."""
+    for size in sorted(sizes):
+        yield size, in_ranks(size, measure_one, work, **options)
+
+
+def in_ranks(size: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`fn(...)` in this many new processes that train together; what the first returned."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    places = [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in range(size)]
+    pools = [ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) for _ in places]
+    with contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(pool).submit(as_rank, place, fn, *args, **kwargs)
+            for pool, place in zip(pools, places, strict=True)
+        ]
+        results = [done.result() for done in started]
+    return results[0]
+
+
+def as_rank(place: dict[str, Any], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`fn(...)` as the rank that the environment variables `place` describe."""
+    os.environ.update({name: str(value) for name, value in place.items()})
+    torch.set_num_threads(1)  # of as many processes as there are cores
+    try:
+        return fn(*args, **kwargs)
+    finally:
+        RANKS.stop()
+
+
 def measure_one(work: Workload, device: str = "cpu", warm_up: int = 8, iterations: int = 10, **options: str) -> Timing:
     """Time and peak memory of an iteration without the memory of the environment."""
-    env = NullEnv(work, device)
+    env = NullEnv(work, RANKS.start(torch.device(device)))
     is_gpu = env.device.type == "cuda"
     before = torch.cuda.memory_allocated(env.device) / GIB if is_gpu else peak_memory(env.device)
     timing = time_iterations(null_runner(env, work, **options), warm_up, iterations)

@@ -84,14 +84,21 @@ def test_scaling_shows_every_size_and_the_growth(capsys, monkeypatch):
         milliseconds = work.num_envs * work.hidden_dims[0] ** 2 / 64.0
         return Timing(0.0, milliseconds, 0.0, work.num_envs, memory=float(work.num_envs))
 
+    def on_ranks(size, fn, work, **options):  # twice the steps in 1.25 times the time, a tenth of it in collectives
+        return Timing(0.0, 4.0 + size, 0.0, 100 * size, collectives=0.1 * (4.0 + size))
+
     monkeypatch.setattr("canter.bench.in_new_process", measured)
-    sizes = ["--num-envs-list", "4", "8", "100000", "--widths", "16", "32"]
+    monkeypatch.setattr("canter.bench.in_ranks", on_ranks)
+    sizes = ["--num-envs-list", "4", "8", "100000", "--widths", "16", "32", "--ranks", "1", "2"]
     assert main(["bench", "scaling", *SMALL, *sizes, "--max-seconds", "10"]) == 0
     out = capsys.readouterr().out
     assert numbers(out, "8")[1] == "8.00"
     assert "time ~ environments^1.00, memory ~ environments^1.00" in out
     assert "environments 100000 left out: would take about 200 s" in out
     assert "time ~ width^2.00, memory ~ width^0.00" in out
+    assert numbers(out, "1")[-4:] == ["100", "%", "10", "%"]
+    assert numbers(out, "2")[2:4] == ["6.00", "33333"]
+    assert numbers(out, "2")[-4:] == ["83", "%", "10", "%"]
 
 
 def test_help_names_the_three_benchmarks(capsys):

@@ -17,8 +17,10 @@ from canter.execution import ACTIVE_TRACERS, runs_own_code
 from canter.execution.executor import Executor
 from canter.utils.checkpoint import check_compatible
 from canter.utils.config import check_settings, check_value, combined_settings, declared_kinds, setting, settings
+from canter.utils.distributed import RANKS
 from canter.utils.runtime import resolve_device
 
+RANK_TIMEOUT = 60.0
 EXECUTIONS = ("auto", "eager", "graph", "compile")
 PRECISIONS = ("tf32", "fp32", "bf16")
 # Normaliser of a policy -> the setting that leaves it out, and the one that installs it.
@@ -72,6 +74,8 @@ class CommonRunSettings:
     """Handling of an exception in a callback: "raise" or "warn"."""
     trial_metric: str | None = None
     """Metric for a hyper-parameter search; None: velrmsd where the environment has it, else episode/mean_reward."""
+    rank_timeout: float = setting(RANK_TIMEOUT, low=1.0)
+    """Seconds after which a rank that does not answer ends a run of several processes."""
     upload_model: bool = True
     """Send every checkpoint to the logging service."""
     git_diff: bool = True
@@ -131,11 +135,13 @@ class Algorithm:
         self.float_settings: set[str] = set()
         self.read_as_numbers: set[str] = set()  # float settings that recorded functions read without `live`
         self.add_settings(self.cfg, of_run)
-        self.device = resolve_device(device if device is not None else getattr(self.cfg, "device", None))
+        found = resolve_device(device if device is not None else getattr(self.cfg, "device", None))
+        self.device = RANKS.start(found, getattr(self.cfg, "rank_timeout", RANK_TIMEOUT))
         self.seed = getattr(self.cfg, "seed", None) if seed is None else seed
-        self.stream_seed = int(torch.randint(2**62, ()).item()) if self.seed is None else self.seed
+        self.stream_seed = RANKS.seed(int(torch.randint(2**62, ()).item()) if self.seed is None else self.seed)
         self.env = None if env is None else wrap_env(env, self.device)
-        self.executor = Executor(self.device, self.cfg.execution, self.cfg.precision)
+        can_capture = self.device.type == "cpu" or RANKS.backend != "gloo"  # gloo copies from a GPU to the host
+        self.executor = Executor(self.device, self.cfg.execution if can_capture else "eager", self.cfg.precision)
         self.generators: dict[str, torch.Generator] = {}
         self.live = SimpleNamespace()
         self.live_values: dict[str, Any] = {}

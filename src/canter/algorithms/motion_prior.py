@@ -231,10 +231,11 @@ class MotionPrior(Extension):
             return None
         own = Terms({}, terms.inter_vars, {})
         self.late_terms(own)
-        backward(self.alg.weighted_sum(own.losses), self.own_optimizer)
+        accuracy = own.stats["amp/accuracy"]
+        has_data = terms.inter_vars["ref_valid"].any().to(accuracy.dtype)  # 0 while learning from a dataset
+        backward(self.alg.weighted_sum(own.losses), self.own_optimizer, scalars=[accuracy, has_data])
         norm, skipped = self.own_optimizer.clip(self.alg.live.discriminator_max_grad_norm)
-        has_data = terms.inter_vars["ref_valid"].any().to(norm.dtype)  # 0 while learning from a dataset
-        self.accuracy.lerp_(own.stats["amp/accuracy"], ACCURACY_RATE * has_data)
+        self.accuracy.lerp_(accuracy, ACCURACY_RATE * has_data)
         self.count += has_data
         is_off_beat = self.count.remainder(self.cfg.discriminator_slow_down) != 0
         paused = (self.accuracy > self.alg.live.discriminator_accuracy_limit) & is_off_beat

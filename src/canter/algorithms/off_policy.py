@@ -20,6 +20,7 @@ from canter.modules.normalizer import ReturnScaler
 from canter.storage.offline import fill_replay
 from canter.storage.replay import ReplayBatch, TransitionReplayBuffer
 from canter.utils.config import setting, settings
+from canter.utils.distributed import RANKS
 from canter.utils.metrics import MeanMeter
 from canter.utils.tree import Obs, tree_map, tree_where
 
@@ -250,7 +251,7 @@ class OffPolicyAlgorithm(Algorithm):
         needed = record._replace(extras={}, **dict.fromkeys(unneeded))
         self.executor.run("insert", self.insert_step, obs, critic_obs, actions, needed)
         self.acted = None
-        self.timesteps += self.num_envs
+        self.timesteps += self.num_envs * RANKS.size
         self.num_stored += self.num_envs
 
     def insert_step(self, obs: Obs, critic_obs: Obs | None, actions: Tensor, record: StepRecord) -> None:
@@ -290,7 +291,7 @@ class OffPolicyAlgorithm(Algorithm):
     @property
     def can_learn(self) -> bool:
         """Whether enough steps are stored; counted on the host, so that nothing is read from the device."""
-        return self.num_stored >= max(self.cfg.batch_size, self.cfg.learning_starts)
+        return self.num_stored >= max(self.cfg.batch_size, self.cfg.learning_starts / RANKS.size)
 
     def update(self, gradient_steps: int | None = None) -> dict[str, float]:
         """Take gradient steps and return their metrics; {} while too few steps are stored."""

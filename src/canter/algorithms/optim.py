@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from canter.execution.flat_parameters import FlatParameters, join_state, split_state
+from canter.utils.distributed import RANKS
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     name.lower(): cls
@@ -109,6 +110,11 @@ class GuardedOptimizer:
                 taken.add(grad.data_ptr())
             parameter.grad = grad
 
+    def grads(self) -> list[Tensor]:
+        """The gradients that `clip` and `apply` use."""
+        owners = [flat.vector for flat in self.flats] or self.parameters
+        return [owner.grad for owner in owners if owner.grad is not None]
+
     def clip(self, max_grad_norm: Tensor | float) -> tuple[Tensor, Tensor]:
         """Scale the gradients down to a norm; returns the norm before, and 1 if the step must be skipped, else 0.
 
@@ -208,8 +214,8 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_grad_norm: Tensor | f
     return norm
 
 
-def backward(loss: Tensor, *optimizers: GuardedOptimizer) -> None:
-    """Give every optimizer the gradients of its parameters.
+def backward(loss: Tensor, *optimizers: GuardedOptimizer, scalars: Sequence[Tensor] = ()) -> None:
+    """Give every optimizer the gradients of its parameters, averaged over all ranks; `scalars` are averaged with them.
 
     `loss.backward()` would add to the old gradients, which then have to be zeroed: twice the operations.
     """
@@ -219,6 +225,8 @@ def backward(loss: Tensor, *optimizers: GuardedOptimizer) -> None:
     grads = iter([next(found) if p.requires_grad else None for p in parameters])
     for optimizer in optimizers:
         optimizer.take_grads([next(grads) for _ in optimizer.parameters])
+    if RANKS.size > 1:
+        RANKS.average([*(grad for optimizer in optimizers for grad in optimizer.grads()), *scalars])
 
 
 def split_groups(

@@ -22,6 +22,7 @@ from canter.modules.normalizer import VALUE_NORMALIZATIONS, NoNormalization, Ret
 from canter.modules.policy import Hidden, Policy, PolicyOutput
 from canter.storage.rollout_storage import MiniBatch, RolloutStorage, Transition, masked_mean, normalize_advantages
 from canter.utils.config import check_value, setting, settings
+from canter.utils.distributed import RANKS
 from canter.utils.metrics import MeanMeter
 from canter.utils.runtime import resolve_device
 from canter.utils.tree import Obs, tree_map
@@ -593,9 +594,10 @@ class PPO(Algorithm):
         if late.losses:
             total = total + self.weighted_sum(late.losses)
         others = [extension.optimizer for extension in extensions if extension.optimizer is not None]
-        backward(total, self.optimizer, *others)
+        is_adaptive = self.cfg.schedule == "adaptive"
+        backward(total, self.optimizer, *others, scalars=[terms.stats["kl"]] if is_adaptive else ())
         norm, skipped = self.optimizer.clip(self.live.max_grad_norm)
-        if self.cfg.schedule == "adaptive":
+        if is_adaptive:
             self.adapt_learning_rate(terms.stats["kl"])
         self.optimizer.apply(skipped)
         for optimizer in others:
@@ -679,7 +681,8 @@ class PPO(Algorithm):
         """Mean KL of the pass since `before`, from the running means."""
         now, name = self.meter.means(), "stats/approx_kl"
         added = now["count"] - before.get("count", 0.0)
-        return (now[name] * now["count"] - before.get(name, 0.0) * before.get("count", 0.0)) / added
+        mean = (now[name] * now["count"] - before.get(name, 0.0) * before.get("count", 0.0)) / added
+        return RANKS.mean_metrics({name: mean})[name]
 
     def _report(self) -> tuple[dict[str, float], dict[str, float]]:
         """Mean losses and statistics of the update, read from the device at once."""

@@ -39,12 +39,13 @@ class IterationOptions:
 
 @dataclasses.dataclass
 class ScalingOptions:
-    """Time and memory of one PPO iteration against the number of environments and the width of the networks."""
+    """Time and memory of one PPO iteration against the number of environments, the width of the networks and ranks."""
 
     iteration: Annotated[IterationOptions, tyro.conf.arg(name="")]
     num_envs_list: tuple[int, ...] = (64, 256, 1024, 4096, 16384, 65536, 131072)  # Numbers of environments to measure.
     widths: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048)
     """Widths of the first hidden layer to measure; the next two are a half and a quarter as wide."""
+    ranks: tuple[int, ...] = ()  # Numbers of ranks to measure, each with the same workload; by default as many as fit.
     max_seconds: float = 60.0  # A size whose measurement would take longer is left out.
 
 
@@ -71,7 +72,8 @@ def bench(args: Sequence[str]) -> int:
     with user_errors():
         options_type, show = BENCHMARKS[name]
         iteration = IterationOptions(*machine_defaults(given(rest, "--device")))
-        defaults = {"iteration": iteration, "scaling": ScalingOptions(iteration)}
+        ranks = rank_numbers(given(rest, "--device"))
+        defaults = {"iteration": iteration, "scaling": ScalingOptions(iteration, ranks=ranks)}
         options = parse(options_type, rest, f"canter bench {name}", defaults.get(name))
         iteration = getattr(options, "iteration", options)
         at_least(1, **vars(options) | vars(iteration) | vars(getattr(iteration, "work", iteration)))
@@ -83,6 +85,14 @@ def machine_defaults(device: str | None) -> tuple[Workload, tuple[Any, ...]]:
     """A workload that takes a device seconds, and the execution modes that it has."""
     is_gpu = resolve_device(device).type == "cuda"
     return Workload(num_envs=GPU_ENVS if is_gpu else CPU_ENVS), ("eager", "graph", "auto") if is_gpu else ("eager",)
+
+
+def rank_numbers(device: str | None) -> tuple[int, ...]:
+    """1, 2 and 4 ranks, where there are as many GPUs or CPU cores; none if there is only one."""
+    is_gpu = resolve_device(device).type == "cuda"
+    devices = torch.cuda.device_count() if is_gpu else usable_cores()
+    fitting = tuple(number for number in (1, 2, 4) if number <= devices)
+    return fitting if len(fitting) > 1 else ()
 
 
 def show_iteration(options: IterationOptions) -> None:
@@ -99,12 +109,16 @@ def show_scaling(options: ScalingOptions) -> None:
     """Print a table for the number of environments and one for the width, for each execution mode."""
     how = vars(options.iteration).copy()
     work, device = how.pop("work"), resolve_device(how.pop("device"))
+    executions = how.pop("executions")
     axes = (("environments", options.num_envs_list, with_envs), ("width", options.widths, with_width))
-    for execution, (name, sizes, change) in itertools.product(how.pop("executions"), axes):
+    for execution, (name, sizes, change) in itertools.product(executions, axes):
         if sizes:
             how |= {"execution": execution, "device": str(device)}
             points = benchmark.measure_sizes(work, sizes, change, options.max_seconds, **how)
             show_points(f"{execution}, {describe(work, device)}", name, points)
+    for execution in executions if options.ranks else ():
+        timings = benchmark.measure_ranks(work, options.ranks, **how | {"execution": execution, "device": str(device)})
+        show_ranks(f"{execution}, each rank {describe(work, device)}", timings)
 
 
 def show_points(title: str, name: str, points: Iterable[Point]) -> None:
@@ -122,6 +136,16 @@ def show_points(title: str, name: str, points: Iterable[Point]) -> None:
     fits = [f"{quantity} ~ {name}^{power:.2f}" for quantity, power in powers.items() if not math.isnan(power)]
     notes = [f"  fitted to the larger half: {', '.join(fits)}", *notes] if fits else notes
     Console().print(table, *notes, sep="\n")
+
+
+def show_ranks(title: str, timings: Iterable[tuple[int, Timing]]) -> None:
+    """Print a table with one row for each number of ranks; the efficiency is relative to the smallest number."""
+    table, first = new_table(title, "ranks", *TIMINGS, "efficiency", "in collectives"), 0.0
+    for size, timing in timings:
+        first = first or timing.rate / size
+        shares = (timing.rate / size / first, timing.collectives / timing.iteration)
+        add_timing(table, str(size), timing, *(f"{100 * share:.0f} %" for share in shares))
+    Console().print(table)
 
 
 def show_cpu(options: CpuOptions) -> None:

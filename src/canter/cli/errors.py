@@ -28,6 +28,14 @@ def user_errors() -> Iterator[None]:
 def report(error: BaseException) -> int:
     """Print an error in one line and return its exit code; raise a bug, and any error if CANTER_TRACEBACK is set."""
     code = USAGE if isinstance(error, UserError) else INTERRUPTED if isinstance(error, KeyboardInterrupt) else None
+    if rank := os.environ.get("WORLD_SIZE", "1") != "1" and f"rank {os.environ.get('RANK')}: ":
+        from canter.utils.distributed import RANKS, RankError
+
+        RANKS.leave(error)
+        if isinstance(error, RankError):
+            code, rank = error.code, ""
+            if not error.is_told:
+                return code
     if code is None:
         from canter.storage.rollout_files import DatasetError, TrajectoryFileError
         from canter.utils.checkpoint import CheckpointError
@@ -39,5 +47,5 @@ def report(error: BaseException) -> int:
     if code is None or os.environ.get("CANTER_TRACEBACK"):
         raise error
     text = "interrupted" if isinstance(error, KeyboardInterrupt) else " ".join(str(error).split())
-    print(f"canter: {text or type(error).__name__}", file=sys.stderr)
+    print(f"canter: {rank or ''}{text or type(error).__name__}", file=sys.stderr)
     return code

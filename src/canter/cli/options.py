@@ -113,6 +113,8 @@ class TrainOptions(RunOptions, Generic[Settings, Policy]):
     config: Path | None = None
     """YAML or JSON file with settings in the layout of a run's config.yaml; they replace the preset's, flags theirs."""
     num_envs: int = 8  # Environments stepped together.
+    ranks: int = 1
+    """Processes on this machine that train together, each with `num_envs`; torchrun starts them on several machines."""
     total_timesteps: int = 1_000_000
     """Length of the run in environment steps, rounded up to whole iterations; --max-iterations overrides it."""
     seeds: tuple[int, ...] = ()  # Train one run with each of these seeds, one after the other.
@@ -142,7 +144,13 @@ def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, 
     suggest_flags(args, default, plan.cfg)
     options_type: Any = TrainOptions[type(settings), type(policy)]  # type: ignore[misc]
     options = parse(options_type, args, "canter train TASK", default)
-    at_least(1, num_envs=options.num_envs, total_timesteps=options.total_timesteps, threads=options.threads)
+    at_least(
+        1,
+        num_envs=options.num_envs,
+        ranks=options.ranks,
+        total_timesteps=options.total_timesteps,
+        threads=options.threads,
+    )
     at_least(0, final_episodes=options.final_episodes)
     plan.cfg = options.settings = joined_settings(options.settings, type(plan.cfg))
     if has_policy:

@@ -1,6 +1,7 @@
 """Run directories, and the environments and runners that they describe."""
 
 import difflib
+import os
 import re
 import shutil
 import sys
@@ -24,6 +25,7 @@ from canter.envs.wrap import ENV_NAMES, env_options, make_env
 from canter.runners import Runner, build_runner
 from canter.runners.run_config import find_algorithm
 from canter.utils.checkpoint import newest_valid_checkpoint
+from canter.utils.distributed import RANKS
 from canter.utils.run_data import find_runs
 from canter.utils.runtime import resolve_device
 
@@ -54,6 +56,18 @@ def new_run_directory(runs_dir: Path, task: str, name: str | None, seed: int | N
         raise UserError(f"{path} exists; choose another --name, or continue it with: canter resume {path}")
     others = (folder / f"{stem}-{n}-seed{seed}" for n in range(2, 1000))
     return next(p for p in (path, *others) if not p.exists())
+
+
+def restarted_run(runs_dir: Path, task: str, name: str | None, seed: int | None) -> Path | None:
+    """The run that this launch of torchrun began before it restarted the ranks; None in the first attempt."""
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+        return None
+    folder = runs_dir.joinpath(*(safe_name(part) for part in task.split("/")))
+    for config in sorted(folder.glob(f"*-seed{seed}/config.yaml"), key=lambda file: -file.stat().st_mtime):
+        run = (yaml.safe_load(config.read_text(encoding="utf-8")) or {}).get("run") or {}
+        if run.get("launch") == os.environ["TORCHELASTIC_RUN_ID"]:
+            return config.parent
+    return None
 
 
 def safe_name(text: str) -> str:
@@ -163,8 +177,11 @@ def open_runner(
     """The runner that a config.yaml describes, with its environments."""
     run, seed, eval_env = config["run"], config.get("seed"), None
     where = {"device": config.get("device"), **env_options(run)}
-    env = open_env(run["task"], run["num_envs"], seed=seed, **where)
-    if eval_episodes:
+    if RANKS.size > 1:
+        where["device"] = str(RANKS.start(resolve_device(where["device"])))  # this rank's own GPU
+    env_seed = None if seed is None else seed + RANKS.rank * run["num_envs"]
+    env = open_env(run["task"], run["num_envs"], seed=env_seed, **where)
+    if eval_episodes and RANKS.is_first:
         eval_seed = None if seed is None else seed + EVAL_SEED_OFFSET
         eval_env = open_env(run["task"], min(EVAL_ENVS, eval_episodes), seed=eval_seed, **where)
     settings = {key: value for key, value in config.items() if key != "run"}

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -14,14 +15,16 @@ import tyro
 from canter.cli import runs
 from canter.cli.errors import UserError, user_errors
 from canter.cli.films import FILM_SECONDS, Films, film_command
+from canter.cli.launch import is_launched, launch
 from canter.cli.options import TrainOptions, parse_train
 from canter.envs.wrap import env_options
 from canter.runners import Runner, check_policy, log_histograms
 from canter.utils.checkpoint import load_checkpoint
 from canter.utils.console import format_duration
+from canter.utils.distributed import RANKS
 from canter.utils.files import atomic_write
 from canter.utils.plots import plot_runs
-from canter.utils.runtime import StopSignal
+from canter.utils.runtime import StopSignal, resolve_device
 
 EVALS_PER_RUN = 10
 
@@ -32,17 +35,33 @@ def train(args: Sequence[str]) -> int:
         raise UserError("name the task to train: canter train TASK; `canter tasks` lists the known ones")
     with user_errors():
         options, config = parse_train(args)
+        if options.ranks > 1 and not is_launched():
+            return launch(options.ranks, ["train", *args])
+        RANKS.start(resolve_device(options.settings.device), options.settings.rank_timeout)
     paths: list[Path] = []
     for seed in options.seeds or (options.settings.seed,):
-        path = runs.new_run_directory(options.runs_dir, options.task, options.name, seed)
-        code = run_to_end(runs.new_runner(run_config(options, {**config, "seed": seed}), path), path)
+        runner, path = open_run(options, {**config, "seed": seed})
+        code = run_to_end(runner, path)
         if code:
             return code
         paths.append(path)
-    if len(paths) > 1:
+    if len(paths) > 1 and RANKS.is_first:
         together = paths[0].with_name(paths[0].name.rpartition("-seed")[0] + "-seeds.png")
         print_row("all seeds", plot_runs(paths, together, labels=[options.task] * len(paths)))
     return 0
+
+
+def open_run(options: TrainOptions[Any, Any], config: dict[str, Any]) -> tuple[Runner, Path]:
+    """A new run and its directory; or the one that this launch began, if torchrun has restarted its ranks."""
+    where = (options.runs_dir, options.task, options.name, config["seed"])
+    path = RANKS.on_first(lambda: runs.restarted_run(*where) or runs.new_run_directory(*where))
+    if not (path / "config.yaml").exists():
+        return runs.new_runner(run_config(options, config), path), path
+    runner = runs.open_runner(run_config(options, config), path, eval_episodes=config["eval_episodes"])
+    runner.resumed_at = 0  # what was logged after the checkpoint is logged again
+    if newest := RANKS.on_first(lambda: runs.find_checkpoint(path, None) if any(path.glob("model_*.pt")) else None):
+        runner.load(newest)
+    return runner, path
 
 
 def check(args: Sequence[str]) -> int:
@@ -62,7 +81,10 @@ def check(args: Sequence[str]) -> int:
 def run_section(options: Any, task: str, num_envs: int) -> dict[str, Any]:
     """The section of a new run's config.yaml about the run itself."""
     names = ("total_timesteps", "final_episodes", "video", "film_interval", "histogram_interval", "threads")
-    return {"task": task, "num_envs": num_envs} | {name: getattr(options, name) for name in names}
+    section = {"task": task, "num_envs": num_envs} | {name: getattr(options, name) for name in names}
+    if RANKS.size > 1:  # `num_envs` is of each rank
+        section |= {"ranks": RANKS.size, "launch": os.environ.get("TORCHELASTIC_RUN_ID")}
+    return section
 
 
 def run_config(options: TrainOptions[Any, Any], config: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +93,8 @@ def run_config(options: TrainOptions[Any, Any], config: dict[str, Any]) -> dict[
     if config["eval_interval"] is None:
         length = config.get("max_timesteps") or options.total_timesteps  # intervals are steps, else iterations
         if "num_steps_per_env" in config:
-            length = config["max_iterations"] or -(-length // (config["num_steps_per_env"] * options.num_envs))
+            steps = config["num_steps_per_env"] * options.num_envs * RANKS.size
+            length = config["max_iterations"] or -(-length // steps)
         config["eval_interval"] = max(1, length // EVALS_PER_RUN)
     config["eval_interval"] = config["eval_interval"] or None
     return config
@@ -82,6 +105,7 @@ def resume(
     total_timesteps: int | None = None,
     checkpoint: str | None = None,
     device: str | None = None,
+    ranks: int | None = None,
 ) -> int:
     """Continue a run from its newest valid checkpoint, with the settings it was started with.
 
@@ -90,12 +114,20 @@ def resume(
         total_timesteps: Environment steps to add; the rest of the run's own length by default.
         checkpoint: Another checkpoint to continue from: a file, or "best".
         device: Device to use instead of the one the run was started on.
+        ranks: Processes on this machine; as many as the run had by default, which is needed to continue it exactly.
     """
     saved = runs.read_run(run)
-    path = runs.find_checkpoint(saved.path, checkpoint)
     config: dict[str, Any] = {**saved.config, "run": dict(saved.config["run"])}
     if device is not None:
         config["device"] = device
+    wanted = int(config["run"].get("ranks", 1) if ranks is None else ranks)
+    if wanted > 1 and not is_launched():
+        given = {"total-timesteps": total_timesteps, "checkpoint": checkpoint, "device": device}
+        flags = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+        return launch(wanted, ["resume", str(run), *flags])
+    with user_errors():
+        RANKS.start(resolve_device(config.get("device")), config.get("rank_timeout", 60.0))
+    path = RANKS.on_first(lambda: runs.find_checkpoint(saved.path, checkpoint))
     if total_timesteps is not None:
         done = int(load_checkpoint(path, "cpu").get("total_timesteps", 0))
         config["run"]["total_timesteps"] = done + total_timesteps
@@ -103,7 +135,8 @@ def resume(
     runner = runs.open_runner(config, saved.path, eval_episodes=config["eval_episodes"])
     with user_errors():
         runner.load(path)
-    print(f"continuing {saved.path} from {path.name} at step {runner.tot_timesteps}")
+    if RANKS.is_first:
+        print(f"continuing {saved.path} from {path.name} at step {runner.tot_timesteps}")
     return run_to_end(runner, saved.path)
 
 
@@ -111,7 +144,10 @@ def run_to_end(runner: Runner, path: Path) -> int:
     """Train the rest of a run, then evaluate it, plot its curve and record a video; returns the exit code."""
     runs.limit_threads(runner, runner.run_info.get("threads"))
     keep_best(runner, path)
-    films = picture_callbacks(runner, path)
+    films = picture_callbacks(runner, path) if RANKS.is_first else None
+    if RANKS.size > 1 and RANKS.is_first:
+        each = f"{runner.env.num_envs} environments each, {runner.num_envs} in all"
+        print(f"{RANKS.size} ranks ({RANKS.backend}) with {each}", file=sys.stderr)
     began, steps_before = time.monotonic(), runner.tot_timesteps
     planned, steps = runner.planned_iterations(), runner.run_info["total_timesteps"] - runner.tot_timesteps
     iterations = None if planned is None else max(0, planned - runner.iteration)
@@ -119,18 +155,21 @@ def run_to_end(runner: Runner, path: Path) -> int:
         try:
             runner.learn(num_learning_iterations=iterations, total_timesteps=max(0, steps))
         except SystemExit:
-            if stop.requested is None:
+            if runner.stopped_by is None:
                 raise
     seconds = time.monotonic() - began
-    films.finish(runner)
-    if stop.requested is not None:
-        text = f"stopped after {runner.tot_timesteps} steps, saved; continue with: canter resume {path}"
-        print(text, file=sys.stderr)
-        return 128 + stop.requested
-    print()
-    done = runner.tot_timesteps - steps_before
-    print_row("trained", f"{done:,} steps in {format_duration(seconds)}, {done / max(seconds, 1e-9):,.0f} steps/s")
-    show_results(runner, path)
+    if films is not None:
+        films.finish(runner)
+    if (received := runner.stopped_by or stop.requested) is not None:
+        if RANKS.is_first:
+            text = f"stopped after {runner.tot_timesteps} steps, saved; continue with: canter resume {path}"
+            print(text, file=sys.stderr)
+        return 128 + received
+    if RANKS.is_first:
+        print()
+        done = runner.tot_timesteps - steps_before
+        print_row("trained", f"{done:,} steps in {format_duration(seconds)}, {done / max(seconds, 1e-9):,.0f} steps/s")
+        show_results(runner, path)
     runner.close()
     return 0
 
@@ -148,14 +187,16 @@ def picture_callbacks(runner: Runner, path: Path) -> Films:
 def keep_best(runner: Runner, path: Path) -> None:
     """Keep the checkpoint of the best periodic evaluation."""
     record = path / "best.json"
-    best = json.loads(record.read_text())["eval/mean_reward"] if record.is_file() else -math.inf
+    known = RANKS.on_first(lambda: json.loads(record.read_text()) if record.is_file() else {})
+    best = known.get("eval/mean_reward", -math.inf)
 
     def keep(runner: Runner, stats: dict[str, float]) -> None:
         nonlocal best
         if stats.get("eval/mean_reward", -math.inf) > best:
             best = stats["eval/mean_reward"]
             runner.save(path / runs.BEST_NAME)
-            write_json(record, {"eval/mean_reward": best, "step": runner.tot_timesteps})
+            if RANKS.is_first:
+                write_json(record, {"eval/mean_reward": best, "step": runner.tot_timesteps})
 
     runner.add_callback("post_iteration", keep)
 

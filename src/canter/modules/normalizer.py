@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from canter.utils.distributed import RANKS
 from canter.utils.tree import Obs, tree_leaves
 
 VALUE_NORMALIZATIONS = ("off", "running", "popart")
@@ -22,7 +23,12 @@ LARGEST = 1e15  # rows beyond it would overflow a float32 sum of squares; NaN an
 def merge_moments(
     mean: Tensor, var: Tensor, count: Tensor, rows: Tensor, keep: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, population variance and count after the rows (B, *shape) where `keep` (B,) holds (Chan et al. 1979)."""
+    """Mean, population variance and count after the rows (B, *shape) where `keep` (B,) holds (Chan et al. 1979).
+
+    The rows of all ranks count.
+    """
+    if RANKS.size > 1 and keep is None:
+        keep = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
     if keep is None:  # deviations are taken from the running mean, so that a large offset does not cancel
         batch_var, step = torch.var_mean(rows - mean, 0, correction=0)
         total = count + len(rows)
@@ -34,6 +40,8 @@ def merge_moments(
         off = torch.where(weight, rows - mean, 0.0)
         step = off.sum(0) / safe
         batch_var = torch.where(weight, (off - step).square(), 0.0).sum(0) / safe
+        if RANKS.size > 1:
+            added, step, batch_var = RANKS.merge(added, step, batch_var)
         total = count + added
         rate = added / total.clamp(min=1)
     return mean + rate * step, var + rate * (batch_var - var + (1.0 - rate) * step.square()), total
@@ -114,6 +122,8 @@ class ValueNormalizer(EmpiricalNormalization):
         if not self.training:
             return
         rows = torch.full_like(self.count, x.numel()) if valid is None else valid.sum()
+        if RANKS.size > 1:
+            rows = RANKS.merge(rows, self.mean, self.mean)[0]
         # A rollout has a weight of at least 1 / memory: the earlier count is reduced accordingly.
         recent = torch.minimum(self.count, rows * (self.memory - 1))
         self.count.copy_(torch.where(rows > 0, recent, self.count))

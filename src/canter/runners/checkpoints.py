@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
 from canter.algorithms.algorithm import chosen_weights
 from canter.algorithms.foreign import import_state
 from canter.envs.spec import describe_env
-from canter.utils.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
+from canter.utils.checkpoint import CheckpointError, load_checkpoint, prune_checkpoints, save_checkpoint
 from canter.utils.ckpt_manipulator import MANIPULATORS
+from canter.utils.distributed import RANKS, RankError
 from canter.utils.files import atomic_write, remove_stale_temps, safe_join
-from canter.utils.runtime import rng_state, set_rng_state
+from canter.utils.runtime import rng_state, seed_everything, set_rng_state
 from canter.utils.tree import tree_map
 
 if TYPE_CHECKING:
     from canter.runners.runner import Runner
 
 PERIODIC = "periodic_checkpoints.json"
+# Parts of an algorithm's state that differ between ranks, and the sums over the episodes of each environment in them.
+OWN_PARTS = ("replay_buffer", "num_stored", "return_scaler_state_dict", "rnd_state_dict")
+OWN_SUMS = "returns"
 
 
 class Checkpoints:
@@ -53,14 +59,33 @@ class Checkpoints:
 
     def save(self, path: Path, infos: Any = None) -> None:
         """Write a checkpoint that is never removed."""
-        if path.parent == self.directory and path.name in self.periodic and path != self.being_saved:
+        is_kept = path.parent == self.directory and path.name in self.periodic and path != self.being_saved
+        if is_kept and RANKS.is_first:
             self.periodic.remove(path.name)
             atomic_write(path.parent / PERIODIC, json.dumps(self.periodic).encode())
         self._write(path, infos)
 
-    def _write(self, path: Path, infos: Any = None) -> None:
-        """Write the learned state and the state for exact continuation."""
+    def shared_tensors(self) -> dict[str, Tensor]:
+        """Parameters and statistics that are equal on all ranks, by part and name."""
+        parts = {n: part for n, part in self.runner.alg.checkpoint_parts().items() if isinstance(part, nn.Module)}
+        tensors = {f"{name}.{key}": value for name, part in parts.items() for key, value in part.state_dict().items()}
+        return {name: value for name, value in tensors.items() if name.rpartition(".")[2] != OWN_SUMS}
+
+    def compare(self) -> None:
+        """Raise RankError if the parameters, statistics or optimizers of the ranks are not the same, bit by bit."""
+        parts = self.runner.alg.checkpoint_parts().items()
+        others = {name: part.state_dict() for name, part in parts if not isinstance(part, nn.Module)}
+        RANKS.check_equal({**self.shared_tensors(), **others}, "the ranks do not learn the same")
+
+    def _write(self, path: Path, infos: Any = None, is_joint: bool = True) -> None:
+        """Write the learned state and the state for exact continuation; of other ranks only what is their own.
+
+        All ranks save together (`is_joint`), and the file of the first, which refers to the others, is the last.
+        """
         runner = self.runner
+        if RANKS.size > 1 and is_joint:
+            RANKS.wait()
+            self.compare()
         resume = {"num_envs": runner.env.num_envs, "rng": rng_state(), "env": runner.env.get_state()}
         resume |= {"algorithm": runner.alg.resume_state(), "runner": runner.extra_state()}
         if runner.eval_env is not None:
@@ -71,7 +96,18 @@ class Checkpoints:
         if self.environment is None:
             self.environment = describe_env(runner.env)
         state |= {"infos": infos, "config": runner.config(), "environment": self.environment}
-        save_checkpoint(path, {**state, "resume": resume})
+        if RANKS.size > 1:
+            save_id = RANKS.gather(secrets.token_hex(8))[0] if is_joint else None
+            resume |= {"ranks": RANKS.size, "save_id": save_id}
+            if not RANKS.is_first:
+                own = {name: state[name] for name in OWN_PARTS if name in state}
+                save_checkpoint(rank_path(path, RANKS.rank), {**own, "iter": runner.iteration, "resume": resume})
+            if is_joint:
+                RANKS.wait()
+        if RANKS.is_first:
+            save_checkpoint(path, {**state, "resume": resume})
+        if is_joint:
+            RANKS.wait()
         if runner.writer is not None and runner.cfg.upload_model:
             runner.writer.save_model(path, runner.iteration)
 
@@ -80,7 +116,8 @@ class Checkpoints:
     ) -> Any:
         """Continue from a checkpoint of canter, or load the weights of another library's."""
         runner = self.runner
-        state = import_state(load_checkpoint(path, runner.device if map_location is None else map_location))
+        where = runner.device if map_location is None else map_location
+        state = self._of_this_rank(import_state(load_checkpoint(path, where)), path, where)
         given = runner.plan.ckpt_manipulator
         manipulator: Any = MANIPULATORS.get(given, given)
         if isinstance(manipulator, str):
@@ -118,13 +155,37 @@ class Checkpoints:
         runner.resumed_at = runner.tot_timesteps
         return state.get("infos")
 
+    def _of_this_rank(self, state: dict[str, Any], path: Path, where: Any) -> dict[str, Any]:
+        """The state of a checkpoint with this rank's own parts; with another number of ranks, some rank's."""
+        resume = state.get("resume") or {}
+        saved = resume.get("ranks", 1)
+        if saved == RANKS.size == 1:
+            return state
+        number = RANKS.rank % saved
+        if number:
+            try:
+                own = load_checkpoint(rank_path(path, number), where)
+                if own["resume"]["save_id"] != resume["save_id"]:
+                    raise CheckpointError("it belongs to another checkpoint")
+                state = {**state, **own}
+            except (OSError, CheckpointError) as error:
+                warnings.warn(f"rank {RANKS.rank} does not continue exactly: {error}", stacklevel=4)
+                return {**state, "resume": {**resume, "ranks": None}}
+        if saved != RANKS.size and RANKS.is_first:
+            change = f"{saved} rank(s) saved {path.name}, {RANKS.size} continue(s) it"
+            warnings.warn(f"{change}: not exactly, but with new episodes and random streams", stacklevel=4)
+        return state
+
     def _resume(self, state: Mapping[str, Any]) -> None:
         """Restore generators, environment and runner; on other environments the run continues with new episodes."""
         runner, env = self.runner, self.runner.env
         set_rng_state(state["rng"])
+        has_own = state.get("ranks", 1) == RANKS.size
         own = {name: state.get(name) for name in ("env", "runner", "eval_env")}
         own = tree_map(lambda leaf: leaf.to(runner.device) if torch.is_tensor(leaf) else leaf, own)
-        is_exact = state["env"] is not None and state["num_envs"] == env.num_envs and env.get_state() is not None
+        is_exact = (
+            has_own and state["env"] is not None and state["num_envs"] == env.num_envs and env.get_state() is not None
+        )
         try:
             runner.alg.load_resume_state(state["algorithm"])
             if is_exact:
@@ -132,6 +193,11 @@ class Checkpoints:
         except (KeyError, ValueError, RuntimeError) as error:  # from another device or environment
             warnings.warn(f"the state was not restored ({error}); the run continues with new episodes", stacklevel=4)
             is_exact = False
+        if not has_own:  # streams of another rank would repeat its noise
+            fresh = RANKS.seed(runner.alg.stream_seed + runner.iteration)
+            seed_everything(fresh % 2**32)
+            for number, generator in enumerate(runner.alg.generators.values()):
+                generator.manual_seed((fresh + 7919 * number) % 2**63)
         runner.load_extra_state({**own["runner"], "is_exact": is_exact})
         if runner.eval_env is not None and own["eval_env"] is not None:
             try:
@@ -144,7 +210,7 @@ class Checkpoints:
         if self.directory is None:
             return
         path, keep = self.directory / f"model_{self.runner.iteration}.pt", self.runner.cfg.keep_checkpoints
-        if keep is None:
+        if keep is None or not RANKS.is_first:
             self.runner.save(str(path))
             return
         # The name first: a process killed in between must not leave a file that is never removed.
@@ -157,23 +223,32 @@ class Checkpoints:
             self.being_saved = None
         removed = {old.name for old in prune_checkpoints(self.directory, keep, self.periodic)}
         self.periodic = [name for name in self.periodic if name not in removed]
+        for name in removed:
+            for part in self.directory.glob(f"{Path(name).stem}.rank*.pt"):
+                part.unlink(missing_ok=True)
 
     def save_after(self, error: BaseException) -> None:
         """Write the state at an error to crash/, where `resume` does not find it, without hiding the error."""
-        if self.directory is None or type(error).__name__ == "TrialPruned":
+        if self.directory is None or type(error).__name__ == "TrialPruned" or isinstance(error, RankError):
             return
         try:
             (self.directory / "crash").mkdir(exist_ok=True)
-            self.save(self.directory / "crash" / f"model_{self.runner.iteration}.pt", {"error": repr(error)})
+            path = self.directory / "crash" / f"model_{self.runner.iteration}.pt"
+            self._write(path, {"error": repr(error)}, is_joint=False)
         except Exception as second:
             warnings.warn(f"no emergency checkpoint could be written: {second!r}", stacklevel=2)
+
+
+def rank_path(path: Path, rank: int) -> Path:
+    """The file beside a checkpoint with the state of another rank than the first."""
+    return path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
 
 
 def with_fitting_sums(state: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
     """Replace sums over unfinished episodes by those of `fresh` if the number of environments differs."""
     fitted = dict(state)
     for part in fresh.keys() & state.keys() & {"return_scaler_state_dict", "rnd_state_dict"}:
-        sums = {name: value for name, value in fresh[part].items() if name.rpartition(".")[2] == "returns"}
+        sums = {name: value for name, value in fresh[part].items() if name.rpartition(".")[2] == OWN_SUMS}
         differs = {name for name in sums.keys() & state[part].keys() if len(state[part][name]) != len(sums[name])}
         fitted[part] = {**state[part], **{name: sums[name] for name in differs}}
     return fitted

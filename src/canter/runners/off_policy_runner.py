@@ -37,7 +37,7 @@ class OffPolicyRunner(Runner):
 
     def set_up(self) -> None:
         """Allocate the statistics."""
-        self.num_kept = min(MOST_STEPS, -(-max(1, self.log_interval) // self.env.num_envs))
+        self.num_kept = min(MOST_STEPS, -(-max(1, self.log_interval) // self.num_envs))
         self.keep_stats(self.num_kept)
         self.learning_time = self.collection_time = 0.0
         self.log_start = (0, 0.0)  # timesteps and clock at the last log entry
@@ -47,11 +47,11 @@ class OffPolicyRunner(Runner):
     def planned_iterations(self) -> int | None:
         """Vector steps of the whole run according to the settings."""
         total = self.cfg.max_timesteps
-        return None if total is None else -(-total // self.env.num_envs)
+        return None if total is None else -(-total // self.num_envs)
 
     def is_due(self, interval: int | None) -> bool:
         """Whether the last vector step reached a multiple of `interval` environment steps."""
-        before = self.tot_timesteps - self.env.num_envs
+        before = self.tot_timesteps - self.num_envs
         return bool(interval) and self.tot_timesteps // interval > before // interval  # pyright: ignore[reportOptionalOperand]
 
     def learn(  # pyright: ignore[reportIncompatibleMethodOverride] (this order is documented)
@@ -75,7 +75,7 @@ class OffPolicyRunner(Runner):
         """Step, learn if that is due, and read the metrics if a log entry is due."""
         begin = time.perf_counter()
         self.callbacks.fire("pre_rollout", self)
-        self.stats.first_step = self.tot_timesteps // self.env.num_envs - self.stats.tracker.step
+        self.stats.first_step = self.tot_timesteps // self.num_envs - self.stats.tracker.step
         with torch.inference_mode(self.cfg.inference_mode_rollout):
             self.obs, self.critic_obs, *_ = self.rollout_step(self.obs, self.critic_obs)
         self.callbacks.fire("post_rollout", self, {})
@@ -84,7 +84,7 @@ class OffPolicyRunner(Runner):
         if (self.iteration + 1) % self.alg.train_freq == 0 and self.alg.can_learn:
             self.callbacks.fire("pre_update", self)
             steps = self.alg.gradient_steps
-            self.alg.train(self.alg.train_freq * self.env.num_envs if steps < 0 else steps)
+            self.alg.train(self.alg.train_freq * self.num_envs if steps < 0 else steps)
             self.callbacks.fire("post_update", self, {})
             self.learning_time += time.perf_counter() - collected
         return self._read()
@@ -99,7 +99,7 @@ class OffPolicyRunner(Runner):
 
     def _read(self) -> dict[str, float]:
         """Metrics since the last log entry, if one is due; reads the episode statistics before their buffer is full."""
-        after = self.tot_timesteps + self.env.num_envs
+        after = self.tot_timesteps + self.num_envs
         is_due = bool(self.log_interval) and after // self.log_interval > self.tot_timesteps // self.log_interval
         if not is_due and self.stats.tracker.step < self.num_kept:
             return {}

@@ -50,7 +50,7 @@ class OnPolicyRunner(Runner):
     def collect(self) -> None:
         """Collect one rollout and compute its returns."""
         alg, env = self.alg, self.env
-        self.stats.first_step = self.tot_timesteps // env.num_envs
+        self.stats.first_step = self.tot_timesteps // self.num_envs
         # An overridden step runs as it is written.
         is_plain = getattr(self.rollout_step, "__func__", None) is OnPolicyRunner.rollout_step
         # Where the host needs nothing of a step, the whole rollout is one CUDA graph.

@@ -20,6 +20,7 @@ import yaml
 from gymnasium import spaces
 from torch import Tensor
 
+from canter import __version__
 from canter.algorithms import REGISTRY
 from canter.algorithms.algorithm import Algorithm
 from canter.envs.vec_env import VecEnv
@@ -41,6 +42,7 @@ from canter.runners.run_log import (
     train_metrics,
 )
 from canter.utils.console import Console, table
+from canter.utils.distributed import RANKS
 from canter.utils.files import RunLock, atomic_write
 from canter.utils.logging import Logger
 from canter.utils.metrics import DivergedError, NonFiniteError, StepStats
@@ -105,8 +107,11 @@ class Runner(ABC):
         given = {name: value for name, value in overrides.items() if value is not None}
         self.cfg = self.plan.cfg = dataclasses.replace(self.plan.cfg, **given)  # the user's object stays unchanged
         self.cfg.training_dict = train_cfg if isinstance(train_cfg, Mapping) else {}
-        self.device: torch.device = resolve_device(self.cfg.device) if agent is None else agent.device
+        found = resolve_device(self.cfg.device) if agent is None else agent.device
+        self.device: torch.device = RANKS.start(found, self.cfg.rank_timeout)
         self.env = open_env(env, self.device, self.plan)
+        self.num_envs: int = self.env.num_envs * RANKS.size
+        """Environments of all ranks together."""
         complete(self.plan, self.env)
         self.eval_env = None if eval_env is None else open_env(eval_env, self.device, self.plan)
         self.log_dir = None if log_dir is None else Path(log_dir)
@@ -114,7 +119,7 @@ class Runner(ABC):
         for directory in filter(None, (self.log_dir, self.save_dir)):
             directory.mkdir(parents=True, exist_ok=True)
         self.log_interval, self.save_interval = self.cfg.log_interval, self.cfg.save_interval
-        self.run_info, self.show_progress = dict(run_info or {}), show_progress
+        self.run_info, self.show_progress = dict(run_info or {}), show_progress and RANKS.is_first
         self.iteration = self.tot_timesteps = 0
         self.metrics_velrmsd = self.metrics_CoT = float("nan")
         self.obs: Any = None
@@ -126,6 +131,8 @@ class Runner(ABC):
         self.writer: Logger | None = None
         """The logger, while it is open."""
         self.git_repos: list[str] = [__file__]
+        self.stopped_by: int | None = None
+        """The signal that ended the last `learn`, on any rank."""
         self.resumed_at: int | None = None  # timesteps of a loaded checkpoint, until later log entries are removed
         self._has_stored_code = False
         self.checkpoints = Checkpoints(self)
@@ -135,15 +142,18 @@ class Runner(ABC):
         self.alg.executor.counters["runner"] = (self, ("iteration", "tot_timesteps"))
         self.eval_seed: int = self.alg.stream_seed
         self.set_up()
+        if RANKS.size > 1:
+            self._compare_ranks()
 
     def _build_algorithm(self, obs_space: spaces.Space | None, action_space: spaces.Space | None) -> Any:
         agent_class, policy = REGISTRY[find_algorithm(self.plan.algorithm)].agent_class, self.plan.policy
         common = {"cfg": self.cfg, "device": self.device}
         is_seeded = self.cfg.seed is not None
         if is_seeded:
-            torch.manual_seed(self.cfg.seed)  # for environments that draw from torch's generator, now and later
+            # For environments that draw from torch's generator, now and later.
+            torch.manual_seed(RANKS.seed(self.cfg.seed))
             try:
-                self.env.seed(self.cfg.seed)
+                self.env.seed(self.cfg.seed + RANKS.rank * self.env.num_envs)
             except NotImplementedError as error:
                 warnings.warn(f"{error}: its episodes may differ from run to run", stacklevel=4)
             self.env.reset()  # running episodes were started without the seed
@@ -154,6 +164,24 @@ class Runner(ABC):
             if "class_name" in policy:
                 return agent_class(build_actor_critic(self.env, policy["class_name"], policy), **common)
             return agent_class(env=self.env, obs_space=obs_space, action_space=action_space, **common, **policy)
+
+    def _compare_ranks(self) -> None:
+        """Raise an error if the ranks have other settings or versions."""
+        RANKS.wait()  # some build their environments faster
+        cfg = {f"setting {name}": repr(value) for name, value in vars(self.cfg).items()}
+        cfg = {name: value for name, value in cfg.items() if name not in ("setting device", "setting training_dict")}
+        found = {"num_envs": self.env.num_envs, "torch": torch.__version__, "canter": __version__}
+        found |= {**cfg, "algorithm": type(self.alg).__name__}
+        RANKS.check_equal(found, "the ranks were started differently", code=2)
+
+    def _start_ranks(self, stop: StopSignal, trial: Any) -> None:
+        """Start every rank from the parameters and statistics of the first."""
+        if trial is not None:
+            raise ValueError(f"a trial of a search runs in one process, this is one of {RANKS.size} ranks")
+        RANKS.is_stopping = lambda: stop.requested is not None
+        RANKS.wait()
+        RANKS.broadcast(self.checkpoints.shared_tensors())
+        self.checkpoints.compare()
 
     def keep_stats(self, num_steps: int) -> None:
         """Record the statistics of the algorithm's steps, up to `num_steps` between two reads."""
@@ -173,8 +201,8 @@ class Runner(ABC):
         """Collect, learn, and return the iteration's metrics, or an empty dict if none were read."""
 
     def steps_per_iteration(self) -> int:
-        """Environment steps of one iteration."""
-        return self.num_steps_per_env * self.env.num_envs
+        """Environment steps of one iteration, of all ranks together."""
+        return self.num_steps_per_env * self.num_envs
 
     def learn(
         self, num_learning_iterations: int | None = None, init_at_random_ep_len: bool = False, trial: Any = None, *,
@@ -193,9 +221,9 @@ class Runner(ABC):
         reporter = None if trial is None else TrialReporter(trial, self.cfg.trial_metric, self.cfg.eval_interval)
         history: deque[dict[str, float]] = deque(maxlen=MAX_HISTORY)
         title = str(self.run_info.get("task", type(self.alg).__name__))
-        lock = contextlib.nullcontext() if self.save_dir is None else RunLock(self.save_dir)
         with (
-            lock,
+            RANKS.telling_errors(),
+            contextlib.nullcontext() if self.save_dir is None or not RANKS.is_first else RunLock(self.save_dir),
             StopSignal() as stop,
             Console(last, title, self.show_progress, self.iteration, path=self.log_dir) as console,
         ):
@@ -204,10 +232,11 @@ class Runner(ABC):
             self.alg.train_mode()
             console.update(self.iteration, self.tot_timesteps, {})
             try:
-                while self.iteration < last and stop.requested is None:
-                    self._one_iteration(reporter, console, history)
-            except StopTraining:
-                pass
+                if RANKS.size > 1:
+                    self._start_ranks(stop, trial)
+                is_done = False
+                while self.iteration < last and not self._is_over(stop, is_done):
+                    is_done = self._is_last_iteration(reporter, console, history)
             except BaseException as error:
                 if not stop.is_urgent:
                     self.checkpoints.save_after(error)
@@ -217,6 +246,7 @@ class Runner(ABC):
             if self.save_dir is not None:
                 self.checkpoints.save_periodic()
                 self.save(str(self.save_dir / "checkpoint_final.pt"))
+        self.stopped_by = stop.requested
         if stop.requested == signal.SIGTERM:
             raise SystemExit(143)
         if reporter is not None and reporter.takes_value and reporter.num_reports == 0:
@@ -225,6 +255,22 @@ class Runner(ABC):
         result = LearnResult(float(self.metrics_velrmsd), float(self.metrics_CoT))
         result.history = list(history)
         return result
+
+    def _is_over(self, stop: StopSignal, is_done: bool) -> bool:
+        """Whether a signal or `StopTraining` ends the run, on this rank or on another."""
+        if RANKS.size > 1:
+            found = int(RANKS.agree(stop.requested or is_done))
+            is_done = found == 1
+            stop.requested = found if found > 1 else None  # the others end as the rank that got the signal
+        return is_done or stop.requested is not None
+
+    def _is_last_iteration(self, *args: Any) -> bool:
+        """Run an iteration; whether it raised `StopTraining`."""
+        try:
+            self._one_iteration(*args)
+        except StopTraining:
+            return True
+        return False
 
     def _one_iteration(
         self, reporter: TrialReporter | None, console: Console, history: deque[dict[str, float]]
@@ -238,9 +284,12 @@ class Runner(ABC):
             self.evaluation()
             metrics |= self._robot_metrics()
         if self.is_due(self.cfg.eval_interval):
-            metrics |= self.eval(self.cfg.eval_episodes)
+            metrics |= RANKS.on_first(lambda: self.eval(self.cfg.eval_episodes))
         if is_logged := self.is_due(self.log_interval):
             metrics |= self.stats.extras.take() | self.stats.components.take()
+            if RANKS.size > 1:
+                metrics = RANKS.mean_metrics({**metrics, "time/collectives": RANKS.seconds})
+                RANKS.seconds = 0.0
         is_pruned = False
         if metrics and reporter is not None:
             is_pruned = reporter.report(metrics, self.metrics_velrmsd, self.metrics_CoT, self.iteration)
@@ -312,7 +361,7 @@ class Runner(ABC):
             with torch.inference_mode(self.cfg.inference_mode_rollout):
                 self.obs, self.critic_obs = self.env.get_observations()
         first = {"first_obs": self.obs, "first_critic_obs": None if self.critic_obs is self.obs else self.critic_obs}
-        self.stats.guard.check(self.tot_timesteps // self.env.num_envs, **first)
+        self.stats.guard.check(self.tot_timesteps // self.num_envs, **first)
         self.stats.tracker.read()  # the steps of an interrupted rollout
 
     def count_iterations(self, iterations: int | None, timesteps: int | None) -> int:
@@ -412,7 +461,7 @@ class Runner(ABC):
 
     def init_writer(self, init_at_random_ep_len: bool = False) -> None:
         """Open the logger if there is a run directory, and read the observation from which the next rollout starts."""
-        if self.writer is None and self.log_dir is not None:
+        if self.writer is None and self.log_dir is not None and RANKS.is_first:
             self.write_config()
             self.writer = Logger(self.cfg.logger_backend, self.log_dir, self.cfg.logger_kwargs, self.config())
         if self.writer is not None and self.resumed_at is not None:

@@ -11,6 +11,7 @@ from canter.envs.vec_env import VecEnv
 from canter.runners.on_policy_runner import OnPolicyRunner
 from canter.runners.run_config import plain
 from canter.storage.rollout_files.rollout_dataset import RolloutDataset
+from canter.utils.distributed import RANKS
 from canter.utils.tree import Obs, tree_leaves, tree_map
 
 LOG_INTERVAL = 50
@@ -46,7 +47,10 @@ class TwoStageRunner(OnPolicyRunner):
         if self.pretrain_iterations and not hasattr(self.alg, "collect_transition_from_dataset"):
             way_out = "use TPPO (without a teacher it clones behaviour), or pretrain_iterations=0"
             raise TypeError(f"{type(self.alg).__name__} cannot learn from recorded steps; {way_out}")
-        self.rollout_dataset = RolloutDataset(**self.pretrain_dataset, num_envs=self.env.num_envs, device=self.device)
+        source = dict(self.pretrain_dataset)
+        if source.get("seed") is not None:
+            source["seed"] = RANKS.seed(source["seed"])
+        self.rollout_dataset = RolloutDataset(**source, num_envs=self.env.num_envs, device=self.device)
         self.is_exhausted = False
         self.is_on_dataset = False  # whether the last step, and with it `obs`, came from the dataset
         self.dataset_infos: dict[str, float] = {}
@@ -71,9 +75,13 @@ class TwoStageRunner(OnPolicyRunner):
 
     def collect(self) -> None:
         """Collect one rollout; if the dataset ends in the middle of it, collect it from the environment instead."""
+        has_ended = False
+        was_pretraining = self.is_pretraining
         try:
             super().collect()
         except StopIteration:
+            has_ended = True
+        if was_pretraining and RANKS.agree(has_ended):  # of any rank
             self.is_exhausted = True
             now = f"in iteration {self.iteration}; training continues in the environment"
             warnings.warn(f"the pretraining dataset ended {now}", stacklevel=2)
@@ -97,6 +105,8 @@ class TwoStageRunner(OnPolicyRunner):
         transition, infos = self.rollout_dataset.get_transition_batch()
         self.dataset_infos |= {name: float(value) for name, value in infos.items() if name != "time_outs"}
         if transition is None:
+            if RANKS.size > 1:
+                raise ValueError(f"rank {RANKS.rank} found no steps in the dataset: several ranks need a complete one")
             obs, critic_obs = self.env.get_observations()
             return super().rollout_step(obs, critic_obs, **kwargs)
         if not self._is_checked:

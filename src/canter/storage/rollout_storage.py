@@ -9,6 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from canter.storage.trajectories import Trajectories, episode_starts, start_positions, trajectory_index
+from canter.utils.distributed import RANKS
 from canter.utils.tree import Obs, nested, tree_leaves
 
 Scalar = float | Tensor  # a 0-dim tensor
@@ -335,7 +336,12 @@ def masked_mean(x: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def normalize_advantages(advantages: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Advantages with mean 0 and (unbiased) standard deviation 1 over the valid entries."""
+    """Advantages with mean 0 and (unbiased) standard deviation 1 over the valid entries, of all ranks together."""
+    if RANKS.size > 1:
+        rows = advantages.new_full((), advantages.numel()) if valid is None else valid.sum().to(advantages.dtype)
+        mean = masked_mean(advantages, valid)
+        count, mean, variance = RANKS.merge(rows, mean, masked_mean((advantages - mean).square(), valid))
+        return (advantages - mean) / ((variance * (count / (count - 1).clamp(min=1))).sqrt() + 1e-8)
     if valid is None and advantages.numel() > 1:
         std, mean = torch.std_mean(advantages)
         return (advantages - mean) / (std + 1e-8)
