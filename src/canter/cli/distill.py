@@ -26,6 +26,7 @@ from canter.cli.train import EVALS_PER_RUN, print_return, print_row, run_section
 from canter.runners.dagger_saver import CONFIG_NAMES, DaggerSaver
 from canter.storage.rollout_files.catalog import find_trajectory, trajectory_folders
 from canter.utils.checkpoint import find_checkpoints, newest_valid_checkpoint
+from canter.utils.files import make_folder, open_append
 
 FADE = 0.2  # share of the run over which the teacher stops acting
 STUDENT: dict[str, Any] = {"class_name": "TPPO", "teacher_act_prob": "linear", "schedule": "fixed"}
@@ -146,13 +147,15 @@ def dagger(args: Sequence[str]) -> int:
     teacher = runs.read_run(options.teacher)
     run = options.run or teacher.path / "dagger"
     data = options.data or run / "data"
+    for path, root in ((run, teacher.path), (data, run)):
+        if path not in (options.run, options.data):  # a link there was not named by the user
+            make_folder(path, root)
     if options.role == "collect":
         collect_labels(options, teacher, run, data)
     elif options.role == "train":
         train(options, teacher, run, data)
     else:
-        run.mkdir(parents=True, exist_ok=True)
-        with (run / "collector.log").open("a") as log:
+        with open_append(run / "collector.log") as log:
             command = [sys.executable, "-m", "canter.cli", "dagger", *args, "--role", "collect"]
             collector = subprocess.Popen(command, stdout=log, stderr=log)
             try:

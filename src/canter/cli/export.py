@@ -18,6 +18,7 @@ from canter.runners.evaluation import InferencePolicy
 from canter.runners.run_config import parse_train_cfg
 from canter.runners.runner import open_env as with_policy_form
 from canter.utils.checkpoint import find_checkpoints
+from canter.utils.files import make_folder
 from canter.utils.logging import Logger
 
 
@@ -58,6 +59,8 @@ def export(
     else:
         files = [path if path.is_file() else find_checkpoint(read_run(run).path, checkpoint)]
     root = out or run / "export"
+    if out is None:
+        make_folder(root, run)
     for file in files:
         with user_errors():
             acting = load(file)

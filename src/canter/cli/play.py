@@ -23,7 +23,7 @@ from canter.export.simulation import Disturbance, make_task, simulate
 from canter.runners import Runner
 from canter.runners.demonstration import DemonstrationSaver
 from canter.runners.evaluation import run_episodes
-from canter.utils.files import atomic_write
+from canter.utils.files import atomic_write, make_folder
 
 FPS = 30
 MAX_FRAMES = 3000
@@ -228,6 +228,8 @@ def collect(run: TrainedPolicy, options: Collection) -> int:
     at_least(0, steps=options.steps, episodes=options.episodes)
     at_least(1, num_envs=options.num_envs, file_steps=options.file_steps)
     saved, checkpoint, runner = run.load(options.num_envs)
+    if options.out is None:
+        make_folder(saved.path / "demonstrations", saved.path)
     settings: dict[str, Any] = {"rollout_storage_length": options.file_steps, "min_timesteps": options.steps}
     settings |= {"min_episodes": options.episodes, "success_traj_only": options.success_only}
     settings |= {"use_critic_obs": options.critic_obs, "obs_disassemble_mapping": options.images}
@@ -278,8 +280,9 @@ def write_video(path: Path, frames: list[np.ndarray], fps: int) -> None:
         import imageio.v2 as imageio
     except ImportError as error:
         raise ImportError('videos need imageio: pip install "canter[video]"') from error
-    path.parent.mkdir(parents=True, exist_ok=True)
     # Sides must be even for the codec; one block of 2 instead of ffmpeg's default 16 keeps the size.
     mp4 = {"fps": fps, "macro_block_size": 2, "ffmpeg_log_level": "error"}
     options: Any = {"duration": 1000 / fps, "loop": 0} if path.suffix == ".gif" else mp4
-    imageio.mimsave(path, frames, **options)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    options["format"] = path.suffix[1:] or "mp4"
+    content: Any = imageio.mimsave("<bytes>", frames, **options)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    atomic_write(path, bytes(content))

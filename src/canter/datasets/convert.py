@@ -1,5 +1,6 @@
 """Conversion of trajectories from and to other formats: the documented pickles, npz files, and Minari."""
 
+import functools
 import pickle
 import warnings
 from collections import OrderedDict
@@ -13,7 +14,7 @@ from gymnasium import Space, spaces
 from canter.storage.offline import import_minari_package
 from canter.storage.rollout_files import TrajectoryWriter, get_frame_range, read_trajectory
 from canter.storage.rollout_files.catalog import TrajectoryLibrary, read_metadata, trajectory_folders
-from canter.utils.files import StrPath
+from canter.utils.files import StrPath, atomic_write
 from canter.utils.tree import nested, tree_leaves, tree_map
 
 FILE_STEPS = 1024
@@ -77,11 +78,10 @@ def import_pickles(source: StrPath, target: StrPath, file_steps: int = FILE_STEP
 
 def export_npz(source: StrPath, target: StrPath) -> list[Path]:
     """Write one trajectory_<k>.npz per trajectory, with the arrays by name; returns the files."""
-    Path(target).mkdir(parents=True, exist_ok=True)
     written = []
     for name, arrays in trajectories(source):
         written.append(Path(target) / f"{name}.npz")
-        np.savez(written[-1], **arrays)  # pyright: ignore[reportArgumentType]
+        atomic_write(written[-1], functools.partial(np.savez, **arrays))  # pyright: ignore[reportArgumentType]
     return written
 
 

@@ -71,7 +71,8 @@ class Checkpoints:
         if self.environment is None:
             self.environment = describe_env(runner.env)
         state |= {"infos": infos, "config": runner.config(), "environment": self.environment}
-        save_checkpoint(path, {**state, "resume": resume})
+        is_inside = self.directory is not None and path.is_relative_to(self.directory)
+        save_checkpoint(path, {**state, "resume": resume}, root=self.directory if is_inside else None)
         if runner.writer is not None and runner.cfg.upload_model:
             runner.writer.save_model(path, runner.iteration)
 
@@ -163,7 +164,6 @@ class Checkpoints:
         if self.directory is None or type(error).__name__ == "TrialPruned":
             return
         try:
-            (self.directory / "crash").mkdir(exist_ok=True)
             self.save(self.directory / "crash" / f"model_{self.runner.iteration}.pt", {"error": repr(error)})
         except Exception as second:
             warnings.warn(f"no emergency checkpoint could be written: {second!r}", stacklevel=2)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from canter.utils.files import store_code_state
+from canter.utils.files import atomic_write, store_code_state
 from canter.utils.logging import Logger
 
 EVENTS = ("pre_iteration", "post_iteration", "pre_rollout", "post_rollout", "pre_update", "post_update")
@@ -22,7 +22,7 @@ def store_code(directory: Path, repositories: list[str], with_diff: bool, writer
         with contextlib.suppress(OSError):  # the run goes on without this copy
             status, heading, _ = path.read_bytes().partition(DIFF_HEADING)
             if heading:
-                path.with_suffix(".status").write_bytes(status)
+                atomic_write(path.with_suffix(".status"), status, root=directory)
             writer.save_file(path.with_suffix(".status") if heading else path)
 
 

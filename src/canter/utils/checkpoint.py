@@ -30,8 +30,11 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be used; the message names the file and the reason."""
 
 
-def save_checkpoint(path: StrPath, state: Mapping[str, Any]) -> None:
-    """Write `state` and the format version to `path` atomically; TypeError names the key of an unsafe value."""
+def save_checkpoint(path: StrPath, state: Mapping[str, Any], root: StrPath | None = None) -> None:
+    """Write `state` and the format version to `path` atomically; TypeError names the key of an unsafe value.
+
+    Links below `root` are not followed; see `canter.utils.files.Folder`.
+    """
     content = _to_plain({"format_version": FORMAT_VERSION, **state}, "state")
 
     def write(file: BinaryIO) -> None:
@@ -41,7 +44,7 @@ def save_checkpoint(path: StrPath, state: Mapping[str, Any]) -> None:
         file.write(_COMMENT_SIZE.to_bytes(2, "little") + MARK)
         file.write(_digest(file, end + len(MARK)))
 
-    atomic_write(path, write, expected_size=_tensor_bytes(content))
+    atomic_write(path, write, expected_size=_tensor_bytes(content), root=root)
 
 
 def _to_plain(value: Any, key: str) -> Any:

@@ -8,6 +8,7 @@ A file is complete before its line is written: a crash between the two costs a l
 """
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -30,7 +31,7 @@ from canter.storage.rollout_files.container import (
     schema_of,
     write_chunk,
 )
-from canter.utils.files import RunLock, atomic_write, remove_stale_temps
+from canter.utils.files import RunLock, atomic_write, open_append, remove_stale_temps
 from canter.utils.obs_layout import ObsLayout
 from canter.utils.utils import decompress_normalized_image
 
@@ -311,12 +312,13 @@ class TrajectoryWriter(contextlib.AbstractContextManager["TrajectoryWriter"]):
     def add(self, number: int, arrays: Mapping[str, np.ndarray], start: int, ended: str = "") -> None:
         """Write a piece of a trajectory in the background, until `flush`. The arrays must not change."""
         self._check(arrays)
-        self._writes.append(self._pool.submit(write_chunk, self.folder(number), arrays, start, ended))
+        place = (self.folder(number), arrays, start, ended, self.directory)
+        self._writes.append(self._pool.submit(write_chunk, *place))
 
     def add_pending(self, number: int, arrays: Mapping[str, np.ndarray], start: int, ended: str = "") -> None:
         """Write a piece of a trajectory that `publish` keeps or `discard` drops."""
         self._check(arrays)
-        write_chunk(self.folder(number, is_pending=True), arrays, start, ended)
+        write_chunk(self.folder(number, is_pending=True), arrays, start, ended, self.directory)
 
     def _check(self, arrays: Mapping[str, np.ndarray]) -> None:
         schema = schema_of(arrays)
@@ -345,8 +347,8 @@ class TrajectoryWriter(contextlib.AbstractContextManager["TrajectoryWriter"]):
         writes, self._writes = self._writes, []
         for write in writes:
             self._count(write.result())
-        with (self.directory / MANIFEST).open("a", encoding="utf-8") as file:
-            file.writelines(manifest_line(self.directory, info) for info in self._unlisted)
+        with io.BufferedWriter(open_append(self.directory / MANIFEST)) as file:
+            file.writelines(manifest_line(self.directory, info).encode() for info in self._unlisted)
             file.flush()
             os.fsync(file.fileno())
         self._unlisted = []

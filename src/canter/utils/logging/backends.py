@@ -8,11 +8,11 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
-from canter.utils.files import atomic_write
+from canter.utils.files import atomic_write, make_folder, open_append
 from canter.utils.tree import tree_map
 
 METRICS_NAME = "metrics.jsonl"
@@ -73,14 +73,13 @@ class _JsonlBackend(Backend):
         self.path = log_dir / METRICS_NAME
         self._file = self._open()
 
-    def _open(self) -> BinaryIO:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a+b") as old:
-            size = old.seek(0, os.SEEK_END)
-            old.seek(max(0, size - (1 << 20)))
-            torn = old.read().rpartition(b"\n")[2]
-            old.truncate(size - len(torn))
-        return open(self.path, "ab", buffering=0)
+    def _open(self) -> io.FileIO:
+        file = open_append(self.path)
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - (1 << 20)))
+        torn = file.readall().rpartition(b"\n")[2]
+        file.truncate(size - len(torn))
+        return file
 
     def log_scalars(self, scalars: dict[str, float], step: int) -> None:
         # One write, so that a kill damages at most the last line.
@@ -216,6 +215,10 @@ class _WandbBackend(_RunServiceBackend):
         # not prevent this where code saving is on.
         private = {"settings": {"disable_code": True, "disable_git": True}}
         place = {} if log_dir is None else {"dir": str(log_dir), "name": log_dir.name}
+        if log_dir is not None:
+            make_folder(log_dir / "wandb", log_dir)
+            if (log_dir / "wandb" / "settings").exists():  # wandb would take the server from it, and send the key there
+                raise ValueError(f"{log_dir / 'wandb' / 'settings'} has settings of W&B for any host; remove the file")
         super().__init__(log_dir, "wandb", {**private, **place, **kwargs})
 
     def log_histogram(self, tag: str, values: np.ndarray, step: int) -> None:
@@ -227,7 +230,8 @@ class _SwanlabBackend(_RunServiceBackend):
 
     def __init__(self, log_dir: Path | None, **kwargs: Any) -> None:
         if log_dir is not None:
-            Path(kwargs.setdefault("log_dir", str(log_dir / "swanlab"))).mkdir(parents=True, exist_ok=True)
+            make_folder(log_dir / "swanlab", log_dir)
+            kwargs.setdefault("log_dir", str(log_dir / "swanlab"))
         super().__init__(log_dir, "swanlab", kwargs)
 
 
