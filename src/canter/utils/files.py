@@ -80,8 +80,9 @@ class Folder(contextlib.AbstractContextManager["Folder"]):
             return
         if is_kind(found.st_mode) and (kind == "directory" or found.st_nlink == 1):
             return
-        links = "a link" if stat.S_ISLNK(found.st_mode) else "a hard link" if is_kind(found.st_mode) else f"no {kind}"
-        text = f"it is {links}, and nothing is written through links in a run directory; remove it"
+        if not is_kind(found.st_mode) and not stat.S_ISLNK(found.st_mode):
+            raise OSError(errno.EEXIST, f"it is no {kind}; remove it", str(path))
+        text = "it is a link, and nothing is written through links in a run directory; remove it"
         raise OSError(errno.ELOOP, text, str(path))
 
     def name(self, name: str) -> str:
