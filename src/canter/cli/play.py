@@ -37,10 +37,11 @@ class PolicyOptions:
     checkpoint: str | None = None  # A file, or "best"; the newest valid checkpoint by default.
     seed: int | None = 0  # Seed of the episodes; None draws one.
     device: str | None = None  # Device to compute on; the CPU by default.
+    modules: tuple[str, ...] = ()  # Modules that the run's settings name and that may be imported.
 
     def load(self, num_envs: int) -> tuple[SavedRun, Path, Runner]:
         """The run, its checkpoint, and a runner with the trained policy."""
-        saved = read_run(self.run)
+        saved = read_run(self.run, self.modules)
         checkpoint = find_checkpoint(saved.path, self.checkpoint)
         return saved, checkpoint, load_policy(saved, checkpoint, num_envs, self.seed, self.device)
 

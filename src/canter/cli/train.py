@@ -15,8 +15,9 @@ from canter.cli.errors import UserError, user_errors
 from canter.cli.options import TrainOptions, parse_train
 from canter.runners import Runner, check_policy
 from canter.utils.checkpoint import load_checkpoint
-from canter.utils.files import atomic_write
+from canter.utils.files import RunLock, atomic_write
 from canter.utils.plots import plot_runs
+from canter.utils.reading import FileContentError, named_modules, read_json
 from canter.utils.runtime import StopSignal
 
 EVALS_PER_RUN = 10
@@ -81,6 +82,8 @@ def resume(
     total_timesteps: int | None = None,
     checkpoint: str | None = None,
     device: str | None = None,
+    modules: tuple[str, ...] = (),
+    logger_kwargs: dict[str, Any] | None = None,
 ) -> int:
     """Continue a run from its newest valid checkpoint, with the settings it was started with.
 
@@ -89,20 +92,29 @@ def resume(
         total_timesteps: Environment steps to add; the rest of the run's own length by default.
         checkpoint: Another checkpoint to continue from: a file, or "best".
         device: Device to use instead of the one the run was started on.
+        modules: Modules that the run's settings name, such as that of its task, and that may be imported.
+        logger_kwargs: Settings of the logging backends, as YAML. Hosts, keys, accounts and paths are taken from here or
+            from the environment, not from the run's config.yaml.
     """
-    saved = runs.read_run(run)
+    saved = runs.read_run(run, modules)
     path = runs.find_checkpoint(saved.path, checkpoint)
     config: dict[str, Any] = {**saved.config, "run": dict(saved.config["run"])}
     if device is not None:
         config["device"] = device
-    if total_timesteps is not None:
-        done = int(load_checkpoint(path, "cpu").get("total_timesteps", 0))
-        config["run"]["total_timesteps"] = done + total_timesteps
-        config |= {name: None for name in ("max_iterations", "max_timesteps") if name in config}
-    runner = runs.open_runner(config, saved.path, eval_episodes=config["eval_episodes"])
-    with user_errors():
+    with user_errors(saved.path / "config.yaml"):
+        if total_timesteps is not None:
+            done = int(load_checkpoint(path, "cpu").get("total_timesteps", 0))
+            config["run"]["total_timesteps"] = done + total_timesteps
+            config |= {name: None for name in ("max_iterations", "max_timesteps") if name in config}
+        runner = runs.open_runner(config, saved.path, eval_episodes=config.get("eval_episodes") or 0)
+        runs.take_logger_settings(runner, logger_kwargs)
+    with user_errors(path):
         runner.load(path)
+    with user_errors(saved.path / "config.yaml"), RunLock(saved.path):
+        runner.init_writer()  # finds a bad logging backend before the training
     print(f"continuing {saved.path} from {path.name} at step {runner.tot_timesteps}")
+    if changed := runs.changed_settings(saved.config, runner.checkpoints.loaded_config):
+        print(f"  settings in config.yaml that are not the checkpoint's: {'; '.join(changed)}", file=sys.stderr)
     return run_to_end(runner, saved.path)
 
 
@@ -130,7 +142,7 @@ def run_to_end(runner: Runner, path: Path) -> int:
 def keep_best(runner: Runner, path: Path) -> None:
     """Keep the checkpoint of the best periodic evaluation."""
     record = path / "best.json"
-    best = json.loads(record.read_text())["eval/mean_reward"] if record.is_file() else -math.inf
+    best = recorded_return(record) if record.is_file() else -math.inf
 
     def keep(runner: Runner, stats: dict[str, float]) -> None:
         nonlocal best
@@ -140,6 +152,14 @@ def keep_best(runner: Runner, path: Path) -> None:
             write_json(record, {"eval/mean_reward": best, "step": runner.tot_timesteps})
 
     runner.add_callback("post_iteration", keep)
+
+
+def recorded_return(path: Path) -> float:
+    """The mean return in a JSON file of a run."""
+    value = read_json(path).get("eval/mean_reward")
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise FileContentError(f"{path} has no mean return but {value!r}; delete it to go on without it")
+    return value
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -162,7 +182,7 @@ def show_results(runner: Runner, path: Path) -> None:
     except ValueError as error:
         print_row("curve", f"none: {error}")
     if info.get("video", True):
-        print_row("video", record_video(path))
+        print_row("video", record_video(path, sorted({module for _, module in named_modules(runner.config())})))
     for name, command in (("next", "canter play"), ("", "canter eval"), ("", "tensorboard --logdir")):
         print_row(name, f"{command} {path}")
 
@@ -177,10 +197,11 @@ def print_return(result: dict[str, float], episodes: str) -> None:
     print_row("return", f"{result['eval/mean_reward']:.1f} ± {result['eval/std_reward']:.1f} {episodes}")
 
 
-def record_video(path: Path) -> str:
+def record_video(path: Path, modules: Sequence[str] = ()) -> str:
     """Record a video in a process of its own, which a graphics library may end; returns its path, or the error."""
     video, limit = path / "video.mp4", f"{VIDEO_SECONDS:g}"
     command = [sys.executable, "-m", "canter.cli", "play", str(path), "--video", str(video), "--seconds", limit]
+    command += ["--modules", *modules] if modules else []
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10 * VIDEO_SECONDS)
     except subprocess.TimeoutExpired:

@@ -15,6 +15,7 @@ from canter.storage.offline import import_minari_package
 from canter.storage.rollout_files import TrajectoryWriter, get_frame_range, read_trajectory
 from canter.storage.rollout_files.catalog import TrajectoryLibrary, read_metadata, trajectory_folders
 from canter.utils.files import StrPath, atomic_write
+from canter.utils.reading import read_npz
 from canter.utils.tree import nested, tree_leaves, tree_map
 
 FILE_STEPS = 1024
@@ -90,8 +91,7 @@ def import_npz(files: list[StrPath], target: StrPath, file_steps: int = FILE_STE
 
     def found() -> Iterator[NamedArrays]:
         for path in files:
-            with np.load(path, allow_pickle=False) as archive:
-                arrays = {name: archive[name] for name in archive.files}
+            arrays = read_npz(path)
             if "rewards" in arrays and ("terminated" in arrays or "truncated" in arrays):
                 no = np.zeros(len(arrays["rewards"]), bool)
                 terminated, truncated = (arrays.pop(name, no).astype(bool) for name in ("terminated", "truncated"))

@@ -1,5 +1,6 @@
 """Gymnasium's `VectorEnv` in all three autoreset modes, and EnvPool, which has the same interface."""
 
+import difflib
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -205,6 +206,10 @@ def make_envpool(task: str, num_envs: int, device: Any, seed: int | None, render
         envpool = importlib.import_module("envpool")
     except ImportError as error:
         raise ImportError(f"'envpool/{task}' needs EnvPool: pip install 'canter[envpool]'") from error
+    if task not in (known := envpool.list_all_envs()):
+        near = difflib.get_close_matches(task, known, n=1)
+        hint = f"did you mean 'envpool/{near[0]}'?" if near else f"it has {len(known)}: envpool.list_all_envs()"
+        raise ValueError(f"EnvPool has no task {task!r}; {hint}")
     # As many threads as cores this process may use, which may be fewer than the machine has.
     options = {"num_threads": min(num_envs, usable_cores()), "seed": seed, "render_mode": render_mode}
     given = {name: value for name, value in options.items() if value is not None}

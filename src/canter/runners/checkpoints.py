@@ -17,6 +17,7 @@ from canter.envs.spec import describe_env
 from canter.utils.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from canter.utils.ckpt_manipulator import MANIPULATORS
 from canter.utils.files import atomic_write, remove_stale_temps, safe_join
+from canter.utils.reading import read_limited
 from canter.utils.runtime import rng_state, set_rng_state
 from canter.utils.tree import tree_map
 
@@ -36,12 +37,15 @@ class Checkpoints:
         """Description of the environment, from which `canter.load` builds the policy without it."""
         self.periodic: list[str] = []
         """Names of the files in `directory` that were written periodically, by this process or an earlier one."""
+        self.loaded_config: Any = None
+        """The config in the checkpoint that was loaded last, if it is canter's."""
         self.being_saved: Path | None = None
         """The periodic checkpoint that `runner.save` is writing."""
         if self.directory is not None:
             remove_stale_temps(self.directory)
-            with contextlib.suppress(OSError, ValueError, TypeError):  # then none of the earlier files is ever removed
-                self.periodic = [str(name) for name in json.loads((self.directory / PERIODIC).read_text())]
+            # On an error none of the earlier files is ever removed.
+            with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
+                self.periodic = [str(name) for name in json.loads(read_limited(self.directory / PERIODIC))]
 
     def locate(self, name: str) -> Path:
         """Path of a file in the save directory; an absolute path stays as it is."""
@@ -82,6 +86,7 @@ class Checkpoints:
         """Continue from a checkpoint of canter, or load the weights of another library's."""
         runner = self.runner
         state = import_state(load_checkpoint(path, runner.device if map_location is None else map_location))
+        self.loaded_config = state.get("config")
         given = runner.plan.ckpt_manipulator
         manipulator: Any = MANIPULATORS.get(given, given)
         if isinstance(manipulator, str):

@@ -29,7 +29,8 @@ _END_SIZE = 22  # a zip's end record without comment; its last two bytes are the
 # as bytearray, allocate any size; UntypedStorage does when it is called, and is only named where a text follows it.
 _PLAIN_NAME = re.compile(
     r"torch._utils _rebuild_(tensor_v[23]|parameter)|torch (\w+Storage|Size|device|[a-z]+\d+(_\w+)?|bool)"
-    r"|torch.storage UntypedStorage|collections (OrderedDict|Counter)|(__builtin__|builtins) (set|complex)|_codecs encode"
+    r"|torch.storage UntypedStorage|collections (OrderedDict|Counter)|(__builtin__|builtins) (set|complex)"
+    r"|_codecs encode"
 )
 _PLAIN_OPERATION = re.compile(
     r"PROTO|STOP|GLOBAL|REDUCE|BUILD|BINPERSID|MARK|NONE|NEWTRUE|NEWFALSE|(LONG_)?BIN(PUT|GET)|BININT[12]?|BINFLOAT"
@@ -156,9 +157,8 @@ def _check_archive(archive: zipfile.ZipFile, path: Path, size: int, has_checksum
     if not has_checksum and (damaged := archive.testzip()):
         raise ValueError(f"the CRC-32 of {damaged!r} does not match")
     for name in archive.namelist():
-        if name.rpartition("/")[2] == "data.pkl":
-            if found := _find_unsafe(archive.read(name)):
-                raise CheckpointError(f"checkpoint {path} cannot be loaded safely: it asks for {found}, no plain data")
+        if name.rpartition("/")[2] == "data.pkl" and (found := _find_unsafe(archive.read(name))):
+            raise CheckpointError(f"checkpoint {path} cannot be loaded safely: it asks for {found}, no plain data")
 
 
 def _find_unsafe(pickled: bytes) -> str | None:

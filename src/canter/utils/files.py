@@ -1,4 +1,4 @@
-"""Files of a run directory: how they are opened for writing, atomic writes, the lock of the directory, the code's state.
+"""Files of a run directory: opening them for writing, atomic writes, the lock of the directory, the code's state.
 
 A run directory may come from a stranger. Every file in one is opened for writing by `Folder`, which follows no link.
 """

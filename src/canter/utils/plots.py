@@ -34,6 +34,7 @@ _STYLE: dict[Any, Any] = {
     "axes.grid": True, "grid.color": "#E4E4E4", "grid.linewidth": 0.8, "xtick.color": "#444444",
     "ytick.color": "#444444", "legend.frameon": False, "figure.facecolor": "white", "savefig.facecolor": "white",
 }  # fmt: skip
+MAX_VALUE = 1e300  # larger ones, and NaN, are damage, and cannot be drawn
 Series = dict[str, tuple[list[int], list[float]]]  # steps and values by tag
 
 
@@ -46,7 +47,7 @@ def read_metrics(run_dir: StrPath) -> Series:
     series: Series = {}
     for row in read_rows(path):
         for tag, value in row.items():
-            if tag not in ("step", "time") and isinstance(value, (int, float)):
+            if tag not in ("step", "time") and isinstance(value, (int, float)) and abs(value) < MAX_VALUE:
                 steps, values = series.setdefault(tag, ([], []))
                 steps.append(row["step"])
                 values.append(float(value))

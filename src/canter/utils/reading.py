@@ -1,4 +1,4 @@
-"""Reading files that strangers may have written: within bounds, without importing, and with errors that name the file."""
+"""Reading files that strangers may have written: within bounds, importing nothing, with errors that name the file."""
 
 import json
 import math
@@ -6,7 +6,6 @@ import os
 import stat
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,9 +44,7 @@ def read_json(path: str | os.PathLike[str], limit: int = MAX_TEXT) -> dict[str, 
     return _read_mapping(path, json.loads, limit)
 
 
-def _read_mapping(
-    path: str | os.PathLike[str], parse: Callable[[str], Any], limit: int = MAX_TEXT
-) -> dict[str, Any]:
+def _read_mapping(path: str | os.PathLike[str], parse: Callable[[str], Any], limit: int = MAX_TEXT) -> dict[str, Any]:
     try:
         content = parse(read_limited(path, limit).decode("utf-8"))
     except (FileContentError, OSError):
@@ -83,7 +80,7 @@ def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:
         nodes[-1] = (nodes[-1][0], nodes[-1][1] + size)
         if nodes[-1][1] > MAX_VALUES:
             raise ValueError(f"with its aliases it has more than {MAX_VALUES} values")
-    return yaml.load(text, loader)  # noqa: S506 (a SafeLoader)
+    return yaml.load(text, loader)
 
 
 def read_npz(path: str | os.PathLike[str], limit: int = MAX_ARRAYS) -> dict[str, np.ndarray]:
@@ -118,7 +115,9 @@ def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray
 
 def named_modules(config: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """The settings of a config that name code, and the module that each of them would import."""
-    parts: Any = config.items() if isinstance(config, Mapping) else enumerate(config) if isinstance(config, list) else ()
+    parts: Any = (
+        config.items() if isinstance(config, Mapping) else enumerate(config) if isinstance(config, list) else ()
+    )
     for name, value in parts:
         path = f"{key}.{name}" if key else str(name)
         if not isinstance(value, str):

@@ -16,6 +16,7 @@ from canter.utils.files import atomic_write, make_folder, open_append
 from canter.utils.tree import tree_map
 
 METRICS_NAME = "metrics.jsonl"
+MAX_LINE = 1 << 22  # characters of a row of metrics
 
 
 class Backend:
@@ -25,6 +26,8 @@ class Backend:
     """
 
     last_step: int = 0  # the highest step so far; set by the logger
+    loadable: ClassVar[frozenset[str]] = frozenset()
+    """Settings that are taken from a loaded config too: none that names a host, a key, an account, a path or code."""
 
     def __init__(self, log_dir: Path | None, **kwargs: Any) -> None:
         if kwargs:
@@ -111,17 +114,19 @@ class _JsonlBackend(Backend):
 def read_rows(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Yield every complete row of a `metrics.jsonl`; other lines are skipped."""
     with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
+        while line := file.readline(MAX_LINE):
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
-            if isinstance(row, dict) and type(row.get("step")) is int:
+            if isinstance(row, dict) and type(row.get("step")) is int and 0 <= row["step"] < 1 << 63:
                 yield row
 
 
 class _TensorboardBackend(Backend):
     """Writes event files into the run directory; settings are those of `SummaryWriter`."""
+
+    loadable = frozenset({"comment", "filename_suffix", "flush_secs", "max_queue"})
 
     def __init__(self, log_dir: Path | None, **kwargs: Any) -> None:
         super().__init__(log_dir)
@@ -207,6 +212,7 @@ class _RunServiceBackend(Backend):
 class _WandbBackend(_RunServiceBackend):
     """One Weights & Biases run; settings are those of `wandb.init`."""
 
+    loadable = frozenset({"group", "id", "job_type", "mode", "name", "notes", "project", "resume", "tags"})
     video_options: ClassVar[dict[str, Any]] = {"format": "gif"}
     config_options: ClassVar[dict[str, Any]] = {"allow_val_change": True}  # by a resumed run
 
@@ -228,6 +234,8 @@ class _WandbBackend(_RunServiceBackend):
 class _SwanlabBackend(_RunServiceBackend):
     """One SwanLab run; settings are those of `swanlab.init`."""
 
+    loadable = frozenset({"description", "experiment_name", "group", "id", "mode", "project", "resume", "tags"})
+
     def __init__(self, log_dir: Path | None, **kwargs: Any) -> None:
         if log_dir is not None:
             make_folder(log_dir / "swanlab", log_dir)
@@ -237,6 +245,8 @@ class _SwanlabBackend(_RunServiceBackend):
 
 class _NeptuneBackend(Backend):
     """One Neptune run; settings are those of `neptune.init_run`."""
+
+    loadable = frozenset({"description", "mode", "name", "tags", "with_id"})
 
     def __init__(self, log_dir: Path | None, **kwargs: Any) -> None:
         super().__init__(log_dir)
