@@ -51,7 +51,8 @@ def test_resume_refuses_a_link_and_names_it(trained, tmp_path, outside, capsys, 
     (trained / name).unlink()
     (trained / name).symlink_to(tmp_path / "precious")
     assert main(["resume", str(trained), "--total-timesteps", "64"]) == 6
-    assert "is a link" in (text := capsys.readouterr().err) and f"{name}'" in text
+    assert "is a link" in (text := capsys.readouterr().err)
+    assert f"{name}'" in text
 
 
 def test_resume_writes_through_none_of_the_links_of_a_run(trained, tmp_path, outside, monkeypatch):
@@ -81,7 +82,8 @@ def test_a_video_replaces_a_link_and_not_its_target(tmp_path, outside):
     for name in ("play.mp4", "play.gif"):
         (tmp_path / name).symlink_to(tmp_path / "precious")
         write_video(tmp_path / name, [np.full((16, 16, 3), i, np.uint8) for i in range(3)], 10)
-        assert not (tmp_path / name).is_symlink() and (tmp_path / name).stat().st_size > 30
+        assert not (tmp_path / name).is_symlink()
+        assert (tmp_path / name).stat().st_size > 30
 
 
 @pytest.mark.parametrize("command", ["resume", "eval", "play", "collect", "distill", "dagger"])
@@ -89,7 +91,8 @@ def test_a_task_of_a_stranger_imports_nothing(trained, tell_tale, capsys, comman
     edit(trained, lambda config: config["run"].update(task="stranger:canter/CartPole"))
     assert main([command, str(trained)]) == 2
     text = capsys.readouterr().err
-    assert "run.task would import the module 'stranger'" in text and "add --modules stranger" in text
+    assert "run.task would import the module 'stranger'" in text
+    assert "add --modules stranger" in text
     assert not tell_tale.exists()
 
 
@@ -186,7 +189,10 @@ def test_an_upload_takes_no_host_from_a_checkpoint(spied, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("backend", "hostile"),
     [
-        ("wandb", {"settings": {"base_url": "https://evil.invalid"}, "entity": "them", "dir": "/", "project": "them/x"}),
+        (
+            "wandb",
+            {"settings": {"base_url": "https://evil.invalid"}, "entity": "them", "dir": "/", "project": "them/x"},
+        ),
         ("swanlab", {"api_key": "k", "host": "evil.invalid", "workspace": "them", "log_dir": "/", "callbacks": ["a"]}),
         ("neptune", {"api_token": "t", "project": "x", "proxies": {"https": "evil.invalid"}, "source_files": ["/"]}),
         ("tensorboard", {"filename_suffix": "/../../x", "log_dir": "/"}),

@@ -1,7 +1,9 @@
 """Conversion of trajectories from and to other formats: the documented pickles, npz files, and Minari."""
 
 import functools
+import io
 import pickle
+import pickletools
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -181,9 +183,12 @@ def space_of(data: Any) -> Space:
 def read_pickle(path: Path) -> dict[str, np.ndarray]:
     """The arrays of one file of the documented pickle layout; ValueError if it holds anything else."""
     try:
-        with path.open("rb") as file:
-            content = _PlainUnpickler(file).load()
-    except (OSError, MemoryError):
+        pickled = path.read_bytes()
+        # Python reserves memory for the highest place in the memo, before anything is stored there.
+        if any("PUT" in step.name and place > len(pickled) for step, place, _ in pickletools.genops(pickled)):
+            raise ValueError("it numbers more values than it has bytes")
+        content = _PlainUnpickler(io.BytesIO(pickled)).load()
+    except OSError:
         raise
     except Exception as error:  # a damaged pickle may raise anything
         raise ValueError(f"{path} cannot be imported: {error}") from error

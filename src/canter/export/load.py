@@ -19,7 +19,7 @@ from canter.modules.policy import Policy
 from canter.runners.evaluation import InferencePolicy
 from canter.runners.run_config import RunPlan, find_algorithm, parse_train_cfg
 from canter.runners.runner import open_env
-from canter.utils.checkpoint import check_compatible, load_checkpoint, newest_valid_checkpoint
+from canter.utils.checkpoint import check_compatible, damaged_content, load_checkpoint, newest_valid_checkpoint
 from canter.utils.reading import FileContentError, read_yaml, refuse_imports
 
 BEST = "checkpoint_best.pt"
@@ -40,23 +40,25 @@ def load(
         modules: Modules of yours that the checkpoint's settings name and that may be imported.
     """
     file = find_file(Path(path), checkpoint)
-    state = import_state(load_checkpoint(file, "cpu"))
+    with damaged_content(file):
+        state = import_state(load_checkpoint(file, "cpu"))
     weights = state.get("model_state_dict")
     if not isinstance(weights, Mapping):
-        raise ValueError(f"{file} has no model_state_dict; it has {', '.join(state)}")
+        raise ValueError(f"{file} has no model_state_dict; it has {', '.join(map(str, state))}")
     config = state.get("config") or read_config(file)
     if not isinstance(config, Mapping):
         raise FileContentError(f"{file} holds a {type(config).__name__} as its config, not named settings")
     if policy is None:
         refuse_imports(config.get("policy"), file, modules, "name it: modules=[{module!r}], or --modules {module}")
-    plan = parse_train_cfg({key: value for key, value in config.items() if key != "run"})
-    environment = state.get("environment") or describe_task(config, plan, file)
-    env = SpecEnv(environment, device)
-    if policy is None:
-        policy = new_policy(plan, env, has_settings=bool(config.get("policy")))
-    install_normalizers(policy, env, weights)
-    check_compatible(policy.state_dict(), weights, type(policy).__name__)
-    policy.load_state_dict(dict(weights))
+    with damaged_content(file):
+        plan = parse_train_cfg({key: value for key, value in config.items() if key != "run"})
+        environment = state.get("environment") or describe_task(config, plan, file)
+        env = SpecEnv(environment, device)
+        if policy is None:
+            policy = new_policy(plan, env, has_settings=bool(config.get("policy")))
+        install_normalizers(policy, env, weights)
+        check_compatible(policy.state_dict(), weights, type(policy).__name__)
+        policy.load_state_dict(dict(weights))
     policy.to(device).requires_grad_(False).eval()
     info = {"config": config, "environment": environment, "checkpoint": str(file)}
     info |= {"checkpoint_sha256": hashlib.sha256(file.read_bytes()).hexdigest()}

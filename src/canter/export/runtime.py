@@ -112,7 +112,7 @@ def check_structure(path: Path, spec: Mapping[str, Any]) -> None:
 
 def check_port(path: Path, group: str, port: Any) -> None:
     """Refuse an input, output or memory without a proper name, shape and dtype."""
-    if not isinstance(port, dict) or not _NAME.fullmatch(str(port.get("name"))):
+    if not isinstance(port, dict) or not isinstance(port.get("name"), str) or not _NAME.fullmatch(port["name"]):
         _refuse(path, f"{group} has an entry without a proper name: {port!r}")
     shape: Any = port.get("shape")
     is_shape = isinstance(shape, list) and all(type(n) is int and 0 < n <= MAX_NUMBERS for n in shape)

@@ -5,6 +5,7 @@ everything before the digest, so that any flipped bit is detected; torch alone m
 proves no good intention: every archive, with or without one, must also be bounded and hold plain data.
 """
 
+import contextlib
 import hashlib
 import os
 import pickletools
@@ -12,7 +13,7 @@ import re
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -192,6 +193,18 @@ def _check_growth(content: Any, limit: int) -> None:
         total += value.nbytes if isinstance(value, Tensor) else len(value) if isinstance(value, (str, bytes)) else 1
         if total > max(limit, 1 << 20):
             raise ValueError(f"it expands to more than {max(limit, 1 << 20)} bytes")
+
+
+@contextlib.contextmanager
+def damaged_content(path: StrPath) -> Iterator[None]:
+    """Turn what a checkpoint's content can cause besides errors with a message of ours into a CheckpointError."""
+    try:
+        yield
+    except (AttributeError, ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError) as error:
+        if isinstance(error, (CheckpointError, NotImplementedError)):
+            raise
+        text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+        raise CheckpointError(f"checkpoint {path} has unusable content: {type(error).__name__}: {text}") from error
 
 
 def find_checkpoints(directory: StrPath) -> list[tuple[int, Path]]:

@@ -85,18 +85,20 @@ def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:
 
 def read_npz(path: str | os.PathLike[str], limit: int = MAX_ARRAYS) -> dict[str, np.ndarray]:
     """The arrays of an npz, each of exactly the size that its header states, `limit` bytes in all; no objects."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = archive.infolist()
-            if (total := sum(member.file_size for member in members)) > limit:
-                raise ValueError(f"it unpacks to {total} bytes, more than the {limit} that it may have")
-            if any(not member.filename.endswith(".npy") for member in members):
-                raise ValueError("it holds other files than arrays")
-            return {member.filename[:-4]: _read_array(archive, member) for member in members}
-    except OSError:
-        raise
-    except Exception as error:  # a damaged archive may raise anything
-        raise FileContentError(f"{path} cannot be read: {str(error) or type(error).__name__}") from error
+    with open(path, "rb") as file:
+        try:
+            return _read_arrays(zipfile.ZipFile(file), limit)
+        except Exception as error:  # a damaged archive may raise anything
+            raise FileContentError(f"{path} cannot be read: {str(error) or type(error).__name__}") from error
+
+
+def _read_arrays(archive: zipfile.ZipFile, limit: int) -> dict[str, np.ndarray]:
+    members = archive.infolist()
+    if (total := sum(member.file_size for member in members)) > limit:
+        raise ValueError(f"it unpacks to {total} bytes, more than the {limit} that it may have")
+    if any(not member.filename.endswith(".npy") for member in members):
+        raise ValueError("it holds other files than arrays")
+    return {member.filename[:-4]: _read_array(archive, member) for member in members}
 
 
 def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:

@@ -38,7 +38,7 @@ from canter.utils.reading import FileContentError, read_json, read_limited
 from canter.utils.utils import decompress_normalized_image
 
 METADATA, MANIFEST = "metadata.json", "manifest.jsonl"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # from 2 on metadata.json has a CRC-32
 OPTIONAL = ("values", "timeouts")  # a file may lack them where others have them
 PER_STEP = {"rewards": np.float32, "dones": np.bool_, "timeouts": np.bool_}
 MAX_LISTED = 20
@@ -68,8 +68,9 @@ def read_metadata(directory: Path) -> dict[str, Any]:
     version = content.get("format_version", 0)
     if type(version) is not int or version > FORMAT_VERSION:
         raise TrajectoryFileError(path, f"has format version {version!r}; upgrade canter")
-    if content.pop("crc32", None) not in (None, crc_of(content)):  # None: written by an earlier version
-        text = "was changed: its CRC-32 does not match; correct it, or remove its entry crc32 to use it as it is"
+    is_checked = version > 1 or "crc32" in content
+    if content.pop("crc32", None) != crc_of(content) and is_checked:
+        text = "was changed: its CRC-32 does not match; to use it as it is, remove its entries crc32 and format_version"
         raise TrajectoryFileError(path, text)
     return content
 
