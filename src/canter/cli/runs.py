@@ -215,7 +215,7 @@ def load_policy(saved: SavedRun, checkpoint: Path, num_envs: int, seed: int | No
     with user_errors(saved.path / "config.yaml"):
         runner = open_runner(config, show_progress=False)
         limit_threads(runner, None)
-    with user_errors():
+    with user_errors(checkpoint):
         runner.load(checkpoint, load_optimizer=False)
     return runner
 
