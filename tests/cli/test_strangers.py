@@ -1,6 +1,7 @@
 """A run directory of a stranger is data: commands on it write through no link, import nothing and tell no secret."""
 
 import json
+import socket
 import sys
 
 import numpy as np
@@ -227,6 +228,15 @@ def test_a_crafted_checksum_does_not_let_a_bomb_in(trained, capsys):
     save_checkpoint(path, {"model_state_dict": {"actor.0.weight": torch.zeros(1).expand(1 << 40)}})
     assert main(["eval", str(trained), "--checkpoint", str(path)]) == 6
     assert "expands to more than" in capsys.readouterr().err
+
+
+def test_a_run_opens_no_port_and_no_connection(train, monkeypatch):
+    def refuse(*args):
+        raise AssertionError("a socket was used")
+
+    for name in ("listen", "connect", "connect_ex", "bind"):
+        monkeypatch.setattr(socket.socket, name, refuse)
+    assert train()[0] == 0
 
 
 def test_records_of_a_run_that_are_damaged_are_named(trained, capsys):
