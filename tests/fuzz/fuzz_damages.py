@@ -45,14 +45,6 @@ LEAVES = st.none() | st.booleans() | NUMBERS | st.text(max_size=8)
 VALUES = LEAVES | st.lists(LEAVES, max_size=3) | st.dictionaries(st.text(max_size=4), LEAVES, max_size=3)
 
 
-def paths_of(tree, path=()):
-    """The path of every value in nested dicts and lists."""
-    parts = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
-    for name, value in parts:
-        yield (*path, name)
-        yield from paths_of(value, (*path, name))
-
-
 def replaced(tree, path, value, is_removed):
     """A copy of the tree with one value replaced or removed."""
     if not path:
@@ -66,5 +58,9 @@ def replaced(tree, path, value, is_removed):
 
 @st.composite
 def crafted(draw, tree):
-    """The tree with one value that is another one, or missing."""
-    return replaced(tree, draw(st.sampled_from(list(paths_of(tree)))), draw(VALUES), draw(st.booleans()))
+    """The tree with one value, at any depth, that is another one, or missing."""
+    path, part = [], tree
+    while isinstance(part, (dict, list, tuple)) and part and (not path or draw(st.integers(0, 3))):
+        path.append(draw(st.sampled_from(list(part) if isinstance(part, dict) else range(len(part)))))
+        part = part[path[-1]]
+    return replaced(tree, path, draw(VALUES), draw(st.booleans()))

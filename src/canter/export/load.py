@@ -49,7 +49,8 @@ def load(
     if not isinstance(config, Mapping):
         raise FileContentError(f"{file} holds a {type(config).__name__} as its config, not named settings")
     if policy is None:
-        refuse_imports(config.get("policy"), file, modules, "name it: modules=[{module!r}], or --modules {module}")
+        settings = {key: value for key, value in config.items() if key != "run"}  # the task is not made from it
+        refuse_imports(settings, file, modules, "name it: modules=[{module!r}], or --modules {module}")
     with damaged_content(file):
         plan = parse_train_cfg({key: value for key, value in config.items() if key != "run"})
         environment = state.get("environment") or describe_task(config, plan, file)
@@ -59,10 +60,10 @@ def load(
         install_normalizers(policy, env, weights)
         check_compatible(policy.state_dict(), weights, type(policy).__name__)
         policy.load_state_dict(dict(weights))
+        counters = {"iteration": int(state.get("iter", 0)), "timesteps": int(state.get("total_timesteps", 0))}
     policy.to(device).requires_grad_(False).eval()
     info = {"config": config, "environment": environment, "checkpoint": str(file)}
-    info |= {"checkpoint_sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-    info |= {"iteration": int(state.get("iter", 0)), "timesteps": int(state.get("total_timesteps", 0))}
+    info |= {"checkpoint_sha256": hashlib.sha256(file.read_bytes()).hexdigest(), **counters}
     return InferencePolicy(policy, env.obs_space, env.obs_segments, env.action_bounds, info, seed)
 
 
