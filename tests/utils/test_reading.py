@@ -19,9 +19,7 @@ MERGES = "a0: &a0 {k: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]
 def test_aliases_that_multiply_are_refused_before_they_are_read(tmp_path, text):
     (tmp_path / "config.yaml").write_text(text)
     start = time.monotonic()
-    with pytest.raises(
-        FileContentError, match=r"config\.yaml cannot be read: with its aliases it has more"
-    ):
+    with pytest.raises(FileContentError, match=r"config\.yaml cannot be read: with its aliases it has more"):
         read_yaml(tmp_path / "config.yaml")
     assert time.monotonic() - start < 5.0
 

@@ -185,7 +185,7 @@ def read_pickle(path: Path) -> dict[str, np.ndarray]:
     try:
         pickled = path.read_bytes()
         # Python reserves memory for the highest place in the memo, before anything is stored there.
-        if any("PUT" in step.name and place > len(pickled) for step, place, _ in pickletools.genops(pickled)):
+        if any("PUT" in step.name and int(at or 0) > len(pickled) for step, at, _ in pickletools.genops(pickled)):
             raise ValueError("it numbers more values than it has bytes")
         content = _PlainUnpickler(io.BytesIO(pickled)).load()
     except OSError:

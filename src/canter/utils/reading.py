@@ -117,15 +117,14 @@ def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray
 
 def named_modules(config: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """The settings of a config that name code, and the module that each of them would import."""
-    parts: Any = (
-        config.items() if isinstance(config, Mapping) else enumerate(config) if isinstance(config, list) else ()
-    )
-    for name, value in parts:
+    parts: Any = enumerate(config) if isinstance(config, list) else ()
+    for name, value in config.items() if isinstance(config, Mapping) else parts:
         path = f"{key}.{name}" if key else str(name)
+        if path.startswith(("run.task", "run.wrappers")):
+            texts = (text for text in (name, value) if isinstance(text, str) and ":" in text)
+            yield from ((path, text.rpartition(":")[0]) for text in texts)
         if not isinstance(value, str):
             yield from named_modules(value, path)
-        elif path == "run.task" and ":" in value:
-            yield path, value.rpartition(":")[0]
         elif name in CODE_SETTINGS and not value.startswith("rsl_rl.") and (":" in value or "." in value):
             yield path, value.replace(":", ".").rpartition(".")[0]
 
