@@ -346,7 +346,7 @@ def test_a_run_in_use_ends_with_6_and_is_not_touched(trained, capsys):
 
 
 def test_a_full_disk_ends_with_6(train, monkeypatch, capsys):
-    def full(path, state):
+    def full(path, state, root=None):
         raise DiskFullError(f"disk full: {path}")
 
     monkeypatch.setattr("canter.runners.checkpoints.save_checkpoint", full)

@@ -58,7 +58,7 @@ def test_an_error_in_reset_or_at_construction_comes_out_as_it_is(make_runner, tm
 def test_a_failing_emergency_checkpoint_does_not_hide_the_error(make_runner, tmp_path, monkeypatch):
     runner = make_runner(Breaks(4, at=2), tmp_path)
 
-    def full(path, state):
+    def full(path, state, root=None):
         raise DiskFullError("disk full")
 
     monkeypatch.setattr("canter.runners.checkpoints.save_checkpoint", full)

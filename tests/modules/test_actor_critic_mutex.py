@@ -131,7 +131,7 @@ def test_two_models_without_numbers_leave_no_choice(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "cannot be read"), ("[1]", "no section 'policy'"), ('{"policy": null}', "no section 'policy'")],
+    [("{", "cannot be read"), ("[1]", "holds a list"), ('{"policy": null}', "no section 'policy'")],
 )
 def test_a_configuration_that_says_nothing_is_refused(tmp_path, text, message):
     path = runs.write_run(tmp_path / "a", runs.constant_policy(1.0))

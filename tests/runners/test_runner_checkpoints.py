@@ -371,7 +371,7 @@ def test_a_function_may_change_the_loaded_state(make_runner, tmp_path):
 def test_a_read_only_place_is_no_reason_not_to_load(make_runner, tmp_path, monkeypatch):
     make_runner(log_dir=tmp_path).learn(1)
 
-    def refuse(path, state):
+    def refuse(path, state, root=None):
         raise PermissionError("read-only")
 
     monkeypatch.setattr("canter.runners.checkpoints.save_checkpoint", refuse)

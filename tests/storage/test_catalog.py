@@ -25,7 +25,7 @@ def test_totals_and_lines_are_those_of_the_files(record):
     directory = record({0: (0, 4, 9), 1: (0, 3)})
     metadata = read_metadata(directory)
     assert (metadata["total_timesteps"], metadata["total_trajectories"], metadata["total_episodes"]) == (12, 2, 2)
-    assert metadata["format_version"] == 1
+    assert metadata["format_version"] == 2
     entries = read_manifest(directory)
     assert [(e["file"], e["start"], e["end"]) for e in entries] == [
         ("trajectory_0/traj_000000_000004.safetensors", 0, 4),

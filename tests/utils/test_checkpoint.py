@@ -1,3 +1,4 @@
+import hashlib
 import io
 import os
 import random
@@ -17,7 +18,9 @@ import torch
 
 from canter.utils.checkpoint import (
     FORMAT_VERSION,
+    MARK,
     CheckpointError,
+    _find_unsafe,
     check_compatible,
     find_checkpoints,
     load_checkpoint,
@@ -397,3 +400,67 @@ def test_saving_stores_the_same_values_as_torch_save(tmp_path):
     for name in state:
         assert torch.equal(got[name], want[name])
         assert got[name].dtype == want[name].dtype
+
+
+def with_mark(path):
+    """Give any archive the checksum that canter writes."""
+    content = path.read_bytes()
+    content = content[:-2] + (len(MARK) + 64).to_bytes(2, "little") + MARK
+    path.write_bytes(content + hashlib.sha256(content).hexdigest().encode())
+
+
+def test_a_checksum_does_not_switch_off_the_size_check(tmp_path):
+    path = tmp_path / "bomb.pt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data/0", b"\0" * 10_000_000)
+    with_mark(path)
+    with pytest.raises(CheckpointError, match="claims more content"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize("has_mark", [False, True])
+@pytest.mark.parametrize("call", [(bytearray, 1 << 40), (torch.UntypedStorage, 1 << 40), (torch.Tensor, 1 << 40)])
+def test_a_pickle_that_reserves_memory_is_refused_before_it_is_run(tmp_path, call, has_mark):
+    class Bomb:
+        def __reduce__(self):
+            return call[0], (call[1],)
+
+    torch.save({"a": Bomb()}, tmp_path / "a.pt")
+    if has_mark:
+        with_mark(tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=rf"cannot be loaded safely: it asks for .*{call[0].__name__}"):
+        load_checkpoint(tmp_path / "a.pt")
+
+
+def test_a_storage_that_is_named_in_the_memo_cannot_be_called_either():
+    named = b"\x80\x02ctorch.storage\nUntypedStorage\nq\x01X\x01\x00\x00\x000"
+    assert _find_unsafe(named + b".") is None
+    assert _find_unsafe(named + b"h\x01X\x01\x00\x00\x000.") is None
+    assert _find_unsafe(named + b"h\x01J\x00\x00\x00\x40\x85R.") == "torch.storage.UntypedStorage"
+    assert _find_unsafe(named + b"0.") == "the operation POP"
+
+
+def test_content_that_grows_when_it_is_copied_is_refused(tmp_path):
+    torch.save({"a": torch.zeros(1).expand(1 << 40)}, tmp_path / "view.pt")
+    with pytest.raises(CheckpointError, match="expands to more than"):
+        load_checkpoint(tmp_path / "view.pt")
+    laughs = ["ha"]
+    for _ in range(60):
+        laughs = [laughs, laughs]
+    torch.save({"a": laughs}, tmp_path / "laughs.pt")
+    with pytest.raises(CheckpointError, match="expands to more than"):
+        load_checkpoint(tmp_path / "laughs.pt")
+    loop = []
+    loop.append(loop)
+    torch.save({"a": loop}, tmp_path / "loop.pt")
+    with pytest.raises(CheckpointError, match="expands to more than"):
+        load_checkpoint(tmp_path / "loop.pt")
+
+
+def test_all_that_torch_saves_of_plain_data_is_loaded(tmp_path):
+    kinds = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.uint16)
+    content = {str(kind): torch.ones(3, dtype=kind) for kind in kinds}
+    content |= {"p": torch.nn.Parameter(torch.ones(2)), "size": torch.Size([1]), "set": {1}, "bytes": b"ab", "n": 2**70}
+    content |= {"module": torch.nn.Linear(2, 2).state_dict(), "device": torch.device("cpu"), "dtype": torch.float32}
+    torch.save(content, tmp_path / "a.pt")
+    assert load_checkpoint(tmp_path / "a.pt").keys() == content.keys()

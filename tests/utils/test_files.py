@@ -89,7 +89,12 @@ def test_file_and_directory_are_synced_before_and_after_the_rename(tmp_path, mon
         real_fsync(handle)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "replace", lambda a, b: (events.append("replace"), real_replace(a, b)))
+
+    def replace(*names, **at):
+        events.append("replace")
+        real_replace(*names, **at)
+
+    monkeypatch.setattr(os, "replace", replace)
     atomic_write(tmp_path / "a", put(b"x"))
     assert events == ["sync file", "replace", "sync directory"]
 

@@ -21,6 +21,7 @@ from canter.storage.queue_rollout_storage import ActionLabelRollout
 from canter.storage.rollout_storage import MiniBatch, RolloutStorage
 from canter.utils.checkpoint import load_checkpoint, newest_valid_checkpoint
 from canter.utils.config import build, check_settings, check_value, setting, settings
+from canter.utils.reading import refuse_imports
 from canter.utils.tree import Obs
 
 TANH_EDGE = 1e-6  # logarithms and atanh end at 1
@@ -393,6 +394,7 @@ def build_teacher(
         state = {} if file is None else import_state(load_checkpoint(Path(file), "cpu"))
     weights = state.get("model_state_dict", {})
     saved = dict((state.get("config") or {}).get("policy") or {})
+    refuse_imports({n: part for n, part in saved.items() if n not in given}, path, (), "give it in teacher_policy too")
     name = given.get("class_name") or saved.pop("class_name", None) or class_name
     cfg = {**{key: value for key, value in saved.items() if key != "class_name"}, **cfg}
     for key, value in derived_settings(weights, student).items():

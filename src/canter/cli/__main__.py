@@ -1,6 +1,7 @@
 """`canter <command>`: load the plugins, then run one command."""
 
 import difflib
+import io
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +19,9 @@ torch-native environments (canter/CartPole), EnvPool environments (envpool/HalfC
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command of the table; returns its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # of a terminal that cannot show every character
     name, *args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name == "--version":
         print(__version__)

@@ -5,7 +5,6 @@ directory; either may be stopped, killed and started again.
 """
 
 import dataclasses
-import json
 import subprocess
 import sys
 import time
@@ -22,10 +21,11 @@ from canter.cli import runs
 from canter.cli.errors import UserError, user_errors
 from canter.cli.options import RunOptions, at_least, parse
 from canter.cli.play import save_trajectories
-from canter.cli.train import EVALS_PER_RUN, print_return, print_row, run_section, run_to_end
+from canter.cli.train import EVALS_PER_RUN, print_return, print_row, recorded_return, run_section, run_to_end
 from canter.runners.dagger_saver import CONFIG_NAMES, DaggerSaver
 from canter.storage.rollout_files.catalog import find_trajectory, trajectory_folders
 from canter.utils.checkpoint import find_checkpoints, newest_valid_checkpoint
+from canter.utils.files import make_folder, open_append
 
 FADE = 0.2  # share of the run over which the teacher stops acting
 STUDENT: dict[str, Any] = {"class_name": "TPPO", "teacher_act_prob": "linear", "schedule": "fixed"}
@@ -45,6 +45,7 @@ class StudentOptions:
     """Settings of the student's policy that differ from the teacher's, as YAML: {rnn_hidden_size: 128}."""
     algorithm: dict[str, Any] | None = None  # Settings of TPPO, as YAML: {distill_target: l1, learning_rate: 3e-4}.
     seed: int = 1  # Seed of weights, environments and sampling.
+    modules: tuple[str, ...] = ()  # Modules that the teacher's settings name and that may be imported.
     device: str | None = None  # By default the CPU for `canter dagger`, a GPU if there is one for `canter distill`.
 
 
@@ -67,14 +68,14 @@ def distill(args: Sequence[str]) -> int:
     """Run `canter distill`."""
     options: DistillOptions = parse(DistillOptions, args, "canter distill")
     at_least(1, total_timesteps=options.total_timesteps, num_steps_per_env=options.num_steps_per_env)
-    saved = runs.read_run(options.teacher)
+    saved = runs.read_run(options.teacher, options.modules)
     checkpoint = runs.find_checkpoint(saved.path, options.checkpoint)
     name = options.name or f"student-{time.strftime('%Y%m%d-%H%M%S')}"
     path = runs.new_run_directory(options.runs_dir, saved.task, name, options.seed)
     code = run_to_end(runs.new_runner(distill_config(options, saved, checkpoint), path), path)
     results = [directory / "evaluation.json" for directory in (saved.path, path)]
     if not code and all(result.is_file() for result in results):
-        teacher, student = (json.loads(result.read_text())["eval/mean_reward"] for result in results)
+        teacher, student = map(recorded_return, results)
         share = f", {student / teacher:.0%} of the teacher's" if teacher > 0 else ""
         print_row("teacher", f"{teacher:.1f}; student {student:.1f}{share}")
     return code
@@ -143,16 +144,18 @@ def dagger(args: Sequence[str]) -> int:
     """Run `canter dagger`."""
     options: DaggerOptions = parse(DaggerOptions, args, "canter dagger")
     at_least(1, **{name: getattr(options, name) for name in ("num_envs", "num_steps_per_env", "iterations")})
-    teacher = runs.read_run(options.teacher)
+    teacher = runs.read_run(options.teacher, options.modules)
     run = options.run or teacher.path / "dagger"
     data = options.data or run / "data"
+    for path, root in ((run, teacher.path), (data, run)):
+        if path not in (options.run, options.data):  # a link there was not named by the user
+            make_folder(path, root)
     if options.role == "collect":
         collect_labels(options, teacher, run, data)
     elif options.role == "train":
         train(options, teacher, run, data)
     else:
-        run.mkdir(parents=True, exist_ok=True)
-        with (run / "collector.log").open("a") as log:
+        with open_append(run / "collector.log") as log:
             command = [sys.executable, "-m", "canter.cli", "dagger", *args, "--role", "collect"]
             collector = subprocess.Popen(command, stdout=log, stderr=log)
             try:
@@ -185,10 +188,11 @@ def collect_labels(options: DaggerOptions, teacher: runs.SavedRun, run: Path, da
 def train(options: DaggerOptions, teacher: runs.SavedRun, run: Path, data: Path, collector: Any = None) -> None:
     """Train on the trajectories and save every iteration; continues an existing run."""
     is_new = not (run / "config.yaml").is_file()
-    config = dagger_config(options, teacher, data) if is_new else runs.read_run(run).config
+    config = dagger_config(options, teacher, data) if is_new else runs.read_run(run, options.modules).config
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="TPPO has no teacher")  # the collector has it
         runner = runs.open_runner(config, run, eval_episodes=options.eval_episodes)
+    runs.take_logger_settings(runner)
     with user_errors():
         if find_checkpoints(run):
             runner.load(newest_valid_checkpoint(run))

@@ -13,21 +13,46 @@ class UserError(Exception):
 
 
 @contextmanager
-def user_errors() -> Iterator[None]:
-    """Turn errors of a command's set-up, which come from the user's settings, into `UserError`."""
+def user_errors(config: object = None) -> Iterator[None]:
+    """Turn errors of a command's set-up, which come from the user's settings, into `UserError`.
+
+    With the path of a `config` that is being used, also those that damaged settings cause anywhere.
+    """
     import gymnasium
 
     refusals = (ValueError, TypeError, LookupError, ImportError, NotImplementedError, FileNotFoundError, MemoryError)
+    where = "" if config is None else f"{config}: "
     try:
         yield
     except (*refusals, gymnasium.error.Error) as error:
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
-        raise UserError(str(text)) from error
+        is_missing = config is not None and isinstance(error, KeyError) and " " not in str(text)
+        raise UserError(where + (f"it lacks {text!r}" if is_missing else str(text))) from error
+    except Exception as error:
+        if config is None or isinstance(error, UserError) or exit_code(error) is not None:
+            raise
+        raise UserError(f"{where}{type(error).__name__}: {error}; CANTER_TRACEBACK=1 shows where") from error
+
+
+def exit_code(error: BaseException) -> int | None:
+    """The exit code of an error that a user can cause; None for any other."""
+    if isinstance(error, (UserError, ImportError)):
+        return USAGE
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    from canter.storage.rollout_files import DatasetError, TrajectoryFileError
+    from canter.utils.checkpoint import CheckpointError
+    from canter.utils.files import RunLockedError
+    from canter.utils.metrics import NonFiniteError
+    from canter.utils.reading import FileContentError
+
+    storage = (CheckpointError, RunLockedError, OSError, DatasetError, TrajectoryFileError, FileContentError)
+    return NUMERIC if isinstance(error, NonFiniteError) else STORAGE if isinstance(error, storage) else None
 
 
 def report(error: BaseException) -> int:
     """Print an error in one line and return its exit code; raise a bug, and any error if CANTER_TRACEBACK is set."""
-    code = USAGE if isinstance(error, UserError) else INTERRUPTED if isinstance(error, KeyboardInterrupt) else None
+    code = exit_code(error)
     if rank := os.environ.get("WORLD_SIZE", "1") != "1" and f"rank {os.environ.get('RANK')}: ":
         from canter.utils.distributed import RANKS, RankError
 
@@ -36,14 +61,6 @@ def report(error: BaseException) -> int:
             code, rank = error.code, ""
             if not error.is_told:
                 return code
-    if code is None:
-        from canter.storage.rollout_files import DatasetError, TrajectoryFileError
-        from canter.utils.checkpoint import CheckpointError
-        from canter.utils.files import RunLockedError
-        from canter.utils.metrics import NonFiniteError
-
-        storage = (CheckpointError, RunLockedError, OSError, DatasetError, TrajectoryFileError)
-        code = NUMERIC if isinstance(error, NonFiniteError) else STORAGE if isinstance(error, storage) else None
     if code is None or os.environ.get("CANTER_TRACEBACK"):
         raise error
     text = "interrupted" if isinstance(error, KeyboardInterrupt) else " ".join(str(error).split())

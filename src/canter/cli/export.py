@@ -1,7 +1,7 @@
 """`canter export`: write the bundle of a trained policy, or check one."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +11,7 @@ import tyro
 from canter.cli.errors import UserError, user_errors
 from canter.cli.runs import find_checkpoint, open_env, read_run
 from canter.envs.vec_env import VecEnv
-from canter.envs.wrap import env_options, names_module
+from canter.envs.wrap import env_options
 from canter.export.bundle import FORMATS, ROWS, Exported, export_bundle, upload_bundle
 from canter.export.load import load
 from canter.export.parity import check_bundle
@@ -19,7 +19,9 @@ from canter.runners.evaluation import InferencePolicy
 from canter.runners.run_config import parse_train_cfg
 from canter.runners.runner import open_env as with_policy_form
 from canter.utils.checkpoint import find_checkpoints
-from canter.utils.logging import Logger
+from canter.utils.files import make_folder
+from canter.utils.logging import Logger, loaded_settings
+from canter.utils.reading import named_modules
 
 
 def export(
@@ -31,6 +33,8 @@ def export(
     env_samples: bool = True,
     upload: bool = False,
     check: bool = False,
+    modules: tuple[str, ...] = (),
+    logger_kwargs: dict[str, Any] | None = None,
 ) -> int:
     """Write ONNX, TorchScript and C files of a trained policy, and check that they do what it does.
 
@@ -44,6 +48,8 @@ def export(
         upload: Store the files with the run in its logging backends, such as W&B.
         check: Check a bundle instead: hashes, then every format on the recorded samples. This compiles and runs its
             policy.c: check bundles of people you trust.
+        modules: Modules that the run's settings name, such as that of its task, and that may be imported.
+        logger_kwargs: Settings of the logging backends for --upload, as YAML; see `canter resume`.
     """
     if check:
         with user_errors():
@@ -57,27 +63,31 @@ def export(
         if not files:
             raise UserError(f"there is no model_<number>.pt in {run}")
     else:
-        files = [path if path.is_file() else find_checkpoint(read_run(run).path, checkpoint)]
+        files = [path if path.is_file() else find_checkpoint(read_run(run, None).path, checkpoint)]
     root = out or run / "export"
+    if out is None:
+        make_folder(root, run)
     for file in files:
         with user_errors():
-            acting = load(file)
+            acting = load(file, modules=modules)
             target = root / file.stem if every_checkpoint or out is None else root
-            with sample_env(acting, env_samples) as env:
+            with sample_env(acting, env_samples, modules) as env:
                 made = export_bundle(acting, target, env, formats)
         show(made)
         if upload:
-            send(made, acting, run)
+            send(made, acting, run, logger_kwargs)
     return 0
 
 
 @contextmanager
-def sample_env(acting: InferencePolicy, is_wanted: bool) -> Iterator[VecEnv | None]:
+def sample_env(acting: InferencePolicy, is_wanted: bool, modules: Collection[str] = ()) -> Iterator[VecEnv | None]:
     """The environment of the run, to record samples in; None, with a note, if there is none."""
     config, env = acting.info["config"], None
     run = config.get("run") or {}
-    if is_wanted and names_module(run):
-        print(f"  the task {run['task']!r} would import a module, so it is not made; samples are drawn from statistics")
+    unnamed = [module for _, module in named_modules({"run": run}) if module not in modules]
+    if is_wanted and unnamed:
+        why = f"would import a module, so it is not made without --modules {' '.join(unnamed)}"
+        print(f"  the task {run['task']!r} {why}; samples are drawn from statistics")
     elif is_wanted and "task" in run:
         try:
             plan = parse_train_cfg({name: value for name, value in config.items() if name != "run"})
@@ -108,8 +118,12 @@ def show_parity(parity: dict[str, float], path: Path | None = None) -> None:
         print(f"  {name:<12}{size}{text}")
 
 
-def send(made: Exported, acting: InferencePolicy, run: Path) -> None:
-    """Store the bundle with the run's logging backends."""
+def send(made: Exported, acting: InferencePolicy, run: Path, given: dict[str, Any] | None = None) -> None:
+    """Store the bundle with the run's logging backends, with the settings that may be loaded and those given."""
     config: dict[str, Any] = acting.info["config"]
-    with user_errors(), Logger(config.get("logger_backend"), run, config.get("logger_kwargs")) as logger:
-        upload_bundle(made, logger, acting.info["timesteps"])
+    with user_errors():
+        settings, left_out = loaded_settings(config.get("logger_backend"), config.get("logger_kwargs"), given)
+        if left_out:
+            print(f"  not used: {', '.join(left_out)} of the checkpoint; if you trust them, give --logger-kwargs")
+        with Logger(config.get("logger_backend"), run, settings) as logger:
+            upload_bundle(made, logger, acting.info["timesteps"])

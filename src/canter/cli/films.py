@@ -3,12 +3,15 @@
 import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 from canter.algorithms.off_policy import REPLAY
 from canter.runners import Runner
 from canter.utils.checkpoint import save_checkpoint
+from canter.utils.files import make_folder
 from canter.utils.films import read_film
+from canter.utils.reading import named_modules
 
 FILM_SECONDS = 25.0  # a machine that renders in software does not reach the end of a long episode
 
@@ -36,11 +39,12 @@ class Films:
         """Write the policy and start the process that films it."""
         self.step = runner.tot_timesteps
         self.film = self.run / "films" / f"step_{self.step}.mp4"
-        self.film.parent.mkdir(exist_ok=True)
+        make_folder(self.film.parent, self.run)
         state = {**runner.alg.state_dict(), "iter": runner.iteration, "total_timesteps": self.step, "infos": None}
         state.pop(REPLAY, None)
         save_checkpoint(self.film.with_suffix(".pt"), state)
-        command = film_command(self.run, self.film, "--checkpoint", str(self.film.with_suffix(".pt").resolve()))
+        policy = ["--checkpoint", str(self.film.with_suffix(".pt").resolve())]
+        command = film_command(self.run, self.film, modules_of(runner), *policy)
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
     def finish(self, runner: Runner) -> None:
@@ -63,7 +67,13 @@ class Films:
             runner.writer.log_video("film", frames, self.step, max(1, round(fps)))
 
 
-def film_command(run: Path, film: Path, *flags: str) -> list[str]:
+def modules_of(runner: Runner) -> list[str]:
+    """The modules that the settings of a run name, which another process may then import."""
+    return sorted({module for _, module in named_modules(runner.config())})
+
+
+def film_command(run: Path, film: Path, modules: Sequence[str] = (), *flags: str) -> list[str]:
     """The command that films one episode of a run."""
     limit = ["--video", str(film), "--seconds", f"{FILM_SECONDS:g}"]
-    return [sys.executable, "-m", "canter.cli", "play", str(run), *limit, *flags]
+    named = ["--modules", *modules] if modules else []
+    return [sys.executable, "-m", "canter.cli", "play", str(run), *limit, *flags, *named]

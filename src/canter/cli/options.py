@@ -27,6 +27,7 @@ from canter.presets import FALLBACK, load_preset
 from canter.runners.run_config import find_algorithm, parse_train_cfg
 from canter.utils.config import OTHER_SPELLINGS
 from canter.utils.logging.backends import BACKENDS
+from canter.utils.reading import parse_yaml, read_limited, refuse_imports
 
 # Constructor arguments of a policy that come from the environment, not from the user.
 FROM_ENV = {"num_actor_obs", "num_critic_obs", "num_actions", "obs_segments", "critic_obs_segments", "action_space"}
@@ -166,10 +167,12 @@ def read_config(file: str | None) -> dict[str, Any]:
         return {}
     if not Path(file).is_file():
         raise FileNotFoundError(f"--config {file}: there is no such file")
-    content = read_yaml(Path(file).read_text(encoding="utf-8"))
+    content = read_yaml(read_limited(file).decode("utf-8"))
     if not isinstance(content, dict):
         raise ValueError(f"--config {file}: the file is no mapping of settings; a run's config.yaml is an example")
     run = content.get("run") or {}
+    named = {name: content[name] for name in ("task", "wrappers") if name in content}
+    refuse_imports({**content, "run": {**run, **named}}, file, (), "give the setting on the command line")
     return {key: run[key] for key in ("task", "num_envs", "total_timesteps") if key in run} | content
 
 
@@ -357,6 +360,6 @@ def yaml_rule(info: Any) -> Any:
 def read_yaml(text: str) -> Any:
     """A YAML value, in which 1e-3 is a number (YAML 1.1 reads it as text)."""
     try:
-        return yaml.load(text, YamlLoader)
+        return parse_yaml(text, YamlLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"{text!r} is not YAML: {error}") from error

@@ -27,7 +27,7 @@ from canter.export.simulation import Disturbance, make_task, simulate
 from canter.runners import Runner
 from canter.runners.demonstration import DemonstrationSaver
 from canter.runners.evaluation import run_episodes
-from canter.utils.files import atomic_write
+from canter.utils.files import atomic_write, make_folder
 from canter.utils.films import Film
 
 FPS = 30
@@ -43,10 +43,11 @@ class PolicyOptions:
     checkpoint: str | None = None  # A file, or "best"; the newest valid checkpoint by default.
     seed: int | None = 0  # Seed of the episodes; None draws one.
     device: str | None = None  # Device to compute on; the CPU by default.
+    modules: tuple[str, ...] = ()  # Modules that the run's settings name and that may be imported.
 
     def load(self, num_envs: int) -> tuple[SavedRun, Path, Runner]:
         """The run, its checkpoint, and a runner with the trained policy."""
-        saved = read_run(self.run)
+        saved = read_run(self.run, self.modules)
         checkpoint = find_checkpoint(saved.path, self.checkpoint)
         return saved, checkpoint, load_policy(saved, checkpoint, num_envs, self.seed, self.device)
 
@@ -282,6 +283,8 @@ def collect(run: TrainedPolicy, options: Collection) -> int:
     at_least(0, steps=options.steps, episodes=options.episodes)
     at_least(1, num_envs=options.num_envs, file_steps=options.file_steps)
     saved, checkpoint, runner = run.load(options.num_envs)
+    if options.out is None:
+        make_folder(saved.path / "demonstrations", saved.path)
     settings: dict[str, Any] = {"rollout_storage_length": options.file_steps, "min_timesteps": options.steps}
     settings |= {"min_episodes": options.episodes, "success_traj_only": options.success_only}
     settings |= {"use_critic_obs": options.critic_obs, "obs_disassemble_mapping": options.images}

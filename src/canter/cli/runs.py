@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import gymnasium
 import torch
-import yaml
 
 from canter.algorithms import REGISTRY
 from canter.cli.errors import UserError, user_errors
@@ -26,12 +25,17 @@ from canter.runners import Runner, build_runner
 from canter.runners.run_config import find_algorithm
 from canter.utils.checkpoint import newest_valid_checkpoint
 from canter.utils.distributed import RANKS
+from canter.utils.logging import loaded_settings
+from canter.utils.reading import read_yaml, refuse_imports
 from canter.utils.run_data import find_runs
 from canter.utils.runtime import resolve_device
+from canter.utils.tree import tree_leaves
 
 EVAL_ENVS = 10
 EVAL_SEED_OFFSET = 1_000_003
 BEST_NAME = "checkpoint_best.pt"
+# Settings that flags of `canter resume` change, and logging settings, of which only some are loaded.
+CHANGING = ("device", "logger_kwargs", "max_iterations", "max_timesteps", "run.total_timesteps")
 SMALL_WORK = 1e8  # multiplications per minibatch
 
 
@@ -64,7 +68,7 @@ def restarted_run(runs_dir: Path, task: str, name: str | None, seed: int | None)
         return None
     folder = runs_dir.joinpath(*(safe_name(part) for part in task.split("/")))
     for config in sorted(folder.glob(f"*-seed{seed}/config.yaml"), key=lambda file: -file.stat().st_mtime):
-        run = (yaml.safe_load(config.read_text(encoding="utf-8")) or {}).get("run") or {}
+        run = read_yaml(config).get("run") or {}
         if run.get("launch") == os.environ["TORCHELASTIC_RUN_ID"]:
             return config.parent
     return None
@@ -75,20 +79,42 @@ def safe_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "_", text).lstrip(".") or "_"
 
 
-def read_run(path: Path) -> SavedRun:
-    """The run in a directory."""
+def read_run(path: Path, modules: Collection[str] | None = ()) -> SavedRun:
+    """The run in a directory, whose settings may import `modules` alone; None if they are not used."""
     path = path.parent if path.is_file() else path
     config_path = path / "config.yaml"
     if not config_path.is_file():
         problem = f"{path} is not a run directory: it has no config.yaml"
         raise UserError((problem if path.is_dir() else f"there is no run directory {path}") + nearest_run(path))
-    try:
-        config = yaml.safe_load(config_path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{config_path} cannot be read: {error}") from error
-    if not isinstance(config, dict) or "task" not in (config.get("run") or {}):
+    with user_errors():
+        config = read_yaml(config_path)
+        if modules is not None:
+            refuse_imports(config, config_path, modules, "add --modules {module}")
+    run = config.get("run")
+    if not isinstance(run, dict) or not isinstance(run.get("task"), str):
         raise UserError(f"{config_path} does not name the task of the run; only runs of `canter train` do")
+    for name in ("num_envs", "total_timesteps"):
+        if type(run.get(name)) is not int or run[name] < 1:
+            raise UserError(f"{config_path}: run.{name} must be a whole number of at least 1, got {run.get(name)!r}")
     return SavedRun(path, config)
+
+
+def changed_settings(config: Mapping[str, Any], saved: Any) -> list[str]:
+    """The settings of a config.yaml that differ from those in the checkpoint, but those that a resume may change."""
+    new, old = dict(tree_leaves(config)), dict(tree_leaves(saved)) if isinstance(saved, Mapping) else {}
+    names = [name for name in ({**old, **new} if old else ()) if not name.startswith(CHANGING)]
+    return [f"{n} is {new.get(n)!r}, was {old.get(n)!r}" for n in names if new.get(n) != old.get(n)]
+
+
+def take_logger_settings(runner: Runner, given: dict[str, Any] | None = None) -> None:
+    """Leave out the logging settings of a loaded config that name hosts, keys, accounts, paths or code."""
+    with user_errors():
+        kept, left_out = loaded_settings(runner.cfg.logger_backend, runner.cfg.logger_kwargs, given)
+    runner.cfg.logger_kwargs = {name: settings for name, settings in kept.items() if settings} or None
+    if left_out:
+        example = f"--logger-kwargs '{{{left_out[0].replace('.', ': {', 1)}: ...}}}}'"
+        way_out = f"if you trust them, give them again: {example}, or as environment variables of the service"
+        print(f"  not used: {', '.join(left_out)} of the run's config.yaml; {way_out}", file=sys.stderr)
 
 
 def nearest_run(path: Path) -> str:
@@ -212,9 +238,11 @@ def new_runner(config: dict[str, Any], path: Path) -> Runner:
 def load_policy(saved: SavedRun, checkpoint: Path, num_envs: int, seed: int | None, device: str | None) -> Runner:
     """A runner with the trained policy and new environments that writes no files."""
     run = {**saved.config["run"], "num_envs": num_envs}
-    runner = open_runner({**saved.config, "run": run, "seed": seed, "device": device or "cpu"}, show_progress=False)
-    limit_threads(runner, None)
-    with user_errors():
+    config = {**saved.config, "run": run, "seed": seed, "device": device or "cpu"}
+    with user_errors(saved.path / "config.yaml"):
+        runner = open_runner(config, show_progress=False)
+        limit_threads(runner, None)
+    with user_errors(checkpoint):
         runner.load(checkpoint, load_optimizer=False)
     return runner
 

@@ -14,7 +14,7 @@ import tyro
 
 from canter.cli import runs
 from canter.cli.errors import UserError, user_errors
-from canter.cli.films import FILM_SECONDS, Films, film_command
+from canter.cli.films import FILM_SECONDS, Films, film_command, modules_of
 from canter.cli.launch import is_launched, launch
 from canter.cli.options import TrainOptions, parse_train
 from canter.envs.wrap import env_options
@@ -22,8 +22,9 @@ from canter.runners import Runner, check_policy, log_histograms
 from canter.utils.checkpoint import load_checkpoint
 from canter.utils.console import format_duration
 from canter.utils.distributed import RANKS
-from canter.utils.files import atomic_write
+from canter.utils.files import RunLock, atomic_write
 from canter.utils.plots import plot_runs
+from canter.utils.reading import FileContentError, read_json
 from canter.utils.runtime import StopSignal, resolve_device
 
 EVALS_PER_RUN = 10
@@ -106,6 +107,8 @@ def resume(
     checkpoint: str | None = None,
     device: str | None = None,
     ranks: int | None = None,
+    modules: tuple[str, ...] = (),
+    logger_kwargs: dict[str, Any] | None = None,
 ) -> int:
     """Continue a run from its newest valid checkpoint, with the settings it was started with.
 
@@ -115,28 +118,38 @@ def resume(
         checkpoint: Another checkpoint to continue from: a file, or "best".
         device: Device to use instead of the one the run was started on.
         ranks: Processes on this machine; as many as the run had by default, which is needed to continue it exactly.
+        modules: Modules that the run's settings name, such as that of its task, and that may be imported.
+        logger_kwargs: Settings of the logging backends, as YAML. Hosts, keys, accounts and paths are taken from here or
+            from the environment, not from the run's config.yaml.
     """
-    saved = runs.read_run(run)
+    saved = runs.read_run(run, modules)
     config: dict[str, Any] = {**saved.config, "run": dict(saved.config["run"])}
     if device is not None:
         config["device"] = device
     wanted = int(config["run"].get("ranks", 1) if ranks is None else ranks)
     if wanted > 1 and not is_launched():
         given = {"total-timesteps": total_timesteps, "checkpoint": checkpoint, "device": device}
+        given["logger-kwargs"] = None if logger_kwargs is None else json.dumps(logger_kwargs)
         flags = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
-        return launch(wanted, ["resume", str(run), *flags])
+        return launch(wanted, ["resume", str(run), *flags, *(["--modules", *modules] if modules else [])])
     with user_errors():
         RANKS.start(resolve_device(config.get("device")), config.get("rank_timeout", 60.0))
     path = RANKS.on_first(lambda: runs.find_checkpoint(saved.path, checkpoint))
-    if total_timesteps is not None:
-        done = int(load_checkpoint(path, "cpu").get("total_timesteps", 0))
-        config["run"]["total_timesteps"] = done + total_timesteps
-        config |= {name: None for name in ("max_iterations", "max_timesteps") if name in config}
-    runner = runs.open_runner(config, saved.path, eval_episodes=config["eval_episodes"])
-    with user_errors():
+    with user_errors(saved.path / "config.yaml"):
+        if total_timesteps is not None:
+            done = int(load_checkpoint(path, "cpu").get("total_timesteps", 0))
+            config["run"]["total_timesteps"] = done + total_timesteps
+            config |= {name: None for name in ("max_iterations", "max_timesteps") if name in config}
+        runner = runs.open_runner(config, saved.path, eval_episodes=config.get("eval_episodes") or 0)
+        runs.take_logger_settings(runner, logger_kwargs)
+    with user_errors(path):
         runner.load(path)
     if RANKS.is_first:
+        with user_errors(saved.path / "config.yaml"), RunLock(saved.path):
+            runner.init_writer()  # finds a bad logging backend before the training
         print(f"continuing {saved.path} from {path.name} at step {runner.tot_timesteps}")
+        if changed := runs.changed_settings(saved.config, runner.checkpoints.loaded_config):
+            print(f"  settings in config.yaml that are not the checkpoint's: {'; '.join(changed)}", file=sys.stderr)
     return run_to_end(runner, saved.path)
 
 
@@ -187,8 +200,7 @@ def picture_callbacks(runner: Runner, path: Path) -> Films:
 def keep_best(runner: Runner, path: Path) -> None:
     """Keep the checkpoint of the best periodic evaluation."""
     record = path / "best.json"
-    known = RANKS.on_first(lambda: json.loads(record.read_text()) if record.is_file() else {})
-    best = known.get("eval/mean_reward", -math.inf)
+    best = RANKS.on_first(lambda: recorded_return(record) if record.is_file() else -math.inf)
 
     def keep(runner: Runner, stats: dict[str, float]) -> None:
         nonlocal best
@@ -199,6 +211,14 @@ def keep_best(runner: Runner, path: Path) -> None:
                 write_json(record, {"eval/mean_reward": best, "step": runner.tot_timesteps})
 
     runner.add_callback("post_iteration", keep)
+
+
+def recorded_return(path: Path) -> float:
+    """The mean return in a JSON file of a run."""
+    value = read_json(path).get("eval/mean_reward")
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise FileContentError(f"{path} has no mean return but {value!r}; delete it to go on without it")
+    return value
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -214,7 +234,7 @@ def show_results(runner: Runner, path: Path) -> None:
         write_json(path / "evaluation.json", {**result, "episodes": episodes, "step": runner.tot_timesteps})
         print_return(result, f"over {episodes} episodes without noise")
     if (path / "best.json").is_file():
-        best = json.loads((path / "best.json").read_text())
+        best = read_json(path / "best.json")
         print_row("best", f"{best['eval/mean_reward']:.1f} in the evaluation at step {best['step']:,}")
     print_row("run", path)
     print_row("checkpoint", path / "checkpoint_final.pt")
@@ -223,7 +243,7 @@ def show_results(runner: Runner, path: Path) -> None:
     except ValueError as error:
         print_row("curve", f"none: {error}")
     if info.get("video", True):
-        print_row("video", record_video(path))
+        print_row("video", record_video(path, modules_of(runner)))
     for name, command in (("next", "canter play"), ("", "canter export"), ("", "tensorboard --logdir")):
         print_row(name, f"{command} {path}")
 
@@ -238,11 +258,12 @@ def print_return(result: dict[str, float], episodes: str) -> None:
     print_row("return", f"{result['eval/mean_reward']:.1f} ± {result['eval/std_reward']:.1f} {episodes}")
 
 
-def record_video(path: Path) -> str:
+def record_video(path: Path, modules: Sequence[str] = ()) -> str:
     """Record a video in a process of its own, which a graphics library may end; returns its path, or the error."""
     video = path / "video.mp4"
     try:
-        done = subprocess.run(film_command(path, video), capture_output=True, text=True, timeout=10 * FILM_SECONDS)
+        command = film_command(path, video, modules)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10 * FILM_SECONDS)
     except subprocess.TimeoutExpired:
         return "none: rendering took too long"
     if done.returncode == 0 and video.is_file():

@@ -1,6 +1,9 @@
 """Conversion of trajectories from and to other formats: the documented pickles, npz files, and Minari."""
 
+import functools
+import io
 import pickle
+import pickletools
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,7 +16,8 @@ from gymnasium import Space, spaces
 from canter.storage.offline import import_minari_package
 from canter.storage.rollout_files import TrajectoryWriter, get_frame_range, read_trajectory
 from canter.storage.rollout_files.catalog import TrajectoryLibrary, read_metadata, trajectory_folders
-from canter.utils.files import StrPath
+from canter.utils.files import StrPath, atomic_write
+from canter.utils.reading import read_npz
 from canter.utils.tree import nested, tree_leaves, tree_map
 
 FILE_STEPS = 1024
@@ -77,11 +81,10 @@ def import_pickles(source: StrPath, target: StrPath, file_steps: int = FILE_STEP
 
 def export_npz(source: StrPath, target: StrPath) -> list[Path]:
     """Write one trajectory_<k>.npz per trajectory, with the arrays by name; returns the files."""
-    Path(target).mkdir(parents=True, exist_ok=True)
     written = []
     for name, arrays in trajectories(source):
         written.append(Path(target) / f"{name}.npz")
-        np.savez(written[-1], **arrays)  # pyright: ignore[reportArgumentType]
+        atomic_write(written[-1], functools.partial(np.savez, **arrays))  # pyright: ignore[reportArgumentType]
     return written
 
 
@@ -90,8 +93,7 @@ def import_npz(files: list[StrPath], target: StrPath, file_steps: int = FILE_STE
 
     def found() -> Iterator[NamedArrays]:
         for path in files:
-            with np.load(path, allow_pickle=False) as archive:
-                arrays = {name: archive[name] for name in archive.files}
+            arrays = read_npz(path)
             if "rewards" in arrays and ("terminated" in arrays or "truncated" in arrays):
                 no = np.zeros(len(arrays["rewards"]), bool)
                 terminated, truncated = (arrays.pop(name, no).astype(bool) for name in ("terminated", "truncated"))
@@ -181,9 +183,12 @@ def space_of(data: Any) -> Space:
 def read_pickle(path: Path) -> dict[str, np.ndarray]:
     """The arrays of one file of the documented pickle layout; ValueError if it holds anything else."""
     try:
-        with path.open("rb") as file:
-            content = _PlainUnpickler(file).load()
-    except (OSError, MemoryError):
+        pickled = path.read_bytes()
+        # Python reserves memory for the highest place in the memo, before anything is stored there.
+        if any("PUT" in step.name and int(at or 0) > len(pickled) for step, at, _ in pickletools.genops(pickled)):
+            raise ValueError("it numbers more values than it has bytes")
+        content = _PlainUnpickler(io.BytesIO(pickled)).load()
+    except OSError:
         raise
     except Exception as error:  # a damaged pickle may raise anything
         raise ValueError(f"{path} cannot be imported: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from canter.utils.files import StrPath, atomic_write
+from canter.utils.reading import FileContentError, read_limited, read_npz
 
 ROOT_POS, ROOT_ROT, JOINT_POS, JOINT_VEL = "root_pos", "root_rot", "joint_pos", "joint_vel"
 JOINTS = (JOINT_POS, JOINT_VEL)
@@ -22,7 +24,9 @@ DOCUMENTED = {
 AXES = ("x", "y", "z", "w")
 SUFFIXES = (".txt", ".json", ".npz", ".csv")
 LAFAN1_FPS = 30.0
-MAX_BYTES = 1 << 30
+MAX_BYTES = 1 << 30  # of the arrays of an npz
+MAX_TEXT_BYTES = 1 << 25  # of a text; its numbers need many times as much memory
+CHECKSUM, CSV_CHECKSUM = "SHA256", "# sha256: "
 XYZW_FROM_WXYZ = [1, 2, 3, 0]
 # Our name -> other names in an npz. Rotations of bodies are (w, x, y, z) there.
 NPZ_NAMES = {
@@ -152,21 +156,23 @@ def read_clip(
     readers = {".txt": _read_json, ".json": _read_json, ".npz": _read_npz, ".csv": _read_csv}
     if path.suffix not in readers:
         raise ValueError(f"{path}: a motion clip is one of {', '.join(SUFFIXES)}")
-    if (size := path.stat().st_size) > MAX_BYTES:
-        raise ValueError(f"{path} has {size} bytes, more than the {MAX_BYTES} of a motion clip")
     try:
-        clip = readers[path.suffix](path, file_joint_names, fps)
-    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is no motion clip: {error}") from error
+        with np.errstate(all="ignore"):  # what overflows is found by the checks of a clip
+            clip = readers[path.suffix](path, file_joint_names, fps)
+            clip.weight = clip.weight if weight is None else weight
+            return clip.with_velocities()
+    except (OSError, FileContentError):
+        raise
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    if weight is not None:
-        clip.weight = weight
-    return clip.with_velocities()
+        raise FileContentError(f"{path}: {error}") from error
+    except Exception as error:  # a damaged file may raise anything
+        raise FileContentError(f"{path} is no motion clip: {error!r}") from error
 
 
 def _read_json(path: Path, joints: Sequence[str] | None, fps: float | None) -> MotionClip:
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = json.loads(read_limited(path, MAX_TEXT_BYTES))
+    if content.get(CHECKSUM, text_digest(content)) != text_digest(content):
+        raise ValueError(f"it was changed: its {CHECKSUM} does not match; remove that entry to use it as it is")
     frames = np.array(content["Frames"], np.float64)
     fields = content.get("Fields")
     if fields is None:
@@ -181,7 +187,12 @@ def _read_json(path: Path, joints: Sequence[str] | None, fps: float | None) -> M
 
 
 def _read_csv(path: Path, joints: Sequence[str] | None, fps: float | None) -> MotionClip:
-    lines = [line.split(",") for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    text = read_limited(path, MAX_TEXT_BYTES).decode("utf-8")
+    if text.startswith(CSV_CHECKSUM):
+        digest, _, text = text.removeprefix(CSV_CHECKSUM).partition("\n")
+        if digest != hashlib.sha256(text.encode()).hexdigest():
+            raise ValueError("it was changed: its sha256 does not match; remove its first line to use it as it is")
+    lines = [line.split(",") for line in text.splitlines() if line.strip()]
     widths = {len(line) for line in lines}
     if len(widths) != 1:
         raise ValueError(f"rows of {sorted(widths) or 'no'} columns; all must have the same")
@@ -196,8 +207,7 @@ def _read_csv(path: Path, joints: Sequence[str] | None, fps: float | None) -> Mo
 
 
 def _read_npz(path: Path, joints: Sequence[str] | None, fps: float | None) -> MotionClip:
-    with np.load(path, allow_pickle=False) as archive:
-        content: dict[str, Any] = {name: archive[name] for name in archive.files}
+    content: dict[str, Any] = read_npz(path, MAX_BYTES)
     for ours, theirs in NPZ_NAMES.items():
         for name in theirs:
             if name in content and ours not in content:
@@ -227,7 +237,8 @@ def _read_npz(path: Path, joints: Sequence[str] | None, fps: float | None) -> Mo
 def write_clip(path: str | Path, clip: MotionClip, digits: int = 5, with_names: bool = True) -> None:
     """Write a clip in the format of the file name's suffix; a CSV does not contain rate and weight.
 
-    Text formats get `digits` decimal places, and column names `with_names`; the files of AMP and LAFAN1 have none.
+    Text formats get `digits` decimal places, and column names `with_names`; the files of AMP and LAFAN1 have none. All
+    but a CSV without names contain a checksum.
     """
     path = Path(path)
 
@@ -236,17 +247,27 @@ def write_clip(path: str | Path, clip: MotionClip, digits: int = 5, with_names: 
             columns, dt, weight = np.array(clip.columns), np.float64(clip.frame_duration), np.float64(clip.weight)
             np.savez(file, frames=clip.frames, columns=columns, frame_duration=dt, weight=weight)
         elif path.suffix == ".csv":
-            file.write((",".join(clip.columns) + "\n").encode() if with_names else b"")
-            np.savetxt(file, clip.frames, fmt=f"%.{digits}f", delimiter=",")
+            rows = [",".join(f"{x:.{digits}f}" for x in frame) for frame in clip.frames]
+            text = "".join(f"{row}\n" for row in ([",".join(clip.columns), *rows] if with_names else rows)).encode()
+            file.write(f"{CSV_CHECKSUM}{hashlib.sha256(text).hexdigest()}\n".encode() if with_names else b"")
+            file.write(text)
         elif path.suffix in (".txt", ".json"):
-            rows = ",\n".join(json.dumps([round(float(x), digits) for x in frame]) for frame in clip.frames)
-            head = {"LoopMode": "Wrap", "FrameDuration": clip.frame_duration, "MotionWeight": clip.weight}
-            text = json.dumps({**head, **({"Fields": clip.columns} if with_names else {})})[:-1]
-            file.write(f'{text}, "Frames": [\n{rows}\n]}}\n'.encode())
+            frames = [[round(float(x), digits) for x in frame] for frame in clip.frames]
+            head: dict[str, Any] = {"LoopMode": "Wrap", "FrameDuration": clip.frame_duration}
+            head |= {"MotionWeight": clip.weight} | ({"Fields": clip.columns} if with_names else {})
+            head[CHECKSUM] = text_digest({**head, "Frames": frames})
+            rows = ",\n".join(map(json.dumps, frames))
+            file.write(f'{json.dumps(head)[:-1]}, "Frames": [\n{rows}\n]}}\n'.encode())
         else:
             raise ValueError(f"{path}: a motion clip is one of {', '.join(SUFFIXES)}")
 
     atomic_write(path, write)
+
+
+def text_digest(content: Mapping[str, Any]) -> str:
+    """SHA-256 of the values of a text clip, however they are spelled, without its checksum."""
+    values = {name: value for name, value in content.items() if name != CHECKSUM}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def conjugate(rotations: np.ndarray) -> np.ndarray:

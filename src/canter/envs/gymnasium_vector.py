@@ -1,6 +1,7 @@
 """Gymnasium's `VectorEnv` in all three autoreset modes, and EnvPool, which has the same interface."""
 
 import ctypes
+import difflib
 import functools
 import importlib
 import sys
@@ -226,6 +227,10 @@ def make_envpool(
         raise ImportError(f"'envpool/{task}' needs EnvPool: pip install 'canter[envpool]'") from error
     if render_mode == "rgb_array" and egl is not None:
         raise RuntimeError(f"EnvPool cannot render here: {egl}")
+    if task not in (known := envpool.list_all_envs()):
+        near = difflib.get_close_matches(task, known, n=1)
+        hint = f"did you mean 'envpool/{near[0]}'?" if near else f"it has {len(known)}: envpool.list_all_envs()"
+        raise ValueError(f"EnvPool has no task {task!r}; {hint}")
     # As many threads as cores this process may use, which may be fewer than the machine has.
     options = {"num_threads": min(num_envs, usable_cores()), "seed": seed, "render_mode": render_mode}
     given = {name: value for name, value in options.items() if value is not None} | kwargs

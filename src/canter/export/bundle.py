@@ -28,6 +28,7 @@ from canter.export.parity import check_bundle
 from canter.export.readme import readme
 from canter.modules.normalizer import DictNormalization, EmpiricalNormalization
 from canter.runners.evaluation import InferencePolicy
+from canter.utils.files import make_folder
 from canter.utils.tree import tree_leaves
 
 FORMATS = ("onnx", "torchscript", "c")
@@ -290,6 +291,8 @@ def export_on_save(runner: Any, formats: Sequence[str] = FORMATS, upload: bool =
     """
     if runner.save_dir is None:
         raise ValueError("there is no run directory to export to; give the runner a log_dir or save_dir")
+
+    make_folder(runner.save_dir / "export", runner.save_dir)
 
     def export(runner: Any, _: Any) -> None:
         if runner.is_due(runner.save_interval):

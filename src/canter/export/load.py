@@ -3,12 +3,11 @@
 import dataclasses
 import hashlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from canter.algorithms import REGISTRY
 from canter.algorithms.foreign import import_state
@@ -20,14 +19,15 @@ from canter.modules.policy import Policy
 from canter.runners.evaluation import InferencePolicy
 from canter.runners.run_config import RunPlan, find_algorithm, parse_train_cfg
 from canter.runners.runner import open_env
-from canter.utils.checkpoint import check_compatible, load_checkpoint, newest_valid_checkpoint
+from canter.utils.checkpoint import check_compatible, damaged_content, load_checkpoint, newest_valid_checkpoint
+from canter.utils.reading import FileContentError, read_yaml, refuse_imports
 
 BEST = "checkpoint_best.pt"
 
 
 def load(
     path: str | Path, checkpoint: str | None = None, device: torch.device | str = "cpu", policy: Policy | None = None,
-    seed: int | None = None,
+    seed: int | None = None, modules: Collection[str] = (),
 ) -> InferencePolicy:  # fmt: skip
     """The trained policy of a run directory or a checkpoint file: `actions = canter.load(run).predict(obs)`.
 
@@ -37,25 +37,33 @@ def load(
         device: Device to compute on.
         policy: Network to load the weights into, for runs whose networks were built in Python.
         seed: Seed of sampled actions; drawn if None.
+        modules: Modules of yours that the checkpoint's settings name and that may be imported.
     """
     file = find_file(Path(path), checkpoint)
-    state = import_state(load_checkpoint(file, "cpu"))
+    with damaged_content(file):
+        state = import_state(load_checkpoint(file, "cpu"))
     weights = state.get("model_state_dict")
     if not isinstance(weights, Mapping):
-        raise ValueError(f"{file} has no model_state_dict; it has {', '.join(state)}")
+        raise ValueError(f"{file} has no model_state_dict; it has {', '.join(map(str, state))}")
     config = state.get("config") or read_config(file)
-    plan = parse_train_cfg({key: value for key, value in config.items() if key != "run"})
-    environment = state.get("environment") or describe_task(config, plan, file)
-    env = SpecEnv(environment, device)
+    if not isinstance(config, Mapping):
+        raise FileContentError(f"{file} holds a {type(config).__name__} as its config, not named settings")
     if policy is None:
-        policy = new_policy(plan, env, has_settings=bool(config.get("policy")))
-    install_normalizers(policy, env, weights)
-    check_compatible(policy.state_dict(), weights, type(policy).__name__)
-    policy.load_state_dict(dict(weights))
+        settings = {key: value for key, value in config.items() if key != "run"}  # the task is not made from it
+        refuse_imports(settings, file, modules, "name it: modules=[{module!r}], or --modules {module}")
+    with damaged_content(file):
+        plan = parse_train_cfg({key: value for key, value in config.items() if key != "run"})
+        environment = state.get("environment") or describe_task(config, plan, file)
+        env = SpecEnv(environment, device)
+        if policy is None:
+            policy = new_policy(plan, env, has_settings=bool(config.get("policy")))
+        install_normalizers(policy, env, weights)
+        check_compatible(policy.state_dict(), weights, type(policy).__name__)
+        policy.load_state_dict(dict(weights))
+        counters = {"iteration": int(state.get("iter", 0)), "timesteps": int(state.get("total_timesteps", 0))}
     policy.to(device).requires_grad_(False).eval()
     info = {"config": config, "environment": environment, "checkpoint": str(file)}
-    info |= {"checkpoint_sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-    info |= {"iteration": int(state.get("iter", 0)), "timesteps": int(state.get("total_timesteps", 0))}
+    info |= {"checkpoint_sha256": hashlib.sha256(file.read_bytes()).hexdigest(), **counters}
     return InferencePolicy(policy, env.obs_space, env.obs_segments, env.action_bounds, info, seed)
 
 
@@ -80,9 +88,7 @@ def read_config(file: Path) -> dict[str, Any]:
     """The config.yaml beside a checkpoint of an earlier version."""
     for folder in (file.parent, file.parent.parent):
         if (folder / "config.yaml").is_file():
-            config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-            if isinstance(config, dict):
-                return config
+            return read_yaml(folder / "config.yaml")
     raise ValueError(f"{file} does not say how its policy was built, and there is no config.yaml beside it")
 
 

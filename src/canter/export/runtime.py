@@ -21,6 +21,7 @@ import numpy as np
 
 FORMAT, VERSION = "canter-policy", 1
 LIMIT = 1e-5
+MAX_SPEC, MAX_BYTES, MAX_NUMBERS = 1 << 24, 1 << 31, 1 << 26  # of policy.json, of any other file, of an array
 FILES = ("policy.onnx", "policy.ts", "policy.h", "policy.c", "samples.safetensors", "README.md", "runtime.py")
 NEEDED = ("policy.onnx", "samples.safetensors")
 DTYPES = {"F32": "float32", "U8": "uint8", "I64": "int64", "BOOL": "bool"}
@@ -44,20 +45,28 @@ class Bundle:
         self.samples = read_safetensors(self.files["samples.safetensors"])
 
     def _read(self, name: str, entry: Mapping[str, Any]) -> bytes:
-        try:
-            content = (self.path / name).read_bytes()
-        except OSError as error:
-            raise BundleError(f"{self.path / name} cannot be read: {error}") from error
+        content = read_file(self.path / name, MAX_BYTES)
         if hashlib.sha256(content).hexdigest() != entry["sha256"]:
             raise BundleError(f"{self.path / name} was changed: its SHA-256 is not the one in policy.json")
         return content
 
 
+def read_file(path: Path, limit: int) -> bytes:
+    """The content of a file of at most `limit` bytes."""
+    try:
+        if path.stat().st_size > limit or not path.is_file():
+            raise BundleError(f"{path} is no plain file, or has more than {limit} bytes")
+        return path.read_bytes()
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read: {error}") from error
+
+
 def read_spec(path: Path) -> dict[str, Any]:
     """The content of a policy.json whose own hash is right and whose structure is as documented."""
+    content = read_file(path, MAX_SPEC)
     try:
-        spec = json.loads(path.read_bytes(), parse_constant=lambda text: _refuse(path, f"{text} is not a number"))
-    except (OSError, ValueError) as error:
+        spec = json.loads(content, parse_constant=lambda text: _refuse(path, f"{text} is not a number"))
+    except (ValueError, RecursionError) as error:
         raise BundleError(f"{path} cannot be read: {error}") from error
     if not isinstance(spec, dict) or spec.get("format") != FORMAT:
         raise BundleError(f"{path} does not describe a policy of canter")
@@ -103,10 +112,11 @@ def check_structure(path: Path, spec: Mapping[str, Any]) -> None:
 
 def check_port(path: Path, group: str, port: Any) -> None:
     """Refuse an input, output or memory without a proper name, shape and dtype."""
-    if not isinstance(port, dict) or not _NAME.fullmatch(str(port.get("name"))):
+    if not isinstance(port, dict) or not isinstance(port.get("name"), str) or not _NAME.fullmatch(port["name"]):
         _refuse(path, f"{group} has an entry without a proper name: {port!r}")
-    shape = port.get("shape")
-    if not isinstance(shape, list) or not all(type(n) is int and 0 < n <= 1 << 24 for n in shape):
+    shape: Any = port.get("shape")
+    is_shape = isinstance(shape, list) and all(type(n) is int and 0 < n <= MAX_NUMBERS for n in shape)
+    if not is_shape or math.prod(shape) > MAX_NUMBERS:
         _refuse(path, f"{group} {port['name']!r} has no proper shape: {shape!r}")
     if port.get("dtype") not in DTYPES.values():
         _refuse(path, f"{group} {port['name']!r} has no known dtype: {port.get('dtype')!r}")
@@ -147,7 +157,7 @@ def read_safetensors(content: bytes) -> dict[str, np.ndarray]:
                 raise ValueError(f"{name} has wrong offsets")
             arrays[name] = np.frombuffer(data[first:last], dtype).reshape(shape)
         return arrays
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise BundleError(f"samples.safetensors is damaged: {error}") from error
 
 

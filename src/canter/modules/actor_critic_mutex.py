@@ -1,6 +1,5 @@
 """Policies made of trained sub-policies, of which one acts at a time; loading them from their run directories."""
 
-import json
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from gymnasium.spaces import Box
 from torch import Tensor, nn
 
@@ -18,6 +16,7 @@ from canter.modules.policy import Context, Policy
 from canter.utils.checkpoint import check_compatible, find_checkpoints, load_checkpoint, newest_valid_checkpoint
 from canter.utils.config import build, refuse_unknown
 from canter.utils.obs_layout import ObsLayout
+from canter.utils.reading import read_json, read_yaml, refuse_imports
 
 # Settings of a sub-policy that the mutex overrides.
 GIVEN = ("num_actor_obs", "num_critic_obs", "num_actions", "obs_segments", "critic_obs_segments", "action_space")
@@ -90,14 +89,12 @@ class ActorCriticMutex(Policy):
 
 def read_config(directory: Path) -> dict[str, Any]:
     """The configuration of a run: the config.yaml that our runs write beside a config.json, or st_rl's config.json."""
-    for name, parse in (("config.yaml", yaml.safe_load), ("config.json", json.loads)):
+    for name, read in (("config.yaml", read_yaml), ("config.json", read_json)):
         if (directory / name).is_file():
-            try:
-                config = parse((directory / name).read_text(encoding="utf-8"))
-            except (ValueError, yaml.YAMLError) as error:
-                raise ValueError(f"{directory / name} cannot be read: {error}") from error
-            if not isinstance(config, dict) or not isinstance(config.get("policy"), dict):
+            config = read(directory / name)
+            if not isinstance(config.get("policy"), dict):
                 raise ValueError(f"{directory / name} has no section 'policy' with the settings of the policy")
+            refuse_imports(config["policy"], directory / name, (), "train it with a policy that canter has by name")
             return config
     reason = "has neither config.yaml nor config.json" if directory.is_dir() else "is not a directory"
     raise FileNotFoundError(f"{directory} {reason}; give the run directory of the sub-policy")

@@ -7,11 +7,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from canter.algorithms import REGISTRY
 from canter.algorithms.actor_q import PROFILES
 from canter.runners.run_config import RunPlan, display_name, find_algorithm
+from canter.utils.reading import read_yaml
 
 FALLBACK = "default"
 PPO = "ppo"
@@ -35,11 +34,8 @@ def read_presets(folder: Path) -> dict[str, dict[str, Any]]:
     """The presets in a folder by their task."""
     found: dict[str, dict[str, Any]] = {}
     for file in sorted(folder.glob("*.yaml")):
-        try:
-            preset = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"the preset {file} cannot be read: {error}") from error
-        if not isinstance(preset, dict) or "task" not in preset:
+        preset = read_yaml(file)
+        if not isinstance(preset.get("task"), str):
             raise ValueError(f"the preset {file} does not name its task; add a line such as task: CartPole-v1")
         found[preset["task"]] = preset
     return found

@@ -20,6 +20,7 @@ from canter.utils.checkpoint import CheckpointError, load_checkpoint, prune_chec
 from canter.utils.ckpt_manipulator import MANIPULATORS
 from canter.utils.distributed import RANKS, RankError
 from canter.utils.files import atomic_write, remove_stale_temps, safe_join
+from canter.utils.reading import read_limited
 from canter.utils.runtime import rng_state, seed_everything, set_rng_state
 from canter.utils.tree import tree_map
 
@@ -42,12 +43,15 @@ class Checkpoints:
         """Description of the environment, from which `canter.load` builds the policy without it."""
         self.periodic: list[str] = []
         """Names of the files in `directory` that were written periodically, by this process or an earlier one."""
+        self.loaded_config: Any = None
+        """The config in the checkpoint that was loaded last, if it is canter's."""
         self.being_saved: Path | None = None
         """The periodic checkpoint that `runner.save` is writing."""
         if self.directory is not None:
             remove_stale_temps(self.directory)
-            with contextlib.suppress(OSError, ValueError, TypeError):  # then none of the earlier files is ever removed
-                self.periodic = [str(name) for name in json.loads((self.directory / PERIODIC).read_text())]
+            # On an error none of the earlier files is ever removed.
+            with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
+                self.periodic = [str(name) for name in json.loads(read_limited(self.directory / PERIODIC))]
 
     def locate(self, name: str) -> Path:
         """Path of a file in the save directory; an absolute path stays as it is."""
@@ -96,16 +100,17 @@ class Checkpoints:
         if self.environment is None:
             self.environment = describe_env(runner.env)
         state |= {"infos": infos, "config": runner.config(), "environment": self.environment}
+        root = self.directory if self.directory is not None and path.is_relative_to(self.directory) else None
         if RANKS.size > 1:
             save_id = RANKS.gather(secrets.token_hex(8))[0] if is_joint else None
             resume |= {"ranks": RANKS.size, "save_id": save_id}
             if not RANKS.is_first:
-                own = {name: state[name] for name in OWN_PARTS if name in state}
-                save_checkpoint(rank_path(path, RANKS.rank), {**own, "iter": runner.iteration, "resume": resume})
+                own = {name: state[name] for name in OWN_PARTS if name in state} | {"iter": runner.iteration}
+                save_checkpoint(rank_path(path, RANKS.rank), {**own, "resume": resume}, root)
             if is_joint:
                 RANKS.wait()
         if RANKS.is_first:
-            save_checkpoint(path, {**state, "resume": resume})
+            save_checkpoint(path, {**state, "resume": resume}, root)
         if is_joint:
             RANKS.wait()
         if runner.writer is not None and runner.cfg.upload_model:
@@ -118,6 +123,7 @@ class Checkpoints:
         runner = self.runner
         where = runner.device if map_location is None else map_location
         state = self._of_this_rank(import_state(load_checkpoint(path, where)), path, where)
+        self.loaded_config = state.get("config")
         given = runner.plan.ckpt_manipulator
         manipulator: Any = MANIPULATORS.get(given, given)
         if isinstance(manipulator, str):
@@ -232,7 +238,6 @@ class Checkpoints:
         if self.directory is None or type(error).__name__ == "TrialPruned" or isinstance(error, RankError):
             return
         try:
-            (self.directory / "crash").mkdir(exist_ok=True)
             path = self.directory / "crash" / f"model_{self.runner.iteration}.pt"
             self._write(path, {"error": repr(error)}, is_joint=False)
         except Exception as second:

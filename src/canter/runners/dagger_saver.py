@@ -1,6 +1,5 @@
 """Data collection for DAgger: the student acts, and every step is labelled with the teacher's action."""
 
-import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from torch import Tensor
 
 from canter.algorithms.foreign import import_state
@@ -18,6 +16,7 @@ from canter.modules.policy import Policy
 from canter.runners.demonstration import DemonstrationSaver
 from canter.runners.run_config import named_network
 from canter.utils.checkpoint import CheckpointError, find_checkpoints, load_checkpoint
+from canter.utils.reading import read_json, read_yaml, refuse_imports
 
 CONFIG_NAMES = ("config.yaml", "config.json")
 
@@ -71,9 +70,8 @@ class DaggerSaver(DemonstrationSaver):
         if path is None:
             names = " or ".join(CONFIG_NAMES)
             raise FileNotFoundError(f"{directory} has no {names}: start the student's training first")
-        config = (json.loads if path.suffix == ".json" else yaml.safe_load)(path.read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError(f"{path} holds no settings")
+        config = (read_json if path.suffix == ".json" else read_yaml)(path)
+        refuse_imports(config.get("policy"), path, (), "build the student and assign it to training_policy")
         settings = dict(config.get("policy") or {})
         runner = config.get("runner") or {}
         name = settings.pop("class_name", None) or runner.get("policy_class_name") or config.get("policy_class_name")

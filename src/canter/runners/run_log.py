@@ -27,7 +27,7 @@ def store_code(directory: Path, repositories: list[str], with_diff: bool, writer
         with contextlib.suppress(OSError):  # the run goes on without this copy
             status, heading, _ = path.read_bytes().partition(DIFF_HEADING)
             if heading:
-                path.with_suffix(".status").write_bytes(status)
+                atomic_write(path.with_suffix(".status"), status, root=directory)
             writer.save_file(path.with_suffix(".status") if heading else path)
 
 

@@ -41,6 +41,7 @@ from canter.runners.run_log import (
     store_code,
     train_metrics,
 )
+from canter.utils.checkpoint import damaged_content
 from canter.utils.console import Console, table
 from canter.utils.distributed import RANKS
 from canter.utils.files import RunLock, atomic_write
@@ -523,7 +524,8 @@ class Runner(ABC):
         """
         if isinstance(load_optimizer, Mapping):  # rsl_rl's second argument
             load_optimizer, load_cfg = True, load_optimizer
-        return self.checkpoints.load(Path(path), load_optimizer is not False, map_location, load_cfg, strict)
+        with damaged_content(path):
+            return self.checkpoints.load(Path(path), load_optimizer is not False, map_location, load_cfg, strict)
 
     def save_checkpoint(self, name: str) -> Path:
         """Write a checkpoint to a path relative to `save_dir`."""

@@ -1,16 +1,19 @@
 """Checkpoints: written atomically, verified by checksum, and loaded without running code.
 
 A file is an ordinary `torch.save` archive. Its zip comment (the last bytes) is `canter-sha256:` and the SHA-256 of
-everything before the digest, so that any flipped bit is detected; torch alone misses almost all of them.
+everything before the digest, so that any flipped bit is detected; torch alone misses almost all of them. A checksum
+proves no good intention: every archive, with or without one, must also be bounded and hold plain data.
 """
 
+import contextlib
 import hashlib
 import os
+import pickletools
 import re
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,6 +26,18 @@ FORMAT_VERSION = 1
 MARK = b"canter-sha256:"
 _COMMENT_SIZE = len(MARK) + 64
 _END_SIZE = 22  # a zip's end record without comment; its last two bytes are the comment's length
+# The names and operations that torch.save writes for plain data. torch's safe loader accepts more, of which some, such
+# as bytearray, allocate any size; UntypedStorage does when it is called, and is only named where a text follows it.
+_PLAIN_NAME = re.compile(
+    r"torch._utils _rebuild_(tensor_v[23]|parameter)|torch (\w+Storage|Size|device|[a-z]+\d+(_\w+)?|bool)"
+    r"|torch.storage UntypedStorage|collections (OrderedDict|Counter)|(__builtin__|builtins) (set|complex)"
+    r"|_codecs encode"
+)
+_PLAIN_OPERATION = re.compile(
+    r"PROTO|STOP|GLOBAL|REDUCE|BUILD|BINPERSID|MARK|NONE|NEWTRUE|NEWFALSE|(LONG_)?BIN(PUT|GET)|BININT[12]?|BINFLOAT"
+    r"|LONG[14]|(SHORT_)?BINUNICODE|EMPTY_(DICT|LIST|TUPLE)|TUPLE[123]?|APPENDS?|SETITEMS?"
+)
+_GROWTH = 8  # the content may be this many times larger than the file, because tensors and texts are shared in it
 _NAME = re.compile(r"model_([0-9]{1,18})\.pt")
 
 
@@ -30,8 +45,11 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be used; the message names the file and the reason."""
 
 
-def save_checkpoint(path: StrPath, state: Mapping[str, Any]) -> None:
-    """Write `state` and the format version to `path` atomically; TypeError names the key of an unsafe value."""
+def save_checkpoint(path: StrPath, state: Mapping[str, Any], root: StrPath | None = None) -> None:
+    """Write `state` and the format version to `path` atomically; TypeError names the key of an unsafe value.
+
+    Links below `root` are not followed; see `canter.utils.files.Folder`.
+    """
     content = _to_plain({"format_version": FORMAT_VERSION, **state}, "state")
 
     def write(file: BinaryIO) -> None:
@@ -41,7 +59,7 @@ def save_checkpoint(path: StrPath, state: Mapping[str, Any]) -> None:
         file.write(_COMMENT_SIZE.to_bytes(2, "little") + MARK)
         file.write(_digest(file, end + len(MARK)))
 
-    atomic_write(path, write, expected_size=_tensor_bytes(content))
+    atomic_write(path, write, expected_size=_tensor_bytes(content), root=root)
 
 
 def _to_plain(value: Any, key: str) -> Any:
@@ -94,6 +112,7 @@ def load_checkpoint(path: StrPath, map_location: Any = None) -> dict[str, Any]:
         file.seek(0)
         try:
             content = torch.load(file, map_location=map_location, weights_only=True)
+            _check_growth(content, _GROWTH * os.fstat(file.fileno()).st_size)
         except Exception as error:
             raise CheckpointError(f"checkpoint {path} cannot be loaded safely: {error}") from error
     if not isinstance(content, dict):
@@ -118,20 +137,74 @@ def _verify(file: BinaryIO, path: Path) -> bool:
     if tail.startswith(MARK):
         if _digest(file, size - 64) != tail[len(MARK) :]:
             raise CheckpointError(f"checkpoint {path} is damaged: its SHA-256 does not match ({size} bytes)")
-        return True
     # Plain `torch.save` writes archives that end with the end record and have no comment.
-    if not (tail[-_END_SIZE:].startswith(b"PK\x05\x06") and tail.endswith(b"\0\0")):
+    elif not (tail[-_END_SIZE:].startswith(b"PK\x05\x06") and tail.endswith(b"\0\0")):
         raise CheckpointError(f"checkpoint {path} is truncated, damaged or not a torch.save archive ({size} bytes)")
     try:
         with zipfile.ZipFile(file) as archive:
-            # torch stores members uncompressed, so an archive that unpacks to more than itself is a zip bomb.
-            if sum(member.file_size for member in archive.infolist()) > size:
-                raise ValueError(f"it claims more content than its {size} bytes")
-            if damaged := archive.testzip():
-                raise ValueError(f"the CRC-32 of {damaged!r} does not match")
-    except (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"checkpoint {path} is damaged: {error}") from error
-    return False
+            _check_archive(archive, path, size, has_checksum=tail.startswith(MARK))
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged archive may raise anything
+        raise CheckpointError(f"checkpoint {path} is damaged: {str(error) or type(error).__name__}") from error
+    return tail.startswith(MARK)
+
+
+def _check_archive(archive: zipfile.ZipFile, path: Path, size: int, has_checksum: bool) -> None:
+    """Refuse an archive that unpacks to more than its size, that is damaged, or that asks for more than plain data."""
+    # torch stores members uncompressed, so an archive that unpacks to more than itself is a zip bomb.
+    if sum(member.file_size for member in archive.infolist()) > size:
+        raise ValueError(f"it claims more content than its {size} bytes")
+    if not has_checksum and (damaged := archive.testzip()):
+        raise ValueError(f"the CRC-32 of {damaged!r} does not match")
+    for name in archive.namelist():
+        if name.rpartition("/")[2] == "data.pkl" and (found := _find_unsafe(archive.read(name))):
+            raise CheckpointError(f"checkpoint {path} cannot be loaded safely: it asks for {found}, no plain data")
+
+
+def _find_unsafe(pickled: bytes) -> str | None:
+    """The first name or operation of a pickle that plain data does not need; nothing is executed."""
+    storages, is_storage = set(), False  # places of UntypedStorage in the memo, and whether it is on top of the stack
+    for operation, argument, _ in pickletools.genops(pickled):
+        name = operation.name
+        if not _PLAIN_OPERATION.fullmatch(name):
+            return f"the operation {name}"
+        if name == "GLOBAL" and not _PLAIN_NAME.fullmatch(str(argument)):
+            return str(argument).replace(" ", ".")
+        if is_storage and name in ("BINPUT", "LONG_BINPUT"):
+            storages.add(argument)
+            continue
+        if is_storage and name not in ("BINUNICODE", "SHORT_BINUNICODE"):
+            return "torch.storage.UntypedStorage"
+        is_loaded = name in ("BINGET", "LONG_BINGET") and argument in storages
+        is_storage = is_loaded or (name == "GLOBAL" and argument == "torch.storage UntypedStorage")
+    return None
+
+
+def _check_growth(content: Any, limit: int) -> None:
+    """Refuse content that is larger than `limit` bytes once nothing in it is shared, or that contains itself."""
+    total, waiting = 0, [content]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += [*value, *value.values()]
+        elif isinstance(value, (list, tuple, set)):
+            waiting += value
+        total += value.nbytes if isinstance(value, Tensor) else len(value) if isinstance(value, (str, bytes)) else 1
+        if total > max(limit, 1 << 20):
+            raise ValueError(f"it expands to more than {max(limit, 1 << 20)} bytes")
+
+
+@contextlib.contextmanager
+def damaged_content(path: StrPath) -> Iterator[None]:
+    """Turn what a checkpoint's content can cause besides errors with a message of ours into a CheckpointError."""
+    try:
+        yield
+    except (AttributeError, ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError) as error:
+        if isinstance(error, (CheckpointError, NotImplementedError)):
+            raise
+        text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+        raise CheckpointError(f"checkpoint {path} has unusable content: {type(error).__name__}: {text}") from error
 
 
 def find_checkpoints(directory: StrPath) -> list[tuple[int, Path]]:
@@ -187,7 +260,7 @@ def prune_checkpoints(directory: StrPath, keep_last: int, names: Collection[str]
 
 
 def check_compatible(current: Mapping[str, Tensor], loaded: Mapping[str, Tensor], owner: str) -> None:
-    """Raise one RuntimeError that lists every tensor of `loaded` that does not fit `current`; change nothing."""
+    """Raise one CheckpointError that lists every tensor of `loaded` that does not fit `current`; change nothing."""
     want = {name: tuple(tensor.shape) for name, tensor in current.items()}
     got = {name: tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__ for name, v in loaded.items()}
     problems = [f"missing {name}, want {want[name]}" for name in want if name not in got]
@@ -195,4 +268,4 @@ def check_compatible(current: Mapping[str, Tensor], loaded: Mapping[str, Tensor]
     problems += [f"shape of {n}: want {want[n]}, got {got[n]}" for n in want if n in got and got[n] != want[n]]
     if problems:
         head = f"the checkpoint does not fit {owner} ({len(problems)} tensors); nothing was loaded:"
-        raise RuntimeError("\n  ".join([head, *problems]))
+        raise CheckpointError("\n  ".join([head, *problems]))

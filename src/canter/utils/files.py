@@ -1,4 +1,7 @@
-"""Files of a run directory: atomic writes, safe names, the lock of the directory, and the state of the code (git)."""
+"""Files of a run directory: opening them for writing, atomic writes, the lock of the directory, the code's state.
+
+A run directory may come from a stranger. Every file in one is opened for writing by `Folder`, which follows no link.
+"""
 
 import contextlib
 import errno
@@ -10,6 +13,7 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 import subprocess
 import tempfile
 import warnings
@@ -26,6 +30,9 @@ StrPath = str | os.PathLike[str]
 
 # Process ids are valid on one host only; several hosts may share the directory.
 _HOST_TAG = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
+_HAS_DIR_FD = os.open in os.supports_dir_fd  # not on Windows
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
 _TEMP_NAME = re.compile(r"\.tmp-([0-9a-f]{8})-([0-9]{1,10})-[0-9a-f]{8}")
 
 
@@ -35,6 +42,78 @@ class DiskFullError(OSError):
 
 class RunLockedError(RuntimeError):
     """Another process writes to this run directory."""
+
+
+class Folder(contextlib.AbstractContextManager["Folder"]):
+    """A directory that is opened once; files are opened relative to it. Missing directories are made.
+
+    Links are followed down to `root` (the directory itself by default), which a user named; a link below it is an
+    OSError.
+    """
+
+    def __init__(self, path: StrPath, root: StrPath | None = None) -> None:
+        self.path = Path(path)
+        at = self.path if root is None else Path(root)
+        parts = self.path.relative_to(at).parts
+        at.mkdir(parents=True, exist_ok=True)
+        self.handle = os.open(at, _DIRECTORY) if _HAS_DIR_FD else None
+        try:
+            for part in parts:
+                where = part if _HAS_DIR_FD else at / part
+                at = at / part
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(where, dir_fd=self.handle)
+                self._check(where, at, stat.S_ISDIR, "directory")
+                if self.handle is not None:
+                    inner = os.open(part, _DIRECTORY | _NO_LINK, dir_fd=self.handle)
+                    os.close(self.handle)
+                    self.handle = inner
+        except BaseException:
+            self.close()
+            raise
+
+    def _check(self, where: StrPath, path: Path, is_kind: Callable[[int], bool], kind: str) -> None:
+        """Refuse a name that is a link or anything else but the wanted kind of file."""
+        try:
+            found = os.stat(where, dir_fd=self.handle, follow_symlinks=False)
+        except FileNotFoundError:
+            return
+        if is_kind(found.st_mode) and (kind == "directory" or found.st_nlink == 1):
+            return
+        if not is_kind(found.st_mode) and not stat.S_ISLNK(found.st_mode):
+            raise OSError(errno.EEXIST, f"it is no {kind}; remove it", str(path))
+        text = "it is a link, and nothing is written through links in a run directory; remove it"
+        raise OSError(errno.ELOOP, text, str(path))
+
+    def name(self, name: str) -> str:
+        """The name of a file for calls that get `dir_fd=handle`."""
+        return name if _HAS_DIR_FD else str(self.path / name)
+
+    def append(self, name: str) -> io.FileIO:
+        """Open a file for reading and appending, unbuffered; a link or a special file is an OSError."""
+        self._check(self.name(name), self.path / name, stat.S_ISREG, "plain file")
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | _NO_LINK
+        return io.FileIO(os.open(self.name(name), flags, 0o666, dir_fd=self.handle), "a+")
+
+    def close(self) -> None:
+        """Free the descriptor; may be called twice."""
+        if self.handle is not None:
+            os.close(self.handle)
+            self.handle = None
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def open_append(path: StrPath, root: StrPath | None = None) -> io.FileIO:
+    """Open a file for reading and appending; see `Folder`."""
+    with Folder(Path(path).parent, root) as folder:
+        return folder.append(Path(path).name)
+
+
+def make_folder(path: StrPath, root: StrPath) -> None:
+    """Make a directory below `root`; OSError if it, or one between the two, is a link."""
+    Folder(path, root).close()
 
 
 class _TempFile(io.FileIO):
@@ -52,55 +131,56 @@ class _TempFile(io.FileIO):
             raise
 
 
-def atomic_write(path: StrPath, content: bytes | Callable[[BinaryIO], object], expected_size: int = 0) -> None:
+def atomic_write(
+    path: StrPath, content: bytes | Callable[[BinaryIO], object], expected_size: int = 0, root: StrPath | None = None
+) -> None:
     """Replace the file `path` completely, or leave it unchanged on any error; a missing directory is created.
 
-    A function as `content` writes into a file open for reading too; `expected_size` is for the error of a full disk.
+    A function as `content` writes into a file open for reading too; `expected_size` is for the error of a full disk;
+    links below `root` are errors, see `Folder`.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temp = path.parent / f".tmp-{_HOST_TAG}-{os.getpid()}-{secrets.token_hex(4)}"
-    # The kernel applies the umask to 0666. Reading the umask for a chmod would change it for other threads.
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
-    raw = _TempFile(os.open(temp, flags | getattr(os, "O_BINARY", 0), 0o666), "r+b")
-    try:
-        with io.BufferedRandom(raw) as file:
-            if isinstance(content, bytes):
-                file.write(content)
-            else:
-                content(cast("BinaryIO", file))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temp, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            raw.close()
-        with contextlib.suppress(OSError):
-            temp.unlink()
-        if not (_is_disk_full(raw.failure) or _is_disk_full(error)):
-            raise
-        free, needed = shutil.disk_usage(path.parent).free, max(expected_size, raw.reached)
-        before = "the previous file is intact" if path.exists() else "there was no previous file"
-        text = f"disk full: {free} bytes free, {needed} or more needed; {before}. Free some space and save again"
-        raise DiskFullError(errno.ENOSPC, text, str(path)) from error
-    if os.name != "nt":
-        _sync_directory(path.parent)
+    temp = f".tmp-{_HOST_TAG}-{os.getpid()}-{secrets.token_hex(4)}"
+    with Folder(path.parent, root) as folder:
+        at, temp = folder.handle, folder.name(temp)
+        # The kernel applies the umask to 0666. Reading the umask for a chmod would change it for other threads.
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK
+        raw = _TempFile(os.open(temp, flags, 0o666, dir_fd=at), "r+b")
+        try:
+            with io.BufferedRandom(raw) as file:
+                if isinstance(content, bytes):
+                    file.write(content)
+                else:
+                    content(cast("BinaryIO", file))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temp, folder.name(path.name), src_dir_fd=at, dst_dir_fd=at)  # which replaces a link itself
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                raw.close()
+            with contextlib.suppress(OSError):
+                os.unlink(temp, dir_fd=at)
+            if not (_is_disk_full(raw.failure) or _is_disk_full(error)):
+                raise
+            free, needed = shutil.disk_usage(path.parent).free, max(expected_size, raw.reached)
+            before = "the previous file is intact" if path.exists() else "there was no previous file"
+            text = f"disk full: {free} bytes free, {needed} or more needed; {before}. Free some space and save again"
+            raise DiskFullError(errno.ENOSPC, text, str(path)) from error
+        if at is not None:
+            _sync_directory(at)
 
 
 def _is_disk_full(error: BaseException | None) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
+def _sync_directory(handle: int) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
         # Some network file systems cannot sync a directory; the rename itself has happened.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
-    finally:
-        os.close(handle)
 
 
 def remove_stale_temps(directory: StrPath) -> list[Path]:
@@ -140,8 +220,7 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
 
     def __init__(self, directory: StrPath) -> None:
         self.path = Path(directory) / ".lock"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = io.FileIO(self.path, "a+")
+        self._file = open_append(self.path)
         if fcntl is None:
             return
         # A forked worker that outlives the run would keep the directory locked through its copy of the descriptor. It
@@ -204,7 +283,7 @@ def store_code_state(log_dir: StrPath, repos: Iterable[StrPath], with_diff: bool
         path = Path(log_dir) / "git" / f"{name}.diff"
         try:
             if not path.exists():
-                atomic_write(path, _describe_repository(root, with_diff).encode())
+                atomic_write(path, _describe_repository(root, with_diff).encode(), root=log_dir)
                 written.append(path)
         except (OSError, subprocess.SubprocessError) as error:
             _log.info("the code state of %s is not stored: %s", root, error)

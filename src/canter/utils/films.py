@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ class Film(AbstractContextManager["Film"]):
             raise ValueError(f"a film must be {' or '.join(_FORMATS)}, not {self.path.name}")
         self._ffmpeg, self._encoder = _ffmpeg(), None
         self._shape: tuple[int, ...] = ()
+        self._folder = self.path.parent  # one of its own while frames are encoded
 
     def add(self, frame: Any) -> None:
         """Encode one frame; every frame has the size of the first."""
@@ -42,9 +45,10 @@ class Film(AbstractContextManager["Film"]):
                 raise ValueError(f"a frame must be (H, W, 3) uint8, got {frame.shape}")
             self._shape = frame.shape
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._folder = Path(tempfile.mkdtemp(prefix=".film-", dir=self.path.parent))
             options: dict[str, Any] = {"macro_block_size": 1, **_FORMATS[self.path.suffix], "ffmpeg_log_level": "error"}
             height, width = self._even(frame).shape[:2]
-            self._encoder = self._ffmpeg.write_frames(str(self.path), (width, height), fps=self.fps, **options)
+            self._encoder = self._ffmpeg.write_frames(str(self._made), (width, height), fps=self.fps, **options)
             self._encoder.send(None)
         if frame.shape != self._shape:
             raise ValueError(f"the frame {self.num_frames} is {frame.shape}, the first one was {self._shape}")
@@ -59,7 +63,13 @@ class Film(AbstractContextManager["Film"]):
         """Complete the file; may be called twice."""
         if self._encoder is not None:
             self._encoder.close()
+            os.replace(self._made, self.path)  # which replaces a link, and does not write through it
+            self._folder.rmdir()
         self._encoder = None
+
+    @property
+    def _made(self) -> Path:
+        return self._folder / f"film{self.path.suffix}"
 
     def __exit__(self, *exc: object) -> None:
         self.close()

@@ -1,18 +1,18 @@
 """The runs that plots and reports show: their metrics, settings, final evaluation and machine, read from the files."""
 
 import dataclasses
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from canter.utils.files import StrPath
 from canter.utils.logging.backends import METRICS_NAME, read_rows
+from canter.utils.reading import FileContentError, read_json, read_yaml
 
 Series = dict[str, tuple[list[int], list[float]]]  # steps and values by tag
+MAX_VALUE = 1e300  # larger ones, and NaN, are damage, and cannot be drawn
 MACHINE_NAME = "machine.json"
 EVALUATION_NAME = "evaluation.json"
 # Settings in which runs of one group may differ.
@@ -66,7 +66,7 @@ def load_run(run_dir: StrPath) -> RunData:
     times: list[float] = []
     for row in read_rows(metrics):
         for tag, value in row.items():
-            if tag not in ("step", "time") and isinstance(value, (int, float)):
+            if tag not in ("step", "time") and isinstance(value, (int, float)) and abs(value) < MAX_VALUE:
                 steps, values = run.series.setdefault(tag, ([], []))
                 steps.append(row["step"])
                 values.append(float(value))
@@ -76,9 +76,9 @@ def load_run(run_dir: StrPath) -> RunData:
             times += [row["time"] - before, row["time"]] if not times else [row["time"]]
     run.seconds = training_seconds(np.array(times))
     if path.is_dir():
-        run.settings = dict(flatten(_read(path / "config.yaml", yaml.safe_load)))
-        run.evaluation = _read(path / EVALUATION_NAME, json.loads)
-        run.machine = _read(path / MACHINE_NAME, json.loads)
+        run.settings = dict(flatten(_read(path / "config.yaml", read_yaml)))
+        run.evaluation = _read(path / EVALUATION_NAME, read_json)
+        run.machine = _read(path / MACHINE_NAME, read_json)
     return run
 
 
@@ -91,13 +91,12 @@ def training_seconds(times: np.ndarray) -> list[float]:
     return np.cumsum(gaps).tolist()
 
 
-def _read(path: Path, parse: Any) -> dict[str, Any]:
+def _read(path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     """The dict in a file; empty if there is none, or another program's file."""
     try:
-        content = parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        return read(path)
+    except (OSError, FileContentError):
         return {}
-    return content if isinstance(content, dict) else {}
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

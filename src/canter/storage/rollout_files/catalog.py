@@ -8,11 +8,13 @@ A file is complete before its line is written: a crash between the two costs a l
 """
 
 import contextlib
+import io
 import json
 import os
 import re
 import shutil
 import warnings
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -30,15 +32,17 @@ from canter.storage.rollout_files.container import (
     schema_of,
     write_chunk,
 )
-from canter.utils.files import RunLock, atomic_write, remove_stale_temps
+from canter.utils.files import RunLock, atomic_write, open_append, remove_stale_temps, safe_join
 from canter.utils.obs_layout import ObsLayout
+from canter.utils.reading import FileContentError, read_json, read_limited
 from canter.utils.utils import decompress_normalized_image
 
 METADATA, MANIFEST = "metadata.json", "manifest.jsonl"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # from 2 on metadata.json has a CRC-32
 OPTIONAL = ("values", "timeouts")  # a file may lack them where others have them
 PER_STEP = {"rewards": np.float32, "dones": np.bool_, "timeouts": np.bool_}
 MAX_LISTED = 20
+MAX_METADATA, MAX_MANIFEST = 1 << 24, 1 << 30  # bytes
 _FOLDER = re.compile(r"trajectory_([0-9]{1,9})")
 
 
@@ -58,14 +62,22 @@ def read_metadata(directory: Path) -> dict[str, Any]:
     """The content of metadata.json; empty if there is none."""
     path = directory / METADATA
     try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise TrajectoryFileError(path, f"cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise TrajectoryFileError(path, f"holds a {type(content).__name__}, not an object")
-    if content.get("format_version", 0) > FORMAT_VERSION:
-        raise TrajectoryFileError(path, f"has format version {content['format_version']}; upgrade canter")
+        content = read_json(path, MAX_METADATA) if path.is_file() else {}
+    except FileContentError as error:
+        raise TrajectoryFileError(path, f"is no metadata of trajectories: {error}") from error
+    version = content.get("format_version", 0)
+    if type(version) is not int or version > FORMAT_VERSION:
+        raise TrajectoryFileError(path, f"has format version {version!r}; upgrade canter")
+    is_checked = version > 1 or "crc32" in content
+    if content.pop("crc32", None) != crc_of(content) and is_checked:
+        text = "was changed: its CRC-32 does not match; to use it as it is, remove its entries crc32 and format_version"
+        raise TrajectoryFileError(path, text)
     return content
+
+
+def crc_of(content: Mapping[str, Any]) -> str:
+    """CRC-32 of an object of JSON, however it is written."""
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
 
 
 def trajectory_folders(directory: Path) -> list[tuple[int, Path]]:
@@ -119,16 +131,34 @@ def rebuild_manifest(directory: Path) -> list[ChunkInfo]:
 
 
 def read_manifest(directory: Path) -> list[dict[str, Any]]:
-    """One entry per acknowledged file; a last line that a crash cut short is ignored."""
+    """One entry per acknowledged file, checked; a last line that a crash cut short is ignored."""
     path = directory / MANIFEST
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")]
+    lines = read_limited(path, MAX_MANIFEST).splitlines(keepends=True) if path.is_file() else []
+    if lines and not lines[-1].endswith(b"}\n"):
+        lines.pop()
+    return [_manifest_entry(path, number, line) for number, line in enumerate(lines, 1)]
+
+
+def _manifest_entry(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+        if entry.pop("line_crc32", None) not in (None, crc_of(entry)):  # None: written by an earlier version
+            raise ValueError("its CRC-32 does not match")
+        kinds = {"file": str, "start": int, "end": int, "ended": str, "bytes": int, "crc32": str}
+        if {name: type(value) for name, value in entry.items()} != kinds:
+            raise ValueError(f"it does not have {', '.join(kinds)}")
+        safe_join(path.parent, entry["file"])
+        return entry
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        way_out = "delete the file: the next writer makes it from the trajectories"
+        raise TrajectoryFileError(path, f"has a damaged line {number} ({error}); {way_out}") from error
 
 
 def manifest_line(directory: Path, info: ChunkInfo) -> str:
     """The manifest entry of a file."""
     facts = {"file": info.path.relative_to(directory).as_posix(), "start": info.start, "end": info.end}
-    return json.dumps({**facts, "ended": info.ended, "bytes": info.size, "crc32": info.crc32}) + "\n"
+    entry = {**facts, "ended": info.ended, "bytes": info.size, "crc32": info.crc32}
+    return json.dumps({**entry, "line_crc32": crc_of(entry)}) + "\n"
 
 
 def check_schema(path: Path, given: Mapping[str, str], wanted: Mapping[str, str]) -> None:
@@ -311,12 +341,13 @@ class TrajectoryWriter(contextlib.AbstractContextManager["TrajectoryWriter"]):
     def add(self, number: int, arrays: Mapping[str, np.ndarray], start: int, ended: str = "") -> None:
         """Write a piece of a trajectory in the background, until `flush`. The arrays must not change."""
         self._check(arrays)
-        self._writes.append(self._pool.submit(write_chunk, self.folder(number), arrays, start, ended))
+        place = (self.folder(number), arrays, start, ended, self.directory)
+        self._writes.append(self._pool.submit(write_chunk, *place))
 
     def add_pending(self, number: int, arrays: Mapping[str, np.ndarray], start: int, ended: str = "") -> None:
         """Write a piece of a trajectory that `publish` keeps or `discard` drops."""
         self._check(arrays)
-        write_chunk(self.folder(number, is_pending=True), arrays, start, ended)
+        write_chunk(self.folder(number, is_pending=True), arrays, start, ended, self.directory)
 
     def _check(self, arrays: Mapping[str, np.ndarray]) -> None:
         schema = schema_of(arrays)
@@ -345,13 +376,14 @@ class TrajectoryWriter(contextlib.AbstractContextManager["TrajectoryWriter"]):
         writes, self._writes = self._writes, []
         for write in writes:
             self._count(write.result())
-        with (self.directory / MANIFEST).open("a", encoding="utf-8") as file:
-            file.writelines(manifest_line(self.directory, info) for info in self._unlisted)
+        with io.BufferedWriter(open_append(self.directory / MANIFEST)) as file:
+            file.writelines(manifest_line(self.directory, info).encode() for info in self._unlisted)
             file.flush()
             os.fsync(file.fileno())
         self._unlisted = []
         totals = {"total_timesteps": self.num_steps, "total_trajectories": self.num_trajectories}
         content = {**self.metadata, **totals, "total_episodes": self.num_episodes}
+        content["crc32"] = crc_of(json.loads(json.dumps(content)))
         atomic_write(self.directory / METADATA, (json.dumps(content, indent=2) + "\n").encode())
 
     def close(self) -> None:

@@ -74,8 +74,10 @@ def schema_of(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
     return {n: f"{codes[a.dtype]}{list(a.shape[1:])}" for n, a in arrays.items() if not n.startswith("final_")}
 
 
-def write_chunk(folder: Path, arrays: Mapping[str, np.ndarray], start: int, ended: str = "") -> ChunkInfo:
-    """Write steps from `start` on to a file in `folder`, atomically and synced to disk."""
+def write_chunk(
+    folder: Path, arrays: Mapping[str, np.ndarray], start: int, ended: str = "", root: Path | None = None
+) -> ChunkInfo:
+    """Write steps from `start` on to a file in `folder`, atomically and synced to disk; no link below `root`."""
     lengths = {name: len(array) for name, array in arrays.items() if not name.startswith("final_")}
     if len(set(lengths.values())) != 1 or 0 in lengths.values():
         raise ValueError(f"a trajectory file needs arrays of one length above 0, got {lengths}")
@@ -86,7 +88,7 @@ def write_chunk(folder: Path, arrays: Mapping[str, np.ndarray], start: int, ende
     crc = f"{zlib.crc32(data):08x}"
     data[place : place + 8] = crc.encode()
     path = folder / chunk_name(start, end)
-    atomic_write(path, lambda file: file.write(data), expected_size=len(data))
+    atomic_write(path, lambda file: file.write(data), expected_size=len(data), root=root)
     return _info(path, memoryview(data), len(data))
 
 

@@ -8,14 +8,15 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
-from canter.utils.files import atomic_write
+from canter.utils.files import atomic_write, make_folder, open_append
 from canter.utils.tree import tree_map
 
 METRICS_NAME = "metrics.jsonl"
+MAX_LINE = 1 << 22  # characters of a row of metrics
 
 
 class Backend:
@@ -25,6 +26,8 @@ class Backend:
     """
 
     last_step: int = 0  # the highest step so far; set by the logger
+    loadable: ClassVar[frozenset[str]] = frozenset()
+    """Settings that are taken from a loaded config too: none that names a host, a key, an account, a path or code."""
 
     def __init__(self, log_dir: Path | None, **kwargs: Any) -> None:
         if kwargs:
@@ -73,14 +76,13 @@ class _JsonlBackend(Backend):
         self.path = log_dir / METRICS_NAME
         self._file = self._open()
 
-    def _open(self) -> BinaryIO:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a+b") as old:
-            size = old.seek(0, os.SEEK_END)
-            old.seek(max(0, size - (1 << 20)))
-            torn = old.read().rpartition(b"\n")[2]
-            old.truncate(size - len(torn))
-        return open(self.path, "ab", buffering=0)
+    def _open(self) -> io.FileIO:
+        file = open_append(self.path)
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - (1 << 20)))
+        torn = file.readall().rpartition(b"\n")[2]
+        file.truncate(size - len(torn))
+        return file
 
     def log_scalars(self, scalars: dict[str, float], step: int) -> None:
         # One write, so that a kill damages at most the last line.
@@ -112,17 +114,19 @@ class _JsonlBackend(Backend):
 def read_rows(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Yield every complete row of a `metrics.jsonl`; other lines are skipped."""
     with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
+        while line := file.readline(MAX_LINE):
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
-            if isinstance(row, dict) and type(row.get("step")) is int:
+            if isinstance(row, dict) and type(row.get("step")) is int and 0 <= row["step"] < 1 << 63:
                 yield row
 
 
 class _TensorboardBackend(Backend):
     """Writes event files into the run directory; settings are those of `SummaryWriter`."""
+
+    loadable = frozenset({"comment", "filename_suffix", "flush_secs", "max_queue"})
 
     def __init__(self, log_dir: Path | None, **kwargs: Any) -> None:
         super().__init__(log_dir)
@@ -213,6 +217,7 @@ class _RunServiceBackend(Backend):
 class _WandbBackend(_RunServiceBackend):
     """One Weights & Biases run; settings are those of `wandb.init`."""
 
+    loadable = frozenset({"group", "id", "job_type", "mode", "name", "notes", "project", "resume", "tags"})
     video_options: ClassVar[dict[str, Any]] = {"format": "gif"}
     config_options: ClassVar[dict[str, Any]] = {"allow_val_change": True}  # by a resumed run
 
@@ -221,6 +226,10 @@ class _WandbBackend(_RunServiceBackend):
         # not prevent this where code saving is on.
         private = {"settings": {"disable_code": True, "disable_git": True}}
         place = {} if log_dir is None else {"dir": str(log_dir), "name": log_dir.name}
+        if log_dir is not None:
+            make_folder(log_dir / "wandb", log_dir)
+            if (log_dir / "wandb" / "settings").exists():  # wandb would take the server from it, and send the key there
+                raise ValueError(f"{log_dir / 'wandb' / 'settings'} has settings of W&B for any host; remove the file")
         super().__init__(log_dir, "wandb", {**private, **place, **kwargs})
 
     def log_histogram(self, tag: str, values: np.ndarray, step: int) -> None:
@@ -230,14 +239,19 @@ class _WandbBackend(_RunServiceBackend):
 class _SwanlabBackend(_RunServiceBackend):
     """One SwanLab run; settings are those of `swanlab.init`."""
 
+    loadable = frozenset({"description", "experiment_name", "group", "id", "mode", "project", "resume", "tags"})
+
     def __init__(self, log_dir: Path | None, **kwargs: Any) -> None:
         if log_dir is not None:
-            Path(kwargs.setdefault("log_dir", str(log_dir / "swanlab"))).mkdir(parents=True, exist_ok=True)
+            make_folder(log_dir / "swanlab", log_dir)
+            kwargs.setdefault("log_dir", str(log_dir / "swanlab"))
         super().__init__(log_dir, "swanlab", kwargs)
 
 
 class _NeptuneBackend(Backend):
     """One Neptune run; settings are those of `neptune.init_run`."""
+
+    loadable = frozenset({"description", "mode", "name", "tags", "with_id"})
 
     def __init__(self, log_dir: Path | None, **kwargs: Any) -> None:
         super().__init__(log_dir)

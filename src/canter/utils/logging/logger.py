@@ -178,6 +178,29 @@ def _settings_by_name(names: list[str], given: Mapping[str, Any]) -> dict[str, d
     raise ValueError(f"with {len(names)} backends logger_kwargs must be nested by name, for example {example}")
 
 
+def loaded_settings(
+    backends: str | Iterable[str] | None, loaded: Mapping[str, Any] | None, given: Mapping[str, Any] | None
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """`logger_kwargs` of a loaded config without what its author must not choose, and the names of what is left out.
+
+    A loaded setting is kept if its backend declares it `loadable` and it is plain text, a number or a list of texts
+    without a path in it. Settings that the user has `given` replace them.
+    """
+    names = [backends] if isinstance(backends, str) else list(dict.fromkeys(backends or ()))
+    kept, left_out = _settings_by_name(names, given or {}), []
+    for name, settings in _settings_by_name(names, loaded or {}).items():
+        for key, value in settings.items():
+            texts = value if isinstance(value, list) else [value]
+            is_plain = all(isinstance(text, (str, int, float)) and not re.search(r"[/\\]", str(text)) for text in texts)
+            if key in kept[name]:
+                continue
+            if value is None or (is_plain and key in BACKENDS[name].loadable):
+                kept[name][key] = value
+            else:
+                left_out.append(f"{name}.{key}")
+    return kept, left_out
+
+
 def sanitize_tag(tag: str) -> str:
     """Return a metric name that every backend accepts: letters, digits and `_ . / -`, at most 128 characters."""
     clean = "/".join(filter(None, _NOT_IN_TAGS.sub("_", tag).split("/")))[:_MAX_TAG_LENGTH] or "unnamed"

@@ -1,0 +1,168 @@
+"""What a user can cause ends with one line that names it, and an exit code."""
+
+import io
+import sys
+import zipfile
+
+import pytest
+import torch
+import yaml
+
+from canter.cli import COMMANDS, register_command
+from canter.cli.__main__ import main
+from canter.utils.checkpoint import load_checkpoint, save_checkpoint
+from canter.utils.logging import Logger
+
+
+def edit(run, change):
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    change(config)
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+
+
+def one_line(capsys):
+    """The only line on stderr."""
+    text = capsys.readouterr().err
+    assert text.startswith("canter: ")
+    assert text.count("\n") == 1
+    return text
+
+
+@pytest.mark.parametrize("command", ["resume", "eval", "collect", "export", "distill"])
+@pytest.mark.parametrize("text", ["a: [", "\x00", "a: &a [*a]", "a: 2020-99-99", "- 1", ""])
+def test_a_damaged_config_is_named(trained, capsys, command, text):
+    (trained / "config.yaml").write_text(text)
+    assert main([command, str(trained)]) == 2
+    assert "config.yaml" in one_line(capsys)
+
+
+@pytest.mark.parametrize("command", ["resume", "eval"])
+@pytest.mark.parametrize("path", [("run",), ("run", "task"), ("run", "num_envs"), ("run", "total_timesteps")])
+def test_a_missing_key_is_named(trained, capsys, command, path):
+    def drop(config):
+        for name in path[:-1]:
+            config = config[name]
+        del config[path[-1]]
+
+    edit(trained, drop)
+    assert main([command, str(trained)]) == 2
+    assert ("does not name the task" if path[-1] in ("run", "task") else path[-1]) in one_line(capsys)
+
+
+def test_sections_that_are_left_out_get_their_defaults_or_are_named(trained, capsys):
+    for name in ("eval_episodes", "algorithm", "policy", "storage"):
+        edit(trained, lambda config: config.pop(name, None))
+        assert main(["eval", str(trained), "--episodes", "1"]) in (0, 2, 6)
+
+
+@pytest.mark.parametrize("command", ["resume", "eval"])
+def test_a_checkpoint_of_another_architecture_is_one_line_with_every_tensor(trained, capsys, command):
+    edit(trained, lambda config: config["policy"].update(actor_hidden_dims=[7], critic_hidden_dims=[7]))
+    assert main([command, str(trained)]) == 6
+    text = one_line(capsys)
+    assert "does not fit ActorCritic" in text
+    assert "shape of actor.0.weight: want (7, 4), got" in text
+
+
+def test_a_checkpoint_without_weights_is_named(trained, capsys):
+    state = load_checkpoint(trained / "checkpoint_final.pt")
+    del state["model_state_dict"]
+    save_checkpoint(trained / "empty.pt", state)
+    for command in ("resume", "eval"):
+        assert main([command, str(trained), "--checkpoint", "empty.pt"]) == 2
+        assert "empty.pt: the checkpoint has no model_state_dict; it has" in one_line(capsys)
+    assert main(["export", str(trained / "empty.pt")]) == 2
+    assert "empty.pt has no model_state_dict" in one_line(capsys)
+
+
+def test_an_unknown_logger_is_named_in_a_new_run_and_in_an_old_one(trained, train, capsys):
+    assert train("canter/CartPole", "--logger-backend", "wanbd", name="x")[0] == 2
+    assert "no logging backend is named 'wanbd'" in one_line(capsys)
+    edit(trained, lambda config: config.update(logger_backend="wanbd"))
+    assert main(["resume", str(trained)]) == 2
+    assert "no logging backend is named 'wanbd'; registered are" in one_line(capsys)
+
+
+def test_a_logging_setting_that_does_not_exist_is_named_before_anything_is_written(trained, capsys):
+    before = (trained / "metrics.jsonl").read_bytes()
+    assert main(["resume", str(trained), "--logger-kwargs", "{nonsense: 1}"]) == 2
+    assert "nonsense" in one_line(capsys)
+    assert (trained / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_missing_package_of_a_logger_is_one_line(trained, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "neptune", None)
+    edit(trained, lambda config: config.update(logger_backend="neptune"))
+    assert main(["resume", str(trained)]) == 2
+    assert 'pip install "canter[neptune]"' in one_line(capsys)
+
+
+def test_a_run_that_is_in_use_is_not_touched_by_a_resume(trained, capsys):
+    from canter.utils.files import RunLock
+
+    before = {path.name: path.read_bytes() for path in trained.iterdir() if path.is_file() and path.name != ".lock"}
+    with RunLock(trained):
+        assert main(["resume", str(trained), "--total-timesteps", "64"]) == 6
+    assert "is in use by pid" in one_line(capsys)
+    assert {name: (trained / name).read_bytes() for name in before} == before
+
+
+def test_an_unknown_envpool_task_gets_a_suggestion(capsys):
+    pytest.importorskip("envpool")
+    assert main(["train", "envpool/CartPole-v9"]) == 2
+    assert "EnvPool has no task 'CartPole-v9'; did you mean 'envpool/CartPole-v" in one_line(capsys)
+
+
+def test_a_damaged_clip_is_named(tmp_path, capsys):
+    for name, content in (
+        ("a.txt", b'{"Frames": [[1e999]]}'),
+        ("b.csv", b"1,2\n3"),
+        ("c.npz", b"PK"),
+        ("d.json", b"["),
+    ):
+        (tmp_path / name).write_bytes(content)
+        assert main(["motion", str(tmp_path / name)]) == 2
+        assert name in one_line(capsys)
+    with zipfile.ZipFile(tmp_path / "e.npz", "w") as archive:
+        archive.writestr("frames.npy", b"")
+    assert main(["motion", str(tmp_path / "e.npz")]) == 2
+    assert "e.npz" in one_line(capsys)
+
+
+@pytest.mark.parametrize("kind", [AttributeError, ZeroDivisionError, RuntimeError, AssertionError])
+def test_an_error_of_any_kind_that_a_config_causes_is_one_line_with_a_way_to_the_place(
+    trained, capsys, monkeypatch, kind
+):
+    def fail(*args, **kwargs):
+        raise kind("inside")
+
+    monkeypatch.setattr("canter.cli.runs.build_runner", fail)
+    assert main(["resume", str(trained)]) == 2
+    assert f"config.yaml: {kind.__name__}: inside; CANTER_TRACEBACK=1 shows where" in one_line(capsys)
+
+
+def test_terminals_that_know_ascii_alone_get_every_line(monkeypatch):
+    stream, errors = (io.TextIOWrapper(io.BytesIO(), encoding="ascii") for _ in range(2))
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", errors)
+    register_command("say", lambda: print("97.3 ± 2.1"), "print a line")
+    try:
+        assert main(["say"]) == 0
+        assert main(["eval", "実験"]) == 2
+    finally:
+        del COMMANDS["say"]
+    for written, text in ((stream, b"97.3 ? 2.1"), (errors, b"there is no run directory ??")):
+        written.flush()
+        assert text in written.buffer.getvalue()
+
+
+def test_a_device_that_does_not_exist_is_one_line(trained, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("it exists here")
+    assert main(["resume", str(trained), "--device", "cuda"]) == 2
+    assert "cuda" in one_line(capsys).lower()
+
+
+def test_the_message_of_a_logger_names_what_is_registered():
+    with pytest.raises(ValueError, match="registered are jsonl, neptune"):
+        Logger("nothing")
