@@ -145,6 +145,17 @@ def test_a_rendering_error_is_one_line(train, monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().err == "canter: CartPole-v1 could not be rendered: the environment gives no pictures\n"
 
 
+def test_a_missing_package_for_rendering_is_one_line(train, monkeypatch, capsys, tmp_path):
+    _, run = train("CartPole-v1")
+
+    def render(self):
+        raise gymnasium.error.DependencyNotInstalled("pygame is not installed")
+
+    monkeypatch.setattr("canter.envs.gymnasium.GymVecEnv.render", render)
+    assert main(["play", str(run), "--video", str(tmp_path / "v.mp4")]) == 2
+    assert capsys.readouterr().err == "canter: CartPole-v1 could not be rendered: pygame is not installed\n"
+
+
 def test_resume_adds_steps_and_remembers_the_new_length(trained, capsys):
     run = trained
     assert main(["resume", str(run), "--total-timesteps", "128"]) == 0
