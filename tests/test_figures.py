@@ -175,3 +175,19 @@ def test_a_result_is_kept_with_its_command_but_not_with_paths(report, tmp_path, 
     assert {"date", "machine", "versions", "commit"} <= set(line["about"])
     assert line["curve"] == [[0, 1]]
     assert "curve" not in capsys.readouterr().out
+
+
+def test_the_scores_of_canter_tasks_are_those_of_the_results(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    module = importlib.import_module("report")
+    assert module.SCORES.read_text() == module.scores_text(), "run python benchmarks/report.py --write"
+    cartpole = [row for row in module.read("learning.jsonl") if row["task"] == "CartPole-v1" and row["policy"] == "mlp"]
+    assert json.loads(module.SCORES.read_text())["ppo"]["CartPole-v1"]["seeds"] == len(cartpole)
+
+
+def test_a_score_is_of_the_runs_nearest_to_the_length_of_the_preset(report, monkeypatch):
+    rows = [
+        {"task": "Pendulum-v1", "algo": "sac", "steps": n, "eval": e} for n, e in ((20_000, 1), (20_000, 3), (9, 7))
+    ]
+    monkeypatch.setattr(report, "read", lambda name: rows if name.startswith("off_policy") else [])
+    assert report.scores() == {"sac": {"Pendulum-v1": {"return": 2.0, "seeds": 2, "steps": 20_000}}}

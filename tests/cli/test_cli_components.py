@@ -43,3 +43,26 @@ def test_components_that_do_not_fit_are_named(train, capsys, components, message
     code, _ = train("canter/Pendulum", "--components", components)
     assert code != 0
     assert message in capsys.readouterr().err
+
+
+def test_arguments_and_wrappers_of_the_environment_are_kept_with_the_run(train, tmp_path, capsys):
+    wrappers = "[RescaleAction: {min_action: -0.5, max_action: 0.5}]"
+    code, run = train("Pendulum-v1", "--env-kwargs", "{g: 5.0}", "--wrappers", wrappers)
+    assert code == 0
+    section = yaml.safe_load((run / "config.yaml").read_text())["run"]
+    assert section["env_kwargs"] == {"g": 5.0}
+    saved = read_run(run)
+    env = load_policy(saved, find_checkpoint(run, None), 2, 1, "cpu").env
+    assert env.action_space.high.tolist() == [0.5]
+    assert [single.unwrapped.g for single in env.envs] == [5.0, 5.0]
+    assert main(["eval", str(run), "--episodes", "1"]) == 0
+    code, again = train("Pendulum-v1", "--config", str(run / "config.yaml"), name="again")
+    assert code == 0
+    assert yaml.safe_load((again / "config.yaml").read_text())["run"]["wrappers"] == section["wrappers"]
+
+
+def test_a_wrapper_that_does_not_exist_is_one_line_and_leaves_no_run(train, tmp_path, capsys):
+    code, run = train("Pendulum-v1", "--wrappers", "RescaleActions")
+    assert code == 2
+    assert capsys.readouterr().err == "canter: no wrapper is named 'RescaleActions'; did you mean 'RescaleAction'?\n"
+    assert not run.exists()

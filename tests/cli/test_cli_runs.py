@@ -19,6 +19,7 @@ from canter.cli.__main__ import main
 from canter.cli.inspection import label_of
 from canter.cli.runs import known_tasks, load_policy, nearest_task, new_run_directory, read_run, safe_name
 from canter.envs.wrap import ENV_NAMES
+from canter.presets import scores
 from canter.utils.checkpoint import find_checkpoints, load_checkpoint
 from canter.utils.files import DiskFullError, RunLock
 from canter.utils.logging import read_rows
@@ -142,6 +143,17 @@ def test_a_rendering_error_is_one_line(train, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("canter.envs.gymnasium.GymVecEnv.render", lambda self: None)
     assert main(["play", str(run), "--video", str(tmp_path / "v.mp4")]) == 2
     assert capsys.readouterr().err == "canter: CartPole-v1 could not be rendered: the environment gives no pictures\n"
+
+
+def test_a_missing_package_for_rendering_is_one_line(train, monkeypatch, capsys, tmp_path):
+    _, run = train("CartPole-v1")
+
+    def render(self):
+        raise gymnasium.error.DependencyNotInstalled("pygame is not installed")
+
+    monkeypatch.setattr("canter.envs.gymnasium.GymVecEnv.render", render)
+    assert main(["play", str(run), "--video", str(tmp_path / "v.mp4")]) == 2
+    assert capsys.readouterr().err == "canter: CartPole-v1 could not be rendered: pygame is not installed\n"
 
 
 def test_resume_adds_steps_and_remembers_the_new_length(trained, capsys):
@@ -379,6 +391,13 @@ def test_tasks_lists_every_preset_and_finds_others(capsys):
     for task in ("CartPole-v1", "LunarLanderContinuous-v3", "HalfCheetah-v5", "canter/CartPole"):
         assert task in out
     assert "Blackjack-v1" not in out
+    rows = {tuple(line.split()[:2]): line for line in out.splitlines() if line.startswith("  ")}
+    for task, algorithm in (("CartPole-v1", "dqn"), ("Pendulum-v1", "sac"), ("Pendulum-v1", "td3")):
+        assert (task, algorithm) in rows
+    assert ("CartPole-v1", "appo") not in rows  # it has PPO's presets
+    score = scores()["dqn"]["CartPole-v1"]
+    assert f"{score['return']:g} (mean of {score['seeds']} seeds, 50,000 steps)" in rows["CartPole-v1", "dqn"]
+    assert "not measured" in rows["canter/Course", "ppo"]
     main(["tasks", "blackj"])
     out = capsys.readouterr().out
     assert "Blackjack-v1" in out

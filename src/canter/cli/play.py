@@ -159,7 +159,7 @@ def play(
             with made:
                 returns = film(policy, env, made, episodes, seconds)
             print(f"  video       {video} ({made.num_frames} frames)")
-    except (RuntimeError, OSError, AttributeError) as error:
+    except (RuntimeError, OSError, AttributeError, gymnasium.error.Error) as error:
         raise UserError(f"{task} could not be rendered: {error}") from error
     finally:
         env.close()
