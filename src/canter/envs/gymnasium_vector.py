@@ -223,7 +223,7 @@ def make_envpool(task: str, num_envs: int, device: Any, seed: int | None, render
     except ImportError as error:
         raise ImportError(f"'envpool/{task}' needs EnvPool: pip install 'canter[envpool]'") from error
     if render_mode == "rgb_array" and egl is not None:
-        raise RuntimeError(f"EnvPool cannot render here: {egl}")
+        raise ImportError(f"EnvPool cannot render here: {egl}")
     # As many threads as cores this process may use, which may be fewer than the machine has.
     options = {"num_threads": min(num_envs, usable_cores()), "seed": seed, "render_mode": render_mode}
     given = {name: value for name, value in options.items() if value is not None}
