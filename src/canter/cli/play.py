@@ -7,8 +7,9 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -191,8 +192,8 @@ def play_bundle(
             stack.callback(task.close)
             if options.keys:
                 watch.append(stack.enter_context(terminal_keys(task, is_paced=bool(watch) and video is None)))
-            on_step = lambda task: any([step(task) for step in watch])  # noqa: C419, E731 - every one is called
-            result = simulate(policy, task, episodes, options.disturbance, run.seed, on_step if watch else None)
+            on_step = partial(call_each, watch)
+            result = simulate(policy, task, episodes, options.disturbance, run.seed, on_step)
         if video is not None:
             write_video(video, frames, int(min(120, max(1, task.fps))))
     summary = result.summary()
@@ -202,6 +203,11 @@ def play_bundle(
         if value is not None and not isinstance(value, list):
             print(f"  {name.replace('_', ' '):<16}{value:12.6g}")
     return 0
+
+
+def call_each(functions: Sequence[Callable[[Any], bool]], task: Any) -> bool:
+    """Call every function of a step; whether one of them ends the simulation."""
+    return True in [function(task) for function in functions]
 
 
 def film_step(frames: list[np.ndarray]) -> Any:
