@@ -47,14 +47,14 @@ def settings(args):
 
 def train(runner, seconds, steps, points):
     """Train for some seconds or steps, whichever comes first; saves policies at evenly spaced times."""
-    begin, saved, per_call = time.perf_counter(), [], runner.env.num_envs * 256
-    cpu = time.process_time()
+    begin, cpu, saved = time.perf_counter(), time.process_time(), []
+    chunk = runner.env.num_envs * 256
     while True:
-        runner.learn(total_timesteps=min(per_call, steps - runner.tot_timesteps))
+        runner.learn(total_timesteps=min(chunk, steps - runner.tot_timesteps))
         now, done = time.perf_counter() - begin, runner.tot_timesteps
         is_over = now >= seconds or done >= steps
         if is_over or max(now / seconds, done / steps) >= (len(saved) + 1) / points:
-            path = Path(runner.log_dir) / f"model_{done}.pt"
+            path = Path(runner.log_dir) / f"policy_{done}.pt"
             runner.save(path)
             times = {"secs": round(now, 1), "cpu_secs": round(time.process_time() - cpu, 1), "steps": done}
             saved.append((path, times))
@@ -62,6 +62,9 @@ def train(runner, seconds, steps, points):
             print(f"{now:6.0f} s {done:10,} steps {done / now:6.0f} steps/s, return {recent:.2f}", flush=True)
         if is_over:
             return saved
+        # Every call of `learn` ends with a checkpoint, so there are few: to the next point at the rate so far.
+        left = max(1.0, min((len(saved) + 1) / points, 1.0) * seconds - now)
+        chunk = max(runner.env.num_envs, int(done / now * left))
 
 
 @torch.inference_mode()

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -138,3 +140,42 @@ def test_a_playground_robot_has_privileged_observations():
     assert critic_obs.shape == (2, 123)
     record = env.step(torch.zeros(2, 12))
     assert record.critic_obs.dtype == torch.float32
+
+
+def test_a_robot_is_filmed_by_the_camera_that_follows_it():
+    program = """
+from canter.envs.gymnasium_vector import load_egl, make_envpool
+reason = load_egl()
+if reason is not None:
+    raise SystemExit(f"skip: {reason}")
+env = make_envpool("Go1JoystickFlatTerrain-v1", 1, "cpu", 1, "rgb_array")
+env.reset()
+picture = env.render()
+print(env.metadata["render_fps"], picture.shape, picture.dtype, picture.std() > 10)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)  # before envpool is imported
+    if "skip:" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.stdout.split("\n")[-2] == "50 (480, 480, 3) uint8 True", done.stderr
+
+
+def test_envpool_does_not_render_without_the_systems_egl(monkeypatch):
+    monkeypatch.setattr("canter.envs.gymnasium_vector.load_egl", lambda: "no libEGL.so.1")
+    with pytest.raises(ImportError, match=r"EnvPool cannot render here: no libEGL\.so\.1"):
+        wrap_env("envpool/CartPole-v1", num_envs=1, render_mode="rgb_array")
+    assert wrap_env("envpool/CartPole-v1", num_envs=1).render() is None
+
+
+def test_a_model_without_cameras_is_shown_from_a_fixed_one():
+    env = make("CartPole-v1", num_envs=1)
+    asked = []
+
+    def render(camera_id):
+        asked.append(camera_id)
+        if camera_id == 0:
+            raise IndexError("camera_id is out of range")
+        return np.zeros((1, 4, 6, 3), np.uint8)
+
+    env.env = SimpleNamespace(render_mode="rgb_array", render=render)
+    assert env.render().shape == env.render().shape == (4, 6, 3)
+    assert asked == [0, -1, -1]

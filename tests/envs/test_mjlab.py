@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from canter.cli.__main__ import main
+from canter.cli.options import parse_train
 from canter.envs import MjlabAdapter, make_env, wrap_env
-from canter.presets import load_preset
+from canter.presets import load_preset, presets
 from canter.runners import OnPolicyRunner
 from canter.utils.checkpoint import load_checkpoint
 
@@ -227,6 +228,19 @@ def test_the_commands_work_on_mjlab(tmp_path, monkeypatch, capsys):
     assert "mean length      1000.00" in capsys.readouterr().out
     assert main(["play", str(run), "--video", "film.gif", "--episodes", "1", "--seconds", "5"]) == 0
     assert (tmp_path / "film.gif").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_presets_of_mjlab_are_of_registered_tasks_and_as_long_as_their_runs():
+    pytest.importorskip("mjlab", reason="needs mjlab: pip install 'canter[mjlab]'")
+    tasks = [task for task in presets() if task.startswith("mjlab/")]
+    assert len(tasks) == 6
+    for task in tasks:
+        preset = load_preset(task)
+        assert preset["total_timesteps"] == preset["max_iterations"] * preset["num_steps_per_env"] * 4096
+        options, config = parse_train([task, "--entropy-coef", "0.002"])
+        assert (options.num_envs, config["max_iterations"]) == (4096, preset["max_iterations"])
+        assert config["algorithm"]["entropy_coef"] == 0.002
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 
@@ -122,6 +123,77 @@ def test_a_program_in_c_gets_numbers_worked_out_by_hand(tmp_path):
     text = (made.path / "policy.c").read_text()
     assert not any(word in text for word in ("malloc", "calloc", "free(", "alloca"))
     assert "policy.ts" not in {path.name for path in made.path.iterdir()}
+
+
+ONNX_RUNTIME = """#pragma once
+// The names and types of ONNX Runtime's onnxruntime_cxx_api.h that the program uses; a step adds 1 to every memory.
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <stdexcept>
+#include <string>
+#include <vector>
+enum OrtAllocatorType { OrtDeviceAllocator = 0, OrtArenaAllocator = 1 };
+enum OrtMemType { OrtMemTypeDefault = 0 };
+struct OrtMemoryInfo;
+namespace Ort {
+struct Env { Env() {} };
+struct SessionOptions { SessionOptions &SetIntraOpNumThreads(int) { return *this; } };
+struct RunOptions { explicit RunOptions(std::nullptr_t) {} };
+struct MemoryInfo {
+    static MemoryInfo CreateCpu(OrtAllocatorType, OrtMemType) { return MemoryInfo(); }
+    operator const OrtMemoryInfo *() const { return nullptr; }
+};
+struct Value {
+    const void *data; size_t size; std::vector<float> own;
+    Value(const void *data, size_t size) : data(data), size(size) {}
+    Value(Value &&) = default;
+    Value(const Value &) = delete;
+    template <typename T>
+    static Value CreateTensor(const OrtMemoryInfo *, T *data, size_t size, const int64_t *shape, size_t rank) {
+        int64_t count = 1;
+        for (size_t i = 0; i < rank; i++) count *= shape[i];
+        if (count != static_cast<int64_t>(size)) throw std::runtime_error("the shape does not fit the size");
+        return Value(data, size);
+    }
+    template <typename T> const T *GetTensorData() const { return own.data(); }
+};
+struct Session {
+    Session(const Env &, const char *path, const SessionOptions &) { std::printf("%s", path); }
+    std::vector<Value> Run(const RunOptions &, const char *const *input_names, const Value *inputs, size_t num_inputs,
+                           const char *const *output_names, size_t num_outputs) {
+        std::vector<Value> outputs;
+        for (size_t i = 0; i < num_outputs; i++) {
+            Value made(nullptr, 1);
+            made.own = {0.5f, -0.5f};
+            std::string name = output_names[i], wanted = name.substr(0, name.find("_out")) + "_in";
+            for (size_t j = 0; j < num_inputs; j++)
+                if (wanted == input_names[j])
+                    for (made.own.clear(); made.own.size() < inputs[j].size;)
+                        made.own.push_back(static_cast<const float *>(inputs[j].data)[made.own.size()] + 1.0f);
+            outputs.push_back(std::move(made));
+        }
+        return outputs;
+    }
+};
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_the_cpp_program_of_a_readme_compiles_and_keeps_its_memory(made, tmp_path):
+    text = (made["lstm"][1].path / "README.md").read_text()
+    program = re.search(r"^```cpp\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[1]
+    includes, body = (program.partition("\n\n")[i] for i in (0, 2))
+    setup, step = body.split("// once in every control period\n")
+    show = 'std::printf(" %.1f %.1f %.0f %.0f", actions[0], actions[1], memory_a_in.front(), memory_a_in.back());'
+    loop = f"for (int number = 0; number < 2; number++) {{\n{step}{show}\n}}"
+    (tmp_path / "onnxruntime_cxx_api.h").write_text(ONNX_RUNTIME)
+    (tmp_path / "main.cpp").write_text(f"{includes}\nint main() {{\n{setup}{loop}\nreturn 0;\n}}\n")
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{tmp_path}"]
+    subprocess.run(["c++", *flags, str(tmp_path / "main.cpp"), "-o", str(tmp_path / "main")], check=True)
+    done = subprocess.run([str(tmp_path / "main")], check=True, capture_output=True, text=True)
+    assert done.stdout == "policy.onnx 0.5 -0.5 1 1 0.5 -0.5 2 2"
 
 
 def test_an_operation_that_c_lacks_is_named_and_the_rest_is_written(tmp_path):

@@ -7,8 +7,9 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -196,8 +197,8 @@ def play_bundle(
             stack.callback(task.close)
             if options.keys:
                 watch.append(stack.enter_context(terminal_keys(task, is_paced=bool(watch) and video is None)))
-            on_step = lambda task: any([step(task) for step in watch])  # noqa: C419, E731 - every one is called
-            result = simulate(policy, task, episodes, options.disturbance, run.seed, on_step if watch else None)
+            on_step = partial(call_each, watch)
+            result = simulate(policy, task, episodes, options.disturbance, run.seed, on_step)
     summary = result.summary()
     if options.report is not None:
         atomic_write(options.report, f"{json.dumps(summary, indent=2)}\n".encode())
@@ -205,6 +206,11 @@ def play_bundle(
         if value is not None and not isinstance(value, list):
             print(f"  {name.replace('_', ' '):<16}{value:12.6g}")
     return 0
+
+
+def call_each(functions: Sequence[Callable[[Any], bool]], task: Any) -> bool:
+    """Call every function of a step; whether one of them ends the simulation."""
+    return True in [function(task) for function in functions]
 
 
 def film_step(film: Film) -> Any:

@@ -226,7 +226,7 @@ def make_envpool(
     except ImportError as error:
         raise ImportError(f"'envpool/{task}' needs EnvPool: pip install 'canter[envpool]'") from error
     if render_mode == "rgb_array" and egl is not None:
-        raise RuntimeError(f"EnvPool cannot render here: {egl}")
+        raise ImportError(f"EnvPool cannot render here: {egl}")
     if task not in (known := envpool.list_all_envs()):
         near = difflib.get_close_matches(task, known, n=1)
         hint = f"did you mean 'envpool/{near[0]}'?" if near else f"it has {len(known)}: envpool.list_all_envs()"
