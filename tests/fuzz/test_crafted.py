@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from fuzz_damages import LONG, QUICK, crafted
-from hypothesis import given
+from hypothesis import given, settings
 from test_files import make_bundle, make_trajectory
 
 import canter
@@ -20,6 +20,7 @@ from canter.storage.rollout_files import TrajectoryFileError, read_chunk
 from canter.utils.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 
 LENGTHS = [pytest.param(QUICK, id="quick"), pytest.param(LONG, id="long", marks=pytest.mark.slow)]
+FEW = [pytest.param(settings(QUICK, max_examples=12), id="few"), LENGTHS[1]]  # of what builds a runner each time
 TINY = ["--num-envs", "2", "--num-steps-per-env", "4", "--num-mini-batches", "1", "--num-learning-epochs", "1"]
 TINY += ["--final-episodes", "0", "--eval-interval", "0", "--no-video", "--total-timesteps", "8"]
 
@@ -36,7 +37,7 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length", FEW)
 def test_a_config_with_any_other_value_is_used_or_refused(run, length, monkeypatch, capsys):
     monkeypatch.setattr("canter.cli.train.run_to_end", lambda runner, path: runner.close() or 0)
     text = (run / "config.yaml").read_text()
@@ -60,7 +61,7 @@ def test_a_config_with_any_other_value_is_used_or_refused(run, length, monkeypat
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length", FEW)
 def test_a_checkpoint_with_any_other_value_is_loaded_or_refused(run, length, monkeypatch, capsys):
     monkeypatch.setattr("canter.cli.train.run_to_end", lambda runner, path: runner.close() or 0)
     state, path = load_checkpoint(run / "checkpoint_final.pt"), run / "crafted.pt"
