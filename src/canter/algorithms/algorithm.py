@@ -52,7 +52,7 @@ class CommonRunSettings:
         except KeyError:
             return default
 
-    seed: int | None = None
+    seed: int | None = setting(None, low=0, high=2**32 - 1)
     """Seed of weights, exploration, minibatches and environments; None draws one."""
     device: str | None = None
     """Device to learn on; None takes a GPU if there is one."""

@@ -20,7 +20,7 @@ from gymnasium import spaces
 from canter.algorithms import TPPOConfig
 from canter.cli import runs
 from canter.cli.errors import UserError, user_errors
-from canter.cli.options import RunOptions, at_least, parse
+from canter.cli.options import RunOptions, at_least, check_run, parse
 from canter.cli.play import save_trajectories
 from canter.cli.train import EVALS_PER_RUN, print_return, print_row, run_section, run_to_end
 from canter.runners.dagger_saver import CONFIG_NAMES, DaggerSaver
@@ -66,7 +66,8 @@ class DistillOptions(StudentOptions, RunOptions):
 def distill(args: Sequence[str]) -> int:
     """Run `canter distill`."""
     options: DistillOptions = parse(DistillOptions, args, "canter distill")
-    at_least(1, total_timesteps=options.total_timesteps, num_steps_per_env=options.num_steps_per_env)
+    check_run(options)
+    at_least(1, num_steps_per_env=options.num_steps_per_env)
     saved = runs.read_run(options.teacher)
     checkpoint = runs.find_checkpoint(saved.path, options.checkpoint)
     name = options.name or f"student-{time.strftime('%Y%m%d-%H%M%S')}"

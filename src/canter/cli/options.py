@@ -21,6 +21,7 @@ from canter.modules.build import POLICIES
 from canter.presets import FALLBACK, load_preset
 from canter.runners.run_config import find_algorithm, parse_train_cfg
 from canter.utils.config import OTHER_SPELLINGS
+from canter.utils.runtime import usable_cores
 
 # Constructor arguments of a policy that come from the environment, not from the user.
 FROM_ENV = {"num_actor_obs", "num_critic_obs", "num_actions", "obs_segments", "critic_obs_segments", "action_space"}
@@ -98,8 +99,7 @@ def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, 
     default = TrainOptions(task=task, settings=settings, policy=policy, algorithm=name, **length)
     options_type: Any = TrainOptions[type(settings), type(policy)]  # type: ignore[misc]
     options = parse(options_type, args, "canter train TASK", default)
-    at_least(1, num_envs=options.num_envs, total_timesteps=options.total_timesteps, threads=options.threads)
-    at_least(0, final_episodes=options.final_episodes)
+    check_run(options)
     plan.cfg = options.settings
     if has_policy:
         plan.policy = dataclasses.asdict(options.policy)
@@ -207,6 +207,14 @@ def at_least(lowest: int, **values: Any) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, int) and number < lowest:
                 raise UserError(f"--{name.replace('_', '-')} must be at least {lowest}, got {number}")
+
+
+def check_run(options: Any) -> None:
+    """Refuse lengths and numbers of a new run that make no sense."""
+    at_least(1, num_envs=options.num_envs, total_timesteps=options.total_timesteps, threads=options.threads)
+    at_least(0, final_episodes=options.final_episodes)
+    if (options.threads or 1) > (cores := usable_cores()):
+        raise UserError(f"--threads must be at most {cores}, the cores of this process, got {options.threads}")
 
 
 def yaml_rule(info: Any) -> Any:

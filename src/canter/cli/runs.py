@@ -24,7 +24,7 @@ from canter.envs.wrap import ENV_NAMES, make_env
 from canter.runners import Runner, build_runner
 from canter.runners.run_config import find_algorithm
 from canter.utils.checkpoint import newest_valid_checkpoint
-from canter.utils.runtime import resolve_device
+from canter.utils.runtime import resolve_device, usable_cores
 
 EVAL_ENVS = 10
 EVAL_SEED_OFFSET = 1_000_003
@@ -198,4 +198,4 @@ def limit_threads(runner: Runner, threads: int | None) -> None:
         whole = getattr(runner.cfg, "batch_size", None) or runner.steps_per_iteration() / runner.cfg.num_mini_batches
         threads = 1 if parameters * whole < SMALL_WORK else None
     if threads is not None:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(min(threads, usable_cores()))  # the run may come from a larger machine

@@ -72,6 +72,8 @@ def wrap_env(
         obs_groups: For rsl_rl-style environments, the observation groups of the "actor" and of the "critic".
         render_mode: For a name; with "rgb_array", `render` returns images.
     """
+    if num_envs is not None and num_envs < 1:
+        raise ValueError(f"num_envs must be at least 1, got {num_envs}")
     if isinstance(env, str):
         return make_env(env, device, num_envs or 1, seed, render_mode)
     adapter, source = None if isinstance(env, type) else find_adapter(env), env

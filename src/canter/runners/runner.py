@@ -311,6 +311,8 @@ class Runner(ABC):
 
     def count_iterations(self, iterations: int | None, timesteps: int | None) -> int:
         """Iterations that the arguments of `learn` ask for."""
+        if (length := iterations if iterations is not None else timesteps) is not None and not 0 <= length < math.inf:
+            raise ValueError(f"the length of the training must be a number of at least 0, got {length}")
         if iterations is not None:
             return int(iterations)
         if timesteps is not None:
