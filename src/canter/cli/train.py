@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -135,9 +136,12 @@ def keep_best(runner: Runner, path: Path) -> None:
     def keep(runner: Runner, stats: dict[str, float]) -> None:
         nonlocal best
         if stats.get("eval/mean_reward", -math.inf) > best:
-            best = stats["eval/mean_reward"]
-            runner.save(path / runs.BEST_NAME)
-            write_json(record, {"eval/mean_reward": best, "step": runner.tot_timesteps})
+            try:
+                runner.save(path / runs.BEST_NAME)
+                write_json(record, {"eval/mean_reward": stats["eval/mean_reward"], "step": runner.tot_timesteps})
+                best = stats["eval/mean_reward"]
+            except OSError as error:  # the next good evaluation is kept
+                warnings.warn(f"the best checkpoint was not kept: {error}", stacklevel=2)
 
     runner.add_callback("post_iteration", keep)
 

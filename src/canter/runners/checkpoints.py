@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import tempfile
+import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,9 +17,15 @@ import torch
 from canter.algorithms.algorithm import chosen_weights
 from canter.algorithms.foreign import import_state
 from canter.envs.spec import describe_env
-from canter.utils.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
+from canter.utils.checkpoint import (
+    CheckpointError,
+    load_checkpoint,
+    newest_valid_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
 from canter.utils.ckpt_manipulator import MANIPULATORS
-from canter.utils.files import atomic_write, remove_stale_temps, safe_join
+from canter.utils.files import RunLock, RunMovedError, atomic_write, remove_stale_temps, safe_join
 from canter.utils.runtime import rng_state, set_rng_state
 from canter.utils.tree import tree_map
 
@@ -24,6 +33,7 @@ if TYPE_CHECKING:
     from canter.runners.runner import Runner
 
 PERIODIC = "periodic_checkpoints.json"
+RETRY_SECONDS = 30.0  # until a failed save is tried again
 
 
 class Checkpoints:
@@ -38,6 +48,10 @@ class Checkpoints:
         """Names of the files in `directory` that were written periodically, by this process or an earlier one."""
         self.being_saved: Path | None = None
         """The periodic checkpoint that `runner.save` is writing."""
+        self.lock: RunLock | None = None
+        """The lock of `directory`, while training."""
+        self.retry_at = math.inf
+        """Time (monotonic) at which a failed periodic save is tried again."""
         if self.directory is not None:
             remove_stale_temps(self.directory)
             with contextlib.suppress(OSError, ValueError, TypeError):  # then none of the earlier files is ever removed
@@ -140,9 +154,77 @@ class Checkpoints:
                 warnings.warn(f"evaluations do not continue exactly: {error}", stacklevel=4)
 
     def save_periodic(self) -> None:
-        """Write model_<completed iterations>.pt, and remove old periodic files beyond `keep_checkpoints`."""
+        """Write a numbered checkpoint; if that fails, the training goes on and the save is tried again later."""
         if self.directory is None:
             return
+        try:
+            self._check_directory()
+            self._save_numbered()
+            self.retry_at = math.inf
+        except RunMovedError:
+            raise
+        except OSError as error:
+            self.retry_at = time.monotonic() + RETRY_SECONDS
+            again = f"the training goes on and saves again in {RETRY_SECONDS:.0f} s"
+            warnings.warn(f"no checkpoint could be written ({error}); {again}; {self._newest()}", stacklevel=2)
+
+    def save_final(self) -> None:
+        """Write the last numbered checkpoint and checkpoint_final.pt; if that fails, save elsewhere and say where."""
+        if self.directory is None:
+            return
+        try:
+            self._check_directory()
+            self._save_numbered()
+            self.runner.save(str(self.directory / "checkpoint_final.pt"))
+        except RunMovedError:
+            raise
+        except OSError as error:
+            text = f"the last checkpoint could not be written ({error}); {self._newest()}; {self._rescue()}"
+            raise type(error)(error.errno, text) from error
+
+    def _newest(self) -> str:
+        """The newest good checkpoint, for messages."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return f"the newest good one is {newest_valid_checkpoint(self.directory or '.')}"
+        except (OSError, CheckpointError):
+            return f"there is no good one in {self.directory}"
+
+    def _rescue(self) -> str:
+        """Save in the directory for temporary files; returns a sentence about it."""
+        try:
+            path = Path(tempfile.mkdtemp(prefix="canter-")) / f"model_{self.runner.iteration}.pt"
+            self._write(path)
+        except OSError as error:
+            return f"nor could it be saved elsewhere ({error})"
+        return f"the state was saved as {path}"
+
+    def _check_directory(self) -> None:
+        """End the run if its directory was moved; begin a new one if it was deleted."""
+        if self.lock is None or self.directory is None:
+            return
+        found = self.lock.find_directory()
+        if found == self.directory:
+            return
+        if found is not None:
+            path = found / f"model_{self.runner.iteration}.pt"
+            try:
+                self._write(path)
+                saved = f"the state was saved as {path}; continue with: canter resume {found}"
+            except OSError:
+                saved = self._rescue()
+            raise RunMovedError(f"{self.directory} was moved to {found} during the run, which ends here; {saved}")
+        config = self.runner.log_dir and self.runner.log_dir / "config.yaml"
+        if config is not None and not config.exists():
+            warnings.warn(f"{self.directory} was deleted during the run; it is made again", stacklevel=3)
+            self.runner.write_config()
+            if self.runner.writer is not None:
+                self.runner.writer.reopen()
+
+    def _save_numbered(self) -> None:
+        """Write model_<completed iterations>.pt, and remove old periodic files beyond `keep_checkpoints`."""
+        assert self.directory is not None
         path, keep = self.directory / f"model_{self.runner.iteration}.pt", self.runner.cfg.keep_checkpoints
         if keep is None:
             self.runner.save(str(path))
@@ -160,7 +242,7 @@ class Checkpoints:
 
     def save_after(self, error: BaseException) -> None:
         """Write the state at an error to crash/, where `resume` does not find it, without hiding the error."""
-        if self.directory is None or type(error).__name__ == "TrialPruned":
+        if self.directory is None or isinstance(error, RunMovedError) or type(error).__name__ == "TrialPruned":
             return
         try:
             (self.directory / "crash").mkdir(exist_ok=True)

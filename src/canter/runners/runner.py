@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import tempfile
+import time
 import warnings
 from abc import ABC, abstractmethod
 from collections import deque
@@ -109,8 +110,9 @@ class Runner(ABC):
         self.env = open_env(env, self.device, self.plan)
         complete(self.plan, self.env)
         self.eval_env = None if eval_env is None else open_env(eval_env, self.device, self.plan)
-        self.log_dir = None if log_dir is None else Path(log_dir)
-        self.save_dir = self.log_dir if save_dir is None else Path(save_dir)
+        # Absolute, because a program may change its working directory.
+        self.log_dir = None if log_dir is None else Path(log_dir).absolute()
+        self.save_dir = self.log_dir if save_dir is None else Path(save_dir).absolute()
         for directory in filter(None, (self.log_dir, self.save_dir)):
             directory.mkdir(parents=True, exist_ok=True)
         self.log_interval, self.save_interval = self.cfg.log_interval, self.cfg.save_interval
@@ -193,7 +195,8 @@ class Runner(ABC):
         reporter = None if trial is None else TrialReporter(trial, self.cfg.trial_metric, self.cfg.eval_interval)
         history: deque[dict[str, float]] = deque(maxlen=MAX_HISTORY)
         title = str(self.run_info.get("task", type(self.alg).__name__))
-        lock = contextlib.nullcontext() if self.save_dir is None else RunLock(self.save_dir)
+        lock: Any = contextlib.nullcontext() if self.save_dir is None else RunLock(self.save_dir)
+        self.checkpoints.lock = None if self.save_dir is None else lock
         with lock, StopSignal() as stop, Console(last, title, self.show_progress, self.iteration) as console:
             self.init_writer(init_at_random_ep_len)
             self.alg.adjust_learning_rate(self.iteration / self.horizon)
@@ -210,9 +213,7 @@ class Runner(ABC):
                 raise
             finally:
                 self.flush()
-            if self.save_dir is not None:
-                self.checkpoints.save_periodic()
-                self.save(str(self.save_dir / "checkpoint_final.pt"))
+            self.checkpoints.save_final()
         if stop.requested == signal.SIGTERM:
             raise SystemExit(143)
         if reporter is not None and reporter.takes_value and reporter.num_reports == 0:
@@ -244,7 +245,7 @@ class Runner(ABC):
             self.log(locals())
             history.append(metrics)
         console.update(self.iteration, self.tot_timesteps, metrics)
-        if self.is_due(self.save_interval):
+        if self.is_due(self.save_interval) or time.monotonic() >= self.checkpoints.retry_at:
             self.checkpoints.save_periodic()
         if self.log_dir is not None and self.writer is not None and not self._has_stored_code:
             self._has_stored_code = True
