@@ -162,7 +162,7 @@ def test_a_missing_network_class_is_named(absent):
         ("num_steps_per_env", 0),
         ("log_interval", -1),
         ("keep_checkpoints", 1),
-        ("eval_interval", 0),
+        ("eval_interval", -1),
         ("eval_episodes", 0),
         ("max_iterations", -3),
     ],

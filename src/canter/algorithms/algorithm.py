@@ -118,6 +118,8 @@ class Algorithm:
     """Extensions whose settings are this class's own; those of all base classes are used too."""
     learns_from_replay: ClassVar[bool] = False
     """Whether the algorithm is off-policy."""
+    skipped_share: float = 0.0
+    """Share of the updates in the last report that were skipped, because the gradient was not finite."""
     cfg: Any
     extensions: dict[str, Any]
     policy: Any

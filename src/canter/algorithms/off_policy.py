@@ -38,8 +38,8 @@ class OffPolicyRunSettings(CommonRunSettings):
     """Environment steps between two log entries."""
     save_interval: int = setting(10_000, low=0)
     """Environment steps between two checkpoints; 0 saves only at the end."""
-    eval_interval: int | None = setting(None, low=1)
-    """Environment steps between two evaluations; None evaluates only on request."""
+    eval_interval: int | None = setting(None, low=0)
+    """Environment steps between two evaluations; None or 0 evaluates only on request."""
     offline_data: str | None = None
     """Steps that fill the replay buffer at first: a directory of trajectory files, or "minari:<dataset id>"."""
     offline_gradient_steps: int = setting(0, low=0)
@@ -380,6 +380,7 @@ class OffPolicyAlgorithm(Algorithm):
             found |= means if count else {}
             meter.reset()
             if "nonfinite_updates" in means and count:
+                self.skipped_share = means["nonfinite_updates"]
                 found["nonfinite_updates"] *= count
         if found:
             found |= {name: float(o.lr) for name, o in zip(self.rates, self.optimizers.values(), strict=True)}

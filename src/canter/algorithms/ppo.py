@@ -42,8 +42,8 @@ class RunSettings(CommonRunSettings):
     """Iterations between two log entries."""
     save_interval: int = setting(100, low=0)
     """Iterations between two checkpoints; 0 saves only at the end."""
-    eval_interval: int | None = setting(None, low=1)
-    """Iterations between two evaluations; None evaluates only on request."""
+    eval_interval: int | None = setting(None, low=0)
+    """Iterations between two evaluations; None or 0 evaluates only on request."""
 
 
 @settings
@@ -702,6 +702,7 @@ class PPO(Algorithm):
         for name, value in read.items():
             kind, _, rest = name.partition("/")
             (losses if kind == "losses" else stats)[rest] = value
+        self.skipped_share = stats["nonfinite_updates"]
         stats["nonfinite_updates"] *= count
         self._learning_rate = stats["learning_rate"]
         if stats.pop("used_current_value", 0.0) and not self.has_warned:

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import math
 import re
 import types
 import typing
@@ -53,6 +54,9 @@ class RunOptions:
     final_episodes: int = 20  # Episodes of the evaluation at the end.
     video: bool = True  # Record an episode at the end.
     threads: int | None = None  # Torch threads on a CPU; None uses one for small networks and batches.
+    workers: int = 0  # Processes that step Gymnasium environments; 0 steps them in the training process.
+    worker_timeout: float = 300.0  # Seconds after which an environment step of a worker counts as hung.
+    restart_workers: bool = False  # Replace a worker that fails, instead of ending the run.
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -212,7 +216,11 @@ def at_least(lowest: int, **values: Any) -> None:
 def check_run(options: Any) -> None:
     """Refuse lengths and numbers of a new run that make no sense."""
     at_least(1, num_envs=options.num_envs, total_timesteps=options.total_timesteps, threads=options.threads)
-    at_least(0, final_episodes=options.final_episodes)
+    at_least(0, final_episodes=options.final_episodes, workers=options.workers)
+    if options.num_envs is not None and options.workers > options.num_envs:
+        raise UserError(f"--workers must be at most --num-envs, got {options.workers} and {options.num_envs}")
+    if not 0 < options.worker_timeout < math.inf:
+        raise UserError(f"--worker-timeout must be a number of seconds above 0, got {options.worker_timeout}")
     if (options.threads or 1) > (cores := usable_cores()):
         raise UserError(f"--threads must be at most {cores}, the cores of this process, got {options.threads}")
 

@@ -24,6 +24,9 @@ from canter.envs.wrap import ENV_NAMES, make_env
 from canter.runners import Runner, build_runner
 from canter.runners.run_config import find_algorithm
 from canter.utils.checkpoint import newest_valid_checkpoint
+from canter.utils.files import RunLock
+from canter.utils.logging import METRICS_NAME
+from canter.utils.metrics import DivergedError
 from canter.utils.runtime import resolve_device, usable_cores
 
 EVAL_ENVS = 10
@@ -45,14 +48,26 @@ class SavedRun(NamedTuple):
 
 
 def new_run_directory(runs_dir: Path, task: str, name: str | None, seed: int | None) -> Path:
-    """A path that does not exist yet: <runs_dir>/<task>/<name or time>-seed<k>."""
+    """A path for a new run: <runs_dir>/<task>/<name or time>-seed<k>.
+
+    It does not exist yet, or it has the name that was asked for and holds a run that ended before its first checkpoint.
+    """
     folder = runs_dir.joinpath(*(safe_name(part) for part in task.split("/")))
     stem = safe_name(name) if name else time.strftime("%Y%m%d-%H%M%S")
     path = folder / f"{stem}-seed{seed}"
+    if name and path.is_dir() and is_unsaved(path):
+        RunLock(path).release()  # an error, if that run is still going on
+        return path
     if name and path.exists():
         raise UserError(f"{path} exists; choose another --name, or continue it with: canter resume {path}")
     others = (folder / f"{stem}-{n}-seed{seed}" for n in range(2, 1000))
     return next(p for p in (path, *others) if not p.exists())
+
+
+def is_unsaved(path: Path) -> bool:
+    """Whether a directory is empty or holds a run without any checkpoint."""
+    names = [entry.name for entry in path.iterdir() if not entry.name.startswith(".")]
+    return not any(path.glob("*.pt")) and ("config.yaml" in names or not names)
 
 
 def safe_name(text: str) -> str:
@@ -101,7 +116,7 @@ def find_checkpoint(run: Path, wanted: str | None) -> Path:
 
 def open_env(
     task: str, num_envs: int, device: str | None = None, seed: int | None = None, render_mode: str | None = None,
-    components: dict[str, Any] | None = None,
+    components: dict[str, Any] | None = None, **worker_options: Any,
 ) -> VecEnv:  # fmt: skip
     """Environments by the name of their task, with the observation components given; with all if None."""
     spec = gymnasium.registry.get(task)
@@ -114,7 +129,7 @@ def open_env(
     try:
         with user_errors(), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Gymnasium warns, then refuses
-            env = make_env(task, resolve_device(device), num_envs, seed, render_mode)
+            env = make_env(task, resolve_device(device), num_envs, seed, render_mode, **worker_options)
             return env if components is None else ObsComponents(env, **components)
     except UserError as error:
         cause = error.__cause__
@@ -152,7 +167,10 @@ def open_runner(
     """The runner that a config.yaml describes, with its environments."""
     run, seed, eval_env = config["run"], config.get("seed"), None
     where = {"device": config.get("device"), "components": run.get("components")}
-    env = open_env(run["task"], run["num_envs"], seed=seed, **where)
+    workers: dict[str, Any] = {"num_workers": min(run.get("workers") or 0, run["num_envs"])}
+    if workers["num_workers"]:
+        workers |= {"timeout": run.get("worker_timeout", 300.0), "restart": bool(run.get("restart_workers"))}
+    env = open_env(run["task"], run["num_envs"], seed=seed, **where, **workers)
     if eval_episodes:
         eval_seed = None if seed is None else seed + EVAL_SEED_OFFSET
         eval_env = open_env(run["task"], min(EVAL_ENVS, eval_episodes), seed=eval_seed, **where)
@@ -173,6 +191,8 @@ def new_runner(config: dict[str, Any], path: Path) -> Runner:
         with user_errors(), ExitStack() as on_error:
             on_error.callback(runner.close)  # so that nothing writes to the directory any more
             runner.alg.check_can_learn(runner.is_pretraining)
+            if (path / METRICS_NAME).is_file():
+                runner.resumed_at = 0  # the log of a run that ended before its first checkpoint is dropped
             runner.init_writer()  # finds a missing logging backend before the training
             on_error.pop_all()
     except UserError:
@@ -188,6 +208,10 @@ def load_policy(saved: SavedRun, checkpoint: Path, num_envs: int, seed: int | No
     limit_threads(runner, None)
     with user_errors():
         runner.load(checkpoint, load_optimizer=False)
+    weights = [(name, value) for name, value in runner.policy.state_dict().items() if value.is_floating_point()]
+    if bad := [name for name, value in weights if value.isnan().any()]:
+        ways = "choose an earlier one with --checkpoint, or train again with a lower learning rate"
+        raise DivergedError(f"{checkpoint} holds a policy that diverged: {bad[0]!r} has NaN values; {ways}")
     return runner
 
 

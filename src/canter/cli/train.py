@@ -60,6 +60,7 @@ def check(args: Sequence[str]) -> int:
 def run_section(options: Any, task: str, num_envs: int) -> dict[str, Any]:
     """The section of a new run's config.yaml about the run itself."""
     names = ("total_timesteps", "final_episodes", "video", "threads")
+    names += ("workers", "worker_timeout", "restart_workers") if options.workers else ()
     return {"task": task, "num_envs": num_envs} | {name: getattr(options, name) for name in names}
 
 
@@ -85,6 +86,8 @@ def resume(
 ) -> int:
     """Continue a run from its newest valid checkpoint, with the settings it was started with.
 
+    A run that ended before its first checkpoint begins again.
+
     Args:
         run: The run directory.
         total_timesteps: Environment steps to add; the rest of the run's own length by default.
@@ -92,18 +95,23 @@ def resume(
         device: Device to use instead of the one the run was started on.
     """
     saved = runs.read_run(run)
-    path = runs.find_checkpoint(saved.path, checkpoint)
+    is_unsaved = checkpoint is None and runs.is_unsaved(saved.path)
+    path = None if is_unsaved else runs.find_checkpoint(saved.path, checkpoint)
     config: dict[str, Any] = {**saved.config, "run": dict(saved.config["run"])}
     if device is not None:
         config["device"] = device
     if total_timesteps is not None:
-        done = int(load_checkpoint(path, "cpu").get("total_timesteps", 0))
+        done = 0 if path is None else int(load_checkpoint(path, "cpu").get("total_timesteps", 0))
         config["run"]["total_timesteps"] = done + total_timesteps
         config |= {name: None for name in ("max_iterations", "max_timesteps") if name in config}
     runner = runs.open_runner(config, saved.path, eval_episodes=config["eval_episodes"])
-    with user_errors():
-        runner.load(path)
-    print(f"continuing {saved.path} from {path.name} at step {runner.tot_timesteps}")
+    if path is None:
+        runner.resumed_at = 0  # the log of what was lost is dropped
+        print(f"{saved.path} ended before its first checkpoint: it begins again")
+    else:
+        with user_errors():
+            runner.load(path)
+        print(f"continuing {saved.path} from {path.name} at step {runner.tot_timesteps}")
     return run_to_end(runner, saved.path)
 
 

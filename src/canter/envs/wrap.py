@@ -1,5 +1,6 @@
 """`wrap_env` turns anything that looks like environments into a `VecEnv`, by registered adapters and names."""
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from canter.envs.mjlab import MjlabAdapter, is_mjlab, make_mjlab
 from canter.envs.rsl_rl import ObsGroups, RslRlAdapter, is_apexrl, is_batched
 from canter.envs.torch_envs import TORCH_ENVS
 from canter.envs.vec_env import Device, VecEnv
+from canter.envs.workers import WorkerVecEnv
 from canter.envs.wrappers import ToDevice
 
 
@@ -108,17 +110,26 @@ def on_device(env: VecEnv, device: Device | None) -> VecEnv:
 
 
 def make_env(
-    name: str, device: Device | None = None, num_envs: int = 1, seed: int | None = None, render_mode: str | None = None
-) -> VecEnv:
+    name: str, device: Device | None = None, num_envs: int = 1, seed: int | None = None,
+    render_mode: str | None = None, num_workers: int = 0, **worker_options: Any,
+) -> VecEnv:  # fmt: skip
     """Make environments by a registered name or a Gymnasium id.
 
-    "module:name" imports the module first, which may register the name, as Gymnasium does.
+    "module:name" imports the module first, which may register the name, as Gymnasium does. With `num_workers`,
+    Gymnasium environments are stepped in processes; further options are those of `WorkerVecEnv`.
     """
+    full_name = name
     module, _, name = name.rpartition(":")
     if module:
         importlib.import_module(module)
     prefix, _, task = name.rpartition("/")
     make = ENV_NAMES.get(name) or ENV_NAMES.get(prefix)
+    if make is not None and num_workers:
+        raise ValueError(f"{name!r} is no Gymnasium id: only those are stepped by worker processes; leave out workers")
+    if num_workers:
+        return WorkerVecEnv(
+            [functools.partial(make_one, full_name)] * num_envs, num_workers, device or "cpu", seed, **worker_options
+        )
     if make is not None:
         made = make(task, num_envs=num_envs, device=device, seed=seed, render_mode=render_mode)
     else:
@@ -128,6 +139,14 @@ def make_env(
         made = GymVecEnv(envs, device or "cpu", seed)
     # A VecEnv has its seed already: to seed it again would change its random stream, and EnvPool refuses.
     return on_device(made, device) if isinstance(made, VecEnv) else wrap_env(made, device, num_envs, seed)
+
+
+def make_one(name: str) -> gymnasium.Env:
+    """Make one Gymnasium environment in a worker process, where plugins and the module of the name are not loaded."""
+    from canter.cli import load_plugins
+
+    load_plugins()
+    return gymnasium.make(name, disable_env_checker=True)
 
 
 def make_torch_env(task: str, num_envs: int, device: Any, seed: int | None, render_mode: str | None) -> VecEnv:

@@ -24,6 +24,7 @@ from torch import Tensor
 from canter.algorithms import REGISTRY
 from canter.algorithms.algorithm import Algorithm
 from canter.envs.vec_env import VecEnv
+from canter.envs.workers import WorkerError
 from canter.envs.wrap import wrap_env
 from canter.envs.wrappers import ClipActions, FlattenObs
 from canter.modules.build import build_actor_critic
@@ -45,10 +46,11 @@ from canter.utils.console import Console, table
 from canter.utils.files import RunLock, atomic_write
 from canter.utils.logging import Logger
 from canter.utils.metrics import DivergedError, NonFiniteError, StepStats
-from canter.utils.runtime import StopSignal, preserved_rng, resolve_device
+from canter.utils.runtime import HANGUP, StopSignal, preserved_rng, resolve_device
 from canter.utils.tree import tree_leaves
 
 MAX_HISTORY = 10_000  # log entries; metrics.jsonl has them all
+MAX_SKIPPED = 10  # reports in a row without one update that was applied
 
 
 class LearnResult(NamedTuple("RobotMetrics", [("velrmsd", float), ("CoT", float)])):
@@ -123,7 +125,7 @@ class Runner(ABC):
         self.critic_obs: Any = None
         self.actions: Any = None
         """The actions that the environments got last."""
-        self.num_evals = 0
+        self.num_evals = self.num_skipped = 0
         self.callbacks = Callbacks(self.cfg.callback_errors)
         self.writer: Logger | None = None
         """The logger, while it is open."""
@@ -207,6 +209,11 @@ class Runner(ABC):
                     self._one_iteration(reporter, console, history)
             except StopTraining:
                 pass
+            except WorkerError as error:
+                if stop.requested is None:
+                    self.checkpoints.save_after(error)
+                    raise
+                warnings.warn(f"stopped without the rollout that had begun: {error}", stacklevel=2)
             except BaseException as error:
                 if not stop.is_urgent:
                     self.checkpoints.save_after(error)
@@ -214,8 +221,8 @@ class Runner(ABC):
             finally:
                 self.flush()
             self.checkpoints.save_final()
-        if stop.requested == signal.SIGTERM:
-            raise SystemExit(143)
+        if stop.requested is not None and stop.requested in (signal.SIGTERM, HANGUP):
+            raise SystemExit(128 + stop.requested)
         if reporter is not None and reporter.takes_value and reporter.num_reports == 0:
             name = "episode/mean_reward" if reporter.metric is None else reporter.metric
             warnings.warn(f"nothing was reported to the trial: no iteration had the metric {name!r}", stacklevel=2)
@@ -267,6 +274,11 @@ class Runner(ABC):
             raise
         if not all(math.isfinite(value) for name, value in metrics.items() if name.startswith("train/")):
             self.raise_if_diverged()
+        if any(name.startswith("train/") for name in metrics):
+            self.num_skipped = self.num_skipped + 1 if self.alg.skipped_share >= 1.0 else 0
+            if self.num_skipped >= MAX_SKIPPED:
+                found = f"every update of the last {MAX_SKIPPED} reports was skipped, its gradient was NaN or infinite"
+                raise self._divergence(found)
         return metrics
 
     def raise_if_diverged(self, actions: Tensor | None = None, cause: Exception | None = None) -> None:
@@ -280,16 +292,20 @@ class Runner(ABC):
         has_bad_actions = actions is not None and actions.is_floating_point() and not actions.isfinite().all()
         if not bad and not has_bad_actions:
             return
-        means = self.alg.meter.means() if hasattr(self.alg, "meter") else {}
-        losses = [name for name, value in means.items() if not math.isfinite(value)]
         found = f"parameter {bad[0]!r} is NaN or infinite" if bad else "its actions are NaN or infinite"
         found += f", the first of {len(bad)}" if len(bad) > 1 else ""
+        raise self._divergence(found, "The environment is not the cause. ") from cause
+
+    def _divergence(self, found: str, cause: str = "") -> DivergedError:
+        """The error that names the iteration, what was found, the first metric that is not finite, and the ways out."""
+        means = self.alg.meter.means() if hasattr(self.alg, "meter") else {}
+        losses = [name for name, value in means.items() if not math.isfinite(value)]
         found += f"; the first such metric is {losses[0].rpartition('/')[2]!r}" if losses else ""
         rates = {name: getattr(self.alg, name) for name in getattr(self.alg, "rates", ("learning_rate",))}
         settings = rates | {"max_grad_norm": self.alg.cfg.max_grad_norm}
         lower = ", ".join(f"{name} (now {value or 0:g})" for name, value in settings.items())
-        text = f"the policy diverged in iteration {self.iteration + 1}: {found}. The environment is not the cause. "
-        raise DivergedError(f"{text}Lower {lower}, scale the rewards down, or resume an earlier checkpoint") from cause
+        text = f"the policy diverged in iteration {self.iteration + 1}: {found}. {cause}"
+        return DivergedError(f"{text}Lower {lower}, scale the rewards down, or resume an earlier checkpoint")
 
     def start(self, init_at_random_ep_len: bool) -> None:
         """Read the observation from which the next rollout starts."""
