@@ -77,9 +77,7 @@ def test_a_huge_learning_rate_is_noticed_in_the_iteration_that_used_it(make_runn
     runner = make_runner(Clipping(4, max_episode_length=7))
     runner.learn(1)
     runner.alg.learning_rate = 3e38
-    with pytest.raises(
-        DivergedError, match=r"in iteration 2: parameter .*, the first of 8.*learning_rate \(now 1e\+39\)"
-    ):
+    with pytest.raises(DivergedError, match=r"in iteration 2: parameter .*learning_rate \(now 3e\+38\)"):
         runner.learn(3)
     assert runner.iteration == 1
 

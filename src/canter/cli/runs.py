@@ -181,7 +181,13 @@ def open_runner(
         agent_class = REGISTRY[find_algorithm((config.get("algorithm") or {}).get("class_name", "PPO"))].agent_class
         name = run.get("runner") or getattr(agent_class, "runner_name", "OnPolicyRunner")
         options = {"log_dir": log_dir, "eval_env": eval_env, "run_info": run, "show_progress": show_progress}
-        return build_runner(name, env, settings, **options)
+        dataset = settings.get("pretrain_dataset")
+        if dataset and log_dir is not None and isinstance(dataset.get("data_dir"), str):  # relative to the run
+            settings["pretrain_dataset"] = {**dataset, "data_dir": str(log_dir / dataset["data_dir"])}
+        runner: Any = build_runner(name, env, settings, **options)
+        if dataset:
+            runner.pretrain_dataset = dict(dataset)  # written to config.yaml as it was
+        return runner
 
 
 def new_runner(config: dict[str, Any], path: Path) -> Runner:
