@@ -97,7 +97,7 @@ def test_workers_give_what_one_process_gives(envs):
 
 
 def test_nested_observations_actions_and_infos_reach_the_right_environment(envs):
-    env = envs(num_workers=3)
+    env = envs(num_workers=2)
     obs, _ = env.reset()
     assert obs["count"].flatten().tolist() == [0.0, 100.0, 200.0, 300.0]
     for step in range(1, 6):
@@ -193,6 +193,12 @@ def is_running(number):
         return Path(f"/proc/{number}/stat").read_text().split()[2] != "Z"
     except OSError:
         return False
+
+
+def test_more_workers_than_cores_are_a_warning(envs, monkeypatch):
+    monkeypatch.setattr("canter.envs.workers.usable_cores", lambda: 1)
+    with pytest.warns(UserWarning, match="2 workers share 1 cores; 1 would be as fast"):
+        envs()
 
 
 def test_the_number_of_workers_is_checked():

@@ -162,10 +162,10 @@ def test_flush_raises_the_error_of_a_failed_write(tmp_path, make_steps):
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_nan_and_infinity_are_not_written(tmp_path, make_steps, value):
     arrays = make_steps(0, 0, 3)
-    arrays["rewards"][1] = value
+    arrays["observations"][1, 0] = value
     with (
         TrajectoryWriter(tmp_path) as writer,
-        pytest.raises(ValueError, match="'rewards' of a trajectory holds NaN or infinity; it is not written"),
+        pytest.raises(ValueError, match="'observations' of a trajectory holds NaN or infinity; it is not written"),
     ):
         writer.add(0, arrays, 0)
     assert read_manifest(tmp_path) == []

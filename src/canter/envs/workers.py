@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
 from multiprocessing.sharedctypes import RawArray
@@ -26,7 +27,7 @@ from torch import Tensor
 from canter.envs.gymnasium import GymVecEnv
 from canter.envs.records import fill_extras, split_groups
 from canter.envs.vec_env import Device, StepRecord
-from canter.utils.runtime import StopSignal
+from canter.utils.runtime import StopSignal, usable_cores
 from canter.utils.tree import Obs, tree_leaves, tree_map
 
 POLL_SECONDS = 0.5
@@ -101,6 +102,8 @@ class WorkerVecEnv(GymVecEnv):
     ) -> None:  # fmt: skip
         if not 1 <= num_workers <= len(env_fns):
             raise ValueError(f"num_workers must be from 1 to the {len(env_fns)} environments, got {num_workers}")
+        if num_workers > (cores := usable_cores()):
+            warnings.warn(f"{num_workers} workers share {cores} cores; {cores} would be as fast", stacklevel=2)
         probe = env_fns[0]()
         super().__init__([probe] * len(env_fns), device, seed, clip_actions)
         self.envs = [probe]  # never stepped; describes the others
