@@ -208,7 +208,7 @@ def test_a_setting_from_which_something_was_built_cannot_change(kind, name, valu
 
 def test_an_assigned_value_is_checked():
     alg = make("td3")
-    with pytest.raises(ValueError, match="tau must be a number from 0 to 1, got 2"):
+    with pytest.raises(ValueError, match="tau must be a number above 0 and at most 1, got 2"):
         alg.tau = 2.0
     with pytest.raises(ValueError, match="critic_reduction must be one of min, mean, got 'max'"):
         alg.critic_reduction = "max"

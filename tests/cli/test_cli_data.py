@@ -1,9 +1,12 @@
 """`canter collect`, `canter dagger` and `canter motion`, as a user types them."""
 
 import json
+import threading
+import time
 
 import pytest
 import torch
+import yaml
 
 from canter.cli.__main__ import main
 from canter.storage.rollout_files import RolloutDataset
@@ -99,13 +102,78 @@ def test_dagger_in_two_roles_shares_two_directories(trained, capsys):
     (run / "config.json").unlink()
     metadata = json.loads((data / "metadata.json").read_text())
     assert metadata["total_timesteps"] >= 256
-    assert metadata["training_policy_logdir"] == str(run)
+    assert metadata["training_policy_logdir"] == "../student"
     assert main(["dagger", *where, "--role", "train", "--iterations", "3", "--eval-episodes", "2"]) == 0
     assert (run / "model_3.pt").exists()
     assert "return" in capsys.readouterr().out
     assert main(["dagger", *where, "--role", "train", "--iterations", "5", "--eval-episodes", "0"]) == 0
     assert (run / "model_5.pt").exists()
     assert main(["eval", str(run), "--episodes", "2"]) == 0  # a run like any other
+
+
+def test_dagger_honours_data_on_an_existing_run_and_keeps_paths_relative(trained, capsys, tmp_path):
+    run = trained / "student"
+    config = {"policy": {"class_name": "ActorCritic", "actor_hidden_dims": [4], "critic_hidden_dims": [4]}}
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps(config))
+    where = [str(trained), "--run", str(run), *DAGGER]
+    with pytest.warns(UserWarning, match="untrained student"):
+        assert main(["dagger", *where, "--role", "collect", "--max-steps", "256"]) == 0
+    (run / "config.json").unlink()
+    assert main(["dagger", *where, "--role", "train", "--iterations", "2", "--eval-episodes", "0"]) == 0
+    assert yaml.safe_load((run / "config.yaml").read_text())["pretrain_dataset"]["data_dir"] == "data"
+    moved = tmp_path / "moved"
+    run.rename(moved)
+    where[2] = str(moved)
+    assert main(["dagger", *where, "--role", "train", "--iterations", "3", "--eval-episodes", "0"]) == 0
+    (moved / "data").rename(tmp_path / "elsewhere")
+    flags = ["--data", str(tmp_path / "elsewhere"), "--role", "train", "--iterations", "4", "--eval-episodes", "0"]
+    assert main(["dagger", *where, *flags]) == 0
+    assert (moved / "model_4.pt").is_file()
+    config = yaml.safe_load((moved / "config.yaml").read_text())
+    assert config["pretrain_dataset"]["data_dir"] == str(tmp_path / "elsewhere")
+
+
+def renew_until(path, other):
+    """Renew a file in the background until half a second after the other one has appeared."""
+
+    def renew():
+        while not other.exists():
+            path.touch()
+            time.sleep(0.02)
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            path.touch()
+
+    threading.Thread(target=renew, daemon=True).start()
+
+
+def test_a_trainer_notices_that_its_collector_is_gone(trained, capsys, monkeypatch):
+    monkeypatch.setattr("canter.runners.heartbeat.GONE_SECONDS", 1.0)
+    monkeypatch.setattr("canter.cli.distill.NOTE_SECONDS", 0.2)
+    run = trained / "student"
+    flags = [str(trained), "--run", str(run), *DAGGER, "--role", "train", "--iterations", "3", "--when-alone", "stop"]
+    (run / "data").mkdir(parents=True)
+    renew_until(run / "data" / ".collector-alive", run / ".trainer-alive")
+    with pytest.warns(UserWarning, match="the collector is gone: no sign of it in .*data; this process stops"):
+        assert main(["dagger", *flags]) == 2
+    said = capsys.readouterr()
+    assert "no collector writes to" in said.err
+    assert "waiting for 2 trajectories in" in said.out
+    assert not (run / ".trainer-alive").exists()
+
+
+def test_a_collector_notices_that_its_trainer_is_gone(trained, monkeypatch):
+    run = trained / "student"
+    config = {"policy": {"class_name": "ActorCritic", "actor_hidden_dims": [4], "critic_hidden_dims": [4]}}
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("canter.runners.heartbeat.GONE_SECONDS", 1.0)
+    renew_until(run / ".trainer-alive", run / "data" / ".collector-alive")
+    flags = [str(trained), "--run", str(run), *DAGGER, "--role", "collect", "--when-alone", "stop"]
+    with pytest.warns(UserWarning, match="the trainer is gone: no sign of it in .*student; this process stops"):
+        assert main(["dagger", *flags]) == 0
+    assert json.loads((run / "data" / "metadata.json").read_text())["total_timesteps"] > 0
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from canter.cli.inspection import label_of
 from canter.cli.runs import known_tasks, load_policy, nearest_task, new_run_directory, read_run, safe_name
 from canter.envs.wrap import ENV_NAMES
 from canter.presets import scores
-from canter.utils.checkpoint import find_checkpoints, load_checkpoint
+from canter.utils.checkpoint import find_checkpoints, load_checkpoint, save_checkpoint
 from canter.utils.files import DiskFullError, RunLock
 from canter.utils.logging import read_rows
 
@@ -448,3 +448,49 @@ def test_two_unnamed_runs_in_one_second_get_two_directories(tmp_path, monkeypatc
 
 def test_an_unknown_task_without_a_similar_one_points_to_the_list():
     assert "canter tasks" in nearest_task("qqqqqqqqqqqq")
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_with_the_same_command(train, capsys):
+    _, path = train(steps=64)
+    whole = (path / "metrics.jsonl").read_text().splitlines()
+    for file in path.glob("*.pt"):
+        file.unlink()
+    assert train(steps=128) == (0, path)
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [1, 2]  # those of the lost run are gone
+    assert len(whole) == 1
+    assert main(["train", "canter/CartPole", "--runs-dir", str(path.parents[2]), "--name", "r"]) == 2
+    assert "exists; choose another --name, or continue it with: canter resume" in capsys.readouterr().err
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_can_be_resumed(train, capsys):
+    _, path = train(steps=128)
+    for file in path.glob("*.pt"):
+        file.unlink()
+    assert main(["resume", str(path)]) == 0
+    assert "ended before its first checkpoint: it begins again" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [1, 2]
+    assert (path / "checkpoint_final.pt").is_file()
+
+
+def test_a_run_that_goes_on_is_not_begun_again(train, capsys):
+    _, path = train(steps=64)
+    for file in path.glob("*.pt"):
+        file.unlink()
+    with RunLock(path):
+        before = (path / "config.yaml").stat().st_mtime_ns
+        assert train(steps=64)[0] == 6
+        assert (path / "config.yaml").stat().st_mtime_ns == before
+    assert "is in use by pid" in capsys.readouterr().err
+
+
+def test_evaluating_weights_that_are_not_finite_is_an_error(train, capsys):
+    _, path = train(steps=64)
+    checkpoint = path / "model_1.pt"
+    state = load_checkpoint(checkpoint)
+    state["model_state_dict"]["actor.0.weight"][0, 0] = float("nan")
+    save_checkpoint(checkpoint, state)
+    capsys.readouterr()
+    assert main(["eval", str(path)]) == 5
+    assert "model_1.pt holds a policy that diverged: 'actor.0.weight' has NaN values; choose" in capsys.readouterr().err

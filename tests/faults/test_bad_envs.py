@@ -7,6 +7,7 @@ import torch
 from gymnasium import spaces
 
 from canter.envs.torch_envs import CartPole, PointRobot
+from canter.modules.normalizer import EmpiricalNormalization
 from canter.utils.checkpoint import find_checkpoints, load_checkpoint
 from canter.utils.metrics import NonFiniteError
 
@@ -364,3 +365,15 @@ def test_a_policy_of_another_action_width_is_refused(make_runner):
 def test_an_unknown_environment_is_an_error_that_lists_the_known_kinds(make_runner):
     with pytest.raises(TypeError, match=r"(?s)no environment that canter knows.*gymnasium\.Env"):
         make_runner(42)
+
+
+@pytest.mark.parametrize("huge", [1.0, 1e30])
+def test_constant_huge_and_tiny_features_are_normalised_to_finite_numbers(huge):
+    normalizer = EmpiricalNormalization(3)
+    for step in range(50):
+        normalizer.update(torch.tensor([[7.0, huge * (-1) ** step, 1e-42]] * 3))
+    out = normalizer(torch.tensor([[7.0, -huge, 1e-42], [8.0, 3e38, 0.0]]))
+    assert out.isfinite().all()
+    assert normalizer.mean.isfinite().all()
+    if huge == 1.0:
+        assert out[0, 0] == pytest.approx(0.0, abs=1e-5)  # a constant feature

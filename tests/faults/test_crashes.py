@@ -1,5 +1,7 @@
 """Errors during a run: saved state, messages, and the first error is never hidden."""
 
+import subprocess
+import sys
 import threading
 import warnings
 
@@ -159,3 +161,18 @@ def test_learning_in_another_thread_works_without_handlers(make_runner):
     thread.join()
     assert errors == []
     assert runner.iteration == 2
+
+
+def test_checks_hold_without_assert_statements(tmp_path):
+    script = (
+        "from canter.algorithms import PPOConfig\n"
+        "from canter.envs.torch_envs import PointRobot\n"
+        "from canter.runners import OnPolicyRunner\n"
+        "try:\n    PPOConfig(clip_param=0.0)\nexcept ValueError:\n    print('refused')\n"
+        "nets = {'actor_hidden_dims': [4], 'critic_hidden_dims': [4]}\n"
+        "OnPolicyRunner(PointRobot(2), {'policy': nets, 'device': 'cpu'}, 'run', show_progress=False).learn(1)\n"
+    )
+    done = subprocess.run([sys.executable, "-O", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "refused" in done.stdout
+    assert load_checkpoint(tmp_path / "run" / "checkpoint_final.pt")["iter"] == 1

@@ -84,12 +84,13 @@ def test_a_run_killed_in_the_middle_ends_like_one_that_was_not(children, send, t
 
 
 # ------------------------------------------------------------------ signals
-def test_sigterm_finishes_the_iteration_saves_and_exits_143(children, send, tmp_path):
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGHUP", 129)])
+def test_a_signal_to_end_finishes_the_iteration_saves_and_exits_with_its_code(children, send, tmp_path, name, code):
     directory = tmp_path / "run"
     pid = children.start(directory, 10**9, "slow")
     children.wait_for(directory / "rollout")
-    send(pid, "SIGTERM")
-    assert children.wait() == 143
+    send(pid, name)
+    assert children.wait() == code
     assert not (directory / "returned").exists()
     assert load_checkpoint(directory / "checkpoint_final.pt")["iter"] == saved_so_far(directory) >= 1
     assert not (directory / "crash").exists()

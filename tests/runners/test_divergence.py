@@ -73,11 +73,11 @@ def test_a_policy_with_a_nan_weight_is_named(make_runner, env_class, tmp_path):
     assert load_checkpoint(tmp_path / "checkpoint_final.pt")["iter"] == 2  # no broken policy is saved there
 
 
-def test_an_infinite_learning_rate_is_noticed_in_the_iteration_that_used_it(make_runner):
+def test_a_huge_learning_rate_is_noticed_in_the_iteration_that_used_it(make_runner):
     runner = make_runner(Clipping(4, max_episode_length=7))
     runner.learn(1)
-    runner.alg.learning_rate = math.inf
-    with pytest.raises(DivergedError, match=r"in iteration 2: parameter .*, the first of 8.*learning_rate \(now inf\)"):
+    runner.alg.learning_rate = 3e38
+    with pytest.raises(DivergedError, match=r"in iteration 2: parameter .*learning_rate \(now 3e\+38\)"):
         runner.learn(3)
     assert runner.iteration == 1
 
@@ -147,6 +147,45 @@ def test_a_diverged_policy_is_named_once_per_rollout_too(make_runner):
 
 
 def test_skipped_updates_alone_are_no_divergence(make_runner):
-    runner = make_runner(algorithm={"value_loss_coef": math.inf})
+    runner = make_runner()
+    runner.alg.loss_weights["value_loss"] = math.inf
     history = runner.learn(2).history
     assert history[-1]["train/nonfinite_updates"] == 4.0
+
+
+def test_a_run_whose_updates_are_all_skipped_stops(make_runner):
+    runner = make_runner()
+    runner.learn(3)
+    before = {name: value.clone() for name, value in runner.policy.state_dict().items()}
+    runner.alg.loss_weights["value_loss"] = math.inf
+    with pytest.raises(DivergedError) as caught:
+        runner.learn(50)
+    text = str(caught.value)
+    assert "diverged in iteration 13: every update of the last 10 reports was skipped" in text
+    assert "the first such metric is 'total_loss'" in text
+    assert "Lower learning_rate (now 0.001)" in text
+    assert all(torch.equal(value, before[name]) for name, value in runner.policy.state_dict().items())
+
+
+def test_a_few_skipped_updates_in_between_do_not_stop_a_run(make_runner):
+    runner = make_runner()
+
+    def spoil_most(runner):
+        runner.alg.loss_weights["value_loss"] = 1.0 if runner.iteration % 8 == 7 else math.inf
+
+    runner.add_callback("pre_iteration", spoil_most)
+    runner.learn(24)
+    assert runner.iteration == 24
+
+
+@pytest.mark.parametrize("kind", ["dqn", "sac", "td3"])
+def test_an_off_policy_run_whose_updates_are_all_skipped_stops(kind):
+    runner = off_policy_runner(kind)
+    real = runner.alg.learn_step
+
+    def spoilt(batch, phase):
+        return real(batch._replace(rewards=batch.rewards * math.nan), phase)
+
+    runner.alg.learn_step = spoilt
+    with pytest.raises(DivergedError, match=r"every update of the last 10 reports was skipped"):
+        runner.learn(2000)

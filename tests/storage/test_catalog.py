@@ -9,6 +9,8 @@ import pytest
 from canter.storage.rollout_files.catalog import (
     MANIFEST,
     METADATA,
+    DatasetError,
+    TrajectoryLibrary,
     TrajectoryWriter,
     find_trajectory,
     read_manifest,
@@ -16,7 +18,7 @@ from canter.storage.rollout_files.catalog import (
     read_trajectory,
     rebuild_manifest,
 )
-from canter.storage.rollout_files.container import TrajectoryFileError
+from canter.storage.rollout_files.container import TrajectoryFileError, write_chunk
 from canter.utils import files
 from canter.utils.files import RunLockedError
 
@@ -155,3 +157,31 @@ def test_flush_raises_the_error_of_a_failed_write(tmp_path, make_steps):
         writer.flush()
     writer.close()
     assert read_manifest(tmp_path) == []
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_nan_and_infinity_are_not_written(tmp_path, make_steps, value):
+    arrays = make_steps(0, 0, 3)
+    arrays["observations"][1, 0] = value
+    with (
+        TrajectoryWriter(tmp_path) as writer,
+        pytest.raises(ValueError, match="'observations' of a trajectory holds NaN or infinity; it is not written"),
+    ):
+        writer.add(0, arrays, 0)
+    assert read_manifest(tmp_path) == []
+
+
+def test_recorded_nan_is_a_bad_file(record, make_steps):
+    directory = record({0: (0, 4)})
+    arrays = make_steps(1, 0, 4, terminated=True)
+    arrays["observations"][2, 0] = np.nan
+    write_chunk(directory / "trajectory_1", arrays, 0, "terminated")
+    path = next((directory / "trajectory_1").iterdir())
+    library = TrajectoryLibrary([directory])
+    library.scan()
+    with pytest.raises(DatasetError, match=r"trajectory_1.*holds NaN or infinity in 'observations'"):
+        library.load(path)
+    tolerant = TrajectoryLibrary([directory], max_bad_fraction=0.5)
+    tolerant.scan()
+    with pytest.warns(UserWarning, match="holds NaN or infinity"):
+        assert tolerant.load(path) is None

@@ -9,7 +9,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from canter.envs.wrap import wrap_env
 from canter.execution.guard import NoHostSync
-from canter.storage.replay import PrioritizedReplayBuffer, SumTree, TransitionReplayBuffer, check_memory, readable
+from canter.storage.memory import check_memory, readable
+from canter.storage.replay import PrioritizedReplayBuffer, SumTree, TransitionReplayBuffer
 from canter.storage.rollout_storage import Field
 
 
@@ -343,7 +344,7 @@ def test_a_buffer_that_does_not_fit_is_refused_with_the_arithmetic():
     with pytest.raises(MemoryError, match=r"rows x 1 environments x \(.*observations.*\) bytes = .*TiB, but cpu has"):
         TransitionReplayBuffer(10**12, (84, 84, 3), obs_dtype=torch.uint8)
     fields = {"a": Field((10,)), "b": Field((), dtype=torch.bool)}
-    assert check_memory(fields, 100, 2, torch.device("cpu")) == 200 * 41
+    assert check_memory("replay buffer", fields, 100, 2, torch.device("cpu"), "") == 200 * 41
     assert readable(3 * 2**20) == "3 MiB"
 
 

@@ -396,7 +396,7 @@ class Broken(Recorder):
         super().log_scalars(scalars, step)
 
 
-def test_failing_backend_is_reported_once_counted_and_switched_off(tmp_path):
+def test_failing_backend_is_reported_once_counted_and_left_alone_for_a_while(tmp_path):
     register_logger("broken", Broken)
     logger = Logger(["broken", "recorder"], tmp_path)
     with warnings.catch_warnings(record=True) as caught:
@@ -406,10 +406,25 @@ def test_failing_backend_is_reported_once_counted_and_switched_off(tmp_path):
     texts = [str(warning.message) for warning in caught]
     assert len(texts) == 2
     assert "'broken' failed; training goes on: OSError: No space left" in texts[0]
-    assert "5 times in a row; it is off" in texts[1]
+    assert "5 times in a row; it is tried again every 30 s" in texts[1]
     assert logger.failures["broken"] == 5
-    assert "broken" not in logger.backends
     assert len(logger.backends["recorder"].rows) == len(rows_of(tmp_path)) == 8
+
+
+def test_failed_backend_works_again_when_the_cause_is_gone(monkeypatch):
+    register_logger("broken", Broken)
+    logger = Logger("broken")
+    broken = logger.backends["broken"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(8):
+            logger.log_scalars({"a": 1.0}, step)
+    monkeypatch.setattr("time.monotonic", lambda now=time.monotonic(): now + 31.0)
+    broken.failing = False
+    with pytest.warns(UserWarning, match="the logging backend 'broken' works again"):
+        logger.log_scalars({"a": 1.0}, 8)
+    logger.log_scalars({"a": 1.0}, 9)
+    assert [step for step, _ in broken.rows] == [8, 9]
 
 
 def test_backend_that_recovers_stays_on():
@@ -502,7 +517,7 @@ def test_line_cut_by_a_full_disk_is_removed(tmp_path):
         logger.add_scalar("a", 2, 2)
     metrics._file = whole
     logger.add_scalar("a", 3, 3)
-    assert [json.loads(line)["a"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1.0, 3.0]
+    assert [json.loads(line)["a"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1.0, 2.0, 3.0]
 
 
 def test_deleted_run_directory_is_made_again(tmp_path):

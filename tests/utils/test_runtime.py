@@ -85,7 +85,7 @@ def test_cuda_generators_continue_exactly(tmp_path):
 
 # Signals
 
-BOTH = [signal.SIGTERM, signal.SIGINT]
+BOTH = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +128,7 @@ def test_second_interrupt_raises_keyboard_interrupt():
     assert stop.is_urgent
 
 
-@pytest.mark.parametrize(("first", "second"), [BOTH, BOTH[::-1]])
+@pytest.mark.parametrize(("first", "second"), [BOTH[:2], BOTH[1::-1]])
 def test_any_second_signal_is_urgent(first, second):
     seen = []
     signal.signal(second, lambda number, frame: seen.append(number))
@@ -154,6 +154,13 @@ def test_an_ignored_signal_does_not_break_the_handler():
         signal.raise_signal(signal.SIGTERM)
         assert stop.requested == signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with StopSignal() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.requested is None
 
 
 def test_stop_signals_can_be_nested():

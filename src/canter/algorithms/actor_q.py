@@ -42,9 +42,9 @@ class ActorQSettings(OffPolicySettings):
     """Step size of the actor."""
     critic_learning_rate: float = setting(3e-4, low=0.0)
     """Step size of the critics."""
-    actor_hidden_dims: tuple[int, ...] = setting((256, 256), fixed=True)
+    actor_hidden_dims: tuple[int, ...] = setting((256, 256), low=1, fixed=True)
     """Widths of the actor's hidden layers."""
-    critic_hidden_dims: tuple[int, ...] = setting((256, 256), fixed=True)
+    critic_hidden_dims: tuple[int, ...] = setting((256, 256), low=1, fixed=True)
     """Widths of the critics' hidden layers."""
     policy_delay: int = setting(1, low=1)
     """Gradient steps of the critics per gradient step of the actor."""
@@ -52,7 +52,7 @@ class ActorQSettings(OffPolicySettings):
     """Value from two critics: "min" against overestimation, or "mean", where each critic has its own target."""
     num_atoms: int = setting(1, low=1, fixed=True)
     """Atoms of the distribution over returns that critics predict (Bellemare et al. 2017); 1 predicts the mean."""
-    v_min: float = setting(-20.0, fixed=True)
+    v_min: float = setting(-20.0, below="v_max", fixed=True)
     """Lowest return of the distribution."""
     v_max: float = setting(20.0, fixed=True)
     """Highest return of the distribution."""

@@ -54,7 +54,7 @@ class CommonRunSettings:
         except KeyError:
             return default
 
-    seed: int | None = None
+    seed: int | None = setting(None, low=0, high=2**32 - 1)
     """Seed of weights, exploration, minibatches and environments; None draws one."""
     device: str | None = None
     """Device to learn on; None takes a GPU if there is one."""
@@ -122,6 +122,8 @@ class Algorithm:
     """Extensions whose settings are this class's own; those of all base classes are used too."""
     learns_from_replay: ClassVar[bool] = False
     """Whether the algorithm is off-policy."""
+    skipped_share: float = 0.0
+    """Share of the updates in the last report that were skipped, because the gradient was not finite."""
     cfg: Any
     extensions: dict[str, Any]
     policy: Any

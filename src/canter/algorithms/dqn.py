@@ -43,7 +43,7 @@ class DQNSettings(OffPolicySettings):
     """Exponent of the priorities: 0 samples uniformly."""
     importance_exponent: float = setting(0.4, low=0.0, high=1.0)
     """Exponent of the importance weights at the start; it grows to 1 over the run."""
-    network_hidden_dims: tuple[int, ...] = setting((256, 256), fixed=True)
+    network_hidden_dims: tuple[int, ...] = setting((256, 256), low=1, fixed=True)
     """Widths of the hidden layers."""
 
 

@@ -22,9 +22,9 @@ class EstimatorSettings:
     """Loss of an estimate, any of torch.nn.functional that has a `reduction`, summed over the components."""
     estimator_loss_kwargs: dict[str, Any] | None = setting(None, fixed=True)
     """Options of that function."""
-    estimator_loss_coef: float = 1.0
+    estimator_loss_coef: float = setting(1.0, low=0.0)
     """Weight of the state estimator's loss."""
-    adaptor_loss_coef: float = 1.0
+    adaptor_loss_coef: float = setting(1.0, low=0.0)
     """Weight of the privileged adaptor's loss."""
 
 

@@ -1,5 +1,6 @@
 """Adversarial motion priors: a discriminator rewards motion that looks like the reference clips (Peng 2021)."""
 
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -30,39 +31,39 @@ LOSS_NAMES = ("discriminator_expert_loss", "discriminator_policy_loss", "discrim
 class MotionPriorSettings:
     """Hyperparameters of adversarial motion priors."""
 
-    discriminator_loss_coef: float = 1.0
+    discriminator_loss_coef: float = setting(1.0, low=0.0)
     """Weight of the discriminator's three losses; 0 freezes it."""
     discriminator_optimizer: str = setting("own", choices=("own", "shared"), fixed=True)
     """"own": its own Adam, which the KL schedule does not change; "shared": the policy's, as documented."""
-    discriminator_learning_rate: float | None = None
+    discriminator_learning_rate: float | None = setting(None, low=0.0)
     """Step size of its own optimizer; the policy's first one if None."""
-    discriminator_max_grad_norm: float = 1.0
+    discriminator_max_grad_norm: float = setting(1.0, low=0.0, high=math.inf)
     """Its gradients are scaled down to this norm."""
-    discriminator_weight_decay: float = setting(1e-4, fixed=True)
+    discriminator_weight_decay: float = setting(1e-4, low=0.0, fixed=True)
     """Weight decay of its hidden layers."""
-    discriminator_head_weight_decay: float = setting(1e-2, fixed=True)
+    discriminator_head_weight_decay: float = setting(1e-2, low=0.0, fixed=True)
     """Weight decay of its last layer."""
-    discriminator_accuracy_limit: float = 0.95
+    discriminator_accuracy_limit: float = setting(0.95, low=0.0, high=1.0)
     """While its accuracy is above this it is updated less often; 1 never slows it."""
-    discriminator_slow_down: int = 4
+    discriminator_slow_down: int = setting(4, low=1)
     """One of so many minibatches updates it while it is that accurate."""
     separate_amp_normalizers: bool = setting(False, fixed=True)
     """A normaliser each for policy and expert, as documented; it hides differences of mean and scale."""
-    amp_obs_dim: int | None = setting(None, fixed=True)
+    amp_obs_dim: int | None = setting(None, low=1, fixed=True)
     """Width D of a feature window; the discriminator's if None."""
-    amp_replay_buffer_size: int = setting(0, fixed=True)
+    amp_replay_buffer_size: int = setting(0, low=0, fixed=True)
     """Past windows of the policy to mix with fresh ones, half and half; 0 for none."""
     amp_motion_loader: Any = setting(None, fixed=True)
     """Expert data where the environment gives none: an `AMPLoader`, its settings, or windows (M, D)."""
-    amp_num_frames: int = setting(2, fixed=True)
+    amp_num_frames: int = setting(2, low=1, fixed=True)
     """Frames of a window sampled from a loader."""
-    amp_preload: int = setting(100_000, fixed=True)
+    amp_preload: int = setting(100_000, low=1, fixed=True)
     """Windows sampled from a loader, once."""
-    mimic_loss_coef: float = 0.0
+    mimic_loss_coef: float = setting(0.0, low=0.0)
     """Weight of the documented mimic loss, which has no gradient: both its sides are data. Use mimic_reward_coef."""
-    mimic_reward_coef: float = 0.0
+    mimic_reward_coef: float = setting(0.0, low=0.0)
     """The distance to the reference at the same step, times this, is subtracted from the reward."""
-    dagger_loss_coef: float = 0.0
+    dagger_loss_coef: float = setting(0.0, low=0.0)
     """Weight of the distance to the teacher's action; needs a teacher, that is ATPPO."""
 
 

@@ -43,7 +43,7 @@ class OffPolicyRunSettings(CommonRunSettings):
     """Environment steps between two evaluations; 0 runs none. None is 0, or a tenth of the run in `canter train`."""
     offline_data: str | None = None
     """Steps that fill the replay buffer at first: a directory of trajectory files, or "minari:<dataset id>"."""
-    offline_gradient_steps: int = 0
+    offline_gradient_steps: int = setting(0, low=0)
     """Gradient steps on the offline data before the first environment step."""
 
 
@@ -65,13 +65,13 @@ class OffPolicySettings(AlgorithmSettings):
     """Gradient steps per update; -1 takes one per environment step since the last update."""
     target_update_interval: int = setting(1, low=1)
     """Gradient steps between two updates of the target networks."""
-    tau: float = setting(0.005, low=0.0, high=1.0)
+    tau: float = setting(0.005, above=0.0, high=1.0)
     """Fraction by which target networks move towards the trained ones in an update; 1 copies."""
     n_step: int = setting(1, low=1)
     """Rewards summed before the bootstrapped value; a window ends with its episode."""
-    max_grad_norm: float | None = setting(10.0, low=0.0)
+    max_grad_norm: float | None = setting(10.0, low=0.0, high=math.inf)
     """Gradients are scaled down to this global norm; 0 or None turns clipping off."""
-    weight_decay: float = setting(0.0, fixed=True)
+    weight_decay: float = setting(0.0, low=0.0, fixed=True)
     """Weight decay of every optimizer; with AdamW it is decoupled from the gradient."""
     schedule: str = setting("fixed", choices=("fixed", "constant", "linear"), host=True)
     """Learning rates: "fixed" (or "constant"), or "linear" to 0."""
@@ -381,6 +381,7 @@ class OffPolicyAlgorithm(Algorithm):
             found |= means if count else {}
             meter.reset()
             if "nonfinite_updates" in means and count:
+                self.skipped_share = means["nonfinite_updates"]
                 found["nonfinite_updates"] *= count
         if found:
             found |= {name: float(o.lr) for name, o in zip(self.rates, self.optimizers.values(), strict=True)}

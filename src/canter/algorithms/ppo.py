@@ -55,7 +55,7 @@ class PPOSettings(RNDSettings, SymmetrySettings, AlgorithmSettings):
     """Passes over each rollout."""
     num_mini_batches: int = setting(1, low=1, host=True)
     """Minibatches per pass."""
-    clip_param: float = setting(0.2, low=0.0)
+    clip_param: float = setting(0.2, above=0.0)
     """Clip range of the probability ratio and of the value step."""
     gamma: float = 0.998
     """Discount."""
@@ -67,21 +67,21 @@ class PPOSettings(RNDSettings, SymmetrySettings, AlgorithmSettings):
     """Weight of the entropy bonus."""
     learning_rate: float = setting(1e-3, low=0.0)
     """Step size; the first one, if a schedule changes it."""
-    max_grad_norm: float = setting(1.0, low=0.0)
+    max_grad_norm: float = setting(1.0, low=0.0, high=math.inf)
     """Gradients are scaled down to this global norm."""
     use_clipped_value_loss: bool = True
     """Clip the value step by `clip_param` too."""
-    clip_min_std: float | tuple[float, ...] = 1e-15
+    clip_min_std: float | tuple[float, ...] = setting(1e-15, low=0.0, at_most="clip_max_std")
     """Lower bound of the exploration noise, one number or one per action."""
-    clip_max_std: float | tuple[float, ...] | None = None
+    clip_max_std: float | tuple[float, ...] | None = setting(None, above=0.0, high=math.inf)
     """Upper bound of the exploration noise."""
     schedule: str = setting("fixed", choices=SCHEDULES)
     """Learning rate: "fixed" (or "constant"), "linear" to 0, or "adaptive" by the KL step."""
-    desired_kl: float = 0.01
+    desired_kl: float = setting(0.01, above=0.0)
     """KL step that the adaptive schedule aims at."""
     clip_schedule: str = setting("fixed", choices=("fixed", "linear"), host=True)
     """Clip range: "fixed" or "linear" to 0."""
-    target_kl: float | None = setting(None, host=True)
+    target_kl: float | None = setting(None, above=0.0, host=True)
     """Stop the passes over a rollout once the mean KL of one exceeds this."""
     normalize_advantage_per_mini_batch: bool = False
     """Normalise advantages in each minibatch instead of over the rollout."""
@@ -705,6 +705,7 @@ class PPO(Algorithm):
         for name, value in read.items():
             kind, _, rest = name.partition("/")
             (losses if kind == "losses" else stats)[rest] = value
+        self.skipped_share = stats["nonfinite_updates"]
         stats["nonfinite_updates"] *= count
         self._learning_rate = stats["learning_rate"]
         if stats.pop("used_current_value", 0.0) and not self.has_warned:

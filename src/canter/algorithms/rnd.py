@@ -1,5 +1,6 @@
 """Random network distillation: a reward for states that a predictor cannot predict yet (Burda 2018)."""
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -33,15 +34,15 @@ class RNDSettings:
 class RNDConfig:
     """Settings of random network distillation."""
 
-    num_states: int
+    num_states: int = setting(dataclasses.MISSING, low=1)
     """Width of the states, the critic's observation."""
-    num_envs: int = 1
+    num_envs: int = setting(1, low=1)
     """Number of environments, for the scale of the intrinsic return."""
-    num_outputs: int = 16
+    num_outputs: int = setting(16, low=1)
     """Width of the embedding."""
-    predictor_hidden_dims: tuple[int, ...] = (256, 256)
+    predictor_hidden_dims: tuple[int, ...] = setting((256, 256), low=1)
     """Hidden layers of the predictor."""
-    target_hidden_dims: tuple[int, ...] = (256, 256)
+    target_hidden_dims: tuple[int, ...] = setting((256, 256), low=1)
     """Hidden layers of the frozen target."""
     activation: str = "elu"
     """Activation of both."""
@@ -53,7 +54,7 @@ class RNDConfig:
     """Weight of the intrinsic reward."""
     weight_schedule: dict[str, Any] | None = None
     """`{mode: constant | step | linear, initial_step, final_step, final_value}`, in env steps per environment."""
-    learning_rate: float = 1e-3
+    learning_rate: float = setting(1e-3, low=0.0)
     """Learning rate of the predictor."""
 
 

@@ -24,17 +24,17 @@ class SACSettings(ActorQSettings):
     """Step size of the temperature."""
     auto_alpha: bool = setting(True, fixed=True)
     """Learn the temperature, so that the entropy stays near `target_entropy`."""
-    init_alpha: float = setting(0.2, low=1e-12, fixed=True)
+    init_alpha: float = setting(0.2, above=0.0, fixed=True)
     """Temperature at the start, or always if `auto_alpha` is off."""
     target_entropy: float | None = None
     """Target of the entropy in nats; None is -1 per action, in units of half the action's range."""
     use_tanh_squash: bool = setting(True, fixed=True)
     """Squash actions into their bounds; without it the environment has to clip them."""
-    min_log_std: float = setting(-20.0, fixed=True)
+    min_log_std: float = setting(-20.0, at_most="max_log_std", fixed=True)
     """Lower bound of the log standard deviation before squashing."""
     max_log_std: float = setting(2.0, fixed=True)
     """Upper bound of the log standard deviation before squashing."""
-    init_std: float = setting(1.0, low=1e-12, fixed=True)
+    init_std: float = setting(1.0, above=0.0, fixed=True)
     """Standard deviation before squashing at the start."""
 
 

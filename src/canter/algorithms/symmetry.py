@@ -45,7 +45,7 @@ class SymmetryConfig:
     """The same for the critic; None where both see the same components."""
     augment: bool = True
     """Learn from the mirror image of every step too."""
-    mirror_loss_coef: float = 0.0
+    mirror_loss_coef: float = setting(0.0, low=0.0)
     """Weight of the difference between the action for a mirrored observation and the mirrored action."""
 
 

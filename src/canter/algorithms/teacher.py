@@ -76,25 +76,25 @@ class TeacherSettings:
     """The teacher sees the critic's observation; the student's if false."""
     action_labels_from_sample: bool = False
     """Labels are sampled from the teacher's distribution; its mode if false."""
-    teacher_act_prob: Any = setting("exp", host=True)
+    teacher_act_prob: Any = setting("exp", low=0.0, high=1.0, host=True)
     """Probability that the teacher acts in an episode: a number, linear, exp or tanh decay, or a function."""
-    update_times_scale: float = setting(100, host=True)
+    update_times_scale: float = setting(100, above=0.0, host=True)
     """Iterations over which schedules decay."""
     using_ppo: bool = True
     """Learn from rewards too; if false, this is DAgger, and an adaptive learning rate does not change."""
     exclude_teacher_steps_from_surrogate: bool = True
     """Leave steps in which the teacher acted out of the surrogate loss."""
-    distillation_loss_coef: Any = setting(1.0, host=True)
+    distillation_loss_coef: Any = setting(1.0, low=0.0, host=True)
     """Weight of the distance to the teacher: a number, the name of a decay, or a function."""
     distill_target: str = setting("real", choices=TARGETS)
     """The distance: real, mse_sum, mse, huber, l1, tanh, scaled_tanh or max_log_prob."""
-    distill_latent_coef: float = 1.0
+    distill_latent_coef: float = setting(1.0, low=0.0)
     """Weight of the distance between encoder outputs."""
     distill_latent_target: str = setting("real", choices=tuple(DISTANCES))
     """That distance: real, mse_sum, mse, huber, l1, tanh or scaled_tanh."""
     distill_latent_obs_component_mapping: dict[str, str] | None = setting(None, fixed=True)
     """Component of the student -> component of the teacher, whose encoder outputs should be equal."""
-    buffer_dilation_ratio: float = setting(1.0, fixed=True)
+    buffer_dilation_ratio: float = setting(1.0, low=1.0, fixed=True)
     """Steps kept to learn from, as a multiple of a rollout."""
     gradient_length: int | None = setting(None, low=1, fixed=True)
     """Steps through which gradients of a recurrent student flow; the whole rollout if None."""
@@ -102,9 +102,9 @@ class TeacherSettings:
     """A class of torch.optim.lr_scheduler, stepped once per update."""
     lr_scheduler: dict[str, Any] | None = setting(None, fixed=True)
     """Its settings."""
-    hidden_state_resample_prob: float = 0.0
+    hidden_state_resample_prob: float = setting(0.0, low=0.0, high=1.0)
     """Fraction of trajectories that are learned from a random memory, so that students recover from any."""
-    critic_warmup_iterations: int = setting(0, host=True)
+    critic_warmup_iterations: int = setting(0, low=0, host=True)
     """First iterations in which only the critic learns, for a policy that can act already."""
 
 

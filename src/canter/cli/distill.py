@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,10 +19,12 @@ from gymnasium import spaces
 from canter.algorithms import TPPOConfig
 from canter.cli import runs
 from canter.cli.errors import UserError, user_errors
-from canter.cli.options import RunOptions, at_least, parse
+from canter.cli.options import RunOptions, at_least, check_run, parse
 from canter.cli.play import save_trajectories
 from canter.cli.train import EVALS_PER_RUN, print_return, print_row, recorded_return, run_section, run_to_end
-from canter.runners.dagger_saver import CONFIG_NAMES, DaggerSaver
+from canter.runners.dagger_saver import COLLECTOR_FILE, CONFIG_NAMES, TRAINER_FILE, DaggerSaver
+from canter.runners.heartbeat import Heartbeat
+from canter.runners.run_log import StopTraining
 from canter.storage.rollout_files.catalog import find_trajectory, trajectory_folders
 from canter.utils.checkpoint import find_checkpoints, newest_valid_checkpoint
 from canter.utils.files import make_folder, open_append
@@ -33,7 +35,8 @@ STUDENT |= {"learning_rate": 1e-3, "num_learning_epochs": 5, "num_mini_batches":
 # Imitation alone does not train the noise, and with much of it the student visits states that it never reaches without.
 LOW_NOISE = {"init_noise_std": 0.05}
 RECURRENT = {"class_name": "ActorCriticRecurrent", "rnn_type": "gru", "rnn_hidden_size": 64}
-CONFIG_SECONDS = 600.0  # time that a collector waits for its trainer to begin
+CONFIG_SECONDS = 600.0  # time that a process waits for the other one to begin
+NOTE_SECONDS = 10.0  # between two notes about waiting
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -67,7 +70,8 @@ class DistillOptions(StudentOptions, RunOptions):
 def distill(args: Sequence[str]) -> int:
     """Run `canter distill`."""
     options: DistillOptions = parse(DistillOptions, args, "canter distill")
-    at_least(1, total_timesteps=options.total_timesteps, num_steps_per_env=options.num_steps_per_env)
+    check_run(options)
+    at_least(1, num_steps_per_env=options.num_steps_per_env)
     saved = runs.read_run(options.teacher, options.modules)
     checkpoint = runs.find_checkpoint(saved.path, options.checkpoint)
     name = options.name or f"student-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -137,6 +141,7 @@ class DaggerOptions(StudentOptions):
     critic_obs: bool = False  # The teacher observes the critic's observation.
     keep_latest: int = 0  # Number of newest trajectories to train on, and to wait for at the start; 0 trains on all.
     max_steps: float = 1e12  # Steps after which the collector stops.
+    when_alone: Literal["go-on", "stop"] = "go-on"  # What a process does when it notices that the other one is gone.
     eval_episodes: int = 10  # Episodes of the evaluation at the end.
 
 
@@ -156,7 +161,7 @@ def dagger(args: Sequence[str]) -> int:
         train(options, teacher, run, data)
     else:
         with open_append(run / "collector.log") as log:
-            command = [sys.executable, "-m", "canter.cli", "dagger", *args, "--role", "collect"]
+            command = [sys.executable, "-m", "canter.cli", "dagger", *args, "--role", "collect", "--when-alone", "stop"]
             collector = subprocess.Popen(command, stdout=log, stderr=log)
             try:
                 train(options, teacher, run, data, collector)
@@ -168,18 +173,19 @@ def dagger(args: Sequence[str]) -> int:
 
 def collect_labels(options: DaggerOptions, teacher: runs.SavedRun, run: Path, data: Path) -> None:
     """Run the newest student and label its steps with the teacher's actions."""
-    end = time.monotonic() + CONFIG_SECONDS
-    while not any((run / name).is_file() for name in CONFIG_NAMES):  # the trainer writes it first
-        if time.monotonic() > end:
+    for waited in waiting(f"a training in {run}"):
+        if any((run / name).is_file() for name in CONFIG_NAMES):  # the trainer writes it first
+            break
+        if waited > CONFIG_SECONDS:
             seconds = f"{CONFIG_SECONDS:.0f} s"
             raise UserError(f"no training began in {run} within {seconds}; start `canter dagger --role train`")
-        time.sleep(0.1)
     checkpoint = runs.find_checkpoint(teacher.path, None)
     teacher.config["run"]["task"] = options.task or teacher.task
     runner = runs.load_policy(teacher, checkpoint, options.num_envs, options.seed, options.device)
     settings = {name: getattr(options, name) for name in ("teacher_act_prob", "update_times_scale")}
     settings |= {"training_policy_logdir": run, "action_sample_std": options.noise_std, "save_dir": data}
     settings |= {"min_timesteps": options.max_steps, "min_episodes": 1, "use_critic_obs": options.critic_obs}
+    settings["stop_when_alone"] = options.when_alone == "stop"
     with user_errors():
         saver = DaggerSaver(runner.env, runner.policy, rollout_storage_length=options.num_steps_per_env, **settings)
     save_trajectories(saver, teacher, checkpoint, runner)
@@ -188,7 +194,10 @@ def collect_labels(options: DaggerOptions, teacher: runs.SavedRun, run: Path, da
 def train(options: DaggerOptions, teacher: runs.SavedRun, run: Path, data: Path, collector: Any = None) -> None:
     """Train on the trajectories and save every iteration; continues an existing run."""
     is_new = not (run / "config.yaml").is_file()
-    config = dagger_config(options, teacher, data) if is_new else runs.read_run(run, options.modules).config
+    config = dagger_config(options, teacher, run, data) if is_new else runs.read_run(run, options.modules).config
+    if options.data is not None:
+        config["pretrain_dataset"]["data_dir"] = data_path(data, run)
+    data = run / config["pretrain_dataset"]["data_dir"]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="TPPO has no teacher")  # the collector has it
         runner = runs.open_runner(config, run, eval_episodes=options.eval_episodes)
@@ -198,14 +207,18 @@ def train(options: DaggerOptions, teacher: runs.SavedRun, run: Path, data: Path,
             runner.load(newest_valid_checkpoint(run))
         runner.init_writer()
     runs.limit_threads(runner, None)
-    while True:
-        folders = trajectory_folders(data) if data.is_dir() else []
-        if sum(find_trajectory(folder)[0] is not None for _, folder in folders) >= options.num_envs:
-            break  # one for every stream
-        if collector is not None and collector.poll() is not None:
-            raise UserError(f"the collector has ended; {run}/collector.log has its output")
-        time.sleep(0.1)
-    runner.learn(max(0, options.iterations - runner.iteration))
+    own, partner = run / TRAINER_FILE, data / COLLECTOR_FILE
+    with Heartbeat(own, partner, "collector", options.when_alone == "stop") as heartbeat:
+        for waited in waiting(f"{options.num_envs} trajectories in {data}"):
+            folders = trajectory_folders(data) if data.is_dir() else []
+            if sum(find_trajectory(folder)[0] is not None for _, folder in folders) >= options.num_envs:
+                break  # one for every stream
+            if collector is not None and collector.poll() is not None:
+                raise UserError(f"the collector has ended; {run}/collector.log has its output")
+            if heartbeat.is_over() or (waited > CONFIG_SECONDS and not heartbeat.has_partner()):
+                raise UserError(f"no collector writes to {data}; start `canter dagger --role collect`")
+        runner.add_callback("pre_iteration", lambda runner: stop_if_over(heartbeat))
+        runner.learn(max(0, options.iterations - runner.iteration))
     if options.eval_episodes:
         print_return(runner.eval(options.eval_episodes), "without noise")
     print_row("run", run)
@@ -213,7 +226,31 @@ def train(options: DaggerOptions, teacher: runs.SavedRun, run: Path, data: Path,
     runner.close()
 
 
-def dagger_config(options: DaggerOptions, teacher: runs.SavedRun, data: Path) -> dict[str, Any]:
+def waiting(what: str) -> Iterator[float]:
+    """Yield the seconds waited, ten times a second, with a note every ten seconds."""
+    begin, next_note = time.monotonic(), NOTE_SECONDS
+    while True:
+        waited = time.monotonic() - begin
+        if waited >= next_note:
+            print(f"waiting for {what}: {waited:.0f} s", flush=True)
+            next_note += NOTE_SECONDS
+        yield waited
+        time.sleep(0.1)
+
+
+def stop_if_over(heartbeat: Heartbeat) -> None:
+    """End the training if it is to stop without its partner."""
+    if heartbeat.is_over():
+        raise StopTraining
+
+
+def data_path(data: Path, run: Path) -> str:
+    """The data directory as config.yaml holds it: relative to the run if it is inside, so that both can be moved."""
+    data, run = data.absolute(), run.absolute()
+    return str(data.relative_to(run) if data.is_relative_to(run) else data)
+
+
+def dagger_config(options: DaggerOptions, teacher: runs.SavedRun, run: Path, data: Path) -> dict[str, Any]:
     """The configuration of a run that only imitates, from a dataset that grows during the training."""
     task = options.task or teacher.task
     env = runs.open_env(task, 1, "cpu")
@@ -222,11 +259,16 @@ def dagger_config(options: DaggerOptions, teacher: runs.SavedRun, data: Path) ->
     is_normalized = bool((teacher.config.get("algorithm") or {}).get("empirical_normalization", False))
     algorithm = {"class_name": "TPPO", "using_ppo": False, "distill_target": distance, "learning_rate": 1e-3}
     algorithm |= {"num_learning_epochs": 2, "num_mini_batches": 4, "empirical_normalization": is_normalized}
-    dataset = {"data_dir": str(data), "dataset_loops": -1, "random_shuffle_traj_order": True, "seed": options.seed}
+    dataset = {
+        "data_dir": data_path(data, run),
+        "dataset_loops": -1,
+        "random_shuffle_traj_order": True,
+        "seed": options.seed,
+    }
     dataset |= {"keep_latest_n_trajs": options.keep_latest, "wait_interval_s": 0.2}
     length = options.iterations * options.num_envs * options.num_steps_per_env
     config = {"algorithm": algorithm | (options.algorithm or {}), "num_steps_per_env": options.num_steps_per_env}
     config |= {"policy": (teacher.config.get("policy") or {}) | (options.policy or {}), "pretrain_dataset": dataset}
     config |= {"log_interval": 1, "save_interval": 1, "pretrain_iterations": -1, "device": options.device or "cpu"}
-    run = {"task": task, "num_envs": options.num_envs, "runner": "TwoStageRunner", "total_timesteps": length}
-    return config | {"seed": options.seed, "run": run}
+    info = {"task": task, "num_envs": options.num_envs, "runner": "TwoStageRunner", "total_timesteps": length}
+    return config | {"seed": options.seed, "run": info}

@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 import itertools
+import math
 import re
 import textwrap
 import types
@@ -28,6 +29,7 @@ from canter.runners.run_config import find_algorithm, parse_train_cfg
 from canter.utils.config import OTHER_SPELLINGS
 from canter.utils.logging.backends import BACKENDS
 from canter.utils.reading import parse_yaml, read_limited, refuse_imports
+from canter.utils.runtime import usable_cores
 
 # Constructor arguments of a policy that come from the environment, not from the user.
 FROM_ENV = {"num_actor_obs", "num_critic_obs", "num_actions", "obs_segments", "critic_obs_segments", "action_space"}
@@ -84,6 +86,9 @@ class RunOptions:
     histogram_interval: int | None = None
     """Iterations (off-policy: environment steps) between two histograms of weights, actions and advantages."""
     threads: int | None = None  # Torch threads on a CPU; None uses one for small networks and batches.
+    workers: int = 0  # Processes that step Gymnasium environments; 0 steps them in the training process.
+    worker_timeout: float = 300.0  # Seconds after which an environment step of a worker counts as hung.
+    restart_workers: bool = False  # Replace a worker that fails, instead of ending the run.
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -145,14 +150,8 @@ def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, 
     suggest_flags(args, default, plan.cfg)
     options_type: Any = TrainOptions[type(settings), type(policy)]  # type: ignore[misc]
     options = parse(options_type, args, "canter train TASK", default)
-    at_least(
-        1,
-        num_envs=options.num_envs,
-        ranks=options.ranks,
-        total_timesteps=options.total_timesteps,
-        threads=options.threads,
-    )
-    at_least(0, final_episodes=options.final_episodes)
+    check_run(options)
+    at_least(1, ranks=options.ranks)
     plan.cfg = options.settings = joined_settings(options.settings, type(plan.cfg))
     if has_policy:
         plan.policy = dataclasses.asdict(options.policy)
@@ -340,6 +339,18 @@ def at_least(lowest: int, **values: Any) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, int) and number < lowest:
                 raise UserError(f"--{name.replace('_', '-')} must be at least {lowest}, got {number}")
+
+
+def check_run(options: Any) -> None:
+    """Refuse lengths and numbers of a new run that make no sense."""
+    at_least(1, num_envs=options.num_envs, total_timesteps=options.total_timesteps, threads=options.threads)
+    at_least(0, final_episodes=options.final_episodes, workers=options.workers)
+    if options.num_envs is not None and options.workers > options.num_envs:
+        raise UserError(f"--workers must be at most --num-envs, got {options.workers} and {options.num_envs}")
+    if not 0 < options.worker_timeout < math.inf:
+        raise UserError(f"--worker-timeout must be a number of seconds above 0, got {options.worker_timeout}")
+    if (options.threads or 1) > (cores := usable_cores()):
+        raise UserError(f"--threads must be at most {cores}, the cores of this process, got {options.threads}")
 
 
 def yaml_rule(info: Any) -> Any:

@@ -25,10 +25,12 @@ from canter.runners import Runner, build_runner
 from canter.runners.run_config import find_algorithm
 from canter.utils.checkpoint import newest_valid_checkpoint
 from canter.utils.distributed import RANKS
-from canter.utils.logging import loaded_settings
+from canter.utils.files import RunLock
+from canter.utils.logging import METRICS_NAME, loaded_settings
+from canter.utils.metrics import DivergedError
 from canter.utils.reading import read_yaml, refuse_imports
 from canter.utils.run_data import find_runs
-from canter.utils.runtime import resolve_device
+from canter.utils.runtime import resolve_device, usable_cores
 from canter.utils.tree import tree_leaves
 
 EVAL_ENVS = 10
@@ -52,14 +54,26 @@ class SavedRun(NamedTuple):
 
 
 def new_run_directory(runs_dir: Path, task: str, name: str | None, seed: int | None) -> Path:
-    """A path that does not exist yet: <runs_dir>/<task>/<name or time>-seed<k>."""
+    """A path for a new run: <runs_dir>/<task>/<name or time>-seed<k>.
+
+    It does not exist yet, or it has the name that was asked for and holds a run that ended before its first checkpoint.
+    """
     folder = runs_dir.joinpath(*(safe_name(part) for part in task.split("/")))
     stem = safe_name(name) if name else time.strftime("%Y%m%d-%H%M%S")
     path = folder / f"{stem}-seed{seed}"
+    if name and path.is_dir() and is_unsaved(path):
+        RunLock(path).release()  # an error, if that run is still going on
+        return path
     if name and path.exists():
         raise UserError(f"{path} exists; choose another --name, or continue it with: canter resume {path}")
     others = (folder / f"{stem}-{n}-seed{seed}" for n in range(2, 1000))
     return next(p for p in (path, *others) if not p.exists())
+
+
+def is_unsaved(path: Path) -> bool:
+    """Whether a directory is empty or holds a run without any checkpoint."""
+    names = [entry.name for entry in path.iterdir() if not entry.name.startswith(".")]
+    return not any(path.glob("*.pt")) and ("config.yaml" in names or not names)
 
 
 def restarted_run(runs_dir: Path, task: str, name: str | None, seed: int | None) -> Path | None:
@@ -205,8 +219,11 @@ def open_runner(
     where = {"device": config.get("device"), **env_options(run)}
     if RANKS.size > 1:
         where["device"] = str(RANKS.start(resolve_device(where["device"])))  # this rank's own GPU
+    workers: dict[str, Any] = {"num_workers": min(run.get("workers") or 0, run["num_envs"])}
+    if workers["num_workers"]:
+        workers |= {"timeout": run.get("worker_timeout", 300.0), "restart": bool(run.get("restart_workers"))}
     env_seed = None if seed is None else seed + RANKS.rank * run["num_envs"]
-    env = open_env(run["task"], run["num_envs"], seed=env_seed, **where)
+    env = open_env(run["task"], run["num_envs"], seed=env_seed, **where, **workers)
     if eval_episodes and RANKS.is_first:
         eval_seed = None if seed is None else seed + EVAL_SEED_OFFSET
         eval_env = open_env(run["task"], min(EVAL_ENVS, eval_episodes), seed=eval_seed, **where)
@@ -217,7 +234,13 @@ def open_runner(
         agent_class = REGISTRY[find_algorithm((config.get("algorithm") or {}).get("class_name", "PPO"))].agent_class
         name = run.get("runner") or getattr(agent_class, "runner_name", "OnPolicyRunner")
         options = {"log_dir": log_dir, "eval_env": eval_env, "run_info": run, "show_progress": show_progress}
-        return build_runner(name, env, settings, **options)
+        dataset = settings.get("pretrain_dataset")
+        if dataset and log_dir is not None and isinstance(dataset.get("data_dir"), str):  # relative to the run
+            settings["pretrain_dataset"] = {**dataset, "data_dir": str(log_dir / dataset["data_dir"])}
+        runner: Any = build_runner(name, env, settings, **options)
+        if dataset:
+            runner.pretrain_dataset = dict(dataset)  # written to config.yaml as it was
+        return runner
 
 
 def new_runner(config: dict[str, Any], path: Path) -> Runner:
@@ -227,6 +250,8 @@ def new_runner(config: dict[str, Any], path: Path) -> Runner:
         with user_errors(), ExitStack() as on_error:
             on_error.callback(runner.close)  # so that nothing writes to the directory any more
             runner.alg.check_can_learn(runner.is_pretraining)
+            if (path / METRICS_NAME).is_file():
+                runner.resumed_at = 0  # the log of a run that ended before its first checkpoint is dropped
             runner.init_writer()  # finds a missing logging backend before the training
             on_error.pop_all()
     except UserError:
@@ -244,6 +269,10 @@ def load_policy(saved: SavedRun, checkpoint: Path, num_envs: int, seed: int | No
         limit_threads(runner, None)
     with user_errors(checkpoint):
         runner.load(checkpoint, load_optimizer=False)
+    weights = [(name, value) for name, value in runner.policy.state_dict().items() if value.is_floating_point()]
+    if bad := [name for name, value in weights if value.isnan().any()]:
+        ways = "choose an earlier one with --checkpoint, or train again with a lower learning rate"
+        raise DivergedError(f"{checkpoint} holds a policy that diverged: {bad[0]!r} has NaN values; {ways}")
     return runner
 
 
@@ -254,4 +283,4 @@ def limit_threads(runner: Runner, threads: int | None) -> None:
         whole = getattr(runner.cfg, "batch_size", None) or runner.steps_per_iteration() / runner.cfg.num_mini_batches
         threads = 1 if parameters * whole < SMALL_WORK else None
     if threads is not None:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(min(threads, usable_cores()))  # the run may come from a larger machine

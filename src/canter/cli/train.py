@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,7 @@ def check(args: Sequence[str]) -> int:
 def run_section(options: Any, task: str, num_envs: int) -> dict[str, Any]:
     """The section of a new run's config.yaml about the run itself."""
     names = ("total_timesteps", "final_episodes", "video", "film_interval", "histogram_interval", "threads")
+    names += ("workers", "worker_timeout", "restart_workers") if options.workers else ()
     section = {"task": task, "num_envs": num_envs} | {name: getattr(options, name) for name in names}
     if RANKS.size > 1:  # `num_envs` is of each rank
         section |= {"ranks": RANKS.size, "launch": os.environ.get("TORCHELASTIC_RUN_ID")}
@@ -112,6 +114,8 @@ def resume(
 ) -> int:
     """Continue a run from its newest valid checkpoint, with the settings it was started with.
 
+    A run that ended before its first checkpoint begins again.
+
     Args:
         run: The run directory.
         total_timesteps: Environment steps to add; the rest of the run's own length by default.
@@ -134,20 +138,27 @@ def resume(
         return launch(wanted, ["resume", str(run), *flags, *(["--modules", *modules] if modules else [])])
     with user_errors():
         RANKS.start(resolve_device(config.get("device")), config.get("rank_timeout", 60.0))
-    path = RANKS.on_first(lambda: runs.find_checkpoint(saved.path, checkpoint))
+    is_unsaved = RANKS.on_first(lambda: checkpoint is None and runs.is_unsaved(saved.path))
+    path = None if is_unsaved else RANKS.on_first(lambda: runs.find_checkpoint(saved.path, checkpoint))
     with user_errors(saved.path / "config.yaml"):
         if total_timesteps is not None:
-            done = int(load_checkpoint(path, "cpu").get("total_timesteps", 0))
+            done = 0 if path is None else int(load_checkpoint(path, "cpu").get("total_timesteps", 0))
             config["run"]["total_timesteps"] = done + total_timesteps
             config |= {name: None for name in ("max_iterations", "max_timesteps") if name in config}
         runner = runs.open_runner(config, saved.path, eval_episodes=config.get("eval_episodes") or 0)
         runs.take_logger_settings(runner, logger_kwargs)
-    with user_errors(path):
-        runner.load(path)
+    if path is None:
+        runner.resumed_at = 0  # the log of what was lost is dropped
+    else:
+        with user_errors(path):
+            runner.load(path)
     if RANKS.is_first:
         with user_errors(saved.path / "config.yaml"), RunLock(saved.path):
             runner.init_writer()  # finds a bad logging backend before the training
-        print(f"continuing {saved.path} from {path.name} at step {runner.tot_timesteps}")
+        found = "ended before its first checkpoint: it begins again"
+        if path is not None:
+            found = f"continues from {path.name} at step {runner.tot_timesteps}"
+        print(f"{saved.path} {found}")
         if changed := runs.changed_settings(saved.config, runner.checkpoints.loaded_config):
             print(f"  settings in config.yaml that are not the checkpoint's: {'; '.join(changed)}", file=sys.stderr)
     return run_to_end(runner, saved.path)
@@ -205,10 +216,13 @@ def keep_best(runner: Runner, path: Path) -> None:
     def keep(runner: Runner, stats: dict[str, float]) -> None:
         nonlocal best
         if stats.get("eval/mean_reward", -math.inf) > best:
-            best = stats["eval/mean_reward"]
-            runner.save(path / runs.BEST_NAME)
-            if RANKS.is_first:
-                write_json(record, {"eval/mean_reward": best, "step": runner.tot_timesteps})
+            try:
+                runner.save(path / runs.BEST_NAME)
+                if RANKS.is_first:
+                    write_json(record, {"eval/mean_reward": stats["eval/mean_reward"], "step": runner.tot_timesteps})
+                best = stats["eval/mean_reward"]
+            except OSError as error:  # the next good evaluation is kept
+                warnings.warn(f"the best checkpoint was not kept: {error}", stacklevel=2)
 
     runner.add_callback("post_iteration", keep)
 

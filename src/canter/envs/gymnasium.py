@@ -29,6 +29,8 @@ class GymVecEnv(VecEnv):
 
     contract = "gymnasium.Env"
     autoreset = "by canter, in the same step"
+    first_env = 0
+    """Number of the first environment, on which the random streams depend."""
 
     def __init__(
         self, env_fns: EnvSources, device: Device = "cpu", seed: int | None = None, clip_actions: bool = True
@@ -67,7 +69,8 @@ class GymVecEnv(VecEnv):
         """Start a new episode in every environment."""
         seeds: list[Any] = [None] * self.num_envs
         if self._seed is not None:
-            streams = np.random.SeedSequence(self._seed).spawn(self.num_envs)
+            numbers = range(self.first_env, self.first_env + self.num_envs)
+            streams = [np.random.SeedSequence(self._seed, spawn_key=(number,)) for number in numbers]
             seeds = [int(stream.generate_state(1)[0]) for stream in streams]
         self._seed, self._current = None, create_empty_array(self._stored, self.num_envs)
         for index, (env, seed) in enumerate(zip(self.envs, seeds, strict=True)):

@@ -1,5 +1,6 @@
 """Gymnasium's `VectorEnv` in all three autoreset modes, and EnvPool, which has the same interface."""
 
+import contextlib
 import ctypes
 import difflib
 import functools
@@ -17,6 +18,7 @@ from torch import Tensor
 from canter.envs.gymnasium import ActionCast, batch_to_rows, policy_space, put_row, stored_space
 from canter.envs.records import EndWatch, fill_extras, find_final, full_final, per_env, split_groups, to_obs
 from canter.envs.vec_env import Device, StepRecord, VecEnv
+from canter.envs.workers import TIMEOUT_SECONDS, WorkerError, find_death, wait_for_answers
 from canter.utils.runtime import usable_cores
 from canter.utils.tree import Obs, tree_leaves
 
@@ -64,6 +66,7 @@ class GymVectorEnvAdapter(VecEnv):
         self.overlaps = isinstance(env, AsyncVectorEnv)
         # Begin and finish a step; the environments run on their own in between.
         self._begin, self._end = (env.step_async, env.step_wait) if isinstance(env, AsyncVectorEnv) else (None, None)
+        self._failure: WorkerError | None = None
         self._was_done = self._current = self._bounds = None
         self._result: Any = None
         self._tensors = False
@@ -76,7 +79,11 @@ class GymVectorEnvAdapter(VecEnv):
     def reset(self) -> tuple[Obs, Obs]:
         """Start a new episode in every environment."""
         seed, self._seed = self._seed, None
-        obs, _ = self.env.reset(seed=seed)
+        if isinstance(self.env, AsyncVectorEnv):
+            self.env.reset_async(seed=seed)
+            obs, _ = self._answer(self.env.reset_wait)
+        else:
+            obs, _ = self.env.reset(seed=seed)
         self._tensors = any(isinstance(leaf, Tensor) for _, leaf in tree_leaves(obs))
         if self._tensors and self._to_array.bounds is not None:
             self._bounds = [torch.as_tensor(bound, device=self._place) for bound in self._to_array.bounds]
@@ -104,7 +111,7 @@ class GymVectorEnvAdapter(VecEnv):
 
     def recv(self) -> StepRecord:
         """Finish the step that `send` began."""
-        given, rewards, terminated, truncated, infos = self._result if self._end is None else self._end()
+        given, rewards, terminated, truncated, infos = self._result if self._end is None else self._answer(self._end)
         reward = self._per_env(rewards, "rewards")
         terminated, truncated = self._per_env(terminated, "terminated"), self._per_env(truncated, "truncated")
         obs, final, valid = self._to_obs(given), None, self._all_valid
@@ -122,6 +129,22 @@ class GymVectorEnvAdapter(VecEnv):
         reward, terminated, truncated, valid = (x.to(self.device) for x in (reward, terminated, truncated, valid))
         finals = split_groups(final)
         return fill_extras(StepRecord(*self._current, reward, terminated, truncated, *finals, valid, {"infos": infos}))
+
+    def _answer(self, receive: Callable[[], Any]) -> Any:
+        """The answers of the workers; WorkerError names one that died or hangs."""
+        if not isinstance(self.env, AsyncVectorEnv):
+            return receive()
+        workers = self.env.processes
+        try:
+            wait_for_answers(dict(enumerate(self.env.parent_pipes)), workers, TIMEOUT_SECONDS)
+            return receive()
+        except WorkerError as error:
+            self._failure = error
+            workers[error.worker].kill()  # or closing would wait for it
+            raise
+        except (EOFError, ConnectionError):
+            self._failure = find_death(workers)
+            raise self._failure from None
 
     def _per_env(self, value: Any, name: str) -> Tensor:
         """A new (N,) tensor of float32 rewards or bool flags, on the CPU if the environment returns arrays."""
@@ -159,7 +182,11 @@ class GymVectorEnvAdapter(VecEnv):
 
     def close(self) -> None:
         """Close the environment."""
-        self.env.close()
+        if self._failure is None:
+            self.env.close()
+        else:
+            with contextlib.suppress(EOFError, OSError):
+                self.env.close(terminate=True)
 
 
 class EnvPoolAdapter(GymVectorEnvAdapter):

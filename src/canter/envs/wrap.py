@@ -1,6 +1,7 @@
 """`wrap_env` turns anything that looks like environments into a `VecEnv`, by registered adapters and names."""
 
 import difflib
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from canter.envs.mjlab import MjlabAdapter, is_mjlab, make_mjlab
 from canter.envs.rsl_rl import ObsGroups, RslRlAdapter, is_apexrl, is_batched
 from canter.envs.torch_envs import TORCH_ENVS
 from canter.envs.vec_env import Device, VecEnv
+from canter.envs.workers import WorkerVecEnv
 from canter.envs.wrappers import ChannelsFirst, ClipActions, FlattenObs, ToDevice, VecEnvWrapper
 
 
@@ -78,6 +80,8 @@ def wrap_env(
         obs_groups: For rsl_rl-style environments, the observation groups of the "actor" and of the "critic".
         render_mode: For a name; with "rgb_array", `render` returns images.
     """
+    if num_envs is not None and num_envs < 1:
+        raise ValueError(f"num_envs must be at least 1, got {num_envs}")
     if isinstance(env, str):
         return make_env(env, device, num_envs or 1, seed, render_mode)
     adapter, source = None if isinstance(env, type) else find_adapter(env), env
@@ -114,6 +118,7 @@ def on_device(env: VecEnv, device: Device | None) -> VecEnv:
 def make_env(
     name: str, device: Device | None = None, num_envs: int = 1, seed: int | None = None, render_mode: str | None = None,
     env_kwargs: Mapping[str, Any] | None = None, wrappers: Any = None, components: Mapping[str, Any] | None = None,
+    num_workers: int = 0, **worker_options: Any,
 ) -> VecEnv:  # fmt: skip
     """Make environments by a registered name or a Gymnasium id.
 
@@ -127,15 +132,23 @@ def make_env(
         wrappers: Names of wrappers, innermost first, each alone or as `{name: arguments}`: of `gymnasium.wrappers`,
             around each environment; of canter, around all of them; or "module:Class".
         components: Arguments of `ObsComponents`, the outermost wrapper.
+        num_workers: Processes that step Gymnasium environments; 0 steps them in this one.
+        worker_options: Arguments of `WorkerVecEnv`.
     """
     calls = [(find_wrapper(wrapper), arguments) for wrapper, arguments in wrapper_arguments(wrappers)]
     inner = [call for call in calls if not issubclass(call[0], VecEnvWrapper)]
+    full_name = name
     module, _, name = name.rpartition(":")
     if module:
         importlib.import_module(module)
     prefix, _, task = name.rpartition("/")
     make = ENV_NAMES.get(name) or ENV_NAMES.get(prefix)
-    if make is not None:
+    if make is not None and num_workers:
+        raise ValueError(f"{name!r} is no Gymnasium id: only those are stepped by worker processes; leave out workers")
+    if num_workers:
+        one = functools.partial(make_one, full_name, env_kwargs, inner)
+        made = WorkerVecEnv([one] * num_envs, num_workers, device or "cpu", seed, **worker_options)
+    elif make is not None:
         if inner:
             problem = f"{inner[0][0].__name__} wraps single Gymnasium environments, and {name!r} makes a batch"
             raise ValueError(f"{problem}; use {', '.join(VEC_WRAPPERS)} or another subclass of VecEnvWrapper")
@@ -153,6 +166,17 @@ def make_env(
     for wrapper, arguments in calls:
         env = wrapper(env, **arguments) if issubclass(wrapper, VecEnvWrapper) else env
     return env if components is None else ObsComponents(env, **components)
+
+
+def make_one(name: str, env_kwargs: Mapping[str, Any] | None, wrappers: Sequence[tuple[Any, Any]]) -> gymnasium.Env:
+    """Make one Gymnasium environment in a worker process, where plugins and the module of the name are not loaded."""
+    from canter.cli import load_plugins
+
+    load_plugins()
+    env = gymnasium.make(name, disable_env_checker=True, **(env_kwargs or {}))
+    for wrapper, arguments in wrappers:
+        env = wrapper(env, **arguments)
+    return env
 
 
 def env_options(run: Mapping[str, Any]) -> dict[str, Any]:

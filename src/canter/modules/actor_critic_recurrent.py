@@ -24,6 +24,9 @@ class Memory(Carried, nn.Module):
         kind = type.lower()
         if kind not in RNNS:
             raise ValueError(f"rnn_type must be one of {', '.join(RNNS)}, got {type!r}")
+        for name, size in (("rnn_hidden_size", hidden_size), ("rnn_num_layers", num_layers)):
+            if int(size) < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {size!r}")
         self.rnn = RNNS[kind](int(input_size), int(hidden_size), int(num_layers))
         self.state_shape = (2 if kind == "lstm" else 1, int(num_layers), int(hidden_size))
 

@@ -341,8 +341,8 @@ def init_std(num_actions: int, init_noise_std: float | Sequence[float] = 1.0) ->
     std = torch.as_tensor(init_noise_std, dtype=torch.float32)
     if std.dim() > 1 or (std.dim() == 1 and len(std) != num_actions):
         raise ValueError(f"init_noise_std is {init_noise_std} for {num_actions} actions; give one number or one each")
-    if not bool((std > 0).all()):
-        raise ValueError(f"init_noise_std must be positive, got {init_noise_std}")
+    if not bool((std > 0).all() and std.isfinite().all()):
+        raise ValueError(f"init_noise_std must be positive and finite, got {init_noise_std}")
     return std.expand(num_actions).clone()
 
 

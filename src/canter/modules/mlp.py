@@ -33,6 +33,8 @@ def mlp(
     """Linear layers of the sizes, input and output included, with layer norms if set and activations between."""
     if len(sizes) < 2:
         raise ValueError(f"an MLP needs an input and an output size, got {list(sizes)}")
+    if bad := [size for size in sizes if size < 1 or size != int(size)]:
+        raise ValueError(f"the size of a layer must be a whole number of at least 1, got {bad[0]!r} in {list(sizes)}")
     between = activation_class(activation)
     layers: list[nn.Module] = []
     for size_in, size_out in pairwise(int(size) for size in sizes):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import math
 import secrets
+import tempfile
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +20,16 @@ from torch import Tensor, nn
 from canter.algorithms.algorithm import chosen_weights
 from canter.algorithms.foreign import import_state
 from canter.envs.spec import describe_env
-from canter.utils.checkpoint import CheckpointError, load_checkpoint, prune_checkpoints, save_checkpoint
+from canter.utils.checkpoint import (
+    CheckpointError,
+    load_checkpoint,
+    newest_valid_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
 from canter.utils.ckpt_manipulator import MANIPULATORS
 from canter.utils.distributed import RANKS, RankError
-from canter.utils.files import atomic_write, remove_stale_temps, safe_join
+from canter.utils.files import RunLock, RunMovedError, atomic_write, remove_stale_temps, safe_join
 from canter.utils.reading import read_limited
 from canter.utils.runtime import rng_state, seed_everything, set_rng_state
 from canter.utils.tree import tree_map
@@ -31,6 +41,7 @@ PERIODIC = "periodic_checkpoints.json"
 # Parts of an algorithm's state that differ between ranks, and the sums over the episodes of each environment in them.
 OWN_PARTS = ("replay_buffer", "num_stored", "return_scaler_state_dict", "rnd_state_dict")
 OWN_SUMS = "returns"
+RETRY_SECONDS = 30.0  # until a failed save is tried again
 
 
 class Checkpoints:
@@ -47,6 +58,10 @@ class Checkpoints:
         """The config in the checkpoint that was loaded last, if it is canter's."""
         self.being_saved: Path | None = None
         """The periodic checkpoint that `runner.save` is writing."""
+        self.lock: RunLock | None = None
+        """The lock of `directory`, while training."""
+        self.retry_at = math.inf
+        """Time (monotonic) at which a failed periodic save is tried again."""
         if self.directory is not None:
             remove_stale_temps(self.directory)
             # On an error none of the earlier files is ever removed.
@@ -104,15 +119,13 @@ class Checkpoints:
         if RANKS.size > 1:
             save_id = RANKS.gather(secrets.token_hex(8))[0] if is_joint else None
             resume |= {"ranks": RANKS.size, "save_id": save_id}
-            if not RANKS.is_first:
-                own = {name: state[name] for name in OWN_PARTS if name in state} | {"iter": runner.iteration}
-                save_checkpoint(rank_path(path, RANKS.rank), {**own, "resume": resume}, root)
-            if is_joint:
-                RANKS.wait()
-        if RANKS.is_first:
-            save_checkpoint(path, {**state, "resume": resume}, root)
-        if is_joint:
-            RANKS.wait()
+            own = {name: state[name] for name in OWN_PARTS if name in state} | {"iter": runner.iteration}
+            with all_or_none(is_joint):
+                if not RANKS.is_first:
+                    save_checkpoint(rank_path(path, RANKS.rank), {**own, "resume": resume}, root)
+        with all_or_none(is_joint):
+            if RANKS.is_first:
+                save_checkpoint(path, {**state, "resume": resume}, root)
         if runner.writer is not None and runner.cfg.upload_model:
             runner.writer.save_model(path, runner.iteration)
 
@@ -212,9 +225,82 @@ class Checkpoints:
                 warnings.warn(f"evaluations do not continue exactly: {error}", stacklevel=4)
 
     def save_periodic(self) -> None:
-        """Write model_<completed iterations>.pt, and remove old periodic files beyond `keep_checkpoints`."""
+        """Write a numbered checkpoint; if that fails, the training goes on and the save is tried again later."""
         if self.directory is None:
             return
+        try:
+            self._check_directory()
+            self._save_numbered()
+            self.retry_at = math.inf
+        except RunMovedError:
+            raise
+        except OSError as error:
+            self.retry_at = time.monotonic() + RETRY_SECONDS
+            again = f"the training goes on and saves again in {RETRY_SECONDS:.0f} s"
+            warnings.warn(f"no checkpoint could be written ({error}); {again}; {self._newest()}", stacklevel=2)
+
+    @property
+    def is_retry_due(self) -> bool:
+        """Whether a save that failed is to be tried again, on all ranks."""
+        return self.retry_at < math.inf and bool(RANKS.agree(float(time.monotonic() >= self.retry_at)))
+
+    def save_final(self) -> None:
+        """Write the last numbered checkpoint and checkpoint_final.pt; if that fails, save elsewhere and say where."""
+        if self.directory is None:
+            return
+        try:
+            self._check_directory()
+            self._save_numbered()
+            self.runner.save(str(self.directory / "checkpoint_final.pt"))
+        except RunMovedError:
+            raise
+        except OSError as error:
+            text = f"the last checkpoint could not be written ({error}); {self._newest()}; {self._rescue()}"
+            raise type(error)(error.errno, text) from error
+
+    def _newest(self) -> str:
+        """The newest good checkpoint, for messages."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return f"the newest good one is {newest_valid_checkpoint(self.directory or '.')}"
+        except (OSError, CheckpointError):
+            return f"there is no good one in {self.directory}"
+
+    def _rescue(self) -> str:
+        """Save in the directory for temporary files; returns a sentence about it."""
+        try:
+            folder = RANKS.on_first(lambda: Path(tempfile.mkdtemp(prefix="canter-")))
+            path = folder / f"model_{self.runner.iteration}.pt"
+            self._write(path)
+        except OSError as error:
+            return f"nor could it be saved elsewhere ({error})"
+        return f"the state was saved as {path}"
+
+    def _check_directory(self) -> None:
+        """End the run if its directory was moved; begin a new one if it was deleted."""
+        directory, lock = self.directory, self.lock  # which the first rank has
+        found = RANKS.on_first(lambda: directory if lock is None else lock.find_directory())
+        if found == directory:
+            return
+        if found is not None:
+            path = found / f"model_{self.runner.iteration}.pt"
+            try:
+                self._write(path)
+                saved = f"the state was saved as {path}; continue with: canter resume {found}"
+            except OSError:
+                saved = self._rescue()
+            raise RunMovedError(f"{self.directory} was moved to {found} during the run, which ends here; {saved}")
+        config = self.runner.log_dir and self.runner.log_dir / "config.yaml"
+        if config is not None and RANKS.is_first and not config.exists():
+            warnings.warn(f"{self.directory} was deleted during the run; it is made again", stacklevel=3)
+            self.runner.write_config()
+            if self.runner.writer is not None:
+                self.runner.writer.reopen()
+
+    def _save_numbered(self) -> None:
+        """Write model_<completed iterations>.pt, and remove old periodic files beyond `keep_checkpoints`."""
+        assert self.directory is not None
         path, keep = self.directory / f"model_{self.runner.iteration}.pt", self.runner.cfg.keep_checkpoints
         if keep is None or not RANKS.is_first:
             self.runner.save(str(path))
@@ -235,13 +321,30 @@ class Checkpoints:
 
     def save_after(self, error: BaseException) -> None:
         """Write the state at an error to crash/, where `resume` does not find it, without hiding the error."""
-        if self.directory is None or type(error).__name__ == "TrialPruned" or isinstance(error, RankError):
+        is_expected = isinstance(error, (RankError, RunMovedError)) or type(error).__name__ == "TrialPruned"
+        if self.directory is None or is_expected:
             return
         try:
             path = self.directory / "crash" / f"model_{self.runner.iteration}.pt"
             self._write(path, {"error": repr(error)}, is_joint=False)
         except Exception as second:
             warnings.warn(f"no emergency checkpoint could be written: {second!r}", stacklevel=2)
+
+
+@contextlib.contextmanager
+def all_or_none(is_joint: bool) -> Iterator[None]:
+    """Write a file on several ranks: if one of them fails, all raise an OSError."""
+    failure: OSError | None = None
+    try:
+        yield
+    except OSError as error:
+        failure = error
+    if is_joint:
+        RANKS.wait()
+        if RANKS.agree(float(failure is not None)) and failure is None:
+            failure = OSError(errno.EIO, "another rank could not write its part of the checkpoint")
+    if failure is not None:
+        raise failure
 
 
 def rank_path(path: Path, rank: int) -> Path:

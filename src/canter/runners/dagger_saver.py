@@ -1,5 +1,6 @@
 """Data collection for DAgger: the student acts, and every step is labelled with the teacher's action."""
 
+import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,11 +15,13 @@ from canter.algorithms.schedules import GET_PROB_FUNC, Schedule
 from canter.modules.build import build_actor_critic, build_pair, install_normalizers
 from canter.modules.policy import Policy
 from canter.runners.demonstration import DemonstrationSaver
+from canter.runners.heartbeat import Heartbeat
 from canter.runners.run_config import named_network
 from canter.utils.checkpoint import CheckpointError, find_checkpoints, load_checkpoint
 from canter.utils.reading import read_json, read_yaml, refuse_imports
 
 CONFIG_NAMES = ("config.yaml", "config.json")
+COLLECTOR_FILE, TRAINER_FILE = ".collector-alive", ".trainer-alive"  # in the data, and in the student's run directory
 
 
 class DaggerSaver(DemonstrationSaver):
@@ -33,19 +36,22 @@ class DaggerSaver(DemonstrationSaver):
         update_times_scale: Iterations over which the schedule decays.
         action_sample_std: Standard deviation of the student's noise; its own if 0.
         log_to_tensorboard: Write episode statistics to TensorBoard in `save_dir`.
+        stop_when_alone: Stop collecting when the process that trains the student is gone.
     """
 
     def __init__(
         self, *args: Any, training_policy_logdir: str | Path, teacher_act_prob: str | float | Schedule = "exp",
         update_times_scale: float = 5000, action_sample_std: float = 0.0, log_to_tensorboard: bool = False,
-        **kwargs: Any,
+        stop_when_alone: bool = False, **kwargs: Any,
     ) -> None:  # fmt: skip
         super().__init__(*args, **kwargs)
         self.training_policy_logdir = Path(training_policy_logdir)
         self.teacher_act_prob = GET_PROB_FUNC(teacher_act_prob, update_times_scale)
         self.update_times_scale, self.action_sample_std = update_times_scale, action_sample_std
         self.metadata |= {"update_times_scale": update_times_scale, "action_sample_std": action_sample_std}
-        self.metadata["training_policy_logdir"] = str(training_policy_logdir)
+        self.metadata["training_policy_logdir"] = os.path.relpath(training_policy_logdir, self.save_dir)
+        partner = self.training_policy_logdir / TRAINER_FILE
+        self.heartbeat = Heartbeat(self.save_dir / COLLECTOR_FILE, partner, "trainer", stop_when_alone)
         self.training_policy: Policy | None = None
         self.training_policy_iteration = self.collection_iteration = 0
         self.use_teacher_act_mask = torch.ones(self.env.num_envs, dtype=torch.bool, device=self.env.device)
@@ -147,9 +153,14 @@ class DaggerSaver(DemonstrationSaver):
             self.training_policy.reset(dones)
 
     def check_stop(self) -> bool:
-        """Load a newer student if there is one, then check whether enough was collected."""
+        """Load a newer student if there is one; stop if enough was collected, or if the trainer is gone."""
         self.load_latest_training_policy()
-        return super().check_stop()
+        return self.heartbeat.is_over() or super().check_stop()
+
+    def collect_and_save(self, config: Mapping[str, Any] | None = None) -> None:
+        """Collect until `check_stop` or a stop signal; all steps are then on disk."""
+        with self.heartbeat:
+            super().collect_and_save(config)
 
     def log_metrics(self) -> dict[str, float]:
         """Episode statistics since the last call: the largest of `_max`, the smallest of `_min`, means of others."""

@@ -24,6 +24,7 @@ from canter import __version__
 from canter.algorithms import REGISTRY
 from canter.algorithms.algorithm import Algorithm
 from canter.envs.vec_env import VecEnv
+from canter.envs.workers import WorkerError
 from canter.envs.wrap import wrap_env
 from canter.envs.wrappers import ClipActions, FlattenObs
 from canter.modules.build import build_actor_critic
@@ -47,10 +48,11 @@ from canter.utils.distributed import RANKS
 from canter.utils.files import RunLock, atomic_write
 from canter.utils.logging import Logger
 from canter.utils.metrics import DivergedError, NonFiniteError, StepStats
-from canter.utils.runtime import StopSignal, preserved_rng, resolve_device
+from canter.utils.runtime import HANGUP, StopSignal, preserved_rng, resolve_device
 from canter.utils.tree import tree_leaves
 
 MAX_HISTORY = 10_000  # log entries; metrics.jsonl has them all
+MAX_SKIPPED = 10  # reports in a row without one update that was applied
 
 
 class LearnResult(NamedTuple("RobotMetrics", [("velrmsd", float), ("CoT", float)])):
@@ -115,8 +117,9 @@ class Runner(ABC):
         """Environments of all ranks together."""
         complete(self.plan, self.env)
         self.eval_env = None if eval_env is None else open_env(eval_env, self.device, self.plan)
-        self.log_dir = None if log_dir is None else Path(log_dir)
-        self.save_dir = self.log_dir if save_dir is None else Path(save_dir)
+        # Absolute, because a program may change its working directory.
+        self.log_dir = None if log_dir is None else Path(log_dir).absolute()
+        self.save_dir = self.log_dir if save_dir is None else Path(save_dir).absolute()
         for directory in filter(None, (self.log_dir, self.save_dir)):
             directory.mkdir(parents=True, exist_ok=True)
         self.log_interval, self.save_interval = self.cfg.log_interval, self.cfg.save_interval
@@ -127,7 +130,7 @@ class Runner(ABC):
         self.critic_obs: Any = None
         self.actions: Any = None
         """The actions that the environments got last."""
-        self.num_evals = 0
+        self.num_evals = self.num_skipped = 0
         self.callbacks = Callbacks(self.cfg.callback_errors)
         self.writer: Logger | None = None
         """The logger, while it is open."""
@@ -224,10 +227,11 @@ class Runner(ABC):
         title = str(self.run_info.get("task", type(self.alg).__name__))
         with (
             RANKS.telling_errors(),
-            contextlib.nullcontext() if self.save_dir is None or not RANKS.is_first else RunLock(self.save_dir),
+            contextlib.nullcontext() if self.save_dir is None or not RANKS.is_first else RunLock(self.save_dir) as lock,
             StopSignal() as stop,
             Console(last, title, self.show_progress, self.iteration, path=self.log_dir) as console,
         ):
+            self.checkpoints.lock = lock
             self.init_writer(init_at_random_ep_len)
             self.alg.adjust_learning_rate(self.iteration / self.horizon)
             self.alg.train_mode()
@@ -238,18 +242,21 @@ class Runner(ABC):
                 is_done = False
                 while self.iteration < last and not self._is_over(stop, is_done):
                     is_done = self._is_last_iteration(reporter, console, history)
+            except WorkerError as error:
+                if stop.requested is None or RANKS.size > 1:
+                    self.checkpoints.save_after(error)
+                    raise
+                warnings.warn(f"stopped without the rollout that had begun: {error}", stacklevel=2)
             except BaseException as error:
                 if not stop.is_urgent:
                     self.checkpoints.save_after(error)
                 raise
             finally:
                 self.flush()
-            if self.save_dir is not None:
-                self.checkpoints.save_periodic()
-                self.save(str(self.save_dir / "checkpoint_final.pt"))
+            self.checkpoints.save_final()
         self.stopped_by = stop.requested
-        if stop.requested == signal.SIGTERM:
-            raise SystemExit(143)
+        if stop.requested is not None and stop.requested in (signal.SIGTERM, HANGUP):
+            raise SystemExit(128 + stop.requested)
         if reporter is not None and reporter.takes_value and reporter.num_reports == 0:
             name = "episode/mean_reward" if reporter.metric is None else reporter.metric
             warnings.warn(f"nothing was reported to the trial: no iteration had the metric {name!r}", stacklevel=2)
@@ -301,7 +308,7 @@ class Runner(ABC):
                 self.log(locals())
                 history.append(metrics)
             console.update(self.iteration, self.tot_timesteps, metrics)
-        if self.is_due(self.save_interval):
+        if self.is_due(self.save_interval) or self.checkpoints.is_retry_due:
             self.checkpoints.save_periodic()
         if self.log_dir is not None and self.writer is not None and not self._has_stored_code:
             self._has_stored_code = True
@@ -322,6 +329,11 @@ class Runner(ABC):
             raise
         if not all(math.isfinite(value) for name, value in metrics.items() if name.startswith("train/")):
             self.raise_if_diverged()
+        if any(name.startswith("train/") for name in metrics):
+            self.num_skipped = self.num_skipped + 1 if self.alg.skipped_share >= 1.0 else 0
+            if self.num_skipped >= MAX_SKIPPED:
+                found = f"every update of the last {MAX_SKIPPED} reports was skipped, its gradient was NaN or infinite"
+                raise self._divergence(found)
         return metrics
 
     def raise_if_diverged(self, actions: Tensor | None = None, cause: Exception | None = None) -> None:
@@ -335,16 +347,20 @@ class Runner(ABC):
         has_bad_actions = actions is not None and actions.is_floating_point() and not actions.isfinite().all()
         if not bad and not has_bad_actions:
             return
-        means = self.alg.meter.means() if hasattr(self.alg, "meter") else {}
-        losses = [name for name, value in means.items() if not math.isfinite(value)]
         found = f"parameter {bad[0]!r} is NaN or infinite" if bad else "its actions are NaN or infinite"
         found += f", the first of {len(bad)}" if len(bad) > 1 else ""
+        raise self._divergence(found, "The environment is not the cause. ") from cause
+
+    def _divergence(self, found: str, cause: str = "") -> DivergedError:
+        """The error that names the iteration, what was found, the first metric that is not finite, and the ways out."""
+        means = self.alg.meter.means() if hasattr(self.alg, "meter") else {}
+        losses = [name for name, value in means.items() if not math.isfinite(value)]
         found += f"; the first such metric is {losses[0].rpartition('/')[2]!r}" if losses else ""
         rates = {name: getattr(self.alg, name) for name in getattr(self.alg, "rates", ("learning_rate",))}
         settings = rates | {"max_grad_norm": self.alg.cfg.max_grad_norm}
         lower = ", ".join(f"{name} (now {value or 0:g})" for name, value in settings.items())
-        text = f"the policy diverged in iteration {self.iteration + 1}: {found}. The environment is not the cause. "
-        raise DivergedError(f"{text}Lower {lower}, scale the rewards down, or resume an earlier checkpoint") from cause
+        text = f"the policy diverged in iteration {self.iteration + 1}: {found}. {cause}"
+        return DivergedError(f"{text}Lower {lower}, scale the rewards down, or resume an earlier checkpoint")
 
     def start(self, init_at_random_ep_len: bool) -> None:
         """Read the observation from which the next rollout starts."""
@@ -367,6 +383,8 @@ class Runner(ABC):
 
     def count_iterations(self, iterations: int | None, timesteps: int | None) -> int:
         """Iterations that the arguments of `learn` ask for."""
+        if (length := iterations if iterations is not None else timesteps) is not None and not 0 <= length < math.inf:
+            raise ValueError(f"the length of the training must be a number of at least 0, got {length}")
         if iterations is not None:
             return int(iterations)
         if timesteps is not None:

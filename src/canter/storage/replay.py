@@ -12,22 +12,17 @@ one row per episode, and a step that only resets an environment is not stored. `
 oldest to newest; uniform samples are drawn from it.
 """
 
-import contextlib
 import itertools
-import logging
-import math
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
+from canter.storage.memory import check_memory
 from canter.storage.rollout_storage import Field, is_absent, observation_fields
 from canter.utils.tree import Obs, nested, tree_leaves
 
-log = logging.getLogger("canter")
 OBSERVED = ("observations", "critic_observations")
 MIN_PRIORITY = 1e-6  # keeps the probability of every step above 0
 
@@ -75,7 +70,8 @@ class TransitionReplayBuffer:
         self.has_invalid_steps = has_invalid_steps
         self.num_rows = -(-self.capacity // num_envs) + 1
         self.fields = self.declare_fields()
-        check_memory(self.fields, self.num_rows, num_envs, self.device)
+        way_out = "make buffer_size smaller, or observations (images as uint8)"
+        check_memory("replay buffer", self.fields, self.num_rows, num_envs, self.device, way_out)
         self.data = {
             name: torch.zeros(self.num_rows * num_envs, *field.shape, dtype=field.dtype, device=self.device)
             for name, field in self.fields.items()
@@ -400,35 +396,3 @@ class PrioritizedReplayBuffer(TransitionReplayBuffer):
             self.tree.fill(state["powers"])
         else:
             self.rebuild()
-
-
-def check_memory(fields: Mapping[str, Field], num_rows: int, num_envs: int, device: torch.device) -> int:
-    """Bytes of a replay buffer, logged; MemoryError with the arithmetic if they are not free."""
-    parts = sorted(((math.prod(f.shape) * f.dtype.itemsize, name) for name, f in fields.items()), reverse=True)
-    total = num_rows * num_envs * sum(size for size, _ in parts)
-    shown = " + ".join(f"{size} {name}" for size, name in [*parts[:4], (sum(size for size, _ in parts[4:]), "others")])
-    arithmetic = f"{num_rows:,} rows x {num_envs:,} environments x ({shown}) bytes = {readable(total)}"
-    log.info("replay buffer on %s: %s", device, arithmetic)
-    if (free := free_memory(device)) is not None and total > free:
-        text = f"the replay buffer does not fit: {arithmetic}, but {device} has {readable(free)} free"
-        raise MemoryError(f"{text}; make buffer_size smaller, or observations (images as uint8)")
-    return total
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be allocated; None if the system does not report them."""
-    if device.type == "cuda":
-        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + reserved
-    with contextlib.suppress(OSError, KeyError, ValueError):
-        facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(facts["MemAvailable"].split()[0]) * 1024
-    with contextlib.suppress(AttributeError, OSError, ValueError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return None
-
-
-def readable(size: int) -> str:
-    """A number of bytes in the largest unit in which it is at least 1."""
-    power = min(max(size.bit_length() - 1, 0) // 10, 4)
-    return f"{size / 1024**power:,.{'1f' if power == 4 else '4g'}} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Generator, Tensor
 
+from canter.storage.memory import check_memory
 from canter.storage.trajectories import Trajectories, episode_starts, start_positions, trajectory_index
 from canter.utils.distributed import RANKS
 from canter.utils.tree import Obs, nested, tree_leaves
@@ -133,6 +134,8 @@ class RolloutStorage:
             if name in self.fields or field.batch in {f.batch for f in self.fields.values()}:
                 raise ValueError(f"extra_fields: {name!r} (in a minibatch {field.batch!r}) is declared already")
             self.fields[name] = field
+        way_out = "make num_envs or num_steps_per_env smaller"
+        check_memory("rollout", self.fields, num_transitions_per_env, num_envs, self.device, way_out)
         self.data = {name: self._zeros(field) for name, field in self.fields.items()}
         self.step = 0
         self.cursor = torch.zeros(1, dtype=torch.long, device=self.device)  # `step` on the device, for captured writes

@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import math
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -72,34 +73,39 @@ def refuse_unknown(cls: type, unknown: Iterable[str]) -> None:
 
 
 def setting(
-    default: Any, *, low: float | None = None, high: float = math.inf, choices: tuple[str, ...] | None = None,
-    fixed: bool = False, host: bool = False,
+    default: Any, *, low: float | None = None, above: float | None = None, high: float | None = None,
+    below: str | None = None, at_most: str | None = None, choices: tuple[str, ...] | None = None, fixed: bool = False,
+    host: bool = False,
 ) -> Any:  # fmt: skip
     """Declare a setting with its range or choices.
 
     Args:
         default: The default value.
         low: Lowest value of a number, or of every number in a tuple.
-        high: Highest value.
+        above: A number that the value must exceed, instead of `low`.
+        high: Highest value; None is any finite number, `math.inf` allows infinity too.
+        below: Name of another setting, which must be higher.
+        at_most: Name of another setting, which must not be lower.
         choices: The allowed strings.
         fixed: The value cannot change after construction, because something was built from it.
         host: Only host code reads the value, so recorded and captured functions do not depend on it.
     """
-    metadata = {"low": low, "high": high, "choices": choices, "fixed": fixed, "host": host}
+    metadata = {"low": low, "above": above, "high": high, "below": below, "at_most": at_most}
+    metadata |= {"choices": choices, "fixed": fixed, "host": host}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def declared_kinds(field: dataclasses.Field[Any]) -> list[str]:
     """Names of the types a setting may have, whether its module evaluates annotations or not."""
     declared: Any = field.type
-    text = declared.__name__ if isinstance(declared, type) else str(declared)
+    text = declared.__name__ if type(declared) is type else str(declared)
     return [kind.strip() for kind in text.split("|")]
 
 
 def check_value(owner: str, field: dataclasses.Field[Any], value: Any) -> Any:
     """Return the value converted to the declared type, or raise an error that names the setting and its range.
 
-    A number may be given as text, because YAML reads 1e-4 as text.
+    A number may be given as text, because YAML reads 1e-4 as text. No number may be NaN.
     """
     kinds = set(declared_kinds(field))
     if kinds <= set(KINDS):
@@ -111,22 +117,62 @@ def check_value(owner: str, field: dataclasses.Field[Any], value: Any) -> Any:
         allowed = tuple(kind for name in kinds for kind in KINDS[name])
         if not isinstance(value, allowed) or (isinstance(value, bool) and "bool" not in kinds):
             raise TypeError(f"{owner}: {field.name} must be {' | '.join(declared_kinds(field))}, got {value!r}")
-    choices, low = field.metadata.get("choices"), field.metadata.get("low")
+    choices = field.metadata.get("choices")
     if choices is not None and value is not None and value not in choices:
         raise ValueError(f"{field.name} must be one of {', '.join(choices)}, got {value!r}")
-    if low is not None:
-        high = field.metadata["high"]
-        numbers = value if isinstance(value, (tuple, list)) else () if value is None else (value,)
-        if not all(low <= number <= high for number in numbers):  # false for NaN too
-            kind = "number" if "float" in kinds else "whole number"
-            limits = f"from {low:g} to {high:g}" if high < math.inf else f"of at least {low:g}"
-            raise ValueError(f"{field.name} must be a {kind} {limits}, got {value!r}")
+    numbers = value if isinstance(value, (tuple, list)) else (value,)
+    has_range = any(field.metadata.get(name) is not None for name in ("low", "above", "high"))
+    is_whole = not any("float" in kind or "Any" in kind for kind in kinds)
+    if not all(is_in_range(number, field.metadata, has_range, is_whole) for number in numbers):
+        kind = "whole number" if is_whole else "number"
+        raise ValueError(f"{field.name} must be a {kind} {range_text(field.metadata)}, got {value!r}")
     return value
+
+
+def is_in_range(value: Any, limits: Mapping[str, Any], has_range: bool, is_whole: bool) -> bool:
+    """Whether a number is within the limits, and finite unless they allow infinity; true for None and other objects."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return True
+    low, above, high = (limits.get(name) for name in ("low", "above", "high"))
+    if not (math.isfinite(value) or value == high) or (has_range and is_whole and value != int(value)):
+        return False
+    return (low is None or value >= low) and (above is None or value > above) and (high is None or value <= high)
+
+
+def range_text(limits: Mapping[str, Any]) -> str:
+    """The range of a setting in words."""
+    low, above, high = (limits.get(name) for name in ("low", "above", "high"))
+    bottom = f"of at least {low:g}" if low is not None else f"above {above:g}" if above is not None else ""
+    if high is None or high == math.inf:
+        return bottom or "that is finite"
+    return f"from {low:g} to {high:g}" if low is not None else f"{bottom} and at most {high:g}".removeprefix(" and ")
+
+
+def check_order(cfg: Any, name: str, value: Any) -> None:
+    """Raise if a setting that must be below another one, or at most as high, would not be."""
+    values = {**vars(cfg), name: value}
+    for field in dataclasses.fields(cfg):
+        for rule, is_fine in (("below", operator.lt), ("at_most", operator.le)):
+            other = field.metadata.get(rule)
+            pair: Any = (values.get(field.name), values.get(other))
+            is_concerned = name in (field.name, other) and all(isinstance(number, (int, float)) for number in pair)
+            if other and is_concerned and not is_fine(*pair):
+                text = f"{field.name} must be {rule.replace('_', ' ')} {other}"
+                raise ValueError(f"{text}, got {pair[0]!r} and {pair[1]!r}")
+
+
+def assign_checked(cfg: Any, name: str, value: Any) -> None:
+    """The `__setattr__` of settings: checks and converts the value of a field, in the constructor and later."""
+    field = cfg.__dataclass_fields__.get(name)
+    if field is not None:
+        value = check_value(type(cfg).__name__, field, value)
+        check_order(cfg, name, value)
+    object.__setattr__(cfg, name, value)
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field, setting))
 def settings(cls: T) -> T:
-    """Make a keyword-only dataclass whose constructor checks names, types, ranges and choices.
+    """Make a keyword-only dataclass that checks names, types, ranges and choices whenever a value is assigned.
 
     A subclass that changes only a default keeps the declared range, choices and flags.
     """
@@ -139,11 +185,11 @@ def settings(cls: T) -> T:
 
     @functools.wraps(plain_init)
     def init(self: Any, *args: Any, **given: Any) -> None:
-        owner, known = type(self).__name__, {f.name: f for f in dataclasses.fields(self) if f.init}
-        checked = check_settings(owner, given, known)
-        plain_init(self, *args, **{name: check_value(owner, known[name], value) for name, value in checked.items()})
+        owner, known = type(self).__name__, [f.name for f in dataclasses.fields(self) if f.init]
+        plain_init(self, *args, **check_settings(owner, given, known))
 
     made.__init__ = init
+    made.__setattr__ = assign_checked
     return made
 
 

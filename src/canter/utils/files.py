@@ -40,6 +40,10 @@ class DiskFullError(OSError):
     """A file could not be written because the disk is full; the previous file is intact."""
 
 
+class RunMovedError(OSError):
+    """The run directory was moved or renamed during the run."""
+
+
 class RunLockedError(RuntimeError):
     """Another process writes to this run directory."""
 
@@ -161,6 +165,8 @@ def atomic_write(
             with contextlib.suppress(OSError):
                 os.unlink(temp, dir_fd=at)
             if not (_is_disk_full(raw.failure) or _is_disk_full(error)):
+                if raw.failure is not None and isinstance(error, Exception):
+                    raise OSError(raw.failure.errno, raw.failure.strerror, str(path)) from error
                 raise
             free, needed = shutil.disk_usage(path.parent).free, max(expected_size, raw.reached)
             before = "the previous file is intact" if path.exists() else "there was no previous file"
@@ -238,6 +244,18 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
             raise RunLockedError(message) from error
         except OSError as error:
             warnings.warn(f"cannot lock {self.path} ({error}); do not run two trainings there", stacklevel=2)
+
+    def find_directory(self) -> Path | None:
+        """Where the locked directory is now, which may have been moved; None if it or the lock was deleted."""
+        own = os.fstat(self._file.fileno())
+        with contextlib.suppress(OSError):
+            if os.path.samestat(own, os.stat(self.path)):
+                return self.path.parent
+        if own.st_nlink == 0:
+            return None
+        with contextlib.suppress(OSError):  # only Linux knows the new place
+            return Path(os.readlink(f"/proc/self/fd/{self._file.fileno()}")).parent
+        return None
 
     def release(self) -> None:
         """Unlock the directory; may be called twice."""

@@ -9,16 +9,20 @@ import random
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from canter import __version__
+
+HANGUP = getattr(signal, "SIGHUP", None)  # absent on Windows
+STOP_SIGNALS = tuple(filter(None, (signal.SIGTERM, signal.SIGINT, HANGUP)))
 
 
 def resolve_device(device: torch.device | str | None = None) -> torch.device:
@@ -100,7 +104,10 @@ def preserved_rng() -> Iterator[None]:
 
 
 class StopSignal:
-    """The first SIGTERM or SIGINT sets `requested` and calls the user's handler, if any; the second acts as before."""
+    """The first SIGTERM, SIGINT or SIGHUP sets `requested` and calls the user's handler; the second acts as before."""
+
+    requested_at: ClassVar[float | None] = None
+    """Time (monotonic) of the first signal, while a run is stopping."""
 
     def __init__(self) -> None:
         self.requested: int | None = None  # the first signal received
@@ -109,8 +116,9 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._handle)
+            for number in STOP_SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN or number != HANGUP:  # nohup ignores it
+                    self._before[number] = signal.signal(number, self._handle)
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -119,7 +127,12 @@ class StopSignal:
             self.__exit__()
             signal.raise_signal(number)
             return
-        self.requested = number
+        self.requested, StopSignal.requested_at = number, time.monotonic()
+        if number == HANGUP:  # a write to a terminal that is gone is an error
+            for stream in (1, 2):
+                with contextlib.suppress(OSError):
+                    if os.isatty(stream):
+                        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         before = self._before.get(number)
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
@@ -127,4 +140,4 @@ class StopSignal:
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        self._before = {}
+        self._before, StopSignal.requested_at = {}, None

@@ -30,6 +30,8 @@ class TorchEnv(VecEnv):
     def __init__(
         self, num_envs: int, device: Device = "cpu", seed: int | None = None, max_episode_length: int | None = None
     ) -> None:
+        if num_envs < 1:
+            raise ValueError(f"num_envs must be at least 1, got {num_envs}")
         self.num_envs, self.device = num_envs, torch.device(device)
         if max_episode_length is not None:
             self.max_episode_length = max_episode_length

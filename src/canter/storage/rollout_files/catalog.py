@@ -241,6 +241,9 @@ class TrajectoryLibrary:
         except TrajectoryFileError as error:
             self._report([error])
             return None
+        if bad := not_finite(arrays):
+            self._report([TrajectoryFileError(path, f"holds NaN or infinity in {bad!r}")])
+            return None
         arrays = self.assemble(arrays) if "observations" not in arrays else arrays
         steps = len(arrays["rewards"])
         flat = {n: arrays[n].reshape(steps).astype(kind) for n, kind in PER_STEP.items() if n in arrays}
@@ -282,6 +285,12 @@ class TrajectoryLibrary:
         if is_error:
             raise DatasetError(f"{count} (max_bad_fraction={self.max_bad_fraction:g}):{lines}")
         warnings.warn(f"{count} and left out, these are new:{lines}", stacklevel=4)
+
+
+def not_finite(arrays: Mapping[str, np.ndarray]) -> str | None:
+    """Name of the first array with NaN or infinity."""
+    floats = ((name, array) for name, array in arrays.items() if array.dtype.kind == "f")
+    return next((name for name, array in floats if not np.isfinite(array).all()), None)
 
 
 def _problem(path: Path, read: Callable[[Path], Any]) -> TrajectoryFileError | None:
@@ -351,6 +360,8 @@ class TrajectoryWriter(contextlib.AbstractContextManager["TrajectoryWriter"]):
 
     def _check(self, arrays: Mapping[str, np.ndarray]) -> None:
         schema = schema_of(arrays)
+        if bad := not_finite(arrays):
+            raise ValueError(f"{bad!r} of a trajectory holds NaN or infinity; it is not written to {self.directory}")
         self.schema = self.schema or schema
         check_schema(self.directory, schema, self.schema)
 

@@ -19,6 +19,7 @@ from canter.utils.utils import namedarraytuple
 
 SERVED = ("observations", "privileged_observations", "actions", "rewards", "dones", "timeouts")
 OBS, CRITIC_OBS = SERVED[:2]
+NOTE_SECONDS = 10.0  # between two notes about waiting
 Transition = namedarraytuple(
     "Transition",
     "observation privileged_observation action reward done timeout next_observation next_privileged_observation",
@@ -105,7 +106,7 @@ class RolloutDataset(RolloutFileBase):
 
     def reset_all(self) -> None:
         """Look for trajectories, wait until there are enough, and begin one in every environment."""
-        started, has_warned = time.monotonic(), False
+        started, has_warned, next_note = time.monotonic(), False, NOTE_SECONDS
         while not self.read_dataset_directory():
             waited = time.monotonic() - started
             text = f"fewer than keep_latest_n_trajs={self.keep_latest_n_trajs} trajectories in {self.library.where}"
@@ -114,6 +115,10 @@ class RolloutDataset(RolloutFileBase):
             if not has_warned:
                 warnings.warn(f"{text}: waiting for more", stacklevel=3)
                 has_warned = True
+            if waited >= next_note:
+                found = len(self.library.scan())
+                print(f"waiting for {waited:.0f} s: {found} of {self.keep_latest_n_trajs} trajectories", flush=True)  # noqa: T201
+                next_note += NOTE_SECONDS
             time.sleep(self.wait_interval_s)
         if not self.trajectories:
             raise FileNotFoundError(f"there is no trajectory in {self.library.where}")

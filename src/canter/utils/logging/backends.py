@@ -1,11 +1,13 @@
 """The logging backends and their table. A backend's own package is imported when the backend is opened."""
 
+import contextlib
 import functools
 import importlib
 import io
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +19,7 @@ from canter.utils.tree import tree_map
 
 METRICS_NAME = "metrics.jsonl"
 MAX_LINE = 1 << 22  # characters of a row of metrics
+MAX_UNWRITTEN = 10_000  # lines
 
 
 class Backend:
@@ -28,6 +31,8 @@ class Backend:
     last_step: int = 0  # the highest step so far; set by the logger
     loadable: ClassVar[frozenset[str]] = frozenset()
     """Settings that are taken from a loaded config too: none that names a host, a key, an account, a path or code."""
+    retry_seconds: ClassVar[float] = 30.0
+    """Seconds in which a backend that failed several times in a row is not called."""
 
     def __init__(self, log_dir: Path | None, **kwargs: Any) -> None:
         if kwargs:
@@ -62,18 +67,27 @@ class Backend:
     def flush(self) -> None:
         """Write buffered records."""
 
+    def reopen(self) -> None:
+        """Prepare to work again after failures, or after the run directory was deleted."""
+
     def close(self) -> None:
         """Write buffered records and free all resources."""
 
 
 class _JsonlBackend(Backend):
-    """Appends one JSON object per call (`step`, `time` and the scalars) to `metrics.jsonl`; writes `config.json`."""
+    """Appends one JSON object per call (`step`, `time` and the scalars) to `metrics.jsonl`; writes `config.json`.
+
+    Lines that cannot be written are kept and written with a later one.
+    """
+
+    retry_seconds: ClassVar[float] = 0.0
 
     def __init__(self, log_dir: Path | None, **kwargs: Any) -> None:
         super().__init__(log_dir, **kwargs)
         if log_dir is None:
             raise ValueError("the jsonl backend needs a log_dir")
         self.path = log_dir / METRICS_NAME
+        self._unwritten: deque[bytes] = deque(maxlen=MAX_UNWRITTEN)
         self._file = self._open()
 
     def _open(self) -> io.FileIO:
@@ -87,13 +101,18 @@ class _JsonlBackend(Backend):
     def log_scalars(self, scalars: dict[str, float], step: int) -> None:
         # One write, so that a kill damages at most the last line.
         line = json.dumps({**scalars, "step": step, "time": round(time.time(), 3)}, allow_nan=False).encode() + b"\n"
-        state = os.fstat(self._file.fileno())
-        if state.st_nlink == 0:  # the file or its directory was deleted during the run
+        self._unwritten.append(line)
+        self.flush()
+
+    def flush(self) -> None:
+        if self._file.closed or os.fstat(self._file.fileno()).st_nlink == 0:  # deleted during the run
             self._file.close()
             self._file = self._open()
-        if self._file.write(line) != len(line):
-            self._file.truncate(state.st_size)
+        lines, size = b"".join(self._unwritten), os.fstat(self._file.fileno()).st_size
+        if self._file.write(lines) != len(lines):
+            self._file.truncate(size)
             raise OSError(f"only part of a line could be written to {self.path}")
+        self._unwritten.clear()
 
     def log_config(self, config: dict[str, Any]) -> None:
         atomic_write(self.path.with_name("config.json"), json.dumps(config, indent=2).encode())
@@ -108,7 +127,10 @@ class _JsonlBackend(Backend):
         self.last_step = min(self.last_step, step)
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self.flush()
+        finally:
+            self._file.close()
 
 
 def read_rows(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
@@ -174,6 +196,12 @@ class _TensorboardBackend(Backend):
 
     def flush(self) -> None:
         self._writer.flush()
+
+    def reopen(self) -> None:
+        # The thread of a writer ends at its first error, so that only a new writer writes again.
+        with contextlib.suppress(Exception):
+            self._writer.close()
+        self._writer = self._open()
 
     def close(self) -> None:
         self._writer.close()

@@ -5,6 +5,7 @@ import dataclasses
 import math
 import os
 import re
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -49,6 +50,7 @@ class Logger(contextlib.AbstractContextManager["Logger"]):
         self.backends: dict[str, Backend] = {}
         self.failures: Counter[str] = Counter()  # failed calls of each backend
         self._failures_in_a_row: Counter[str] = Counter()
+        self._retry_at: dict[str, float] = {}
         self._dropped = 0
         self._tags: dict[str, str] = {}
         names = [backends] if isinstance(backends, str) else list(dict.fromkeys(backends or ()))
@@ -122,12 +124,17 @@ class Logger(contextlib.AbstractContextManager["Logger"]):
         """Delete the records beyond `step`, where a run resumes, in the backends that can."""
         self._each(lambda backend: backend.truncate_after(step))
 
+    def reopen(self) -> None:
+        """Let every backend begin again in a run directory that was deleted."""
+        self._each(lambda backend: backend.reopen())
+
     def flush(self) -> None:
         """Write buffered records."""
         self._each(lambda backend: backend.flush())
 
     def close(self) -> None:
         """Flush and close every backend; may be called twice."""
+        self._retry_at.clear()
         self._each(lambda backend: backend.close())
         self.backends.clear()
 
@@ -148,9 +155,14 @@ class Logger(contextlib.AbstractContextManager["Logger"]):
         for name, backend in list(self.backends.items()):
             # wandb drops rows whose step is lower than an earlier one.
             backend.last_step = max(backend.last_step, int(step))
+            if time.monotonic() < self._retry_at.get(name, 0.0):
+                continue
             try:
+                if self._failures_in_a_row[name] >= _MAX_FAILURES:
+                    backend.reopen()
                 call(backend)
-                self._failures_in_a_row[name] = 0
+                if self._failures_in_a_row.pop(name, 0) >= _MAX_FAILURES:
+                    warnings.warn(f"the logging backend {name!r} works again", stacklevel=4)
             except Exception as error:
                 self.failures[name] += 1
                 self._failures_in_a_row[name] += 1
@@ -158,8 +170,10 @@ class Logger(contextlib.AbstractContextManager["Logger"]):
                 if self.failures[name] == 1:
                     warnings.warn(f"{problem}; training goes on: {type(error).__name__}: {error}", stacklevel=4)
                 if self._failures_in_a_row[name] >= _MAX_FAILURES:
-                    del self.backends[name]
-                    warnings.warn(f"{problem} {_MAX_FAILURES} times in a row; it is off", stacklevel=4)
+                    self._retry_at[name] = time.monotonic() + backend.retry_seconds
+                if self._failures_in_a_row[name] == _MAX_FAILURES and backend.retry_seconds:
+                    pause = f"it is tried again every {backend.retry_seconds:.0f} s"
+                    warnings.warn(f"{problem} {_MAX_FAILURES} times in a row; {pause}", stacklevel=4)
 
 
 def _settings_by_name(names: list[str], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,51 @@
+"""Memory of a storage, computed before it is allocated."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from canter.storage.rollout_storage import Field
+
+log = logging.getLogger("canter")
+
+
+def check_memory(
+    what: str, fields: Mapping[str, Field], num_rows: int, num_envs: int, device: torch.device, way_out: str
+) -> int:
+    """Bytes of a storage of rows of fields, logged; MemoryError with the arithmetic if they are not free."""
+    parts = sorted(((math.prod(f.shape) * f.dtype.itemsize, name) for name, f in fields.items()), reverse=True)
+    total = num_rows * num_envs * sum(size for size, _ in parts)
+    shown = " + ".join(f"{size} {name}" for size, name in [*parts[:4], (sum(size for size, _ in parts[4:]), "others")])
+    arithmetic = f"{num_rows:,} rows x {num_envs:,} environments x ({shown}) bytes = {readable(total)}"
+    log.info("%s on %s: %s", what, device, arithmetic)
+    if (free := free_memory(device)) is not None and total > free:
+        raise MemoryError(f"the {what} does not fit: {arithmetic}, but {device} has {readable(free)} free; {way_out}")
+    return total
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be allocated; None if the system does not report them."""
+    if device.type == "cuda":
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reserved
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(facts["MemAvailable"].split()[0]) * 1024
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
+
+
+def readable(size: int) -> str:
+    """A number of bytes in the largest unit in which it is at least 1."""
+    power = min(max(size.bit_length() - 1, 0) // 10, 4)
+    return f"{size / 1024**power:,.{'1f' if power == 4 else '4g'}} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
