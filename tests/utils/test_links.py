@@ -1,6 +1,7 @@
 """Nothing is written through a link of a run directory, whoever put it there."""
 
 import os
+import subprocess
 import sys
 
 import numpy as np
@@ -89,7 +90,9 @@ def test_an_atomic_write_replaces_a_link_itself(run, precious):
 
 def test_the_code_state_is_not_written_into_a_linked_folder(run, outside, tmp_path):
     repository = tmp_path / "code"
-    (repository / ".git").mkdir(parents=True)
+    subprocess.run(["git", "init", "-q", str(repository)], check=True)
+    store_code(tmp_path / "other", [str(repository)], True, Logger(None, None))
+    assert (tmp_path / "other" / "git" / "code.diff").is_file()
     (run / "git").symlink_to(outside)
     store_code(run, [str(repository)], True, Logger(None, None))
 
