@@ -42,7 +42,7 @@ class Films:
         make_folder(self.film.parent, self.run)
         state = {**runner.alg.state_dict(), "iter": runner.iteration, "total_timesteps": self.step, "infos": None}
         state.pop(REPLAY, None)
-        save_checkpoint(self.film.with_suffix(".pt"), state)
+        save_checkpoint(self.film.with_suffix(".pt"), state, self.run)
         policy = ["--checkpoint", str(self.film.with_suffix(".pt").resolve())]
         command = film_command(self.run, self.film, modules_of(runner), *policy)
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
