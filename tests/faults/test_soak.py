@@ -15,7 +15,7 @@ ITERATIONS, FIRST = 20_000, 2_000
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 def test_20000_iterations_keep_memory_files_and_speed(make_runner, tmp_path):
-    options = {"num_steps_per_env": 2, "save_interval": 500, "keep_checkpoints": 2, "log_interval": 20}
+    options = {"num_steps_per_env": 2, "save_interval": 1_000, "keep_checkpoints": 2, "log_interval": 100}
     runner = make_runner(PointRobot(2, max_episode_length=7), tmp_path, **options)
     samples = {}
     begin = time.process_time()

@@ -307,7 +307,7 @@ def test_a_broken_backend_never_stops_a_run(make_runner, tmp_path, recorder, mon
         runner.learn(7)
     assert runner.iteration == 7
     assert len(rows(tmp_path)) == 7
-    assert "recorder" not in runner.writer.backends
+    assert runner.writer.failures["recorder"] < 7  # after five in a row it is left alone for a while
 
 
 def test_a_frozen_or_backward_clock_gives_finite_rates(make_runner, monkeypatch, tmp_path):
