@@ -40,7 +40,7 @@ PATIENCE_SECONDS = 3600.0  # for work whose length differs between ranks: evalua
 ANSWER_SECONDS = 3.0  # for the other ranks to say that they are alive, after a collective failed
 STOP_SECONDS = 15.0  # to wait for other ranks after SIGTERM; torchrun kills after 30
 POLL_SECONDS = 0.01
-LAUNCHER = "CANTER_LAUNCHER"  # environment variable that `canter train --ranks` sets
+LAUNCHER = "CANTER_LAUNCHER"  # environment variable of ranks whose parent process reports their end
 
 
 class RankError(RuntimeError):
@@ -105,7 +105,7 @@ class Ranks:
         self.size = size
         self.store.set(f"host/{self.rank}", f"process {os.getpid()} on {socket.gethostname()}")
         atexit.register(self.stop)
-        if "TORCHELASTIC_RUN_ID" in os.environ:
+        if "TORCHELASTIC_RUN_ID" in os.environ or LAUNCHER in os.environ:
             threading.Thread(target=self._watch_parent, args=(os.getppid(),), daemon=True).start()
         return device
 
