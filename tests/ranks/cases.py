@@ -341,3 +341,14 @@ def continued(directory, rank):
     begin = runner.iteration
     runner.learn(max(0, 200 - begin))
     return {"begin": begin, "state": checksum({**runner.alg.state_dict(), "resume": runner.alg.resume_state()})}
+
+
+def killed_while_waited_for(directory, rank):
+    """Rank 1 dies while the other waits for work that it does alone."""
+    RANKS.start(CPU, limit=2.0)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        RANKS.wait()
+    except RankError as error:
+        return str(error)
