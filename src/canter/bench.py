@@ -20,7 +20,7 @@ from torch import Tensor
 
 from canter.envs.vec_env import StepRecord, VecEnv
 from canter.runners.on_policy_runner import OnPolicyRunner
-from canter.utils.distributed import RANKS
+from canter.utils.distributed import LAUNCHER, RANKS
 
 EPISODE_LENGTH = 1000
 POOL_SIZE = 8
@@ -203,7 +203,7 @@ def in_ranks(size: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> An
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    places = [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in range(size)]
+    places = [{**common, "RANK": rank, "LOCAL_RANK": rank, LAUNCHER: 1} for rank in range(size)]
     pools = [ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) for _ in places]
     with contextlib.ExitStack() as stack:
         started = [

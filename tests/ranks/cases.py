@@ -246,7 +246,7 @@ FAULTS = {
 
 def faulty_run(directory, rank, fault=None, save_dir="run", **cfg):
     """Four iterations of four steps, each saved; rank 1 has a fault in the third."""
-    cfg = {"num_steps_per_env": 4, "save_interval": 1, "logger_backend": [], "rank_timeout": 2.0, "seed": 3, **cfg}
+    cfg = {"num_steps_per_env": 4, "save_interval": 1, "logger_backend": [], "rank_timeout": 30.0, "seed": 3, **cfg}
     cfg["policy"] = {"class_name": "ActorCritic", **POLICY}
     env = Faulty(FAULTS[fault] if rank == 1 and fault else int)
     runner = OnPolicyRunner(env, cfg, directory / save_dir, "cpu", show_progress=False)
@@ -260,7 +260,7 @@ def faulty_run(directory, rank, fault=None, save_dir="run", **cfg):
 
 
 killed = functools.partial(faulty_run, fault="killed")
-hangs = functools.partial(faulty_run, fault="hangs")
+hangs = functools.partial(faulty_run, fault="hangs", rank_timeout=2.0)
 raises = functools.partial(faulty_run, fault="raises")
 signalled = functools.partial(faulty_run, fault="signalled")
 fine = faulty_run
@@ -329,8 +329,8 @@ def port_in_use(directory, rank):
 
 def continued(directory, rank):
     """Continue whatever is there until the end, saving often; rank files and all."""
-    RANKS.start(CPU, limit=5.0, patience=5.0)
-    cfg = {"num_steps_per_env": 4, "save_interval": 1, "logger_backend": [], "rank_timeout": 5.0, "seed": 3}
+    RANKS.start(CPU, limit=20.0, patience=10.0)
+    cfg = {"num_steps_per_env": 4, "save_interval": 1, "logger_backend": [], "rank_timeout": 20.0, "seed": 3}
     cfg |= {"policy": {"class_name": "ActorCritic", **POLICY}, "keep_checkpoints": 3}
     cfg["algorithm"] = {"class_name": "PPO", "num_mini_batches": 2, "schedule": "adaptive", **NORMS}
     runner = OnPolicyRunner(PointRobot(2, max_episode_length=7), cfg, directory / "run", "cpu", show_progress=False)
@@ -339,5 +339,16 @@ def continued(directory, rank):
     if newest is not None:
         runner.load(newest)
     begin = runner.iteration
-    runner.learn(max(0, 150 - begin))
+    runner.learn(max(0, 200 - begin))
     return {"begin": begin, "state": checksum({**runner.alg.state_dict(), "resume": runner.alg.resume_state()})}
+
+
+def killed_while_waited_for(directory, rank):
+    """Rank 1 dies while the other waits for work that it does alone."""
+    RANKS.start(CPU, limit=2.0)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        RANKS.wait()
+    except RankError as error:
+        return str(error)

@@ -42,6 +42,12 @@ def test_a_rank_that_hangs_is_named_after_the_time_limit(launcher, tmp_path):
     assert 2.0 < first["seconds"] < 15.0
 
 
+def test_a_rank_that_dies_while_others_wait_for_its_work_is_named(launcher, tmp_path):
+    (first, _), codes = results(launcher, tmp_path, "killed_while_waited_for")
+    assert codes == [0, -9]
+    assert "rank 1 (process" in first
+
+
 def test_an_error_of_one_rank_is_told_to_the_others(launcher, tmp_path):
     (first, second), codes = results(launcher, tmp_path, "raises")
     assert codes == [0, 0]

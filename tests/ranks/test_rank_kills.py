@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import canter
-from canter.utils.checkpoint import newest_valid_checkpoint, verify_checkpoint
+from canter.utils.checkpoint import find_checkpoints, newest_valid_checkpoint, verify_checkpoint
 
 pytestmark = pytest.mark.slow
 NUM_KILLS = 20
@@ -23,14 +23,16 @@ TRAIN += ["--final-episodes", "2", "--name", "run", "--rank-timeout", "10"]
 
 def test_no_kill_of_a_random_rank_loses_a_run(launcher, tmp_path):
     """All ranks end after every kill, and the run is in the end what it is without any."""
-    draw, known, answers = random.Random(1), 0, []
+    draw, known, answers = random.Random(1), 0, list[float]()
     for number in range(NUM_KILLS):
         pids = launcher.start(2, tmp_path / "killed", "continued")
-        time.sleep(draw.uniform(0.5, 2.5))
+        if number % 5:  # after a while of training; the others while the ranks start
+            wait_for(lambda: newest_number(tmp_path / "killed" / "run") > known, 120.0)
+        time.sleep(draw.uniform(0.0, 1.0))
         victim = draw.randrange(2)
         begin = time.monotonic()
         os.kill(pids[victim], signal.SIGKILL)
-        codes = launcher.wait(pids, seconds=30.0)
+        codes = launcher.wait(pids, seconds=60.0)
         answers.append(time.monotonic() - begin)
         assert codes[victim] == -9
         assert codes[1 - victim] == 1, number  # with an error, not killed by the test
@@ -49,6 +51,11 @@ def test_no_kill_of_a_random_rank_loses_a_run(launcher, tmp_path):
     assert resumed[0]["begin"] == resumed[1]["begin"] == known
     assert [rank["state"] for rank in resumed] == [rank["state"] for rank in whole]
     print(f"{NUM_KILLS} kills, continued at iteration {known}; ends after {max(answers):.1f} s at most")
+
+
+def newest_number(run):
+    """The iteration of the newest checkpoint; 0 without one."""
+    return max((number for number, _ in find_checkpoints(run)), default=0) if run.is_dir() else 0
 
 
 def start(tmp_path, *command):

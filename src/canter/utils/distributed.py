@@ -40,7 +40,7 @@ PATIENCE_SECONDS = 3600.0  # for work whose length differs between ranks: evalua
 ANSWER_SECONDS = 3.0  # for the other ranks to say that they are alive, after a collective failed
 STOP_SECONDS = 15.0  # to wait for other ranks after SIGTERM; torchrun kills after 30
 POLL_SECONDS = 0.01
-LAUNCHER = "CANTER_LAUNCHER"  # environment variable that `canter train --ranks` sets
+LAUNCHER = "CANTER_LAUNCHER"  # environment variable of ranks whose parent process reports their end
 
 
 class RankError(RuntimeError):
@@ -60,6 +60,7 @@ class Ranks:
         self.backend = ""
         self.group: Any = None
         self.store: Any = None
+        self.has_ended = threading.Event()
         self.num_waits = 0
         self.seconds = 0.0
         """Seconds that the host spent in collectives."""
@@ -105,8 +106,9 @@ class Ranks:
         self.size = size
         self.store.set(f"host/{self.rank}", f"process {os.getpid()} on {socket.gethostname()}")
         atexit.register(self.stop)
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            threading.Thread(target=self._watch_parent, args=(os.getppid(),), daemon=True).start()
+        has_parent = "TORCHELASTIC_RUN_ID" in os.environ or LAUNCHER in os.environ
+        self.has_ended.clear()
+        threading.Thread(target=self._watch, args=(os.getppid() if has_parent else None,), daemon=True).start()
         return device
 
     def _connect(self, size: int, patience: float) -> None:
@@ -135,13 +137,20 @@ class Ranks:
                 time.sleep(POLL_SECONDS)
         except RuntimeError:  # the store is gone
             pass
+        self.has_ended.set()
         self.size, self.group = 1, None
         dist.destroy_process_group()
 
-    def _watch_parent(self, parent: int) -> None:
-        """End this rank if the process that started it dies: first as SIGTERM does, then at once."""
-        while os.getppid() == parent:
-            time.sleep(1.0)
+    def _watch(self, parent: int | None) -> None:
+        """Show the others that this rank lives; end it with SIGTERM, then at once, if the process that started it dies."""
+        while parent is None or os.getppid() == parent:
+            try:
+                self.store.add(f"beat/{self.rank}", 1)
+            except RuntimeError:  # the store is gone, which the next collective or wait reports
+                if parent is None:
+                    return
+            if self.has_ended.wait(1.0):
+                return
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(self.limit)
         os._exit(1)
@@ -254,12 +263,19 @@ class Ranks:
             return
         self.num_waits += 1
         key, begin = f"wait/{self.num_waits}", time.monotonic()
+        beats: dict[int, tuple[int | None, float]] = {}  # of each rank, and since when
         try:
             self.store.add(key, 1)
             while self.store.add(key, 0) < self.size:
-                waited = time.monotonic() - begin
-                if waited > (STOP_SECONDS if self.is_stopping() else PATIENCE_SECONDS) or self._leavers():
-                    raise TimeoutError(f"after {waited:.0f} s")
+                now = time.monotonic()
+                for rank in range(self.size):
+                    beat = self.store.add(f"beat/{rank}", 0)
+                    if beats.get(rank, (None, now))[0] != beat:
+                        beats[rank] = (beat, now)
+                is_dead = any(now - since > self.limit for _, since in beats.values())
+                is_late = now - begin > (STOP_SECONDS if self.is_stopping() else PATIENCE_SECONDS)
+                if is_dead or is_late or self._leavers():
+                    raise TimeoutError(f"timed out after {now - begin:.0f} s")
                 time.sleep(POLL_SECONDS)
         except (RuntimeError, TimeoutError) as error:
             raise self._lost(error) from error
