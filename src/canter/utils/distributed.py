@@ -142,7 +142,7 @@ class Ranks:
         dist.destroy_process_group()
 
     def _watch(self, parent: int | None) -> None:
-        """Show the others that this rank lives; end it with SIGTERM, then at once, if the process that began it dies."""
+        """Show the others that this rank lives; end it, by SIGTERM at first, if the process that began it dies."""
         while parent is None or os.getppid() == parent:
             try:
                 self.store.add(f"beat/{self.rank}", 1)
