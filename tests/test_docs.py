@@ -84,7 +84,7 @@ def test_commands_shown_are_commands_there_are(page, monkeypatch):
     if importlib.util.find_spec("mjlab") is None:  # which has the settings of its tasks
         monkeypatch.setattr("canter.envs.mjlab.mjlab_training_dict", lambda task: {})
     for block in BASH.findall(page.read_text(encoding="utf-8")):
-        for line in block.splitlines():
+        for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             if words[:1] == ["canter"]:
                 assert words[1] in COMMANDS, line

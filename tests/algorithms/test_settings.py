@@ -52,7 +52,7 @@ def test_an_unknown_setting_is_refused():
     [
         ({"gamma": 1.5}, "gamma must be a number from 0 to 1, got 1.5"),
         ({"lam": float("nan")}, "lam must be a number from 0 to 1, got nan"),
-        ({"clip_param": -0.1}, "clip_param must be a number of at least 0"),
+        ({"clip_param": -0.1}, "clip_param must be a number above 0"),
         ({"num_learning_epochs": 0}, "num_learning_epochs must be a whole number of at least 1"),
         ({"schedule": "cosine"}, "schedule must be one of fixed, constant, linear, adaptive, got 'cosine'"),
     ],

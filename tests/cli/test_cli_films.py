@@ -38,7 +38,7 @@ def events(path):
 
 
 def films_with(monkeypatch, code, run, interval):
-    def command(run, film, *flags):
+    def command(run, film, modules, *flags):
         return [sys.executable, "-c", code, str(run), "--video", str(film), *flags]
 
     monkeypatch.setattr(canter.cli.films, "film_command", command)

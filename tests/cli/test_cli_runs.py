@@ -362,7 +362,7 @@ def test_a_full_disk_ends_with_6(train, monkeypatch, capsys):
         raise DiskFullError(f"disk full: {path}")
 
     monkeypatch.setattr("canter.runners.checkpoints.save_checkpoint", full)
-    with pytest.warns(UserWarning, match="no emergency checkpoint"):
+    with pytest.warns(UserWarning, match="the best checkpoint was not kept: disk full"):
         code, _ = train()
     assert code == 6
     assert "disk full" in capsys.readouterr().err

@@ -11,9 +11,9 @@ import yaml
 
 import canter
 from canter.cli.__main__ import main
-from canter.cli.play import write_video
 from canter.cli.runs import changed_settings
 from canter.utils.checkpoint import load_checkpoint, save_checkpoint
+from canter.utils.films import Film
 from canter.utils.logging import loaded_settings, register_logger
 from canter.utils.logging.backends import BACKENDS, Backend
 from canter.utils.reading import named_modules
@@ -82,7 +82,9 @@ def test_commands_refuse_a_linked_folder_of_the_run(trained, outside, capsys, fo
 def test_a_video_replaces_a_link_and_not_its_target(tmp_path, outside):
     for name in ("play.mp4", "play.gif"):
         (tmp_path / name).symlink_to(tmp_path / "precious")
-        write_video(tmp_path / name, [np.full((16, 16, 3), i, np.uint8) for i in range(3)], 10)
+        with Film(tmp_path / name, 10) as film:
+            for i in range(3):
+                film.add(np.full((16, 16, 3), i, np.uint8))
         assert not (tmp_path / name).is_symlink()
         assert (tmp_path / name).stat().st_size > 30
 

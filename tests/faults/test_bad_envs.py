@@ -334,7 +334,7 @@ def test_all_environments_may_be_cut_off_at_once(make_runner):
     ("space", "error"),
     [
         (spaces.Box(np.array([1.0], np.float32), np.array([2.0], np.float32)), None),
-        (spaces.Tuple([spaces.Discrete(2)]), TypeError),
+        (spaces.Tuple([spaces.Discrete(2), spaces.Box(0, 1)]), TypeError),
         (spaces.Text(3), TypeError),
     ],
 )
@@ -353,7 +353,7 @@ def test_actions_that_nobody_can_give_are_refused_at_construction(make_runner, s
     if error is None:
         make_runner(Odd(), algorithm={"num_mini_batches": 1}).learn(1)
         return
-    with pytest.raises(error, match="Box, Discrete or MultiDiscrete"):
+    with pytest.raises(error, match="Box|discrete"):
         make_runner(Odd())
 
 

@@ -11,7 +11,7 @@ import torch
 import yaml
 from fuzz_damages import LONG, QUICK, crafted
 from hypothesis import given, settings
-from test_files import make_bundle, make_trajectory
+from test_damaged_files import make_bundle, make_trajectory
 
 import canter
 from canter.cli.__main__ import main

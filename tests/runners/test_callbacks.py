@@ -82,6 +82,7 @@ def test_the_order_of_an_iteration_is_collect_update_rate_evaluate_log_save(make
         (runner, "eval"),
         (runner, "log"),
         (runner.checkpoints, "save_periodic"),
+        (runner.checkpoints, "save_final"),
     ):
         original = getattr(target, name)
         monkeypatch.setattr(target, name, lambda *a, f=original, n=name, **k: (seen.append(n), f(*a, **k))[1])
@@ -96,7 +97,7 @@ def test_the_order_of_an_iteration_is_collect_update_rate_evaluate_log_save(make
         "log",
         "save_periodic",
     ]
-    assert seen[-1] == "save_periodic"  # the final one
+    assert seen[-1] == "save_final"
 
 
 def test_a_linear_rate_reaches_zero_with_the_run(make_runner):

@@ -69,12 +69,14 @@ ITEMS = [
     "resume.runner.tracker.num_episodes",
     "resume.runner.eval_seed",
     "resume.runner.num_evals",
+    "resume.runner.executed",
 ]
 # Without it the number of steps is taken to be iterations times steps, which is right unless the number of
 # environments changed.
 DERIVABLE = {"total_timesteps"}
 # The same with a seed, and before the first evaluation; files of earlier versions lack them.
 DERIVABLE |= {"resume.runner.eval_seed", "resume.runner.num_evals"}
+DERIVABLE |= {"resume.runner.executed"}  # decides when a GPU's functions are compiled
 
 
 @pytest.fixture(scope="module")

@@ -108,8 +108,8 @@ def read_run(path: Path, modules: Collection[str] | None = ()) -> SavedRun:
     if not isinstance(run, dict) or not isinstance(run.get("task"), str):
         raise UserError(f"{config_path} does not name the task of the run; only runs of `canter train` do")
     for name in ("num_envs", "total_timesteps"):
-        if type(run.get(name)) is not int or run[name] < 1:
-            raise UserError(f"{config_path}: run.{name} must be a whole number of at least 1, got {run.get(name)!r}")
+        if name in run and (type(run[name]) is not int or run[name] < 1):
+            raise UserError(f"{config_path}: run.{name} must be a whole number of at least 1, got {run[name]!r}")
     return SavedRun(path, config)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import gc
 import random
 import sys
 import time
@@ -256,6 +257,8 @@ def run_traced(
     tracer.trace.roots, tracer.has_iterators = roots, walk.has_iterators
     watches_calls = sys.getprofile() is None and tracer.reference is None  # else a profiler runs
     ACTIVE_TRACERS.append(tracer)
+    collects = gc.isenabled()
+    gc.disable()  # a collection may run code that is not the function's
     try:
         with watched(counters), tracer:
             if watches_calls:
@@ -266,6 +269,8 @@ def run_traced(
                 if watches_calls:
                     sys.setprofile(None)
     finally:
+        if collects:
+            gc.enable()
         ACTIVE_TRACERS.remove(tracer)
     if not all(map(is_plain, tensors_in(result))):
         tracer.refuse("it returns a sparse or nested tensor")
