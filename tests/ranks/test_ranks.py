@@ -1,5 +1,8 @@
 """Several processes that train together: what they average, that they stay equal, and that they continue exactly."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -97,3 +100,8 @@ def test_another_number_of_ranks_continues_with_new_streams_and_says_so(halves, 
     before, added = steps[name]
     assert ranks[0]["steps"] == before + size * added
     assert len({tuple(rank["noise"].tolist()) for rank in ranks}) == size
+
+
+def test_canter_imports_where_torch_has_no_distributed_part():
+    code = "import sys, torch; sys.modules['torch.distributed.distributed_c10d'] = None; import canter.runners"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -28,8 +28,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 from canter.execution import ACTIVE_TRACERS
 
@@ -112,6 +110,10 @@ class Ranks:
         return device
 
     def _connect(self, size: int, patience: float) -> None:
+        # Some builds of torch, for robots' computers among them, have no distributed part.
+        from torch.distributed.distributed_c10d import PrefixStore
+        from torch.distributed.rendezvous import rendezvous
+
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         try:
             store, self.rank, size = next(rendezvous("env://", timeout=timedelta(seconds=patience)))
