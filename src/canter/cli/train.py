@@ -128,6 +128,8 @@ def resume(
     """
     saved = runs.read_run(run, modules)
     config: dict[str, Any] = {**saved.config, "run": dict(saved.config["run"])}
+    if missing := [name for name in ("num_envs", "total_timesteps") if name not in config["run"]]:
+        raise UserError(f"{saved.path / 'config.yaml'} lacks run.{missing[0]}; `canter train` writes it")
     if device is not None:
         config["device"] = device
     wanted = int(config["run"].get("ranks", 1) if ranks is None else ranks)
