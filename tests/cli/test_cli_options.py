@@ -16,8 +16,8 @@ from canter.cli.options import (
     joined_settings,
     parse,
     parse_train,
+    parse_value,
     policy_options,
-    read_yaml,
     settings_options,
 )
 from canter.cli.train import run_config
@@ -261,11 +261,11 @@ def test_the_seed_is_1_unless_given():
 
 
 def test_numbers_with_an_exponent_are_numbers_in_yaml_flags():
-    assert read_yaml("{critic: {lr: 1e-3, name: 1e, n: [2E+4]}}") == {
+    assert parse_value("{critic: {lr: 1e-3, name: 1e, n: [2E+4]}}") == {
         "critic": {"lr": 0.001, "name": "1e", "n": [20000.0]}
     }
     with pytest.raises(ValueError, match="is not YAML"):
-        read_yaml("{a: [}")
+        parse_value("{a: [}")
 
 
 def test_a_flag_is_found_with_dashes_underscores_and_equals_signs():

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from device_waits import iterations_without_looks
 
 from canter.envs.wrap import wrap_env
 from canter.execution.executor import Executor
@@ -173,20 +174,11 @@ def test_importing_and_training_leave_the_precision_of_others_alone():
     assert torch.get_float32_matmul_precision() == before
 
 
-def test_an_iteration_waits_for_the_device_at_most_five_times():
+def test_an_iteration_waits_for_the_device_at_most_five_times(monkeypatch):
     for policy in ({}, {"class_name": "ActorCriticRecurrent", "rnn_hidden_size": 32}):
         runner = trained("canter/CartPole", "graph", 8, policy=policy, log_interval=0)
-        iterations = []
-        for _ in range(4):  # a shape of minibatches that was not met in a while is looked at again, which waits
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                with warnings.catch_warnings(record=True) as caught:
-                    warnings.simplefilter("always")
-                    runner.learn(1)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-            iterations.append([f"{w.filename}:{w.lineno}" for w in caught if "synchronizing" in str(w.message)])
-        assert min(map(len, iterations)) <= 5, iterations
+        for waits in iterations_without_looks(runner, monkeypatch):
+            assert len(waits) <= 5, "\n".join(waits)
 
 
 @pytest.mark.parametrize("group", ["obs", "reward"])

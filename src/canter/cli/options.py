@@ -166,7 +166,7 @@ def read_config(file: str | None) -> dict[str, Any]:
         return {}
     if not Path(file).is_file():
         raise FileNotFoundError(f"--config {file}: there is no such file")
-    content = read_yaml(read_limited(file).decode("utf-8"))
+    content = parse_value(read_limited(file).decode("utf-8"))
     if not isinstance(content, dict):
         raise ValueError(f"--config {file}: the file is no mapping of settings; a run's config.yaml is an example")
     run = content.get("run") or {}
@@ -362,13 +362,13 @@ def yaml_rule(info: Any) -> Any:
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar="YAML",
-        instance_from_str=lambda words: read_yaml(words[0]),
+        instance_from_str=lambda words: parse_value(words[0]),
         is_instance=lambda value: True,
         str_from_instance=lambda value: [yaml.safe_dump(value, default_flow_style=True).split("\n...")[0].strip()],
     )
 
 
-def read_yaml(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """A YAML value, in which 1e-3 is a number (YAML 1.1 reads it as text)."""
     try:
         return parse_yaml(text, YamlLoader)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from canter.cli.options import TrainOptions, read_yaml
+from canter.cli.options import TrainOptions, parse_value
 
 FORMS = "NAME=LOW..HIGH, NAME=LOW..HIGH/STEP, NAME=log:LOW..HIGH or NAME=A,B,C"
 
@@ -90,7 +90,7 @@ def parse_space(words: Sequence[str], options: TrainOptions[Any, Any]) -> Space:
             continue
         if not Path(word).is_file():
             raise ValueError(f"{word!r} is neither a file nor a range of a setting; write {FORMS}")
-        content = read_yaml(Path(word).read_text(encoding="utf-8"))
+        content = parse_value(Path(word).read_text(encoding="utf-8"))
         if not isinstance(content, Mapping):
             raise ValueError(f"{word} must be a YAML dict of settings and their ranges or choices")
         entries |= content
@@ -110,7 +110,7 @@ def parse_entry(name: str, entry: Any, current: Any) -> Range | Choice:
         if colon and scale != "log":
             raise ValueError(f"the scale of {name} must be log, not {scale!r}; write {FORMS}")
     elif isinstance(entry, str):
-        entry = read_yaml(f"[{entry}]")
+        entry = parse_value(f"[{entry}]")
     if isinstance(entry, Mapping):
         return parse_range(name, entry, current)
     if not isinstance(entry, list) or len(entry) < 2:
@@ -122,7 +122,7 @@ def parse_range(name: str, entry: Mapping[str, Any], current: Any) -> Range:
     """The range in a dict with low and high, and perhaps log and step."""
     if unknown := entry.keys() - {"low", "high", "log", "step"}:
         raise ValueError(f"the range of {name} has low, high, log and step, not {sorted(unknown)[0]!r}")
-    numbers = {key: read_yaml(str(entry[key])) for key in ("low", "high", "step") if entry.get(key) is not None}
+    numbers = {key: parse_value(str(entry[key])) for key in ("low", "high", "step") if entry.get(key) is not None}
     wrong = [key for key in ("low", "high") if not isinstance(numbers.get(key), int | float)]
     if wrong or not isinstance(numbers.get("step", 1), int | float):
         raise ValueError(f"the range of {name} needs numbers, not {dict(entry)}; write {FORMS}")
