@@ -1,9 +1,13 @@
-"""Train presets on several seeds and evaluate each without noise over 20 episodes.
+"""Train presets on several seeds and evaluate each policy without noise.
 
     python benchmarks/learning.py CartPole-v1 Acrobot-v1 --seeds 1 2 3
-    python benchmarks/learning.py HalfCheetah-v5 --seeds 1 --set total_timesteps=500000 algorithm.lam=0.95
+    python benchmarks/learning.py HalfCheetah-v5 Ant-v5 --seeds 1 2 3 4 5 --jobs 10
+    python benchmarks/learning.py HalfCheetah-v5 --algo sac --profile strong --steps 300000 --device cuda --jobs 3
+    python benchmarks/learning.py Swimmer-v5 --preset default                # as a task without a preset is trained
+    python benchmarks/learning.py HalfCheetah-v5 --set algorithm.lam=0.95 policy.init_noise_std=0.5
 
-One line of JSON per run goes to `--out`; the table at the end has the mean over seeds. CartPole without velocities:
+With `--jobs` several runs go on at the same time, each in a process with `--threads` threads. One line of JSON per run
+goes to `--out`; the table at the end has the mean over seeds. CartPole without velocities:
 
     python benchmarks/learning.py canter/MaskedCartPole --set policy.class_name=ActorCriticRecurrent policy.rnn_type=gru
 """
@@ -11,8 +15,15 @@ One line of JSON per run goes to `--out`; the table at the end has the mean over
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -21,59 +32,104 @@ from report import report
 
 from canter.envs.wrap import wrap_env
 from canter.presets import load_preset
-from canter.runners import OnPolicyRunner
-
-POINTS = 10
+from canter.runners import OffPolicyRunner, OnPolicyRunner
 
 
-def train(task, seed, overrides):
-    cfg = load_preset(task)
-    for override in overrides:
+def settings(args, task):
+    """The preset of a task, with the changes of the command line."""
+    cfg = {**load_preset(args.preset or task, args.algo, args.profile), "task": task}
+    for override in args.set:
         name, _, value = override.partition("=")
         *path, last = name.split(".")
         node = cfg
         for key in path:
-            node = node[key]
+            node = node.setdefault(key, {})
         node[last] = yaml.safe_load(value)
-    env = wrap_env(task, num_envs=cfg["num_envs"])
-    judge = wrap_env(task, num_envs=4, seed=seed + 1000)
-    total = -(-cfg["total_timesteps"] // (cfg["num_steps_per_env"] * env.num_envs))
-    runner = OnPolicyRunner(
-        env, {**cfg, "seed": seed, "max_iterations": total}, None, "cpu", eval_env=judge, show_progress=False
+    return {**cfg, "total_timesteps": args.steps or cfg["total_timesteps"]}
+
+
+def train(args, task, seed):
+    """Train once; returns the line of results."""
+    cfg = settings(args, task)
+    total, on_policy = cfg["total_timesteps"], "num_steps_per_env" in cfg
+    env = wrap_env(task, args.device, num_envs=cfg["num_envs"])
+    judge = wrap_env(task, args.device, num_envs=4, seed=seed + 1000)
+    length = {"max_timesteps": total}
+    if on_policy:
+        length = {"max_iterations": -(-total // (cfg["num_steps_per_env"] * env.num_envs))}
+    runner = (OnPolicyRunner if on_policy else OffPolicyRunner)(
+        env, {**cfg, **length, "seed": seed}, device=args.device, eval_env=judge, show_progress=False
     )
-    begin, curve = time.perf_counter(), []
-    for point in range(1, POINTS + 1):
-        runner.learn(total * point // POINTS - runner.iteration)
-        recent = sum(runner.rewbuffer) / max(1, len(runner.rewbuffer))
-        curve.append((runner.tot_timesteps, round(recent, 1)))
-        print(f"{task} seed {seed}: {runner.tot_timesteps:,} steps, return {recent:.1f}", flush=True)
-    seconds = time.perf_counter() - begin
-    score = runner.eval(20)
-    result = {"task": task, "policy": cfg["policy"].get("rnn_type", "mlp"), "seed": seed}
-    result |= {"steps": runner.tot_timesteps, "secs": round(seconds)}
-    return result | {
-        "eval": round(score["eval/mean_reward"], 1),
-        "std": round(score["eval/std_reward"], 1),
-        "curve": curve,
-    }
+    begin, secs, score, curve = time.perf_counter(), 0.0, {}, []
+    for point in range(1, args.points + 1):
+        runner.learn(total_timesteps=max(0, total * point // args.points - runner.tot_timesteps))
+        recent, secs = sum(runner.rewbuffer) / max(1, len(runner.rewbuffer)), time.perf_counter() - begin
+        score = runner.eval(args.episodes if point == args.points else 10)
+        curve.append([runner.tot_timesteps, round(secs, 1), round(score["eval/mean_reward"], 1)])
+        print(f"{task} seed {seed}: {runner.tot_timesteps:,} steps, {secs:.0f} s, return {recent:.1f}, "
+              f"without noise {curve[-1][2]:.1f}", flush=True)  # fmt: skip
+    network = (cfg.get("policy") or {}).get("rnn_type", "mlp")
+    result = {"task": task, "algo": args.algo, "policy": network, "seed": seed}
+    result |= {name: value for name in ("preset", "profile", "note") if (value := getattr(args, name))}
+    result |= {"steps": runner.tot_timesteps, "secs": round(secs)}
+    result |= {"eval": round(score["eval/mean_reward"], 1), "std": round(score["eval/std_reward"], 1)}
+    return {**result, "curve": curve}
+
+
+def train_beside(args, task, seed):
+    """The same in a process of its own."""
+    words = sys.argv[1:]
+    for name, values in (("--jobs", 1), ("--out", 1), ("--seeds", len(args.seeds))):
+        if name in words:
+            del words[words.index(name) : words.index(name) + 1 + values]
+    words = [task, *[word for word in words if word not in args.tasks], "--seeds", str(seed)]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.jsonl"
+        environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
+        command = [sys.executable, __file__, *words, "--out", str(out)]
+        done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            print(f"{task} seed {seed} failed:\n{done.stderr}", flush=True)
+            return None
+        line = out.read_text()
+    if args.out:
+        with args.out.open("a") as file:
+            file.write(line)
+    return json.loads(line)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tasks", nargs="+")
+    parser.add_argument("--algo", default="ppo")
+    parser.add_argument("--preset", metavar="TASK", help="settings of another task, or default")
+    parser.add_argument("--profile", help="a profile of the preset or of the algorithm")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--steps", type=int, help="environment steps instead of the preset's")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings other than the preset's")
+    parser.add_argument("--note", help="a name for these settings, kept in the results")
+    parser.add_argument("--episodes", type=int, default=20, help="episodes of the evaluation at the end")
+    parser.add_argument("--points", type=int, default=10, help="points of the curve")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    scores = {}
+    torch.set_num_threads(args.threads)
+    runs = list(product(args.tasks, args.seeds))
+    if args.jobs > 1:
+        with ThreadPoolExecutor(args.jobs) as pool:
+            results = list(pool.map(lambda run: train_beside(args, *run), runs))
+    else:
+        results = []
+        for run in runs:
+            results.append(train(args, *run))
+            report(results[-1], args.out)
     for task in args.tasks:
-        for seed in args.seeds:
-            result = train(task, seed, args.set)
-            scores.setdefault(task, []).append(result["eval"])
-            report(result, args.out)
-    for task, values in scores.items():
-        print(f"{task:28}{statistics.mean(values):10.1f}   seeds: {', '.join(f'{v:.1f}' for v in values)}")
+        values = [result["eval"] for result in results if result and result["task"] == task]
+        if values:
+            print(f"{task:28}{statistics.mean(values):10.1f}   seeds: {', '.join(f'{v:.1f}' for v in values)}")
+    sys.exit(None in results)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,11 @@
-"""Off-policy learning: what is learned, and how fast, beside Stable-Baselines3 on a CPU and skrl on a GPU.
+"""Speed of off-policy learning beside Stable-Baselines3 on a CPU and skrl on a GPU; learning.py says what is learned.
 
-    python benchmarks/off_policy.py learn CartPole-v1 LunarLander-v3 --algo dqn --seeds 1 2 3
-    python benchmarks/off_policy.py learn Pendulum-v1 LunarLanderContinuous-v3 --algo sac --seeds 1 2 3
-    python benchmarks/off_policy.py learn HalfCheetah-v5 --algo sac --steps 300000 --seeds 1 2 3
     python benchmarks/off_policy.py cpu --sb3-python peer/bin/python      # SAC on HalfCheetah, steps per second
     python benchmarks/off_policy.py gpu --batch 256 8192                  # updates per second, canter and skrl
     python benchmarks/off_policy.py massive --envs 4096                   # SAC and PPO on thousands of environments
 
-`learn` trains presets; scores are of `--episodes` without noise. `cpu` runs every measurement as a process of its own
-and lets the libraries take turns. `gpu` gives both the same replay of random steps. Lines of JSON go to `--out`.
+`cpu` runs every measurement as a process of its own and lets the libraries take turns. `gpu` gives both the same replay
+of random steps. Lines of JSON go to `--out`.
 """
 
 from __future__ import annotations
@@ -26,43 +23,6 @@ from pathlib import Path
 
 import torch
 from report import report
-
-POINTS = 20
-
-
-# ---------------------------------------------------------------------- what is learned
-def learn(args):
-    from canter.envs.wrap import wrap_env
-    from canter.presets import load_preset
-    from canter.runners import OffPolicyRunner
-
-    torch.set_num_threads(args.threads)
-    results = []
-    for task in args.tasks:
-        for seed in args.seeds:
-            cfg = load_preset(task, args.algo)
-            total = args.steps or cfg["total_timesteps"]
-            env = wrap_env(task, args.device, num_envs=cfg["num_envs"])
-            judge = wrap_env(task, args.device, num_envs=4, seed=seed + 1000)
-            run = {**cfg, "seed": seed, "max_timesteps": total}
-            runner = OffPolicyRunner(env, run, device=args.device, eval_env=judge, show_progress=False)
-            begin, curve = time.perf_counter(), []
-            for point in range(1, POINTS + 1):
-                runner.learn(total * point // POINTS - runner.tot_timesteps)
-                recent = sum(runner.rewbuffer) / max(1, len(runner.rewbuffer))
-                score = runner.eval(10)["eval/mean_reward"]
-                curve.append([runner.tot_timesteps, round(time.perf_counter() - begin, 1), round(score, 1)])
-                print(f"{task} seed {seed}: {runner.tot_timesteps:,} steps, {curve[-1][1]:.0f} s, "
-                      f"episodes {recent:.1f}, without noise {score:.1f}", flush=True)  # fmt: skip
-            score = runner.eval(args.episodes)
-            result = {"task": task, "algo": args.algo, "seed": seed, "steps": runner.tot_timesteps, "curve": curve}
-            result["seconds"] = round(time.perf_counter() - begin)
-            result |= {"eval": round(score["eval/mean_reward"], 1), "std": round(score["eval/std_reward"], 1)}
-            report(result, args.out)
-            results.append(result)
-    for task in args.tasks:
-        scores = [r["eval"] for r in results if r["task"] == task]
-        print(f"{task:28}{statistics.mean(scores):10.1f}   seeds: {', '.join(f'{v:.1f}' for v in scores)}")
 
 
 # ---------------------------------------------------------------------- a CPU
@@ -301,45 +261,36 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("learn")
-    one.add_argument("tasks", nargs="+")
-    one.add_argument("--algo", default="sac")
-    one.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    one.add_argument("--steps", type=int, help="instead of the preset's")
-    one.add_argument("--episodes", type=int, default=20, help="of the final evaluation")
-    one.add_argument("--threads", type=int, default=1)
-    one.add_argument("--device", default="cpu")
-    two = commands.add_parser("cpu")
-    two.add_argument("--sb3-python", help="the Python of an environment with Stable-Baselines3; left out if absent")
-    two.add_argument("--task", default="HalfCheetah-v5")
-    two.add_argument("--seconds", type=float, default=20.0)
-    two.add_argument("--repeats", type=int, default=3)
-    two.add_argument("--try-threads", type=int, nargs="+", default=[1, 2])
-    two.add_argument("--threads", type=int, default=1, help=argparse.SUPPRESS)
-    two.add_argument("--worker", help=argparse.SUPPRESS)
-    three = commands.add_parser("gpu")
-    three.add_argument("--batch", type=int, nargs="+", default=[256, 8192])
-    three.add_argument("--obs", type=int, default=48)
-    three.add_argument("--actions", type=int, default=12)
-    three.add_argument("--hidden", type=int, nargs="+", default=[256, 256])
-    three.add_argument("--ours", nargs="+", default=["eager:tf32", "graph:tf32", "auto:tf32", "auto:bf16"])
-    three.add_argument("--seconds", type=float, default=6.0)
-    four = commands.add_parser("massive")
-    four.add_argument("--env", default="PointRobot")
-    four.add_argument("--envs", type=int, default=4096)
-    four.add_argument("--algos", nargs="+", default=["sac", "ppo"])
-    four.add_argument("--seconds", type=float, default=60.0, help="of training, for each")
-    four.add_argument("--chunk", type=int, default=48, help="vector steps between two looks at the clock")
-    four.add_argument("--every", type=float, default=1.0, help="seconds of training between two evaluations")
-    for command in (three, four):
+    one = commands.add_parser("cpu")
+    one.add_argument("--sb3-python", help="the Python of an environment with Stable-Baselines3; left out if absent")
+    one.add_argument("--task", default="HalfCheetah-v5")
+    one.add_argument("--seconds", type=float, default=20.0)
+    one.add_argument("--repeats", type=int, default=3)
+    one.add_argument("--try-threads", type=int, nargs="+", default=[1, 2])
+    one.add_argument("--threads", type=int, default=1, help=argparse.SUPPRESS)
+    one.add_argument("--worker", help=argparse.SUPPRESS)
+    two = commands.add_parser("gpu")
+    two.add_argument("--batch", type=int, nargs="+", default=[256, 8192])
+    two.add_argument("--obs", type=int, default=48)
+    two.add_argument("--actions", type=int, default=12)
+    two.add_argument("--hidden", type=int, nargs="+", default=[256, 256])
+    two.add_argument("--ours", nargs="+", default=["eager:tf32", "graph:tf32", "auto:tf32", "auto:bf16"])
+    two.add_argument("--seconds", type=float, default=6.0)
+    three = commands.add_parser("massive")
+    three.add_argument("--env", default="PointRobot")
+    three.add_argument("--envs", type=int, default=4096)
+    three.add_argument("--algos", nargs="+", default=["sac", "ppo"])
+    three.add_argument("--seconds", type=float, default=60.0, help="of training, for each")
+    three.add_argument("--chunk", type=int, default=48, help="vector steps between two looks at the clock")
+    three.add_argument("--every", type=float, default=1.0, help="seconds of training between two evaluations")
+    for command in (two, three):
         command.add_argument("--device", default=device)
-    for command in (two, three, four):
+    for command in (one, two, three):
         command.add_argument("--seed", type=int, default=1)
-    for command in (one, two, three, four):
         command.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.starts, args.warm_up = 300, 50
-    {"learn": learn, "cpu": cpu, "gpu": gpu, "massive": massive}[args.command](args)
+    {"cpu": cpu, "gpu": gpu, "massive": massive}[args.command](args)
 
 
 if __name__ == "__main__":
