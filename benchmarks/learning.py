@@ -52,7 +52,7 @@ def train(args, task, seed):
     """Train once; returns the line of results."""
     cfg = settings(args, task)
     total, on_policy = cfg["total_timesteps"], "num_steps_per_env" in cfg
-    env = wrap_env(task, args.device, num_envs=cfg["num_envs"])
+    env = wrap_env(task, args.device, num_envs=cfg["num_envs"], seed=seed)
     judge = wrap_env(task, args.device, num_envs=4, seed=seed + 1000)
     length = {"max_timesteps": total}
     if on_policy:
