@@ -206,7 +206,7 @@ def test_the_cpp_program_of_a_readme_compiles_and_keeps_its_memory(made, tmp_pat
 
 
 def onnxruntime_cpp():
-    """The folder of ONNX Runtime's C++ headers and its shared library, which the Python package has; None if missing."""
+    """The folder of ONNX Runtime's C++ headers and the library in its Python package; None if one is missing."""
     places = (os.environ.get("CANTER_ONNXRUNTIME_HEADERS", ""), "/usr/include/onnxruntime", "/usr/local/include")
     headers = [place for place in places if place and (Path(place) / "onnxruntime_cxx_api.h").is_file()]
     libraries = sorted((Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so*"))
@@ -218,9 +218,9 @@ def onnxruntime_cpp():
 def test_the_cpp_program_of_a_readme_gives_the_recorded_actions_with_onnx_runtime(made, tmp_path):
     path = shutil.copytree(made["lstm"][1].path, tmp_path / "b")
     headers, library = onnxruntime_cpp()
-    loop = "int is_new;\nwhile (std::scanf(\"%d\", &is_new) == 1) {\n"
+    loop = 'int is_new;\nwhile (std::scanf("%d", &is_new) == 1) {\n'
     loop += "if (is_new) std::fill(memory_a_in.begin(), memory_a_in.end(), 0.0f);\n"
-    loop += "for (float &value : obs) if (std::scanf(\"%f\", &value) != 1) return 1;\nSTEP"
+    loop += 'for (float &value : obs) if (std::scanf("%f", &value) != 1) return 1;\nSTEP'
     loop += 'std::printf("%.9g %.9g\\n", actions[0], actions[1]);\n}'
     (path / "libonnxruntime.so.1").symlink_to(library)  # the name by which a linked program finds it
     compile_readme(path, headers, loop, "libonnxruntime.so.1", f"-Wl,-rpath,{path}")
@@ -372,4 +372,4 @@ def test_call_sites_of_rsl_rl_get_checked_files(tmp_path):
     want = runner.get_inference_policy()(obs).numpy()
     session = onnxruntime.InferenceSession(tmp_path / "exported" / "mine.onnx")
     assert np.abs(session.run(["actions"], {"obs": obs.numpy()})[0] - want).max() < 1e-6
-    assert np.abs(torch.jit.load(tmp_path / "exported" / "policy.pt")(obs)[0].numpy() - want).max() < 1e-6
+    assert np.abs(torch.jit.load(tmp_path / "exported" / "policy.pt")(obs).numpy() - want).max() < 1e-6

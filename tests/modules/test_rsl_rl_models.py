@@ -74,6 +74,10 @@ def check_trains(cfg, tmp_path):
     again = OnPolicyRunner(CameraEnv(), runner.config(), device="cpu", show_progress=False)
     again.load(tmp_path / "model.pt")
     torch.testing.assert_close(again.get_inference_policy()(obs), runner.get_inference_policy()(obs))
+    step = runner.alg.get_policy().as_onnx()
+    assert step.input_names == ["actor", "camera"]
+    torch.testing.assert_close(step(obs["actor"], obs["camera"]), runner.get_inference_policy()(obs))
+    torch.testing.assert_close(runner.policy.as_jit()(obs["actor"], obs["camera"]), step(obs["actor"], obs["camera"]))
     return runner
 
 
