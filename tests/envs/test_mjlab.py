@@ -366,5 +366,5 @@ def test_the_onnx_file_of_a_tracking_task_has_the_policy_the_motion_and_mjlabs_m
 
 
 def test_the_runner_for_mjlab_takes_no_other_environment():
-    with pytest.raises(TypeError, match="MjlabRunner trains environments of mjlab, not a PointRobot; use OnPolicyRunner"):
+    with pytest.raises(TypeError, match="environments of mjlab, not a PointRobot; use OnPolicyRunner"):
         MjlabRunner(PointRobot(2), {}, device="cpu", show_progress=False)
