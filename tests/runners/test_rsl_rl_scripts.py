@@ -4,6 +4,7 @@ import copy
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,6 +65,28 @@ def test_isaac_labs_exporter_gives_the_actions_of_act_inference(tmp_path, rnn, n
         torch.testing.assert_close(loaded(obs), policy.act_inference(obs), rtol=0, atol=1e-6)
     assert policy.actor_obs_normalizer.training is False
     assert act is not None
+
+
+@pytest.mark.parametrize("rnn", [None, "lstm", "gru"])
+def test_the_real_exporter_of_isaac_lab_writes_the_actions_of_act_inference(tmp_path, rnn):
+    exporter = pytest.importorskip("isaaclab_rl.rsl_rl.exporter", reason="needs Isaac Lab: pip install isaaclab")
+    runner = runner_on(policy_cfg(3, rnn, True), 3)
+    runner.learn(2)
+    runner.get_inference_policy()
+    policy = runner.alg.policy
+    exporter.export_policy_as_jit(policy, policy.actor_obs_normalizer, str(tmp_path))
+    exporter.export_policy_as_onnx(policy, str(tmp_path), policy.actor_obs_normalizer)
+    loaded = torch.jit.load(str(tmp_path / "policy.pt"))
+    session = pytest.importorskip("onnxruntime").InferenceSession(tmp_path / "policy.onnx")
+    names = [port.name for port in session.get_inputs()]
+    state = [np.zeros(port.shape, np.float32) for port in session.get_inputs()[1:]]
+    policy.reset()
+    for _ in range(3):
+        obs = 3 * torch.randn(1, 5)
+        want = policy.act_inference(obs).detach()
+        torch.testing.assert_close(loaded(obs), want, rtol=0, atol=1e-6)
+        actions, *state = session.run(None, dict(zip(names, [obs.numpy(), *state], strict=True)))
+        torch.testing.assert_close(torch.from_numpy(actions), want, rtol=0, atol=1e-6)
 
 
 def test_the_actor_of_a_wide_unaligned_observation_can_be_scripted():
