@@ -19,6 +19,7 @@ from canter.export import c_code
 from canter.export.bundle import export_bundle
 from canter.export.graph import StepModule
 from canter.export.parity import FLAGS, CPolicy, check_bundle, compiler
+from canter.export.readme import readme
 from canter.export.runtime import Bundle, BundleError, Policy, spec_hash
 from canter.modules import ActorCritic
 from canter.runners.evaluation import InferencePolicy
@@ -182,6 +183,20 @@ struct Session {
 };
 }
 """
+
+
+def test_the_readme_says_what_a_robot_needs(made):
+    text = (made["mlp"][1].path / "README.md").read_text()
+    assert "ActorCritic, trained with" in text
+    assert "| observation | first | width |\n|---|---|---|\n| base | 0 | 3 |\n| joints | 3 | 4 |" in text
+    assert "| 1 | knee | -0.2 | 0.5 | -1 | 1 |" in text  # default pose, scale, clip
+    assert "The target of a joint is `default pose + scale * action`." in text
+    spec = json.loads((made["mlp"][1].path / "policy.json").read_text())
+    spec["observation"][0] |= {"scale": [2.0], "clip": [-100.0, 100.0], "history": 3}
+    spec["action"]["names"] = ["hip"]  # not one for each action
+    changed = readme(spec, set())
+    assert "| base | 0 | 3 | -100, 100 | 2 | 3 |\n| joints | 3 | 4 |  |  |  |" in changed
+    assert "| action |" not in changed
 
 
 def compile_readme(bundle, headers, loop, *libraries):
