@@ -276,6 +276,8 @@ def test_another_directory_is_not_overwritten_and_a_bundle_is_replaced(made, tmp
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     with pytest.raises(FileExistsError, match="is no bundle; choose another directory"):
         export_bundle(made["mlp"][0], tmp_path / "mine")
+    with pytest.raises(FileExistsError, match=r"thesis.txt is a file; a bundle is a directory"):
+        export_bundle(made["mlp"][0], tmp_path / "mine" / "thesis.txt")
     path = shutil.copytree(made["lstm"][1].path, tmp_path / "b")
     export_bundle(known_policy(), path, formats=("onnx",))
     assert Policy(path).spec["inputs"][0]["shape"] == [3]

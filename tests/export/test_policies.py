@@ -106,6 +106,8 @@ def test_bytes_of_images_are_scaled_inside(tmp_path):
     policy = ActorCritic(actor=CNNActor(image, actions, {**cfg, "use_tanh_squash": True}), critic=CNNCritic(image, cfg))
     made = check(InferencePolicy(policy.eval()), tmp_path)
     assert Bundle(made.path).spec["inputs"][0] == {"name": "obs", "shape": [12, 12, 3], "dtype": "uint8"}
+    with pytest.raises(ValueError, match="obs has numbers of type float64; the policy wants uint8 from 0 to 255"):
+        Policy(made.path).predict(np.full((12, 12, 3), 0.5))
     assert StepModule(InferencePolicy(QPolicy(CNNQNetwork(image, spaces.Discrete(2), cfg), spaces.Discrete(2))))
 
 

@@ -21,6 +21,7 @@ from canter.runners.run_config import RunPlan, find_algorithm, parse_train_cfg
 from canter.runners.runner import open_env
 from canter.utils.checkpoint import check_compatible, damaged_content, load_checkpoint, newest_valid_checkpoint
 from canter.utils.reading import FileContentError, named_modules, read_yaml, refuse_imports
+from canter.utils.runtime import resolve_device
 
 BEST = "checkpoint_best.pt"
 
@@ -39,7 +40,7 @@ def load(
         seed: Seed of sampled actions; drawn if None.
         modules: Modules of yours that the checkpoint's settings name and that may be imported.
     """
-    file = find_file(Path(path), checkpoint)
+    file, device = find_file(Path(path), checkpoint), resolve_device(device)
     with damaged_content(file):
         state = import_state(load_checkpoint(file, "cpu"))
     weights = state.get("model_state_dict")
@@ -75,6 +76,8 @@ def find_file(path: Path, checkpoint: str | None) -> Path:
         return path
     if not path.is_dir():
         raise FileNotFoundError(f"there is no run directory or checkpoint {path}")
+    if (path / "policy.json").is_file():
+        raise ValueError(f"{path} is a bundle, not a run; load it with canter.export.runtime.Policy({str(path)!r})")
     if checkpoint is None:
         return newest_valid_checkpoint(path)
     file = path / (BEST if checkpoint == "best" else checkpoint)
