@@ -188,14 +188,14 @@ struct Session {
 def test_the_readme_says_what_a_robot_needs(made):
     text = (made["mlp"][1].path / "README.md").read_text()
     assert "ActorCritic, trained with" in text
-    assert "| observation | first | width |\n|---|---|---|\n| base | 0 | 3 |\n| joints | 3 | 4 |" in text
+    assert "| observation | first | width |\n|---|---|---|\n| base | 0 | 3 |\n| joints | 3 | 4 (2 x 2) |" in text
     assert "| 1 | knee | -0.2 | 0.5 | -1 | 1 |" in text  # default pose, scale, clip
     assert "The target of a joint is `default pose + scale * action`." in text
     spec = json.loads((made["mlp"][1].path / "policy.json").read_text())
     spec["observation"][0] |= {"scale": [2.0], "clip": [-100.0, 100.0], "history": 3}
     spec["action"]["names"] = ["hip"]  # not one for each action
     changed = readme(spec, set())
-    assert "| base | 0 | 3 | -100, 100 | 2 | 3 |\n| joints | 3 | 4 |  |  |  |" in changed
+    assert "| base | 0 | 3 | -100, 100 | 2 | 3 |\n| joints | 3 | 4 (2 x 2) |  |  |  |" in changed
     assert "| action |" not in changed
 
 

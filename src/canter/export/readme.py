@@ -48,13 +48,17 @@ def ports_table(spec: Mapping[str, Any]) -> str:
 def observation_table(spec: Mapping[str, Any]) -> str:
     """Segments of the observation."""
     segments = spec["observation"] or []
-    if len(segments) < 2:
+    if [segment["name"] for segment in segments] in ([], ["obs"]):
         return ""
-    columns = ["first", "width", *(key for key in ("clip", "scale", "history") if any(key in s for s in segments))]
-    rows = [f"| observation | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    rows += [f"| {s['name']} | {' | '.join(cell(s.get(key)) for key in columns)} |" for s in segments]
+    more = [key for key in ("clip", "scale", "history") if any(key in segment for segment in segments)]
+    rows = [" | ".join(["| observation", "first", "width", *more]) + " |", "|---" * (len(more) + 3) + "|"]
+    for segment in segments:
+        shape = segment.get("shape") or ()
+        width = f"{segment['width']} ({' x '.join(map(str, shape))})" if len(shape) > 1 else segment["width"]
+        cells = [f"| {segment['name']}", str(segment["first"]), str(width), *(cell(segment.get(key)) for key in more)]
+        rows.append(" | ".join(cells) + " |")
     applied = "Values are clipped, then multiplied by `scale`; a history is so many of them, the oldest first.\n"
-    return "\n".join(rows) + "\n" + (f"\n{applied}" if len(columns) > 2 else "")
+    return "\n".join(rows) + "\n" + (f"\n{applied}" if more else "")
 
 
 def cell(value: Any) -> str:
