@@ -132,6 +132,10 @@ def test_dicts_of_every_version_train(style, rnn):
     assert runner.policy.obs_normalizer.shape == (5,)  # two groups in the actor's set
 
 
+def test_a_dict_with_everything_in_its_runner_section_means_the_same():
+    assert parse_train_cfg({"runner": policy_cfg(3)}).to_dict() == parse_train_cfg(policy_cfg(3)).to_dict()
+
+
 def test_what_the_runner_writes_is_read_back(tmp_path):
     runner = runner_on({**model_cfg("gru", (True, False)), "clip_actions": 0.5}, log_dir=tmp_path)
     again = parse_train_cfg(runner.config())
