@@ -34,6 +34,7 @@ DOCUMENTED = {
         "OnPolicyRunner",
         "OffPolicyRunner",
         "AmpPolicyRunner",
+        "MjlabRunner",
         "TwoStageRunner",
         "DemonstrationSaver",
         "DaggerSaver",

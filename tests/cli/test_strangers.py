@@ -136,7 +136,8 @@ def test_names_of_rsl_rl_and_of_canter_are_no_modules():
     code = {"run": {"task": "a.b:C"}, "x": [{"class_name": "d.E"}, {"data_augmentation_func": "f:g"}]}
     assert [module for _, module in named_modules(code)] == ["a.b", "d", "f"]
     wrappers = ["TimeLimit", "a:B", {"c.d:E": {"x": 1}}, {"FrameStack": {"n": 4}}]
-    assert [module for _, module in named_modules({"run": {"wrappers": wrappers}})] == ["a", "c.d"]
+    for given in (wrappers, tuple(wrappers)):
+        assert [module for _, module in named_modules({"run": {"wrappers": given}})] == ["a", "c.d"]
 
 
 class Spy(Backend):

@@ -4,7 +4,7 @@ import gymnasium
 import pytest
 
 from canter.envs import ClipActions, ObsComponents, make_env
-from canter.envs.wrap import env_options, names_module
+from canter.envs.wrap import env_options
 
 
 def test_arguments_reach_every_gymnasium_environment():
@@ -74,9 +74,3 @@ def test_wrappers_that_are_no_names_are_refused():
 def test_the_options_of_a_run_leave_out_what_was_not_given():
     run = {"task": "a", "num_envs": 3, "env_kwargs": {"g": 1}, "wrappers": None}
     assert env_options(run) == {"env_kwargs": {"g": 1}}
-
-
-def test_a_run_that_would_import_a_module_is_recognised():
-    assert names_module({"task": "mine:Task-v0"})
-    assert names_module({"task": "CartPole-v1", "wrappers": [{"mine:Wrapper": {}}]})
-    assert not names_module({"task": "CartPole-v1", "wrappers": [{"ClipReward": {"max_reward": 1}}]})

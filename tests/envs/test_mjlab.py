@@ -1,17 +1,18 @@
 """The adapter of mjlab's environments, on a stand-in with its interface and, where mjlab is installed, on mjlab."""
 
 import dataclasses
-from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from canter.cli.__main__ import main
 from canter.cli.options import parse_train
-from canter.envs import MjlabAdapter, make_env, wrap_env
+from canter.envs import MjlabAdapter, PointRobot, make_env, wrap_env
+from canter.export.load import load
 from canter.presets import load_preset, presets
-from canter.runners import OnPolicyRunner
+from canter.runners import MjlabRunner, OnPolicyRunner
 from canter.utils.checkpoint import load_checkpoint
 
 
@@ -184,23 +185,42 @@ def test_mjlabs_cartpole_trains_with_its_registered_settings(tmp_path):
     assert act(env.simulator.get_observations()).shape == (8, 1)
 
 
+def train_with_mjlab(task, runner_class, folder, **settings):
+    """The run directory after mjlab's own train script has run `runner_class` for one iteration of 4 steps."""
+    from mjlab.scripts.train import TrainConfig, launch_training
+    from mjlab.tasks.registry import list_tasks, load_env_cfg, load_rl_cfg, register_mjlab_task
+
+    name = f"Canter-{runner_class.__name__}-{task}"
+    if name not in list_tasks():
+        register_mjlab_task(name, load_env_cfg(task), load_env_cfg(task, play=True), load_rl_cfg(task), runner_class)
+    args = TrainConfig.from_task(name)
+    args.env.scene.num_envs, args.agent.logger, args.agent.max_iterations = 8, "tensorboard", 1
+    args.agent.num_steps_per_env = 4
+    if "motion_file" in settings:
+        args.env.commands["motion"].motion_file = settings.pop("motion_file")
+    for key, value in settings.items():
+        setattr(args.agent, key, value)
+    launch_training(name, dataclasses.replace(args, log_root=str(folder), gpu_ids=None))
+    return max((path.parent for path in folder.rglob("checkpoint_final.pt")), key=lambda run: run.stat().st_mtime)
+
+
 @pytest.mark.slow
-def test_mjlabs_own_train_script_takes_canters_runner(tmp_path, monkeypatch):
+def test_mjlabs_own_train_script_trains_and_resumes_canters_runner(tmp_path, monkeypatch):
     pytest.importorskip("mjlab", reason="needs mjlab: pip install 'canter[mjlab]'")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    from mjlab.scripts.train import TrainConfig, launch_training
-    from mjlab.tasks.registry import load_env_cfg, load_rl_cfg, register_mjlab_task
+    from mjlab.tasks.registry import load_rl_cfg
 
     task = "Mjlab-Cartpole-Balance"
-    configs = (load_env_cfg(task), load_env_cfg(task, play=True), load_rl_cfg(task))
-    register_mjlab_task("Canter-Cartpole", *configs, OnPolicyRunner)
-    args = TrainConfig.from_task("Canter-Cartpole")
-    args.env.scene.num_envs, args.agent.logger, args.agent.max_iterations = 8, "tensorboard", 2
-    launch_training("Canter-Cartpole", dataclasses.replace(args, log_root=str(tmp_path), gpu_ids=None))
-    [final] = tmp_path.rglob("checkpoint_final.pt")
-    runner = OnPolicyRunner(make_env(f"mjlab/{task}", num_envs=8), dataclasses.asdict(configs[2]), device="cpu")
-    runner.load(str(final), load_cfg={"actor": True}, strict=True, map_location="cpu")  # as mjlab's play does
-    assert runner.env.simulator.common_step_counter == 2 * args.agent.num_steps_per_env
+    run = train_with_mjlab(task, OnPolicyRunner, tmp_path)
+    settings = dataclasses.asdict(load_rl_cfg(task))
+    runner = OnPolicyRunner(make_env(f"mjlab/{task}", num_envs=8), settings, device="cpu", show_progress=False)
+    final = str(run / "checkpoint_final.pt")
+    runner.load(final, load_cfg={"actor": True}, strict=True, map_location="cpu")  # as mjlab's play does
+    assert runner.env.simulator.common_step_counter == 4
+    resumed = train_with_mjlab(task, OnPolicyRunner, tmp_path, resume=True, run_name="again")
+    assert resumed != run
+    saved = load_checkpoint(resumed / "checkpoint_final.pt")
+    assert (saved["iter"], saved["resume"]["counters"]["common_step_counter"]) == (2, 8)
 
 
 @pytest.mark.slow
@@ -271,41 +291,80 @@ def test_a_resumed_run_on_mjlabs_rough_terrain_continues_the_curriculum(tmp_path
     assert (terrain.terrain_levels <= saved).all(), "robots that have not walked must not get harder terrain"
 
 
-@pytest.mark.slow
-def test_mjlabs_train_script_and_velocity_export_work_with_canters_runner(tmp_path, monkeypatch):
-    pytest.importorskip("mjlab", reason="needs mjlab: pip install 'canter[mjlab]'")
-    onnx, onnxruntime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    from mjlab.rl.exporter_utils import attach_metadata_to_onnx, get_base_metadata
-    from mjlab.scripts.train import TrainConfig, launch_training
-    from mjlab.tasks.registry import load_env_cfg, load_rl_cfg, register_mjlab_task
+def onnx_parts(file):
+    """The metadata of an ONNX file and a function from its inputs by name to its outputs by name."""
+    import onnx
+    import onnxruntime
 
-    class VelocityRunner(OnPolicyRunner):
-        """What mjlab's own velocity runner does at every save."""
-
-        made = []
-
-        def save(self, path, infos=None):
-            super().save(path, infos)
-            file = Path(path).with_suffix(".onnx")
-            self.export_policy_to_onnx(str(file.parent), file.name)
-            attach_metadata_to_onnx(str(file), get_base_metadata(self.env.unwrapped, "local"))
-            self.made.append((self, file))
-
-    task = "Mjlab-Velocity-Flat-Unitree-Go1"
-    register_mjlab_task(
-        "Canter-Go1", load_env_cfg(task), load_env_cfg(task, play=True), load_rl_cfg(task), VelocityRunner
-    )
-    args = TrainConfig.from_task("Canter-Go1")
-    args.env.scene.num_envs, args.agent.logger, args.agent.max_iterations = 8, "tensorboard", 1
-    args.agent.num_steps_per_env = 4
-    launch_training("Canter-Go1", dataclasses.replace(args, log_root=str(tmp_path), gpu_ids=None))
-    runner, file = VelocityRunner.made[-1]
+    session = onnxruntime.InferenceSession(str(file))
+    names = [output.name for output in session.get_outputs()]
     metadata = {entry.key: entry.value for entry in onnx.load(file).metadata_props}
+    return metadata, lambda **inputs: dict(zip(names, session.run(names, inputs), strict=True))
+
+
+@pytest.mark.slow
+def test_mjlabs_train_and_play_scripts_run_canters_runner_with_the_export_of_velocity_tasks(tmp_path, monkeypatch):
+    pytest.importorskip("mjlab", reason="needs mjlab: pip install 'canter[mjlab]'")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    from mjlab.scripts import play
+
+    task, seen = "Mjlab-Velocity-Flat-Unitree-Go1", []
+    run = train_with_mjlab(task, MjlabRunner, tmp_path)
+
+    class Viewer:
+        """What mjlab's viewers do with the environment and the policy."""
+
+        def __init__(self, env, policy, **_):
+            self.env, self.policy = env, policy
+
+        def run(self):
+            for _ in range(2):
+                with torch.inference_mode():
+                    obs = self.env.get_observations()
+                    seen.append((obs["actor"].clone(), self.policy(obs).clone()))
+                    self.env.step(seen[-1][1])
+
+    monkeypatch.setattr(play, "NativeMujocoViewer", Viewer)
+    checkpoint = str(run / "checkpoint_final.pt")
+    settings = play.PlayConfig(checkpoint_file=checkpoint, num_envs=3, viewer="native", device="cpu")
+    play.run_play(f"Canter-MjlabRunner-{task}", settings)
+    metadata, act = onnx_parts(run / f"{run.name}.onnx")
     assert len(metadata["joint_names"].split(",")) == 12
     assert metadata["observation_names"].startswith("base_lin_vel,")
-    session = onnxruntime.InferenceSession(str(file))
-    obs = torch.randn(3, 48)
-    [name] = [given.name for given in session.get_inputs()]
-    actions = session.run(["actions"], {name: obs.numpy()})[0]
-    torch.testing.assert_close(torch.from_numpy(actions), runner.policy.act_inference(obs), rtol=0, atol=1e-5)
+    assert "control_period" in metadata["canter"]
+    for obs, actions in seen:
+        torch.testing.assert_close(torch.from_numpy(act(obs=obs.numpy())["actions"]), actions, rtol=0, atol=1e-5)
+    assert len(seen) == 2
+
+
+@pytest.mark.slow
+def test_the_onnx_file_of_a_tracking_task_has_the_policy_the_motion_and_mjlabs_metadata(tmp_path, monkeypatch):
+    pytest.importorskip("mjlab", reason="needs mjlab: pip install 'canter[mjlab]'")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    import mujoco
+    from mjlab.asset_zoo.robots import get_g1_robot_cfg
+
+    model = get_g1_robot_cfg().spec_fn().compile()
+    data = mujoco.MjData(model)
+    mujoco.mj_forward(model, data)
+    steps = np.arange(30, dtype=np.float32)[:, None]  # the pose of every step is known by its first joint
+    joints, still = np.repeat(data.qpos[None, 7:], 30, 0) + 0.001 * steps, np.zeros((30, model.nbody - 1, 3))
+    bodies = {"body_pos_w": data.xpos[1:], "body_quat_w": data.xquat[1:]}
+    bodies = {name: np.repeat(value[None], 30, 0) for name, value in bodies.items()}
+    bodies |= {"body_lin_vel_w": still, "body_ang_vel_w": still}
+    motion = tmp_path / "motion.npz"
+    np.savez(motion, fps=[50], joint_pos=joints, joint_vel=np.zeros_like(joints), **bodies)
+    task = "Mjlab-Tracking-Flat-Unitree-G1"
+    run = train_with_mjlab(task, MjlabRunner, tmp_path, motion_file=str(motion))
+    metadata, act = onnx_parts(run / f"{run.name}.onnx")
+    assert metadata["anchor_body_name"] == "torso_link"
+    assert len(metadata["body_names"].split(",")) == 14
+    obs = torch.randn(1, 160)
+    found = act(obs=obs.numpy(), time_step=np.full((1, 1), 7, np.float32))
+    torch.testing.assert_close(torch.from_numpy(found["actions"]), load(run).predict(obs), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(found["joint_pos"][0], joints[7], atol=1e-6)
+
+
+def test_the_runner_for_mjlab_takes_no_other_environment():
+    with pytest.raises(TypeError, match="environments of mjlab, not a PointRobot; use OnPolicyRunner"):
+        MjlabRunner(PointRobot(2), {}, device="cpu", show_progress=False)

@@ -63,7 +63,7 @@ def test_manager_based_environments_state_joints_gains_scales_and_terms(group):
     assert robot["action"]["names"] == ["hip", "knee"]
     assert robot["action"]["scale"] == [0.25, 0.5]
     assert robot["action"]["default_pose"][0] == pytest.approx(0.123456789, abs=1e-8)  # not rounded to three decimals
-    assert robot["action"]["stiffness"] == [20.0] * 3
+    assert robot["action"]["stiffness"] == [20.0] * 2  # those of the joints that the actions move
     assert found["action_clip"] == [[-5.0, -5.0], [5.0, 5.0]]
 
 
@@ -77,7 +77,23 @@ def test_the_robot_is_the_entity_that_the_actions_move(key):
     env = ManagerEnv()
     env.scene = {"terrain": None, "cartpole": env.scene["robot"]}
     env.action_manager.get_term("joint_pos").cfg = SimpleNamespace(**{key: "cartpole"})
-    assert describe_env(RslRlAdapter(env))["robot"]["action"]["default_pose"][1:] == pytest.approx([-0.2, 0.3])
+    assert describe_env(RslRlAdapter(env))["robot"]["action"]["default_pose"][1:] == pytest.approx([-0.2])
+
+
+def test_poses_gains_and_scales_are_in_the_order_of_the_actions():
+    env = ManagerEnv()
+    env.scene["robot"].data.joint_stiffness = torch.tensor([[1.0, 2.0, 3.0]] * 2)
+    parts = {
+        "legs": SimpleNamespace(_scale=0.5, _joint_names=["knee", "hip"]),
+        "tail": SimpleNamespace(_scale=torch.tensor([[0.1]] * 2), _joint_names=["tail"]),
+    }
+    env.action_manager = SimpleNamespace(active_terms=list(parts), get_term=parts.get)
+    env.num_actions = 3
+    action = describe_env(RslRlAdapter(env))["robot"]["action"]
+    assert action["names"] == ["knee", "hip", "tail"]
+    assert action["default_pose"] == pytest.approx([-0.2, 0.123456789, 0.3])
+    assert action["stiffness"] == [2.0, 1.0, 3.0]
+    assert action["scale"] == pytest.approx([0.5, 0.5, 0.1])
 
 
 def test_effort_actions_are_controls_without_gains():

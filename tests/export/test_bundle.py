@@ -2,11 +2,14 @@
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -16,11 +19,13 @@ from canter.export import c_code
 from canter.export.bundle import export_bundle
 from canter.export.graph import StepModule
 from canter.export.parity import FLAGS, CPolicy, check_bundle, compiler
+from canter.export.readme import readme
 from canter.export.runtime import Bundle, BundleError, Policy, spec_hash
 from canter.modules import ActorCritic
 from canter.runners.evaluation import InferencePolicy
 
 needs_cc = pytest.mark.skipif(compiler() is None, reason="there is no C compiler: no cc, and CC is not set")
+needs_cpp = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 ALL = ["README.md", "policy.c", "policy.h", "policy.onnx", "policy.ts", "runtime.py", "samples.safetensors"]
 
 
@@ -180,20 +185,67 @@ struct Session {
 """
 
 
-@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
-def test_the_cpp_program_of_a_readme_compiles_and_keeps_its_memory(made, tmp_path):
-    text = (made["lstm"][1].path / "README.md").read_text()
-    program = re.search(r"^```cpp\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[1]
+def test_the_readme_says_what_a_robot_needs(made):
+    text = (made["mlp"][1].path / "README.md").read_text()
+    assert "ActorCritic, trained with" in text
+    assert "| observation | first | width |\n|---|---|---|\n| base | 0 | 3 |\n| joints | 3 | 4 (2 x 2) |" in text
+    assert "| 1 | knee | -0.2 | 0.5 | -1 | 1 |" in text  # default pose, scale, clip
+    assert "The target of a joint is `default pose + scale * action`." in text
+    spec = json.loads((made["mlp"][1].path / "policy.json").read_text())
+    spec["observation"][0] |= {"scale": [2.0], "clip": [-100.0, 100.0], "history": 3}
+    spec["action"]["names"] = ["hip"]  # not one for each action
+    changed = readme(spec, set())
+    assert "| base | 0 | 3 | -100, 100 | 2 | 3 |\n| joints | 3 | 4 (2 x 2) |  |  |  |" in changed
+    assert "| action |" not in changed
+
+
+def compile_readme(bundle, headers, loop, *libraries):
+    """The program of a README with `loop` around its step, compiled to `main` beside its `main.cpp`."""
+    program = re.search(r"^```cpp\n(.*?)^```", (bundle / "README.md").read_text(), re.MULTILINE | re.DOTALL)[1]
     includes, body = (program.partition("\n\n")[i] for i in (0, 2))
     setup, step = body.split("// once in every control period\n")
-    show = 'std::printf(" %.1f %.1f %.0f %.0f", actions[0], actions[1], memory_a_in.front(), memory_a_in.back());'
-    loop = f"for (int number = 0; number < 2; number++) {{\n{step}{show}\n}}"
+    main = f"#include <cstdio>\n{includes}\nint main() {{\n{setup}{loop.replace('STEP', step)}\nreturn 0;\n}}\n"
+    (bundle / "main.cpp").write_text(main)
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-isystem", str(headers)]
+    subprocess.run(["c++", *flags, "main.cpp", "-o", "main", *libraries], check=True, cwd=bundle)
+
+
+@needs_cpp
+def test_the_cpp_program_of_a_readme_compiles_and_keeps_its_memory(made, tmp_path):
+    path = shutil.copytree(made["lstm"][1].path, tmp_path / "b")
     (tmp_path / "onnxruntime_cxx_api.h").write_text(ONNX_RUNTIME)
-    (tmp_path / "main.cpp").write_text(f"{includes}\nint main() {{\n{setup}{loop}\nreturn 0;\n}}\n")
-    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{tmp_path}"]
-    subprocess.run(["c++", *flags, str(tmp_path / "main.cpp"), "-o", str(tmp_path / "main")], check=True)
-    done = subprocess.run([str(tmp_path / "main")], check=True, capture_output=True, text=True)
+    show = 'std::printf(" %.1f %.1f %.0f %.0f", actions[0], actions[1], memory_a_in.front(), memory_a_in.back());'
+    compile_readme(path, tmp_path, f"for (int number = 0; number < 2; number++) {{\nSTEP{show}\n}}")
+    done = subprocess.run([str(path / "main")], check=True, capture_output=True, text=True)
     assert done.stdout == "policy.onnx 0.5 -0.5 1 1 0.5 -0.5 2 2"
+
+
+def onnxruntime_cpp():
+    """The folder of ONNX Runtime's C++ headers and the library in its Python package; None if one is missing."""
+    places = (os.environ.get("CANTER_ONNXRUNTIME_HEADERS", ""), "/usr/include/onnxruntime", "/usr/local/include")
+    headers = [place for place in places if place and (Path(place) / "onnxruntime_cxx_api.h").is_file()]
+    libraries = sorted((Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so*"))
+    return (headers[0], libraries[0]) if headers and libraries else None
+
+
+@needs_cpp
+@pytest.mark.skipif(onnxruntime_cpp() is None, reason="needs ONNX Runtime's headers: CANTER_ONNXRUNTIME_HEADERS")
+def test_the_cpp_program_of_a_readme_gives_the_recorded_actions_with_onnx_runtime(made, tmp_path):
+    path = shutil.copytree(made["lstm"][1].path, tmp_path / "b")
+    headers, library = onnxruntime_cpp()
+    loop = 'int is_new;\nwhile (std::scanf("%d", &is_new) == 1) {\n'
+    loop += "if (is_new) std::fill(memory_a_in.begin(), memory_a_in.end(), 0.0f);\n"
+    loop += 'for (float &value : obs) if (std::scanf("%f", &value) != 1) return 1;\nSTEP'
+    loop += 'std::printf("%.9g %.9g\\n", actions[0], actions[1]);\n}'
+    (path / "libonnxruntime.so.1").symlink_to(library)  # the name by which a linked program finds it
+    compile_readme(path, headers, loop, "libonnxruntime.so.1", f"-Wl,-rpath,{path}")
+    samples = Bundle(made["lstm"][1].path).samples
+    row = samples["input.obs"][:, 1], samples["resets"][:, 1], samples["output.actions"][:, 1]
+    assert row[1].any()
+    lines = [" ".join(map(str, [int(is_new), *obs.tolist()])) for obs, is_new in zip(*row[:2], strict=True)]
+    given = {"input": "\n".join(lines), "text": True, "capture_output": True, "cwd": path}
+    done = subprocess.run([str(path / "main")], check=True, **given)
+    np.testing.assert_allclose(np.array(done.stdout.split(), np.float32).reshape(-1, 2), row[2], rtol=0, atol=1e-6)
 
 
 def test_an_operation_that_c_lacks_is_named_and_the_rest_is_written(tmp_path):
@@ -224,6 +276,8 @@ def test_another_directory_is_not_overwritten_and_a_bundle_is_replaced(made, tmp
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     with pytest.raises(FileExistsError, match="is no bundle; choose another directory"):
         export_bundle(made["mlp"][0], tmp_path / "mine")
+    with pytest.raises(FileExistsError, match=r"thesis.txt is a file; a bundle is a directory"):
+        export_bundle(made["mlp"][0], tmp_path / "mine" / "thesis.txt")
     path = shutil.copytree(made["lstm"][1].path, tmp_path / "b")
     export_bundle(known_policy(), path, formats=("onnx",))
     assert Policy(path).spec["inputs"][0]["shape"] == [3]
@@ -335,4 +389,4 @@ def test_call_sites_of_rsl_rl_get_checked_files(tmp_path):
     want = runner.get_inference_policy()(obs).numpy()
     session = onnxruntime.InferenceSession(tmp_path / "exported" / "mine.onnx")
     assert np.abs(session.run(["actions"], {"obs": obs.numpy()})[0] - want).max() < 1e-6
-    assert np.abs(torch.jit.load(tmp_path / "exported" / "policy.pt")(obs)[0].numpy() - want).max() < 1e-6
+    assert np.abs(torch.jit.load(tmp_path / "exported" / "policy.pt")(obs).numpy() - want).max() < 1e-6

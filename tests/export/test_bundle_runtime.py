@@ -41,10 +41,19 @@ def test_a_changed_description_is_refused(bundle):
 
 def test_a_missing_file_and_a_missing_bundle_are_named(bundle, tmp_path):
     (bundle / "policy.ts").unlink()
-    with pytest.raises(BundleError, match=r"policy.ts cannot be read"):
+    with pytest.raises(BundleError, match=r"policy.ts is missing; copy the whole bundle, or export it again"):
         Bundle(bundle)
     with pytest.raises(BundleError, match="is no bundle: it has no policy.json"):
         Bundle(tmp_path)
+
+
+def test_resets_of_another_number_of_rows_are_refused(made):
+    policy = Policy(made["lstm"][1].path)
+    policy.predict(np.zeros((3, 7)))
+    with pytest.raises(ValueError, match="dones has 5 entries, but the last observations had 3 rows"):
+        policy.reset(np.zeros(5))
+    policy.reset(np.ones(3))
+    assert not any(state.any() for state in policy.state.values())
 
 
 def test_samples_that_do_not_match_are_refused(bundle, made):

@@ -10,10 +10,13 @@ import torch
 from gymnasium import spaces
 
 import canter
+from canter.cli.errors import UserError
+from canter.cli.runs import read_run
 from canter.envs import CartPole, FlattenObs, GymVecEnv, ImageReach, PointRobot
 from canter.envs.spec import SpecEnv, describe_env, plain_space, space_from
 from canter.modules import ActorCritic, MLPActor, MLPCritic
 from canter.runners import OffPolicyRunner, OnPolicyRunner
+from canter.runners.evaluation import InferencePolicy
 from canter.utils.checkpoint import load_checkpoint, save_checkpoint
 
 SMALL = {"actor_hidden_dims": [8], "critic_hidden_dims": [8]}
@@ -132,6 +135,9 @@ def test_wrong_observations_are_named(acting):
         acting.predict({"arm": np.zeros(3)})
     with pytest.raises(ValueError, match=r"the goal has shape \(4,\)"):
         acting.predict({"arm": np.zeros((2, 3)), "goal": np.zeros((2, 4))})
+    flat = InferencePolicy(acting.policy, spaces.Box(-1, 1, (5,)))
+    with pytest.raises(ValueError, match=r"one observation is an array of shape \(5,\), got parts \['arm'\]"):
+        flat.predict({"arm": np.zeros(3)})
 
 
 def test_actions_are_clipped_where_the_environment_did(acting):
@@ -222,6 +228,11 @@ def test_missing_files_are_named(tmp_path):
         canter.load(tmp_path)
     with pytest.raises(ValueError, match="is a checkpoint already"):
         canter.load(tmp_path / "model_1.pt", checkpoint="best")
+    (tmp_path / "policy.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"is a bundle, not a run; load it with canter.export.runtime.Policy\('"):
+        canter.load(tmp_path)
+    with pytest.raises(UserError, match=r"is a bundle, not a run; `canter play` and `canter export --check` take"):
+        read_run(tmp_path)
 
 
 @pytest.mark.parametrize(

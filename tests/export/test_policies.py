@@ -68,6 +68,14 @@ def test_estimator_encoders_and_memories_together(case, tmp_path):
     assert {memory["name"] for memory in spec["memories"]} == {"memory_a", "memory_s"}  # not the critic's
 
 
+def test_a_window_as_the_only_segment_is_exported_for_any_batch(tmp_path):
+    settings = {"obs_segments": {"angle": (5, 2)}, "critic_obs_segments": {"angle": (5, 2), "speed": (1,)}}
+    policy = StateAc(10, 11, 1, estimator_target_components=("speed",), append_estimate=True, **settings, **SMALL)
+    made = check(InferencePolicy(policy.eval(), segments={"angle": (5, 2)}), tmp_path)
+    assert "| angle | 0 | 10 (5 x 2) |" in (made.path / "README.md").read_text()
+    assert all(Policy(made.path).predict(np.zeros((rows, 10))).shape == (rows, 1) for rows in (1, 5))
+
+
 def test_an_estimate_is_in_physical_units():
     policy = StateAc(5, 7, 2, obs_segments={"a": 5}, critic_obs_segments={"a": 5, "v": 2}, append_estimate=True,
                      estimator_target_components=("v",), **SMALL).eval()  # fmt: skip
@@ -106,6 +114,8 @@ def test_bytes_of_images_are_scaled_inside(tmp_path):
     policy = ActorCritic(actor=CNNActor(image, actions, {**cfg, "use_tanh_squash": True}), critic=CNNCritic(image, cfg))
     made = check(InferencePolicy(policy.eval()), tmp_path)
     assert Bundle(made.path).spec["inputs"][0] == {"name": "obs", "shape": [12, 12, 3], "dtype": "uint8"}
+    with pytest.raises(ValueError, match="obs has numbers of type float64; the policy wants uint8 from 0 to 255"):
+        Policy(made.path).predict(np.full((12, 12, 3), 0.5))
     assert StepModule(InferencePolicy(QPolicy(CNNQNetwork(image, spaces.Discrete(2), cfg), spaces.Discrete(2))))
 
 

@@ -367,6 +367,8 @@ def test_scenes_that_do_not_fit_are_refused(walker, doubler, tmp_path):
         scene(tmp_path, doubler)
     with pytest.raises(BundleError, match="has 1 actions without names, the scene 2 actuators"):
         scene(tmp_path, doubler, period=0.02)
+    with pytest.raises(FileNotFoundError, match=r"there is no scene .*nothing.xml; give an XML file of MuJoCo"):
+        MujocoScene(tmp_path / "nothing.xml", walker)
 
 
 def test_gymnasium_and_mujoco_tasks_run_where_torch_cannot_be_imported(pendulum):

@@ -74,6 +74,10 @@ def check_trains(cfg, tmp_path):
     again = OnPolicyRunner(CameraEnv(), runner.config(), device="cpu", show_progress=False)
     again.load(tmp_path / "model.pt")
     torch.testing.assert_close(again.get_inference_policy()(obs), runner.get_inference_policy()(obs))
+    step = runner.alg.get_policy().as_onnx()
+    assert step.input_names == ["actor", "camera"]
+    torch.testing.assert_close(step(obs["actor"], obs["camera"]), runner.get_inference_policy()(obs))
+    torch.testing.assert_close(runner.policy.as_jit()(obs["actor"], obs["camera"]), step(obs["actor"], obs["camera"]))
     return runner
 
 
@@ -96,6 +100,15 @@ def test_shared_encoders_are_one_module(stand_in, tmp_path):
     assert runner.policy.actor.model.cnns is runner.policy.critic.model.cnns
 
 
+def test_an_actor_with_a_camera_and_a_critic_without_one_are_two_models(stand_in, tmp_path):
+    sys.modules["rsl_rl.models"].MLPModel = CNNModel
+    cfg = camera_cfg("CNNModel", {"output_channels": [3]})
+    cfg["critic"] = {"class_name": "MLPModel", "hidden_dims": [6], "activation": "elu", "obs_normalization": True}
+    cfg["obs_groups"]["critic"] = ["critic"]
+    runner = check_trains(cfg, tmp_path)
+    assert [layer.in_features for layer in runner.policy.critic.model.mlp if hasattr(layer, "in_features")] == [5, 6]
+
+
 def test_a_recurrent_model_is_refused(stand_in, monkeypatch):
     monkeypatch.setattr(CNNModel, "is_recurrent", True, raising=False)
     with pytest.raises(ValueError, match="CNNModel is recurrent; use RNNModel"):
@@ -111,8 +124,12 @@ def test_a_missing_package_is_named(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("share", [False, True, None])
 def test_the_real_cnn_of_rsl_rl_trains(tmp_path, share):
     pytest.importorskip("rsl_rl.models", reason="needs the real rsl_rl: pip install 'rsl-rl-lib>=5'")
     cnn = {"output_channels": [3], "kernel_size": 3, "stride": 1, "padding": "zeros", "activation": "elu"}
-    check_trains(camera_cfg("CNNModel", {**cnn, "global_pool": "avg"}, share), tmp_path)
+    cfg = camera_cfg("CNNModel", {**cnn, "global_pool": "avg"}, bool(share))
+    if share is None:  # the critic has no camera
+        cfg["critic"] = {"class_name": "MLPModel", "hidden_dims": [6], "activation": "elu", "obs_normalization": True}
+        cfg["obs_groups"]["critic"] = ["critic"]
+    check_trains(cfg, tmp_path)

@@ -25,6 +25,12 @@ from peer import PeerEnv, model_cfg, policy_cfg
 
 DATA = Path(__file__).parent / "rsl_rl"
 MJLAB = json.loads((DATA / "mjlab_configs.json").read_text())
+ISAAC_LAB = json.loads((DATA / "isaac_lab_configs.json").read_text())
+REFUSED = {  # what only classes of a task can do
+    "3.0.0 contrib/keyboard:SO101PPORunnerCfg": "unknown algorithm 'isaaclab_tasks.contrib.keyboard.*SharedEncoderPPO'",
+    "3.0.0 contrib/multitask_manipulation:MultitaskManipulationPPORunnerCfg": "'TaskHeadedGaussianDistribution' is not",
+    "3.0.0 contrib/ur10_particle_push:UR10ParticlePushPPORunnerCfg": "'UR10ParticlePushGaussianDistribution' is not",
+}
 LEGGED_GYM = {
     "seed": 1, "runner_class_name": "OnPolicyRunner", "init_member_classes": {},
     "policy": {"init_noise_std": 1.0, "actor_hidden_dims": [12], "critic_hidden_dims": [12], "activation": "elu",
@@ -76,6 +82,30 @@ def test_the_dict_of_every_mjlab_task_is_taken_as_it_is(task):
     assert listed(given) == ["experiment_name", "load_run", "load_checkpoint", "class_name"]
 
 
+@pytest.mark.parametrize("task", sorted(ISAAC_LAB))
+def test_dicts_of_isaac_lab_are_taken_as_they_are_or_refused_by_name(task):
+    given = ISAAC_LAB[task]
+    if task in REFUSED:
+        with pytest.raises(ValueError, match=REFUSED[task]):
+            parse_train_cfg(given)
+        return
+    plan = parse_train_cfg(given)
+    algorithm, cfg = given["algorithm"], plan.cfg
+    same = ("learning_rate", "num_learning_epochs", "gamma", "lam", "entropy_coef", "desired_kl", "clip_param")
+    assert all(getattr(cfg, name) == algorithm[name] for name in same if name in algorithm)
+    assert [cfg.num_steps_per_env, cfg.max_iterations] == [given["num_steps_per_env"], given["max_iterations"]]
+    first = given.get("actor") or given.get("student") or given["policy"]
+    widths = first.get("hidden_dims") or first.get("actor_hidden_dims") or first["student_hidden_dims"]
+    assert plan.policy.get("actor_hidden_dims", plan.policy.get("actor_model", {}).get("hidden_dims")) == widths
+    is_normalized = [first.get(name) for name in ("obs_normalization", "actor_obs_normalization")]
+    is_normalized += [first.get("student_obs_normalization"), given.get("empirical_normalization")]
+    assert cfg.empirical_normalization == any(is_normalized)  # {} is a field that was left out
+    assert set(listed(given)) <= {
+        "experiment_name", "run_name", "load_run", "load_checkpoint", "class_name", "check_for_nan",
+        "init_at_random_ep_len", "store_code_state", "teacher.obs_normalization", "teacher.init_noise_std",
+    }  # fmt: skip
+
+
 def test_a_dict_of_legged_gym_trains():
     plan = parse_train_cfg(LEGGED_GYM)
     assert (plan.algorithm, plan.cfg.num_learning_epochs, plan.cfg.max_iterations) == ("PPO", 5, 1500)
@@ -100,6 +130,10 @@ def test_dicts_of_every_version_train(style, rnn):
     assert tuple(map(type, normalizers)) == wanted
     assert normalizers[0].count == 24
     assert runner.policy.obs_normalizer.shape == (5,)  # two groups in the actor's set
+
+
+def test_a_dict_with_everything_in_its_runner_section_means_the_same():
+    assert parse_train_cfg({"runner": policy_cfg(3)}).to_dict() == parse_train_cfg(policy_cfg(3)).to_dict()
 
 
 def test_what_the_runner_writes_is_read_back(tmp_path):
@@ -294,7 +328,7 @@ def test_upload_model_is_honoured(tmp_path):
         ({"actor.distribution_cfg": None}, "actor.distribution_cfg is None, but PPO explores"),
         ({"actor.distribution_cfg": {"class_name": "Cauchy"}}, "distribution_cfg.class_name='Cauchy' is not known"),
         ({"critic.distribution_cfg": {"class_name": "GaussianDistribution"}}, "critic.distribution_cfg must be None"),
-        ({"critic.class_name": "RNNModel"}, "the two must be of one kind; use the same class_name"),
+        ({"critic.class_name": "RNNModel"}, "both must have a memory or none; use RNNModel for both"),
         ({"actor.hiden_dims": [3]}, r"actor.hiden_dims=\[3\] is no setting"),
         (
             {

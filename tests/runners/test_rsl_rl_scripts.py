@@ -4,6 +4,7 @@ import copy
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,6 +65,63 @@ def test_isaac_labs_exporter_gives_the_actions_of_act_inference(tmp_path, rnn, n
         torch.testing.assert_close(loaded(obs), policy.act_inference(obs), rtol=0, atol=1e-6)
     assert policy.actor_obs_normalizer.training is False
     assert act is not None
+
+
+@pytest.mark.parametrize("rnn", [None, "lstm", "gru"])
+def test_the_real_exporter_of_isaac_lab_writes_the_actions_of_act_inference(tmp_path, rnn):
+    exporter = pytest.importorskip("isaaclab_rl.rsl_rl.exporter", reason="needs Isaac Lab: pip install isaaclab")
+    runner = runner_on(policy_cfg(3, rnn, True), 3)
+    runner.learn(2)
+    runner.get_inference_policy()
+    policy = runner.alg.policy
+    exporter.export_policy_as_jit(policy, policy.actor_obs_normalizer, str(tmp_path))
+    exporter.export_policy_as_onnx(policy, str(tmp_path), policy.actor_obs_normalizer)
+    loaded = torch.jit.load(str(tmp_path / "policy.pt"))
+    session = pytest.importorskip("onnxruntime").InferenceSession(tmp_path / "policy.onnx")
+    names = [port.name for port in session.get_inputs()]
+    state = [np.zeros(port.shape, np.float32) for port in session.get_inputs()[1:]]
+    policy.reset()
+    for _ in range(3):
+        obs = 3 * torch.randn(1, 5)
+        want = policy.act_inference(obs).detach()
+        torch.testing.assert_close(loaded(obs), want, rtol=0, atol=1e-6)
+        actions, *state = session.run(None, dict(zip(names, [obs.numpy(), *state], strict=True)))
+        torch.testing.assert_close(torch.from_numpy(actions), want, rtol=0, atol=1e-6)
+
+
+def test_the_real_factory_of_isaac_lab_makes_canters_runner_which_resumes_as_its_script_does(tmp_path, monkeypatch):
+    utils = pytest.importorskip("isaaclab_rl.rsl_rl.utils", reason="needs Isaac Lab 3: pip install isaaclab")
+    from isaaclab_rl import rsl_rl
+    from isaaclab_rl.entrypoints.backends.cli_args_rsl_rl import checkpoint_load_cfg
+
+    monkeypatch.setattr(utils, "OnPolicyRunner", OnPolicyRunner)
+    noise = rsl_rl.RslRlMLPModelCfg.GaussianDistributionCfg(init_std=0.5)
+    cfg = rsl_rl.RslRlOnPolicyRunnerCfg(
+        device="cpu", num_steps_per_env=6, max_iterations=2, save_interval=1, experiment_name="peer",
+        obs_groups={"actor": ["proprio", "command"], "critic": ["critic"]},
+        actor=rsl_rl.RslRlMLPModelCfg(hidden_dims=[6], activation="elu", distribution_cfg=noise),
+        critic=rsl_rl.RslRlMLPModelCfg(hidden_dims=[5], activation="elu"),
+        algorithm=rsl_rl.RslRlPpoAlgorithmCfg(
+            num_learning_epochs=2, num_mini_batches=2, learning_rate=1e-3, schedule="adaptive", gamma=0.99, lam=0.95,
+            entropy_coef=0.01, desired_kl=0.01, max_grad_norm=1.0, value_loss_coef=1.0, use_clipped_value_loss=True,
+            clip_param=0.2,
+        ),
+    )  # fmt: skip
+    cfg = utils.handle_deprecated_rsl_rl_cfg(cfg, utils.check_rsl_rl_version())
+    runner = utils.create_rsl_rl_runner(PeerEnv(5), cfg, log_dir=str(tmp_path))
+    assert type(runner) is OnPolicyRunner
+    runner.add_git_repo_to_log(__file__)
+    runner.learn(num_learning_iterations=cfg.max_iterations, init_at_random_ep_len=cfg.init_at_random_ep_len)
+    for keeps_optimizer in (True, False):
+        again = utils.create_rsl_rl_runner(PeerEnv(5), cfg)
+        load_cfg = checkpoint_load_cfg(keeps_optimizer, runner_class=cfg.class_name)
+        again.load(str(tmp_path / "model_2.pt"), load_cfg=load_cfg, map_location=cfg.device)
+        assert again.current_learning_iteration == 2
+        states = again.alg.optimizer.state_dict()["state"]
+        assert any(state["exp_avg"].any() for state in states.values()) is keeps_optimizer
+    again.export_policy_to_jit(path=str(tmp_path / "exported"), filename="policy.pt")
+    again.export_policy_to_onnx(path=str(tmp_path / "exported"), filename="policy.onnx")
+    assert len(list((tmp_path / "exported").iterdir())) == 2
 
 
 def test_the_actor_of_a_wide_unaligned_observation_can_be_scripted():

@@ -109,6 +109,8 @@ def test_an_image_is_flattened_for_any_leading_dimensions(lead):
     assert layout.flat(image).dtype == torch.float32
     vectors = torch.randn(*lead, 30)
     assert layout.flat(vectors) is vectors
+    row = torch.randn(1, 3)
+    assert ObsLayout({"window": (1, 3)}).flat(row) is row  # a flat batch of one, not a window without a batch
 
 
 def test_resized_and_part_return_new_layouts():

@@ -33,6 +33,7 @@ from canter.utils.films import Film
 
 FPS = 30
 MAX_FRAMES = 3000
+UNITS = {"tracking_error": "m/s", "mean_velocity": "m/s", "step_median": "s", "step_p99": "s"}
 ARROWS = {"\x1b[A": 265, "\x1b[B": 264, "\x1b[C": 262, "\x1b[D": 263}  # of a terminal -> of MuJoCo's window
 
 
@@ -204,7 +205,7 @@ def play_bundle(
         atomic_write(options.report, f"{json.dumps(summary, indent=2)}\n".encode())
     for name, value in summary.items():
         if value is not None and not isinstance(value, list):
-            print(f"  {name.replace('_', ' '):<16}{value:12.6g}")
+            print(f"  {name.replace('_', ' '):<16}{value:12.6g} {UNITS.get(name, '')}".rstrip())
     return 0
 
 

@@ -99,6 +99,8 @@ def read_run(path: Path, modules: Collection[str] | None = ()) -> SavedRun:
     config_path = path / "config.yaml"
     if not config_path.is_file():
         problem = f"{path} is not a run directory: it has no config.yaml"
+        if (path / "policy.json").is_file():
+            raise UserError(f"{path} is a bundle, not a run; `canter play` and `canter export --check` take bundles")
         raise UserError((problem if path.is_dir() else f"there is no run directory {path}") + nearest_run(path))
     with user_errors():
         config = read_yaml(config_path)

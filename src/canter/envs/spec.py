@@ -217,25 +217,27 @@ def describe_managers(base: Any) -> dict[str, Any]:
         settings = getattr(observations, "_group_obs_term_cfgs", {}).get(group, [None] * len(names))
         terms = [describe_term(*parts) for parts in zip(names, shapes, settings, strict=True)]
     is_effort = any("Effort" in type(part).__name__ for part in parts)  # forces, which have no gains
-    action: dict[str, Any] = {"names": list(getattr(robot, "joint_names", ()))}
-    action["target"] = "ctrl" if is_effort else "position"
+    joints = list(getattr(robot, "joint_names", ()))
+    targets = [list(getattr(part, "target_names", getattr(part, "_joint_names", None)) or ()) for part in parts]
+    names = [name for part in targets for name in part] or joints
+    action: dict[str, Any] = {"names": names, "target": "ctrl" if is_effort else "position"}
     data = getattr(robot, "data", None)
     sources = {"default_pose": "default_joint_pos", "stiffness": "joint_stiffness", "damping": "joint_damping"}
     for name, source in sources.items():
         value = getattr(data, source, None)
         if value is not None:
-            action[name] = numbers(value[0])
+            values = numbers(value[0])
+            by_joint = dict(zip(joints, values, strict=False))
+            action[name] = [by_joint[target] for target in names if target in by_joint] or values
     if "stiffness" not in action and not is_effort and hasattr(robot, "spec") and hasattr(base, "sim"):
-        action |= gains_of_model(robot, base.sim.mj_model)
-    for part in parts:
-        scale, offset = (getattr(part, key, getattr(part, f"_{key}", None)) for key in ("scale", "offset"))
-        targets = getattr(part, "target_names", getattr(part, "_joint_names", None))
-        if targets is not None:
-            action["names"] = list(targets)
-        for key, value in (("scale", scale), ("offset", offset)):
-            if value is not None:
-                is_rows = getattr(value, "ndim", 0) == 2  # one row for each environment
-                action[key] = numbers(value[0] if is_rows else value)
+        action |= gains_of_model(robot, base.sim.mj_model, names)
+    for key in ("scale", "offset"):
+        found: list[Any] = [getattr(part, key, getattr(part, f"_{key}", None)) for part in parts]
+        if found and all(value is not None for value in found):  # two dimensions: one row for each environment
+            rows = [numbers(value[0] if getattr(value, "ndim", 0) == 2 else value) for value in found]
+            widths = zip(rows, targets, strict=True)
+            wide = [number for row, part in widths for number in (row * len(part) if len(row) == 1 else row)]
+            action[key] = rows[0] if len(rows) == 1 else wide
     return {"observation": terms, "action": action}
 
 
@@ -250,10 +252,10 @@ def describe_term(name: str, shape: Sequence[int], settings: Any) -> dict[str, A
     return term
 
 
-def gains_of_model(robot: Any, model: Any) -> dict[str, Any]:
-    """Stiffness and damping of position actuators, in the order of the robot's joints."""
+def gains_of_model(robot: Any, model: Any, joints: Sequence[str]) -> dict[str, Any]:
+    """Stiffness and damping of the position actuators of these joints, in their order."""
     ids = {actuator.target.split("/")[-1]: actuator.id for actuator in robot.spec.actuators}
-    chosen = [ids[name] for name in robot.joint_names if name in ids]
+    chosen = [ids[name] for name in joints if name in ids]
     return {
         "stiffness": numbers(model.actuator_gainprm[chosen, 0]),
         "damping": numbers(-model.actuator_biasprm[chosen, 2]),

@@ -184,12 +184,6 @@ def env_options(run: Mapping[str, Any]) -> dict[str, Any]:
     return {name: run[name] for name in ENV_OPTIONS if run.get(name) is not None}
 
 
-def names_module(run: Mapping[str, Any]) -> bool:
-    """Whether to make the environment of a `run` section imports a module that the section names."""
-    wrappers = (name for name, _ in wrapper_arguments(run.get("wrappers")))
-    return any(":" in name for name in (str(run.get("task", "")), *wrappers))
-
-
 def wrapper_arguments(wrappers: Any) -> Iterable[tuple[str, dict[str, Any]]]:
     """Name and arguments of every wrapper in a name, a mapping by name, or a list of these."""
     if wrappers is None:

@@ -64,6 +64,8 @@ def export_bundle(
     if unknown:
         raise ValueError(f"unknown format {unknown[0]!r}; there are {', '.join(FORMATS)}")
     directory = Path(directory)
+    if directory.exists() and not directory.is_dir():
+        raise FileExistsError(f"{directory} is a file; a bundle is a directory")
     if directory.exists() and not (directory / "policy.json").is_file() and any(directory.iterdir()):
         raise FileExistsError(f"{directory} exists and is no bundle; choose another directory")
     module = StepModule(acting)

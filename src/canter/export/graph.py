@@ -234,9 +234,9 @@ def torchscript_bytes(module: StepModule) -> bytes:
 
 
 class Unregistered(nn.Module):
-    """Calls a module that is not its submodule."""
+    """Calls a step that is not its submodule."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: StepModule) -> None:
         super().__init__()
         self.called = (module,)
 

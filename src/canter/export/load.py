@@ -12,7 +12,7 @@ import torch
 from canter.algorithms import REGISTRY
 from canter.algorithms.foreign import import_state
 from canter.envs.spec import SpecEnv, describe_env
-from canter.envs.wrap import env_options, make_env, names_module
+from canter.envs.wrap import env_options, make_env
 from canter.modules.build import build_actor_critic, build_normalizer, build_policy, env_shapes
 from canter.modules.normalizer import ValueNormalizer
 from canter.modules.policy import Policy
@@ -20,7 +20,8 @@ from canter.runners.evaluation import InferencePolicy
 from canter.runners.run_config import RunPlan, find_algorithm, parse_train_cfg
 from canter.runners.runner import open_env
 from canter.utils.checkpoint import check_compatible, damaged_content, load_checkpoint, newest_valid_checkpoint
-from canter.utils.reading import FileContentError, read_yaml, refuse_imports
+from canter.utils.reading import FileContentError, named_modules, read_yaml, refuse_imports
+from canter.utils.runtime import resolve_device
 
 BEST = "checkpoint_best.pt"
 
@@ -39,7 +40,7 @@ def load(
         seed: Seed of sampled actions; drawn if None.
         modules: Modules of yours that the checkpoint's settings name and that may be imported.
     """
-    file = find_file(Path(path), checkpoint)
+    file, device = find_file(Path(path), checkpoint), resolve_device(device)
     with damaged_content(file):
         state = import_state(load_checkpoint(file, "cpu"))
     weights = state.get("model_state_dict")
@@ -75,6 +76,8 @@ def find_file(path: Path, checkpoint: str | None) -> Path:
         return path
     if not path.is_dir():
         raise FileNotFoundError(f"there is no run directory or checkpoint {path}")
+    if (path / "policy.json").is_file():
+        raise ValueError(f"{path} is a bundle, not a run; load it with canter.export.runtime.Policy({str(path)!r})")
     if checkpoint is None:
         return newest_valid_checkpoint(path)
     file = path / (BEST if checkpoint == "best" else checkpoint)
@@ -97,7 +100,7 @@ def describe_task(config: Mapping[str, Any], plan: RunPlan, file: Path) -> dict[
     run = config.get("run") or {}
     if "task" not in run:
         raise ValueError(f"{file} does not describe its environment and names no task; save it again with this canter")
-    if names_module(run):
+    if any(named_modules({"run": run})):
         problem = f"{file} does not describe its environment, and its task {run['task']!r} would import a module"
         raise ValueError(f"{problem}; resume the run and save it again with this canter")
     opened = open_env(make_env(run["task"], **env_options(run)), torch.device("cpu"), plan)

@@ -16,9 +16,10 @@ def readme(spec: Mapping[str, Any], files: set[str]) -> str:
     title = training["task"] or training["policy"]
     parts = [
         f"# {title}\n",
-        f"A {training['policy']} trained with {training['algorithm']} of canter; `policy.json` has every detail.\n",
+        f"{training['policy']}, trained with {training['algorithm']} of canter; `policy.json` has every detail.\n",
         ports_table(spec),
         observation_table(spec),
+        action_table(spec),
         "Observations are raw: normalisation, squashing, scaling and clipping are inside.",
         f"The control period is {period:g} s.\n" if period else "The control period is not known.\n",
     ]
@@ -47,11 +48,40 @@ def ports_table(spec: Mapping[str, Any]) -> str:
 def observation_table(spec: Mapping[str, Any]) -> str:
     """Segments of the observation."""
     segments = spec["observation"] or []
-    if len(segments) < 2:
+    if [segment["name"] for segment in segments] in ([], ["obs"]):
         return ""
-    rows = ["| observation | first | width |", "|---|---|---|"]
-    rows += [f"| {segment['name']} | {segment['first']} | {segment['width']} |" for segment in segments]
-    return "\n".join(rows) + "\n"
+    more = [key for key in ("clip", "scale", "history") if any(key in segment for segment in segments)]
+    rows = [" | ".join(["| observation", "first", "width", *more]) + " |", "|---" * (len(more) + 3) + "|"]
+    for segment in segments:
+        shape = segment.get("shape") or ()
+        width = f"{segment['width']} ({' x '.join(map(str, shape))})" if len(shape) > 1 else segment["width"]
+        cells = [f"| {segment['name']}", str(segment["first"]), str(width), *(cell(segment.get(key)) for key in more)]
+        rows.append(" | ".join(cells) + " |")
+    applied = "Values are clipped, then multiplied by `scale`; a history is so many of them, the oldest first.\n"
+    return "\n".join(rows) + "\n" + (f"\n{applied}" if more else "")
+
+
+def cell(value: Any) -> str:
+    """A number or a short list as text."""
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    return ", ".join(f"{v:.6g}" if isinstance(v, (int, float)) else str(v) for v in values)
+
+
+def action_table(spec: Mapping[str, Any]) -> str:
+    """Actions in order, with what the environment knows of each."""
+    action = spec["action"]
+    names = action.get("names") or []
+    if len(names) != math.prod(spec["outputs"][0]["shape"]):
+        return ""
+    columns = {key: action.get(key) for key in ("default_pose", "scale", "stiffness", "damping")}
+    columns |= dict(zip(("lowest", "highest"), action.get("clip") or ((), ()), strict=True))
+    known = {key: v * len(names) if len(v) == 1 else v for key, v in columns.items() if v and len(v) in (1, len(names))}
+    rows = [" | ".join(["| action", "name", *(key.replace("_", " ") for key in known)]) + " |"]
+    rows.append("|---" * (len(known) + 2) + "|")
+    for number, name in enumerate(names):
+        rows.append(" | ".join([f"| {number}", str(name), *(cell(values[number]) for values in known.values())]) + " |")
+    targets = "The target of a joint is `default pose + scale * action`.\n"
+    return "\n".join(rows) + "\n" + (f"\n{targets}" if action.get("target") == "position" else "")
 
 
 def python_part(spec: Mapping[str, Any]) -> str:
@@ -89,7 +119,8 @@ def cpp_part(spec: Mapping[str, Any]) -> str:
         size = math.prod(port["shape"])
         keep += f"std::copy_n(outputs[{number}].GetTensorData<float>(), {size}, {name}.begin());\n"
     return (
-        "## C++ with ONNX Runtime\n\n```cpp\n"
+        "## C++ with ONNX Runtime\n\nNeeds ONNX Runtime's headers and library: "
+        "`c++ -O2 -std=c++17 main.cpp -lonnxruntime`.\n\n```cpp\n"
         + "\n".join(
             [
                 "#include <onnxruntime_cxx_api.h>",

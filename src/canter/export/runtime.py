@@ -53,6 +53,8 @@ class Bundle:
 
 def read_file(path: Path, limit: int) -> bytes:
     """The content of a file of at most `limit` bytes."""
+    if not path.exists():
+        raise BundleError(f"{path} is missing; copy the whole bundle, or export it again")
     try:
         if path.stat().st_size > limit or not path.is_file():
             raise BundleError(f"{path} is no plain file, or has more than {limit} bytes")
@@ -219,6 +221,9 @@ class Policy:
             self.state = {}
         else:
             ended = np.asarray(dones, bool).reshape(-1, 1, 1, 1)
+            rows = {len(state) for state in self.state.values()} - {len(ended)}
+            if rows:
+                raise ValueError(f"dones has {len(ended)} entries, but the last observations had {rows.pop()} rows")
             self.state = {name: np.where(ended, np.float32(0), state) for name, state in self.state.items()}
 
     def _arrange(self, obs: Any) -> tuple[dict[str, np.ndarray], bool]:
@@ -232,6 +237,10 @@ class Policy:
             leaves = {ports[0]["name"]: np.asarray(obs)}
         if set(leaves) != {port["name"] for port in ports}:
             raise ValueError(f"the observation has the parts {sorted(leaves)}, expected {[p['name'] for p in ports]}")
+        for port in ports:
+            given = np.asarray(leaves[port["name"]]).dtype
+            if port["dtype"] == "uint8" and given.kind == "f":  # a conversion would make 0 of everything below 1
+                raise ValueError(f"{port['name']} has numbers of type {given}; the policy wants uint8 from 0 to 255")
         arrays = {port["name"]: np.asarray(leaves[port["name"]], port["dtype"]) for port in ports}
         shapes = {port["name"]: tuple(port["shape"]) for port in ports}
         is_single = all(array.shape == shapes[name] for name, array in arrays.items())

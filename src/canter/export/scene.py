@@ -4,6 +4,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,8 @@ class MujocoScene:
     ) -> None:  # fmt: skip
         mujoco = import_mujoco()
         self.mujoco, self.spec = mujoco, policy.spec
+        if not Path(scene).is_file():
+            raise FileNotFoundError(f"there is no scene {scene}; give an XML file of MuJoCo")
         self.model = model = mujoco.MjModel.from_xml_path(str(scene))
         self.data = data = mujoco.MjData(model)
         self.physics, self.command = (model, data), np.asarray(command, np.float64)

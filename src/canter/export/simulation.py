@@ -135,13 +135,14 @@ class AdaptedTask:
     def __init__(self, task: str, policy: Policy, seed: int | None = None, render_mode: str | None = None) -> None:
         import torch
 
-        from canter.envs.wrap import env_options, make_env, names_module
+        from canter.envs.wrap import env_options, make_env
         from canter.envs.wrappers import FlattenObs
+        from canter.utils.reading import named_modules
         from canter.utils.tree import tree_leaves
 
         self.torch, self.leaves = torch, tree_leaves
         options = env_options(policy.spec["training"])
-        if names_module(options):
+        if any(named_modules({"run": options})):
             raise BundleError(f"the bundle's wrappers {options['wrappers']} would import a module; they are not made")
         env = make_env(task, "cpu", 1, seed, render_mode, **options)
         self.fps = (getattr(env, "metadata", None) or {}).get("render_fps") or 30

@@ -320,6 +320,18 @@ class Policy(nn.Module):
         """The normaliser of the actor's observation, under the name of rsl_rl."""
         return self.obs_normalizer
 
+    def as_onnx(self, verbose: bool = False) -> Any:
+        """The deterministic step as a module for `torch.onnx.export`, under the name of rsl_rl."""
+        from canter.export.rsl_rl import InferencePolicy, OnnxStep  # the exporters load slowly
+
+        return OnnxStep(InferencePolicy(self))
+
+    def as_jit(self) -> Any:
+        """The deterministic step as a TorchScript module with a `reset()`, under the name of rsl_rl."""
+        from canter.export.rsl_rl import InferencePolicy, jit_module
+
+        return jit_module(InferencePolicy(self))
+
     @property
     def obs_segments(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the actor observation's parts."""

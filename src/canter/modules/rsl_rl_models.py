@@ -1,10 +1,12 @@
 """Policies made of the model classes of rsl_rl 5.x: its CNNs, and classes derived from its models."""
 
 import importlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from gymnasium import spaces
 from torch import Tensor, nn
 
 from canter.modules.actor_critic import ActorCritic
@@ -31,6 +33,10 @@ class GroupModel(nn.Module):
     ) -> None:
         super().__init__()
         self.names = list(shapes)
+        boxes: dict[str, spaces.Space] = {
+            name: spaces.Box(-math.inf, math.inf, tuple(shape)) for name, shape in shapes.items()
+        }
+        self.obs_space = spaces.Dict(boxes) if len(boxes) > 1 else boxes[self.names[0]]
         example = {name: torch.zeros(1, *shape) for name, shape in shapes.items()}
         options = {name: value for name, value in cfg.items() if name != "class_name" and value is not None}
         self.model: Any = model_class(cfg["class_name"])(
@@ -62,7 +68,7 @@ class RslRlModels(ActorCritic):
         critic_obs_segments: Mapping[str, Sequence[int]] | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
         obs = obs_segments or {"actor": (num_actor_obs,)}
-        critic_obs = critic_obs_segments or obs_segments or {"critic": (num_critic_obs,)}
+        critic_obs = critic_obs_segments or ({"critic": (num_critic_obs,)} if num_critic_obs else obs)
         actor = GroupModel(actor_model, "actor", obs, num_actions)
         shared = {"cnns": actor.model.cnns} if share_cnn_encoders else {}
         critic = GroupModel(critic_model, "critic", critic_obs, 1, **shared)

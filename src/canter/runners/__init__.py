@@ -4,6 +4,7 @@ from canter.runners.amp_policy_runner import AmpPolicyRunner
 from canter.runners.check_policy import PolicyReport, check_policy
 from canter.runners.dagger_saver import DaggerSaver
 from canter.runners.demonstration import DemonstrationSaver
+from canter.runners.mjlab_runner import MjlabRunner
 from canter.runners.off_policy_runner import OffPolicyRunner
 from canter.runners.on_policy_runner import OnPolicyRunner
 from canter.runners.run_log import StopTraining, TrialPruned, log_histograms
@@ -11,7 +12,7 @@ from canter.runners.runner import LearnResult, Runner
 from canter.runners.two_stage_runner import TwoStageRunner
 from canter.utils.config import build
 
-CLASSES = (AmpPolicyRunner, OffPolicyRunner, OnPolicyRunner, TwoStageRunner)
+CLASSES = (AmpPolicyRunner, MjlabRunner, OffPolicyRunner, OnPolicyRunner, TwoStageRunner)
 RUNNERS: dict[str, type] = {cls.__name__: cls for cls in CLASSES}
 
 
@@ -21,7 +22,7 @@ def build_runner(name: str, *args: object, **kwargs: object) -> Runner:
 
 
 __all__ = [
-    "RUNNERS", "AmpPolicyRunner", "DaggerSaver", "DemonstrationSaver", "LearnResult", "OffPolicyRunner",
-    "OnPolicyRunner", "PolicyReport", "Runner", "StopTraining", "TrialPruned", "TwoStageRunner", "build_runner",
-    "check_policy", "log_histograms",
+    "RUNNERS", "AmpPolicyRunner", "DaggerSaver", "DemonstrationSaver", "LearnResult", "MjlabRunner",
+    "OffPolicyRunner", "OnPolicyRunner", "PolicyReport", "Runner", "StopTraining", "TrialPruned", "TwoStageRunner",
+    "build_runner", "check_policy", "log_histograms",
 ]  # fmt: skip

@@ -93,6 +93,8 @@ class InferencePolicy:
         parts, is_dict = self.parts, isinstance(self.obs_space, spaces.Dict)
         if isinstance(obs, Mapping):
             leaves = dict(tree_leaves(obs))
+            if "" in parts.shapes:
+                raise ValueError(f"one observation is an array of shape {parts.shapes['']}, got parts {list(leaves)}")
             if leaves.keys() != parts.shapes.keys():
                 raise ValueError(f"the observation has the parts {list(leaves)}, expected {list(parts.shapes)}")
             first = next(iter(parts.shapes))

@@ -27,7 +27,9 @@ TABLE: dict[str, dict[str, str]] = {
     "top": {
         **dict.fromkeys(("class_name", "runner_class_name", "experiment_name", "run_name", "load_run"), UNUSED),
         **dict.fromkeys(("load_checkpoint", "checkpoint", "resume_path", "torch_compile_mode", "multi_gpu"), UNUSED),
-        **dict.fromkeys(("check_for_nan", "init_member_classes"), UNUSED),
+        **dict.fromkeys(("check_for_nan", "init_member_classes", "init_at_random_ep_len"), UNUSED),
+        "store_code_state": UNUSED,
+        "empirical_normalization": "empirical_normalization",
         "logger": "logger_backend",
         "wandb_project": "logger_kwargs.wandb.project",
         "wandb_tags": "logger_kwargs.wandb.tags",
@@ -165,7 +167,7 @@ class Translation:
             elif place == UNUSED:
                 if value not in (None, "", {}, [], ()):
                     self.unused.append(source)
-            elif value is not None or (is_own and key not in TABLE[section]):
+            elif key not in TABLE[section] or value not in (None, {}):  # Isaac Lab writes {} for a field left out
                 self._put(place, value, source)
 
     def _recurrent_or_not(self, model: dict[str, Any], is_recurrent: bool) -> None:
@@ -180,9 +182,9 @@ class Translation:
             names = " and ".join(repr(name) for name in self.models)
             raise ValueError(f"the training dict has a section {names} alone; give actor and critic")
         kinds = {name: class_path(model.pop("class_name", "MLPModel")) for name, model in self.models.items()}
-        if kinds["actor"] != kinds["critic"] and any(kind in POLICY_CLASSES for kind in kinds.values()):
+        if kinds["actor"] != kinds["critic"] and "RNNModel" in kinds.values():
             both = f"actor.class_name={kinds['actor']!r} and critic.class_name={kinds['critic']!r}"
-            raise ValueError(f"{both}: the two must be of one kind; use the same class_name for both")
+            raise ValueError(f"{both}: both must have a memory or none; use RNNModel for both")
         self.out["algorithm"]["clip_grads_separately"] = True
         actor, critic = self.models["actor"], self.models["critic"]
         if self.policy:  # Isaac Lab's section for rsl_rl 3.x, beside those that replace it
@@ -196,7 +198,8 @@ class Translation:
         for name, model in self.models.items():
             self._recurrent_or_not(model, kinds[name] == "RNNModel")
         policy = self.out["policy"]
-        policy["class_name"] = POLICY_CLASSES.get(kinds["actor"], RSL_RL_MODELS)
+        is_mixed = kinds["actor"] != kinds["critic"]
+        policy["class_name"] = RSL_RL_MODELS if is_mixed else POLICY_CLASSES.get(kinds["actor"], RSL_RL_MODELS)
         is_plain = not policy.get("state_dependent_std") and "action_distribution" not in policy
         if policy["class_name"] == RSL_RL_MODELS and not is_plain:
             raise ValueError(f"actor.class_name={kinds['actor']!r} needs distribution_cfg of GaussianDistribution")

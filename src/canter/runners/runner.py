@@ -6,7 +6,6 @@ import dataclasses
 import math
 import os
 import signal
-import tempfile
 import warnings
 from abc import ABC, abstractmethod
 from collections import deque
@@ -464,11 +463,15 @@ class Runner(ABC):
 
     def export_policy_to_onnx(self, path: str | Path, filename: str = "policy.onnx", verbose: bool = False) -> None:
         """Write the policy as a checked ONNX file; `canter export` writes a whole bundle."""
-        export_file(self, Path(path) / filename, "onnx")
+        from canter.export.rsl_rl import write_onnx  # the exporters load slowly
+
+        write_onnx(self, Path(path) / filename)
 
     def export_policy_to_jit(self, path: str | Path, filename: str = "policy.pt") -> None:
-        """Write the policy as a checked TorchScript file."""
-        export_file(self, Path(path) / filename, "torchscript")
+        """Write a checked TorchScript file: `module(obs)` gives actions, `module.reset()` clears memories."""
+        from canter.export.rsl_rl import write_jit
+
+        write_jit(self, Path(path) / filename)
 
     def train_mode(self) -> None:
         """Switch networks and normalisers to training mode."""
@@ -623,15 +626,6 @@ class Runner(ABC):
     def disable_logs(self) -> bool:
         """Whether another process writes the logs."""
         return self.is_distributed and self.gpu_global_rank != 0
-
-
-def export_file(runner: Runner, path: Path, kind: str) -> None:
-    """Write one file of the bundle of a runner's policy."""
-    from canter.export.bundle import export_runner  # the exporters load slowly
-
-    with tempfile.TemporaryDirectory() as folder:
-        made = export_runner(runner, Path(folder) / "bundle", (kind,))
-        atomic_write(path, (made.path / {"onnx": "policy.onnx", "torchscript": "policy.ts"}[kind]).read_bytes())
 
 
 def open_env(env: Any, device: torch.device, plan: RunPlan) -> VecEnv:

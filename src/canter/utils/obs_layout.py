@@ -99,6 +99,8 @@ class ObsLayout:
 
 
 def _flat_leaf(leaf: Tensor, shape: tuple[int, ...]) -> Tensor:
-    if len(shape) > 1 and tuple(leaf.shape[-len(shape) :]) == shape:
+    # Without a batch dimension in front of it, the shape of a flat batch only looks like that of a segment.
+    is_batch = leaf.dim() > len(shape) > 1 and leaf.shape[-1] == shape[-1]
+    if is_batch and tuple(leaf.shape[-len(shape) :]) == shape:
         leaf = leaf.flatten(-len(shape))
     return leaf.float() / 255.0 if leaf.dtype == torch.uint8 else leaf

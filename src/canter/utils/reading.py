@@ -117,7 +117,7 @@ def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray
 
 def named_modules(config: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """The settings of a config that name code, and the module that each of them would import."""
-    parts: Any = enumerate(config) if isinstance(config, list) else ()
+    parts: Any = enumerate(config) if isinstance(config, (list, tuple)) else ()
     for name, value in config.items() if isinstance(config, Mapping) else parts:
         path = f"{key}.{name}" if key else str(name)
         if path.startswith(("run.task", "run.wrappers")):
