@@ -6,6 +6,8 @@
 One line of JSON per run goes to `--out`; the table at the end has the mean over seeds. CartPole without velocities:
 
     python benchmarks/learning.py canter/MaskedCartPole --set policy.class_name=ActorCriticRecurrent policy.rnn_type=gru
+
+`--note` names the settings in the results, so that runs with and without an option of PPO stand side by side.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from canter.runners import OnPolicyRunner
 POINTS = 10
 
 
-def train(task, seed, overrides):
+def train(task, seed, overrides, note):
     cfg = load_preset(task)
     for override in overrides:
         name, _, value = override.partition("=")
@@ -50,6 +52,8 @@ def train(task, seed, overrides):
     seconds = time.perf_counter() - begin
     score = runner.eval(20)
     result = {"task": task, "policy": cfg["policy"].get("rnn_type", "mlp"), "seed": seed}
+    if note:
+        result["note"] = note
     result |= {"steps": runner.tot_timesteps, "secs": round(seconds)}
     return result | {
         "eval": round(score["eval/mean_reward"], 1),
@@ -63,13 +67,14 @@ def main():
     parser.add_argument("tasks", nargs="+")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings other than the preset's")
+    parser.add_argument("--note", help="a name for these settings, kept in the results")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     scores = {}
     for task in args.tasks:
         for seed in args.seeds:
-            result = train(task, seed, args.set)
+            result = train(task, seed, args.set, args.note)
             scores.setdefault(task, []).append(result["eval"])
             report(result, args.out)
     for task, values in scores.items():
