@@ -34,7 +34,9 @@ def tasks(contains: tyro.conf.Positional[str | None] = None) -> int:
     if contains is not None:
         pattern = contains if "*" in contains else f"*{contains}*"
         names = [name for name in sorted({*known_tasks(), *names}) if fnmatch(name.lower(), pattern.lower())]
-    width = max(map(len, names), default=0) + 2
+    if not names:
+        raise UserError(f"no task has {contains!r} in its name; `canter tasks` lists those with a preset")
+    width = max(map(len, names)) + 2
     print(f"  {'task':<{width}}{'algorithm':<11}{'steps':>13}{'envs':>6}  {'preset':<17}return to expect")
     for name in names:
         for algorithm in [a for a in algorithms if a == PPO or name in own[a]]:

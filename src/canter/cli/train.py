@@ -160,6 +160,8 @@ def resume(
         found = "ended before its first checkpoint: it begins again"
         if path is not None:
             found = f"continues from {path.name} at step {runner.tot_timesteps}"
+        if config["run"]["total_timesteps"] <= runner.tot_timesteps and not config.get("max_iterations"):
+            found = f"is complete at step {runner.tot_timesteps}; --total-timesteps STEPS trains on"
         print(f"{saved.path} {found}")
         if changed := runs.changed_settings(saved.config, runner.checkpoints.loaded_config):
             print(f"  settings in config.yaml that are not the checkpoint's: {'; '.join(changed)}", file=sys.stderr)
