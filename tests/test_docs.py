@@ -226,6 +226,11 @@ def test_tables_of_settings_name_every_setting_with_its_default_and_sentence():
 
 
 # ---------------------------------------------------------------------- the reference and the site
+@pytest.mark.parametrize("script", sorted((ROOT / "docs").glob("*.py")), ids=lambda path: path.stem)
+def test_a_script_of_the_documentation_finds_the_names_that_it_imports(script):
+    assert runpy.run_path(str(script), run_name="imported")
+
+
 def make_reference():
     spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs/make_reference.py")
     module = importlib.util.module_from_spec(spec)
