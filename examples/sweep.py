@@ -43,9 +43,7 @@ def main() -> None:
         return train(settings(chosen), 1, args.steps, args.out / f"trial{trial.number}", trial)
 
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=1))
-    first = load_preset("CartPole-v1")[
-        "algorithm"
-    ]  # the preset is the first trial, so that the search never ends below
+    first = load_preset("CartPole-v1")["algorithm"]  # tried first, so that the search never ends below it
     study.enqueue_trial({name: first[name] for name in ("learning_rate", "num_learning_epochs", "gamma")})
     study.optimize(objective, n_trials=args.trials)
     print("best settings", study.best_params, "return", study.best_value)
