@@ -250,7 +250,7 @@ def show_results(runner: Runner, path: Path) -> None:
     if episodes:
         result = runner.eval(episodes)
         write_json(path / "evaluation.json", {**result, "episodes": episodes, "step": runner.tot_timesteps})
-        print_return(result, f"over {episodes} episodes without noise")
+        print_return(result, f"over {episodes} episode{'s' * (episodes > 1)} without noise")
     if (path / "best.json").is_file():
         best = read_json(path / "best.json")
         print_row("best", f"{best['eval/mean_reward']:.1f} in the evaluation at step {best['step']:,}")
