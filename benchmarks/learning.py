@@ -10,6 +10,8 @@ With `--jobs` several runs go on at the same time, each in a process with `--thr
 goes to `--out`; the table at the end has the mean over seeds. CartPole without velocities:
 
     python benchmarks/learning.py canter/MaskedCartPole --set policy.class_name=ActorCriticRecurrent policy.rnn_type=gru
+
+`--note` names the settings in the results, so that runs with and without an option of PPO stand side by side.
 """
 
 from __future__ import annotations

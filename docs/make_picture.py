@@ -6,6 +6,7 @@ python docs/make_picture.py RUN... --out docs/assets/lander.png --seed 12
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 
-from canter.cli.play import film, prepare_rendering
+from canter.cli.play import film
 from canter.cli.runs import SavedRun, find_checkpoint, load_policy, open_env, read_run
 from canter.modules.build import build_actor_critic
 from canter.utils.plots import common_grid, read_metrics, smooth
@@ -69,9 +70,16 @@ def draw_curve(axes: Axes, runs: list[Path]) -> None:
     axes.set_axisbelow(True)
 
 
+class Frames(list):
+    """A film whose frames are kept instead of encoded."""
+
+    add = list.append
+    num_frames = property(len)
+
+
 def strobe(saved: SavedRun, is_trained: bool, seed: int) -> tuple[np.ndarray, float]:
     """Many moments of one episode in one picture, and the episode's return."""
-    prepare_rendering()
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # no window is opened
     runner: Any = load_policy(saved, find_checkpoint(saved.path, None), 1, seed, "cpu")
     if not is_trained:
         torch.manual_seed(seed)
@@ -80,7 +88,8 @@ def strobe(saved: SavedRun, is_trained: bool, seed: int) -> tuple[np.ndarray, fl
             strict=False,
         )
     env = open_env(saved.task, 1, "cpu", seed, "rgb_array")
-    frames, returns = film(runner.get_inference_policy(), env)
+    frames: Any = Frames()
+    returns = film(runner.get_inference_policy(), env, frames)
     background = np.median(np.stack(frames[:: max(1, len(frames) // 60)]), axis=0).astype(np.uint8)
     picture = background.copy()
     moved = [np.abs(frame.astype(int) - background).max(-1) > 20 for frame in frames]

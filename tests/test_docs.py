@@ -21,6 +21,7 @@ from canter.algorithms.ppo import PPOConfig
 from canter.cli import COMMANDS
 from canter.cli.options import parse_train
 from canter.envs.wrap import ADAPTERS, ENV_NAMES
+from canter.modules.actor_critic import ActorCritic
 from canter.modules.amp_discriminator import AMPDiscriminator
 from canter.modules.build import POLICIES
 from canter.runners.runner import Runner
@@ -226,6 +227,19 @@ def test_tables_of_settings_name_every_setting_with_its_default_and_sentence():
 
 
 # ---------------------------------------------------------------------- the reference and the site
+def test_the_gradient_on_the_page_of_several_processes_is_that_of_its_networks():
+    text = (ROOT / "docs/distributed.md").read_text()
+    layers = [512, 256, 128]
+    policy = ActorCritic(48, 235, 12, actor_hidden_dims=layers, critic_hidden_dims=layers)
+    count = sum(p.numel() for p in policy.parameters())
+    assert f"gradient         {count:,} * 4 bytes" in text
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "docs").glob("*.py")), ids=lambda path: path.stem)
+def test_a_script_of_the_documentation_finds_the_names_that_it_imports(script):
+    assert runpy.run_path(str(script), run_name="imported")
+
+
 def make_reference():
     spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs/make_reference.py")
     module = importlib.util.module_from_spec(spec)

@@ -11,7 +11,11 @@ import torch
 from canter.modules.build import POLICIES
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
-SMALL = {"own_environment": ["--num-envs", "16"], "sac_many_environments": ["--num-envs", "8", "--steps", "160"]}
+SMALL = {
+    "own_environment": ["--num-envs", "16"],
+    "sac_many_environments": ["--num-envs", "8", "--steps", "160"],
+    "sweep": ["--trials", "2"],
+}
 
 
 @pytest.fixture(autouse=True)

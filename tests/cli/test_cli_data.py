@@ -75,6 +75,12 @@ def test_motion_lists_a_directory_and_refuses_in_one_line(tmp_path, capsys):
     assert "bad.txt" in capsys.readouterr().err
 
 
+def test_motion_finds_the_clips_that_come_with_canter_by_name(capsys):
+    assert main(["motion", "quadruped_trot.txt"]) == 0
+    assert main(["motion", "trot.txt"]) == 2
+    assert "the clips that come with canter are biped_walk.csv, point_circle.txt" in capsys.readouterr().err
+
+
 def test_motion_reports_velocities_that_are_not_derivatives(tmp_path, capsys):
     from canter.datasets import CLIPS
     from canter.datasets.motion_clip import read_clip, write_clip

@@ -198,6 +198,21 @@ def test_short_forms_and_names_of_other_libraries_are_answered_with_the_flag(alg
         parse_train(["Pendulum-v1", "--algo", algorithm, flag, "3"])
 
 
+def test_whole_numbers_may_have_exponents_and_underscores_and_lists_commas():
+    given = ["--total-timesteps", "2e5", "--num-envs", "1_6", "--max-iterations", "1.2e1"]
+    options, config = parse_train(["CartPole-v1", *given, "--policy.actor-hidden-dims", "32", "1e2"])
+    assert parse_train(["CartPole-v1", "--seeds", "1,2,3"])[0].seeds == (1, 2, 3)
+    assert (options.total_timesteps, options.num_envs, options.settings.max_iterations) == (200_000, 16, 12)
+    assert config["policy"]["actor_hidden_dims"] == [32, 100]
+
+
+@pytest.mark.parametrize("text", ["1.5", "15e-1", "1e5x", "1e999", "many"])
+def test_a_number_that_is_not_whole_is_refused_where_whole_ones_are_needed(text, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse_train(["CartPole-v1", "--total-timesteps", text])
+    assert f"'{text}' is no whole number" in capsys.readouterr().err
+
+
 def test_every_suggestion_for_a_short_form_is_a_flag_of_some_algorithm():
     known = {"task"} | {f.name for cls in (TrainOptions, EnvOptions) for f in dataclasses.fields(cls)}
     for algorithm in ("ppo", "dqn", "sac"):

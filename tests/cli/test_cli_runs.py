@@ -162,6 +162,8 @@ def test_resume_adds_steps_and_remembers_the_new_length(trained, capsys):
     assert steps_of(run) == [64, 128, 192, 256, 320, 384]
     assert yaml.safe_load((run / "config.yaml").read_text())["run"]["total_timesteps"] == 384
     assert "from model_4.pt at step 256" in capsys.readouterr().out
+    assert main(["resume", str(run)]) == 0
+    assert "is complete at step 384; --total-timesteps STEPS trains on" in capsys.readouterr().out
 
 
 def stop_at(monkeypatch, iteration, number):
@@ -258,7 +260,10 @@ def mistake(capsys, *args):
         (["train", "CartPol-v1"], "did you mean 'CartPole-v1'"),
         (["train", "canter/CartPoles"], "CartPole"),
         (["train", "nowhere/CartPole-v1"], "'nowhere/CartPole-v1'"),
+        (["train", "ALE/Pong-v5"], "no environment is named 'ALE/Pong-v5'; `canter tasks` lists the known ones"),
+        (["tasks", "zzz"], "no task has 'zzz' in its name; `canter tasks` lists"),
         (["train", "LunarLander-v1"], "LunarLander"),
+        (["train", "HalfCheetah"], "the name 'HalfCheetah' has no version; did you mean 'HalfCheetah-v5'?"),
         (["train", "CartPole-v1", "--device", "cuda:99"], "'cuda:99' is not available"),
         (["train", "CartPole-v1", "--schedule", "linaer"], "schedule must be one of"),
         (["train", "CartPole-v1", "--algorithm", "pppo"], "did you mean 'ppo'"),
@@ -429,6 +434,12 @@ def test_the_overview_names_every_command(capsys):
     out = capsys.readouterr().out
     for command in ("train", "resume", "eval", "play", "plot", "tasks", "check-env"):
         assert f"  {command} " in out or f"  {command}:" in out
+
+
+def test_help_of_a_command_lists_its_flags(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["help", "eval"])
+    assert "--episodes" in capsys.readouterr().out
 
 
 def test_run_directories_stay_below_the_runs_directory(tmp_path):

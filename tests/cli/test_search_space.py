@@ -65,7 +65,9 @@ def test_yaml_files_have_the_same_entries_as_flags_and_flags_override_them(optio
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("learning_rat=0..1", "no setting 'learning_rat'"),
+        ("learning_rat=0..1", "no setting 'learning_rat' to search; did you mean 'learning_rate'"),
+        ("lr=0..1", "did you mean 'learning_rate'"),
+        ("nonsense=0..1", "there are .*gamma"),
         ("policy.nope=1,2", "no setting 'policy.nope'"),
         ("gamma=0.9", "needs a range or two choices"),
         ("gamma=lin:0..1", "must be log, not 'lin'"),

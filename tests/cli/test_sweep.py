@@ -2,11 +2,14 @@
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import optuna
 import pytest
@@ -404,6 +407,35 @@ def test_ray_runs_the_same_space(tmp_path):
     assert trials[0]["params"] == {"learning_rate": 1e-3, "num_mini_batches": 1}  # the preset's
     assert (tmp_path / trials[0]["runs"][0] / "evaluation.json").is_file()
     assert (tmp_path / "runs/canter/CartPole/sweep/best.yaml").is_file()
+
+
+# A cluster on the loopback device: all of its processes end with the command that it is started for.
+RAY_CLUSTER = ["unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c"]
+START_RAY = """
+ip link set lo up && "$RAY" start --head --node-ip-address 127.0.0.1 --port 6390 --num-cpus 2 \\
+    --include-dashboard false --disable-usage-stats --temp-dir "$RAY_FILES" && "$@"
+"""
+
+
+@pytest.mark.slow
+def test_ray_runs_the_same_space_on_a_cluster_that_was_started_before(tmp_path, monkeypatch):
+    pytest.importorskip("ray")
+    if not shutil.which("unshare") or subprocess.run([*RAY_CLUSTER, "true"], capture_output=True).returncode:
+        pytest.skip("needs network and process namespaces: Ray would listen beyond the loopback device")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))  # of this cluster alone, for its head and the sweep
+    monkeypatch.setenv("RAY", str(Path(sys.executable).parent / "ray"))
+    args = ["sweep", "canter/CartPole", "--space", "learning_rate=log:1e-4..1e-2", "num_mini_batches=1,2"]
+    ray = ["--engine", "ray", "--address", "127.0.0.1:6390", "--trials", "2", "--pruner", "nop", "--jobs", "2"]
+    with tempfile.TemporaryDirectory() as files:  # short, for the names of its sockets
+        monkeypatch.setenv("RAY_FILES", files)
+        process = canter(*args, *ray, *TINY, cwd=tmp_path, prefix=[*RAY_CLUSTER, START_RAY, "sh"])
+        out, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, out
+    assert "Connecting to existing Ray cluster at address: 127.0.0.1:6390" in out
+    trials = json.loads((tmp_path / "runs/canter/CartPole/sweep/trials.json").read_text())
+    assert [trial["state"] for trial in trials] == ["complete", "complete"]
+    assert (tmp_path / trials[0]["runs"][0] / "evaluation.json").is_file()
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from html.parser import HTMLParser
 
 import numpy as np
@@ -162,12 +163,14 @@ def test_durations_have_a_fitting_unit():
 
 @pytest.fixture
 def browser():
-    """A headless Chromium: that of CANTER_BROWSER, or of playwright."""
+    """A headless Chromium: that of CANTER_BROWSER, of playwright, or of the system."""
     playwright = pytest.importorskip("playwright.sync_api")
     with playwright.sync_playwright() as engine:
         path = os.environ.get("CANTER_BROWSER")
         if path is None and not os.path.exists(engine.chromium.executable_path):
-            pytest.skip("no browser: playwright install chromium, or name one in CANTER_BROWSER")
+            path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+            if path is None:
+                pytest.skip("no browser: playwright install chromium, or name one in CANTER_BROWSER")
         browser = engine.chromium.launch(executable_path=path, args=["--no-sandbox", "--no-zygote"])
         yield browser
         browser.close()

@@ -23,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # of a terminal that cannot show every character
     name, *args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name == "help" and args:
+        name, args = args[0], ["--help"]
     if name == "--version":
         print(__version__)
         return 0

@@ -12,7 +12,7 @@ from canter.algorithms import REGISTRY
 from canter.cli.errors import UserError, user_errors
 from canter.cli.runs import known_tasks, open_env, runs_below
 from canter.datasets.motion_clip import JOINT_POS, JOINT_VEL, MotionClip, read_clip
-from canter.datasets.motion_loader import find_clips
+from canter.datasets.motion_loader import CLIPS, find_clips
 from canter.envs.check import check_env
 from canter.presets import FALLBACK, PPO, load_preset, preset_name, presets, scores
 from canter.utils.files import atomic_write
@@ -34,7 +34,9 @@ def tasks(contains: tyro.conf.Positional[str | None] = None) -> int:
     if contains is not None:
         pattern = contains if "*" in contains else f"*{contains}*"
         names = [name for name in sorted({*known_tasks(), *names}) if fnmatch(name.lower(), pattern.lower())]
-    width = max(map(len, names), default=0) + 2
+    if not names:
+        raise UserError(f"no task has {contains!r} in its name; `canter tasks` lists those with a preset")
+    width = max(map(len, names)) + 2
     print(f"  {'task':<{width}}{'algorithm':<11}{'steps':>13}{'envs':>6}  {'preset':<17}return to expect")
     for name in names:
         for algorithm in [a for a in algorithms if a == PPO or name in own[a]]:
@@ -110,14 +112,17 @@ def motion(
     """Check a motion clip, print a summary of it, and plot its columns over time.
 
     Args:
-        file: A clip (.txt, .json, .npz, .csv), or a directory of them.
+        file: A clip (.txt, .json, .npz, .csv), or a directory of them; or the name of a clip that comes with canter.
         plot: Picture to write (.png, .svg, .pdf).
         fields: Groups such as joint_pos, or single columns, to plot; everything by default.
         fps: Frames per second, if the file does not state it; 30 for a CSV.
         joint_names: Joints in the order of the file, if it does not name them.
     """
     if not file.exists():
-        raise UserError(f"there is no {file}")
+        own = [str(name) for name in find_clips(CLIPS)]
+        if str(file) not in own:
+            raise UserError(f"there is no {file}; the clips that come with canter are {', '.join(own)}")
+        file = CLIPS / file
     with user_errors():
         files = [file / name for name in find_clips(file)] if file.is_dir() else [file]
         clips = [read_clip(name, joint_names or None, fps) for name in files]

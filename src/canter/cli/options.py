@@ -35,6 +35,7 @@ from canter.utils.runtime import usable_cores
 FROM_ENV = {"num_actor_obs", "num_critic_obs", "num_actions", "obs_segments", "critic_obs_segments", "action_space"}
 FROM_ENV |= {"actor", "critic"}
 EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+$")
+NUMBERS = re.compile(r"\d+(,\d+)+")  # 64,64 is as good as 64 64
 ARGUMENT = re.compile(r"^    (\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 
 # Short forms, and names of other libraries, for which the first of these settings that exists is suggested.
@@ -50,6 +51,7 @@ SHORT_FORMS = {
     "hidden_dims": ("policy.actor_hidden_dims", "actor_hidden_dims"), "net_arch": ("policy.actor_hidden_dims",
     "actor_hidden_dims"), "policy": ("policy.class_name",), "activation": ("policy.activation",),
     "logger": ("logger_backend",), "log_dir": ("runs_dir",), "output": ("runs_dir",), "wandb": ("logger_backend",),
+    "render": ("film_interval",), "gpu": ("device",), "cuda": ("device",), "preset": ("config",),
     "buffer": ("buffer_size",), "warmup": ("learning_starts",), "env": ("task",), "kwargs": ("env_kwargs",),
     "alpha": ("init_alpha",), "batch": ("batch_size", "num_mini_batches"),
 }  # fmt: skip
@@ -310,11 +312,13 @@ def parse(flags: Any, args: Sequence[str], prog: str, default: Any = None, retur
     An unknown flag or bad value ends the program with exit code 2 and a suggestion; with `return_unknown_args` the
     result is a pair, and the unknown flags are its second part.
     """
+    words = [part for word in args for part in (word.split(",") if NUMBERS.fullmatch(word) else [word])]
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(yaml_rule)
+    registry.primitive_rule(int_rule)
     defaults = {} if default is None else {"default": default}
     with registry:
-        return tyro.cli(flags, args=list(args), prog=prog, return_unknown_args=return_unknown_args, **defaults)
+        return tyro.cli(flags, args=words, prog=prog, return_unknown_args=return_unknown_args, **defaults)
 
 
 def call(function: Callable[..., int | None] | str, args: Sequence[str], prog: str) -> int | None:
@@ -351,6 +355,29 @@ def check_run(options: Any) -> None:
         raise UserError(f"--worker-timeout must be a number of seconds above 0, got {options.worker_timeout}")
     if (options.threads or 1) > (cores := usable_cores()):
         raise UserError(f"--threads must be at most {cores}, the cores of this process, got {options.threads}")
+
+
+def int_rule(info: Any) -> Any:
+    """Read whole numbers as 1000000, 1_000_000 or 1e6."""
+    if info.type is not int:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="INT",
+        instance_from_str=lambda words: whole_number(words[0]),
+        is_instance=lambda value: type(value) is int,
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def whole_number(text: str) -> int:
+    """The whole number that a text is."""
+    if EXPONENT.match(text) and float(text).is_integer():
+        return int(float(text))
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no whole number") from None
 
 
 def yaml_rule(info: Any) -> Any:

@@ -107,7 +107,7 @@ def evaluate(run: TrainedPolicy, episodes: int = 20, as_json: AsJson = False) ->
     if as_json:
         print(json.dumps({**result, "episodes": episodes, "step": runner.tot_timesteps}))
         return 0
-    print(f"  {saved.task}, {checkpoint}, {episodes} episodes without noise")
+    print(f"  {saved.task}, {checkpoint}, {episodes} episode{'s' * (episodes > 1)} without noise")
     for name, value in result.items():
         print(f"  {name.removeprefix('eval/').replace('_', ' '):<14}{value:10.2f}")
     return 0

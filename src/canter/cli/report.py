@@ -46,6 +46,7 @@ def report(
     write_report(comparison, out, title)
     for label, estimate in comparison.iqm.items():
         interval = f"95% interval {estimate.low:.4g} to {estimate.high:.4g}"
-        print(f"  {label}: {len(groups[label])} runs, IQM {estimate.value:.4g}, {interval}")
+        count = f"{len(groups[label])} run{'s' * (len(groups[label]) > 1)}"
+        print(f"  {label}: {count}, IQM {estimate.value:.4g}, {interval}")
     print(f"  {'page':<12}{out}\n  {'numbers':<12}{out.with_suffix('.json')}")
     return 0

@@ -173,6 +173,9 @@ def open_env(
 ) -> VecEnv:  # fmt: skip
     """Environments by the name of their task, with the `env_options` of a run."""
     spec = gymnasium.registry.get(task)
+    if spec is None and (versions := [known for known in gymnasium.registry if known.rpartition("-v")[0] == task]):
+        newest = max(versions, key=lambda known: gymnasium.registry[known].version or 0)
+        raise UserError(f"the name {task!r} has no version; did you mean {newest!r}?")
     entry_point = "" if spec is None else str(spec.entry_point)
     if "mujoco" in entry_point:
         with suppress(ImportError):
@@ -203,7 +206,7 @@ def print_mujoco_warning(text: str) -> None:
 
 def nearest_task(task: str) -> str:
     """A suggestion for an unknown task."""
-    near = difflib.get_close_matches(task, known_tasks(), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(task, known_tasks(), n=1)
     return f"; did you mean {near[0]!r}?" if near else "; `canter tasks` lists the known ones"
 
 

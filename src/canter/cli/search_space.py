@@ -1,12 +1,13 @@
 """Search spaces of `canter sweep`: ranges and choices of settings, from flags or YAML files."""
 
 import dataclasses
+import difflib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from canter.cli.options import TrainOptions, parse_value
+from canter.cli.options import SHORT_FORMS, TrainOptions, parse_value
 
 FORMS = "NAME=LOW..HIGH, NAME=LOW..HIGH/STEP, NAME=log:LOW..HIGH or NAME=A,B,C"
 
@@ -142,7 +143,10 @@ def current_value(options: TrainOptions[Any, Any], name: str) -> Any:
         if hasattr(owner, field) and field in {f.name for f in dataclasses.fields(owner)}:
             return getattr(owner, field)
     known = sorted(f.name for f in dataclasses.fields(options.settings))
-    raise ValueError(f"there is no setting {name!r} to search; there are {', '.join(known)} and those of policy.")
+    meant = (*SHORT_FORMS.get(name, ()), *difflib.get_close_matches(name, known, n=1))
+    others = f"there are {', '.join(known)} and those of policy."
+    hint = next((f"did you mean {other!r}?" for other in meant if other in known), others)
+    raise ValueError(f"there is no setting {name!r} to search; {hint}")
 
 
 def suggest(trial: Any, space: Space) -> dict[str, Any]:

@@ -160,6 +160,8 @@ def resume(
         found = "ended before its first checkpoint: it begins again"
         if path is not None:
             found = f"continues from {path.name} at step {runner.tot_timesteps}"
+        if config["run"]["total_timesteps"] <= runner.tot_timesteps and not config.get("max_iterations"):
+            found = f"is complete at step {runner.tot_timesteps}; --total-timesteps STEPS trains on"
         print(f"{saved.path} {found}")
         if changed := runs.changed_settings(saved.config, runner.checkpoints.loaded_config):
             print(f"  settings in config.yaml that are not the checkpoint's: {'; '.join(changed)}", file=sys.stderr)
@@ -248,7 +250,7 @@ def show_results(runner: Runner, path: Path) -> None:
     if episodes:
         result = runner.eval(episodes)
         write_json(path / "evaluation.json", {**result, "episodes": episodes, "step": runner.tot_timesteps})
-        print_return(result, f"over {episodes} episodes without noise")
+        print_return(result, f"over {episodes} episode{'s' * (episodes > 1)} without noise")
     if (path / "best.json").is_file():
         best = read_json(path / "best.json")
         print_row("best", f"{best['eval/mean_reward']:.1f} in the evaluation at step {best['step']:,}")
