@@ -42,6 +42,7 @@ from canter.runners.run_log import (
     store_code,
     train_metrics,
 )
+from canter.storage.memory import out_of_memory
 from canter.utils.checkpoint import damaged_content
 from canter.utils.console import Console, table
 from canter.utils.distributed import RANKS
@@ -52,6 +53,7 @@ from canter.utils.runtime import HANGUP, StopSignal, preserved_rng, resolve_devi
 from canter.utils.tree import tree_leaves
 
 MAX_HISTORY = 10_000  # log entries; metrics.jsonl has them all
+MEMORY_SETTINGS = ("num_envs", "num_steps_per_env", "buffer_size", "batch_size", "num_mini_batches")
 MAX_SKIPPED = 10  # reports in a row without one update that was applied
 
 
@@ -278,6 +280,10 @@ class Runner(ABC):
             self._one_iteration(*args)
         except StopTraining:
             return True
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            sizes = {"num_envs": self.env.num_envs, **vars(self.cfg)}
+            sizes = {name: sizes[name] for name in MEMORY_SETTINGS if sizes.get(name) is not None}
+            raise out_of_memory(error, f"iteration {self.iteration + 1}", self.device, sizes) from error
         return False
 
     def _one_iteration(
@@ -322,7 +328,7 @@ class Runner(ABC):
         """Run an iteration; if it failed, or its losses are not finite, find out whether the policy is the cause."""
         try:
             metrics = self.run_iteration()
-        except (NonFiniteError, StopTraining):
+        except (NonFiniteError, StopTraining, torch.OutOfMemoryError):
             raise
         except Exception as error:  # environments react to actions that are NaN in many ways
             self.raise_if_diverged(cause=error)

@@ -32,6 +32,22 @@ def check_memory(
     return total
 
 
+def out_of_memory(error: Exception, place: str, device: torch.device, settings: Mapping[str, int]) -> Exception:
+    """The error of an allocation that failed during training, with what is in use and the `settings` that decide it.
+
+    `num_mini_batches` needs less memory if it is raised, the other settings if they are lowered.
+    """
+    free = free_memory(device)
+    known = "" if free is None else f" {readable(free)} are free;"
+    if device.type == "cuda":
+        known = f" this process uses {readable(torch.cuda.memory_allocated(device))},{known}"
+    lower = ", ".join(f"{name} (now {value})" for name, value in settings.items() if name != "num_mini_batches")
+    more = settings.get("num_mini_batches")
+    way_out = f"lower {lower}" + ("" if more is None else f", or raise num_mini_batches (now {more})")
+    text = f"{device} ran out of memory in {place}:{known} {way_out}. The error was: {error}"
+    return (torch.OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else MemoryError)(text)
+
+
 def free_memory(device: torch.device) -> int | None:
     """Bytes that can still be allocated; None if the system does not report them."""
     if device.type == "cuda":
