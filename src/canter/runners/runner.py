@@ -54,6 +54,7 @@ from canter.utils.tree import tree_leaves
 
 MAX_HISTORY = 10_000  # log entries; metrics.jsonl has them all
 MEMORY_SETTINGS = ("num_envs", "num_steps_per_env", "buffer_size", "batch_size", "num_mini_batches")
+LEAST_NOISE, MAX_QUIET = 1e-4, 100  # standard deviation of actions; reports in a row below it, until a warning
 MAX_SKIPPED = 10  # reports in a row without one update that was applied
 
 
@@ -132,7 +133,7 @@ class Runner(ABC):
         self.critic_obs: Any = None
         self.actions: Any = None
         """The actions that the environments got last."""
-        self.num_evals = self.num_skipped = 0
+        self.num_evals = self.num_skipped = self.num_quiet = 0
         self.callbacks = Callbacks(self.cfg.callback_errors)
         self.writer: Logger | None = None
         """The logger, while it is open."""
@@ -340,6 +341,12 @@ class Runner(ABC):
             if self.num_skipped >= MAX_SKIPPED:
                 found = f"every update of the last {MAX_SKIPPED} reports was skipped, its gradient was NaN or infinite"
                 raise self._divergence(found)
+        if (noise := metrics.get("policy/mean_noise_std")) is not None:
+            self.num_quiet = self.num_quiet + 1 if noise < LEAST_NOISE else 0
+            if self.num_quiet == MAX_QUIET:
+                found = f"the action noise collapsed: its standard deviation is {noise:.2g} on average"
+                way_out = "raise clip_min_std or entropy_coef, or lower the learning rate"
+                warnings.warn(f"{found}, for {MAX_QUIET} reports now, so nothing new is tried; {way_out}", stacklevel=5)
         return metrics
 
     def raise_if_diverged(self, actions: Tensor | None = None, cause: Exception | None = None) -> None:
