@@ -42,12 +42,12 @@ from canter.runners.run_log import (
     store_code,
     train_metrics,
 )
-from canter.storage.memory import out_of_memory
 from canter.utils.checkpoint import damaged_content
 from canter.utils.console import Console, table
 from canter.utils.distributed import RANKS
 from canter.utils.files import RunLock, atomic_write
 from canter.utils.logging import Logger
+from canter.utils.memory import MemoryLimit, out_of_memory
 from canter.utils.metrics import DivergedError, NonFiniteError, StepStats
 from canter.utils.runtime import HANGUP, StopSignal, preserved_rng, resolve_device
 from canter.utils.tree import tree_leaves
@@ -143,12 +143,13 @@ class Runner(ABC):
         self.resumed_at: int | None = None  # timesteps of a loaded checkpoint, until later log entries are removed
         self._has_stored_code = False
         self.checkpoints = Checkpoints(self)
-        self.alg = self.agent = self._build_algorithm(obs_space, action_space) if agent is None else agent
-        alg = self.alg
-        self.callbacks.sync = alg.notice_changes if alg.executor.replays else alg.sync_settings
-        self.alg.executor.counters["runner"] = (self, ("iteration", "tot_timesteps"))
-        self.eval_seed: int = self.alg.stream_seed
-        self.set_up()
+        with MemoryLimit("the run"):
+            self.alg = self.agent = self._build_algorithm(obs_space, action_space) if agent is None else agent
+            alg = self.alg
+            self.callbacks.sync = alg.notice_changes if alg.executor.replays else alg.sync_settings
+            self.alg.executor.counters["runner"] = (self, ("iteration", "tot_timesteps"))
+            self.eval_seed: int = self.alg.stream_seed
+            self.set_up()
         if RANKS.size > 1:
             self._compare_ranks()
 

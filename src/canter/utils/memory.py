@@ -1,4 +1,4 @@
-"""Memory of a storage, computed before it is allocated."""
+"""Memory of storages, networks and environments, computed before it is allocated."""
 
 from __future__ import annotations
 
@@ -8,14 +8,59 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
     from canter.storage.rollout_storage import Field
 
 log = logging.getLogger("canter")
+MAX_TENSORS = 100_000
+SMALL = 1 << 20  # bytes of a tensor that is not counted
+# Functions whose first arguments are a shape.
+FACTORIES = frozenset(
+    {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
+    | {Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full}
+)
+
+
+class MemoryLimit(TorchFunctionMode):
+    """Refuses tensors that do not fit into the free memory before they are allocated, and more than `MAX_TENSORS`.
+
+    Objects whose sizes a loaded config decides are made within it: a stranger's config must not use up the memory.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.num_tensors = what, 0
+        self.left: dict[torch.device, float] = {}  # bytes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in FACTORIES:
+            self.num_tensors += 1
+            if self.num_tensors > MAX_TENSORS:
+                raise MemoryError(f"{self.what} would have more than {MAX_TENSORS:,} tensors; give it fewer layers")
+            given = args[isinstance(args[0], Tensor) :] if args else (kwargs.get("size", ()),)
+            shape = given[0] if given and not isinstance(given[0], int) else given
+            dtype = kwargs.get("dtype") or (args[0].dtype if args and isinstance(args[0], Tensor) else torch.float32)
+            self._take(tuple(shape), math.prod(shape) * dtype.itemsize, torch.device(kwargs.get("device") or "cpu"))
+        return func(*args, **kwargs)
+
+    def _take(self, shape: tuple[int, ...], size: int, device: torch.device) -> None:
+        if size < SMALL:
+            return
+        if device not in self.left:
+            self.left[device] = free_memory(device) or math.inf
+        if size > self.left[device]:
+            has = f"{device} has {readable(int(self.left[device]))} left for it"
+            raise MemoryError(
+                f"{self.what} needs a tensor of shape {shape}, {readable(size)}, but {has}; lower its sizes"
+            )
+        self.left[device] -= size
 
 
 def check_memory(
