@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from canter.storage.rollout_storage import Field
 
 log = logging.getLogger("canter")
-MAX_TENSORS = 100_000
+MAX_TENSORS = 10_000
 SMALL = 1 << 20  # bytes of a tensor that is not counted
 # Functions whose first arguments are a shape.
 FACTORIES = frozenset(
