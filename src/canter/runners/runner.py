@@ -53,6 +53,7 @@ from canter.utils.runtime import HANGUP, StopSignal, preserved_rng, resolve_devi
 from canter.utils.tree import tree_leaves
 
 MAX_HISTORY = 10_000  # log entries; metrics.jsonl has them all
+PARTS = ("actor", "critic", "student", "teacher", "optimizer", "iteration", "rnd")
 MEMORY_SETTINGS = ("num_envs", "num_steps_per_env", "buffer_size", "batch_size", "num_mini_batches")
 LEAST_NOISE, MAX_QUIET = 1e-4, 100  # standard deviation of actions; reports in a row below it, until a warning
 MAX_SKIPPED = 10  # reports in a row without one update that was applied
@@ -556,6 +557,8 @@ class Runner(ABC):
         """
         if isinstance(load_optimizer, Mapping):  # rsl_rl's second argument
             load_optimizer, load_cfg = True, load_optimizer
+        if unknown := [name for name in load_cfg or () if name not in PARTS]:
+            raise ValueError(f"load_cfg has no part {unknown[0]!r}; parts of a checkpoint are {', '.join(PARTS)}")
         with damaged_content(path):
             return self.checkpoints.load(Path(path), load_optimizer is not False, map_location, load_cfg, strict)
 
