@@ -1,14 +1,13 @@
 """`canter collect`, `canter dagger` and `canter motion`, as a user types them."""
 
 import json
-import threading
-import time
 
 import pytest
 import torch
 import yaml
 
 from canter.cli.__main__ import main
+from canter.runners.heartbeat import Heartbeat
 from canter.storage.rollout_files import RolloutDataset
 
 
@@ -140,27 +139,26 @@ def test_dagger_honours_data_on_an_existing_run_and_keeps_paths_relative(trained
     assert config["pretrain_dataset"]["data_dir"] == str(tmp_path / "elsewhere")
 
 
-def renew_until(path, other):
-    """Renew a file in the background until half a second after the other one has appeared."""
+@pytest.fixture
+def partner_leaves(monkeypatch):
+    """The partner's file is there at the first two looks, and gone afterwards."""
+    looks = []
 
-    def renew():
-        while not other.exists():
-            path.touch()
-            time.sleep(0.02)
-        end = time.monotonic() + 0.5
-        while time.monotonic() < end:
-            path.touch()
+    def look(self):
+        looks.append(self.partner_path.exists())
+        if len(looks) == 2:
+            self.partner_path.unlink()
+        return looks[-1]
 
-    threading.Thread(target=renew, daemon=True).start()
+    monkeypatch.setattr(Heartbeat, "has_partner", look)
 
 
-def test_a_trainer_notices_that_its_collector_is_gone(trained, capsys, monkeypatch):
-    monkeypatch.setattr("canter.runners.heartbeat.GONE_SECONDS", 1.0)
-    monkeypatch.setattr("canter.cli.distill.NOTE_SECONDS", 0.2)
+def test_a_trainer_notices_that_its_collector_is_gone(trained, capsys, monkeypatch, partner_leaves):
+    monkeypatch.setattr("canter.cli.distill.NOTE_SECONDS", 0.0)
     run = trained / "student"
     flags = [str(trained), "--run", str(run), *DAGGER, "--role", "train", "--iterations", "3", "--when-alone", "stop"]
     (run / "data").mkdir(parents=True)
-    renew_until(run / "data" / ".collector-alive", run / ".trainer-alive")
+    (run / "data" / ".collector-alive").touch()
     with pytest.warns(UserWarning, match="the collector is gone: no sign of it in .*data; this process stops"):
         assert main(["dagger", *flags]) == 2
     said = capsys.readouterr()
@@ -169,13 +167,12 @@ def test_a_trainer_notices_that_its_collector_is_gone(trained, capsys, monkeypat
     assert not (run / ".trainer-alive").exists()
 
 
-def test_a_collector_notices_that_its_trainer_is_gone(trained, monkeypatch):
+def test_a_collector_notices_that_its_trainer_is_gone(trained, partner_leaves):
     run = trained / "student"
     config = {"policy": {"class_name": "ActorCritic", "actor_hidden_dims": [4], "critic_hidden_dims": [4]}}
     run.mkdir()
     (run / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr("canter.runners.heartbeat.GONE_SECONDS", 1.0)
-    renew_until(run / ".trainer-alive", run / "data" / ".collector-alive")
+    (run / ".trainer-alive").touch()
     flags = [str(trained), "--run", str(run), *DAGGER, "--role", "collect", "--when-alone", "stop"]
     with pytest.warns(UserWarning, match="the trainer is gone: no sign of it in .*student; this process stops"):
         assert main(["dagger", *flags]) == 0

@@ -67,6 +67,18 @@ def test_a_checkpoint_of_another_architecture_is_one_line_with_every_tensor(trai
     assert "shape of actor.0.weight: want (7, 4), got" in text
 
 
+def test_out_of_memory_during_training_is_one_line_with_advice(trained, capsys, monkeypatch):
+    def fail(self, actions):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr("canter.envs.torch_envs.CartPole.step", fail)
+    assert main(["resume", str(trained), "--total-timesteps", "1000"]) == 2
+    text = capsys.readouterr().err
+    assert "Traceback" not in text
+    assert "canter: cpu ran out of memory in iteration 5: " in text
+    assert "lower num_envs (now " in text
+
+
 def test_a_checkpoint_without_weights_is_named(trained, capsys):
     state = load_checkpoint(trained / "checkpoint_final.pt")
     del state["model_state_dict"]

@@ -130,6 +130,48 @@ def test_load_and_export_import_no_model_of_a_stranger(trained, tell_tale, capsy
     assert not tell_tale.exists()
 
 
+@pytest.mark.parametrize(
+    ("command", "setting", "value"),
+    [
+        ("eval", "policy.actor_hidden_dims", [10**12]),
+        ("resume", "policy.critic_hidden_dims", [8, 10**12]),
+        ("collect", "policy", {"class_name": "ActorCriticRecurrent", "rnn_hidden_size": 10**8}),
+        ("eval", "policy", {"class_name": "ActorCriticRecurrent", "rnn_num_layers": 10**9}),
+        ("resume", "run.num_envs", 10**12),
+        ("resume", "run.workers", 10**8),
+        ("eval", "run.components", {"history": {"obs": 10**12}}),
+        ("resume", "num_steps_per_env", 10**12),
+    ],
+)
+def test_a_config_that_asks_for_more_memory_than_there_is_is_refused(trained, capsys, command, setting, value):
+    def change(config):
+        if setting == "run.workers":
+            config["run"] |= {"task": "CartPole-v1", "num_envs": value}
+        *sections, name = setting.split(".")
+        for section in sections:
+            config = config[section]
+        config[name] = value
+
+    edit(trained, change)
+    assert main([command, str(trained)]) == 2
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1
+    assert any(words in text for words in ("iB left for it", "iB are free", "iB free", "more than 10,000 tensors")), (
+        text
+    )
+
+
+def test_load_and_export_refuse_a_checkpoint_that_asks_for_more_memory_than_there_is(trained, capsys):
+    path = trained / "checkpoint_final.pt"
+    state = load_checkpoint(path)
+    state["config"]["policy"]["actor_hidden_dims"] = [10**12]
+    save_checkpoint(path, {**state, "format_version": 1})
+    with pytest.raises(MemoryError, match=r"the policy of .*checkpoint_final.pt needs a tensor of shape \(10{12}, 4\)"):
+        canter.load(path)
+    assert main(["export", str(path)]) == 2
+    assert "TiB, but cpu has" in capsys.readouterr().err
+
+
 def test_names_of_rsl_rl_and_of_canter_are_no_modules():
     config = {"policy": {"class_name": "ActorCritic", "actor_model": {"class_name": "rsl_rl.models:CNNModel"}}}
     assert list(named_modules({**config, "run": {"task": "canter/CartPole"}})) == []

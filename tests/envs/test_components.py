@@ -98,6 +98,21 @@ def test_a_window_begins_anew_with_every_episode(next_step):
         assert seen[4] == [[0, 1, 2], [100, 100, 100]]
 
 
+@pytest.mark.parametrize("last_action", [False, True])
+def test_a_last_action_of_the_environments_own_is_passed_on(last_action):
+    plain = wrap_env("canter/PointRobot", num_envs=3, seed=0)
+    env = ObsComponents(
+        wrap_env("canter/PointRobot", num_envs=3, seed=0), actor=["last_action", "velocity_history"],
+        history={"velocity": 2}, last_action=last_action,
+    )  # fmt: skip
+    plain.reset(), env.reset()
+    action = torch.tensor([[0.5, -0.25], [1.0, 0.0], [0.0, -1.0]])
+    wanted, record = plain.step(action), env.step(action)
+    assert torch.equal(record.obs[:, :2], wanted.obs[:, 4:6])
+    assert torch.equal(record.critic_obs[:, :9], wanted.critic_obs)
+    assert torch.equal(record.final_critic_obs[:, :9], wanted.final_critic_obs)
+
+
 def test_the_last_action_is_within_its_bounds_and_zero_at_first():
     env = ObsComponents(Counting((2, 9)), SEGMENTS, ["last_action", "last_action_history"], history={"last_action": 2})
     assert env.obs_segments == {"last_action": (2,), "last_action_history": (2, 2)}

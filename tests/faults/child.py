@@ -36,6 +36,12 @@ def make_runner(directory, **cfg):
     return OnPolicyRunner(env, {**CFG, **cfg}, log_dir=directory, device="cpu", show_progress=False)
 
 
+def wait_for_signal(directory):
+    end = time.monotonic() + 120
+    while not (Path(directory) / "signalled").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
 def train(directory, iterations, mode):
     """Continue whatever is there until `iterations` are done; a note says where it continued."""
     runner = make_runner(directory)
@@ -43,26 +49,29 @@ def train(directory, iterations, mode):
         runner.load(newest_valid_checkpoint(directory))
     (Path(directory) / "resumed_at").write_text(str(runner.iteration))
     if mode == "handler":
-        import signal
-
         signal.signal(signal.SIGTERM, lambda *_: (Path(directory) / "user_handler").touch())
     if mode == "slow_save":
         real = runner.checkpoints.save_periodic
-        started = Path(directory) / "saving"
-        runner.checkpoints.save_periodic = lambda: (started.touch(), time.sleep(0.4), real())[2]
+
+        def save():
+            (Path(directory) / "saving").touch()
+            wait_for_signal(directory)
+            real()
+
+        runner.checkpoints.save_periodic = save
     if mode == "slow":
         started = Path(directory) / "rollout"
         runner.add_callback("pre_update", lambda r: (started.touch(), time.sleep(0.4)))
-    if mode == "waits":  # in its second iteration, until a second signal; a first one does not end a sleep
-        started = Path(directory) / "rollout"
-        runner.add_callback("pre_update", lambda r: (started.touch(), time.sleep(20.0)) if r.iteration == 1 else None)
-        handle = StopSignal._handle
+    if mode.startswith("waits"):  # after so many iterations, until a second signal; a first one does not end a sleep
+        started, number = Path(directory) / "rollout", int(mode.removeprefix("waits"))
+        runner.add_callback("pre_update", lambda r: r.iteration == number and (started.touch(), time.sleep(300.0)))
+    handle = StopSignal._handle
 
-        def handle_and_note(self, *args):
-            handle(self, *args)
-            (Path(directory) / "signalled").touch()
+    def handle_and_note(self, *args):
+        handle(self, *args)
+        (Path(directory) / "signalled").touch()
 
-        StopSignal._handle = handle_and_note
+    StopSignal._handle = handle_and_note
     runner.learn(max(0, iterations - runner.iteration))
     (Path(directory) / "returned").write_text(str(runner.iteration))
 

@@ -31,7 +31,7 @@ class Children:
         return os.waitstatus_to_exitcode(int(self.server.stdout.readline()))
 
     @staticmethod
-    def wait_for(path, seconds=20.0):
+    def wait_for(path, seconds=120.0):
         end = time.monotonic() + seconds
         while not path.exists():
             assert time.monotonic() < end, f"{path.name} did not appear: {list(path.parent.iterdir())}"
@@ -39,7 +39,7 @@ class Children:
 
     def close(self):
         self.server.stdin.close()
-        self.server.wait(timeout=30)
+        self.server.wait(timeout=120)
 
 
 @pytest.fixture(scope="session")

@@ -48,6 +48,38 @@ def test_an_error_in_the_environment_keeps_its_traceback_and_the_state(make_runn
     assert runner.iteration == 3
 
 
+class NoMemory(PointRobot):
+    """Allocations fail in its third iteration of four steps."""
+
+    error: type[Exception] = torch.OutOfMemoryError
+
+    def step(self, actions):
+        self.num_steps = getattr(self, "num_steps", 0) + 1
+        if self.num_steps == 9:
+            raise self.error("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return super().step(actions)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
+def test_out_of_memory_names_the_settings_to_change_and_the_state_is_saved(make_runner, tmp_path, monkeypatch, error):
+    monkeypatch.setattr(NoMemory, "error", error)
+    runner = make_runner(NoMemory(4), tmp_path, save_interval=1)
+    says = r"^cpu ran out of memory in iteration 3: [\d.,]+ .iB are free; lower num_envs \(now 4\), num_steps_per"
+    with pytest.raises(error, match=says) as caught:
+        runner.learn(5)
+    assert "or raise num_mini_batches (now 2). The error was: CUDA out of memory. Tried" in str(caught.value)
+    assert caught.value.__cause__.__traceback__ is not None
+    assert load_checkpoint(tmp_path / "crash" / "model_2.pt")["iter"] == 2
+    assert [n for n, _ in find_checkpoints(tmp_path)] == [1, 2]
+
+
+def test_parameters_are_not_read_on_a_device_without_memory(make_runner, monkeypatch):
+    runner = make_runner(NoMemory(4))
+    monkeypatch.setattr(runner, "raise_if_diverged", lambda **options: pytest.fail("the parameters were read"))
+    with pytest.raises(torch.OutOfMemoryError, match="ran out of memory in iteration 3"):
+        runner.learn(3)
+
+
 def test_an_error_in_reset_or_at_construction_comes_out_as_it_is(make_runner, tmp_path):
     class NoReset(PointRobot):
         def reset(self):

@@ -15,7 +15,7 @@ from canter.storage.rollout_files import read_chunk, read_manifest
 from canter.utils.checkpoint import find_checkpoints, load_checkpoint, newest_valid_checkpoint
 
 CHILD = Path(__file__).parent / "dagger_child.py"
-PATIENCE = 60.0
+PATIENCE = 240.0
 
 
 class Pair:
@@ -78,7 +78,7 @@ class Pair:
             if self.is_alive(role):
                 self.kill(role)
         self.server.stdin.close()
-        self.server.wait(timeout=30)
+        self.server.wait(timeout=120)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import resource
+import shutil
 import subprocess
 import warnings
 
@@ -124,6 +125,48 @@ def test_a_read_only_disk_is_found_before_the_first_step(make_runner, tmpfs):
         runner.learn(1)
 
 
+@contextlib.contextmanager
+def read_only(place):
+    """Mount a directory on itself, read-only, or without that right forbid writing to it; open files stay writable."""
+    is_mounted = subprocess.run(["mount", "--bind", str(place), str(place)], capture_output=True).returncode == 0
+    if is_mounted:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(place)], check=True)
+    else:
+        place.chmod(0o555)
+    try:
+        if os.access(place, os.W_OK):
+            pytest.skip("needs the right to mount, or a user whom modes of files bind")
+        yield
+    finally:
+        if is_mounted:
+            subprocess.run(["umount", str(place)], check=True)
+        else:
+            place.chmod(0o755)
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["for a while", "to the end"])
+def test_a_disk_that_becomes_read_only_during_a_run_does_not_stop_it(make_runner, tmp_path, monkeypatch, ends):
+    monkeypatch.setattr(checkpoints, "RETRY_SECONDS", 0.0)
+    run, fault = tmp_path / "run", contextlib.ExitStack()
+    runner = make_runner(PointRobot(4), run, save_interval=2, log_interval=1, logger_backend="tensorboard")
+    at(runner, {3: lambda: fault.enter_context(read_only(run)), **({5: fault.close} if ends else {})})
+    ended = contextlib.nullcontext() if ends else pytest.raises(OSError, match="last checkpoint could not be written")
+    with fault, pytest.warns(UserWarning, match="no checkpoint could be written") as caught, ended as error:
+        runner.learn(8)
+    said = [str(w.message) for w in caught if "no checkpoint could be written" in str(w.message)]
+    assert len(said) == (2 if ends else 5)  # 4 was due, the others are retries
+    assert all("Read-only file system" in text or "Permission denied" in text for text in said)
+    assert all(f"the newest good one is {run / 'model_2.pt'}" in text for text in said)
+    assert [number for number, _ in find_checkpoints(run)] == ([2, 6, 8] if ends else [2])
+    assert not list(run.glob(".tmp-*"))
+    assert [row["iteration"] for row in read_rows(run / "metrics.jsonl")] == [*range(1, 9)]
+    if not ends:
+        rescued = str(error.value).rpartition("saved as ")[2].rstrip("'")
+        assert load_checkpoint(rescued)["iter"] == 8
+        os.remove(rescued)
+        os.rmdir(os.path.dirname(rescued))
+
+
 def test_a_moved_run_directory_ends_the_run_and_the_state_is_saved_where_it_is_now(make_runner, tmp_path):
     old, new = tmp_path / "old", tmp_path / "new"
     runner = make_runner(PointRobot(4), old, save_interval=2, logger_backend=[])
@@ -146,7 +189,8 @@ def test_a_deleted_run_directory_is_made_again_with_all_that_is_needed_to_resume
     runner = make_runner(PointRobot(4), run, save_interval=2, logger_backend="tensorboard")
 
     def delete():
-        subprocess.run(["rm", "-r", str(run)], check=True)
+        while run.exists():  # TensorBoard's thread may write another file meanwhile
+            shutil.rmtree(run, ignore_errors=True)
 
     at(runner, {3: delete})
     with pytest.warns(UserWarning, match="was deleted during the run; it is made again"):

@@ -23,7 +23,7 @@ def saved_so_far(directory):
 
 def wait_saved(directory, iteration):
     """Wait until a checkpoint of this or a later iteration is there."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while saved_so_far(directory) < iteration:
         assert time.monotonic() < end, (directory / "stderr").read_text()
         time.sleep(0.001)
@@ -68,13 +68,13 @@ def test_a_run_killed_in_the_middle_ends_like_one_that_was_not(children, send, t
     directory, straight = tmp_path / "killed", tmp_path / "straight"
     children.start(straight, 40)
     assert children.wait() == 0
-    pid = children.start(directory, 40)
-    wait_saved(directory, 5)
+    pid = children.start(directory, 40, "waits17")
+    children.wait_for(directory / "rollout")
     send(pid, "SIGKILL")
     assert children.wait() == -9
     children.start(directory, 40)
     assert children.wait() == 0
-    assert 5 <= number(directory / "resumed_at") <= 40
+    assert number(directory / "resumed_at") == 17
     a, b = (torch.load(d / "model_40.pt", weights_only=True) for d in (directory, straight))
     for name, value in a["model_state_dict"].items():
         assert torch.equal(value, b["model_state_dict"][name])
@@ -118,7 +118,7 @@ def test_a_signal_during_a_save_lets_it_complete(children, send, tmp_path, name)
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 1), ("SIGTERM", -15)])
 def test_a_second_signal_ends_the_run_at_once(children, send, tmp_path, name, code):
     directory = tmp_path / "run"
-    pid = children.start(directory, 10**9, "waits")
+    pid = children.start(directory, 10**9, "waits1")
     children.wait_for(directory / "rollout")
     before = saved_so_far(directory)
     assert before == 1
@@ -127,7 +127,7 @@ def test_a_second_signal_ends_the_run_at_once(children, send, tmp_path, name, co
     children.wait_for(directory / "signalled")  # else two pending signals are one, on a busy machine
     send(pid, name)
     assert children.wait() == code
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 60  # the run would wait for 300 s
     assert saved_so_far(directory) == before
     assert not (directory / "crash").exists()
     assert not (directory / "checkpoint_final.pt").exists()

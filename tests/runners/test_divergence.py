@@ -189,3 +189,24 @@ def test_an_off_policy_run_whose_updates_are_all_skipped_stops(kind):
     runner.alg.learn_step = spoilt
     with pytest.raises(DivergedError, match=r"every update of the last 10 reports was skipped"):
         runner.learn(2000)
+
+
+@pytest.mark.parametrize(("kind", "value"), [("scalar", -3.0), ("scalar", 0.0), ("log", -50.0)])
+def test_noise_that_collapses_stays_positive_and_is_reported_once(make_runner, monkeypatch, kind, value):
+    monkeypatch.setattr("canter.runners.runner.MAX_QUIET", 3)
+    policy = {"class_name": "ActorCritic", "actor_hidden_dims": [4], "critic_hidden_dims": [4], "noise_std_type": kind}
+    slow = {"class_name": "PPO", "learning_rate": 1e-8, "schedule": "fixed"}  # else it grows again
+    runner = make_runner(PointRobot(4), algorithm=slow, policy=policy, log_interval=1)
+    (runner.policy.std if kind == "scalar" else runner.policy.log_std).data.fill_(value)
+    with pytest.warns(UserWarning, match=r"noise collapsed: .* for 3 reports now, .*raise clip_min_std") as caught:
+        history = runner.learn(6).history
+    assert sum("collapsed" in str(w.message) for w in caught) == 1
+    assert all(1e-16 < row["policy/mean_noise_std"] < 1e-4 for row in history)
+    assert all(math.isfinite(value) for row in history for name, value in row.items() if name.startswith("train/"))
+
+
+def test_a_lower_bound_keeps_noise_from_collapsing(make_runner):
+    runner = make_runner(PointRobot(4), algorithm={"class_name": "PPO", "clip_min_std": 0.2}, log_interval=1)
+    runner.policy.std.data.fill_(-3.0)
+    history = runner.learn(3).history
+    assert history[-1]["policy/mean_noise_std"] == pytest.approx(0.2, rel=0.05)

@@ -94,7 +94,7 @@ def continued(resume_cases, tmp_path_factory):
         straight.save(root / case / "straight.pt", infos=resume_cases.train(straight, 2 * HALF))
     script = Path(__file__).parent / "resume_cases.py"
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "1234"}
-    subprocess.run([sys.executable, str(script), str(root)], check=True, env=env, timeout=120)
+    subprocess.run([sys.executable, str(script), str(root)], check=True, env=env, timeout=600)
     return root
 
 

@@ -92,6 +92,16 @@ def test_load_cfg_selects_the_actor_alone():
     torch.testing.assert_close(runner.policy.state_dict(), import_state(read(file))["model_state_dict"])
 
 
+def test_a_part_that_no_checkpoint_has_is_an_error(tmp_path):
+    file = Path(__file__).parent / "rsl_rl" / "rsl_rl_5_mlp.pt"
+    runner = runner_for(read(file)["infos"])
+    before = {name: value.clone() for name, value in runner.policy.state_dict().items()}
+    for wrong in ({"load_cfg": {"acotr": True}}, {"load_optimizer": {"acotr": True}}):
+        with pytest.raises(ValueError, match="load_cfg has no part 'acotr'; parts of a checkpoint are actor, critic"):
+            runner.load(file, **wrong)
+    torch.testing.assert_close(runner.policy.state_dict(), before)
+
+
 def test_without_strict_a_tensor_that_one_side_lacks_keeps_its_value(tmp_path):
     file = Path(__file__).parent / "rsl_rl" / "rsl_rl_5_mlp.pt"
     state = read(file)

@@ -9,9 +9,9 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from canter.envs.wrap import wrap_env
 from canter.execution.guard import NoHostSync
-from canter.storage.memory import check_memory, readable
 from canter.storage.replay import PrioritizedReplayBuffer, SumTree, TransitionReplayBuffer
 from canter.storage.rollout_storage import Field
+from canter.utils.memory import check_memory, readable
 
 
 class Episodes(gymnasium.Env):

@@ -4,9 +4,11 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import types
 import warnings
+from concurrent.futures import wait
 from unittest import mock
 
 import numpy as np
@@ -438,6 +440,62 @@ def test_backend_that_recovers_stays_on():
             logger.log_scalars({"a": 1.0}, step)
     assert logger.failures["broken"] == 15
     assert [step for step, _ in broken.rows] == [3, 7, 11, 15, 19]
+
+
+def test_a_call_that_does_not_return_stops_nothing_and_the_backend_comes_back_when_it_does(tmp_path):
+    blocked, entered = threading.Event(), []
+
+    class Hangs(Recorder):
+        def log_scalars(self, scalars, step):
+            entered.append(step)
+            if step == 2:
+                blocked.wait()
+            super().log_scalars(scalars, step)
+
+    register_logger("hangs", Hangs)
+    logger = Logger(["hangs", "recorder"], tmp_path)
+    hangs = logger.backends["hangs"]
+    logger.log_scalars({"a": 1.0}, 1)
+    hangs.timeout = 0.05
+    with pytest.warns(UserWarning, match=r"'hangs' failed; training goes on without it .*: Hangs has not returned for"):
+        logger.log_scalars({"a": 1.0}, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(3, 200):  # without waiting again
+            logger.log_scalars({"a": 1.0}, step)
+    assert entered == [1, 2]
+    assert logger.failures["hangs"] == 1
+    blocked.set()
+    hangs.timeout = 30.0
+    wait([logger._threads["hangs"].result])
+    with pytest.warns(UserWarning, match="'hangs' works again"):
+        logger.log_scalars({"a": 1.0}, 200)
+    assert [step for step, _ in hangs.rows] == [1, 2, 200]
+    assert len(logger.backends["recorder"].rows) == len(rows_of(tmp_path)) == 200
+    thread = logger._threads["hangs"]
+    logger.close()
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+
+
+def test_a_backend_that_never_returns_keeps_neither_close_nor_the_process(tmp_path):
+    script = (
+        "import threading, warnings\n"
+        "from canter.utils.logging import Backend, Logger, register_logger\n"
+        "class Hangs(Backend):\n"
+        "    timeout = 0.05\n"
+        "    def log_scalars(self, scalars, step):\n"
+        "        threading.Event().wait()\n"
+        "register_logger('hangs', Hangs)\n"
+        "logger = Logger('hangs', 'run')\n"
+        "logger.log_scalars({'a': 1.0}, 1)\n"
+        "logger.close()\n"
+        "print('closed')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "closed\n"
+    assert "'hangs' failed" in done.stderr
 
 
 def test_failure_to_close_one_backend_still_closes_the_others():

@@ -39,7 +39,7 @@ class ObsComponents(VecEnvWrapper):
         actor: Components the actor sees; all if None.
         critic: Components the critic sees; all of them, its own included, if None.
         history: Component -> number of steps in its window; `last_action` may be one.
-        last_action: Add the component `last_action`: the previous action, 0 at first.
+        last_action: Add the component `last_action`, the previous action, 0 at first, if there is none of this name.
     """
 
     def __init__(
@@ -56,14 +56,16 @@ class ObsComponents(VecEnvWrapper):
         self._shares = env.critic_obs_space is env.obs_space
         history, space, shapes = history or {}, env.action_space, dict(self._source.shapes)
         self._bounds: list[Tensor] = []  # of continuous actions
-        if last_action or LAST_ACTION in history:
+        self._adds_action = (last_action or LAST_ACTION in history) and LAST_ACTION not in shapes
+        if self._adds_action:
             if not isinstance(space, (spaces.Box, spaces.Discrete)):
                 raise TypeError(f"last_action is for Box and Discrete actions, not for {space}")
             if isinstance(space, spaces.Box):
                 ends = np.stack([space.low.ravel(), space.high.ravel()])
                 self._bounds = list(torch.as_tensor(ends, dtype=torch.float32, device=env.device))
             shapes[LAST_ACTION] = (env.num_actions,)
-        self._last_action = torch.zeros(env.num_envs, *shapes.get(LAST_ACTION, (0,)), device=env.device)
+        width = env.num_actions if self._adds_action else 0
+        self._last_action = torch.zeros(env.num_envs, width, device=env.device)
         known = ObsLayout(shapes)
         sizes = {name: (steps, known.size([name])) for name, steps in history.items()}
         self._windows = {name: torch.zeros(env.num_envs, *size, device=env.device) for name, size in sizes.items()}
@@ -128,7 +130,7 @@ class ObsComponents(VecEnvWrapper):
         self._has_started = True
 
     def _parts(self, obs: Any, last_action: Tensor) -> dict[str, Tensor]:
-        return {**self._source.split(obs), LAST_ACTION: last_action}
+        return self._source.split(obs) | ({LAST_ACTION: last_action} if self._adds_action else {})
 
     def _views(self, obs: Any, critic_obs: Any, windows: Mapping[str, Tensor], last_action: Tensor) -> tuple[Any, Any]:
         past = {f"{name}_history": window.flatten(1) for name, window in windows.items()}
@@ -137,7 +139,7 @@ class ObsComponents(VecEnvWrapper):
         if self._is_one or critic_obs is None:
             return actor, actor if self._is_one else None
         if not self._shares:
-            parts = {**self._critic_source.split(critic_obs), LAST_ACTION: last_action, **past}
+            parts = {**self._parts(obs, last_action), **self._critic_source.split(critic_obs), **past}
         return actor, torch.cat([parts[name] for name in self._critic.shapes], dim=-1)
 
 

@@ -18,6 +18,7 @@ from canter.envs.torch_envs import TORCH_ENVS
 from canter.envs.vec_env import Device, VecEnv
 from canter.envs.workers import WorkerVecEnv
 from canter.envs.wrappers import ChannelsFirst, ClipActions, FlattenObs, ToDevice, VecEnvWrapper
+from canter.utils.memory import MemoryLimit, free_memory, readable
 
 
 class Adapter(NamedTuple):
@@ -35,6 +36,7 @@ ENV_NAMES: dict[str, Callable[..., Any]] = {}
 """Functions that make environments, by name or by the part of a name before the slash."""
 ENV_OPTIONS = ("env_kwargs", "wrappers", "components")
 """Arguments of `make_env` that are part of a run's configuration."""
+LEAST_ENV, LEAST_WORKER = 1 << 10, 1 << 24  # bytes that an environment and a worker process need at least
 VEC_WRAPPERS = {cls.__name__: cls for cls in (ChannelsFirst, ClipActions, FlattenObs, MotionFeatures, ObsComponents)}
 
 
@@ -135,6 +137,10 @@ def make_env(
         num_workers: Processes that step Gymnasium environments; 0 steps them in this one.
         worker_options: Arguments of `WorkerVecEnv`.
     """
+    free, needed = free_memory(torch.device("cpu")), num_envs * LEAST_ENV + num_workers * LEAST_WORKER
+    if free is not None and needed > free:
+        number = f"{num_envs:,} environments" + f" in {num_workers:,} processes" * bool(num_workers)
+        raise MemoryError(f"{number} need at least {readable(needed)}, but {readable(free)} are free; make fewer")
     calls = [(find_wrapper(wrapper), arguments) for wrapper, arguments in wrapper_arguments(wrappers)]
     inner = [call for call in calls if not issubclass(call[0], VecEnvWrapper)]
     full_name = name
@@ -163,9 +169,10 @@ def make_env(
         made = GymVecEnv(envs, device or "cpu", seed)
     # A VecEnv has its seed already: to seed it again would change its random stream, and EnvPool refuses.
     env = on_device(made, device) if isinstance(made, VecEnv) else wrap_env(made, device, num_envs, seed)
-    for wrapper, arguments in calls:
-        env = wrapper(env, **arguments) if issubclass(wrapper, VecEnvWrapper) else env
-    return env if components is None else ObsComponents(env, **components)
+    with MemoryLimit("a wrapper of the environments"):
+        for wrapper, arguments in calls:
+            env = wrapper(env, **arguments) if issubclass(wrapper, VecEnvWrapper) else env
+        return env if components is None else ObsComponents(env, **components)
 
 
 def make_one(name: str, env_kwargs: Mapping[str, Any] | None, wrappers: Sequence[tuple[Any, Any]]) -> gymnasium.Env:

@@ -20,6 +20,7 @@ from canter.runners.evaluation import InferencePolicy
 from canter.runners.run_config import RunPlan, find_algorithm, parse_train_cfg
 from canter.runners.runner import open_env
 from canter.utils.checkpoint import check_compatible, damaged_content, load_checkpoint, newest_valid_checkpoint
+from canter.utils.memory import MemoryLimit
 from canter.utils.reading import FileContentError, named_modules, read_yaml, refuse_imports
 from canter.utils.runtime import resolve_device
 
@@ -52,7 +53,7 @@ def load(
     if policy is None:
         settings = {key: value for key, value in config.items() if key != "run"}  # the task is not made from it
         refuse_imports(settings, file, modules, "name it: modules=[{module!r}], or --modules {module}")
-    with damaged_content(file):
+    with damaged_content(file), MemoryLimit(f"the policy of {file}"):
         plan = parse_train_cfg({key: value for key, value in config.items() if key != "run"})
         environment = state.get("environment") or describe_task(config, plan, file)
         env = SpecEnv(environment, device)

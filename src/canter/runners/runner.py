@@ -46,11 +46,15 @@ from canter.utils.console import Console, table
 from canter.utils.distributed import RANKS
 from canter.utils.files import RunLock, atomic_write
 from canter.utils.logging import Logger
+from canter.utils.memory import MemoryLimit, out_of_memory
 from canter.utils.metrics import DivergedError, NonFiniteError, StepStats
 from canter.utils.runtime import HANGUP, StopSignal, preserved_rng, resolve_device
 from canter.utils.tree import tree_leaves
 
 MAX_HISTORY = 10_000  # log entries; metrics.jsonl has them all
+PARTS = ("actor", "critic", "student", "teacher", "optimizer", "iteration", "rnd")
+MEMORY_SETTINGS = ("num_envs", "num_steps_per_env", "buffer_size", "batch_size", "num_mini_batches")
+LEAST_NOISE, MAX_QUIET = 1e-4, 100  # standard deviation of actions; reports in a row below it, until a warning
 MAX_SKIPPED = 10  # reports in a row without one update that was applied
 
 
@@ -129,7 +133,7 @@ class Runner(ABC):
         self.critic_obs: Any = None
         self.actions: Any = None
         """The actions that the environments got last."""
-        self.num_evals = self.num_skipped = 0
+        self.num_evals = self.num_skipped = self.num_quiet = 0
         self.callbacks = Callbacks(self.cfg.callback_errors)
         self.writer: Logger | None = None
         """The logger, while it is open."""
@@ -139,12 +143,13 @@ class Runner(ABC):
         self.resumed_at: int | None = None  # timesteps of a loaded checkpoint, until later log entries are removed
         self._has_stored_code = False
         self.checkpoints = Checkpoints(self)
-        self.alg = self.agent = self._build_algorithm(obs_space, action_space) if agent is None else agent
-        alg = self.alg
-        self.callbacks.sync = alg.notice_changes if alg.executor.replays else alg.sync_settings
-        self.alg.executor.counters["runner"] = (self, ("iteration", "tot_timesteps"))
-        self.eval_seed: int = self.alg.stream_seed
-        self.set_up()
+        with MemoryLimit("the run"):
+            self.alg = self.agent = self._build_algorithm(obs_space, action_space) if agent is None else agent
+            alg = self.alg
+            self.callbacks.sync = alg.notice_changes if alg.executor.replays else alg.sync_settings
+            self.alg.executor.counters["runner"] = (self, ("iteration", "tot_timesteps"))
+            self.eval_seed: int = self.alg.stream_seed
+            self.set_up()
         if RANKS.size > 1:
             self._compare_ranks()
 
@@ -277,6 +282,10 @@ class Runner(ABC):
             self._one_iteration(*args)
         except StopTraining:
             return True
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            sizes = {"num_envs": self.env.num_envs, **vars(self.cfg)}
+            sizes = {name: sizes[name] for name in MEMORY_SETTINGS if sizes.get(name) is not None}
+            raise out_of_memory(error, f"iteration {self.iteration + 1}", self.device, sizes) from error
         return False
 
     def _one_iteration(
@@ -321,7 +330,7 @@ class Runner(ABC):
         """Run an iteration; if it failed, or its losses are not finite, find out whether the policy is the cause."""
         try:
             metrics = self.run_iteration()
-        except (NonFiniteError, StopTraining):
+        except (NonFiniteError, StopTraining, torch.OutOfMemoryError):
             raise
         except Exception as error:  # environments react to actions that are NaN in many ways
             self.raise_if_diverged(cause=error)
@@ -333,6 +342,12 @@ class Runner(ABC):
             if self.num_skipped >= MAX_SKIPPED:
                 found = f"every update of the last {MAX_SKIPPED} reports was skipped, its gradient was NaN or infinite"
                 raise self._divergence(found)
+        if (noise := metrics.get("policy/mean_noise_std")) is not None:
+            self.num_quiet = self.num_quiet + 1 if noise < LEAST_NOISE else 0
+            if self.num_quiet == MAX_QUIET:
+                found = f"the action noise collapsed: its standard deviation is {noise:.2g} on average"
+                way_out = "raise clip_min_std or entropy_coef, or lower the learning rate"
+                warnings.warn(f"{found}, for {MAX_QUIET} reports now, so nothing new is tried; {way_out}", stacklevel=5)
         return metrics
 
     def raise_if_diverged(self, actions: Tensor | None = None, cause: Exception | None = None) -> None:
@@ -545,6 +560,8 @@ class Runner(ABC):
         """
         if isinstance(load_optimizer, Mapping):  # rsl_rl's second argument
             load_optimizer, load_cfg = True, load_optimizer
+        if unknown := [name for name in load_cfg or () if name not in PARTS]:
+            raise ValueError(f"load_cfg has no part {unknown[0]!r}; parts of a checkpoint are {', '.join(PARTS)}")
         with damaged_content(path):
             return self.checkpoints.load(Path(path), load_optimizer is not False, map_location, load_cfg, strict)
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from canter.storage.memory import check_memory
 from canter.storage.rollout_storage import Field, is_absent, observation_fields
+from canter.utils.memory import check_memory
 from canter.utils.tree import Obs, nested, tree_leaves
 
 OBSERVED = ("observations", "critic_observations")

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from canter.storage.memory import check_memory
 from canter.storage.trajectories import Trajectories, episode_starts, start_positions, trajectory_index
 from canter.utils.distributed import RANKS
+from canter.utils.memory import check_memory
 from canter.utils.tree import Obs, nested, tree_leaves
 
 Scalar = float | Tensor  # a 0-dim tensor

@@ -25,7 +25,8 @@ MAX_UNWRITTEN = 10_000  # lines
 class Backend:
     """Base class of logging backends. A subclass implements `log_scalars` and any other method it supports.
 
-    The step is always the number of environment steps. It never decreases between calls.
+    The step is always the number of environment steps. It never decreases between calls. With a `timeout`, a
+    backend is made and called in a thread of its own.
     """
 
     last_step: int = 0  # the highest step so far; set by the logger
@@ -33,6 +34,9 @@ class Backend:
     """Settings that are taken from a loaded config too: none that names a host, a key, an account, a path or code."""
     retry_seconds: ClassVar[float] = 30.0
     """Seconds in which a backend that failed several times in a row is not called."""
+    timeout: ClassVar[float | None] = 30.0
+    """Seconds that training waits for a call, ten times as long for `close`; then it goes on, and the backend is not
+    called until that call has returned. None calls it in the thread that trains, without a limit."""
 
     def __init__(self, log_dir: Path | None, **kwargs: Any) -> None:
         if kwargs:
@@ -81,6 +85,7 @@ class _JsonlBackend(Backend):
     """
 
     retry_seconds: ClassVar[float] = 0.0
+    timeout: ClassVar[float | None] = None
 
     def __init__(self, log_dir: Path | None, **kwargs: Any) -> None:
         super().__init__(log_dir, **kwargs)
@@ -149,6 +154,7 @@ class _TensorboardBackend(Backend):
     """Writes event files into the run directory; settings are those of `SummaryWriter`."""
 
     loadable = frozenset({"comment", "filename_suffix", "flush_secs", "max_queue"})
+    timeout: ClassVar[float | None] = None
 
     def __init__(self, log_dir: Path | None, **kwargs: Any) -> None:
         super().__init__(log_dir)

@@ -4,11 +4,14 @@ import contextlib
 import dataclasses
 import math
 import os
+import queue
 import re
+import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,33 @@ _NOT_IN_TAGS = re.compile(r"[^A-Za-z0-9_./-]+")
 _RESERVED_TAGS = frozenset({"step", "time"})  # columns of metrics.jsonl
 _SECRET_KEY = re.compile(r"token|secret|password|passwd|api_?key|credential", re.IGNORECASE)
 DROPPED_TAG = "logging/nonfinite_dropped"
+
+
+class _CallingThread(threading.Thread):
+    """The thread in which a backend is called; a call that never returns stops neither training nor the process."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=f"canter logging to {name}", daemon=True)
+        self.calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None ends the thread
+        self.result: Future[None] = Future()
+        self.result.set_result(None)
+        self.start()
+
+    def run(self) -> None:
+        while (call := self.calls.get()) is not None:
+            try:
+                call()
+                self.result.set_result(None)
+            except BaseException as error:  # noqa: PERF203
+                self.result.set_exception(error)
+
+    def has_returned(self, call: Callable[[], None], seconds: float | None) -> bool:
+        """Call a function, which may raise; False if it has not returned after a time."""
+        self.result = Future()
+        self.calls.put(call)
+        if is_done := bool(wait([self.result], seconds).done):
+            self.result.result()
+        return is_done
 
 
 class Logger(contextlib.AbstractContextManager["Logger"]):
@@ -51,6 +81,7 @@ class Logger(contextlib.AbstractContextManager["Logger"]):
         self.failures: Counter[str] = Counter()  # failed calls of each backend
         self._failures_in_a_row: Counter[str] = Counter()
         self._retry_at: dict[str, float] = {}
+        self._threads: dict[str, _CallingThread] = {}
         self._dropped = 0
         self._tags: dict[str, str] = {}
         names = [backends] if isinstance(backends, str) else list(dict.fromkeys(backends or ()))
@@ -59,7 +90,7 @@ class Logger(contextlib.AbstractContextManager["Logger"]):
         for name, kwargs in {**({} if self.log_dir is None else {"jsonl": {}}), **settings}.items():
             backend_class = BACKENDS[name]
             try:
-                self.backends[name] = backend_class(self.log_dir, **kwargs)
+                self.backends[name] = self._open(name, backend_class, kwargs)
             except ImportError as error:
                 if isinstance(backends, str):
                     raise
@@ -135,8 +166,11 @@ class Logger(contextlib.AbstractContextManager["Logger"]):
     def close(self) -> None:
         """Flush and close every backend; may be called twice."""
         self._retry_at.clear()
-        self._each(lambda backend: backend.close())
+        self._each(lambda backend: backend.close(), patience=10.0)
         self.backends.clear()
+        for thread in self._threads.values():
+            thread.calls.put(None)
+        self._threads.clear()
 
     stop = close
 
@@ -151,22 +185,25 @@ class Logger(contextlib.AbstractContextManager["Logger"]):
                 warnings.warn(f"{_MAX_TAGS} different metric names were logged; new ones are dropped", stacklevel=4)
         return clean
 
-    def _each(self, call: Callable[[Backend], None], step: int = 0) -> None:
+    def _each(self, call: Callable[[Backend], None], step: int = 0, patience: float = 1.0) -> None:
         for name, backend in list(self.backends.items()):
             # wandb drops rows whose step is lower than an earlier one.
             backend.last_step = max(backend.last_step, int(step))
-            if time.monotonic() < self._retry_at.get(name, 0.0):
+            is_hung = name in self._threads and not self._threads[name].result.done()
+            if is_hung or time.monotonic() < self._retry_at.get(name, 0.0):
                 continue
+            problem = f"the logging backend {name!r} failed"
             try:
-                if self._failures_in_a_row[name] >= _MAX_FAILURES:
-                    backend.reopen()
-                call(backend)
-                if self._failures_in_a_row.pop(name, 0) >= _MAX_FAILURES:
+                if not self._has_returned(name, backend, call, patience):
+                    self.failures[name] += 1
+                    self._failures_in_a_row[name] = _MAX_FAILURES
+                    seconds = f"{type(backend).__name__} has not returned for {patience * (backend.timeout or 0):.0f} s"
+                    warnings.warn(f"{problem}; training goes on without it until it returns: {seconds}", stacklevel=4)
+                elif self._failures_in_a_row.pop(name, 0) >= _MAX_FAILURES:
                     warnings.warn(f"the logging backend {name!r} works again", stacklevel=4)
             except Exception as error:
                 self.failures[name] += 1
                 self._failures_in_a_row[name] += 1
-                problem = f"the logging backend {name!r} failed"
                 if self.failures[name] == 1:
                     warnings.warn(f"{problem}; training goes on: {type(error).__name__}: {error}", stacklevel=4)
                 if self._failures_in_a_row[name] >= _MAX_FAILURES:
@@ -174,6 +211,31 @@ class Logger(contextlib.AbstractContextManager["Logger"]):
                 if self._failures_in_a_row[name] == _MAX_FAILURES and backend.retry_seconds:
                     pause = f"it is tried again every {backend.retry_seconds:.0f} s"
                     warnings.warn(f"{problem} {_MAX_FAILURES} times in a row; {pause}", stacklevel=4)
+
+    def _open(self, name: str, backend_class: type[Backend], settings: Mapping[str, Any]) -> Backend:
+        if backend_class.timeout is None:
+            return backend_class(self.log_dir, **settings)
+        thread, opened = _CallingThread(name), []
+        try:
+            thread.has_returned(lambda: opened.append(backend_class(self.log_dir, **settings)), None)
+        except BaseException:
+            thread.calls.put(None)
+            raise
+        self._threads[name] = thread
+        return opened[0]
+
+    def _has_returned(self, name: str, backend: Backend, call: Callable[[Backend], None], patience: float) -> bool:
+        """Call a backend, which is opened again after failures; False if it does not return in its time."""
+
+        def work() -> None:
+            if self._failures_in_a_row[name] >= _MAX_FAILURES:
+                backend.reopen()
+            call(backend)
+
+        if name in self._threads:
+            return self._threads[name].has_returned(work, backend.timeout and patience * backend.timeout)
+        work()
+        return True
 
 
 def _settings_by_name(names: list[str], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
