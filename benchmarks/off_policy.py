@@ -4,11 +4,12 @@
     python benchmarks/off_policy.py learn Pendulum-v1 LunarLanderContinuous-v3 --algo sac --seeds 1 2 3
     python benchmarks/off_policy.py learn HalfCheetah-v5 --algo sac --steps 300000 --seeds 1 2 3
     python benchmarks/off_policy.py cpu --sb3-python peer/bin/python      # SAC on HalfCheetah, steps per second
+    python benchmarks/off_policy.py cpu --sb3-python peer/bin/python --algo dqn --task CartPole-v1
     python benchmarks/off_policy.py gpu --batch 256 8192                  # updates per second, canter and skrl
     python benchmarks/off_policy.py massive --envs 4096                   # SAC and PPO on thousands of environments
 
 `learn` trains presets; scores are of `--episodes` without noise. `cpu` runs every measurement as a process of its own
-and lets the libraries take turns. `gpu` gives both the same replay of random steps. Lines of JSON go to `--out`.
+and lets the libraries take turns, both with Stable-Baselines3's default settings and one environment. `gpu` gives both the same replay of random steps. Lines of JSON go to `--out`.
 """
 
 from __future__ import annotations
@@ -66,15 +67,24 @@ def learn(args):
 
 
 # ---------------------------------------------------------------------- a CPU
+# Stable-Baselines3's defaults where canter's are others; SAC's are the same but for clipping.
+DEFAULTS = {
+    "sac": {"max_grad_norm": None},
+    "dqn": {
+        "learning_rate": 1e-4, "batch_size": 32, "buffer_size": 1_000_000, "train_freq": 4, "double_dqn": False,
+        "target_update_interval": 2_500, "network_hidden_dims": (64, 64), "epsilon_decay_steps": 0,
+    },
+}  # fmt: skip
+
+
 def cpu_canter(args):
-    from canter.algorithms import SACConfig
+    from canter import algorithms
     from canter.envs.wrap import wrap_env
     from canter.runners import OffPolicyRunner, StopTraining
 
     env = wrap_env(args.task, "cpu", num_envs=1, seed=args.seed)
-    cfg = SACConfig(
-        learning_starts=args.starts, max_grad_norm=None, seed=args.seed, log_interval=10**9, save_interval=0
-    )
+    own = {"learning_starts": args.starts, "seed": args.seed, "log_interval": 10**9, "save_interval": 0}
+    cfg = getattr(algorithms, f"{args.algo.upper()}Config")(**DEFAULTS[args.algo], **own)
     runner = OffPolicyRunner(env, cfg, device="cpu", show_progress=False)
     begin = []
 
@@ -90,7 +100,7 @@ def cpu_canter(args):
 
 
 def cpu_sb3(args):
-    from stable_baselines3 import SAC
+    import stable_baselines3
     from stable_baselines3.common.callbacks import BaseCallback
 
     begin = []
@@ -101,7 +111,10 @@ def cpu_sb3(args):
                 begin.extend([time.perf_counter(), time.process_time()])
             return not (begin and time.perf_counter() - begin[0] > args.seconds)
 
-    model = SAC("MlpPolicy", args.task, learning_starts=args.starts, seed=args.seed, device="cpu")
+    options = {"learning_starts": args.starts, "seed": args.seed, "device": "cpu"}
+    if args.algo == "dqn":  # exploring as little as at the end of a run
+        options["exploration_initial_eps"] = 0.05
+    model = getattr(stable_baselines3, args.algo.upper())("MlpPolicy", args.task, **options)
     model.learn(10**9, Look(), log_interval=None)
     return steps_per_second(model.num_timesteps - args.starts - args.warm_up, begin)
 
@@ -123,7 +136,7 @@ def cpu(args):
         for name in list(rates)[:: -1 if repeat % 2 else 1]:  # a load that grows or falls is shared out
             library, threads = name.split()
             python = args.sb3_python if library == "sb3" else sys.executable
-            command = [python, __file__, "cpu", "--worker", library, "--threads", threads, "--task", args.task,
+            command = [python, __file__, "cpu", "--worker", library, "--threads", threads, "--task", args.task, "--algo", args.algo,
                        "--seconds", str(args.seconds), "--seed", str(args.seed + repeat)]  # fmt: skip
             env = {**os.environ, "OMP_NUM_THREADS": threads}
             done = subprocess.run(command, capture_output=True, text=True, env=env)
@@ -139,7 +152,14 @@ def cpu(args):
         if library not in best or row[0] > best[library][0]:
             best[library] = row
     for library, (rate, cpu_rate) in best.items():  # medians with the threads that suit each best
-        result = {"task": args.task, "library": library, "rate": rate, "cpu_rate": cpu_rate, "repeats": args.repeats}
+        result = {
+            "task": args.task,
+            "algo": args.algo,
+            "library": library,
+            "rate": rate,
+            "cpu_rate": cpu_rate,
+            "repeats": args.repeats,
+        }
         report({**result, "ratio": rate / best["sb3"][0] if "sb3" in best else None}, args.out)
 
 
@@ -311,6 +331,7 @@ def main():
     one.add_argument("--device", default="cpu")
     two = commands.add_parser("cpu")
     two.add_argument("--sb3-python", help="the Python of an environment with Stable-Baselines3; left out if absent")
+    two.add_argument("--algo", default="sac", choices=list(DEFAULTS))
     two.add_argument("--task", default="HalfCheetah-v5")
     two.add_argument("--seconds", type=float, default=20.0)
     two.add_argument("--repeats", type=int, default=3)

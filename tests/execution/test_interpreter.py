@@ -27,11 +27,16 @@ def with_numbers(x):
     return x.clamp(0, 1), torch.nn.functional.elu(x, 2), torch.add(x, x, alpha=3), x.div(2, rounding_mode="floor"), x**2
 
 
+def with_booleans(x):
+    mask = x > 0
+    return mask.masked_fill(x > 1, False), torch.full_like(mask, True), x.masked_fill(mask, True)
+
+
 def with_a_dropped_result(x):
     return torch.sort(x).indices, x.unbind()[2], x[None, :, None]
 
 
-@pytest.mark.parametrize("fn", [with_lists, with_formats_and_types, with_numbers, with_a_dropped_result])
+@pytest.mark.parametrize("fn", [with_lists, with_formats_and_types, with_numbers, with_booleans, with_a_dropped_result])
 def test_arguments_and_results_of_every_kind_are_replayed(fn):
     inner = torch.inference_mode if fn is with_lists else torch.no_grad
     with inner():
@@ -43,12 +48,12 @@ def test_arguments_and_results_of_every_kind_are_replayed(fn):
             assert (again.dtype, again.stride()) == (expected.dtype, expected.stride())
 
 
-def test_autograd_notices_that_a_replay_wrote_to_a_tensor():
-    weight = torch.ones(2)
-    recording = record(lambda x: weight.mul_(x), torch.ones(2))
-    x = torch.ones(2, requires_grad=True)
+@pytest.mark.parametrize("is_input", [False, True])
+def test_autograd_notices_that_a_replay_wrote_to_a_tensor(is_input):
+    weight, x = torch.ones(2), torch.ones(2, requires_grad=True)
+    recording = record(lambda y: (y if is_input else weight).mul_(3.0), torch.ones(2))
     loss = (x * weight).sum()  # its backward pass needs the weight
-    recording.replay([torch.full((2,), 3.0)])
+    recording.replay([weight if is_input else torch.ones(2)])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -65,6 +70,12 @@ def test_a_replay_restores_the_setting_of_torchscript():
     with torch.jit.optimized_execution(True):
         recording.replay([torch.ones(2)])
         assert torch._C._get_graph_executor_optimize()
+
+
+def test_an_operation_that_the_interpreter_lacks_is_run_by_python():
+    recording = record(lambda x: torch.add(x > 0, True), torch.ones(2))  # a boolean Scalar: the sum is a boolean
+    assert recording.uncompiled.__module__ != "canter.execution.interpreter"
+    assert torch.equal(recording.replay([torch.zeros(2)]), torch.tensor([True, True]))
 
 
 def test_without_the_interpreter_python_runs_the_graph(monkeypatch):

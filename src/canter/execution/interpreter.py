@@ -10,6 +10,11 @@ from torch import fx
 from canter.execution.recording import is_random
 
 MEMORY_FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
+# Their results have the type of their first argument, so 0 and 1 can stand for False and True, which no Scalar can be.
+FILLS = {
+    f"aten::{name}"
+    for name in ("fill", "fill_", "full_like", "index_fill", "index_fill_", "masked_fill", "masked_fill_")
+}
 # No argument of a graph requires a gradient, so every operation can begin at its kernel.
 SKIPPED_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.ADInplaceOrView
@@ -70,6 +75,8 @@ class Translation:
     def add(self, name: str, inputs: list[Any], types: list[Any]) -> Any:
         """Append an operation; returns its result, or the list of its results unless there is one."""
         node = self.made.appendNode(self.made.create(name, inputs, len(types)))
+        if node.schema() == "(no schema)" and name.startswith("aten::"):
+            raise TypeError(f"TorchScript has no operation for {node}")
         outputs = list(node.outputs())
         for value, kind in zip(outputs, types, strict=True):
             value.setType(kind)
@@ -89,6 +96,8 @@ class Translation:
                 return self.made.insertConstant([plain(item, kind.getElementType()) for item in given])
             items = [self.values[i] if isinstance(i, fx.Node) else self.made.insertConstant(i) for i in given]
             return self.add("prim::ListConstruct", items, [kind])
+        if isinstance(given, bool) and kind.kind() == "NumberType" and node.target._schema.name in FILLS:  # pyright: ignore
+            given = int(given)
         return self.made.insertConstant(plain(given, kind))
 
 

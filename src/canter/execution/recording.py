@@ -67,7 +67,10 @@ class Recording:
         self.template = rebuild(self.result, iter([torch.empty(0)] * len(outputs)))
         self.outside = simplify(recorded)  # values of the graph's arguments before the inputs
         memory, arguments = Memory(recorded), recorded.graph.find_nodes(op="placeholder")
-        self.written = [place for place, node in enumerate(arguments) if memory.is_written(node)]
+        count, is_written = len(self.outside), memory.is_written
+        outside = zip(arguments[:count], self.outside, strict=True)
+        self.written = [value for node, value in outside if is_written(node) and not value.is_inference()]
+        self.written_inputs = [place for place, node in enumerate(arguments[count:]) if is_written(node)]
         self.run = self.uncompiled = to_function(recorded.graph)
         length = sum(node.op == "call_function" for node in recorded.graph.nodes)
         self.to_compile = recorded if compiles and length <= MAX_COMPILED_OPERATIONS else None
@@ -82,15 +85,15 @@ class Recording:
                 self._compile(self.to_compile, leaves)
         fits = self.strides is None or [leaf.stride() for leaf in leaves] == self.strides
         run = self.run if fits else self.uncompiled
-        args = [*self.outside, *leaves]
         # No tensor here requires a gradient, but LSTM kernels save values for their backward pass only in grad mode.
         if torch.is_grad_enabled() == self.grad_mode:
-            results = run(*args)
+            results = run(*self.outside, *leaves)
         else:
             with torch.set_grad_enabled(self.grad_mode):
-                results = run(*args)
+                results = run(*self.outside, *leaves)
         # So that autograd notices the writes if a graph of the user's holds such a tensor.
-        increment_version([args[place] for place in self.written if not args[place].is_inference()])
+        inputs = [leaves[place] for place in self.written_inputs if not leaves[place].is_inference()]
+        increment_version([*self.written, *inputs])
         return rebuild(self.template, iter(results))
 
     def _compile(self, recorded: RecordedGraph, leaves: Sequence[Tensor]) -> None:
