@@ -9,7 +9,8 @@
     python benchmarks/off_policy.py massive --envs 4096                   # SAC and PPO on thousands of environments
 
 `learn` trains presets; scores are of `--episodes` without noise. `cpu` runs every measurement as a process of its own
-and lets the libraries take turns, both with Stable-Baselines3's default settings and one environment. `gpu` gives both the same replay of random steps. Lines of JSON go to `--out`.
+and lets the libraries take turns, with one environment and, but for `--train-freq`, the defaults of Stable-Baselines3.
+`gpu` gives both the same replay of random steps. Lines of JSON go to `--out`.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def learn(args):
 DEFAULTS = {
     "sac": {"max_grad_norm": None},
     "dqn": {
-        "learning_rate": 1e-4, "batch_size": 32, "buffer_size": 1_000_000, "train_freq": 4, "double_dqn": False,
+        "learning_rate": 1e-4, "batch_size": 32, "buffer_size": 1_000_000, "double_dqn": False,
         "target_update_interval": 2_500, "network_hidden_dims": (64, 64), "epsilon_decay_steps": 0,
     },
 }  # fmt: skip
@@ -84,6 +85,7 @@ def cpu_canter(args):
 
     env = wrap_env(args.task, "cpu", num_envs=1, seed=args.seed)
     own = {"learning_starts": args.starts, "seed": args.seed, "log_interval": 10**9, "save_interval": 0}
+    own["train_freq"] = args.train_freq
     cfg = getattr(algorithms, f"{args.algo.upper()}Config")(**DEFAULTS[args.algo], **own)
     runner = OffPolicyRunner(env, cfg, device="cpu", show_progress=False)
     begin = []
@@ -111,7 +113,7 @@ def cpu_sb3(args):
                 begin.extend([time.perf_counter(), time.process_time()])
             return not (begin and time.perf_counter() - begin[0] > args.seconds)
 
-    options = {"learning_starts": args.starts, "seed": args.seed, "device": "cpu"}
+    options = {"learning_starts": args.starts, "seed": args.seed, "device": "cpu", "train_freq": args.train_freq}
     if args.algo == "dqn":  # exploring as little as at the end of a run
         options["exploration_initial_eps"] = 0.05
     model = getattr(stable_baselines3, args.algo.upper())("MlpPolicy", args.task, **options)
@@ -136,8 +138,9 @@ def cpu(args):
         for name in list(rates)[:: -1 if repeat % 2 else 1]:  # a load that grows or falls is shared out
             library, threads = name.split()
             python = args.sb3_python if library == "sb3" else sys.executable
-            command = [python, __file__, "cpu", "--worker", library, "--threads", threads, "--task", args.task, "--algo", args.algo,
-                       "--seconds", str(args.seconds), "--seed", str(args.seed + repeat)]  # fmt: skip
+            command = [python, __file__, "cpu", "--worker", library, "--threads", threads, "--task", args.task,
+                       "--algo", args.algo, "--train-freq", str(args.train_freq), "--seconds", str(args.seconds),
+                       "--seed", str(args.seed + repeat)]  # fmt: skip
             env = {**os.environ, "OMP_NUM_THREADS": threads}
             done = subprocess.run(command, capture_output=True, text=True, env=env)
             if done.returncode:
@@ -152,15 +155,10 @@ def cpu(args):
         if library not in best or row[0] > best[library][0]:
             best[library] = row
     for library, (rate, cpu_rate) in best.items():  # medians with the threads that suit each best
-        result = {
-            "task": args.task,
-            "algo": args.algo,
-            "library": library,
-            "rate": rate,
-            "cpu_rate": cpu_rate,
-            "repeats": args.repeats,
-        }
-        report({**result, "ratio": rate / best["sb3"][0] if "sb3" in best else None}, args.out)
+        result = {"task": args.task, "algo": args.algo, "train_freq": args.train_freq, "library": library,
+                  "rate": rate, "cpu_rate": cpu_rate, "repeats": args.repeats}  # fmt: skip
+        ratios = {"ratio": rate / best["sb3"][0], "cpu_ratio": cpu_rate / best["sb3"][1]} if "sb3" in best else {}
+        report({**result, **ratios}, args.out)
 
 
 # ---------------------------------------------------------------------- a GPU
@@ -333,6 +331,7 @@ def main():
     two.add_argument("--sb3-python", help="the Python of an environment with Stable-Baselines3; left out if absent")
     two.add_argument("--algo", default="sac", choices=list(DEFAULTS))
     two.add_argument("--task", default="HalfCheetah-v5")
+    two.add_argument("--train-freq", type=int, default=1, help="steps between two gradient steps")
     two.add_argument("--seconds", type=float, default=20.0)
     two.add_argument("--repeats", type=int, default=3)
     two.add_argument("--try-threads", type=int, nargs="+", default=[1, 2])
