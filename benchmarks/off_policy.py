@@ -121,6 +121,29 @@ def cpu_sb3(args):
     return steps_per_second(model.num_timesteps - args.starts - args.warm_up, begin)
 
 
+def cpu_products(args):
+    """The matrix products of one SAC update alone: what no implementation in float32 can save."""
+    num_obs, num_actions, batch, width = 17, 6, 256, 256  # HalfCheetah-v5
+
+    def sizes(first, last):
+        return [(first, width), (width, width), (width, last)]
+
+    actor, critics = sizes(num_obs, 2 * num_actions), 2 * sizes(num_obs + num_actions, 1)
+    # Forward: the actor in the next and in the sampled states; targets, critics, and critics of the actor's actions.
+    shapes = [(batch, inner, outer) for inner, outer in 2 * actor + 3 * critics]
+    # Gradients of the weights of actor and critics, and of the layers' inputs where a trained part lies below.
+    shapes += [(inner, batch, outer) for inner, outer in actor + critics]
+    shapes += [(batch, outer, inner) for inner, outer in actor[1:] + 2 * critics if inner == width]
+    shapes += [(batch, width, num_actions)] * 2
+    pairs = [(torch.randn(a, b), torch.randn(b, c), torch.empty(a, c)) for a, b, c in shapes]
+    begin, count = [time.perf_counter(), time.process_time()], 0
+    while time.perf_counter() - begin[0] < args.seconds:
+        for left, right, out in pairs:
+            torch.mm(left, right, out=out)
+        count += 1
+    return steps_per_second(count, begin)
+
+
 def steps_per_second(steps, begin):
     """Of wall time, and of processor time, which depends less on what else the machine does."""
     return steps / (time.perf_counter() - begin[0]), steps / (time.process_time() - begin[1])
@@ -130,9 +153,9 @@ def cpu(args):
     if args.worker:
         warnings.filterwarnings("ignore")
         torch.set_num_threads(args.threads)
-        print(json.dumps({"canter": cpu_canter, "sb3": cpu_sb3}[args.worker](args)))
+        print(json.dumps({"canter": cpu_canter, "sb3": cpu_sb3, "products": cpu_products}[args.worker](args)))
         return
-    libraries = (["sb3"] if args.sb3_python else []) + ["canter"]
+    libraries = (["sb3"] if args.sb3_python else []) + ["canter"] + (["products"] if args.algo == "sac" else [])
     rates = {f"{library} {threads}": [] for library in libraries for threads in args.try_threads}
     for repeat in range(args.repeats):
         for name in list(rates)[:: -1 if repeat % 2 else 1]:  # a load that grows or falls is shared out
