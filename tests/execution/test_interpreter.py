@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch import fx
 
+from canter.execution.interpreter import to_interpreter
 from canter.execution.recording import Recording
 
 FIRST = torch.zeros(1, dtype=torch.long)
@@ -46,6 +48,27 @@ def test_arguments_and_results_of_every_kind_are_replayed(fn):
         for again, expected in zip(recording.replay([x]), fn(x), strict=True):
             assert torch.equal(again, expected)
             assert (again.dtype, again.stride()) == (expected.dtype, expected.stride())
+
+
+def test_an_unused_draw_of_several_results_is_drawn():
+    def draw(x):
+        torch.native_dropout(x, 0.5, True)
+        return torch.rand(3)
+
+    torch.manual_seed(0)
+    expected = [draw(torch.ones(3)) for _ in range(2)]
+    torch.manual_seed(0)
+    recording = record(draw, torch.ones(3))
+    assert torch.equal(recording.result, expected[0])
+    assert torch.equal(recording.replay([torch.ones(3)]), expected[1])
+
+
+def test_another_operation_than_the_recorded_one_is_refused():
+    """TorchScript chooses among overloads by the types of the arguments, and None has the type of every option."""
+    graph = fx.Graph()
+    graph.output((graph.call_function(torch.ops.aten.clamp.Tensor, (graph.placeholder("x"), None, None)),))
+    with pytest.raises(TypeError, match=r"would run aten::clamp\(.* for aten::clamp.Tensor"):
+        to_interpreter(graph)
 
 
 @pytest.mark.parametrize("is_input", [False, True])

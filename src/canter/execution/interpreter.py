@@ -15,6 +15,7 @@ FILLS = {
     f"aten::{name}"
     for name in ("fill", "fill_", "full_like", "index_fill", "index_fill_", "masked_fill", "masked_fill_")
 }
+NUMBERS = {("TensorType", "IntType"), ("TensorType", "FloatType")}  # numbers where an operation takes a tensor
 # No argument of a graph requires a gradient, so every operation can begin at its kernel.
 SKIPPED_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.ADInplaceOrView
@@ -48,6 +49,7 @@ class Translation:
     def __init__(self, graph: fx.Graph) -> None:
         self.made: Any = torch._C.Graph()
         self.values: dict[fx.Node, Any] = {}  # of one result, or the list of several
+        self.newest: Any = None  # operation
         drawn: list[Any] = []
         for node in graph.nodes:
             if node.op == "placeholder":
@@ -57,8 +59,14 @@ class Translation:
             elif node.op == "call_function":
                 schema = node.target._schema
                 inputs = [self.argument(node, place, part) for place, part in enumerate(schema.arguments)]
-                self.values[node] = self.add(schema.name, inputs, [part.type for part in schema.returns])
-                drawn += [self.values[node]] if is_random(node.target) and len(schema.returns) == 1 else []
+                self.values[node] = found = self.add(schema.name, inputs, [part.type for part in schema.returns])
+                if is_random(node.target):
+                    drawn += found if isinstance(found, list) else [found]
+                parts = zip(schema.arguments, inputs, strict=True)
+                kinds = [(part.type.kind(), value.type().kind()) for part, value in parts]
+                has_numbers = not NUMBERS.isdisjoint(kinds)  # TorchScript takes add.Scalar for add.Tensor(x, 1)
+                if self.newest.schema() != str(schema) and not has_numbers:
+                    raise TypeError(f"TorchScript would run {self.newest.schema()} for {schema}")
         results: Any = graph.output_node().args[0]
         returned = [*(self.values[node] for node in results), *drawn]
         kind = torch._C.TupleType([value.type() for value in returned])
@@ -74,8 +82,8 @@ class Translation:
 
     def add(self, name: str, inputs: list[Any], types: list[Any]) -> Any:
         """Append an operation; returns its result, or the list of its results unless there is one."""
-        node = self.made.appendNode(self.made.create(name, inputs, len(types)))
-        if node.schema() == "(no schema)" and name.startswith("aten::"):
+        node = self.newest = self.made.appendNode(self.made.create(name, inputs, len(types)))
+        if node.schema() == "(no schema)" and not name.startswith("prim::"):
             raise TypeError(f"TorchScript has no operation for {node}")
         outputs = list(node.outputs())
         for value, kind in zip(outputs, types, strict=True):
