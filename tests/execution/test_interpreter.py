@@ -50,6 +50,13 @@ def test_arguments_and_results_of_every_kind_are_replayed(fn):
             assert (again.dtype, again.stride()) == (expected.dtype, expected.stride())
 
 
+def test_an_argument_that_no_operation_uses_may_be_anything():
+    graph = fx.Graph()
+    x, _ = graph.placeholder("x"), graph.placeholder("generator")
+    graph.output((graph.call_function(torch.ops.aten.neg.default, (x,)),))
+    assert to_interpreter(graph)(torch.ones(2), torch.Generator())[0].tolist() == [-1, -1]
+
+
 def test_an_unused_draw_of_several_results_is_drawn():
     def draw(x):
         torch.native_dropout(x, 0.5, True)

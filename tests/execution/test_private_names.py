@@ -23,6 +23,7 @@ USES = {
     "name the key of that guard": "torch._C.DispatchKey.ADInplaceOrView",
     "build the graph of a recording": "torch._C.Graph",
     "type its tensors": "torch._C.TensorType.get",
+    "type its unused arguments": "torch._C.AnyType.get",
     "type its lists": "torch._C.ListType",
     "type its results": "torch._C.TupleType",
     "run it": "torch._C._create_function_from_graph",
@@ -157,7 +158,12 @@ def test_only_execution_uses_private_names():
 def test_every_private_name_in_use_has_a_canary():
     found = set().union(*(private_names(path) for path in (SOURCE / "execution").rglob("*.py")))
     operations = {name for name in found if name.startswith("torch.ops.aten.") and name.count(".") == 4}
-    whole = {"torch._C", "torch._C.DispatchKey", "torch._C.TensorType"}  # of which only parts are used
+    whole = {
+        "torch._C",
+        "torch._C.DispatchKey",
+        "torch._C.TensorType",
+        "torch._C.AnyType",
+    }  # of which only parts are used
     others = {name for name in found if not name.startswith("torch.ops")} - whole
     assert operations | others == {name for name, _ in NAMES}
 

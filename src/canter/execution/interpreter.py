@@ -16,7 +16,7 @@ FILLS = {
     for name in ("fill", "fill_", "full_like", "index_fill", "index_fill_", "masked_fill", "masked_fill_")
 }
 NUMBERS = {("TensorType", "IntType"), ("TensorType", "FloatType")}  # numbers where an operation takes a tensor
-# No argument of a graph requires a gradient, so every operation can begin at its kernel.
+# Outside inference mode no argument of a graph requires a gradient, so every operation can begin at its kernel.
 SKIPPED_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.ADInplaceOrView
 )
@@ -32,6 +32,8 @@ def to_interpreter(graph: fx.Graph) -> Callable[..., Any]:
         optimizes = get_optimize()
         set_optimize(False)  # an optimised graph would be traced, specialised and fused: other kernels, other numbers
         try:
+            if torch.is_inference_mode_enabled():  # some kernels there depend on whether a view requires a gradient
+                return function(*args)[:num_results]
             with torch._C._ExcludeDispatchKeyGuard(SKIPPED_KEYS):
                 return function(*args)[:num_results]
         finally:
@@ -54,6 +56,8 @@ class Translation:
         for node in graph.nodes:
             if node.op == "placeholder":
                 self.values[node] = self.made.addInput(node.name)
+                if not node.users:
+                    self.values[node].setType(torch._C.AnyType.get())
             elif node.target is operator.getitem:
                 self.values[node] = self.item(*node.args)
             elif node.op == "call_function":
