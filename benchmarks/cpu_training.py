@@ -256,8 +256,10 @@ def main():
         found[task] = measure_task(args, task)
         show_rates(task, found[task])
         for library, row in found[task].items():
-            ratio = {"ratio": row["rate"] / found[task]["sb3"]["rate"]} if "sb3" in found[task] else {}
-            report({"task": task, "library": library, **row, **ratio}, args.out)
+            peer = found[task].get("sb3")
+            ratios = {"ratio": "rate", "cpu_ratio": "cpu_rate"} if peer else {}
+            ratios = {name: row[value] / peer[value] for name, value in ratios.items()}
+            report({"task": task, "library": library, **row, **ratios}, args.out)
     if args.train_seconds:
         for task in args.tasks:
             show_curves(args, task, found[task])

@@ -1,11 +1,13 @@
 """Speed of off-policy learning beside Stable-Baselines3 on a CPU and skrl on a GPU; learning.py says what is learned.
 
     python benchmarks/off_policy.py cpu --sb3-python peer/bin/python      # SAC on HalfCheetah, steps per second
+    python benchmarks/off_policy.py cpu --sb3-python peer/bin/python --algo dqn --task CartPole-v1
     python benchmarks/off_policy.py gpu --batch 256 8192                  # updates per second, canter and skrl
     python benchmarks/off_policy.py massive --envs 4096                   # SAC and PPO on thousands of environments
 
-`cpu` runs every measurement as a process of its own and lets the libraries take turns. `gpu` gives both the same replay
-of random steps. Lines of JSON go to `--out`.
+`cpu` runs every measurement as a process of its own and lets the libraries take turns, with one environment and, but
+for `--train-freq`, the defaults of Stable-Baselines3. `gpu` gives both the same replay of random steps. Lines of JSON
+go to `--out`.
 """
 
 from __future__ import annotations
@@ -26,15 +28,25 @@ from report import report
 
 
 # ---------------------------------------------------------------------- a CPU
+# Stable-Baselines3's defaults where canter's are others; SAC's are the same but for clipping.
+DEFAULTS = {
+    "sac": {"max_grad_norm": None},
+    "dqn": {
+        "learning_rate": 1e-4, "batch_size": 32, "buffer_size": 1_000_000, "double_dqn": False,
+        "target_update_interval": 2_500, "network_hidden_dims": (64, 64), "epsilon_decay_steps": 0,
+    },
+}  # fmt: skip
+
+
 def cpu_canter(args):
-    from canter.algorithms import SACConfig
+    from canter import algorithms
     from canter.envs.wrap import wrap_env
     from canter.runners import OffPolicyRunner, StopTraining
 
     env = wrap_env(args.task, "cpu", num_envs=1, seed=args.seed)
-    cfg = SACConfig(
-        learning_starts=args.starts, max_grad_norm=None, seed=args.seed, log_interval=10**9, save_interval=0
-    )
+    own = {"learning_starts": args.starts, "seed": args.seed, "log_interval": 10**9, "save_interval": 0}
+    own["train_freq"] = args.train_freq
+    cfg = getattr(algorithms, f"{args.algo.upper()}Config")(**DEFAULTS[args.algo], **own)
     runner = OffPolicyRunner(env, cfg, device="cpu", show_progress=False)
     begin = []
 
@@ -50,7 +62,7 @@ def cpu_canter(args):
 
 
 def cpu_sb3(args):
-    from stable_baselines3 import SAC
+    import stable_baselines3
     from stable_baselines3.common.callbacks import BaseCallback
 
     begin = []
@@ -61,9 +73,35 @@ def cpu_sb3(args):
                 begin.extend([time.perf_counter(), time.process_time()])
             return not (begin and time.perf_counter() - begin[0] > args.seconds)
 
-    model = SAC("MlpPolicy", args.task, learning_starts=args.starts, seed=args.seed, device="cpu")
+    options = {"learning_starts": args.starts, "seed": args.seed, "device": "cpu", "train_freq": args.train_freq}
+    if args.algo == "dqn":  # exploring as little as at the end of a run
+        options["exploration_initial_eps"] = 0.05
+    model = getattr(stable_baselines3, args.algo.upper())("MlpPolicy", args.task, **options)
     model.learn(10**9, Look(), log_interval=None)
     return steps_per_second(model.num_timesteps - args.starts - args.warm_up, begin)
+
+
+def cpu_products(args):
+    """The matrix products of one SAC update alone: what no implementation in float32 can save."""
+    num_obs, num_actions, batch, width = 17, 6, 256, 256  # HalfCheetah-v5
+
+    def sizes(first, last):
+        return [(first, width), (width, width), (width, last)]
+
+    actor, critics = sizes(num_obs, 2 * num_actions), 2 * sizes(num_obs + num_actions, 1)
+    # Forward: the actor in the next and in the sampled states; targets, critics, and critics of the actor's actions.
+    shapes = [(batch, inner, outer) for inner, outer in 2 * actor + 3 * critics]
+    # Gradients of the weights of actor and critics, and of the layers' inputs where a trained part lies below.
+    shapes += [(inner, batch, outer) for inner, outer in actor + critics]
+    shapes += [(batch, outer, inner) for inner, outer in actor[1:] + 2 * critics if inner == width]
+    shapes += [(batch, width, num_actions)] * 2
+    pairs = [(torch.randn(a, b), torch.randn(b, c), torch.empty(a, c)) for a, b, c in shapes]
+    begin, count = [time.perf_counter(), time.process_time()], 0
+    while time.perf_counter() - begin[0] < args.seconds:
+        for left, right, out in pairs:
+            torch.mm(left, right, out=out)
+        count += 1
+    return steps_per_second(count, begin)
 
 
 def steps_per_second(steps, begin):
@@ -75,16 +113,17 @@ def cpu(args):
     if args.worker:
         warnings.filterwarnings("ignore")
         torch.set_num_threads(args.threads)
-        print(json.dumps({"canter": cpu_canter, "sb3": cpu_sb3}[args.worker](args)))
+        print(json.dumps({"canter": cpu_canter, "sb3": cpu_sb3, "products": cpu_products}[args.worker](args)))
         return
-    libraries = (["sb3"] if args.sb3_python else []) + ["canter"]
+    libraries = (["sb3"] if args.sb3_python else []) + ["canter"] + (["products"] if args.algo == "sac" else [])
     rates = {f"{library} {threads}": [] for library in libraries for threads in args.try_threads}
     for repeat in range(args.repeats):
         for name in list(rates)[:: -1 if repeat % 2 else 1]:  # a load that grows or falls is shared out
             library, threads = name.split()
             python = args.sb3_python if library == "sb3" else sys.executable
             command = [python, __file__, "cpu", "--worker", library, "--threads", threads, "--task", args.task,
-                       "--seconds", str(args.seconds), "--seed", str(args.seed + repeat)]  # fmt: skip
+                       "--algo", args.algo, "--train-freq", str(args.train_freq), "--seconds", str(args.seconds),
+                       "--seed", str(args.seed + repeat)]  # fmt: skip
             env = {**os.environ, "OMP_NUM_THREADS": threads}
             done = subprocess.run(command, capture_output=True, text=True, env=env)
             if done.returncode:
@@ -99,8 +138,10 @@ def cpu(args):
         if library not in best or row[0] > best[library][0]:
             best[library] = row
     for library, (rate, cpu_rate) in best.items():  # medians with the threads that suit each best
-        result = {"task": args.task, "library": library, "rate": rate, "cpu_rate": cpu_rate, "repeats": args.repeats}
-        report({**result, "ratio": rate / best["sb3"][0] if "sb3" in best else None}, args.out)
+        result = {"task": args.task, "algo": args.algo, "train_freq": args.train_freq, "library": library,
+                  "rate": rate, "cpu_rate": cpu_rate, "repeats": args.repeats}  # fmt: skip
+        ratios = {"ratio": rate / best["sb3"][0], "cpu_ratio": cpu_rate / best["sb3"][1]} if "sb3" in best else {}
+        report({**result, **ratios}, args.out)
 
 
 # ---------------------------------------------------------------------- a GPU
@@ -263,7 +304,9 @@ def main():
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("cpu")
     one.add_argument("--sb3-python", help="the Python of an environment with Stable-Baselines3; left out if absent")
+    one.add_argument("--algo", default="sac", choices=list(DEFAULTS))
     one.add_argument("--task", default="HalfCheetah-v5")
+    one.add_argument("--train-freq", type=int, default=1, help="steps between two gradient steps")
     one.add_argument("--seconds", type=float, default=20.0)
     one.add_argument("--repeats", type=int, default=3)
     one.add_argument("--try-threads", type=int, nargs="+", default=[1, 2])

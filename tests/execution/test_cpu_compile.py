@@ -7,7 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from canter.algorithms.optim import GuardedOptimizer
 from canter.execution.cpu_compile import LONG_LOOP, decompose, hoist_scalars, split_addmm, tanh_as_sigmoid
-from canter.execution.recording import COMPILE_AFTER, Recorder, Recording, simplify, to_python
+from canter.execution.recording import COMPILE_AFTER, Recorder, Recording, simplify, to_function
 
 aten = torch.ops.aten
 
@@ -21,7 +21,7 @@ def rewritten(fn, *inputs):
     outside = simplify(recorder.recorded)
     decompose(recorder.recorded)
     names = [str(node.target) for node in recorder.recorded.graph.nodes if node.op == "call_function"]
-    run = to_python(recorder.recorded.graph)
+    run = to_function(recorder.recorded.graph)
     return (lambda *inputs: run(*outside, *inputs)), names
 
 

@@ -21,6 +21,17 @@ USES = {
     "intercept operations in the recorder and in NoHostSync": "torch.utils._python_dispatch.TorchDispatchMode",
     "let views of weights in inference mode be as outside a mode": "torch._C._SetExcludeDispatchKeyGuard",
     "name the key of that guard": "torch._C.DispatchKey.ADInplaceOrView",
+    "build the graph of a recording": "torch._C.Graph",
+    "type its tensors": "torch._C.TensorType.get",
+    "type its unused arguments": "torch._C.AnyType.get",
+    "type its lists": "torch._C.ListType",
+    "type its results": "torch._C.TupleType",
+    "run it": "torch._C._create_function_from_graph",
+    "keep it as it was recorded": "torch._C._set_graph_executor_optimize",
+    "restore the user's setting": "torch._C._get_graph_executor_optimize",
+    "begin operations at their kernels": "torch._C._ExcludeDispatchKeyGuard",
+    "list the keys before these": "torch._C.DispatchKeySet",
+    "name the first of them": "torch._C.DispatchKey.AutogradCPU",
     "copy gradients into a flat vector in one call": "torch._foreach_copy_",
     "draw Beta actions with a generator": "torch._sample_dirichlet",
     "compile the graph of a recording": "torch._inductor.compile_fx",
@@ -147,7 +158,12 @@ def test_only_execution_uses_private_names():
 def test_every_private_name_in_use_has_a_canary():
     found = set().union(*(private_names(path) for path in (SOURCE / "execution").rglob("*.py")))
     operations = {name for name in found if name.startswith("torch.ops.aten.") and name.count(".") == 4}
-    whole = {"torch._C", "torch._C.DispatchKey"}  # of which only parts are used
+    whole = {
+        "torch._C",
+        "torch._C.DispatchKey",
+        "torch._C.TensorType",
+        "torch._C.AnyType",
+    }  # of which only parts are used
     others = {name for name in found if not name.startswith("torch.ops")} - whole
     assert operations | others == {name for name, _ in NAMES}
 
@@ -221,6 +237,7 @@ print((recorded, [str(w.message) for w in caught if name in str(w.message)]))
         ("torch.ops.aten._fused_adam_", "compile", True, "cannot be compiled (no operation _fused_adam_); it is"),
         ("torch.utils._python_dispatch.TorchDispatchMode", "auto", False, "functions run eagerly, slower"),
         ("torch._foreach_copy_", "auto", True, ""),
+        ("torch._C._create_function_from_graph", "auto", True, ""),
     ],
 )
 def test_ppo_trains_without_the_private_name(name, execution, is_recorded, message):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from canter.execution.recording import Memory, RecordedGraph, is_random, is_view, to_python, written_arguments
+from canter.execution.recording import Memory, RecordedGraph, is_random, is_view, to_function, written_arguments
 
 aten = torch.ops.aten
 DRAWS, ARITHMETIC, REST = range(3)
@@ -40,7 +40,7 @@ def compile_recording(recorded: RecordedGraph, args: Sequence[Any]) -> Callable[
     base = Memory(recorded).base
     is_alias_free = all(base[node] is node for node in results if parts[node] == ARITHMETIC)
     graphs = [take_part(recorded.graph, parts, results, part) for part in (DRAWS, ARITHMETIC, REST)]
-    draw, finish = to_python(graphs[DRAWS]), to_python(graphs[REST])
+    draw, finish = to_function(graphs[DRAWS]), to_function(graphs[REST])
     arguments = graphs[ARITHMETIC].find_nodes(op="placeholder")
     used = [i for i, node in enumerate(arguments) if node.users]
     for node in [node for node in arguments if not node.users]:

@@ -6,8 +6,8 @@ With a small network most time is spent on the way to the kernels, not in them. 
    backward pass included, and adds each to an fx graph. Tensors from outside the function (parameters, buffers,
    generators) become arguments of the graph, so a replay reads their current values.
 2. `simplify` removes what a replay does not need: detach(), constant subexpressions, repeated and unused operations.
-3. The graph becomes Python code with one call per operation. A replay runs that code: the same kernels in the same
-   order, hence the same numbers. With `compiles`, `cpu_compile` later turns the graph into a few compiled kernels.
+3. `to_function` hands the graph to torch's C++ interpreter. A replay runs it there: the same kernels in the same order,
+   hence the same numbers. With `compiles`, `cpu_compile` later turns the graph into a few compiled kernels.
 
 Python does not run in a replay. A function that reads tensor values (`guard.py`) is therefore never replayed.
 """
@@ -15,14 +15,13 @@ Python does not run in a replay. A function that reads tensor values (`guard.py`
 from __future__ import annotations
 
 import operator
-import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.autograd.graph import increment_version
 
 from canter.execution.cuda_graph import describe, rebuild
 from canter.execution.trace import Tracer, run_traced
@@ -31,7 +30,6 @@ aten = torch.ops.aten
 MAX_OPERATIONS = 3000  # beyond this, making the recording costs more than it saves
 MAX_COMPILED_OPERATIONS = 800  # a scan over the steps of a rollout is longer; compilers take minutes for it
 COMPILE_AFTER = 20  # replays; a rare signature (all episodes end in one step) is not worth seconds of compilation
-BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType)  # torch wraps some of its functions in Python
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 IDENTITY = {aten.detach.default, aten.alias.default}  # without autograd the result is the argument
 TIMES_ONE = {aten.mul.Tensor, aten.mul.Scalar, aten.pow.Tensor_Scalar}  # the gradient of a square has a power of one
@@ -68,7 +66,12 @@ class Recording:
         recorded.graph.output(tuple(recorder.node_of(leaf) for leaf in outputs))
         self.template = rebuild(self.result, iter([torch.empty(0)] * len(outputs)))
         self.outside = simplify(recorded)  # values of the graph's arguments before the inputs
-        self.run = self.uncompiled = to_python(recorded.graph)
+        memory, arguments = Memory(recorded), recorded.graph.find_nodes(op="placeholder")
+        count, is_written = len(self.outside), memory.is_written
+        outside = zip(arguments[:count], self.outside, strict=True)
+        self.written = [value for node, value in outside if is_written(node) and not value.is_inference()]
+        self.written_inputs = [place for place, node in enumerate(arguments[count:]) if is_written(node)]
+        self.run = self.uncompiled = to_function(recorded.graph)
         length = sum(node.op == "call_function" for node in recorded.graph.nodes)
         self.to_compile = recorded if compiles and length <= MAX_COMPILED_OPERATIONS else None
         self.replays = 0
@@ -84,9 +87,14 @@ class Recording:
         run = self.run if fits else self.uncompiled
         # No tensor here requires a gradient, but LSTM kernels save values for their backward pass only in grad mode.
         if torch.is_grad_enabled() == self.grad_mode:
-            return rebuild(self.template, iter(run(*self.outside, *leaves)))
-        with torch.set_grad_enabled(self.grad_mode):
-            return rebuild(self.template, iter(run(*self.outside, *leaves)))
+            results = run(*self.outside, *leaves)
+        else:
+            with torch.set_grad_enabled(self.grad_mode):
+                results = run(*self.outside, *leaves)
+        # So that autograd notices the writes if a graph of the user's holds such a tensor.
+        inputs = [leaves[place] for place in self.written_inputs if not leaves[place].is_inference()]
+        increment_version([*self.written, *inputs])
+        return rebuild(self.template, iter(results))
 
     def _compile(self, recorded: RecordedGraph, leaves: Sequence[Tensor]) -> None:
         self.to_compile = None
@@ -123,7 +131,6 @@ class Recorder(Tracer):
         """Add an operation and its results to the graph."""
         options = {name: self.node_of(value) for name, value in kwargs.items()}
         node = self.recorded.graph.call_function(func, self.node_of(args), options)
-        node.meta["call"] = direct_call(func, args, kwargs, result)
         if isinstance(result, Tensor):
             node.meta["kind"] = (result.dtype, result.shape)
             if args and isinstance(args[0], Tensor):  # contiguous() and reshape() copy some arguments and not others
@@ -141,47 +148,6 @@ class Recorder(Tracer):
         self.nodes[id(value)] = node
         self.kept.append(value)
         return node
-
-
-class OperationProbe(TorchDispatchMode):
-    """Dispatch mode that notes which operation a call dispatches, and returns `result` without running it."""
-
-    def __init__(self, result: Any) -> None:
-        super().__init__()
-        self.result, self.seen = result, None
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not aten.detach.default or self.seen is None:  # factory functions dispatch a detach() at their end
-            self.seen = (func, args, kwargs or {})
-        return self.result
-
-
-def direct_call(func: Any, args: Any, kwargs: Any, result: Any) -> Callable[..., Any]:
-    """The built-in, such as torch.add, that dispatches an operation with less overhead; else the operation itself."""
-    name = func.name().partition("::")[2].partition(".")[0]
-    for home in (torch, Tensor):
-        call = getattr(home, name, None)
-        if not isinstance(call, BUILT_IN) or name.startswith("__"):  # generated code cannot name those with underscores
-            continue
-        try:  # names are overloaded
-            with OperationProbe(result) as probe:
-                call(*args, **kwargs)
-        except (TypeError, RuntimeError):
-            continue
-        if probe.seen is not None and same_arguments(probe.seen, (func, args, kwargs)):
-            return call
-    return func
-
-
-def same_arguments(a: Any, b: Any) -> bool:
-    """Whether arguments are the same tensors, and equal numbers of the same type."""
-    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
-        return len(a) == len(b) and all(same_arguments(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same_arguments(a[name], b[name]) for name in a)
-    if isinstance(a, torch.Generator) and isinstance(b, torch.Generator):
-        return getattr(a, "_cdata", a) == getattr(b, "_cdata", b)  # each dispatch wraps the generator in a new object
-    return a is b or (isinstance(a, PLAIN) and type(a) is type(b) and a == b)
 
 
 class RecordedGraph:
@@ -318,10 +284,11 @@ def simplify(recorded: RecordedGraph) -> list[Any]:
     return [value.detach() if isinstance(value, Tensor) else value for value in outside]
 
 
-def to_python(graph: fx.Graph) -> Callable[..., Any]:
-    """Convert the graph to a Python function with one line per operation."""
-    made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in graph.nodes:
-        copies[node] = made.node_copy(node, copies.__getitem__)
-        copies[node].target = node.meta.get("call", node.target)
-    return fx.GraphModule(torch.nn.Module(), made).forward
+def to_function(graph: fx.Graph) -> Callable[..., Any]:
+    """Convert the graph to a function of its arguments, run by torch's interpreter, or by Python without it."""
+    try:
+        from canter.execution.interpreter import to_interpreter  # private names
+
+        return to_interpreter(graph)
+    except (ImportError, AttributeError, RuntimeError, TypeError):
+        return fx.GraphModule(torch.nn.Module(), graph).forward

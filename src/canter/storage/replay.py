@@ -107,21 +107,26 @@ class TransitionReplayBuffer:
         real = torch.ones_like(self.is_started) if valid is None or not self.has_invalid_steps else valid
         done = done.to(torch.bool).reshape(-1)
         ended = done if truncated is None else done | truncated.reshape(-1)
-        at = self._flat(self.head)
-        has_left = torch.zeros_like(real)  # where the last episode was left: its final observation keeps its row
-        for name, leaf in begin.items():
-            has_left |= (self.data[name][at] != leaf).reshape(self.num_envs, -1).any(1)
-        has_left &= self.is_started & real
-        self.data["ends"][self._flat((self.head - 1) % self.num_rows)] |= has_left
-        self._claim(has_left)
-        values = {"actions": action, "rewards": reward, "dones": done, "ends": ended, "holds_step": real}
-        self._put(self._flat(self.head), begin | values, real)
-        slot = self.count % self.num_rows * self.num_envs + self.envs
-        self._put(slot, {"order": self.head.to(torch.int32)}, real)
-        self.count += real
+        data, at = self.data, self._flat(self.head)
+        has_left = self.is_started & real  # where the last episode was left: its final observation keeps its row
+        differs = [(data[name].index_select(0, at) != leaf).reshape(self.num_envs, -1) for name, leaf in begin.items()]
+        has_left &= (differs[0] if len(differs) == 1 else torch.cat(differs, 1)).any(1)
+        before = self._flat((self.head - 1) % self.num_rows)
+        data["ends"].index_copy_(0, before, data["ends"].index_select(0, before) | has_left)
+        row = (self.head + has_left) % self.num_rows
+        self.head.copy_((row + real) % self.num_rows)
+        at, after = self._flat(row), self._flat(self.head)
+        # Steps in these rows are overwritten. Where the head has not moved its row holds none.
         self.size += real
-        self._claim(real)
-        self._put(self._flat(self.head), self.named_leaves(next_obs, next_critic_obs), real)
+        for claimed in (at, after):
+            self.size -= data["holds_step"].index_select(0, claimed).long()
+        values = {"actions": action, "rewards": reward, "dones": done, "ends": ended, "holds_step": real}
+        self._put(at, begin | values, real)
+        slot = self._flat(self.count % self.num_rows)
+        self._put(slot, {"order": row}, real)
+        self.count += real
+        self._put(after, self.named_leaves(next_obs, next_critic_obs), real)
+        data["holds_step"].index_fill_(0, after, False)
         self.is_started |= real
 
     def append(self, env: int, obs: Mapping[str, Tensor], actions: Tensor, rewards: Any, is_terminated: bool) -> None:
@@ -145,24 +150,20 @@ class TransitionReplayBuffer:
         self.head[env] = rows[-1]
         self.is_started[env] = True
 
-    def _claim(self, moving: Tensor) -> None:
-        """Advance the heads where `moving`; steps in their new rows are overwritten."""
-        self.head.copy_((self.head + moving) % self.num_rows)
-        at = self._flat(self.head)
-        held = self.data["holds_step"][at]
-        self.size -= (held & moving).long()
-        self.data["holds_step"][at] = held & ~moving
-
     def _put(self, rows: Tensor, values: Mapping[str, Tensor], real: Tensor) -> None:
         for name, value in values.items():
             target = self.data[name]
             value = value.reshape(self.num_envs, *target.shape[1:]).to(target.dtype)
             if self.has_invalid_steps:
-                value = torch.where(real.view(-1, *[1] * (value.dim() - 1)), value, target[rows])
-            target[rows] = value
+                kept = target.index_select(0, rows)
+                value = torch.where(real.view(-1, *[1] * (value.dim() - 1)), value, kept)
+            target.index_copy_(0, rows, value)
 
-    def _flat(self, rows: Tensor) -> Tensor:
-        return rows * self.num_envs + self.envs
+    def _flat(self, rows: Tensor, envs: Any = None) -> Tensor:
+        """Places of rows of environments, by default of one row of each."""
+        if self.num_envs == 1:
+            return rows
+        return rows * self.num_envs + (self.envs if envs is None else envs)
 
     def named_leaves(self, obs: Obs, critic_obs: Obs | None) -> dict[str, Tensor]:
         """The tensors of an observation by field name."""
@@ -198,15 +199,15 @@ class TransitionReplayBuffer:
             place = (number * last[-1]).long()
             envs = torch.searchsorted(last, place, right=True).clamp_(max=self.num_envs - 1)
             newest, age = self.count[envs], last[envs] - 1 - place
-        slot = (newest - 1 - age) % self.num_rows * self.num_envs + envs
-        return self.take(self.data["order"][slot].long(), envs, n_step, gamma)
+        slot = self._flat((newest - 1 - age) % self.num_rows, envs)
+        return self.take(self.data["order"].index_select(0, slot).long(), envs, n_step, gamma)
 
     def take(self, rows: Tensor, envs: Any, n_step: int, gamma: Tensor | float) -> ReplayBatch:
         """Windows of up to `n_step` steps from (rows, envs) on; they end with the episode, or with the newest step."""
         data, num_rows, num_envs = self.data, self.num_rows, self.num_envs
-        first = rows * num_envs + envs
+        first = self._flat(rows, envs)
         if n_step == 1:
-            rewards, last = data["rewards"][first], rows
+            rewards, last = data["rewards"].index_select(0, first), rows
             discounts = torch.ones_like(rewards) * gamma
         else:
             offsets = torch.arange(n_step, device=self.device)
@@ -220,13 +221,13 @@ class TransitionReplayBuffer:
             rewards = torch.where(is_past, 0.0, data["rewards"][at] * gamma**offsets).sum(1)
             discounts = gamma**steps
             last = (rows + steps - 1) % num_rows
-        after = (last + 1) % num_rows * num_envs + envs
-        dones = data["dones"][last * num_envs + envs].float()
-        actions = data["actions"][first]
+        after = self._flat((last + 1) % num_rows, envs)
+        dones = data["dones"].index_select(0, self._flat(last, envs)).float()
+        actions = data["actions"].index_select(0, first)
         return ReplayBatch(*self._observed(first), actions, rewards, *self._observed(after), dones, discounts)
 
     def _observed(self, at: Tensor) -> tuple[Any, Any]:
-        found = {name: self.data[name][at] for name in self.data if name.startswith(OBSERVED)}
+        found = {name: self.data[name].index_select(0, at) for name in self.data if name.startswith(OBSERVED)}
         obs, critic_obs = (found[name] if name in found else nested(found, name) for name in OBSERVED)
         return obs, obs if self.critic_obs_shape is None else critic_obs
 

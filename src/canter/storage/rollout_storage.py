@@ -274,7 +274,8 @@ class RolloutStorage:
             node = batch
             for key in path[:-1]:
                 node = node.setdefault(key, {})
-            node[path[-1]] = self.data[name].flatten(0, 1)[index]
+            rows = self.data[name].flatten(0, 1)
+            node[path[-1]] = rows.index_select(0, index) if index.dim() == 1 else rows[index]  # the first is faster
         if self.privileged_obs_shape is None:
             batch["critic_obs"] = batch["obs"]
         if self.has_invalid_steps:

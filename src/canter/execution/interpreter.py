@@ -1,0 +1,120 @@
+"""Runs a recorded graph in torch's C++ interpreter, that of TorchScript, with no Python between its operations."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from canter.execution.recording import is_random
+
+MEMORY_FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
+# Their results have the type of their first argument, so 0 and 1 can stand for False and True, which no Scalar can be.
+FILLS = {
+    f"aten::{name}"
+    for name in ("fill", "fill_", "full_like", "index_fill", "index_fill_", "masked_fill", "masked_fill_")
+}
+NUMBERS = {("TensorType", "IntType"), ("TensorType", "FloatType")}  # numbers where an operation takes a tensor
+# Outside inference mode no argument of a graph requires a gradient, so every operation can begin at its kernel.
+SKIPPED_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.ADInplaceOrView
+)
+
+
+def to_interpreter(graph: fx.Graph) -> Callable[..., Any]:
+    """Convert a graph to a function of its arguments."""
+    function = torch._C._create_function_from_graph("recording", Translation(graph).made)
+    get_optimize, set_optimize = torch._C._get_graph_executor_optimize, torch._C._set_graph_executor_optimize
+    num_results = len(graph.output_node().args[0])  # pyright: ignore[reportArgumentType]
+
+    def run(*args: Any) -> Any:
+        optimizes = get_optimize()
+        set_optimize(False)  # an optimised graph would be traced, specialised and fused: other kernels, other numbers
+        try:
+            if torch.is_inference_mode_enabled():  # some kernels there depend on whether a view requires a gradient
+                return function(*args)[:num_results]
+            with torch._C._ExcludeDispatchKeyGuard(SKIPPED_KEYS):
+                return function(*args)[:num_results]
+        finally:
+            set_optimize(optimizes)
+
+    return run
+
+
+class Translation:
+    """A TorchScript graph, `made`, with the operations of an fx graph; it returns one tuple.
+
+    Results of random draws are returned too, after the others: an unused draw would be left out.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.made: Any = torch._C.Graph()
+        self.values: dict[fx.Node, Any] = {}  # of one result, or the list of several
+        self.newest: Any = None  # operation
+        drawn: list[Any] = []
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                self.values[node] = self.made.addInput(node.name)
+                if not node.users:
+                    self.values[node].setType(torch._C.AnyType.get())
+            elif node.target is operator.getitem:
+                self.values[node] = self.item(*node.args)
+            elif node.op == "call_function":
+                schema = node.target._schema
+                inputs = [self.argument(node, place, part) for place, part in enumerate(schema.arguments)]
+                self.values[node] = found = self.add(schema.name, inputs, [part.type for part in schema.returns])
+                if is_random(node.target):
+                    drawn += found if isinstance(found, list) else [found]
+                parts = zip(schema.arguments, inputs, strict=True)
+                kinds = [(part.type.kind(), value.type().kind()) for part, value in parts]
+                has_numbers = not NUMBERS.isdisjoint(kinds)  # TorchScript takes add.Scalar for add.Tensor(x, 1)
+                if self.newest.schema() != str(schema) and not has_numbers:
+                    raise TypeError(f"TorchScript would run {self.newest.schema()} for {schema}")
+        results: Any = graph.output_node().args[0]
+        returned = [*(self.values[node] for node in results), *drawn]
+        kind = torch._C.TupleType([value.type() for value in returned])
+        self.made.registerOutput(self.add("prim::TupleConstruct", returned, [kind]))
+
+    def item(self, node: fx.Node, index: int) -> Any:
+        """One of several results, or of a list of tensors."""
+        source = self.values[node]
+        if isinstance(source, list):
+            return source[index]
+        source.setType(torch._C.ListType(torch._C.TensorType.get()))
+        return self.add("aten::__getitem__", [source, self.made.insertConstant(index)], [torch._C.TensorType.get()])
+
+    def add(self, name: str, inputs: list[Any], types: list[Any]) -> Any:
+        """Append an operation; returns its result, or the list of its results unless there is one."""
+        node = self.newest = self.made.appendNode(self.made.create(name, inputs, len(types)))
+        if node.schema() == "(no schema)" and not name.startswith("prim::"):
+            raise TypeError(f"TorchScript has no operation for {node}")
+        outputs = list(node.outputs())
+        for value, kind in zip(outputs, types, strict=True):
+            value.setType(kind)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def argument(self, node: fx.Node, place: int, part: Any) -> Any:
+        """The value of an operation's argument, which its schema describes by `part`."""
+        default = part.default_value if part.has_default_value() else None
+        given = node.args[place] if place < len(node.args) else node.kwargs.get(part.name, default)
+        kind = part.type.getElementType() if part.type.kind() == "OptionalType" else part.type
+        if isinstance(given, fx.Node):
+            if given.op == "placeholder" and kind.kind() == "GeneratorType":
+                self.values[given].setType(kind)
+            return self.values[given]
+        if isinstance(given, list | tuple):
+            if given and not any(isinstance(item, fx.Node) for item in given):
+                return self.made.insertConstant([plain(item, kind.getElementType()) for item in given])
+            items = [self.values[i] if isinstance(i, fx.Node) else self.made.insertConstant(i) for i in given]
+            return self.add("prim::ListConstruct", items, [kind])
+        if isinstance(given, bool) and kind.kind() == "NumberType" and node.target._schema.name in FILLS:  # pyright: ignore
+            given = int(given)
+        return self.made.insertConstant(plain(given, kind))
+
+
+def plain(value: Any, kind: Any) -> Any:
+    """A Python value as TorchScript wants it: a float where an integer was given for one, memory formats as numbers."""
+    if isinstance(value, torch.memory_format):
+        return MEMORY_FORMATS.index(value)
+    return float(value) if kind.kind() == "FloatType" and value is not None else value
