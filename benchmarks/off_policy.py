@@ -26,7 +26,6 @@ from pathlib import Path
 import torch
 from report import report
 
-
 # ---------------------------------------------------------------------- a CPU
 # Stable-Baselines3's defaults where canter's are others; SAC's are the same but for clipping.
 DEFAULTS = {
