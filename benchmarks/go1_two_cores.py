@@ -3,10 +3,10 @@
     taskset -c 0,1 python benchmarks/go1_two_cores.py --minutes 20 --seed 1 --run runs/go1 --out results.jsonl
     canter play runs/go1 --video go1.mp4                                   # where MuJoCo can render
 
-Policies are saved on the way and scored at the end, without noise, over one episode of every environment: commands are
-drawn by the task and drawn again in mid-episode. A robot that stands still is scored first, for comparison. It walks
-when the mean error of its velocity is below half of that of standing still and no more than one episode in twenty ends
-in a fall. A line of JSON for every point of the curve goes to `--out`.
+Policies are saved on the way and scored at the end, without noise, over one episode of every environment, with the
+task's own rewards: commands are drawn by the task and drawn again in mid-episode. A robot that stands still is scored
+first, for comparison. It walks when the mean error of its velocity is below half of that of standing still and no more
+than one episode in twenty ends in a fall. A line of JSON for every point of the curve goes to `--out`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def settings(args):
         for key in path:
             node = node.setdefault(key, {})
         node[last] = yaml.safe_load(value)
-    run = {"task": TASK, "num_envs": cfg["num_envs"], "total_timesteps": cfg["total_timesteps"]}
+    run = {"task": TASK, "num_envs": cfg["num_envs"], "total_timesteps": cfg["total_timesteps"], **cfg.pop("run", {})}
     return {**cfg, "seed": args.seed, "device": "cpu", "eval_interval": None, "save_interval": 0, "run": run}
 
 

@@ -32,7 +32,7 @@ import torch
 import yaml
 from report import report
 
-from canter.envs.wrap import wrap_env
+from canter.envs.wrap import env_options, make_env
 from canter.presets import load_preset
 from canter.runners import OffPolicyRunner, OnPolicyRunner
 
@@ -54,8 +54,9 @@ def train(args, task, seed):
     """Train once; returns the line of results."""
     cfg = settings(args, task)
     total, on_policy = cfg["total_timesteps"], "num_steps_per_env" in cfg
-    env = wrap_env(task, args.device, num_envs=cfg["num_envs"], seed=seed)
-    judge = wrap_env(task, args.device, num_envs=4, seed=seed + 1000)
+    options = env_options(cfg.pop("run", {}))
+    env = make_env(task, args.device, cfg["num_envs"], seed, **options)
+    judge = make_env(task, args.device, 4, seed + 1000, **options)
     length = {"max_timesteps": total}
     if on_policy:
         length = {"max_iterations": -(-total // (cfg["num_steps_per_env"] * env.num_envs))}

@@ -234,3 +234,11 @@ def test_a_task_has_the_presets_of_each_algorithm():
     assert has_preset("CartPole-v1", "dqn")
     assert not has_preset("Acrobot-v1", "dqn")
     assert load_preset("Acrobot-v1", "dqn")["algorithm"]["class_name"] == "DQN"
+
+
+def test_a_preset_may_set_arguments_of_the_environment_and_flags_replace_them():
+    task = "envpool/Go1JoystickFlatTerrain-v1"
+    options, _ = parse_train([task])
+    assert options.environment.env_kwargs == load_preset(task)["run"]["env_kwargs"]
+    options, _ = parse_train([task, "--env-kwargs", "{pose_scale: 0.5}"])
+    assert options.environment.env_kwargs == {"pose_scale": 0.5}

@@ -181,3 +181,9 @@ def test_a_device_that_does_not_exist_is_one_line(trained, capsys):
 def test_the_message_of_a_logger_names_what_is_registered():
     with pytest.raises(ValueError, match="registered are jsonl, neptune"):
         Logger("nothing")
+
+
+@pytest.mark.parametrize("flag", ["--env-kwargs", "--components"])
+def test_arguments_that_are_no_mapping_are_named(capsys, flag):
+    assert main(["train", "CartPole-v1", flag, "gravity=5"]) == 2
+    assert f"{flag} must be a mapping in YAML such as '{{name: value}}', got 'gravity=5'" in one_line(capsys)

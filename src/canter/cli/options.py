@@ -153,6 +153,9 @@ def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, 
     options_type: Any = TrainOptions[type(settings), type(policy)]  # type: ignore[misc]
     options = parse(options_type, args, "canter train TASK", default)
     check_run(options)
+    for flag, value in (("env-kwargs", options.environment.env_kwargs), ("components", options.environment.components)):
+        if value is not None and not isinstance(value, Mapping):
+            raise UserError(f"--{flag} must be a mapping in YAML such as '{{name: value}}', got {value!r}")
     at_least(1, ranks=options.ranks)
     plan.cfg = options.settings = joined_settings(options.settings, type(plan.cfg))
     if has_policy:
@@ -233,7 +236,8 @@ def settings_options(cfg: Any) -> Any:
         choices = BACKENDS if f.name == "logger_backend" else f.metadata.get("choices")
         metavar = f"{{{','.join(map(str, choices))}}}" if choices else None
         text = tyro.conf.arg(prefix_name=False, metavar=metavar, help=attribute_sentences(type(cfg)).get(f.name))
-        row = (f.name, Annotated[hints[f.name], text], dataclasses.field(default=getattr(cfg, f.name)))
+        value = functools.partial(getattr, cfg, f.name)  # a factory: a default must not be a dict
+        row = (f.name, Annotated[hints[f.name], text], dataclasses.field(default_factory=value))
         groups.setdefault(group_of(type(cfg), f.name), []).append(row)
     made = {name: dataclasses.make_dataclass(name, rows, kw_only=True) for name, rows in groups.items() if rows}
     fields = [(name, group, dataclasses.field(default_factory=group)) for name, group in made.items()]

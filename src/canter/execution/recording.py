@@ -30,7 +30,7 @@ aten = torch.ops.aten
 MAX_OPERATIONS = 3000  # beyond this, making the recording costs more than it saves
 MAX_COMPILED_OPERATIONS = 800  # a scan over the steps of a rollout is longer; compilers take minutes for it
 COMPILE_AFTER = 20  # replays; a rare signature (all episodes end in one step) is not worth seconds of compilation
-PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+PLAIN = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 IDENTITY = {aten.detach.default, aten.alias.default}  # without autograd the result is the argument
 TIMES_ONE = {aten.mul.Tensor, aten.mul.Scalar, aten.pow.Tensor_Scalar}  # the gradient of a square has a power of one
 # Their results depend only on the shape of their argument.
