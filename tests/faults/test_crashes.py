@@ -195,6 +195,7 @@ def test_learning_in_another_thread_works_without_handlers(make_runner):
     assert runner.iteration == 2
 
 
+@pytest.mark.slow
 def test_checks_hold_without_assert_statements(tmp_path):
     script = (
         "from canter.algorithms import PPOConfig\n"

@@ -43,7 +43,12 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    ("name", "is_gymnasium"), [("SIGTERM", False), ("SIGINT", False), ("SIGTERM", True)], ids=["term", "int", "async"]
+    ("name", "is_gymnasium"),
+    [
+        pytest.param("SIGTERM", False, id="term"),
+        pytest.param("SIGINT", False, id="int", marks=pytest.mark.slow),
+        pytest.param("SIGTERM", True, id="async"),
+    ],
 )
 def test_one_signal_ends_a_run_that_waits_for_a_hung_worker(tmp_path, name, is_gymnasium):
     (tmp_path / "hangs.py").write_text(PLUGIN)

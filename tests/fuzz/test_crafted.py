@@ -20,7 +20,7 @@ from canter.storage.rollout_files import TrajectoryFileError, read_chunk
 from canter.utils.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 
 LENGTHS = [pytest.param(QUICK, id="quick"), pytest.param(LONG, id="long", marks=pytest.mark.slow)]
-FEW = [pytest.param(settings(QUICK, max_examples=12), id="few"), LENGTHS[1]]  # of what builds a runner each time
+FEW = [pytest.param(settings(QUICK, max_examples=6), id="few"), LENGTHS[1]]  # of what builds a runner each time
 TINY = ["--num-envs", "2", "--num-steps-per-env", "4", "--num-mini-batches", "1", "--num-learning-epochs", "1"]
 TINY += ["--final-episodes", "0", "--eval-interval", "0", "--no-video", "--total-timesteps", "8"]
 
