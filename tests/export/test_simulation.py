@@ -84,6 +84,17 @@ class Recorded:
         return {"obs": np.full(1, self.step_number, np.float32)}, 1.0, self.step_number == 6, False
 
 
+def test_numbers_among_the_arguments_of_the_trained_environment_need_no_adapter(pendulum, monkeypatch):
+    policy = pendulum[1]
+    monkeypatch.setitem(policy.spec["training"], "env_kwargs", {"g": 5.0})
+    task = make_task(policy, None, 0)
+    assert isinstance(task, GymnasiumTask)
+    assert task.env.unwrapped.g == 5.0
+    assert make_task(policy, "Pendulum-v1", 0).env.unwrapped.g == 10.0
+    monkeypatch.setitem(policy.spec["training"], "env_kwargs", {"g": 5.0, "render_mode": "rgb_array"})
+    assert not isinstance(make_task(policy, None, 0), GymnasiumTask)
+
+
 @pytest.fixture(scope="module")
 def doubler(tmp_path_factory):
     return exported(tmp_path_factory.mktemp("doubler") / "b", linear(1, 1, [[2.0]]), 1, 1)[1]

@@ -59,10 +59,13 @@ class Report:
 class GymnasiumTask:
     """One Gymnasium environment, with observations in the form of the bundle."""
 
-    def __init__(self, task: str, policy: Policy, seed: int | None = None, render_mode: str | None = None) -> None:
+    def __init__(
+        self, task: str, policy: Policy, seed: int | None = None, render_mode: str | None = None,
+        env_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         import gymnasium
 
-        options: Any = {} if render_mode is None else {"render_mode": render_mode}
+        options = {**(env_kwargs or {}), **({} if render_mode is None else {"render_mode": render_mode})}
         self.env = gymnasium.make(task, disable_env_checker=True, **options)
         if isinstance(self.env.action_space, (gymnasium.spaces.Tuple, gymnasium.spaces.Dict)):
             from canter.envs.gymnasium import FlatActions
@@ -98,16 +101,18 @@ class EnvPoolTask:
 
     physics, fps = None, 50
 
-    def __init__(self, task: str, policy: Policy, seed: int | None = None) -> None:
-        self.task, self.seed, self.policy = task, seed, policy
+    def __init__(
+        self, task: str, policy: Policy, seed: int | None = None, env_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        self.task, self.seed, self.policy, self.env_kwargs = task, seed, policy, env_kwargs or {}
         self.env: Any = None
 
     def reset(self, episode: int) -> Any:
         """Start an episode."""
         import envpool
 
-        seed = {} if self.seed is None else {"seed": self.seed + episode}
-        self.env = envpool.make(self.task, env_type="gymnasium", num_envs=1, num_threads=1, **seed)
+        options = {**self.env_kwargs, **({} if self.seed is None else {"seed": self.seed + episode})}
+        self.env = envpool.make(self.task, env_type="gymnasium", num_envs=1, num_threads=1, **options)
         self.action_space = self.env.single_action_space
         self.convert = Converter(self.env.single_observation_space, self.policy.spec)
         return self.convert(first_row(self.env.reset()[0]))
@@ -180,11 +185,13 @@ def make_task(policy: Policy, task: str | None, seed: int | None, render_mode: s
             raise BundleError("the bundle does not say on which task it was trained; name one: --task NAME")
         if not TASK_NAME.fullmatch(task):  # "module:name" would import a module
             raise BundleError(f"the bundle names the task {task!r}, which is not made without asking; give it: --task")
-    is_plain = given is not None or not any(trained.get(name) for name in ("env_kwargs", "wrappers", "components"))
+    kwargs = (trained.get("env_kwargs") if given is None else None) or {}
+    is_plain = given is not None or not any(trained.get(name) for name in ("wrappers", "components"))
+    is_plain &= all(isinstance(value, (bool, int, float)) for value in kwargs.values())
     if task.startswith("envpool/") and is_plain and render_mode is None:
-        return EnvPoolTask(task.removeprefix("envpool/"), policy, seed)
+        return EnvPoolTask(task.removeprefix("envpool/"), policy, seed, kwargs)
     if is_plain and is_gymnasium_task(task):
-        return GymnasiumTask(task, policy, seed, render_mode)
+        return GymnasiumTask(task, policy, seed, render_mode, kwargs)
     return AdaptedTask(task, policy, seed, render_mode)
 
 
