@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import torch
-import yaml
+from learning import override
 from report import report
 
 from canter.cli.runs import open_runner
@@ -34,13 +34,7 @@ NUM_JUDGED = 32
 
 def settings(args):
     cfg = load_preset(TASK, args.algo)
-    for override in args.set:
-        name, _, value = override.partition("=")
-        *path, last = name.split(".")
-        node = cfg
-        for key in path:
-            node = node.setdefault(key, {})
-        node[last] = yaml.safe_load(value)
+    override(cfg, args.set)
     run = {"task": TASK, "num_envs": cfg["num_envs"], "total_timesteps": cfg["total_timesteps"], **cfg.pop("run", {})}
     return {**cfg, "seed": args.seed, "device": "cpu", "eval_interval": None, "save_interval": 0, "run": run}
 

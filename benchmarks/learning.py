@@ -2,7 +2,7 @@
 
     python benchmarks/learning.py CartPole-v1 Acrobot-v1 --seeds 1 2 3
     python benchmarks/learning.py HalfCheetah-v5 Ant-v5 --seeds 1 2 3 4 5 --jobs 10
-    python benchmarks/learning.py HalfCheetah-v5 --algo sac --profile strong --steps 300000 --device cuda --jobs 3
+    python benchmarks/learning.py HalfCheetah-v5 --algo sac --steps 300000 --device cuda --jobs 3
     python benchmarks/learning.py Swimmer-v5 --preset default                # as a task without a preset is trained
     python benchmarks/learning.py HalfCheetah-v5 --set algorithm.lam=0.95 policy.init_noise_std=0.5
 
@@ -17,14 +17,12 @@ goes to `--out`; the table at the end has the mean over seeds. CartPole without 
 from __future__ import annotations
 
 import argparse
-import json
+import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import product
 from pathlib import Path
 
@@ -37,16 +35,21 @@ from canter.presets import load_preset
 from canter.runners import OffPolicyRunner, OnPolicyRunner
 
 
-def settings(args, task):
-    """The preset of a task, with the changes of the command line."""
-    cfg = {**load_preset(args.preset or task, args.algo, args.profile), "task": task}
-    for override in args.set:
-        name, _, value = override.partition("=")
+def override(cfg, words):
+    """Set KEY=VALUE in a training dict; a key is a path with dots, a value is YAML."""
+    for word in words:
+        name, _, value = word.partition("=")
         *path, last = name.split(".")
         node = cfg
         for key in path:
             node = node.setdefault(key, {})
         node[last] = yaml.safe_load(value)
+
+
+def settings(args, task):
+    """The preset of a task, with the changes of the command line."""
+    cfg = {**load_preset(args.preset or task, args.algo, args.profile), "task": task}
+    override(cfg, args.set)
     return {**cfg, "total_timesteps": args.steps or cfg["total_timesteps"]}
 
 
@@ -79,26 +82,16 @@ def train(args, task, seed):
     return {**result, "curve": curve}
 
 
-def train_beside(args, task, seed):
-    """The same in a process of its own."""
-    words = sys.argv[1:]
-    for name, values in (("--jobs", 1), ("--out", 1), ("--seeds", len(args.seeds))):
-        if name in words:
-            del words[words.index(name) : words.index(name) + 1 + values]
-    words = [task, *[word for word in words if word not in args.tasks], "--seeds", str(seed)]
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.jsonl"
-        environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
-        command = [sys.executable, __file__, *words, "--out", str(out)]
-        done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
-        if done.returncode:
-            print(f"{task} seed {seed} failed:\n{done.stderr}", flush=True)
-            return None
-        line = out.read_text()
-    if args.out:
-        with args.out.open("a") as file:
-            file.write(line)
-    return json.loads(line)
+def train_beside(args, runs):
+    """The results of runs in `jobs` processes, as they end; None for one that failed."""
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    options = {"initializer": torch.set_num_threads, "initargs": (args.threads,)}
+    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"), **options) as pool:
+        futures = {pool.submit(train, args, *run): run for run in runs}
+        for future in as_completed(futures):
+            if error := future.exception():
+                print(f"{futures[future]} failed: {error!r}", flush=True)
+            yield None if error else future.result()
 
 
 def main():
@@ -120,14 +113,11 @@ def main():
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     runs = list(product(args.tasks, args.seeds))
-    if args.jobs > 1:
-        with ThreadPoolExecutor(args.jobs) as pool:
-            results = list(pool.map(lambda run: train_beside(args, *run), runs))
-    else:
-        results = []
-        for run in runs:
-            results.append(train(args, *run))
-            report(results[-1], args.out)
+    results = []
+    for result in train_beside(args, runs) if args.jobs > 1 else (train(args, *run) for run in runs):
+        results.append(result)
+        if result:
+            report(result, args.out)
     for task in args.tasks:
         values = [result["eval"] for result in results if result and result["task"] == task]
         if values:
