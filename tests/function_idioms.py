@@ -71,7 +71,7 @@ def run_calls(function, execution, device, mode):
     """Results and inputs of all calls, or the error of a call; the executor; the messages."""
     executor, results = Executor(torch.device(device), execution, "fp32"), []
     with warnings.catch_warnings(record=True) as caught, MODES[mode]():
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)
         torch.manual_seed(0)
         fn = function.make()
         for x in inputs(device):

@@ -119,7 +119,7 @@ class Idiom(NamedTuple):
             attributes.append(plain_attributes(user))
 
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+            warnings.simplefilter("always", UserWarning)
             runner, user = self.build(execution, device)
             if hasattr(user, "callback"):
                 runner.add_callback("pre_rollout", lambda runner: user.callback(runner, runner.iteration))

@@ -176,7 +176,7 @@ def test_a_clean_load_warns_of_nothing(make_ppo, trained):
     alg, _ = trained(**ON)
     other, _ = make_ppo(**ON)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         other.load_state_dict(alg.state_dict())
 
 

@@ -67,7 +67,7 @@ def test_without_a_final_observation_the_state_before_the_step_stands_for_it_and
     stored_reward(alg, {"time_outs": FLAG})
     alg.compute_returns(torch.zeros(1, 1))
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         alg.update(1)
 
 

@@ -86,7 +86,7 @@ def test_flags_that_disagree_with_dones_warn_once_and_count_together():
     with pytest.warns(UserWarning, match="dones differ from terminated"):
         first = record(extras=extras)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         record(extras=extras)
     assert first.done.tolist() == [True, True, True]
     assert first.terminated.tolist() == [True, True, True]

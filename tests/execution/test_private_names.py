@@ -222,7 +222,7 @@ settings["algorithm"]["execution"] = sys.argv[2]
 runner = OnPolicyRunner(wrap_env("CartPole-v1", num_envs=settings["num_envs"]), settings, show_progress=False)
 before = [p.detach().clone() for p in runner.alg.policy.parameters()]
 with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
+    warnings.simplefilter("always", UserWarning)
     runner.learn(2)
 assert not any(torch.equal(p, q) for p, q in zip(before, runner.alg.policy.parameters()))
 recorded = sorted({signature[0] for signature in runner.alg.executor.graphs})

@@ -221,6 +221,6 @@ def test_the_best_checkpoint_is_not_worth_the_run(make_runner, tmp_path):
     (tmp_path / "checkpoint_best.pt").rmdir()
     runner.alg.policy.actor[-1].bias.data += 0.01
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         runner.learn(1)
     assert load_checkpoint(tmp_path / "checkpoint_best.pt")["iter"] == 2

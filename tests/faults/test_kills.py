@@ -42,7 +42,7 @@ def kill_and_resume(children, send, directory, times, seed):
         assert children.wait() == -9
         assert number(directory / "resumed_at") == before, (directory / "stderr").read_text()
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # not even the newest is damaged
+            warnings.simplefilter("error", UserWarning)  # not even the newest is damaged
             newest = newest_valid_checkpoint(directory)
         assert load_checkpoint(newest)["iter"] == saved_so_far(directory) > before
         lost.append(len(list(directory.glob(".tmp-*"))))

@@ -43,7 +43,7 @@ def assert_same(a, b):
 def test_captured_equals_eager(task, rnn):
     policy = {"class_name": "ActorCriticRecurrent", "rnn_type": rnn, "rnn_hidden_size": 32} if rnn else {}
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a capture that fails warns
+        warnings.simplefilter("error", UserWarning)  # a capture that fails warns
         captured = trained(task, "graph", policy=policy)
     assert captured.alg.executor.graphs
     assert not captured.alg.executor.eager_only
@@ -69,7 +69,7 @@ OPTIONS = {
 def test_options_captured_equal_eager(name):
     policy, algorithm = OPTIONS[name]
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         captured = trained("canter/PointRobot", "graph", policy=policy, algorithm=algorithm)
     assert captured.alg.executor.graphs
     assert not captured.alg.executor.eager_only

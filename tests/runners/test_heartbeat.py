@@ -34,7 +34,7 @@ def test_a_file_is_renewed_while_its_process_lives_and_removed_at_the_end(tmp_pa
 def test_a_partner_that_leaves_is_reported_once_and_so_is_its_return(tmp_path, quick, stops):
     mine = Heartbeat(tmp_path / "a", tmp_path / "b", "collector", stops)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         assert not mine.is_over()  # it has not come yet
         (tmp_path / "b").touch()
         assert not mine.is_over()
@@ -43,7 +43,7 @@ def test_a_partner_that_leaves_is_reported_once_and_so_is_its_return(tmp_path, q
     with pytest.warns(UserWarning, match=f"the collector is gone: no sign of it in .*{rest}"):
         assert mine.is_over() is stops
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         assert mine.is_over() is stops
     (tmp_path / "b").touch()
     with pytest.warns(UserWarning, match="the collector is back"):

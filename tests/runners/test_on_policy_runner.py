@@ -404,7 +404,7 @@ def test_an_environment_that_cannot_be_seeded_is_a_warning(make_runner, counting
     with pytest.warns(UserWarning, match=r"NoSeed cannot be seeded.*differ"):
         make_runner(NoSeed())
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         make_runner(NoSeed(), seed=None)
 
 

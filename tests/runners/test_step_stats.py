@@ -121,7 +121,7 @@ def test_without_a_final_observation_the_value_before_the_step_counts_with_one_w
     with pytest.warns(UserWarning, match="gave no final observation"):
         assert stored_reward(runner, 2.0) == pytest.approx(1.0 + 0.9 * 2.0)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         runner.learn(2)
 
 

@@ -154,7 +154,7 @@ def test_a_metric_that_is_never_available_is_an_error_or_a_warning(make_runner, 
     with pytest.warns(UserWarning, match="nothing was reported.*'train/valu_loss'"):
         make_runner(trial_metric="train/valu_loss").learn(1, trial=Handle())
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         make_runner(trial_metric="train/value_loss").learn(1, trial=Handle())
 
 

@@ -402,7 +402,7 @@ def test_failing_backend_is_reported_once_counted_and_left_alone_for_a_while(tmp
     register_logger("broken", Broken)
     logger = Logger(["broken", "recorder"], tmp_path)
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)
         for step in range(8):
             logger.log_scalars({"a": 1.0}, step)
     texts = [str(warning.message) for warning in caught]
@@ -460,7 +460,7 @@ def test_a_call_that_does_not_return_stops_nothing_and_the_backend_comes_back_wh
     with pytest.warns(UserWarning, match=r"'hangs' failed; training goes on without it .*: Hangs has not returned for"):
         logger.log_scalars({"a": 1.0}, 2)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         for step in range(3, 200):  # without waiting again
             logger.log_scalars({"a": 1.0}, step)
     assert entered == [1, 2]
@@ -660,7 +660,7 @@ def test_wandb_offline_writes_a_run(tmp_path, monkeypatch):
     (tmp_path / "canter.diff").write_text("diff and a secret")
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)
         with Logger("wandb", tmp_path, {"project": "dogs", "save_code": True}, config={"lr": 0.5}) as logger:
             run = logger.backends["wandb"]._run
             logger.log_scalars({"train/a": 1.5}, 24)
@@ -688,7 +688,7 @@ def test_swanlab_offline_writes_a_run(tmp_path, monkeypatch):
     pytest.importorskip("swanlab")
     monkeypatch.setenv("HOME", str(tmp_path))
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)
         with Logger("swanlab", tmp_path, {"project": "dogs", "mode": "offline"}, config={"lr": 0.5}) as logger:
             logger.log_scalars({"train/a": 1.5}, 24)
             logger.log_image("i", np.zeros((8, 8, 3), np.uint8), 24)
