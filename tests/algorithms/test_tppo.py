@@ -13,6 +13,7 @@ from canter.algorithms.teacher import DISTANCES, TARGETS, tanh_stats
 from canter.algorithms.tppo import TPPO, TPPOConfig
 from canter.modules.actor_critic import ActorCritic
 from canter.modules.normalizer import EmpiricalNormalization
+from canter.runners import OnPolicyRunner
 from canter.storage.queue_rollout_storage import ActionLabelRollout
 from canter.storage.rollout_storage import MiniBatch
 
@@ -84,8 +85,6 @@ def test_sizes_that_are_not_given_come_from_the_file(make_tppo, tmp_path):
 
 
 def test_a_run_directory_is_a_teacher(make_ppo, make_tppo, noise_env, tmp_path):
-    from canter.runners import OnPolicyRunner
-
     cfg = {"num_steps_per_env": 4, "policy": {"actor_hidden_dims": [6], "critic_hidden_dims": [6]},
            "algorithm": {"empirical_normalization": True}}  # fmt: skip
     runner = OnPolicyRunner(noise_env("mlp"), cfg, tmp_path, "cpu", show_progress=False)
@@ -582,3 +581,20 @@ def test_a_student_that_estimates_learns_both(make_tppo, collect):
     collect(alg, env)
     losses, _ = alg.update(0)
     assert {"estimator_loss", "distillation_loss", "surrogate_loss"} <= losses.keys()
+
+
+@pytest.mark.parametrize("schedule", ["linear", "exp", 0.5, lambda iteration: 0.9**iteration])
+def test_a_changing_probability_leaves_recordings_as_they_are(noise_env, schedule):
+    algorithm = {"class_name": "TPPO", "teacher_policy": TEACHER, "teacher_act_prob": schedule}
+    cfg = {
+        "num_steps_per_env": 4,
+        "algorithm": algorithm,
+        "policy": {"actor_hidden_dims": [6], "critic_hidden_dims": [6]},
+    }
+    runner = OnPolicyRunner(noise_env("mlp"), cfg, None, "cpu", show_progress=False)
+    runner.learn(5)
+    looks = runner.alg.executor.look
+    runner.learn(2)  # functions are looked at again in iterations 4 and 8
+    assert runner.alg.executor.look == looks
+    runner.learn(1)
+    assert runner.alg.executor.look == looks + 1

@@ -137,24 +137,17 @@ class Teacher(Extension):
     def attach(self, alg: Any) -> None:
         """Load the teachers, and check that the distances suit the policy."""
         super().attach(alg)
+        self._check_target()
         cfg, self.on_dataset = self.cfg, False
         """Whether the rollout consists of recorded steps."""
         self.is_warming_up = False
         """Whether only the critic learns; an attribute, because reading a changing number would recompile."""
-        target, policy = cfg.distill_target, alg.policy
-        if "mu" not in policy.distribution.param_shapes and target != "max_log_prob":
-            raise ValueError(f"distill_target {target!r} is for Gaussian actions; use 'max_log_prob'")
-        actor = getattr(policy, "actor", None)
-        last = actor[-1] if isinstance(actor, torch.nn.Sequential) else None
-        if target in TANH_TARGETS and not isinstance(last, torch.nn.Tanh):
-            raise ValueError(f"distill_target {target!r} needs a policy with mu_activation='tanh'")
         if cfg.using_ppo and cfg.buffer_dilation_ratio > 1.0:
             warnings.warn(
                 "buffer_dilation_ratio > 1 lets PPO learn from old policies; it suits imitation", stacklevel=4
             )
         for purpose in ("teacher", "resample"):
             alg.new_generator(purpose)
-        self.act_prob = GET_PROB_FUNC(cfg.teacher_act_prob, cfg.update_times_scale)
         self.teacher_prob = alg.device_scalar(self.act_prob(0))
         self.use_teacher_act_mask = torch.zeros(0, dtype=torch.bool, device=alg.device)
         self.policies = self.policies or self._load_policies()
@@ -167,12 +160,26 @@ class Teacher(Extension):
             for owner, policy in (("student", alg.policy), *(("teacher", policy) for policy in self.policies[:1])):
                 if not hasattr(policy, "get_encoder_latent"):
                     raise TypeError(f"latent distillation needs encoders; the {owner} {type(policy).__name__} has none")
-        self.lr_scheduler_object: Any = None
-        if cfg.lr_scheduler_class_name is not None:
-            if alg.cfg.schedule not in ("fixed", "constant"):
-                raise ValueError(f"lr_scheduler_class_name needs schedule='fixed', got {alg.cfg.schedule!r}")
-            made = getattr(torch.optim.lr_scheduler, cfg.lr_scheduler_class_name)
-            self.lr_scheduler_object = made(alg.optimizer.optimizer, **(cfg.lr_scheduler or {}))
+        self.lr_scheduler_object = self._make_lr_scheduler()
+
+    def _check_target(self) -> None:
+        """Raise if the distance to the labels does not suit the policy's actions."""
+        target, policy = self.cfg.distill_target, self.alg.policy
+        if "mu" not in policy.distribution.param_shapes and target != "max_log_prob":
+            raise ValueError(f"distill_target {target!r} is for Gaussian actions; use 'max_log_prob'")
+        actor = getattr(policy, "actor", None)
+        last = actor[-1] if isinstance(actor, torch.nn.Sequential) else None
+        if target in TANH_TARGETS and not isinstance(last, torch.nn.Tanh):
+            raise ValueError(f"distill_target {target!r} needs a policy with mu_activation='tanh'")
+
+    def _make_lr_scheduler(self) -> Any:
+        """The learning-rate scheduler that the settings name, or None."""
+        if self.cfg.lr_scheduler_class_name is None:
+            return None
+        if self.alg.cfg.schedule not in ("fixed", "constant"):
+            raise ValueError(f"lr_scheduler_class_name needs schedule='fixed', got {self.alg.cfg.schedule!r}")
+        made = getattr(torch.optim.lr_scheduler, self.cfg.lr_scheduler_class_name)
+        return made(self.alg.optimizer.optimizer, **(self.cfg.lr_scheduler or {}))
 
     def _load_policies(self) -> list[Policy]:
         cfg = self.cfg
@@ -347,13 +354,16 @@ class Teacher(Extension):
         """Probability that the teacher acted."""
         return {"teacher_act_prob": self.teacher_prob.clone()}
 
+    def act_prob(self, iteration: int) -> float:
+        """Probability that the teacher acts in an iteration."""
+        return GET_PROB_FUNC(self.cfg.teacher_act_prob, self.cfg.update_times_scale)(iteration)
+
     def end_update(self, rollout: RolloutStorage) -> None:
         """Step the learning-rate scheduler, and set the probability for the next rollout."""
         self.on_dataset = False
         if self.lr_scheduler_object is not None:
             self.lr_scheduler_object.step()
             self.alg.read_learning_rate()
-        self.act_prob = GET_PROB_FUNC(self.cfg.teacher_act_prob, self.cfg.update_times_scale)
         self.teacher_prob.fill_(self.act_prob(self.alg.current_learning_iteration + 1))
 
     def checkpoint_parts(self) -> dict[str, Any]:
@@ -386,7 +396,6 @@ def build_teacher(
     Settings that `given` leaves out come from the configuration in the checkpoint, from its weights, and from the
     student. Of a `state` that was read already only the actor is loaded.
     """
-    cfg = {name: value for name, value in given.items() if name not in ("class_name", "teacher_ac_path")}
     path = path or given.get("teacher_ac_path")
     file = newest_valid_checkpoint(Path(path)) if path and Path(path).is_dir() else path
     is_actor_enough = state is not None
@@ -395,8 +404,9 @@ def build_teacher(
     weights = state.get("model_state_dict", {})
     saved = dict((state.get("config") or {}).get("policy") or {})
     refuse_imports({n: part for n, part in saved.items() if n not in given}, path, (), "give it in teacher_policy too")
-    name = given.get("class_name") or saved.pop("class_name", None) or class_name
-    cfg = {**{key: value for key, value in saved.items() if key != "class_name"}, **cfg}
+    saved_name = saved.pop("class_name", None)
+    name = given.get("class_name") or saved_name or class_name
+    cfg = saved | {key: value for key, value in given.items() if key not in ("class_name", "teacher_ac_path")}
     for key, value in derived_settings(weights, student).items():
         if cfg.get(key) is None:
             cfg[key] = value
