@@ -9,7 +9,8 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from canter.algorithms import DQN, SAC, TD3
+from canter.algorithms import DQN, SAC, TD3, off_policy
+from canter.algorithms.actor_q import profile_settings
 from canter.algorithms.off_policy import TargetNetwork
 from canter.algorithms.optim import GuardedOptimizer
 from canter.envs.torch_envs import CartPole, PointRobot
@@ -23,6 +24,7 @@ MAKERS = {
     "per": (DQN, CartPole, {"network_hidden_dims": (8,), "prioritized_replay": True}),
     "sac": (SAC, PointRobot, {**SMALL_NETWORKS, "target_entropy": -1.0}),
     "td3": (TD3, PointRobot, {**SMALL_NETWORKS, "exploration_noise_max": 0.3}),
+    "strong": (SAC, PointRobot, {**profile_settings("sac", "strong"), **SMALL_NETWORKS}),
 }
 LIVE_FLOATS = [
     ("dqn", "gamma", 0.5),
@@ -39,6 +41,7 @@ LIVE_FLOATS = [
     ("sac", "actor_learning_rate", 0.01),
     ("sac", "critic_learning_rate", 0.01),
     ("sac", "alpha_learning_rate", 0.01),
+    ("strong", "gamma", 0.5),
     ("td3", "gamma", 0.5),
     ("td3", "tau", 0.9),
     ("td3", "target_noise", 1.0),
@@ -103,6 +106,39 @@ def contents(alg):
 
 def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(contents(a), contents(b), strict=True))
+
+
+# ---------------------------------------------------------------------- one environment
+@pytest.mark.parametrize("kind", ["dqn", "sac", "td3"])
+@pytest.mark.parametrize("normalizes", [False, True])
+def test_a_single_environment_on_a_cpu_learns_as_several_do(kind, normalizes):
+    """Its steps are stored by other code, which must store the same."""
+
+    def learned(execution, adds_one):
+        env = MAKERS[kind][1](1, seed=0, max_episode_length=9)
+        alg = make(kind, execution, env, empirical_normalization=normalizes)
+        alg.prepare()
+        assert alg.adds_one
+        alg.adds_one = adds_one
+        return run(alg, 40)
+
+    recorded, eager, by_tensors = learned("auto", True), learned("eager", True), learned("auto", False)
+    names = {signature[0] for signature in recorded.executor.graphs}
+    assert names == {"explore", "learn", *(["statistics"] if normalizes else [])}
+    assert same(recorded, eager)
+    assert same(recorded, by_tensors)
+    assert all(torch.equal(recorded.replay.data[name], by_tensors.replay.data[name]) for name in recorded.replay.data)
+
+
+def test_moments_of_a_frozen_past_never_become_denormal(monkeypatch):
+    """A CPU computes many times slower with denormal numbers; a dead unit's moments would stay denormal."""
+    monkeypatch.setattr(off_policy, "MOMENT_INTERVAL", 4)
+    alg = run(make("dqn"), 12)
+    moments = next(iter(alg.optimizers["optimizer"].optimizer.state.values()))["exp_avg"]
+    moments[:3] = 1e-40
+    alg.live.max_grad_norm.zero_()  # no gradients from here on
+    alg.train(4)
+    assert not ((moments != 0) & (moments.abs() < 1e-38)).any()
 
 
 # ---------------------------------------------------------------------- live settings
@@ -245,7 +281,14 @@ def test_assigning_exploring_and_learning_never_wait_for_the_device(kind):
 # ---------------------------------------------------------------------- frozen networks
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("sac", "actor"), ("sac", "critics"), ("sac", "temperature"), ("td3", "actor"), ("dqn", "q_network")],
+    [
+        ("sac", "actor"),
+        ("sac", "critics"),
+        ("sac", "temperature"),
+        ("td3", "actor"),
+        ("dqn", "q_network"),
+        ("strong", "critics"),
+    ],
 )
 def test_a_frozen_network_keeps_its_parameters_while_the_others_learn(kind, name):
     def freeze(alg):
@@ -421,7 +464,7 @@ def test_a_time_limit_does_not_lower_the_value_without_final_observations(kind, 
     with pytest.warns(UserWarning, match=r"no final observation.*extras\['final_obs'\]"):
         alg.report()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         run(alg, 10).report()  # said once
 
 
@@ -439,7 +482,7 @@ def test_final_observations_are_stored_without_a_word(kind):
     value, alg = learned_q(kind, env)
     assert value == pytest.approx(10.0, abs=0.2)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         alg.report()
 
 
@@ -492,3 +535,9 @@ def test_statistics_leave_out_steps_that_only_reset(kind, execution):
     torch.testing.assert_close(alg.return_scaler.var, returns.var(unbiased=False))
     assert (alg.return_scaler.returns == 0.0).all()
     assert len(alg.replay) == 4 * 10
+
+
+@pytest.mark.parametrize("kind", ["dqn", "sac"])
+def test_the_least_standard_deviation_reaches_both_normalizers(kind):
+    policy = make(kind, "eager", empirical_normalization=True, min_obs_std=0.5).policy
+    assert policy.obs_normalizer.min_std == policy.critic_obs_normalizer.min_std == 0.5

@@ -293,3 +293,20 @@ def test_without_trainable_parameters_an_optimizer_has_a_rate_and_a_state():
     assert float(optimizer.lr) == pytest.approx(0.2)
     GuardedOptimizer(layer, "Adam", 0.1).load_state_dict(optimizer.state_dict())
     assert optimizer.parameters == []
+
+
+def test_moments_that_decayed_to_nearly_zero_are_dropped_and_no_parameter_moves():
+    net, optimizer = made()
+    take_step(net, optimizer)
+    moments = optimizer.optimizer.state[optimizer.flats[0].vector]
+    denormal, tiny, small = 1e-40, 1e-31, 1e-29
+    moments["exp_avg"][:4] = torch.tensor([denormal, -tiny, -small, math.nan])
+    before = [parameter.clone() for parameter in net.parameters()]
+    count = moments["step"].clone()
+    optimizer.drop_tiny_moments()
+    assert moments["exp_avg"][:2].tolist() == [0.0, 0.0]
+    assert moments["exp_avg"][2] == torch.tensor(-small)
+    assert moments["exp_avg"][3].isnan()
+    assert (moments["exp_avg"][4:] != 0).any()
+    assert torch.equal(moments["step"], count)
+    assert all(map(torch.equal, before, net.parameters()))

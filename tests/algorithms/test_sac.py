@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from torch import nn
 
 from canter.algorithms import SAC, TD3, SACConfig, TD3Config
-from canter.algorithms.actor_q import frozen, joint_limit_bounds
+from canter.algorithms.actor_q import frozen, joint_limit_bounds, profile_settings
 from canter.envs.torch_envs import CartPole, Pendulum, PointRobot
 from canter.envs.torch_envs.base import TorchEnv
 from canter.execution.guard import NoHostSync
 from canter.modules.actors import ContinuousActor
+from canter.modules.q_networks import ListedCritics, find_normalized_layers, normalize_weights
 from canter.storage.offline import Episode
 
 SMALL = {"actor_hidden_dims": (8,), "critic_hidden_dims": (8,), "batch_size": 16, "learning_starts": 16}
@@ -359,8 +361,6 @@ def test_offline_steps_set_the_scale_of_rewards():
 
 @pytest.mark.parametrize("kind", ["sac", "td3"])
 def test_the_massive_profile_runs_and_learns(kind):
-    from canter.algorithms.actor_q import profile_settings
-
     settings = profile_settings(kind, "massive") | {"batch_size": 64, "buffer_steps_per_env": 16}
     cls, config = CLASSES[kind]
     alg = cls(PointRobot(16, seed=0), config(**settings, device="cpu", seed=1))
@@ -368,5 +368,56 @@ def test_the_massive_profile_runs_and_learns(kind):
     metrics = alg.update()
     assert all(math.isfinite(value) for value in metrics.values())
     assert alg.replay.num_rows == 17
-    with pytest.raises(ValueError, match="has no profile 'giant'; there are classic, massive"):
+    with pytest.raises(ValueError, match="has no profile 'giant'; there are classic, strong, massive"):
         profile_settings(kind, "giant")
+
+
+@pytest.mark.parametrize("kind", ["sac", "td3"])
+def test_the_strong_profile_normalises_critics_and_not_the_actor(kind):
+    cls, config = CLASSES[kind]
+    given = profile_settings(kind, "strong") | {"batch_size": 16, "learning_starts": 0, "critic_hidden_dims": (24, 16)}
+    alg = cls(PointRobot(4, seed=0), config(**given, device="cpu", seed=1))
+    run(alg, 10, learn=True)
+    assert all(math.isfinite(value) for value in alg.update().values())
+    assert not any("Norm" in type(module).__name__ for module in alg.actor.modules())
+    first, _, _, second, _, _, last = alg.critics.mlp
+    inputs = first.weight.shape[1]
+    for layer, size in (
+        (first, min(inputs, 24)),
+        (second, 16),
+    ):  # orthogonal layers with a gain of sqrt(2) have this norm
+        torch.testing.assert_close(layer.weight.norm(dim=(1, 2)), torch.full((2,), math.sqrt(2 * size)))
+    assert (last.weight.norm(dim=(1, 2)) - 4.0).abs().min() > 1e-4  # nothing normalises what it puts out
+
+
+def test_normalising_weights_leaves_values_and_frozen_critics_as_they_are():
+    alg = make(critic_layer_norm=True, normalize_weights=True, critic_hidden_dims=(24, 16))
+    obs, actions = torch.randn(5, *alg.env.critic_obs_space.shape), torch.rand(5, 2)
+    layers = alg.normalized_layers
+    assert [type(layer).__name__ for layer in layers] == ["StackedLinear", "StackedLinear"]
+    with torch.no_grad():
+        for layer in layers:
+            layer.weight.mul_(3.0)
+            layer.bias.normal_()
+        values = alg.critics(obs, actions)
+        alg.critics.requires_grad_(False)
+        normalize_weights(layers)
+        assert torch.equal(alg.critics(obs, actions), values)
+        alg.critics.requires_grad_(True)
+        normalize_weights(layers)
+        torch.testing.assert_close(alg.critics(obs, actions), values, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(layers[1].weight.norm(dim=(1, 2)), torch.full((2,), math.sqrt(2 * 16)))
+
+
+def test_weights_are_normalised_in_critics_of_any_class():
+    critics = ListedCritics(nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 1)) for _ in "ab")
+    layers = find_normalized_layers(critics)
+    assert layers == [critics.critics[0][0], critics.critics[1][0]]
+    normalize_weights(layers)
+    for layer in layers:
+        torch.testing.assert_close(layer.weight.norm(), torch.tensor(math.sqrt(6.0)))
+
+
+def test_normalised_weights_need_layer_norms():
+    with pytest.raises(ValueError, match="normalize_weights needs critics with layer norms: set critic_layer_norm"):
+        make(normalize_weights=True)

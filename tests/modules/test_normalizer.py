@@ -288,3 +288,22 @@ def test_numpy_statistics_travel_in_a_state_dict_that_loads_without_pickle(tmp_p
     assert other.count == norm.count + 1
     with pytest.raises(ValueError, match=r"\(2,\).*\(3,\)"):
         Normalizer(3).load_state_dict(norm.state_dict())
+
+
+def test_a_least_standard_deviation_bounds_how_much_is_enlarged():
+    torch.manual_seed(0)
+    x = torch.randn(4000, 2) * torch.tensor([0.1, 3.0]) + 5.0
+    norm = EmpiricalNormalization(2, eps=0.0, min_std=1.0)
+    norm.update(x)
+    torch.testing.assert_close(norm.normalize(x).std(0), torch.tensor([0.1, 1.0]), atol=0.01, rtol=0.0)
+    torch.testing.assert_close(norm._var[0], x.var(0, correction=0))  # the statistics themselves are not bounded
+    torch.testing.assert_close(norm.inverse(norm.normalize(x)), x)
+    loaded = EmpiricalNormalization(2, eps=0.0)
+    loaded.load_state_dict(norm.state_dict())
+    assert torch.equal(loaded.normalize(x), norm.normalize(x))
+
+
+def test_a_least_standard_deviation_of_a_dict():
+    norm = DictNormalization({"near": (2,), "image": (3, 4, 4)}, eps=0.0, min_std=2.0)
+    norm.update({"near": torch.tensor([[1.0, 10.0], [3.0, 30.0]]), "image": torch.zeros(2, 3, 4, 4)})
+    assert norm.leaf("near").std.tolist() == [2.0, 10.0]

@@ -10,6 +10,7 @@ import torch
 from gymnasium import spaces
 
 from canter.algorithms import DQN, SAC, DQNConfig, SACConfig, TD3Config
+from canter.algorithms.actor_q import profile_settings
 from canter.algorithms.off_policy import OffPolicyAlgorithm
 from canter.envs.torch_envs import CartPole, PointRobot
 from canter.envs.vec_env import StepRecord, VecEnv
@@ -24,6 +25,7 @@ CONFIGS = {
     "per": DQNConfig(**SMALL, network_hidden_dims=(8,), prioritized_replay=True, n_step=2, schedule="linear"),
     "sac": SACConfig(**SMALL, actor_hidden_dims=(8,), critic_hidden_dims=(8,), empirical_normalization=True),
     "td3": TD3Config(**SMALL, actor_hidden_dims=(8,), critic_hidden_dims=(8,)),
+    "strong": SACConfig(**SMALL, **profile_settings("sac", "strong") | {"critic_hidden_dims": (8, 8)}),
 }
 
 

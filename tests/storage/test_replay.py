@@ -1,5 +1,7 @@
 """Replay buffers contain exactly the last steps, each with the observation that followed it."""
 
+import copy
+
 import gymnasium
 import numpy as np
 import pytest
@@ -291,6 +293,62 @@ def test_nested_observations_keep_their_kinds_and_the_critic_its_own():
     assert torch.equal(batch["next_observations"]["state"]["speed"][:, 0], (ids + 1) / 2)
     assert torch.equal(batch["critic_observations"][:, 0], -ids)
     assert torch.equal(batch["next_critic_observations"][:, 0], -ids - 1)
+
+
+def same_content(a, b):
+    """Whether two buffers hold the same, bit by bit."""
+    both = [{**buffer.data, **{name: getattr(buffer, name) for name in buffer.state_names}} for buffer in (a, b)]
+    return all(torch.equal(both[0][name], both[1][name]) for name in both[0])
+
+
+@pytest.mark.parametrize("has_invalid_steps", [False, True])
+def test_a_single_environment_is_stored_by_array_as_by_tensor(has_invalid_steps):
+    shapes = {"image": Field((2, 2), dtype=torch.uint8), "speed": (3,)}
+    kind = {"action_shape": (2,), "action_dtype": torch.float32, "critic_obs_shape": (4,)}
+    tensors, arrays = (TransitionReplayBuffer(9, shapes, **kind, has_invalid_steps=has_invalid_steps) for _ in range(2))
+    assert arrays.can_add_one
+    generator = torch.Generator().manual_seed(0)
+
+    def observe():
+        image = torch.randint(3, (1, 2, 2), generator=generator).to(torch.uint8)
+        return {"image": image, "speed": torch.rand(1, 3, generator=generator)}, torch.rand(1, 4, generator=generator)
+
+    after = observe()
+    for i in range(60):
+        terminated, cut, valid, moves_on = (
+            torch.rand(4, 1, generator=generator) < torch.tensor([[0.1, 0.1, 0.8, 0.8]]).T
+        )
+        now, after = after if moves_on else observe(), observe()
+        args = (now[0], torch.rand(1, 2, generator=generator), torch.rand(1, generator=generator), after[0], terminated)
+        rest = {"truncated": cut & ~terminated, "critic_obs": now[1], "next_critic_obs": after[1], "valid": valid}
+        tensors.add(*args, **rest)
+        arrays.add_one(*args, **rest)
+        assert same_content(tensors, arrays), i
+    assert len(arrays) == len(tensors) > 0
+
+
+def test_a_copied_buffer_has_memory_of_its_own():
+    def put(buffer, i):
+        obs, no = torch.full((1, 1), float(i)), torch.tensor([False])
+        buffer.add_one(obs, torch.tensor([0]), torch.tensor([10.0 + i]), obs + 1, no, truncated=no)
+
+    first = TransitionReplayBuffer(8, (1,))
+    put(first, 0)
+    second = copy.deepcopy(first)
+    put(second, 1)
+    assert (len(first), len(second)) == (1, 2)
+    assert first.data["rewards"][:2].tolist() == [10.0, 0.0]
+    assert second.data["rewards"][:2].tolist() == [10.0, 11.0]
+
+
+def test_only_a_plain_buffer_of_one_environment_takes_steps_by_array():
+    class Other(TransitionReplayBuffer):
+        def add(self, *args, **kwargs):
+            super().add(*args, **kwargs)
+
+    buffers = (TransitionReplayBuffer(8, (1,), num_envs=2), PrioritizedReplayBuffer(8, (1,)), Other(8, (1,)))
+    assert not any(buffer.can_add_one for buffer in buffers)
+    assert not TransitionReplayBuffer(8, (1,), obs_dtype=torch.bfloat16).can_add_one
 
 
 def test_a_loaded_buffer_continues_exactly():

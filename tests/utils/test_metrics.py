@@ -211,6 +211,15 @@ def test_extras_without_a_logged_key_are_not_flattened(monkeypatch):
     assert stats.tracker.step == 2
 
 
+def test_entries_of_one_info_per_environment_are_logged():
+    obs, no = torch.zeros(3, 1), flags(False, False, False)
+    infos = [{"height": 1.0, "episode": {"r": 4.0}, "note": "a"}, {"height": np.float32(3.0)}, {"is_success": True}]
+    record = StepRecord(obs, obs, torch.zeros(3), no, no, None, None, ~no, {"infos": infos})
+    stats = StepStats(3, 4, torch.device("cpu"), ("episode", "height", "note", "is_success", "absent"))
+    stats.take(record)
+    assert stats.extras.take() == {"extra/episode/r": 4.0, "extra/height": 2.0, "extra/is_success": 1.0}
+
+
 # ---------------------------------------------------------------------- extras
 EXTRAS = {
     "episode": {"rew": torch.tensor([1.0, 3.0]), "count": 4},

@@ -11,8 +11,14 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from canter.algorithms.off_policy import OffPolicyAlgorithm, OffPolicySettings, TargetNetwork
-from canter.modules.normalizer import ReturnScaler
-from canter.modules.q_networks import ActorQPolicy, CNNContinuousQNetwork, MLPContinuousQNetwork, build_critics
+from canter.modules.q_networks import (
+    ActorQPolicy,
+    CNNContinuousQNetwork,
+    MLPContinuousQNetwork,
+    build_critics,
+    find_normalized_layers,
+    normalize_weights,
+)
 from canter.storage.replay import ReplayBatch
 from canter.utils.config import setting, settings
 from canter.utils.tree import Obs
@@ -26,11 +32,16 @@ MASSIVE: dict[str, Any] = {
     "critic_hidden_dims": (768, 384, 192), "optimizer_class_name": "AdamW", "weight_decay": 1e-3, "max_grad_norm": None,
     "empirical_normalization": True, "precision": "bf16",
 }  # fmt: skip
+# One environment and a fixed number of steps. docs/algorithms/sac.md has the reason and the source of every number.
+STRONG: dict[str, Any] = {
+    "gradient_steps": 2, "critic_hidden_dims": (512, 512), "critic_layer_norm": True, "normalize_weights": True,
+    "num_atoms": 101, "v_min": -20.0, "v_max": 20.0, "normalize_rewards": True, "empirical_normalization": True,
+}  # fmt: skip
 SAC_NOISE = {"init_alpha": 1e-3, "target_entropy": 0.0, "min_log_std": -5.0, "max_log_std": 0.0, "init_std": 0.5}
 TD3_NOISE = {"exploration_noise": 0.01, "exploration_noise_max": 0.4}
 PROFILES: dict[str, dict[str, dict[str, Any]]] = {
-    "sac": {"classic": {}, "massive": {**MASSIVE, **SAC_NOISE}},
-    "td3": {"classic": {}, "massive": {**MASSIVE, **TD3_NOISE, "policy_delay": 2}},
+    "sac": {"classic": {}, "strong": {**STRONG, "init_alpha": 0.01}, "massive": {**MASSIVE, **SAC_NOISE}},
+    "td3": {"classic": {}, "strong": STRONG, "massive": {**MASSIVE, **TD3_NOISE, "policy_delay": 2}},
 }
 
 
@@ -46,6 +57,10 @@ class ActorQSettings(OffPolicySettings):
     """Widths of the actor's hidden layers."""
     critic_hidden_dims: tuple[int, ...] = setting((256, 256), low=1, fixed=True)
     """Widths of the critics' hidden layers."""
+    critic_layer_norm: bool = setting(False, fixed=True)
+    """Normalise the features of the critics' hidden layers, also where `layer_norm` is off."""
+    normalize_weights: bool = setting(False, fixed=True)
+    """Keep the norms of critic weights before layer norms constant, and with them the relative size of their steps."""
     policy_delay: int = setting(1, low=1)
     """Gradient steps of the critics per gradient step of the actor."""
     critic_reduction: str = setting("min", choices=("min", "mean"))
@@ -56,8 +71,6 @@ class ActorQSettings(OffPolicySettings):
     """Lowest return of the distribution."""
     v_max: float = setting(20.0, fixed=True)
     """Highest return of the distribution."""
-    normalize_rewards: bool = setting(False, fixed=True)
-    """Divide sampled rewards so that returns fit between `v_min` and `v_max`, or have unit variance if scalar."""
     action_low: float | tuple[float, ...] | None = setting(None, fixed=True)
     """Lower bound of the actions, where the environment's is infinite or far off: see `joint_limit_bounds`."""
     action_high: float | tuple[float, ...] | None = setting(None, fixed=True)
@@ -101,6 +114,7 @@ class ActorQAlgorithm(OffPolicyAlgorithm):
         own |= {name: getattr(cfg, name) for name in self.actor_setting_names}
         actor_class, actor_cfg = self.choose_network("actor", networks, self.actor_classes, **own)
         own = {"hidden_dims": cfg.critic_hidden_dims, "num_atoms": cfg.num_atoms}
+        own["layer_norm"] = cfg.layer_norm or cfg.critic_layer_norm
         critic_class, critic_cfg = self.choose_network("critic", networks, CRITIC_CLASSES, **own)
         is_shared = self.env.critic_obs_space is self.env.obs_space
         critic_space = self.obs_space if is_shared else self.env.critic_obs_space
@@ -108,13 +122,16 @@ class ActorQAlgorithm(OffPolicyAlgorithm):
         critics = build_critics(critic_class, critic_space, self.action_space, critic_cfg)
         self.actor, self.critics = actor.to(self.device), critics.to(self.device)
         self.policy = ActorQPolicy(actor, critics)
+        self.normalized_layers = find_normalized_layers(critics) if cfg.normalize_weights else []
+        if cfg.normalize_weights and not self.normalized_layers:
+            raise ValueError("normalize_weights needs critics with layer norms: set critic_layer_norm")
         self.make_optimizer("actor_optimizer", actor)
         self.target = TargetNetwork(critics, self.make_optimizer("critic_optimizer", critics))
         self.targets = [self.target]
-        bounds = (cfg.v_min, cfg.v_max, cfg.num_atoms)
-        self.returns = CategoricalReturns(*bounds, self.device) if cfg.num_atoms > 1 else ScalarReturns()
-        if cfg.normalize_rewards:
-            self.return_scaler = ReturnScaler(self.num_envs, self.live.gamma).to(self.device)
+        self.returns: ScalarReturns | CategoricalReturns = ScalarReturns()
+        if cfg.num_atoms > 1:
+            self.returns = CategoricalReturns(cfg.v_min, cfg.v_max, cfg.num_atoms, self.device)
+            self.return_bound = self.returns.bound
         self.critic_loss = self.executor.compile(self.critic_loss)
         self.actor_loss = self.executor.compile(self.actor_loss)
 
@@ -169,6 +186,7 @@ class ActorQAlgorithm(OffPolicyAlgorithm):
         noise = torch.randn(shape, generator=self.generators["replay"], device=self.device)
         loss, stats = self.critic_loss(batch, noise[0])
         norm, skipped = self.optimizer_step("critic_optimizer", loss)
+        normalize_weights(self.normalized_layers)
         self.meter.add({**stats, "critic_grad_norm": norm, "nonfinite_updates": skipped})
         if (phase + 1) % self.cfg.policy_delay == 0:
             with frozen(self.critics):
@@ -183,8 +201,6 @@ class ActorQAlgorithm(OffPolicyAlgorithm):
 
 class ScalarReturns:
     """Values and losses of critics whose outputs (E, B) are the values."""
-
-    bound = 4.0  # largest normalised return, in standard deviations
 
     def values(self, out: Tensor) -> Tensor:
         """(E, B) values."""

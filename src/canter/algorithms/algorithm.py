@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import NoneType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -92,6 +92,8 @@ class AlgorithmSettings:
     """Any optimizer of torch.optim."""
     empirical_normalization: bool = setting(False, fixed=True)
     """Normalise observations by running statistics, kept in the policy; stored observations stay raw."""
+    min_obs_std: float = setting(0.0, low=0.0, fixed=True)
+    """Smallest standard deviation that normalised observations are divided by; 1 never enlarges one."""
     execution: str = setting("auto", choices=EXECUTIONS, fixed=True)
     """How hot functions run: "eager", "graph" (CUDA graphs; on a CPU recordings), "compile" (compiled too), "auto"."""
     precision: str = setting("tf32", choices=PRECISIONS, fixed=True)
@@ -150,6 +152,8 @@ class Algorithm:
         self.sync_settings()
         self.on_record: list[Callable[[StepRecord], None]] = []
         """Tensor functions called with every record, inside the recorded step."""
+        self.on_step: list[Callable[[StepRecord], None]] = []
+        """Functions called with every record after the recorded step."""
         self.current_learning_iteration = 0
         counters = ("current_learning_iteration", "timesteps", "num_updates")
         self.executor.counters["algorithm"] = (self, counters)
@@ -199,10 +203,11 @@ class Algorithm:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Assign an attribute; a setting is checked and takes effect at once."""
-        fields = self.__dict__.get("setting_fields", {})
+        own = self.__dict__
+        fields = own.get("setting_fields", {})
         if name not in fields or hasattr(type(self), name):
-            if name not in self.__dict__ and not hasattr(type(self), name) and is_user_code():
-                self.__dict__.setdefault("user_attributes", set()).add(name)
+            if name not in own and not hasattr(type(self), name) and is_user_code():
+                own.setdefault("user_attributes", set()).add(name)
             object.__setattr__(self, name, value)
             return
         field = fields[name]
@@ -211,7 +216,7 @@ class Algorithm:
             built = f"{name}={getattr(self, name)!r}"
             raise AttributeError(f"{owner} was built with {built}; make a new {owner} to change it")
         setattr(self.holders[name], name, check_value(type(self).__name__, field, value))
-        self.sync_settings()
+        self.sync_settings(name)
 
     def add_settings(self, cfg: Any, left_out: set[str] | None = None) -> None:
         """Make the fields of a config live: the algorithm's own, or that of an extension given as an object."""
@@ -220,8 +225,11 @@ class Algorithm:
         self.holders |= dict.fromkeys(fields, cfg)
         self.float_settings |= {name for name, f in fields.items() if "float" in declared_kinds(f)}
 
-    def sync_settings(self) -> None:
-        """Copy changed float settings to the device, and give the executor every other one as a recording's key."""
+    def sync_settings(self, assigned: str = "") -> None:
+        """Copy changed float settings to the device, and give the executor every other one as a recording's key.
+
+        `assigned` is the setting that was assigned, if this is the reason of the call.
+        """
         key: list[Any] = []
         for name, field in self.setting_fields.items():
             value = getattr(self.holders[name], name)
@@ -236,7 +244,9 @@ class Algorithm:
                         setattr(self.live, name, self.device_scalar(value))
             elif not (field.metadata.get("host") or field.metadata.get("fixed")):
                 key.append(value if isinstance(value, str | int | tuple | NoneType) else repr(value))
-        self.executor.constants = (*key, *self.recording_key())
+        constants = (*key, *self.recording_key())
+        if constants != self.executor.constants:  # the executor hashes a new tuple
+            self.executor.constants = constants
 
     def notice_changes(self) -> None:
         """Take over what user code changed: settings, and Python objects that recorded functions may read."""
@@ -387,6 +397,23 @@ class Algorithm:
     def load(self, path: str) -> Any:
         """Read a checkpoint."""
         return self.runner().load(path)
+
+
+def module_state(modules: Iterable[nn.Module]) -> list[Any]:
+    """Addresses and `requires_grad` of all parameters, and training modes: faster than `Module.parameters()`."""
+    found: list[Any] = []
+    waiting: list[nn.Module | None] = list(modules)
+    seen: set[nn.Module] = set()
+    for module in waiting:
+        if module is None or module in seen:
+            continue
+        seen.add(module)
+        found.append(module.training)
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                found += (parameter.data_ptr(), parameter.requires_grad)
+        waiting.extend(module._modules.values())
+    return found
 
 
 def is_user_code() -> bool:

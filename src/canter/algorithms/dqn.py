@@ -71,6 +71,7 @@ class DQN(OffPolicyAlgorithm):
         self.target = TargetNetwork(self.q_network, self.make_optimizer("optimizer", self.q_network))
         self.targets = [self.target]
         self.epsilon = torch.tensor(cfg.epsilon_start, device=self.device)
+        self.written_epsilon = cfg.epsilon_start
         self.q_loss = self.executor.compile(self.q_loss)
         if cfg.prioritized_replay:
             self.replay_class = functools.partial(PrioritizedReplayBuffer, exponent=self.live.priority_exponent)
@@ -90,7 +91,10 @@ class DQN(OffPolicyAlgorithm):
 
     def before_exploring(self) -> None:
         """Write the current epsilon to the device."""
-        self.epsilon.fill_(self.get_epsilon(self.timesteps))
+        epsilon = self.get_epsilon(self.timesteps)
+        if epsilon != self.written_epsilon:
+            self.written_epsilon = epsilon
+            self.epsilon.fill_(epsilon)
 
     def explore_step(self, obs: Obs, epsilon: float | None = None) -> Tensor:
         """The best action or, with probability epsilon in each environment, a random one."""
@@ -119,8 +123,11 @@ class DQN(OffPolicyAlgorithm):
         """The Huber loss on the taken actions' values, and statistics."""
         with torch.no_grad(), self.executor.autocast():
             next_values = self.target.module(batch.next_obs).float()
-            chooser = self.q_network(batch.next_obs).float() if self.cfg.double_dqn else next_values
-            best = next_values.gather(-1, chooser.argmax(-1, keepdim=True)).squeeze(-1)
+            if self.cfg.double_dqn:
+                chosen = self.q_network(batch.next_obs).float().argmax(-1, keepdim=True)
+                best = next_values.gather(-1, chosen).squeeze(-1)
+            else:
+                best = next_values.amax(-1)
             target = batch.rewards + batch.discounts * (1.0 - batch.dones) * best
         with self.executor.autocast():
             values = self.q_network(batch.obs).float()

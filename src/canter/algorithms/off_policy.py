@@ -11,7 +11,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from canter.algorithms.algorithm import Algorithm, AlgorithmSettings, CommonRunSettings
+from canter.algorithms.algorithm import Algorithm, AlgorithmSettings, CommonRunSettings, module_state
 from canter.algorithms.optim import GuardedOptimizer, backward
 from canter.envs.vec_env import StepRecord
 from canter.execution.flat_parameters import FlatParameters
@@ -25,6 +25,7 @@ from canter.utils.metrics import MeanMeter
 from canter.utils.tree import Obs, tree_map, tree_where
 
 MAX_STEPS_PER_GRAPH = 8  # gradient steps
+MOMENT_INTERVAL = 128  # gradient steps after which the optimizers drop tiny moments
 REPLAY = "replay_buffer"
 NUM_STATISTICS = 10_000  # offline steps from which normalisers start
 
@@ -75,6 +76,8 @@ class OffPolicySettings(AlgorithmSettings):
     """Weight decay of every optimizer; with AdamW it is decoupled from the gradient."""
     schedule: str = setting("fixed", choices=("fixed", "constant", "linear"), host=True)
     """Learning rates: "fixed" (or "constant"), or "linear" to 0."""
+    normalize_rewards: bool = setting(False, fixed=True)
+    """Divide sampled rewards so that returns have about unit variance, or fit the atoms of a categorical critic."""
     activation: str = setting("relu", fixed=True)
     """Nonlinearity of the networks."""
     layer_norm: bool = setting(False, fixed=True)
@@ -106,6 +109,7 @@ class OffPolicyAlgorithm(Algorithm):
     runner_name: ClassVar[str] = "OffPolicyRunner"
     network_names: ClassVar[tuple[str, ...]] = ()  # constructor arguments that choose the networks
     replay_class: Any = TransitionReplayBuffer
+    return_bound = 4.0  # largest normalised return: about four standard deviations
     env: Any
     action_space: Any
 
@@ -127,13 +131,17 @@ class OffPolicyAlgorithm(Algorithm):
         self.new_generator("replay")
         self.meter, self.slow_meter = MeanMeter(), MeanMeter()
         self.return_scaler: ReturnScaler | None = None
+        if self.cfg.normalize_rewards:
+            self.return_scaler = ReturnScaler(self.num_envs, self.live.gamma).to(self.device)
         self.build(networks)
         if self.cfg.empirical_normalization:
             obs_shape, critic_shape = env_shapes(self.env)
-            self.policy.obs_normalizer = build_normalizer(obs_shape)
-            self.policy.critic_obs_normalizer = build_normalizer(obs_shape if critic_shape is None else critic_shape)
+            critic_shape = obs_shape if critic_shape is None else critic_shape
+            for name, shape in (("obs_normalizer", obs_shape), ("critic_obs_normalizer", critic_shape)):
+                setattr(self.policy, name, build_normalizer(shape, min_std=self.cfg.min_obs_std))
         self.policy.to(self.device)
         self.replay: Any = None
+        self.adds_one = False  # whether steps are stored by `insert_one`
         self.acted: tuple[Any, Any, Tensor] | None = None  # observations and actions of the step that was begun
         self.timesteps = self.num_updates = self.num_stored = 0
         self.fraction_left = 1.0  # of the run, for schedules
@@ -148,7 +156,7 @@ class OffPolicyAlgorithm(Algorithm):
         """
         has_image = isinstance(self.obs_space, spaces.Box) and len(self.obs_space.shape) == 3
         cls = networks[f"{kind}_class"] or defaults[has_image]
-        own |= {"activation": self.cfg.activation, "layer_norm": self.cfg.layer_norm}
+        own = {"activation": self.cfg.activation, "layer_norm": self.cfg.layer_norm, **own}
         known = getattr(cls, "defaults", None) or ("use_tanh_squash",)
         accepted = {name: own[name] for name in own if name in known and not (has_image and name == "hidden_dims")}
         return cls, accepted | dict(networks[f"{kind}_cfg"] or {})
@@ -163,14 +171,13 @@ class OffPolicyAlgorithm(Algorithm):
         self.optimizers[name] = optimizer
         return optimizer
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Assign an attribute; a learning rate reaches its optimizer even if the config had the same value."""
-        if name in self.__dict__.get("rates", ()):
-            self.rates[name] = None
-        super().__setattr__(name, value)
+    def sync_settings(self, assigned: str = "") -> None:
+        """Copy changed settings and learning rates to the device, and update the key of recordings.
 
-    def sync_settings(self) -> None:
-        """Copy changed settings and learning rates to the device, and update the key of recordings."""
+        A learning rate that was `assigned` reaches its optimizer even if the config had the same value.
+        """
+        if assigned in self.rates:
+            self.rates[assigned] = None
         for (name, known), optimizer in zip(self.rates.items(), self.optimizers.values(), strict=True):
             optimizer.take_assigned_rates()
             rate = getattr(self.cfg, name)
@@ -183,8 +190,7 @@ class OffPolicyAlgorithm(Algorithm):
         """Frozen and replaced parameters, and training modes."""
         if not self.optimizers:  # still under construction
             return ()
-        tensors = [(p.data_ptr(), p.requires_grad) for part in self.modules() for p in part.parameters()]
-        return (*tensors, *(module.training for part in self.modules() for module in part.modules()))
+        return tuple(module_state(self.modules()))
 
     def adjust_learning_rate(self, progress: float) -> None:
         """Set linear schedules for the fraction of the run that is done."""
@@ -207,6 +213,7 @@ class OffPolicyAlgorithm(Algorithm):
                     obs_shape=obs_shape, critic_obs_shape=critic_shape, action_shape=distribution.action_shape,
                     action_dtype=distribution.action_dtype, has_invalid_steps=self.env.has_invalid_steps,
                 )  # fmt: skip
+            self.adds_one = getattr(self.replay, "can_add_one", False)
             self.executor.forget()
             self.sync_settings()
         return self.replay
@@ -237,7 +244,9 @@ class OffPolicyAlgorithm(Algorithm):
             actions = self.random_actions()
         else:
             self.before_exploring()
-            actions = self.executor.run("explore", self.explore_step, obs).clone()
+            actions = self.executor.run("explore", self.explore_step, obs)
+            if self.executor.uses_graphs:  # the next replay overwrites it
+                actions = actions.clone()
         self.acted = (obs, None if critic_obs is obs else critic_obs, actions)
         return actions.clone()  # the environment may keep it, or write to it
 
@@ -246,16 +255,43 @@ class OffPolicyAlgorithm(Algorithm):
         """Store the step that the actions of the last `explore` led to."""
         if self.acted is None:
             raise RuntimeError("call explore before process_step: it keeps the actions that led to the step")
-        obs, critic_obs, actions = self.acted
-        unneeded = ("critic_obs", "final_critic_obs") if record.critic_obs is record.obs else ()
-        needed = record._replace(extras={}, **dict.fromkeys(unneeded))
-        self.executor.run("insert", self.insert_step, obs, critic_obs, actions, needed)
+        if self.adds_one:
+            self.insert_one(*self.acted, record)
+        else:
+            self.executor.run("insert", self.insert_step, *self.acted, needed_parts(record))
+        for note in self.on_step:
+            note(record)
         self.acted = None
         self.timesteps += self.num_envs * RANKS.size
         self.num_stored += self.num_envs
 
     def insert_step(self, obs: Obs, critic_obs: Obs | None, actions: Tensor, record: StepRecord) -> None:
-        """Write one step of every environment; the next observation is the one before a reset.
+        """Write one step of every environment, and learn statistics from it."""
+        after, critic_after = self.next_observations(obs, critic_obs, record)
+        self.replay.add(
+            obs, actions, record.reward, after, record.terminated, truncated=record.truncated, critic_obs=critic_obs,
+            next_critic_obs=critic_after, valid=record.valid,
+        )  # fmt: skip
+        self.learn_statistics(obs, critic_obs, record)
+        for note in self.on_record:
+            note(record)
+
+    def insert_one(self, obs: Obs, critic_obs: Obs | None, actions: Tensor, record: StepRecord) -> None:
+        """Do what `insert_step` does for a single environment on a CPU; only the statistics are recorded."""
+        has_ended = record.terminated.item() or record.truncated.item()
+        following = (record.obs, record.critic_obs)
+        after, critic_after = self.next_observations(obs, critic_obs, record) if has_ended else following
+        self.replay.add_one(
+            obs, actions, record.reward, after, record.terminated, truncated=record.truncated, critic_obs=critic_obs,
+            next_critic_obs=critic_after, valid=record.valid,
+        )  # fmt: skip
+        if self.cfg.empirical_normalization or self.return_scaler is not None:
+            self.executor.run("statistics", self.learn_statistics, obs, critic_obs, needed_parts(record))
+        for note in self.on_record:
+            note(record)
+
+    def next_observations(self, obs: Obs, critic_obs: Obs | None, record: StepRecord) -> tuple[Obs, Obs]:
+        """The observations that a step led to, before any reset.
 
         Where a cut-off episode has no final observation, the value of the state before the step is bootstrapped, as
         PPO does: the value after the reset would be wrong, and none at all would make a time limit a terminal state.
@@ -264,21 +300,18 @@ class OffPolicyAlgorithm(Algorithm):
         if final is None or (critic_obs is not None and critic_final is None):
             final, critic_final, ended = obs, critic_obs, record.truncated
             self.used_current_value.logical_or_(ended.any())
-        after, critic_after = (
-            new if last is None else tree_where(ended, last, new)
-            for new, last in ((record.obs, final), (record.critic_obs, critic_final))
-        )
-        self.replay.add(
-            obs, actions, record.reward, after, record.terminated, truncated=record.truncated, critic_obs=critic_obs,
-            next_critic_obs=critic_after, valid=record.valid,
-        )  # fmt: skip
+        after = tree_where(ended, final, record.obs)
+        if critic_obs is None or critic_final is None:
+            return after, record.critic_obs
+        return after, tree_where(ended, critic_final, record.critic_obs)
+
+    def learn_statistics(self, obs: Obs, critic_obs: Obs | None, record: StepRecord) -> None:
+        """Update the normalisers of observations and returns."""
         valid = record.valid if self.env.has_invalid_steps else None
         if self.cfg.empirical_normalization:
             self.policy.update_normalizers(obs, obs if critic_obs is None else critic_obs, valid)
         if self.return_scaler is not None:
             self.return_scaler.learn(record.reward, record.done, valid)
-        for note in self.on_record:
-            note(record)
 
     def get_epsilon(self, timesteps: int) -> float:
         """Probability of a random action after `timesteps` environment steps; 0 without epsilon-greedy exploration."""
@@ -312,6 +345,7 @@ class OffPolicyAlgorithm(Algorithm):
             self.trainable = trainable
             self.sync_settings()
         interval, period = self.cfg.target_update_interval, getattr(self.cfg, "policy_delay", 1)
+        first = self.num_updates
         while gradient_steps > 0:
             until_target_update = interval - self.num_updates % interval if interval > 1 else gradient_steps
             count = min(gradient_steps, MAX_STEPS_PER_GRAPH, until_target_update)
@@ -320,6 +354,9 @@ class OffPolicyAlgorithm(Algorithm):
             gradient_steps -= count
             if interval > 1 and self.num_updates % interval == 0:
                 self.update_targets()
+        if self.num_updates // MOMENT_INTERVAL > first // MOMENT_INTERVAL:
+            for optimizer in self.optimizers.values():
+                optimizer.drop_tiny_moments()
 
     def learn_steps(self, count: int, phase: int) -> None:
         """Take `count` gradient steps in a row, in tensor code: one graph."""
@@ -339,7 +376,7 @@ class OffPolicyAlgorithm(Algorithm):
                 critic_obs, next_critic_obs = critic(whole.critic_obs), critic(whole.next_critic_obs)
             whole = whole._replace(obs=obs, next_obs=next_obs, critic_obs=critic_obs, next_critic_obs=next_critic_obs)
         if self.return_scaler is not None:
-            whole = whole._replace(rewards=whole.rewards * (self.returns.bound / self.return_scaler.reach()))
+            whole = whole._replace(rewards=whole.rewards * (self.return_bound / self.return_scaler.reach()))
         if count == 1:
             yield whole
             return
@@ -420,6 +457,12 @@ class OffPolicyAlgorithm(Algorithm):
             self.prepare().load_state_dict(state[REPLAY])
         self.num_updates, self.timesteps = int(state.get("num_updates", 0)), int(state.get("timesteps", 0))
         self.num_stored = int(state["num_stored"]) if has_replay else 0
+
+
+def needed_parts(record: StepRecord) -> StepRecord:
+    """The parts of a record that recorded functions read."""
+    unneeded = ("critic_obs", "final_critic_obs") if record.critic_obs is record.obs else ()
+    return record._replace(extras={}, **dict.fromkeys(unneeded))
 
 
 class TargetNetwork:

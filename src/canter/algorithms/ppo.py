@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canter.algorithms.algorithm import Algorithm, AlgorithmSettings, CommonRunSettings, Terms
+from canter.algorithms.algorithm import Algorithm, AlgorithmSettings, CommonRunSettings, Terms, module_state
 from canter.algorithms.extension import Extension, overrides
 from canter.algorithms.optim import GuardedOptimizer, backward
 from canter.algorithms.rnd import RND, RNDSettings
@@ -244,8 +244,8 @@ class PPO(Algorithm):
         both = {"obs_normalizer": (num_obs, actor)}
         both["critic_obs_normalizer"] = (num_critic_obs, actor if critic is None else critic)
         for name, (shape, is_normalized) in both.items():
-            normalizer = build_normalizer(shape) if is_normalized else NoNormalization()
-            setattr(self.policy, name, normalizer.to(self.device))
+            made = build_normalizer(shape, min_std=self.cfg.min_obs_std) if is_normalized else NoNormalization()
+            setattr(self.policy, name, made.to(self.device))
 
     def init_storage(
         self, num_envs: int, num_transitions_per_env: int, actor_obs_shape: Any, critic_obs_shape: Any,
@@ -350,6 +350,8 @@ class PPO(Algorithm):
         step = vars(self.transition) if transition is None else transition
         hidden = self.executor.run("process", self.record_step, step, needed)
         storage.step += 1
+        for note in self.on_step:
+            note(record)
         if transition is None:
             self.transition.__dict__ = {}
         if hidden:
@@ -555,7 +557,7 @@ class PPO(Algorithm):
             value_error = torch.maximum(value_error, (value_clipped - returns).square())
             inter_vars["value_clipped"] = value_clipped
         losses = {
-            "surrogate_loss": batch.mean(torch.maximum(surrogate, bound)),
+            "surrogate_loss": batch.mean(surrogate.clamp_min(bound)),  # its gradient is cheaper than that of `maximum`
             "value_loss": batch.mean(value_error),
         }
         if self.policy.has_entropy:
@@ -670,11 +672,9 @@ class PPO(Algorithm):
         zeros = [getattr(self.live, name) for name, value in self.live_values.items() if value == 0.0]
         self.zero_weights = frozenset(name for name, w in weights.items() if any(w is zero for zero in zeros))
         used = tuple((name, w.data_ptr() if torch.is_tensor(w) else w) for name, w in weights.items())
-        modules = [m for part in (self.policy, self.return_scaler) if part is not None for m in part.modules()]
-        tensors = tuple((p.data_ptr(), p.requires_grad) for p in self.policy.parameters())  # layers frozen or replaced
-        modes = tuple(module.training for module in modules)
+        parts = [part for part in (self.policy, self.return_scaler) if part is not None]
         own = tuple(extension.recording_key() for extension in self.extensions.values())
-        return (used, self.zero_weights, modes, tensors, own)
+        return (used, self.zero_weights, tuple(module_state(parts)), own)
 
     # Reports and statistics: once per iteration.
     def _epoch_kl(self, before: Mapping[str, float]) -> float:

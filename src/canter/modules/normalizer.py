@@ -48,12 +48,14 @@ def merge_moments(
 
 
 class EmpiricalNormalization(nn.Module):
-    """Subtracts the running mean and divides by the running standard deviation."""
+    """Subtracts the running mean and divides by the running standard deviation, or `min_std` if that is larger."""
 
-    def __init__(self, shape: int | Sequence[int], eps: float = 1e-2, until: float | None = None) -> None:
+    def __init__(
+        self, shape: int | Sequence[int], eps: float = 1e-2, until: float | None = None, min_std: float = 0.0
+    ) -> None:
         super().__init__()
         self.shape = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
-        self.eps, self.until = eps, until
+        self.eps, self.until, self.min_std = eps, until, min_std
         self._mean, self.count = nn.Buffer(torch.zeros(1, *self.shape)), nn.Buffer(torch.zeros((), dtype=torch.int64))
         self._var, self._std = nn.Buffer(torch.ones(1, *self.shape)), nn.Buffer(torch.ones(1, *self.shape))
 
@@ -64,7 +66,7 @@ class EmpiricalNormalization(nn.Module):
 
     @property
     def std(self) -> Tensor:
-        """A copy of the running standard deviation, (*shape)."""
+        """A copy of the running standard deviation, at least `min_std`, (*shape)."""
         return self._std[0].clone()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -93,7 +95,8 @@ class EmpiricalNormalization(nn.Module):
         if self.until is not None:
             keep = keep & (self.count < self.until)
         mean, var, count = merge_moments(self._mean[0], self._var[0], self.count, rows, keep)
-        for buffer, new in ((self._mean, mean), (self._var, var), (self._std, var.sqrt()), (self.count, count)):
+        std = var.sqrt().clamp(min=self.min_std)  # saved so, for policies that are loaded without their settings
+        for buffer, new in ((self._mean, mean), (self._var, var), (self._std, std), (self.count, count)):
             buffer.copy_(new)
 
 
@@ -163,10 +166,12 @@ class NoNormalization(nn.Identity):
 class DictNormalization(nn.Module):
     """Normalises each float vector of a nested dict with leaf `shapes`; images (3-D), integers and shape None pass."""
 
-    def __init__(self, shapes: Mapping[str, Any], eps: float = 1e-2, until: float | None = None) -> None:
+    def __init__(
+        self, shapes: Mapping[str, Any], eps: float = 1e-2, until: float | None = None, min_std: float = 0.0
+    ) -> None:
         super().__init__()
         leaves = {name: shape for name, shape in tree_leaves(shapes) if shape is not None and np.size(shape) < 3}
-        made = {self._key(name): EmpiricalNormalization(shape, eps, until) for name, shape in leaves.items()}
+        made = {self._key(name): EmpiricalNormalization(shape, eps, until, min_std) for name, shape in leaves.items()}
         self.leaves = nn.ModuleDict(made)
 
     def _key(self, name: str) -> str:

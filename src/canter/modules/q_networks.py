@@ -61,11 +61,12 @@ class EncodedQNetwork(DiscreteQNetwork):
         orthogonal_init(self.encoder)
         out = nn.Linear(last, self.num_actions + int(self.cfg["dueling"]))
         orthogonal_init(out, last_gain=1.0)
-        self.heads = nn.ModuleDict({"nonlinearity": activation(self.cfg["activation"])(), "out": out})
+        norm = nn.LayerNorm(last) if self.cfg.get("layer_norm") else nn.Identity()
+        self.heads = nn.ModuleDict({"norm": norm, "nonlinearity": activation(self.cfg["activation"])(), "out": out})
 
     def forward(self, obs: Obs) -> Tensor:
         """Values (B, n)."""
-        out = self.heads["out"](self.heads["nonlinearity"](self.encoder(obs)))
+        out = self.heads["out"](self.heads["nonlinearity"](self.heads["norm"](self.encoder(obs))))
         if not self.cfg["dueling"]:
             return out
         level, advantage = out[..., :1], out[..., 1:]
@@ -248,6 +249,28 @@ def build_critics(
     if critic_class is MLPContinuousQNetwork:
         return StackedMLPCritics(obs_space, action_space, cfg, members)
     return ListedCritics(critic_class(obs_space=obs_space, action_space=action_space, cfg=cfg) for _ in range(members))
+
+
+def find_normalized_layers(module: nn.Module) -> list[nn.Linear | StackedLinear]:
+    """The linear layers that a layer norm follows in an `nn.Sequential`."""
+    chains = [list(part) for part in module.modules() if isinstance(part, nn.Sequential)]
+    pairs = [pair for chain in chains for pair in pairwise(chain)]
+    norms = (nn.LayerNorm, StackedLayerNorm)
+    return [
+        one for one, next_one in pairs if isinstance(one, (nn.Linear, StackedLinear)) and isinstance(next_one, norms)
+    ]
+
+
+@torch.no_grad()
+def normalize_weights(layers: Iterable[nn.Linear | StackedLinear]) -> None:
+    """Scale layers before a layer norm to the norm of their orthogonal start; the layer norm undoes the scale."""
+    for layer in layers:
+        if layer.weight.requires_grad:
+            size = min(layer.weight.shape[-2:])
+            scale = math.sqrt(2.0 * size) / layer.weight.norm(dim=(-2, -1), keepdim=True)  # one per member
+            layer.weight.mul_(scale)
+            if layer.bias is not None:
+                layer.bias.mul_(scale.reshape(-1, *[1] * (layer.bias.dim() - 1)))
 
 
 class ActorQPolicy(Policy):

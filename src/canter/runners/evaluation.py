@@ -116,7 +116,10 @@ class InferencePolicy:
         """Whether a leaf is one observation of that shape; False for a batch, an error for anything else."""
         given = tuple(leaf.shape)
         if given != shape and given[1:] != shape:
-            raise ValueError(f"the {name} has shape {given}; the policy wants {shape}, or {('N', *shape)}")
+            problem = f"the {name} has shape {given}; the policy wants {shape}, or {('N', *shape)}"
+            is_smaller = len(shape) == 1 and leaf.numel() < shape[0]
+            one_hot = "; Discrete observations are given one-hot, as gymnasium.spaces.flatten makes them"
+            raise ValueError(problem + one_hot * is_smaller)
         return given == shape
 
 

@@ -81,10 +81,11 @@ class OffPolicyRunner(Runner):
         self.callbacks.fire("post_rollout", self, {})
         collected = time.perf_counter()
         self.collection_time += collected - begin
-        if (self.iteration + 1) % self.alg.train_freq == 0 and self.alg.can_learn:
+        settings = self.alg.cfg
+        if (self.iteration + 1) % settings.train_freq == 0 and self.alg.can_learn:
             self.callbacks.fire("pre_update", self)
-            steps = self.alg.gradient_steps
-            self.alg.train(self.alg.train_freq * self.num_envs if steps < 0 else steps)
+            steps = settings.gradient_steps
+            self.alg.train(settings.train_freq * self.num_envs if steps < 0 else steps)
             self.callbacks.fire("post_update", self, {})
             self.learning_time += time.perf_counter() - collected
         return self._read()

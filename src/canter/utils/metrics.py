@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -94,13 +94,16 @@ class StepStats:
             ended = None if record.final_obs is None else record.terminated | record.truncated
             self.guard.check(self.first_step + self.tracker.step, ended, **groups)
         self.tracker.step += 1
-        if not self.keys.isdisjoint(record.extras):
-            scalars = flatten_extras(record.extras, self.keys)
+        extras = record.extras
+        if "infos" in extras and (listed := listed_infos(extras["infos"], self.keys)):
+            extras = {**listed, **extras}
+        if not self.keys.isdisjoint(extras):
+            scalars = flatten_extras(extras, self.keys)
             if scalars:
                 self.has_extras = True
                 self.extras.add(scalars)
-            if COMPONENTS in self.keys and isinstance(record.extras.get(COMPONENTS), Mapping):
-                self.components.add(record.extras[COMPONENTS], record.done, record.valid)
+            if COMPONENTS in self.keys and isinstance(extras.get(COMPONENTS), Mapping):
+                self.components.add(extras[COMPONENTS], record.done, record.valid)
 
     def rollout_metrics(self, rollout: Mapping[str, Tensor]) -> dict[str, float]:
         """Metrics of the steps since the last call; NonFiniteError if `rollout`, (T, N, ...) by name, is not finite."""
@@ -138,8 +141,8 @@ class EpisodeTracker:
 
     def __init__(self, num_envs: int, num_steps: int, device: torch.device | str) -> None:
         self.rows = torch.zeros(num_steps, 3, num_envs, device=device)  # reward, done, valid: copied together
-        self.step = 0
-        self.cursor = torch.zeros(1, dtype=torch.long, device=device)
+        self.step = self.row = 0
+        self.cursor = torch.zeros(1, dtype=torch.long, device=device)  # `row` on the device, for captured writes
         self.cur_reward_sum = np.zeros(num_envs)
         self.cur_episode_length = np.zeros(num_envs, dtype=np.int64)
         self.rewbuffer: deque[float] = deque(maxlen=100)
@@ -155,11 +158,16 @@ class EpisodeTracker:
         self.rows.index_copy_(0, self.cursor, row.unsqueeze(0))
         self.cursor += 1
 
+    def put(self, record: StepRecord) -> None:
+        """Write a step as `write` does, on a CPU and outside recorded functions: faster than tensor operations."""
+        row, terminated = self.rows.numpy()[self.row], record.terminated.numpy()
+        row[0], row[1], row[2] = record.reward.numpy(), terminated | record.truncated.numpy(), record.valid.numpy()
+        self.row += 1
+
     def read(self) -> float:
         """Add the rollout to the statistics; returns its mean reward per step."""
         rows = self.rows[: self.step].cpu().numpy()
-        self.step = 0
-        self.cursor.zero_()
+        self.rewind()
         done, valid = rows[:, 1].astype(bool), rows[:, 2].astype(bool)
         rewards = np.where(valid, rows[:, 0], 0.0)
         some_ended: list[bool] = np.logical_or.reduce(done, axis=1).tolist()
@@ -183,7 +191,7 @@ class EpisodeTracker:
 
     def rewind(self) -> None:
         """Drop the rows that were not read."""
-        self.step = 0
+        self.step = self.row = 0
         self.cursor.zero_()
 
     def state_dict(self) -> dict[str, Any]:
@@ -224,7 +232,10 @@ class FiniteGuard:
             return
         for group, tree in groups.items():
             for name, leaf in tree_leaves(tree, group) if isinstance(tree, Mapping) else ((group, tree),):
-                if leaf is not None and leaf.is_floating_point() and not math.isfinite(leaf.sum()):  # or it overflowed
+                if leaf is None or not leaf.is_floating_point():
+                    continue
+                total = leaf.item() if leaf.numel() == 1 else leaf.sum().item()
+                if not math.isfinite(total):  # or the sum overflowed
                     self._raise_if_bad(name, leaf, total_steps, ended if group.startswith("final_") else None)
 
     def read(self, first_step: int, rollout: Mapping[str, Tensor], actions: Tensor | None = None) -> None:
@@ -280,6 +291,20 @@ class ComponentSums:
         table = torch.stack(list(ended.values())).tolist() if ended else []
         sums = zip(ended, table, strict=True)
         return {f"{COMPONENTS}/{name}": total / count for name, (total, count) in sums if count}
+
+
+def listed_infos(infos: Sequence[Mapping[str, Any]], keys: Iterable[str]) -> dict[str, Any]:
+    """The listed entries of one info per environment, as `flatten_extras` takes them; an info may lack an entry."""
+    given = {key: [info[key] for info in infos if key in info] for key in keys}
+    return {key: _joined(values) for key, values in given.items() if values}
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    """An array of the numbers in a list, or a dict of arrays from a list of dicts."""
+    if isinstance(values[0], Mapping):
+        rows = [row for row in values if isinstance(row, Mapping)]
+        return {name: _joined([row[name] for row in rows if name in row]) for name in values[0]}
+    return np.array([value for value in values if isinstance(value, (int, float, np.number, np.bool_))])
 
 
 def flatten_extras(extras: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Tensor | float]:
