@@ -215,6 +215,34 @@ def test_errors_of_the_environment_come_through(scripted):
         env.step(zeros(env))
 
 
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ((np.zeros(3), 1.0, False, {}), r"step\(\) of environment 1 must return \(obs, .* got 4 values"),
+        (None, r"step\(\) of environment 1 must return .* got NoneType None"),
+        ((np.zeros(3), np.ones(1), False, False, {}), r"the reward of environment 1 must be a number, got ndarray"),
+    ],
+)
+def test_a_step_that_is_not_gymnasiums_is_refused_with_what_it_must_return(scripted, result, message):
+    class Old(scripted):
+        def step(self, action):
+            return result
+
+    env = GymVecEnv([scripted, Old])
+    env.reset()
+    with pytest.raises(TypeError, match=message):
+        env.step(zeros(env))
+
+
+def test_a_reset_that_is_not_gymnasiums_is_refused_with_what_it_must_return(scripted):
+    class Old(scripted):
+        def reset(self, *, seed=None, options=None):
+            return np.zeros(3, np.float32)
+
+    with pytest.raises(TypeError, match=r"reset\(\) of environment 0 must return \(obs, info\), got ndarray"):
+        GymVecEnv([Old]).reset()
+
+
 def test_state_cannot_be_saved_and_says_so(staggered):
     env = GymVecEnv(staggered)
     assert env.get_state() is None
@@ -241,6 +269,11 @@ def test_terminated_and_truncated_together_are_terminated(scripted):
     record = env.step(zeros(env))
     assert record.terminated.tolist() == [True]
     assert record.truncated.tolist() == [False]
+
+
+def test_an_observation_without_a_dimension_is_refused():
+    with pytest.raises(TypeError, match=r"is a single number; give it the shape \(1,\)"):
+        stored_space(spaces.Dict(angle=spaces.Box(-1, 1, (), np.float32)))
 
 
 def test_stored_spaces_hold_two_dtypes():

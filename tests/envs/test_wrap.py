@@ -144,6 +144,7 @@ def test_check_env_reports_the_adapter(fake_simulator, scripted, second):
     assert report.adapter == "Arena"
     assert "adapter             Arena" in str(report)
     assert check_env(scripted, num_steps=2).adapter == "Gymnasium"
+    assert check_env("CartPole-v1", num_steps=2).adapter == "Gymnasium"
     assert check_env(wrap_env(second()), num_steps=2).adapter == "rsl_rl style"
     assert check_env(torch_envs.CartPole(2), num_steps=2).adapter == "none"
 

@@ -27,6 +27,7 @@ class GymVecEnv(VecEnv):
     of its own from `seed`. With `clip_actions`, continuous actions are clipped to the bounds of their Box.
     """
 
+    adapter = "Gymnasium"
     contract = "gymnasium.Env"
     autoreset = "by canter, in the same step"
     first_env = 0
@@ -74,12 +75,18 @@ class GymVecEnv(VecEnv):
             seeds = [int(stream.generate_state(1)[0]) for stream in streams]
         self._seed, self._current = None, create_empty_array(self._stored, self.num_envs)
         for index, (env, seed) in enumerate(zip(self.envs, seeds, strict=True)):
-            put_row(self._current, index, env.reset(seed=seed)[0], self.raw_obs_space)
+            put_row(self._current, index, first_obs(env.reset(seed=seed), index), self.raw_obs_space)
         return self.get_observations()
 
     def get_observations(self) -> tuple[Obs, Obs]:
         """Return the current observation and the critic's."""
         return self.reset() if self._current is None else split_groups(self._to_obs(self._current))
+
+    def _empty_rows(self) -> Any:
+        """Arrays for an observation of every environment."""
+        if self._row_shape is None:
+            return create_empty_array(self._stored, self.num_envs)
+        return np.empty((self.num_envs, *self._row_shape), self._stored.dtype)
 
     def step(self, actions: Tensor) -> StepRecord:
         """Step every environment once."""
@@ -88,25 +95,25 @@ class GymVecEnv(VecEnv):
         num_envs, row_shape = self.num_envs, self._row_shape
         given = self._to_array(actions)
         given = given.tolist() if isinstance(self.action_space, spaces.Discrete) else given
-        rows, final = create_empty_array(self._stored, num_envs), None
+        rows, final = self._empty_rows(), None
         rewards, infos = np.empty(num_envs, np.float32), []
-        flags = np.zeros((2, num_envs), np.bool_)  # terminated, truncated
+        terminal, cut_off = np.zeros(num_envs, np.bool_), np.zeros(num_envs, np.bool_)
         for index, (env, action) in enumerate(zip(self.envs, given, strict=True)):
-            obs, rewards[index], is_terminal, is_cut_off, info = env.step(action)
+            obs, rewards[index], is_terminal, is_cut_off, info = step_parts(env.step(action), index)
             has_ended = is_terminal or is_cut_off
             if has_ended:
-                flags[0 if is_terminal else 1, index] = True
-                final = create_empty_array(self._stored, num_envs) if final is None else final
+                (terminal if is_terminal else cut_off)[index] = True
+                final = self._empty_rows() if final is None else final
             for batch in (final, rows) if has_ended else (rows,):
                 if row_shape is not None and getattr(obs, "shape", None) == row_shape:
                     batch[index] = obs  # type: ignore[index]
                 else:
                     put_row(batch, index, obs, self.raw_obs_space)
                 if batch is final:
-                    obs, _ = env.reset()
+                    obs = first_obs(env.reset(), index)
             infos.append(info)
         self._current = rows
-        reward, terminated, truncated = map(torch.from_numpy, (rewards, *flags))
+        reward, terminated, truncated = map(torch.from_numpy, (rewards, terminal, cut_off))
         if not self._on_cpu:
             reward, terminated, truncated = (part.to(self.device) for part in (reward, terminated, truncated))
         extras = {"terminated": terminated, "truncated": truncated, "time_outs": truncated, "infos": infos}
@@ -129,6 +136,30 @@ class GymVecEnv(VecEnv):
         """Close every environment."""
         for env in self.envs:
             env.close()
+
+
+def first_obs(result: Any, index: int) -> Any:
+    """The observation in the result of an environment's `reset`."""
+    if isinstance(result, (tuple, list)) and len(result) == 2:
+        return result[0]
+    raise TypeError(f"reset() of environment {index} must return (obs, info), got {short(result)}")
+
+
+def step_parts(result: Any, index: int) -> Any:
+    """The result of an environment's `step`, of five parts, the second of which is a number."""
+    is_sequence = isinstance(result, (tuple, list))
+    if not is_sequence or len(result) != 5:
+        got = f"{len(result)} values" if is_sequence else short(result)
+        want = "(obs, reward, terminated, truncated, info)"
+        raise TypeError(f"step() of environment {index} must return {want}, got {got}")
+    if getattr(result[1], "ndim", 0):
+        raise TypeError(f"the reward of environment {index} must be a number, got {short(result[1])}")
+    return result
+
+
+def short(value: Any) -> str:
+    """The type of a value and the beginning of its text."""
+    return f"{type(value).__name__} {value!r:.60}"
 
 
 class GymVecEnvContinuous(GymVecEnv):
@@ -222,6 +253,8 @@ def stored_space(space: spaces.Space) -> spaces.Space:
         space = spaces.flatten_space(space)
     if not isinstance(space, spaces.Box):
         raise TypeError(f"observations of the space {space} have no tensor form; use Box, Dict or Discrete spaces")
+    if not space.shape:
+        raise TypeError(f"an observation of the space {space} is a single number; give it the shape (1,)")
     if space.dtype in (np.dtype(np.uint8), np.dtype(np.float32)):
         return space
     return spaces.Box(space.low.astype(np.float32), space.high.astype(np.float32), dtype=np.float32)

@@ -146,7 +146,7 @@ def make_env(
     full_name = name
     module, _, name = name.rpartition(":")
     if module:
-        importlib.import_module(module)
+        import_task_module(module, full_name)
     prefix, _, task = name.rpartition("/")
     make = ENV_NAMES.get(name) or ENV_NAMES.get(prefix)
     if make is not None and num_workers:
@@ -173,6 +173,17 @@ def make_env(
         for wrapper, arguments in calls:
             env = wrapper(env, **arguments) if issubclass(wrapper, VecEnvWrapper) else env
         return env if components is None else ObsComponents(env, **components)
+
+
+def import_task_module(module: str, task: str) -> None:
+    """Import the module in front of a task's name, which registers the task."""
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:  # the module exists and imports another one that does not
+            raise
+        problem = f"there is no module {module!r} for the task {task!r}"
+        raise ModuleNotFoundError(f"{problem}; start in its folder, or add that to PYTHONPATH", name=module) from error
 
 
 def make_one(name: str, env_kwargs: Mapping[str, Any] | None, wrappers: Sequence[tuple[Any, Any]]) -> gymnasium.Env:
