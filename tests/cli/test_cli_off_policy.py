@@ -77,7 +77,7 @@ def test_a_profile_replaces_the_preset_s_settings():
         (["canter/CartPole", "--algo", "sac"], "SAC needs a Box of actions, got Discrete"),
         (["canter/CartPole", "--algo", "dqnn"], "unknown algorithm 'dqnn'; did you mean 'dqn'"),
         (["canter/CartPole", "--algo", "dqn", "--buffer-size", "10000000000000"], "the replay buffer does not fit"),
-        (["canter/CartPole", "--algo", "dqn", "--buffer-size", "32"], "batch_size=64 is more than the replay"),
+        (["canter/CartPole", "--algo", "dqn", "--buffer-size", "32"], "batch_size=128 is more than the replay"),
     ],
 )
 def test_an_impossible_run_is_refused_and_leaves_no_directory(args, message, tmp_path, capsys):

@@ -8,7 +8,6 @@ import yaml
 
 from canter.algorithms.ppo import PPOSettings, RunSettings
 from canter.cli.options import (
-    SHORT_FORMS,
     EnvOptions,
     TrainOptions,
     argument_sentences,
@@ -23,6 +22,7 @@ from canter.cli.options import (
 from canter.cli.train import run_config
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.presets import load_preset, preset_name
+from canter.utils.config import SHORT_FORMS
 
 
 def help_text(capsys, *args):
@@ -190,6 +190,7 @@ def test_choices_are_listed_in_the_help(capsys):
         ("ppo", "--hidden", "--policy.actor-hidden-dims"),
         ("td3", "--hidden", "--actor-hidden-dims"),
         ("ppo", "--actor-hidden-dims", "--policy.actor-hidden-dims"),
+        ("ppo", "--policy.net-arch", "--policy.actor-hidden-dims"),
         ("ppo", "--env", "the first word: canter train TASK"),
     ],
 )

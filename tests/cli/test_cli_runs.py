@@ -96,6 +96,8 @@ def test_eval_prints_the_same_numbers_for_the_same_seed(trained, capsys):
     assert json.loads(capsys.readouterr().out) == first
     main(["eval", str(run), "--episodes", "3", "--checkpoint", "best"])
     assert "checkpoint_best.pt" in capsys.readouterr().out
+    main(["eval", str(run / "checkpoint_best.pt"), "--episodes", "3"])  # not the newest of its directory
+    assert "checkpoint_best.pt" in capsys.readouterr().out
 
 
 def test_eval_leaves_the_run_directory_as_it_was(trained):
@@ -273,6 +275,7 @@ def mistake(capsys, *args):
         (["train", "CartPole-v1", "--num-envs", "0"], "--num-envs must be at least 1, got 0"),
         (["train", "CartPole-v1", "--total-timesteps", "0"], "--total-timesteps must be at least 1"),
         (["train", "CartPole-v1", "--final-episodes", "-1"], "--final-episodes must be at least 0"),
+        (["train", "CartPole-v1", "--film-interval", "-3"], "--film-interval must be at least 0"),
         (["train", "CartPole-v1", "--threads", "0"], "--threads must be at least 1"),
         (["train", "CartPole-v1", "--num-mini-batches", "0"], "num_mini_batches must be a whole number of at least 1"),
         (
@@ -304,6 +307,12 @@ def test_an_existing_run_is_not_overwritten(trained, train, capsys):
 
 def test_a_missing_checkpoint_names_the_existing_ones(trained, capsys):
     run = trained
+    code, err = mistake(capsys, "eval", str(run / "model_4.pt"), "--checkpoint", "best")
+    assert code == 2
+    assert "is a checkpoint already" in err
+    code, err = mistake(capsys, "eval", str(run / "metrics.jsonl"))
+    assert code == 2
+    assert "metrics.jsonl is neither a run directory nor a checkpoint" in err
     code, err = mistake(capsys, "eval", str(run), "--checkpoint", "model_7.pt")
     assert code == 2
     assert "model_4.pt" in err
@@ -375,7 +384,7 @@ def test_a_full_disk_ends_with_6(train, monkeypatch, capsys):
 
 def test_checkpoints_that_are_all_damaged_end_with_6(trained, capsys):
     run = trained
-    for path in run.glob("model_*.pt"):
+    for path in (*run.glob("model_*.pt"), run / "checkpoint_final.pt"):
         path.write_bytes(b"garbage")
     with pytest.warns(UserWarning, match="SKIPPING"):
         code, err = mistake(capsys, "eval", str(run))
@@ -401,7 +410,8 @@ def test_tasks_lists_every_preset_and_finds_others(capsys):
         assert (task, algorithm) in rows
     assert ("CartPole-v1", "appo") not in rows  # it has PPO's presets
     score = scores()["dqn"]["CartPole-v1"]
-    assert f"{score['return']:g} (mean of {score['seeds']} seeds, 50,000 steps)" in rows["CartPole-v1", "dqn"]
+    text = f"{score['return']:g} (mean of {score['seeds']} seeds, {score['steps']:,} steps)"
+    assert text in rows["CartPole-v1", "dqn"]
     assert "not measured" in rows["canter/Course", "ppo"]
     main(["tasks", "blackj"])
     out = capsys.readouterr().out

@@ -112,6 +112,23 @@ def test_a_missing_package_of_a_logger_is_one_line(trained, capsys, monkeypatch)
     assert 'pip install "canter[neptune]"' in one_line(capsys)
 
 
+@pytest.mark.parametrize(
+    ("task", "text"),
+    [
+        ("MyPole-v3", "no environment is named 'MyPole-v3'"),
+        ("nosuchmodule:x/y", "there is no module 'nosuchmodule'"),
+    ],
+)
+@pytest.mark.parametrize("command", ["eval", "play", "resume"])
+def test_a_task_that_does_not_exist_here_is_named_with_the_file_that_names_it(trained, capsys, command, task, text):
+    config = (trained / "config.yaml").read_text()
+    (trained / "config.yaml").write_text(config.replace("task: canter/CartPole", f"task: {task}"))
+    assert main([command, str(trained), "--modules", "nosuchmodule"]) == 2
+    line = one_line(capsys)
+    assert str(trained / "config.yaml") in line
+    assert text in line
+
+
 def test_a_run_that_is_in_use_is_not_touched_by_a_resume(trained, capsys):
     from canter.utils.files import RunLock
 

@@ -103,6 +103,11 @@ def test_a_task_whose_module_the_user_names_is_made(trained, tell_tale, capsys):
     edit(trained, lambda config: config["run"].update(task="stranger:canter/CartPole"))
     assert main(["eval", str(trained), "--episodes", "1", "--modules", "stranger"]) == 0
     assert tell_tale.exists()
+    capsys.readouterr()
+    assert main(["resume", str(trained), "--total-timesteps", "64", "--modules", "stranger"]) == 0
+    summary = capsys.readouterr().out
+    assert f"canter play {trained} --modules stranger\n" in summary
+    assert f"canter export {trained} --modules stranger\n" in summary
 
 
 @pytest.mark.parametrize(

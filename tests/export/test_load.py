@@ -129,7 +129,13 @@ def test_a_policy_of_a_dict_takes_flat_vectors(tmp_path):
 
 
 def test_wrong_observations_are_named(acting):
-    with pytest.raises(ValueError, match=r"the observation has shape \(4, 6\); the policy wants \(5,\), or \('N', 5\)"):
+    with pytest.raises(
+        ValueError, match=r"has shape \(\); the policy wants \(5,\), or \('N', 5\); Discrete .* one-hot"
+    ):
+        acting.predict(np.int64(3))
+    with pytest.raises(
+        ValueError, match=r"the observation has shape \(4, 6\); the policy wants \(5,\), or \('N', 5\)$"
+    ):
         acting.predict(np.zeros((4, 6)))
     with pytest.raises(ValueError, match=r"has the parts \['arm'\], expected \['arm', 'goal'\]"):
         acting.predict({"arm": np.zeros(3)})

@@ -19,6 +19,7 @@ from canter.utils.checkpoint import newest_valid_checkpoint
 from canter.utils.runtime import StopSignal
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background ignore it
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and this one under nohup
 
 CFG = {
     "seed": 3,

@@ -206,7 +206,7 @@ def second_half(directory, rank, names=RESUMED):
     for name in names:
         runner, half = resumable(name)
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+            warnings.simplefilter("always", UserWarning)
             runner.load(directory / name / f"model_{half}.pt")
         found[name] = train(runner, half)
         found[name] |= {"steps": runner.tot_timesteps, "warnings": [str(warning.message) for warning in caught]}
@@ -346,8 +346,12 @@ def continued(directory, rank):
 def killed_while_waited_for(directory, rank):
     """Rank 1 dies while the other waits for work that it does alone."""
     RANKS.start(CPU, limit=2.0)
+    has_started = Path(directory) / "started"
     if rank == 1:
+        while not has_started.exists():  # a rank that dies earlier is an error of `start`
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
+    has_started.touch()
     try:
         RANKS.wait()
     except RankError as error:

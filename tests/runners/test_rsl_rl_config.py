@@ -329,7 +329,7 @@ def test_upload_model_is_honoured(tmp_path):
         ({"actor.distribution_cfg": {"class_name": "Cauchy"}}, "distribution_cfg.class_name='Cauchy' is not known"),
         ({"critic.distribution_cfg": {"class_name": "GaussianDistribution"}}, "critic.distribution_cfg must be None"),
         ({"critic.class_name": "RNNModel"}, "both must have a memory or none; use RNNModel for both"),
-        ({"actor.hiden_dims": [3]}, r"actor.hiden_dims=\[3\] is no setting"),
+        ({"actor.hiden_dims": [3]}, r"actor.hiden_dims=\[3\] is no setting .*; did you mean 'hidden_dims'"),
         (
             {
                 "actor.class_name": "CNNModel",

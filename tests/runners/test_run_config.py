@@ -97,6 +97,27 @@ def test_the_spelling_of_another_library_is_answered_with_ours(tiny, layout, the
         attempts[layout]()
 
 
+@pytest.mark.parametrize(
+    ("section", "theirs", "ours"),
+    [
+        ("top", "n_steps", "num_steps_per_env"),
+        ("algorithm", "n_epochs", "num_learning_epochs"),
+        ("algorithm", "lr", "learning_rate"),
+        ("policy", "net_arch", "actor_hidden_dims"),
+    ],
+)
+def test_a_short_form_in_a_training_dict_is_answered_with_the_setting(make_runner, section, theirs, ours):
+    given = {theirs: 1} if section == "top" else {section: {theirs: 1}}
+    with pytest.raises(TypeError, match=f"no setting '{theirs}'; did you mean '{ours}'"):
+        make_runner(None, **given)
+
+
+@pytest.mark.parametrize("section", ["policy", "algorithm"])
+def test_a_section_that_is_no_dict_is_refused_by_name(section):
+    with pytest.raises(TypeError, match=f"{section} must be a dict of settings.*got 'MlpPolicy'"):
+        parse_train_cfg({"num_steps_per_env": 4, section: "MlpPolicy"})
+
+
 def test_an_unknown_key_that_is_none_is_ignored(tiny):
     plan = parse_train_cfg(tiny(no_such_thing=None, algorithm={"neither": None}))
     assert plan.cfg.num_steps_per_env == 4
@@ -255,7 +276,7 @@ def test_a_dict_that_leaves_out_epochs_minibatches_or_schedule_is_told_its_defau
     with pytest.warns(UserWarning, match="leaves out settings of PPO: using schedule='fixed'"):
         parse_train_cfg(tiny(algorithm={"num_learning_epochs": 2}))
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         parse_train_cfg(tiny(algorithm={"num_learning_epochs": 2}))
         parse_train_cfg(tiny(algorithm={"num_learning_epochs": 2, "num_mini_batches": 1, "schedule": "fixed"}))
 

@@ -1,6 +1,7 @@
 """What a runner's checkpoints hold, when they are written, and how they are taken up again."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -128,6 +129,17 @@ def test_without_a_readable_list_no_earlier_file_is_removed(make_runner, tmp_pat
     resumed.load_checkpoint("model_2.pt")
     resumed.learn(3)
     assert files(tmp_path) == ["checkpoint_final.pt", "model_1.pt", "model_2.pt", "model_4.pt", "model_5.pt"]
+
+
+def test_a_new_run_between_the_files_of_another_is_a_warning(make_runner, tmp_path):
+    make_runner(log_dir=tmp_path).learn(3)
+    with pytest.warns(UserWarning, match=r"checkpoints of an earlier run, up to model_3\.pt"):
+        make_runner(log_dir=tmp_path).learn(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        again = make_runner(log_dir=tmp_path)
+        again.load(tmp_path / "model_3.pt")
+        again.learn(1)
 
 
 def test_checkpoints_may_lie_apart_from_the_logs(make_runner, tmp_path):

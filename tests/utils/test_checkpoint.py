@@ -198,8 +198,30 @@ def test_file_that_is_no_archive_is_a_checkpoint_error(tmp_path, data):
         load_checkpoint(tmp_path / "model_1.pt")
 
 
+def test_the_final_checkpoint_is_the_newest_where_none_has_a_number(tmp_path):
+    save_checkpoint(tmp_path / "checkpoint_best.pt", {"a": 1})
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint_final\.pt in .*; it also has checkpoint_best\.pt"):
+        newest_valid_checkpoint(tmp_path)
+    save_checkpoint(tmp_path / "checkpoint_final.pt", {"a": 2})
+    assert newest_valid_checkpoint(tmp_path).name == "checkpoint_final.pt"
+    save_checkpoint(tmp_path / "model_3.pt", {"a": 3})
+    assert newest_valid_checkpoint(tmp_path).name == "model_3.pt"
+    (tmp_path / "model_3.pt").write_bytes(b"half")
+    with pytest.warns(UserWarning, match=r"SKIPPING .*model_3\.pt"):
+        assert newest_valid_checkpoint(tmp_path).name == "checkpoint_final.pt"
+    (tmp_path / "checkpoint_final.pt").write_bytes(b"half")
+    with (
+        pytest.warns(UserWarning, match="SKIPPING"),
+        pytest.raises(CheckpointError, match="it also has checkpoint_best"),
+    ):
+        newest_valid_checkpoint(tmp_path)
+
+
 def test_directory_and_list_are_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="is a directory"):
+    with pytest.raises(CheckpointError, match="is a directory$"):
+        load_checkpoint(tmp_path)
+    (tmp_path / "model_7.pt").touch()
+    with pytest.raises(CheckpointError, match=r"is a directory; name a file: .*model_7\.pt"):
         load_checkpoint(tmp_path)
     torch.save([1, 2], tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match="holds a list"):
@@ -251,7 +273,7 @@ def test_no_checkpoint_and_no_valid_checkpoint_are_different_errors(tmp_path):
     with pytest.raises(FileNotFoundError, match="no model_"):
         newest_valid_checkpoint(tmp_path)
     (tmp_path / "model_3.pt").write_bytes(b"torn")
-    with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
+    with pytest.raises(CheckpointError, match="none of 1 checkpoints"):
         quiet_newest(tmp_path)
 
 

@@ -14,6 +14,8 @@ from canter.utils.files import (
     RunLockedError,
     atomic_write,
     find_repository,
+    make_folder,
+    open_append,
     remove_stale_temps,
     safe_join,
     store_code_state,
@@ -44,6 +46,21 @@ def test_write_accepts_bytes(tmp_path):
 def test_write_creates_the_missing_directory(tmp_path):
     atomic_write(tmp_path / "deleted" / "run" / "a.txt", put(b"x"))
     assert (tmp_path / "deleted" / "run" / "a.txt").read_bytes() == b"x"
+
+
+@pytest.mark.parametrize("write", [lambda p: atomic_write(p, b"x"), open_append, lambda p: make_folder(p, p.parent)])
+def test_a_place_that_cannot_be_written_is_named_with_its_whole_path(tmp_path, monkeypatch, write):
+    def refuse(path, *args, dir_fd=None, **kwargs):
+        if dir_fd is not None:
+            raise OSError(errno.EROFS, "Read-only file system", path)
+        return os_open(path, *args, **kwargs)
+
+    os_open = os.open
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(OSError, match="Read-only") as caught:
+        write(tmp_path / "name")
+    assert caught.value.filename == str(tmp_path / "name")
 
 
 def test_failed_write_keeps_the_old_file_and_removes_its_own_temp(tmp_path):

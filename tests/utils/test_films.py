@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from canter.utils.films import Film, read_film
+from canter.utils.films import Film, FilmError, read_film
 
 
 def frame(number, height=41, width=60):
@@ -53,6 +53,54 @@ def test_a_long_wide_film_is_read_thinned_out(tmp_path):
     frames, fps = read_film(film.path, max_frames=10, max_width=50)
     assert frames.shape == (7, 20, 50, 3)  # frames 0, 4, ... 24
     assert fps == pytest.approx(30 / 4)
+
+
+def film_until(path, error):
+    """Add a frame to a film, then raise an error."""
+    with Film(path) as film:
+        film.add(frame(1))
+        raise error
+
+
+def test_a_film_that_fails_leaves_the_earlier_one(tmp_path):
+    with Film(tmp_path / "a.mp4") as film:
+        film.add(frame(0))
+    before = film.path.read_bytes()
+    with pytest.raises(RuntimeError, match="no display"):
+        film_until(film.path, RuntimeError("no display"))
+    assert film.path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [film.path]
+
+
+def test_ctrl_c_completes_a_film(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        film_until(tmp_path / "a.mp4", KeyboardInterrupt())
+    assert len(read_film(tmp_path / "a.mp4")[0]) == 1
+
+
+@pytest.mark.parametrize("fails", ["send", "nothing"])
+def test_an_encoder_that_writes_nothing_is_an_error_with_the_name_of_the_film(tmp_path, monkeypatch, fails):
+    class Encoder:
+        def write_frames(self, path, size, **options):
+            yield
+            while True:
+                if fails == "send":
+                    raise BrokenPipeError("FFMPEG COMMAND")
+                yield
+
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", Encoder())
+    with (
+        pytest.raises(FilmError, match=r"the encoder (stopped|wrote nothing).*a\.mp4"),
+        Film(tmp_path / "a.mp4") as film,
+    ):
+        film.add(frame(0))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_film_in_a_place_that_cannot_be_written_names_it(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(FilmError, match=r"file/a\.mp4"), Film(tmp_path / "file" / "a.mp4") as film:
+        film.add(frame(0))
 
 
 def test_what_cannot_be_filmed_is_refused(tmp_path, monkeypatch):

@@ -73,7 +73,7 @@ def distill(args: Sequence[str]) -> int:
     check_run(options)
     at_least(1, num_steps_per_env=options.num_steps_per_env)
     saved = runs.read_run(options.teacher, options.modules)
-    checkpoint = runs.find_checkpoint(saved.path, options.checkpoint)
+    checkpoint = saved.checkpoint(options.checkpoint)
     name = options.name or f"student-{time.strftime('%Y%m%d-%H%M%S')}"
     path = runs.new_run_directory(options.runs_dir, saved.task, name, options.seed)
     code = run_to_end(runs.new_runner(distill_config(options, saved, checkpoint), path), path)
@@ -179,7 +179,7 @@ def collect_labels(options: DaggerOptions, teacher: runs.SavedRun, run: Path, da
         if waited > CONFIG_SECONDS:
             seconds = f"{CONFIG_SECONDS:.0f} s"
             raise UserError(f"no training began in {run} within {seconds}; start `canter dagger --role train`")
-    checkpoint = runs.find_checkpoint(teacher.path, None)
+    checkpoint = teacher.checkpoint(None)
     teacher.config["run"]["task"] = options.task or teacher.task
     runner = runs.load_policy(teacher, checkpoint, options.num_envs, options.seed, options.device)
     settings = {name: getattr(options, name) for name in ("teacher_act_prob", "update_times_scale")}

@@ -28,8 +28,12 @@ def user_errors(config: object = None) -> Iterator[None]:
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
         is_missing = config is not None and isinstance(error, KeyError) and " " not in str(text)
         raise UserError(where + (f"it lacks {text!r}" if is_missing else str(text))) from error
+    except UserError as error:
+        if str(config) in str(error) or config is None:
+            raise
+        raise UserError(f"{where}{error}") from error
     except Exception as error:
-        if config is None or isinstance(error, UserError) or exit_code(error) is not None:
+        if config is None or exit_code(error) is not None:
             raise
         raise UserError(f"{where}{type(error).__name__}: {error}; CANTER_TRACEBACK=1 shows where") from error
 

@@ -26,7 +26,7 @@ from canter.modules.build import POLICIES
 from canter.modules.utils import ALIASES
 from canter.presets import FALLBACK, load_preset
 from canter.runners.run_config import find_algorithm, parse_train_cfg
-from canter.utils.config import OTHER_SPELLINGS
+from canter.utils.config import names_meant
 from canter.utils.logging.backends import BACKENDS
 from canter.utils.reading import parse_yaml, read_limited, refuse_imports
 from canter.utils.runtime import usable_cores
@@ -38,23 +38,6 @@ EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+$")
 NUMBERS = re.compile(r"\d+(,\d+)+")  # 64,64 is as good as 64 64
 ARGUMENT = re.compile(r"^    (\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 
-# Short forms, and names of other libraries, for which the first of these settings that exists is suggested.
-SHORT_FORMS = {
-    "lr": ("learning_rate", "actor_learning_rate"), "steps": ("total_timesteps",), "timesteps": ("total_timesteps",),
-    "n_envs": ("num_envs",), "envs": ("num_envs",), "n_steps": ("num_steps_per_env", "n_step"),
-    "rollout_length": ("num_steps_per_env",), "iterations": ("max_iterations", "total_timesteps"),
-    "epochs": ("num_learning_epochs",), "n_epochs": ("num_learning_epochs",), "minibatches": ("num_mini_batches",),
-    "num_minibatches": ("num_mini_batches",), "clip": ("clip_param",), "clip_coef": ("clip_param",),
-    "entropy": ("entropy_coef", "init_alpha"), "ent_coef": ("entropy_coef", "init_alpha"), "lambda": ("lam",),
-    "discount": ("gamma",), "grad_clip": ("max_grad_norm",), "kl": ("desired_kl",), "normalize":
-    ("empirical_normalization",), "hidden": ("policy.actor_hidden_dims", "actor_hidden_dims"),
-    "hidden_dims": ("policy.actor_hidden_dims", "actor_hidden_dims"), "net_arch": ("policy.actor_hidden_dims",
-    "actor_hidden_dims"), "policy": ("policy.class_name",), "activation": ("policy.activation",),
-    "logger": ("logger_backend",), "log_dir": ("runs_dir",), "output": ("runs_dir",), "wandb": ("logger_backend",),
-    "render": ("film_interval",), "gpu": ("device",), "cuda": ("device",), "preset": ("config",),
-    "buffer": ("buffer_size",), "warmup": ("learning_starts",), "env": ("task",), "kwargs": ("env_kwargs",),
-    "alpha": ("init_alpha",), "batch": ("batch_size", "num_mini_batches"),
-}  # fmt: skip
 # Choices of policy settings, which are plain arguments of constructors.
 POLICY_CHOICES = {name: ",".join(ALIASES) for name in ("activation", "mu_activation")}
 POLICY_CHOICES |= {"rnn_type": "lstm,gru", "noise_std_type": "scalar,log"}
@@ -117,7 +100,7 @@ class TrainOptions(RunOptions, Generic[Settings, Policy]):
     environment: EnvOptions = dataclasses.field(default_factory=EnvOptions)
     algorithm: AlgorithmName = "ppo"  # Algorithm:
     profile: str | None = None
-    """A profile of the task's preset, or for sac and td3 "classic" or "massive" (thousands of environments)."""
+    """A profile of the task's preset, or for sac and td3 "classic", "strong" or "massive" (many environments)."""
     config: Path | None = None
     """YAML or JSON file with settings in the layout of a run's config.yaml; they replace the preset's, flags theirs."""
     num_envs: int = 8  # Environments stepped together.
@@ -203,7 +186,7 @@ def suggest_flags(args: Sequence[str], options: TrainOptions[Any, Any], cfg: Any
         name = flag.removeprefix("--").replace("-", "_")
         if name in known and name not in ("policy", "settings", "environment"):
             continue
-        meant = (*SHORT_FORMS.get(name, ()), OTHER_SPELLINGS.get(name, ""), f"policy.{name}")
+        meant = (*names_meant(name.removeprefix("policy.")), f"policy.{name}")
         for found in (other for other in meant if other in known):
             way = "the first word: canter train TASK" if found == "task" else f"--{found.replace('_', '-')}"
             raise ValueError(f"there is no flag {flag}; did you mean {way}?")
@@ -353,6 +336,7 @@ def check_run(options: Any) -> None:
     """Refuse lengths and numbers of a new run that make no sense."""
     at_least(1, num_envs=options.num_envs, total_timesteps=options.total_timesteps, threads=options.threads)
     at_least(0, final_episodes=options.final_episodes, workers=options.workers)
+    at_least(0, film_interval=options.film_interval, histogram_interval=options.histogram_interval)
     if options.num_envs is not None and options.workers > options.num_envs:
         raise UserError(f"--workers must be at most --num-envs, got {options.workers} and {options.num_envs}")
     if not 0 < options.worker_timeout < math.inf:

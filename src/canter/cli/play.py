@@ -19,7 +19,7 @@ import tyro
 
 from canter.cli.errors import UserError, user_errors
 from canter.cli.options import at_least
-from canter.cli.runs import EVAL_ENVS, SavedRun, find_checkpoint, load_policy, open_env, read_run
+from canter.cli.runs import EVAL_ENVS, SavedRun, load_policy, open_env, read_run
 from canter.envs.vec_env import VecEnv
 from canter.envs.wrap import env_options
 from canter.export.runtime import Policy
@@ -29,7 +29,7 @@ from canter.runners import Runner
 from canter.runners.demonstration import DemonstrationSaver
 from canter.runners.evaluation import run_episodes
 from canter.utils.files import atomic_write, make_folder
-from canter.utils.films import Film
+from canter.utils.films import Film, FilmError
 
 FPS = 30
 MAX_FRAMES = 3000
@@ -41,7 +41,7 @@ ARROWS = {"\x1b[A": 265, "\x1b[B": 264, "\x1b[C": 262, "\x1b[D": 263}  # of a te
 class PolicyOptions:
     """The policy of a run, and how it is run."""
 
-    run: tyro.conf.Positional[Path]  # The run directory.
+    run: tyro.conf.Positional[Path]  # The run directory, or a checkpoint in it.
     checkpoint: str | None = None  # A file, or "best"; the newest valid checkpoint by default.
     seed: int | None = 0  # Seed of the episodes; None draws one.
     device: str | None = None  # Device to compute on; the CPU by default.
@@ -50,7 +50,7 @@ class PolicyOptions:
     def load(self, num_envs: int) -> tuple[SavedRun, Path, Runner]:
         """The run, its checkpoint, and a runner with the trained policy."""
         saved = read_run(self.run, self.modules)
-        checkpoint = find_checkpoint(saved.path, self.checkpoint)
+        checkpoint = saved.checkpoint(self.checkpoint)
         return saved, checkpoint, load_policy(saved, checkpoint, num_envs, self.seed, self.device)
 
 
@@ -161,6 +161,8 @@ def play(
             with made:
                 returns = film(policy, env, made, episodes, seconds)
             print(f"  video       {video} ({made.num_frames} frames)")
+    except FilmError:
+        raise
     except (RuntimeError, OSError, AttributeError, gymnasium.error.Error) as error:
         raise UserError(f"{task} could not be rendered: {error}") from error
     finally:
@@ -194,7 +196,7 @@ def play_bundle(
             watch.append(open_window(task))
         with ExitStack() as stack:
             if made is not None:
-                stack.callback(made.close)
+                stack.enter_context(made)
             stack.callback(task.close)
             if options.keys:
                 watch.append(stack.enter_context(terminal_keys(task, is_paced=bool(watch) and video is None)))

@@ -46,11 +46,18 @@ class SavedRun(NamedTuple):
 
     path: Path
     config: dict[str, Any]
+    file: Path | None = None  # The checkpoint that was named in place of the directory.
 
     @property
     def task(self) -> str:
         """The task that the run was trained on."""
         return self.config["run"]["task"]
+
+    def checkpoint(self, wanted: str | None) -> Path:
+        """The checkpoint to use: the one that was named, "best", a file, or by default the newest valid one."""
+        if self.file is not None and wanted is not None:
+            raise UserError(f"{self.file} is a checkpoint already; leave out --checkpoint {wanted}")
+        return self.file or find_checkpoint(self.path, wanted)
 
 
 def new_run_directory(runs_dir: Path, task: str, name: str | None, seed: int | None) -> Path:
@@ -94,8 +101,10 @@ def safe_name(text: str) -> str:
 
 
 def read_run(path: Path, modules: Collection[str] | None = ()) -> SavedRun:
-    """The run in a directory, whose settings may import `modules` alone; None if they are not used."""
-    path = path.parent if path.is_file() else path
+    """The run in a directory, or of a checkpoint in one; its settings may import `modules` alone, None: unused."""
+    file, path = (path, path.parent) if path.is_file() else (None, path)
+    if file is not None and file.suffix not in (".pt", ".yaml"):
+        raise UserError(f"{file} is neither a run directory nor a checkpoint")
     config_path = path / "config.yaml"
     if not config_path.is_file():
         problem = f"{path} is not a run directory: it has no config.yaml"
@@ -108,11 +117,12 @@ def read_run(path: Path, modules: Collection[str] | None = ()) -> SavedRun:
             refuse_imports(config, config_path, modules, "add --modules {module}")
     run = config.get("run")
     if not isinstance(run, dict) or not isinstance(run.get("task"), str):
-        raise UserError(f"{config_path} does not name the task of the run; only runs of `canter train` do")
+        way_out = "in Python, canter.load gives its policy, and the load of a runner with its environment continues it"
+        raise UserError(f"{config_path} does not name the task, as runs of `canter train` do; {way_out}")
     for name in ("num_envs", "total_timesteps"):
         if name in run and (type(run[name]) is not int or run[name] < 1):
             raise UserError(f"{config_path}: run.{name} must be a whole number of at least 1, got {run[name]!r}")
-    return SavedRun(path, config)
+    return SavedRun(path, config, file if file != config_path else None)
 
 
 def changed_settings(config: Mapping[str, Any], saved: Any) -> list[str]:

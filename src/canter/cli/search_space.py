@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from canter.cli.options import SHORT_FORMS, TrainOptions, parse_value
+from canter.cli.options import TrainOptions, parse_value
+from canter.utils.config import names_meant
 
 FORMS = "NAME=LOW..HIGH, NAME=LOW..HIGH/STEP, NAME=log:LOW..HIGH or NAME=A,B,C"
 
@@ -143,7 +144,7 @@ def current_value(options: TrainOptions[Any, Any], name: str) -> Any:
         if hasattr(owner, field) and field in {f.name for f in dataclasses.fields(owner)}:
             return getattr(owner, field)
     known = sorted(f.name for f in dataclasses.fields(options.settings))
-    meant = (*SHORT_FORMS.get(name, ()), *difflib.get_close_matches(name, known, n=1))
+    meant = (*names_meant(name), *difflib.get_close_matches(name, known, n=1))
     others = f"there are {', '.join(known)} and those of policy."
     hint = next((f"did you mean {other!r}?" for other in meant if other in known), others)
     raise ValueError(f"there is no setting {name!r} to search; {hint}")

@@ -1,5 +1,8 @@
 """`canter sweep --engine ray`: the trials of a sweep under Ray Tune, on this machine or on a cluster."""
 
+# pyright: reportMissingImports=false
+# Ray is not part of the development environment.
+
 from __future__ import annotations
 
 import os

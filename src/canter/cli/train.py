@@ -20,7 +20,7 @@ from canter.cli.launch import is_launched, launch
 from canter.cli.options import TrainOptions, parse_train
 from canter.envs.wrap import env_options
 from canter.runners import Runner, check_policy, log_histograms
-from canter.utils.checkpoint import load_checkpoint
+from canter.utils.checkpoint import FINAL_NAME, load_checkpoint
 from canter.utils.console import format_duration
 from canter.utils.distributed import RANKS
 from canter.utils.files import RunLock, atomic_write
@@ -117,7 +117,7 @@ def resume(
     A run that ended before its first checkpoint begins again.
 
     Args:
-        run: The run directory.
+        run: The run directory, or a checkpoint in it.
         total_timesteps: Environment steps to add; the rest of the run's own length by default.
         checkpoint: Another checkpoint to continue from: a file, or "best".
         device: Device to use instead of the one the run was started on.
@@ -138,10 +138,12 @@ def resume(
         given["logger-kwargs"] = None if logger_kwargs is None else json.dumps(logger_kwargs)
         flags = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
         return launch(wanted, ["resume", str(run), *flags, *(["--modules", *modules] if modules else [])])
+    with user_errors(f"{saved.path / 'config.yaml'} (--device names another)" if device is None else None):
+        place = resolve_device(config.get("device"))
     with user_errors():
-        RANKS.start(resolve_device(config.get("device")), config.get("rank_timeout", 60.0))
+        RANKS.start(place, config.get("rank_timeout", 60.0))
     is_unsaved = RANKS.on_first(lambda: checkpoint is None and runs.is_unsaved(saved.path))
-    path = None if is_unsaved else RANKS.on_first(lambda: runs.find_checkpoint(saved.path, checkpoint))
+    path = None if is_unsaved else RANKS.on_first(lambda: saved.checkpoint(checkpoint))
     with user_errors(saved.path / "config.yaml"):
         if total_timesteps is not None:
             done = 0 if path is None else int(load_checkpoint(path, "cpu").get("total_timesteps", 0))
@@ -190,7 +192,8 @@ def run_to_end(runner: Runner, path: Path) -> int:
         films.finish(runner)
     if (received := runner.stopped_by or stop.requested) is not None:
         if RANKS.is_first:
-            text = f"stopped after {runner.tot_timesteps} steps, saved; continue with: canter resume {path}"
+            again = command_for("canter resume", runner, path)
+            text = f"stopped after {runner.tot_timesteps} steps, saved; continue with: {again}"
             print(text, file=sys.stderr)
         return 128 + received
     if RANKS.is_first:
@@ -255,15 +258,22 @@ def show_results(runner: Runner, path: Path) -> None:
         best = read_json(path / "best.json")
         print_row("best", f"{best['eval/mean_reward']:.1f} in the evaluation at step {best['step']:,}")
     print_row("run", path)
-    print_row("checkpoint", path / "checkpoint_final.pt")
+    print_row("checkpoint", path / FINAL_NAME)
     try:
         print_row("curve", plot_runs([path], path / "curve.png", labels=[info["task"]]))
     except ValueError as error:
         print_row("curve", f"none: {error}")
     if info.get("video", True):
         print_row("video", record_video(path, modules_of(runner)))
-    for name, command in (("next", "canter play"), ("", "canter export"), ("", "tensorboard --logdir")):
-        print_row(name, f"{command} {path}")
+    print_row("next", command_for("canter play", runner, path))
+    print_row("", command_for("canter export", runner, path))
+    print_row("", f"tensorboard --logdir {path}")
+
+
+def command_for(command: str, runner: Runner, path: Path) -> str:
+    """A command on a run, with the modules that it must name to import them."""
+    modules = modules_of(runner)
+    return " ".join([command, str(path), *(["--modules", *modules] if modules else [])])
 
 
 def print_row(name: str, text: object) -> None:

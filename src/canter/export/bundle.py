@@ -28,7 +28,7 @@ from canter.export.parity import check_bundle
 from canter.export.readme import readme
 from canter.modules.normalizer import DictNormalization, EmpiricalNormalization
 from canter.runners.evaluation import InferencePolicy
-from canter.utils.files import make_folder
+from canter.utils.files import atomic_write, make_folder
 from canter.utils.tree import tree_leaves
 
 FORMATS = ("onnx", "torchscript", "c")
@@ -103,11 +103,11 @@ def export_bundle(
 def write_files(directory: Path, spec: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
     """Write the files and a policy.json with their hashes and its own."""
     for name, content in files.items():
-        (directory / name).write_bytes(content)
+        atomic_write(directory / name, content)
     hashes = {n: {"sha256": hashlib.sha256(c).hexdigest(), "bytes": len(c)} for n, c in sorted(files.items())}
     whole = json.loads(json.dumps({**spec, "files": hashes}, allow_nan=False))
     whole["sha256"] = runtime.spec_hash(whole)
-    (directory / "policy.json").write_text(json.dumps(whole, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    atomic_write(directory / "policy.json", f"{json.dumps(whole, indent=2, allow_nan=False)}\n".encode())
 
 
 def record(

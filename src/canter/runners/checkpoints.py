@@ -21,6 +21,7 @@ from canter.algorithms.algorithm import chosen_weights
 from canter.algorithms.foreign import import_state
 from canter.envs.spec import describe_env
 from canter.utils.checkpoint import (
+    FINAL_NAME,
     CheckpointError,
     load_checkpoint,
     newest_valid_checkpoint,
@@ -137,22 +138,13 @@ class Checkpoints:
         where = runner.device if map_location is None else map_location
         state = self._of_this_rank(import_state(load_checkpoint(path, where)), path, where)
         self.loaded_config = state.get("config")
-        given = runner.plan.ckpt_manipulator
-        manipulator: Any = MANIPULATORS.get(given, given)
-        if isinstance(manipulator, str):
-            known = f"known are {', '.join(MANIPULATORS)}, or give a function"
-            raise ValueError(f"unknown ckpt_manipulator {manipulator!r}; {known}")
-        if manipulator is not None:
-            state = manipulator(state, runner.alg.state_dict())
-            try:
-                save_checkpoint(path.with_name(f"manipulated_{path.name}"), dict(state))
-            except OSError as error:
-                warnings.warn(f"the manipulated checkpoint was not written: {error}", stacklevel=3)
+        state = self._manipulated(state, path)
+        infos = state.get("infos")
         teacher = getattr(runner.alg, "extensions", {}).get("teacher")
         if teacher is not None and teacher.cfg.teacher_from_load:
             if teacher.load(state, path):
                 runner.plan.resume = False
-                return state.get("infos")
+                return infos
             state["teacher_state_dict"] = teacher.policies[0].state_dict()
             if not any(name.startswith("critic.") for name in state["model_state_dict"]):  # a student of rsl_rl
                 own = runner.alg.policy.state_dict()
@@ -162,17 +154,32 @@ class Checkpoints:
         fitted = with_fitting_sums(state, runner.alg.state_dict())
         runner.alg.load_state_dict(fitted, load_optimizer, load_cfg, strict)
         runner.plan.resume = False
-        infos = state.get("infos")
         saved = infos.get("env_state") if isinstance(infos, Mapping) else None  # where mjlab's own runner puts them
         runner.env.set_counters((state.get("resume") or {}).get("counters") or saved or {})
         if load_cfg is not None and not load_cfg.get("iteration"):
-            return state.get("infos")
+            return infos
         runner.iteration = int(state.get("iter", 0))
         runner.tot_timesteps = int(state.get("total_timesteps", runner.iteration * runner.steps_per_iteration()))
         if load_optimizer and load_cfg is None and state.get("resume"):
             self._resume(state["resume"])
         runner.resumed_at = runner.tot_timesteps
-        return state.get("infos")
+        return infos
+
+    def _manipulated(self, state: dict[str, Any], path: Path) -> dict[str, Any]:
+        """The state that the `ckpt_manipulator` of the training dict makes of a checkpoint; it is written beside it."""
+        given = self.runner.plan.ckpt_manipulator
+        manipulator: Any = MANIPULATORS.get(given, given)
+        if manipulator is None:
+            return state
+        if isinstance(manipulator, str):
+            known = f"known are {', '.join(MANIPULATORS)}, or give a function"
+            raise ValueError(f"unknown ckpt_manipulator {manipulator!r}; {known}")
+        state = manipulator(state, self.runner.alg.state_dict())
+        try:
+            save_checkpoint(path.with_name(f"manipulated_{path.name}"), dict(state))
+        except OSError as error:
+            warnings.warn(f"the manipulated checkpoint was not written: {error}", stacklevel=4)
+        return state
 
     def _of_this_rank(self, state: dict[str, Any], path: Path, where: Any) -> dict[str, Any]:
         """The state of a checkpoint with this rank's own parts; with another number of ranks, some rank's."""
@@ -251,7 +258,7 @@ class Checkpoints:
         try:
             self._check_directory()
             self._save_numbered()
-            self.runner.save(str(self.directory / "checkpoint_final.pt"))
+            self.runner.save(str(self.directory / FINAL_NAME))
         except RunMovedError:
             raise
         except OSError as error:

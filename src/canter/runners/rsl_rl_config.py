@@ -5,6 +5,7 @@ is an error that names it.
 """
 
 import dataclasses
+import difflib
 import importlib
 import itertools
 import math
@@ -108,7 +109,11 @@ class Translation:
     def __init__(self, cfg: Mapping[str, Any]) -> None:
         top = as_sections(cfg)
         top |= top.pop("runner", None) or {}
-        self.policy, self.algorithm = ({**(top.pop(name, None) or {})} for name in ("policy", "algorithm"))
+        for name in ("policy", "algorithm"):
+            if not isinstance(top.get(name) or {}, Mapping):
+                example = f"{{'class_name': {top[name]!r}}}"
+                raise TypeError(f"{name} must be a dict of settings, such as {example}, got {top[name]!r}")
+        self.policy, self.algorithm = (dict(top.pop(name, None) or {}) for name in ("policy", "algorithm"))
         names = ("actor", "critic", "student", "teacher")
         self.models = {name: top.pop(name) for name in names if isinstance(top.get(name), Mapping)}
         self.is_distillation = class_path(self.algorithm.get("class_name")) == "Distillation"
@@ -163,7 +168,9 @@ class Translation:
                 place = source
             if place is None:
                 if value is not None:
-                    raise ValueError(f"{source}={value!r} is no setting that canter can honour; leave it out")
+                    near = difflib.get_close_matches(key, TABLE[section], n=1)
+                    way_out = f"did you mean {near[0]!r}?" if near else "leave it out"
+                    raise ValueError(f"{source}={value!r} is no setting that canter can honour; {way_out}")
             elif place == UNUSED:
                 if value not in (None, "", {}, [], ()):
                     self.unused.append(source)

@@ -41,7 +41,7 @@ from canter.runners.run_log import (
     store_code,
     train_metrics,
 )
-from canter.utils.checkpoint import damaged_content
+from canter.utils.checkpoint import damaged_content, find_checkpoints
 from canter.utils.console import Console, table
 from canter.utils.distributed import RANKS
 from canter.utils.files import RunLock, atomic_write
@@ -195,7 +195,9 @@ class Runner(ABC):
         """Record the statistics of the algorithm's steps, up to `num_steps` between two reads."""
         self.stats = StepStats(self.env.num_envs, num_steps, self.device, self.cfg.extra_log_keys)
         self.stats.guard.check_policy = self.raise_if_diverged
-        self.alg.on_record = [self.stats.tracker.write]
+        is_host = self.device.type == "cpu"
+        self.alg.on_record = [] if is_host else [self.stats.tracker.write]
+        self.alg.on_step = [self.stats.tracker.put] if is_host else []
         self.alg.executor.forget()  # an agent that was given may have captured steps that write elsewhere
         self.rewbuffer, self.lenbuffer = self.stats.tracker.rewbuffer, self.stats.tracker.lenbuffer
         self.rframebuffer = self.stats.tracker.rframebuffer
@@ -335,6 +337,8 @@ class Runner(ABC):
         except Exception as error:  # environments react to actions that are NaN in many ways
             self.raise_if_diverged(cause=error)
             raise
+        if not metrics:  # none were read
+            return metrics
         if not all(math.isfinite(value) for name, value in metrics.items() if name.startswith("train/")):
             self.raise_if_diverged()
         if any(name.startswith("train/") for name in metrics):
@@ -499,6 +503,8 @@ class Runner(ABC):
     def init_writer(self, init_at_random_ep_len: bool = False) -> None:
         """Open the logger if there is a run directory, and read the observation from which the next rollout starts."""
         if self.writer is None and self.log_dir is not None and RANKS.is_first:
+            if self.tot_timesteps == 0 and self.resumed_at is None:
+                warn_of_earlier_run(self.save_dir or self.log_dir)
             self.write_config()
             self.writer = Logger(self.cfg.logger_backend, self.log_dir, self.cfg.logger_kwargs, self.config())
         if self.writer is not None and self.resumed_at is not None:
@@ -643,6 +649,13 @@ class Runner(ABC):
     def disable_logs(self) -> bool:
         """Whether another process writes the logs."""
         return self.is_distributed and self.gpu_global_rank != 0
+
+
+def warn_of_earlier_run(directory: Path) -> None:
+    """Warn if a new run is about to write its files between those of another one."""
+    if directory.is_dir() and (found := find_checkpoints(directory)):
+        problem = f"{directory} has checkpoints of an earlier run, up to {found[-1][1].name}; this run adds its own"
+        warnings.warn(f"{problem}: use another log_dir, or load a checkpoint to continue that run", stacklevel=4)
 
 
 def open_env(env: Any, device: torch.device, plan: RunPlan) -> VecEnv:

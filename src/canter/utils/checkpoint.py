@@ -23,6 +23,7 @@ from torch import Tensor
 from canter.utils.files import StrPath, atomic_write
 
 FORMAT_VERSION = 1
+FINAL_NAME = "checkpoint_final.pt"  # written at the end of a run, beside the last one with a number
 MARK = b"canter-sha256:"
 _COMMENT_SIZE = len(MARK) + 64
 _END_SIZE = 22  # a zip's end record without comment; its last two bytes are the comment's length
@@ -126,7 +127,8 @@ def load_checkpoint(path: StrPath, map_location: Any = None) -> dict[str, Any]:
 
 def _open(path: Path) -> BinaryIO:
     if path.is_dir():
-        raise CheckpointError(f"checkpoint {path} is a directory")
+        names = [file for _, file in find_checkpoints(path)[-1:]]
+        raise CheckpointError(f"checkpoint {path} is a directory" + (f"; name a file: {names[0]}" if names else ""))
     return open(path, "rb")
 
 
@@ -220,18 +222,24 @@ def find_checkpoints(directory: StrPath) -> list[tuple[int, Path]]:
 
 
 def newest_valid_checkpoint(directory: StrPath) -> Path:
-    """Return the valid checkpoint with the highest number; damaged newer ones are skipped with a warning."""
-    if not (found := find_checkpoints(directory)):
-        raise FileNotFoundError(f"no model_<number>.pt in {directory}")
-    for entry in reversed(found):
-        path = entry[1]
+    """Return the valid checkpoint with the highest number; damaged newer ones are skipped with a warning.
+
+    Where none is valid or has a number it is checkpoint_final.pt.
+    """
+    final = Path(directory) / FINAL_NAME
+    found = [final] * final.is_file() + [path for _, path in find_checkpoints(directory)]
+    others = ", ".join(sorted(path.name for path in Path(directory).glob("*.pt") if path not in found))
+    hint = f"; it also has {others}, which can be named" if others else ""
+    if not found:
+        raise FileNotFoundError(f"no model_<number>.pt and no {FINAL_NAME} in {directory}{hint}")
+    for path in reversed(found):
         try:
             verify_checkpoint(path)
             return path
-        except (CheckpointError, OSError) as error:
+        except (CheckpointError, OSError) as error:  # noqa: PERF203
             warnings.warn(f"SKIPPING the damaged checkpoint {path}: {error}", stacklevel=2)
-    newest = found[-1][1].name
-    raise CheckpointError(f"none of the {len(found)} checkpoints in {directory} is valid; the newest is {newest}")
+    newest = found[-1].name
+    raise CheckpointError(f"none of {len(found)} checkpoints in {directory} is valid; the newest is {newest}{hint}")
 
 
 def prune_checkpoints(directory: StrPath, keep_last: int, names: Collection[str] | None = None) -> list[Path]:

@@ -35,12 +35,35 @@ OTHER_SPELLINGS = {
     "max_log_std": "clip_max_std",
 }
 
+# Short forms, and names of other libraries -> settings, of which the first that exists is suggested.
+SHORT_FORMS = {
+    "lr": ("learning_rate", "actor_learning_rate"), "steps": ("total_timesteps",), "timesteps": ("total_timesteps",),
+    "n_envs": ("num_envs",), "envs": ("num_envs",), "n_steps": ("num_steps_per_env", "n_step"),
+    "rollout_length": ("num_steps_per_env",), "iterations": ("max_iterations", "total_timesteps"),
+    "epochs": ("num_learning_epochs",), "n_epochs": ("num_learning_epochs",), "minibatches": ("num_mini_batches",),
+    "num_minibatches": ("num_mini_batches",), "clip": ("clip_param",), "clip_coef": ("clip_param",),
+    "entropy": ("entropy_coef", "init_alpha"), "ent_coef": ("entropy_coef", "init_alpha"), "lambda": ("lam",),
+    "discount": ("gamma",), "grad_clip": ("max_grad_norm",), "kl": ("desired_kl",), "normalize":
+    ("empirical_normalization",), "hidden": ("policy.actor_hidden_dims", "actor_hidden_dims"),
+    "hidden_dims": ("policy.actor_hidden_dims", "actor_hidden_dims"), "net_arch": ("policy.actor_hidden_dims",
+    "actor_hidden_dims"), "policy": ("policy.class_name",), "activation": ("policy.activation",),
+    "logger": ("logger_backend",), "log_dir": ("runs_dir",), "output": ("runs_dir",), "wandb": ("logger_backend",),
+    "render": ("film_interval",), "gpu": ("device",), "cuda": ("device",), "preset": ("config",),
+    "buffer": ("buffer_size",), "warmup": ("learning_starts",), "env": ("task",), "kwargs": ("env_kwargs",),
+    "alpha": ("init_alpha",), "batch": ("batch_size", "num_mini_batches"),
+}  # fmt: skip
+
+
+def names_meant(name: str) -> tuple[str, ...]:
+    """The settings that a short form, or another library's name, may stand for; those of a policy begin "policy."."""
+    return (*SHORT_FORMS.get(name, ()), *((OTHER_SPELLINGS[name],) if name in OTHER_SPELLINGS else ()))
+
 
 def unknown_setting(owner: str, name: str, known: Iterable[str]) -> TypeError:
     """The TypeError for a setting that `owner` does not have."""
     names = sorted(known)
-    other = OTHER_SPELLINGS.get(name)
-    near = [other] if other in names else difflib.get_close_matches(name, names, n=1)
+    meant = [other for other in (m.removeprefix("policy.") for m in names_meant(name)) if other in names]
+    near = meant or difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names)}"
     return TypeError(f"{owner} has no setting {name!r}; {hint}")
 

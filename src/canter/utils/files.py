@@ -17,7 +17,7 @@ import stat
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PureWindowsPath
 from typing import Any, BinaryIO, cast
 
@@ -48,6 +48,16 @@ class RunLockedError(RuntimeError):
     """Another process writes to this run directory."""
 
 
+@contextlib.contextmanager
+def whole_path(path: StrPath) -> Iterator[None]:
+    """Give an OSError of a call with `dir_fd`, which names the last part of a path alone, the whole path."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
 class Folder(contextlib.AbstractContextManager["Folder"]):
     """A directory that is opened once; files are opened relative to it. Missing directories are made.
 
@@ -65,7 +75,7 @@ class Folder(contextlib.AbstractContextManager["Folder"]):
             for part in parts:
                 where = part if _HAS_DIR_FD else at / part
                 at = at / part
-                with contextlib.suppress(FileExistsError):
+                with contextlib.suppress(FileExistsError), whole_path(at):
                     os.mkdir(where, dir_fd=self.handle)
                 self._check(where, at, stat.S_ISDIR, "directory")
                 if self.handle is not None:
@@ -97,7 +107,8 @@ class Folder(contextlib.AbstractContextManager["Folder"]):
         """Open a file for reading and appending, unbuffered; a link or a special file is an OSError."""
         self._check(self.name(name), self.path / name, stat.S_ISREG, "plain file")
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | _NO_LINK
-        return io.FileIO(os.open(self.name(name), flags, 0o666, dir_fd=self.handle), "a+")
+        with whole_path(self.path / name):
+            return io.FileIO(os.open(self.name(name), flags, 0o666, dir_fd=self.handle), "a+")
 
     def close(self) -> None:
         """Free the descriptor; may be called twice."""
@@ -149,7 +160,8 @@ def atomic_write(
         at, temp = folder.handle, folder.name(temp)
         # The kernel applies the umask to 0666. Reading the umask for a chmod would change it for other threads.
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK
-        raw = _TempFile(os.open(temp, flags, 0o666, dir_fd=at), "r+b")
+        with whole_path(path):
+            raw = _TempFile(os.open(temp, flags, 0o666, dir_fd=at), "r+b")
         try:
             with io.BufferedRandom(raw) as file:
                 if isinstance(content, bytes):

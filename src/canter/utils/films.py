@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import shutil
 import tempfile
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -26,6 +29,10 @@ def _ffmpeg() -> Any:
     return imageio_ffmpeg
 
 
+class FilmError(OSError):
+    """A film could not be written; an earlier one of the same name is intact."""
+
+
 class Film(AbstractContextManager["Film"]):
     """An .mp4 or .gif file to which frames (H, W, 3) uint8 are encoded as they are added; none is kept in memory."""
 
@@ -44,15 +51,21 @@ class Film(AbstractContextManager["Film"]):
             if frame.ndim != 3 or frame.shape[2] != 3:
                 raise ValueError(f"a frame must be (H, W, 3) uint8, got {frame.shape}")
             self._shape = frame.shape
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._folder = Path(tempfile.mkdtemp(prefix=".film-", dir=self.path.parent))
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._folder = Path(tempfile.mkdtemp(prefix=".film-", dir=self.path.parent))
+            except OSError as error:
+                raise FilmError(error.errno, error.strerror, str(self.path)) from error
             options: dict[str, Any] = {"macro_block_size": 1, **_FORMATS[self.path.suffix], "ffmpeg_log_level": "error"}
             height, width = self._even(frame).shape[:2]
             self._encoder = self._ffmpeg.write_frames(str(self._made), (width, height), fps=self.fps, **options)
             self._encoder.send(None)
         if frame.shape != self._shape:
             raise ValueError(f"the frame {self.num_frames} is {frame.shape}, the first one was {self._shape}")
-        self._encoder.send(np.ascontiguousarray(self._even(frame)))
+        try:
+            self._encoder.send(np.ascontiguousarray(self._even(frame)))
+        except OSError as error:
+            raise FilmError(errno.EIO, "the encoder stopped, for the reason above", str(self.path)) from error
         self.num_frames += 1
 
     def _even(self, frame: np.ndarray) -> np.ndarray:
@@ -63,16 +76,29 @@ class Film(AbstractContextManager["Film"]):
         """Complete the file; may be called twice."""
         if self._encoder is not None:
             self._encoder.close()
+            if not self._made.is_file() or not self._made.stat().st_size:
+                self.discard()
+                raise FilmError(errno.EIO, "the encoder wrote nothing", str(self.path))
             os.replace(self._made, self.path)  # which replaces a link, and does not write through it
-            self._folder.rmdir()
+        self.discard()
+
+    def discard(self) -> None:
+        """Drop the frames of a film that was not completed."""
+        if self._encoder is not None:
+            with contextlib.suppress(OSError):
+                self._encoder.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
         self._encoder = None
 
     @property
     def _made(self) -> Path:
         return self._folder / f"film{self.path.suffix}"
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if kind is not None and issubclass(kind, Exception):
+            self.discard()
+        else:  # Ctrl-C ends a film
+            self.close()
 
 
 def read_film(path: str | Path, max_frames: int = 150, max_width: int = 320) -> tuple[np.ndarray, float]:
