@@ -132,7 +132,7 @@ def test_a_profile_may_use_another_algorithm_with_its_own_preset(fast):
 def test_an_unknown_profile_is_an_error_that_lists_those_of_the_task_and_of_the_algorithm(fast):
     with pytest.raises(ValueError, match="no profile 'quick'; there are fast, replay for Pendulum-v1"):
         load_preset("Pendulum-v1", "fewepochs", "quick")
-    with pytest.raises(ValueError, match="no profile 'quick'; there are classic, massive for Pendulum-v1"):
+    with pytest.raises(ValueError, match="no profile 'quick'; there are classic, strong, massive for Pendulum-v1"):
         load_preset("Pendulum-v1", "sac", "quick")
 
 
