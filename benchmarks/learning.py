@@ -11,7 +11,8 @@ goes to `--out`; the table at the end has the mean over seeds. CartPole without 
 
     python benchmarks/learning.py canter/MaskedCartPole --set policy.class_name=ActorCriticRecurrent policy.rnn_type=gru
 
-`--note` names the settings in the results, so that runs with and without an option of PPO stand side by side.
+`--note` names the settings in the results, so that runs with and without an option of PPO stand side by side. After
+`--minutes` a run stops, and its line goes to a file beside `--out`, named *.cut.jsonl. `jobs.py` runs whole lists.
 """
 
 from __future__ import annotations
@@ -27,23 +28,25 @@ from itertools import product
 from pathlib import Path
 
 import torch
-import yaml
 from report import report
 
+from canter.cli.options import parse_value
 from canter.envs.wrap import env_options, make_env
 from canter.presets import load_preset
-from canter.runners import OffPolicyRunner, OnPolicyRunner
+from canter.runners import OffPolicyRunner, OnPolicyRunner, StopTraining
 
 
 def override(cfg, words):
-    """Set KEY=VALUE in a training dict; a key is a path with dots, a value is YAML."""
+    """Set KEY=VALUE in a training dict; a key is a path with dots, a value is YAML as on the command line of canter."""
     for word in words:
-        name, _, value = word.partition("=")
+        name, sign, value = word.partition("=")
+        if not sign:
+            raise SystemExit(f"--set {word}: give KEY=VALUE, for instance algorithm.lam=0.95")
         *path, last = name.split(".")
         node = cfg
         for key in path:
             node = node.setdefault(key, {})
-        node[last] = yaml.safe_load(value)
+        node[last] = parse_value(value)
 
 
 def settings(args, task):
@@ -53,8 +56,18 @@ def settings(args, task):
     return {**cfg, "total_timesteps": args.steps or cfg["total_timesteps"]}
 
 
+def stop_at(end):
+    """A callback that ends the training at a time of the system's clock."""
+
+    def stop(runner, stats):
+        if time.time() > end:
+            raise StopTraining
+
+    return stop
+
+
 def train(args, task, seed):
-    """Train once; returns the line of results."""
+    """Train once; returns the line of results, with `planned` steps if the time was over before them."""
     cfg = settings(args, task)
     total, on_policy = cfg["total_timesteps"], "num_steps_per_env" in cfg
     options = env_options(cfg.pop("run", {}))
@@ -66,18 +79,24 @@ def train(args, task, seed):
     runner = (OnPolicyRunner if on_policy else OffPolicyRunner)(
         env, {**cfg, **length, "seed": seed}, device=args.device, eval_env=judge, show_progress=False
     )
-    begin, secs, score, curve = time.perf_counter(), 0.0, {}, []
+    if args.end is not None:
+        runner.add_callback("post_iteration", stop_at(args.end))
+    begin, secs, score, curve, is_over = time.perf_counter(), 0.0, {}, [], False
     for point in range(1, args.points + 1):
         runner.learn(total_timesteps=max(0, total * point // args.points - runner.tot_timesteps))
         recent, secs = sum(runner.rewbuffer) / max(1, len(runner.rewbuffer)), time.perf_counter() - begin
-        score = runner.eval(args.episodes if point == args.points else 10)
+        is_over = point == args.points or runner.tot_timesteps < total * point // args.points
+        score = runner.eval(args.episodes if is_over else 10)
         curve.append([runner.tot_timesteps, round(secs, 1), round(score["eval/mean_reward"], 1)])
         print(f"{task} seed {seed}: {runner.tot_timesteps:,} steps, {secs:.0f} s, return {recent:.1f}, "
               f"without noise {curve[-1][2]:.1f}", flush=True)  # fmt: skip
+        if is_over:
+            break
     network = (cfg.get("policy") or {}).get("rnn_type", "mlp")
     result = {"task": task, "algo": args.algo, "policy": network, "seed": seed}
     result |= {name: value for name in ("preset", "profile", "note") if (value := getattr(args, name))}
     result |= {"steps": runner.tot_timesteps, "secs": round(secs)}
+    result |= {"planned": total} if runner.tot_timesteps < total else {}
     result |= {"eval": round(score["eval/mean_reward"], 1), "std": round(score["eval/std_reward"], 1)}
     return {**result, "curve": curve}
 
@@ -109,15 +128,18 @@ def main():
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--minutes", type=float, help="training stops after this time")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    args.end = None if args.minutes is None else time.time() + 60 * args.minutes
     torch.set_num_threads(args.threads)
     runs = list(product(args.tasks, args.seeds))
     results = []
     for result in train_beside(args, runs) if args.jobs > 1 else (train(args, *run) for run in runs):
         results.append(result)
         if result:
-            report(result, args.out)
+            is_cut = "planned" in result and args.out is not None
+            report(result, args.out.with_suffix(".cut.jsonl") if is_cut else args.out)
     for task in args.tasks:
         values = [result["eval"] for result in results if result and result["task"] == task]
         if values:

@@ -1,14 +1,24 @@
-"""Train an mjlab task by canter or rsl_rl for some seconds, and score the policies that were saved on the way.
+"""Train an mjlab task by canter or rsl_rl for some seconds or iterations, and score the policies saved on the way.
 
-    python benchmarks/mjlab_race.py train canter --seconds 60 --seed 1 --out runs/canter-1 --set num_steps_per_env=8
+    python benchmarks/mjlab_race.py train canter --profile fast --seconds 60 --seed 1 --out runs/canter-1
     python benchmarks/mjlab_race.py train rsl_rl --seconds 250 --seed 1 --out runs/rsl_rl-1
-    python benchmarks/mjlab_race.py score runs/canter-1 runs/rsl_rl-1
+    python benchmarks/mjlab_race.py train canter --iterations 300 --marks-iterations 100 200 --out runs/canter-2
+    python benchmarks/mjlab_race.py score runs/canter-1 runs/rsl_rl-1 --out scores.jsonl
+    python benchmarks/mjlab_race.py collect runs/canter-1 runs/rsl_rl-1 --scores scores.jsonl
+    python benchmarks/mjlab_race.py plot docs/assets/mjlab_race.png
+    python benchmarks/mjlab_race.py simulate --num-envs 4096 --out benchmarks/results
 
-Seconds count from the start of the process. `train` saves the policy at the end of the first iteration after each mark
-(30, 60, 120, 250 s) as TorchScript, and one line per iteration in progress.jsonl: seconds, environment steps, mean
-reward of a step. `score` drives all policies at once, each in environments of its own, without exploration noise and
-with the command ranges of the curriculum's first stage: mean return of 2,000 full episodes each. rsl_rl has mjlab's
-own settings; canter too, except what `--set` changes.
+`mjlab_race.sh` does all of it for docs/benchmarks.md.
+
+`train` saves the policy as TorchScript at the end of the first iteration after each mark and at the end of training,
+and one line per iteration in progress.jsonl: seconds, iteration, environment steps, mean reward of a step. With
+`--seconds` the marks are 30, 60, 120 and 250 s from the start of the process; `--iterations` does not depend on what
+else runs on the GPU. An iteration of SAC and TD3 is 24 steps of every environment. `simulate` reports the steps per
+second of the environments alone, with random actions.
+
+`score` drives all policies at once, each in environments of its own, without exploration noise and with the command
+ranges of the curriculum's first stage: mean return of 2,000 full episodes each. rsl_rl has mjlab's own settings; canter
+too, except what the preset's `--profile` and `--set` (KEY=VALUE, as in learning.py) change.
 """
 
 import time
@@ -25,14 +35,16 @@ from pathlib import Path  # noqa: E402
 os.environ.setdefault("MUJOCO_GL", "disabled")
 os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
-import yaml  # noqa: E402
 
 MARKS = (30, 60, 120, 250)
 TASK = "Mjlab-Velocity-Flat-Unitree-Go1"
+RESULTS = Path(__file__).parent / "results"
+RACE, CURVES, SPEED = "mjlab_race.jsonl", "mjlab_curves.jsonl", "mjlab_speed.jsonl"
 
 
-class OutOfTimeError(Exception):
+class EndOfTrainingError(Exception):
     """Raised at the end of the last iteration."""
 
 
@@ -40,13 +52,16 @@ class Progress:
     """Writes a line per iteration, and the policy after each mark."""
 
     def __init__(self, args, num_envs, trace):
-        self.args, self.trace, self.marks = args, trace, [mark for mark in MARKS if mark <= args.seconds]
-        if args.seconds not in MARKS:
-            self.marks.append(args.seconds)
+        self.args, self.trace, self.iteration = args, trace, 0
+        if args.iterations is not None:
+            self.marks = sorted({*args.marks_iterations, args.iterations})
+        else:
+            self.marks = [*(mark for mark in MARKS if mark < args.seconds), args.seconds]
         args.out.mkdir(parents=True, exist_ok=True)
         self.file = (args.out / "progress.jsonl").open("w")
         self.reward, self.steps, self.num_envs, self.shown = torch.zeros(2, device=args.device), 0, num_envs, 0.0
-        self.write(event="environment built")
+        told = {"task": args.task, "library": args.library, "profile": args.profile, "set": args.set, "seed": args.seed}
+        self.write(event="environment built", envs=num_envs, **told)
 
     def write(self, **row):
         self.file.write(json.dumps({"seconds": round(time.time() - BEGIN, 3), **row}) + "\n")
@@ -60,16 +75,18 @@ class Progress:
     def end_iteration(self):
         total, count = self.reward.tolist()
         now = time.time() - BEGIN
-        self.write(steps=self.steps, reward=round(total / max(count, 1), 5))
+        self.iteration += 1
+        self.write(iteration=self.iteration, steps=self.steps, reward=round(total / max(count, 1), 5))
         if now - self.shown > 10:
             self.shown = now
-            print(f"{self.args.out.name} {now:.0f} s {self.steps} steps {total / max(count, 1):.4f} a step", flush=True)
+            reward = f"{total / max(count, 1):.4f} a step"
+            print(f"{self.args.out.name} {now:.0f} s {self.iteration} it {self.steps} steps {reward}", flush=True)
         self.reward.zero_()
-        if self.marks and now >= self.marks[0]:
-            mark = self.marks.pop(0)
-            self.trace().save(str(self.args.out / f"policy_{mark:g}.ts"))
+        unit, reached = ("iteration", self.iteration) if self.args.iterations is not None else ("seconds", now)
+        if reached >= self.marks[0]:
+            self.trace().save(str(self.args.out / f"policy_{unit}_{self.marks.pop(0):g}.ts"))
         if not self.marks:
-            raise OutOfTimeError
+            raise EndOfTrainingError
 
 
 def make_env(args, num_envs):
@@ -129,32 +146,32 @@ def train_rsl_rl(args):
     runner.alg.update = counted_update
     try:
         runner.learn(num_learning_iterations=10**6, init_at_random_ep_len=True)
-    except OutOfTimeError:
+    except EndOfTrainingError:
         progress.write(event="end")
 
 
 def train_canter(args):
     import gymnasium
+    from learning import override
 
-    from canter.envs.mjlab import mjlab_training_dict
+    from canter.presets import load_preset
     from canter.runners import OffPolicyRunner, OnPolicyRunner, StopTraining
 
-    raw, rl_cfg = make_env(args, args.num_envs or 4096)
-    changes = {key: yaml.safe_load(text) for key, _, text in (change.partition("=") for change in args.set)}
-    algorithm = changes.pop("algorithm.class_name", "PPO")
+    changes = {"algorithm": {"class_name": "PPO"}}
+    override(changes, args.set)
+    algorithm = changes["algorithm"]["class_name"]
+    preset = load_preset(f"mjlab/{args.task}", profile=args.profile)
+    raw, rl_cfg = make_env(args, args.num_envs or preset["num_envs"])
+    for name in ("task", "total_timesteps", "num_envs"):
+        preset.pop(name)
     groups = {name: list(group) for name, group in rl_cfg.obs_groups.items()}
     own = {"save_interval": 0, "logger": [], "seed": args.seed}
     if algorithm == "PPO":
-        cfg = mjlab_training_dict(args.task) | own | {"max_iterations": 10**6, "log_interval": 1}
+        cfg = preset | own | {"max_iterations": 10**6, "log_interval": 1}
     else:
         cfg = own | {"algorithm": {"class_name": algorithm, "profile": "massive"}, "obs_groups": groups}
         cfg["log_interval"] = raw.num_envs * 24
-    for key, value in changes.items():
-        *sections, name = key.split(".")
-        part = cfg
-        for section in sections:
-            part = part[section]
-        part[name] = value
+    override(cfg, args.set)
     if algorithm == "PPO":
         runner = OnPolicyRunner(raw, cfg, None, args.device, show_progress=False)
     else:
@@ -174,7 +191,7 @@ def train_canter(args):
         if metrics:
             try:
                 progress.end_iteration()
-            except OutOfTimeError:
+            except EndOfTrainingError:
                 raise StopTraining from None
 
     if algorithm == "PPO":
@@ -184,9 +201,29 @@ def train_canter(args):
     progress.write(event="end")
 
 
+def simulate(args):
+    """Step the environments with random actions, resets included."""
+    env, _ = make_env(args, args.num_envs)
+    env.reset()
+    shape = (env.num_envs, env.action_manager.total_action_dim)
+    for count in (20, args.steps):  # the first are a warm-up
+        begin = time.time()
+        for _ in range(count):
+            reward = env.step(torch.randn(shape, device=args.device))[1]
+        reward.cpu()  # waits for the GPU
+    rate = env.num_envs * args.steps / (time.time() - begin)
+    from report import report
+
+    found = {"task": args.task, "what": "simulator alone", "envs": env.num_envs, "steps_per_s": round(rate)}
+    report(found, args.out and args.out / SPEED)
+
+
 def score(args):
     """Drive all policies in one simulation; the first episode of every environment counts."""
-    files = [file for run in args.runs for file in sorted(run.glob("policy_*.ts"), key=lambda f: float(f.stem[7:]))]
+    in_order = {"key": lambda file: float(file.stem.rpartition("_")[2])}
+    files = [file for run in args.runs for file in sorted(run.glob("policy_*_*.ts"), **in_order)]
+    if not files:
+        raise SystemExit(f"there is no saved policy (policy_*_*.ts) in {', '.join(map(str, args.runs))}")
     policies = [torch.jit.load(str(file), map_location=args.device) for file in files]
     env, rl_cfg = make_env(args, args.episodes * len(files))
     group = rl_cfg.obs_groups["actor"][0]
@@ -205,12 +242,86 @@ def score(args):
             alive &= ~(terminated | truncated)
             if number % 100 == 0 and not alive.any():
                 break
+    rows = []
     for file, returns, steps, falls in zip(
         files, *(t.float().split(args.episodes) for t in (total, length, fell)), strict=True
     ):
-        row = {"run": file.parent.name, "seconds": float(file.stem[7:]), "return": round(returns.mean().item(), 3)}
+        _, unit, mark = file.stem.split("_")
+        row = {"run": file.parent.name, unit: float(mark), "return": round(returns.mean().item(), 3)}
         row |= {"error": round(returns.std().item() / len(returns) ** 0.5, 3), "length": round(steps.mean().item(), 1)}
-        print(json.dumps(row | {"falls": round(falls.mean().item(), 4)}), flush=True)
+        rows.append(json.dumps(row | {"falls": round(falls.mean().item(), 4)}) + "\n")
+    print("".join(rows), end="", flush=True)
+    if args.out is not None:
+        args.out.write_text("".join(rows))
+
+
+def read_run(run):
+    """The first line of a run's progress, and arrays of the seconds, steps and rewards of its iterations."""
+    head, *rows = map(json.loads, (run / "progress.jsonl").read_text().splitlines())
+    rows = [row for row in rows if "iteration" in row]
+    return head, *(np.array([row[name] for row in rows]) for name in ("seconds", "steps", "reward"))
+
+
+def collect(args):
+    """Report every scored policy by seconds, and the curve of every run.
+
+    With `--pace` the runs shared the GPU, and their seconds are those in which the run of the same library in `--pace`,
+    which had the GPU for itself, would have done as many iterations.
+    """
+    from report import report
+
+    scored = [json.loads(line) for line in args.scores.read_text().splitlines()]
+    paces = {read_run(run)[0]["library"]: read_run(run)[1] for run in args.pace}
+    for run in args.runs:
+        head, seconds, steps, rewards = read_run(run)
+        told = {name: head[name] for name in ("task", "library", "profile", "seed", "envs")}
+        pace = paces.get(head["library"])
+        told["gpu"] = "alone" if pace is None and not args.shared else "shared"
+        if pace is not None:
+            seconds = pace[0] + np.median(np.diff(pace)) * np.arange(len(seconds))
+        for row in (row for row in scored if row["run"] == run.name):
+            done = int(row["iteration"]) if "iteration" in row else int((seconds <= row["seconds"]).sum()) + 1
+            at = min(done, len(steps)) - 1
+            mark = min(MARKS, key=lambda mark: abs(mark - seconds[at]))
+            found = {"seconds": row.get("seconds", mark), "iterations": at + 1, "steps": int(steps[at])}
+            report(told | found | {name: row[name] for name in ("return", "error", "falls")}, args.out / RACE)
+        window = max(1, len(steps) // 60)
+        parts = [slice(i, i + window) for i in range(0, len(steps), window)]
+        curve = [
+            [round(float(seconds[p][-1]), 1), int(steps[p][-1]), round(float(rewards[p].mean()), 4)] for p in parts
+        ]
+        report(told | {"curve": curve}, args.out / CURVES)
+        settled = len(steps) // 4  # without the start
+        if told["gpu"] == "alone" and settled:
+            rate = (steps[-1] - steps[settled]) / (seconds[-1] - seconds[settled])
+            name = f"{told['library']}, profile {told['profile']}" if told["profile"] else told["library"]
+            found = {"task": told["task"], "what": name, "envs": told["envs"], "seed": told["seed"]}
+            report(found | {"steps_per_s": round(float(rate))}, args.out / SPEED)
+
+
+def plot(args):
+    """Draw the curves of both libraries against seconds and against steps, a line per seed."""
+    import matplotlib.pyplot as plt
+
+    rows = [json.loads(line) for line in (args.results / CURVES).read_text().splitlines()]
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    figure, axes = plt.subplots(len(tasks), 2, figsize=(9, 3 * len(tasks)), squeeze=False, layout="constrained")
+    colors = {"canter": "tab:blue", "rsl_rl": "tab:orange"}
+    for task, (by_seconds, by_steps) in zip(tasks, axes, strict=True):
+        for row in (row for row in rows if row["task"] == task):
+            seconds, steps, rewards = np.array(row["curve"]).T
+            style = {"color": colors[row["library"]], "label": row["library"], "linewidth": 1.2}
+            by_seconds.plot(seconds, rewards, **style)
+            by_steps.plot(steps / 1e6, rewards, **style)
+        by_seconds.set(xlabel="seconds since the start of the process", ylabel="mean reward of a step")
+        by_seconds.set_title(task.removeprefix("Mjlab-Velocity-").replace("-Unitree-", " "), loc="left")
+        by_steps.set(xlabel="million environment steps")
+        handles = dict(zip(*reversed(by_seconds.get_legend_handles_labels()), strict=True))
+        by_seconds.legend(handles.values(), handles.keys(), frameon=False)
+        for axis in (by_seconds, by_steps):
+            axis.grid(alpha=0.3)
+            axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(args.out, dpi=110)
 
 
 def main():
@@ -218,21 +329,45 @@ def main():
     sub = parser.add_subparsers(required=True)
     one = sub.add_parser("train")
     one.add_argument("library", choices=("canter", "rsl_rl"))
-    one.add_argument("--seconds", type=float, default=250)
+    length = one.add_mutually_exclusive_group()
+    length.add_argument("--seconds", type=float, default=250, help="end after this time")
+    length.add_argument("--iterations", type=int, help="end after this many iterations instead")
+    one.add_argument("--marks-iterations", type=int, nargs="+", default=[], help="iterations after which to save too")
     one.add_argument("--num-envs", type=int, default=None)
+    one.add_argument("--profile", help="a profile of canter's preset")
     one.add_argument("--out", type=Path, required=True)
     one.add_argument("--bound", type=float, default=3.0, help="SAC and TD3: actions lie in [-bound, bound]")
-    one.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="setting of canter; VALUE is YAML")
+    one.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help="settings of canter")
     one.set_defaults(run=lambda args: {"canter": train_canter, "rsl_rl": train_rsl_rl}[args.library](args))
     two = sub.add_parser("score")
     two.add_argument("runs", type=Path, nargs="+")
     two.add_argument("--episodes", type=int, default=2000)
+    two.add_argument("--out", type=Path, help="file for the scores; mjlab prints much else")
     two.set_defaults(run=score)
-    for each in (one, two):
+    three = sub.add_parser("simulate")
+    three.add_argument("--num-envs", type=int, default=4096)
+    three.add_argument("--steps", type=int, default=200)
+    three.add_argument("--out", type=Path, help="folder for the result")
+    three.set_defaults(run=simulate)
+    four = sub.add_parser("collect")
+    four.add_argument("runs", type=Path, nargs="+")
+    four.add_argument("--scores", type=Path, required=True, help="the file of `score`")
+    four.add_argument("--pace", type=Path, nargs="*", default=[], help="runs that had the GPU for themselves")
+    four.add_argument("--shared", action="store_true", help="the runs shared the GPU; seconds are the clock's")
+    four.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    four.set_defaults(run=collect)
+    five = sub.add_parser("plot")
+    five.add_argument("out", type=Path)
+    five.add_argument("--results", type=Path, default=RESULTS)
+    five.set_defaults(run=plot)
+    for each in (one, two, three):
         each.add_argument("--task", default=TASK)
         each.add_argument("--device", default="cuda:0")
         each.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
+    marks = getattr(args, "marks_iterations", ())
+    if marks and not 0 < min(marks) <= max(marks) <= (args.iterations or 0):
+        parser.error(f"--marks-iterations {marks} must lie between 1 and --iterations {args.iterations}")
     args.run(args)
 
 

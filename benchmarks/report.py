@@ -15,10 +15,10 @@ with a figure in the text, or a table:
     <!-- end -->
 
 A query is `[name=value ...] [function] field [format]`, or two of them divided by ` / `; `name=a,b` selects either. The
-functions are `mean`, `each` (seed by seed), `min`, `max` and `all` (distinct values); without one, all selected lines
-must agree. `curve@N` is the return at N steps; `about` is the date, machine, versions and commit. A table has one row
-for every combination of the fields after `per`; a selection inside its braces replaces that of the row. Formats are
-Python's, and `.2M` is in millions.
+functions are `mean`, `iqm` (interquartile mean), `interval` (of the `iqm`, by bootstrap), `each` (seed by seed), `min`,
+`max` and `all` (distinct values); without one, all selected lines must agree. `curve@N` is the return at N steps;
+`about` is the date, machine, versions and commit. A table has one row for every combination of the fields after `per`;
+a selection inside its braces replaces that of the row. Formats are Python's, and `.2M` is in millions.
 
 All other numbers on a page in `STRICT` must be part of a name, or settings, sizes and versions in code font. On other
 pages this holds for numbers with a unit of measurement, which are never settings.
@@ -38,11 +38,17 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from canter.utils.statistics import iqm_estimate
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+OTHER_SETTINGS = {"preset", "profile", "note"}  # of runs with other settings than the task's preset
 SCORES = ROOT / "src" / "canter" / "presets" / "scores.json"
 STRICT = ["README.md", "docs/index.md", "docs/benchmarks.md"]
-FUNCTIONS = ("mean", "each", "min", "max", "all")
+FUNCTIONS = ("mean", "iqm", "interval", "each", "min", "max", "all")
+OF_SEEDS = ("mean", "iqm", "interval", "each")
 # Flags that are followed by a path of one machine.
 PATHS = (
     "--out",
@@ -151,10 +157,13 @@ def value_of(words, rows, chosen) -> Any:
             raise NoSourceError(f"{field} has several values, {sorted(set(values))[:5]}: select one or use {FUNCTIONS}")
         return values[0]
     seeds = [row["seed"] for row in found if "seed" in row]
-    if function[0] in ("mean", "each") and len(seeds) > len(set(seeds)):
+    if function[0] in OF_SEEDS and len(seeds) > len(set(seeds)):
         raise NoSourceError(f"two of the selected lines have the same seed: {seeds}")
     if function == ["each"]:
         return values
+    if function[0] in ("iqm", "interval"):
+        estimate = iqm_estimate([np.array(values)])
+        return estimate.value if function == ["iqm"] else [estimate.low, estimate.high]
     return {"mean": statistics.fmean, "min": min, "max": max}[function[0]](values)
 
 
@@ -275,7 +284,7 @@ def scores():
             for task, preset in presets(algorithm).items():
                 network = (preset.get("policy") or {}).get("rnn_type", "mlp")
                 own = [row for row in read(file) if row["task"] == task and row.get("algo", "ppo") == algorithm]
-                own = [row for row in own if row.get("policy", "mlp") == network]
+                own = [row for row in own if row.get("policy", "mlp") == network and not row.keys() & OTHER_SETTINGS]
                 if own:
                     length = min((row["steps"] for row in own), key=lambda n: abs(n - preset["total_timesteps"]))
                     returns = [row["eval"] for row in own if row["steps"] == length]

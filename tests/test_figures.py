@@ -58,6 +58,8 @@ def test_every_figure_of_the_documentation_has_its_source():
         ("algo=sac eval .1f", "9.2"),
         ("task=Reach mean eval .2f", "3.00"),
         ("task=Reach each eval .0f", "2, 4"),
+        ("task=Reach iqm eval .1f", "3.0"),
+        ("task=Reach interval eval .1f", "2.0, 4.0"),
         ("algo=ppo max eval .0f", "6"),
         ("algo=ppo min eval .0f", "2"),
         ("all task", "Reach, Push"),
@@ -189,5 +191,6 @@ def test_a_score_is_of_the_runs_nearest_to_the_length_of_the_preset(report, monk
     rows = [
         {"task": "Pendulum-v1", "algo": "sac", "steps": n, "eval": e} for n, e in ((20_000, 1), (20_000, 3), (9, 7))
     ]
+    rows.append({**rows[0], "profile": "strong", "eval": 50})
     monkeypatch.setattr(report, "read", lambda name: rows if name.startswith("off_policy") else [])
     assert report.scores() == {"sac": {"Pendulum-v1": {"return": 2.0, "seeds": 2, "steps": 20_000}}}
