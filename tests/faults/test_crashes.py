@@ -75,7 +75,7 @@ def test_out_of_memory_names_the_settings_to_change_and_the_state_is_saved(make_
 
 def test_parameters_are_not_read_on_a_device_without_memory(make_runner, monkeypatch):
     runner = make_runner(NoMemory(4))
-    monkeypatch.setattr(runner, "raise_if_diverged", lambda **options: pytest.fail("the parameters were read"))
+    monkeypatch.setattr(runner.health, "raise_if_diverged", lambda **options: pytest.fail("the parameters were read"))
     with pytest.raises(torch.OutOfMemoryError, match="ran out of memory in iteration 3"):
         runner.learn(3)
 

@@ -193,7 +193,7 @@ def test_an_off_policy_run_whose_updates_are_all_skipped_stops(kind):
 
 @pytest.mark.parametrize(("kind", "value"), [("scalar", -3.0), ("scalar", 0.0), ("log", -50.0)])
 def test_noise_that_collapses_stays_positive_and_is_reported_once(make_runner, monkeypatch, kind, value):
-    monkeypatch.setattr("canter.runners.runner.MAX_QUIET", 3)
+    monkeypatch.setattr("canter.runners.health.MAX_QUIET", 3)
     policy = {"class_name": "ActorCritic", "actor_hidden_dims": [4], "critic_hidden_dims": [4], "noise_std_type": kind}
     slow = {"class_name": "PPO", "learning_rate": 1e-8, "schedule": "fixed"}  # else it grows again
     runner = make_runner(PointRobot(4), algorithm=slow, policy=policy, log_interval=1)

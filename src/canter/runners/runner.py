@@ -17,7 +17,6 @@ import numpy as np
 import torch
 import yaml
 from gymnasium import spaces
-from torch import Tensor
 
 from canter import __version__
 from canter.algorithms import REGISTRY
@@ -30,6 +29,7 @@ from canter.modules.build import build_actor_critic
 from canter.modules.normalizer import ReturnScaler
 from canter.runners.checkpoints import Checkpoints
 from canter.runners.evaluation import InferencePolicy, run_episodes
+from canter.runners.health import TrainingHealth
 from canter.runners.rsl_rl_config import RSL_RL_MODELS, complete
 from canter.runners.run_config import RunPlan, find_algorithm, make_plan
 from canter.runners.run_log import (
@@ -46,16 +46,13 @@ from canter.utils.console import Console, table
 from canter.utils.distributed import RANKS
 from canter.utils.files import RunLock, atomic_write
 from canter.utils.logging import Logger
-from canter.utils.memory import MemoryLimit, out_of_memory
-from canter.utils.metrics import DivergedError, NonFiniteError, StepStats
+from canter.utils.memory import MemoryLimit
+from canter.utils.metrics import StepStats
 from canter.utils.runtime import HANGUP, StopSignal, preserved_rng, resolve_device
 from canter.utils.tree import tree_leaves
 
 MAX_HISTORY = 10_000  # log entries; metrics.jsonl has them all
 PARTS = ("actor", "critic", "student", "teacher", "optimizer", "iteration", "rnd")
-MEMORY_SETTINGS = ("num_envs", "num_steps_per_env", "buffer_size", "batch_size", "num_mini_batches")
-LEAST_NOISE, MAX_QUIET = 1e-4, 100  # standard deviation of actions; reports in a row below it, until a warning
-MAX_SKIPPED = 10  # reports in a row without one update that was applied
 
 
 class LearnResult(NamedTuple("RobotMetrics", [("velrmsd", float), ("CoT", float)])):
@@ -133,7 +130,7 @@ class Runner(ABC):
         self.critic_obs: Any = None
         self.actions: Any = None
         """The actions that the environments got last."""
-        self.num_evals = self.num_skipped = self.num_quiet = 0
+        self.num_evals = 0
         self.callbacks = Callbacks(self.cfg.callback_errors)
         self.writer: Logger | None = None
         """The logger, while it is open."""
@@ -143,6 +140,7 @@ class Runner(ABC):
         self.resumed_at: int | None = None  # timesteps of a loaded checkpoint, until later log entries are removed
         self._has_stored_code = False
         self.checkpoints = Checkpoints(self)
+        self.health = TrainingHealth(self)
         with MemoryLimit("the run"):
             self.alg = self.agent = self._build_algorithm(obs_space, action_space) if agent is None else agent
             alg = self.alg
@@ -194,7 +192,7 @@ class Runner(ABC):
     def keep_stats(self, num_steps: int) -> None:
         """Record the statistics of the algorithm's steps, up to `num_steps` between two reads."""
         self.stats = StepStats(self.env.num_envs, num_steps, self.device, self.cfg.extra_log_keys)
-        self.stats.guard.check_policy = self.raise_if_diverged
+        self.stats.guard.check_policy = self.health.raise_if_diverged
         is_host = self.device.type == "cpu"
         self.alg.on_record = [] if is_host else [self.stats.tracker.write]
         self.alg.on_step = [self.stats.tracker.put] if is_host else []
@@ -285,16 +283,16 @@ class Runner(ABC):
         except StopTraining:
             return True
         except (torch.OutOfMemoryError, MemoryError) as error:
-            sizes = {"num_envs": self.env.num_envs, **vars(self.cfg)}
-            sizes = {name: sizes[name] for name in MEMORY_SETTINGS if sizes.get(name) is not None}
-            raise out_of_memory(error, f"iteration {self.iteration + 1}", self.device, sizes) from error
+            raise self.health.memory_error(error) from error
         return False
 
     def _one_iteration(
         self, reporter: TrialReporter | None, console: Console, history: deque[dict[str, float]]
     ) -> None:
         self.callbacks.fire("pre_iteration", self)
-        metrics = self._checked_iteration()
+        with self.health.explained_errors():
+            metrics = self.run_iteration()
+        self.health.check(metrics)
         self.iteration += 1
         self.tot_timesteps += self.steps_per_iteration()
         self.alg.adjust_learning_rate(self.iteration / self.horizon)
@@ -327,58 +325,6 @@ class Runner(ABC):
             self.checkpoints.save_periodic()
             self.writer = self.writer and self.writer.close()
             raise pruned_exception(f"pruned at iteration {self.iteration}")
-
-    def _checked_iteration(self) -> dict[str, float]:
-        """Run an iteration; if it failed, or its losses are not finite, find out whether the policy is the cause."""
-        try:
-            metrics = self.run_iteration()
-        except (NonFiniteError, StopTraining, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # environments react to actions that are NaN in many ways
-            self.raise_if_diverged(cause=error)
-            raise
-        if not metrics:  # none were read
-            return metrics
-        if not all(math.isfinite(value) for name, value in metrics.items() if name.startswith("train/")):
-            self.raise_if_diverged()
-        if any(name.startswith("train/") for name in metrics):
-            self.num_skipped = self.num_skipped + 1 if self.alg.skipped_share >= 1.0 else 0
-            if self.num_skipped >= MAX_SKIPPED:
-                found = f"every update of the last {MAX_SKIPPED} reports was skipped, its gradient was NaN or infinite"
-                raise self._divergence(found)
-        if (noise := metrics.get("policy/mean_noise_std")) is not None:
-            self.num_quiet = self.num_quiet + 1 if noise < LEAST_NOISE else 0
-            if self.num_quiet == MAX_QUIET:
-                found = f"the action noise collapsed: its standard deviation is {noise:.2g} on average"
-                way_out = "raise clip_min_std or entropy_coef, or lower the learning rate"
-                warnings.warn(f"{found}, for {MAX_QUIET} reports now, so nothing new is tried; {way_out}", stacklevel=5)
-        return metrics
-
-    def raise_if_diverged(self, actions: Tensor | None = None, cause: Exception | None = None) -> None:
-        """Raise DivergedError if a parameter that learns, or an action (of the last ones if None), is NaN or infinite.
-
-        It reads the device, so it is called only where something went wrong.
-        """
-        learned = ((name, p) for part in self.alg.modules() for name, p in part.named_parameters() if p.requires_grad)
-        bad = [name for name, p in learned if not p.isfinite().all()]
-        actions = self.actions if actions is None else actions
-        has_bad_actions = actions is not None and actions.is_floating_point() and not actions.isfinite().all()
-        if not bad and not has_bad_actions:
-            return
-        found = f"parameter {bad[0]!r} is NaN or infinite" if bad else "its actions are NaN or infinite"
-        found += f", the first of {len(bad)}" if len(bad) > 1 else ""
-        raise self._divergence(found, "The environment is not the cause. ") from cause
-
-    def _divergence(self, found: str, cause: str = "") -> DivergedError:
-        """The error that names the iteration, what was found, the first metric that is not finite, and the ways out."""
-        means = self.alg.meter.means() if hasattr(self.alg, "meter") else {}
-        losses = [name for name, value in means.items() if not math.isfinite(value)]
-        found += f"; the first such metric is {losses[0].rpartition('/')[2]!r}" if losses else ""
-        rates = {name: getattr(self.alg, name) for name in getattr(self.alg, "rates", ("learning_rate",))}
-        settings = rates | {"max_grad_norm": self.alg.cfg.max_grad_norm}
-        lower = ", ".join(f"{name} (now {value or 0:g})" for name, value in settings.items())
-        text = f"the policy diverged in iteration {self.iteration + 1}: {found}. {cause}"
-        return DivergedError(f"{text}Lower {lower}, scale the rewards down, or resume an earlier checkpoint")
 
     def start(self, init_at_random_ep_len: bool) -> None:
         """Read the observation from which the next rollout starts."""
