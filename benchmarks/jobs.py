@@ -23,7 +23,7 @@ from pathlib import Path
 import yaml
 
 FOLDER = Path(__file__).resolve().parent
-ENTRY = {"tasks", "algo", "preset", "profile", "seeds", "steps", "set", "note", "device", "episodes"}
+ENTRY = {"tasks", "algo", "preset", "profile", "seeds", "steps", "set", "note", "device", "episodes", "execution"}
 IDENTITY = ("task", "algo", "preset", "profile", "note", "seed")
 ROUNDED_UP = 1.1  # whole iterations make a run longer than its steps, by less than this
 
@@ -60,7 +60,19 @@ def command(job, args, minutes):
     """The command that runs a job."""
     words = [sys.executable, str(FOLDER / "learning.py"), job["task"], "--seeds", str(job["seed"])]
     given = {"device": args.device, "threads": args.threads, "out": args.out, "minutes": minutes, **job}
-    for name in ("algo", "preset", "profile", "steps", "note", "device", "episodes", "threads", "out", "minutes"):
+    for name in (
+        "algo",
+        "preset",
+        "profile",
+        "steps",
+        "note",
+        "device",
+        "episodes",
+        "execution",
+        "threads",
+        "out",
+        "minutes",
+    ):
         if given.get(name) is not None:
             words += [f"--{name}", str(given[name])]
     return [*words, "--set", *job["set"]] if job.get("set") else words

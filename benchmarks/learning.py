@@ -1,35 +1,32 @@
 """Train presets on several seeds and evaluate each policy without noise.
 
     python benchmarks/learning.py CartPole-v1 Acrobot-v1 --seeds 1 2 3
-    python benchmarks/learning.py HalfCheetah-v5 Ant-v5 --seeds 1 2 3 4 5 --jobs 10
-    python benchmarks/learning.py HalfCheetah-v5 --algo sac --steps 300000 --device cuda --jobs 3
+    python benchmarks/learning.py HalfCheetah-v5 Ant-v5 --seeds 1 2 3 4 5 --execution compile
+    python benchmarks/learning.py HalfCheetah-v5 --algo sac --steps 300000 --device cuda
     python benchmarks/learning.py Swimmer-v5 --preset default                # as a task without a preset is trained
     python benchmarks/learning.py HalfCheetah-v5 --set algorithm.lam=0.95 policy.init_noise_std=0.5
 
-With `--jobs` several runs go on at the same time, each in a process with `--threads` threads. One line of JSON per run
-goes to `--out`; the table at the end has the mean over seeds. CartPole without velocities:
+One line of JSON per run goes to `--out`; the table at the end has the mean over seeds. `jobs.py` runs lists of such
+trainings, several at the same time. CartPole without velocities:
 
     python benchmarks/learning.py canter/MaskedCartPole --set policy.class_name=ActorCriticRecurrent policy.rnn_type=gru
 
 `--note` names the settings in the results, so that runs with and without an option of PPO stand side by side. After
-`--minutes` a run stops, and its line goes to a file beside `--out`, named *.cut.jsonl. `jobs.py` runs whole lists.
+`--minutes` a run stops, and its line goes to a file beside `--out`, named *.cut.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import statistics
-import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import product
 from pathlib import Path
 
 import torch
 from report import report
 
+from canter.algorithms.algorithm import EXECUTIONS
 from canter.cli.options import parse_value
 from canter.envs.wrap import env_options, make_env
 from canter.presets import load_preset
@@ -53,6 +50,8 @@ def settings(args, task):
     """The preset of a task, with the changes of the command line."""
     cfg = {**load_preset(args.preset or task, args.algo, args.profile), "task": task}
     override(cfg, args.set)
+    if args.execution is not None:
+        cfg["execution"] = args.execution
     return {**cfg, "total_timesteps": args.steps or cfg["total_timesteps"]}
 
 
@@ -101,18 +100,6 @@ def train(args, task, seed):
     return {**result, "curve": curve}
 
 
-def train_beside(args, runs):
-    """The results of runs in `jobs` processes, as they end; None for one that failed."""
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)
-    options = {"initializer": torch.set_num_threads, "initargs": (args.threads,)}
-    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"), **options) as pool:
-        futures = {pool.submit(train, args, *run): run for run in runs}
-        for future in as_completed(futures):
-            if error := future.exception():
-                print(f"{futures[future]} failed: {error!r}", flush=True)
-            yield None if error else future.result()
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tasks", nargs="+")
@@ -125,7 +112,7 @@ def main():
     parser.add_argument("--note", help="a name for these settings, kept in the results")
     parser.add_argument("--episodes", type=int, default=20, help="episodes of the evaluation at the end")
     parser.add_argument("--points", type=int, default=10, help="points of the curve")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--execution", choices=EXECUTIONS, help="how the algorithm's functions run")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--minutes", type=float, help="training stops after this time")
@@ -133,18 +120,15 @@ def main():
     args = parser.parse_args()
     args.end = None if args.minutes is None else time.time() + 60 * args.minutes
     torch.set_num_threads(args.threads)
-    runs = list(product(args.tasks, args.seeds))
     results = []
-    for result in train_beside(args, runs) if args.jobs > 1 else (train(args, *run) for run in runs):
+    for task, seed in product(args.tasks, args.seeds):
+        result = train(args, task, seed)
+        is_cut = "planned" in result and args.out is not None
+        report(result, args.out.with_suffix(".cut.jsonl") if is_cut else args.out)
         results.append(result)
-        if result:
-            is_cut = "planned" in result and args.out is not None
-            report(result, args.out.with_suffix(".cut.jsonl") if is_cut else args.out)
     for task in args.tasks:
-        values = [result["eval"] for result in results if result and result["task"] == task]
-        if values:
-            print(f"{task:28}{statistics.mean(values):10.1f}   seeds: {', '.join(f'{v:.1f}' for v in values)}")
-    sys.exit(None in results)
+        values = [result["eval"] for result in results if result["task"] == task]
+        print(f"{task:28}{statistics.mean(values):10.1f}   seeds: {', '.join(f'{v:.1f}' for v in values)}")
 
 
 if __name__ == "__main__":
