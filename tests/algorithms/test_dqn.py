@@ -99,6 +99,26 @@ def test_epsilon_falls_linearly_and_is_applied_per_environment():
     assert alg.random_actions().unique().tolist() == [0, 1]
 
 
+def test_environments_share_out_epsilon_from_wild_to_careful():
+    alg = make(CartPole(3, seed=0), epsilon_start=0.5, epsilon_end=0.25, epsilon_decay_steps=30, epsilon_spread=2.0)
+    alg.before_exploring()
+    torch.testing.assert_close(alg.epsilon, torch.tensor([0.5, 0.25, 0.125]))  # to the power of 1, 2 and 3
+    alg.timesteps = 30
+    alg.before_exploring()
+    torch.testing.assert_close(alg.epsilon, torch.tensor([0.25, 0.0625, 0.015625]))
+    alone = make(CartPole(1, seed=0), epsilon_start=0.5, epsilon_end=0.5, epsilon_spread=2.0)
+    alone.before_exploring()
+    assert alone.epsilon.tolist() == [0.5]
+
+
+def test_a_careful_environment_takes_fewer_random_actions():
+    alg = make(CartPole(3, seed=0), epsilon_start=0.8, epsilon_end=0.8, epsilon_spread=5.0, learning_starts=0)
+    obs = torch.ones(3, 4)
+    greedy = alg.act(obs, deterministic=True)
+    share = torch.stack([alg.explore(obs, obs) != greedy for _ in range(2000)]).float().mean(0)
+    torch.testing.assert_close(share, 0.5 * 0.8 ** torch.tensor([1.0, 3.5, 6.0]), rtol=0.0, atol=0.04)
+
+
 def test_an_update_needs_enough_steps_and_reports_the_documented_metrics():
     alg = make()
     assert alg.update() == {}

@@ -37,6 +37,8 @@ class DQNSettings(OffPolicySettings):
     """Probability of a random action after `epsilon_decay_steps`."""
     epsilon_decay_steps: int = setting(10_000, low=0, host=True)
     """Environment steps over which the probability of a random action falls linearly."""
+    epsilon_spread: float = setting(0.0, low=0.0, fixed=True)
+    """Environments explore less from the first to the last: with epsilon to the power of 1 to 1 + `epsilon_spread`."""
     prioritized_replay: bool = setting(False, fixed=True)
     """Sample steps by the size of their temporal-difference error (Schaul et al. 2016)."""
     priority_exponent: float = setting(0.6, low=0.0)
@@ -70,8 +72,9 @@ class DQN(OffPolicyAlgorithm):
         self.policy = QPolicy(self.q_network, self.action_space)
         self.target = TargetNetwork(self.q_network, self.make_optimizer("optimizer", self.q_network))
         self.targets = [self.target]
-        self.epsilon = torch.tensor(cfg.epsilon_start, device=self.device)
-        self.written_epsilon = cfg.epsilon_start
+        self.epsilon = torch.ones(self.num_envs, device=self.device)
+        self.epsilon_exponents = torch.linspace(1.0, 1.0 + cfg.epsilon_spread, self.num_envs, device=self.device)
+        self.written_epsilon: float | None = None
         self.q_loss = self.executor.compile(self.q_loss)
         if cfg.prioritized_replay:
             self.replay_class = functools.partial(PrioritizedReplayBuffer, exponent=self.live.priority_exponent)
@@ -90,11 +93,11 @@ class DQN(OffPolicyAlgorithm):
     sample_random_actions = random_actions
 
     def before_exploring(self) -> None:
-        """Write the current epsilon to the device."""
+        """Write the current epsilon of every environment to the device."""
         epsilon = self.get_epsilon(self.timesteps)
         if epsilon != self.written_epsilon:
             self.written_epsilon = epsilon
-            self.epsilon.fill_(epsilon)
+            self.epsilon.copy_(epsilon**self.epsilon_exponents)
 
     def explore_step(self, obs: Obs, epsilon: float | None = None) -> Tensor:
         """The best action or, with probability epsilon in each environment, a random one."""
