@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -138,6 +139,16 @@ def test_play_ends_a_video_that_takes_too_long(trained, tmp_path):
     run = trained
     main(["play", str(run), "--video", str(tmp_path / "v.gif"), "--seconds", "0.0001", "--episodes", "100"])
     assert 1 <= len(imageio.mimread(tmp_path / "v.gif")) < 100
+
+
+def test_a_slow_film_says_how_far_it_is(trained, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("canter.cli.play.PROGRESS_S", 0.0)
+    monkeypatch.setattr("canter.cli.play.MAX_FRAMES", 3)
+    assert main(["play", str(trained), "--video", str(tmp_path / "p.mp4")]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "frame" in line]
+    assert re.fullmatch(r"  frame 1 of at most 3  [\d.]+ frames/s  \(Ctrl-C ends the film here\)", lines[0])
+    assert re.fullmatch(r"  frame 2 of at most 3  [\d.]+ frames/s", lines[1])
+    assert lines[3] == f"  video       {tmp_path / 'p.mp4'} (3 frames)"
 
 
 def test_a_rendering_error_is_one_line(train, monkeypatch, capsys, tmp_path):
@@ -449,7 +460,9 @@ def test_the_overview_names_every_command(capsys):
 def test_help_of_a_command_lists_its_flags(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["help", "eval"])
-    assert "--episodes" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert text.startswith("usage: canter eval [-h] [OPTIONS] RUN\n")
+    assert "--episodes" in text
 
 
 def test_run_directories_stay_below_the_runs_directory(tmp_path):

@@ -11,13 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from canter.cli import runs
 from canter.cli.errors import UserError, user_errors
 from canter.cli.films import FILM_SECONDS, Films, film_command, modules_of
 from canter.cli.launch import is_launched, launch
-from canter.cli.options import TrainOptions, parse_train
+from canter.cli.options import RunPath, TrainOptions, parse_train
 from canter.envs.wrap import env_options
 from canter.runners import Runner, check_policy, log_histograms
 from canter.utils.checkpoint import FINAL_NAME, load_checkpoint
@@ -104,7 +102,7 @@ def run_config(options: TrainOptions[Any, Any], config: dict[str, Any]) -> dict[
 
 
 def resume(
-    run: tyro.conf.Positional[Path],
+    run: RunPath,
     total_timesteps: int | None = None,
     checkpoint: str | None = None,
     device: str | None = None,
