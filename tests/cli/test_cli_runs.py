@@ -19,6 +19,7 @@ from canter.cli import train as train_module
 from canter.cli.__main__ import main
 from canter.cli.inspection import label_of
 from canter.cli.runs import known_tasks, load_policy, nearest_task, new_run_directory, read_run, safe_name
+from canter.cli.train import program
 from canter.envs.wrap import ENV_NAMES
 from canter.presets import scores
 from canter.utils.checkpoint import find_checkpoints, load_checkpoint, save_checkpoint
@@ -43,6 +44,20 @@ def test_train_leaves_everything_in_the_run_directory(train_and_draw, capsys):
     out = capsys.readouterr().out
     for name in ("", "curve.png", "checkpoint_final.pt"):
         assert str(run / name) in out
+
+
+def test_commands_to_paste_have_the_folder_of_an_environment_that_is_not_active(tmp_path, monkeypatch):
+    folder = tmp_path / ".venv" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "canter").touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert program("canter") == str(folder / "canter")
+    monkeypatch.chdir(tmp_path)
+    assert program("canter") == ".venv/bin/canter"  # after `make train`
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin")
+    assert program("canter") == "canter"
+    assert program("another") == "another"
 
 
 def test_evaluation_is_periodic_and_its_best_policy_is_kept(train):
