@@ -18,6 +18,7 @@ from gymnasium import spaces
 from canter.cli import train as train_module
 from canter.cli.__main__ import main
 from canter.cli.inspection import label_of
+from canter.cli.play import ShownFilm
 from canter.cli.runs import known_tasks, load_policy, nearest_task, new_run_directory, read_run, safe_name
 from canter.cli.train import program
 from canter.envs.wrap import ENV_NAMES
@@ -164,6 +165,19 @@ def test_a_slow_film_says_how_far_it_is(trained, monkeypatch, capsys, tmp_path):
     assert re.fullmatch(r"  frame 1 of at most 3  [\d.]+ frames/s  \(Ctrl-C ends the film here\)", lines[0])
     assert re.fullmatch(r"  frame 2 of at most 3  [\d.]+ frames/s", lines[1])
     assert lines[3] == f"  video       {tmp_path / 'p.mp4'} (3 frames)"
+
+
+def test_ctrl_c_ends_a_film_that_can_be_watched(trained, monkeypatch, capsys, tmp_path):
+    def interrupt(film, frame):
+        add(film, frame)
+        if film.num_frames == 3:
+            raise KeyboardInterrupt
+
+    add = ShownFilm.add
+    monkeypatch.setattr(ShownFilm, "add", interrupt)
+    assert main(["play", str(trained), "--video", str(tmp_path / "p.mp4")]) == 0
+    assert f"{tmp_path / 'p.mp4'} (3 frames)" in capsys.readouterr().out
+    assert len(imageio.mimread(tmp_path / "p.mp4")) == 3
 
 
 def test_a_rendering_error_is_one_line(train, monkeypatch, capsys, tmp_path):

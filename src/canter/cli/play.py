@@ -8,7 +8,7 @@ import select
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ import gymnasium
 import torch
 import tyro
 
-from canter.cli.errors import UserError, user_errors
+from canter.cli.errors import INTERRUPTED, UserError, user_errors
 from canter.cli.options import RunPath, at_least
 from canter.cli.runs import EVAL_ENVS, SavedRun, load_policy, open_env, read_run
 from canter.envs.vec_env import VecEnv
@@ -160,8 +160,11 @@ def play(
             length = episodes * (getattr(env, "max_episode_length", None) or MAX_FRAMES)
             with user_errors():
                 made = ShownFilm(video, fps, min(MAX_FRAMES, length))
-            with made:
+            returns = []
+            with made, suppress(KeyboardInterrupt):  # Ctrl-C ends the film, not the command
                 returns = film(policy, env, made, episodes, seconds)
+            if not made.num_frames:
+                return INTERRUPTED
             print(f"  video       {video} ({made.num_frames} frames)")
     except FilmError:
         raise
