@@ -42,6 +42,9 @@ CONSTANTS = {
     "FORMATS": "Formats of an exported policy.",
 }
 
+# In the search a title weighs as much as a thousand words of text; at full weight the reference would hide the guides.
+BELOW_GUIDES = ["---", "search: {boost: 0.01}", "---", ""]
+
 
 def public_names(module: ModuleType) -> list[str]:
     """The names of `__all__`, else the public functions and classes that the module defines."""
@@ -69,7 +72,7 @@ def pages() -> dict[str, str]:
     found: dict[str, str] = {}
     index = ["# Reference", "", "Every public name, with its first sentence. The pages have arguments and methods."]
     for page, (title, modules) in PAGES.items():
-        lines = [f"# {title}"]
+        lines = [*BELOW_GUIDES, f"# {title}"]
         index += ["", f"## {title}", "", f"[Arguments and methods](reference/{page}.md)"]
         for name in modules:
             module = importlib.import_module(name)

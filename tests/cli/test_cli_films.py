@@ -66,6 +66,20 @@ def test_a_film_that_fails_is_one_warning_and_no_more_are_made(runner, tmp_path,
     assert list((tmp_path / "films").iterdir()) == []
 
 
+def test_a_film_that_cannot_be_read_does_not_end_the_run(runner, tmp_path, monkeypatch):
+    def read(path):
+        raise OSError("ffmpeg version 99\nUnrecognized option 'fps_mode'")
+
+    monkeypatch.setattr(canter.cli.films, "read_film", read)
+    films = films_with(monkeypatch, PLAY, tmp_path, interval=1)
+    runner.add_callback("post_iteration", films)
+    runner.add_callback("post_iteration", lambda *_: films.process and films.process.wait())
+    with pytest.warns(UserWarning, match="the one at step 8 failed: Unrecognized option 'fps_mode'"):
+        runner.learn(4)
+    assert runner.iteration == 4
+    assert [path.name for path in (tmp_path / "films").iterdir()] == ["step_8.mp4"]
+
+
 def test_the_policy_of_a_film_is_the_one_of_its_step(train, tmp_path, capsys):
     code, run = train("CartPole-v1", "--film-interval", "2", "--histogram-interval", "2")
     assert code == 0

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -17,7 +18,9 @@ from gymnasium import spaces
 from canter.cli import train as train_module
 from canter.cli.__main__ import main
 from canter.cli.inspection import label_of
+from canter.cli.play import ShownFilm
 from canter.cli.runs import known_tasks, load_policy, nearest_task, new_run_directory, read_run, safe_name
+from canter.cli.train import program
 from canter.envs.wrap import ENV_NAMES
 from canter.presets import scores
 from canter.utils.checkpoint import find_checkpoints, load_checkpoint, save_checkpoint
@@ -42,6 +45,20 @@ def test_train_leaves_everything_in_the_run_directory(train_and_draw, capsys):
     out = capsys.readouterr().out
     for name in ("", "curve.png", "checkpoint_final.pt"):
         assert str(run / name) in out
+
+
+def test_commands_to_paste_have_the_folder_of_an_environment_that_is_not_active(tmp_path, monkeypatch):
+    folder = tmp_path / ".venv" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "canter").touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert program("canter") == str(folder / "canter")
+    monkeypatch.chdir(tmp_path)
+    assert program("canter") == ".venv/bin/canter"  # after `make train`
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin")
+    assert program("canter") == "canter"
+    assert program("another") == "another"
 
 
 def test_evaluation_is_periodic_and_its_best_policy_is_kept(train):
@@ -138,6 +155,29 @@ def test_play_ends_a_video_that_takes_too_long(trained, tmp_path):
     run = trained
     main(["play", str(run), "--video", str(tmp_path / "v.gif"), "--seconds", "0.0001", "--episodes", "100"])
     assert 1 <= len(imageio.mimread(tmp_path / "v.gif")) < 100
+
+
+def test_a_slow_film_says_how_far_it_is(trained, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("canter.cli.play.PROGRESS_S", 0.0)
+    monkeypatch.setattr("canter.cli.play.MAX_FRAMES", 3)
+    assert main(["play", str(trained), "--video", str(tmp_path / "p.mp4")]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "frame" in line]
+    assert re.fullmatch(r"  frame 1 of at most 3  [\d.]+ frames/s  \(Ctrl-C ends the film here\)", lines[0])
+    assert re.fullmatch(r"  frame 2 of at most 3  [\d.]+ frames/s", lines[1])
+    assert lines[3] == f"  video       {tmp_path / 'p.mp4'} (3 frames)"
+
+
+def test_ctrl_c_ends_a_film_that_can_be_watched(trained, monkeypatch, capsys, tmp_path):
+    def interrupt(film, frame):
+        add(film, frame)
+        if film.num_frames == 3:
+            raise KeyboardInterrupt
+
+    add = ShownFilm.add
+    monkeypatch.setattr(ShownFilm, "add", interrupt)
+    assert main(["play", str(trained), "--video", str(tmp_path / "p.mp4")]) == 0
+    assert f"{tmp_path / 'p.mp4'} (3 frames)" in capsys.readouterr().out
+    assert len(imageio.mimread(tmp_path / "p.mp4")) == 3
 
 
 def test_a_rendering_error_is_one_line(train, monkeypatch, capsys, tmp_path):
@@ -449,7 +489,9 @@ def test_the_overview_names_every_command(capsys):
 def test_help_of_a_command_lists_its_flags(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["help", "eval"])
-    assert "--episodes" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert text.startswith("usage: canter eval [-h] [OPTIONS] RUN\n")
+    assert "--episodes" in text
 
 
 def test_run_directories_stay_below_the_runs_directory(tmp_path):

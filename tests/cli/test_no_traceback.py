@@ -1,6 +1,7 @@
 """What a user can cause ends with one line that names it, and an exit code."""
 
 import io
+import subprocess
 import sys
 import zipfile
 
@@ -204,3 +205,10 @@ def test_the_message_of_a_logger_names_what_is_registered():
 def test_arguments_that_are_no_mapping_are_named(capsys, flag):
     assert main(["train", "CartPole-v1", flag, "gravity=5"]) == 2
     assert f"{flag} must be a mapping in YAML such as '{{name: value}}', got 'gravity=5'" in one_line(capsys)
+
+
+def test_a_reader_that_has_enough_ends_a_command_in_silence():
+    with subprocess.Popen([sys.executable, "-m", "canter", "train", "--help"], stdout=-1, stderr=-1) as process:
+        process.stdout.close()  # `canter train --help | head` closes it early
+        assert process.stderr.read() == b""
+        assert process.wait() == 141

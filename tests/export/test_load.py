@@ -14,6 +14,8 @@ from canter.cli.errors import UserError
 from canter.cli.runs import read_run
 from canter.envs import CartPole, FlattenObs, GymVecEnv, ImageReach, PointRobot
 from canter.envs.spec import SpecEnv, describe_env, plain_space, space_from
+from canter.export.bundle import export_bundle
+from canter.export.runtime import Policy
 from canter.modules import ActorCritic, MLPActor, MLPCritic
 from canter.runners import OffPolicyRunner, OnPolicyRunner
 from canter.runners.evaluation import InferencePolicy
@@ -277,3 +279,42 @@ def test_a_description_stands_for_its_environment_but_cannot_be_stepped():
         space_from(huge)
     with pytest.raises(TypeError, match="a Text space has no description"):
         plain_space(spaces.Text(3))
+
+
+class Lever(gymnasium.Env):
+    """Rewards its first lever; levers are numbered as the action space says."""
+
+    observation_space = spaces.Box(-1.0, 1.0, (1,))
+
+    def __init__(self, action_space):
+        self.action_space = action_space
+
+    def reset(self, seed=None, options=None):
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        self.last = np.ravel(action)
+        return np.zeros(1, np.float32), float(self.last[0]), False, True, {}
+
+
+@pytest.mark.parametrize(
+    ("space", "first"),
+    [(spaces.Discrete(2, start=5), [5]), (spaces.MultiDiscrete([2, 3], start=[-4, 20]), [-4, 20])],
+    ids=["Discrete", "MultiDiscrete"],
+)
+def test_predict_numbers_discrete_actions_as_the_environment_does(space, first, tmp_path):
+    env = GymVecEnv([lambda: Lever(space)] * 2)
+    cfg = {"num_steps_per_env": 4, "policy": {"actor_hidden_dims": [4], "critic_hidden_dims": [4]}}
+    runner = OnPolicyRunner(env, cfg, tmp_path, "cpu", show_progress=False)
+    runner.learn(1)
+    for policy in (canter.load(tmp_path), runner.get_inference_policy()):
+        for deterministic in (True, False):
+            action = policy.predict(np.zeros(1, np.float32), deterministic)
+            assert space.contains(action if space.shape else action.item())
+        obs, _ = env.reset()
+        assert (policy.predict(obs) - policy(obs)).reshape(2, -1).tolist() == [first, first]
+        env.step(policy(obs))  # to which the adapter adds the number of the first lever
+        assert env.envs[0].unwrapped.last.tolist() == policy.predict(obs)[0].reshape(-1).tolist()
+    bundle = Policy(export_bundle(canter.load(tmp_path), tmp_path / "bundle", formats=("onnx",)).path)
+    assert bundle.predict(np.zeros(1)).tolist() == canter.load(tmp_path).predict(np.zeros(1)).tolist()

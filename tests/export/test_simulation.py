@@ -204,7 +204,9 @@ def test_groups_parts_and_offsets_are_those_of_the_adapters(tmp_path):
         assert task.reset(0)["obs"].tolist() == FlattenObs(env).reset()[0][0].tolist() == [0.0, 0.0, 1.0, 0.5, -1.5]
         Grouped.taken.clear()
         simulate(policy, task, 1)
-        assert Grouped.taken == [5 + int(policy.predict(task.reset(0)))]
+        assert Grouped.taken == [int(policy.predict(task.reset(0)))] == [5 + int(policy(task.reset(0)))]
+        text = (tmp_path / "b" / "README.md").read_text()
+        assert "Actions of the files are numbered from 0, those of the environment from 5:" in text
     finally:
         gymnasium.registry.pop("Grouped-v0")
 

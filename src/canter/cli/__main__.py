@@ -40,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"no command {name!r}; {hint}")
         from canter.cli.options import call
 
-        return call(COMMANDS[name].run, args, f"canter {name}") or 0
+        code = call(COMMANDS[name].run, args, f"canter {name}") or 0
+        sys.stdout.flush()  # an error of it is reported here
+        return code
     except (Exception, KeyboardInterrupt) as error:
         return report(error)
 

@@ -1,18 +1,19 @@
 """Errors and exit codes of commands: a user's mistake is one line and an exit code, never a traceback."""
 
+import contextlib
 import os
+import select
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 
-USAGE, NUMERIC, STORAGE, INTERRUPTED = 2, 5, 6, 130
+USAGE, NUMERIC, STORAGE, INTERRUPTED, CLOSED_PIPE = 2, 5, 6, 130, 141
 
 
 class UserError(Exception):
     """A request that cannot be fulfilled; the message names it and the way out."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def user_errors(config: object = None) -> Iterator[None]:
     """Turn errors of a command's set-up, which come from the user's settings, into `UserError`.
 
@@ -58,8 +59,19 @@ def exit_code(error: BaseException) -> int | None:
     return NUMERIC if isinstance(error, NonFiniteError) else STORAGE if isinstance(error, storage) else None
 
 
+def is_stdout_closed() -> bool:
+    """Whether the program that reads the standard output has ended: `canter tasks | head`."""
+    poll = select.poll()
+    with contextlib.suppress(OSError):  # a stream of a test has no file
+        poll.register(sys.stdout, select.POLLOUT)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
 def report(error: BaseException) -> int:
     """Print an error in one line and return its exit code; raise a bug, and any error if CANTER_TRACEBACK is set."""
+    if isinstance(error, BrokenPipeError) and is_stdout_closed():
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at its end
+        return CLOSED_PIPE
     code = exit_code(error)
     if rank := os.environ.get("WORLD_SIZE", "1") != "1" and f"rank {os.environ.get('RANK')}: ":
         from canter.utils.distributed import RANKS, RankError

@@ -6,9 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
-
 from canter.cli.errors import UserError, user_errors
+from canter.cli.options import RunPath
 from canter.cli.runs import find_checkpoint, open_env, read_run
 from canter.envs.vec_env import VecEnv
 from canter.envs.wrap import env_options
@@ -25,7 +24,7 @@ from canter.utils.reading import named_modules
 
 
 def export(
-    path: tyro.conf.Positional[Path],
+    path: RunPath,
     out: Path | None = None,
     checkpoint: str | None = None,
     every_checkpoint: bool = False,

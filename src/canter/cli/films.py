@@ -59,12 +59,20 @@ class Films:
         code, self.process = self.process.returncode, None
         self.film.with_suffix(".pt").unlink(missing_ok=True)
         if code or not self.film.is_file():
-            self.interval = 0
-            reason = (errors.strip() or f"exit code {code}").splitlines()[-1]
-            warnings.warn(f"no films are made, because the one at step {self.step} failed: {reason}", stacklevel=2)
+            self.give_up(errors.strip() or f"exit code {code}")
         elif runner.writer is not None:
-            frames, fps = read_film(self.film)
+            try:
+                frames, fps = read_film(self.film)
+            except OSError as error:  # of the decoder
+                self.give_up(str(error))
+                return
             runner.writer.log_video("film", frames, self.step, max(1, round(fps)))
+
+    def give_up(self, reason: str) -> None:
+        """Make no more films, and say why in the last line of the `reason`."""
+        self.interval = 0
+        problem = f"no films are made, because the one at step {self.step} failed"
+        warnings.warn(f"{problem}: {reason.strip().splitlines()[-1]}", stacklevel=3)
 
 
 def modules_of(runner: Runner) -> list[str]:

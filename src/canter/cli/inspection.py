@@ -10,6 +10,7 @@ import tyro
 
 from canter.algorithms import REGISTRY
 from canter.cli.errors import UserError, user_errors
+from canter.cli.options import RunPaths, TaskName
 from canter.cli.runs import known_tasks, open_env, runs_below
 from canter.datasets.motion_clip import JOINT_POS, JOINT_VEL, MotionClip, read_clip
 from canter.datasets.motion_loader import CLIPS, find_clips
@@ -59,7 +60,7 @@ def task_row(task: str, algorithm: str, width: int) -> str:
     return f"{columns}  {origin:<17}{text}"
 
 
-def check_environment(task: tyro.conf.Positional[str], num_envs: int = 4, num_steps: int = 200, seed: int = 0) -> int:
+def check_environment(task: TaskName, num_envs: int = 4, num_steps: int = 200, seed: int = 0) -> int:
     """Step an environment with random actions and report how canter reads it; exit code 1 if it has errors.
 
     Args:
@@ -74,7 +75,7 @@ def check_environment(task: tyro.conf.Positional[str], num_envs: int = 4, num_st
 
 
 def plot(
-    runs: tyro.conf.Positional[tuple[Path, ...]],
+    runs: RunPaths,
     out: Path | None = None,
     metrics: tuple[str, ...] = (),
     labels: tuple[str, ...] = (),

@@ -45,6 +45,9 @@ POLICY_CHOICES |= {"rnn_type": "lstm,gru", "noise_std_type": "scalar,log"}
 AlgorithmName = Annotated[
     str, tyro.conf.arg(aliases=["--algo"], help_behavior_hint=lambda name: f"{', '.join(REGISTRY)} (default: {name})")
 ]
+TaskName = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TASK")]
+RunPath = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+RunPaths = Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN...")]
 Unprefixed = tyro.conf.arg(prefix_name=False)  # the flag is --name also where its help is in a group
 
 
@@ -91,9 +94,12 @@ class EnvOptions:
 
 @dataclasses.dataclass(kw_only=True)
 class TrainOptions(RunOptions, Generic[Settings, Policy]):
-    """Train a policy, evaluate it, plot its learning curve and record a video; the preset has the defaults shown."""
+    """Train a policy, evaluate it, plot its learning curve and record a video.
 
-    task: tyro.conf.Positional[str]
+    The defaults shown are those of the task's preset: canter train TASK --help.
+    """
+
+    task: TaskName
     """A Gymnasium id, canter/<name>, envpool/<id> or a registered name; `canter tasks` lists them."""
     settings: Annotated[Settings, tyro.conf.arg(name="")]
     policy: Policy
@@ -113,7 +119,6 @@ class TrainOptions(RunOptions, Generic[Settings, Policy]):
 
 def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, Any]]:
     """The options in `args`, and the training dict that they describe."""
-    is_help = bool({"-h", "--help"} & set(args))
     file = read_config(given(args, "--config"))
     task = args[0] if args and not args[0].startswith("-") else file.get("task")
     name = given(args, "--algorithm") or given(args, "--algo") or (file.get("algorithm") or {}).get("class_name")
@@ -130,11 +135,10 @@ def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, 
     settings = settings_options(plan.cfg)
     values = {key: preset[key] for key in ("num_envs", "total_timesteps")}
     values |= {"environment": EnvOptions(**env_options(run))}
-    task = task or ("TASK" if is_help else tyro.MISSING)
-    default = TrainOptions(task=task, settings=settings, policy=policy, algorithm=name, **values)
+    default = TrainOptions(task=task or tyro.MISSING, settings=settings, policy=policy, algorithm=name, **values)
     suggest_flags(args, default, plan.cfg)
     options_type: Any = TrainOptions[type(settings), type(policy)]  # type: ignore[misc]
-    options = parse(options_type, args, "canter train TASK", default)
+    options = parse(options_type, args, "canter train", default)
     check_run(options)
     for flag, value in (("env-kwargs", options.environment.env_kwargs), ("components", options.environment.components)):
         if value is not None and not isinstance(value, Mapping):

@@ -8,7 +8,7 @@ import select
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,8 +17,8 @@ import gymnasium
 import torch
 import tyro
 
-from canter.cli.errors import UserError, user_errors
-from canter.cli.options import at_least
+from canter.cli.errors import INTERRUPTED, UserError, user_errors
+from canter.cli.options import RunPath, at_least
 from canter.cli.runs import EVAL_ENVS, SavedRun, load_policy, open_env, read_run
 from canter.envs.vec_env import VecEnv
 from canter.envs.wrap import env_options
@@ -33,6 +33,7 @@ from canter.utils.films import Film, FilmError
 
 FPS = 30
 MAX_FRAMES = 3000
+PROGRESS_S = 5.0  # between two lines about a film that is being made
 UNITS = {"tracking_error": "m/s", "mean_velocity": "m/s", "step_median": "s", "step_p99": "s"}
 ARROWS = {"\x1b[A": 265, "\x1b[B": 264, "\x1b[C": 262, "\x1b[D": 263}  # of a terminal -> of MuJoCo's window
 
@@ -41,7 +42,7 @@ ARROWS = {"\x1b[A": 265, "\x1b[B": 264, "\x1b[C": 262, "\x1b[D": 263}  # of a te
 class PolicyOptions:
     """The policy of a run, and how it is run."""
 
-    run: tyro.conf.Positional[Path]  # The run directory, or a checkpoint in it.
+    run: RunPath  # The run directory, or a checkpoint in it.
     checkpoint: str | None = None  # A file, or "best"; the newest valid checkpoint by default.
     seed: int | None = 0  # Seed of the episodes; None draws one.
     device: str | None = None  # Device to compute on; the CPU by default.
@@ -156,10 +157,14 @@ def play(
         else:
             metadata = getattr(getattr(env, "envs", [env])[0], "metadata", None) or {}
             fps = metadata.get("render_fps") or FPS  # the video is as fast as the simulation
+            length = episodes * (getattr(env, "max_episode_length", None) or MAX_FRAMES)
             with user_errors():
-                made = Film(video, fps)
-            with made:
+                made = ShownFilm(video, fps, min(MAX_FRAMES, length))
+            returns = []
+            with made, suppress(KeyboardInterrupt):  # Ctrl-C ends the film, not the command
                 returns = film(policy, env, made, episodes, seconds)
+            if not made.num_frames:
+                return INTERRUPTED
             print(f"  video       {video} ({made.num_frames} frames)")
     except FilmError:
         raise
@@ -190,7 +195,7 @@ def play_bundle(
         else:
             render_mode = None if video is None and not has_window else "human" if video is None else "rgb_array"
             task = make_task(policy, options.task, run.seed, render_mode)
-        made = None if video is None else Film(video, task.fps)
+        made = None if video is None else ShownFilm(video, task.fps, MAX_FRAMES)
         watch = [] if made is None else [film_step(made)]
         if has_window and options.mujoco is not None:
             watch.append(open_window(task))
@@ -209,6 +214,25 @@ def play_bundle(
         if value is not None and not isinstance(value, list):
             print(f"  {name.replace('_', ' '):<16}{value:12.6g} {UNITS.get(name, '')}".rstrip())
     return 0
+
+
+class ShownFilm(Film):
+    """A film that prints its progress every few seconds; some simulators render only four frames in one."""
+
+    def __init__(self, path: Path, fps: float, most_frames: int) -> None:
+        super().__init__(path, fps)
+        self.most_frames = most_frames
+        self.began = self.shown = time.monotonic()
+
+    def add(self, frame: Any) -> None:
+        """Encode one frame."""
+        super().add(frame)
+        now = time.monotonic()
+        if now - self.shown >= PROGRESS_S:
+            rate = self.num_frames / (now - self.began)
+            hint = "" if self.shown > self.began else "  (Ctrl-C ends the film here)"
+            self.shown = now
+            print(f"  frame {self.num_frames} of at most {self.most_frames}  {rate:.1f} frames/s{hint}", flush=True)
 
 
 def call_each(functions: Sequence[Callable[[Any], bool]], task: Any) -> bool:

@@ -3,15 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from canter.cli.errors import UserError, user_errors
+from canter.cli.options import RunPaths
 from canter.cli.runs import runs_below
 from canter.utils.run_data import RunData, group_runs, load_run
 
 
 def report(
-    runs: tyro.conf.Positional[tuple[Path, ...]] = (),
+    runs: RunPaths = (),
     group: tuple[str, ...] = (),
     out: Path = Path("report.html"),
     metric: str = "eval/mean_reward",

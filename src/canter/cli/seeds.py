@@ -5,12 +5,11 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-import tyro
 
 from canter.cli import runs
 from canter.cli.errors import UserError, user_errors
 from canter.cli.live_table import LiveTable, make_table
-from canter.cli.options import at_least, parse, parse_train
+from canter.cli.options import TaskName, at_least, parse, parse_train
 from canter.cli.run_process import POLL_S, RunPool, TrainingRun
 from canter.cli.train import print_row, write_json
 from canter.utils.plots import plot_runs
@@ -28,7 +27,7 @@ class SeedsOptions:
     All flags of `canter train` are flags here too; --seed is the first seed.
     """
 
-    task: tyro.conf.Positional[str]
+    task: TaskName
     """A Gymnasium id, canter/<name>, envpool/<id> or a registered name; `canter tasks` lists them."""
     seeds: int = 5  # Number of runs; their seeds are consecutive.
     jobs: int | None = None  # Runs at a time; by default the number of cores.
@@ -39,7 +38,7 @@ def seeds(args: Sequence[str]) -> int:
     if not args:
         raise UserError("name the task to train: canter seeds TASK --seeds 5")
     with user_errors():
-        options, rest = parse(SeedsOptions, args, "canter seeds TASK", return_unknown_args=True)
+        options, rest = parse(SeedsOptions, args, "canter seeds", return_unknown_args=True)
         at_least(1, seeds=options.seeds, jobs=options.jobs)
         train, _ = parse_train([options.task, *rest])
     if not train.final_episodes:

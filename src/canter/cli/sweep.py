@@ -8,12 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
-
 from canter.cli import runs
 from canter.cli.errors import NUMERIC, UserError, user_errors
 from canter.cli.live_table import LiveTable
-from canter.cli.options import TrainOptions, at_least, parse, parse_train
+from canter.cli.options import TaskName, TrainOptions, at_least, parse, parse_train
 from canter.cli.run_process import POLL_S, RunPool, TrainingRun
 from canter.cli.search_space import Space, grid, parse_space, starting_point, suggest, to_flags
 from canter.cli.sweep_report import write_results
@@ -38,7 +36,7 @@ class SweepOptions:
     All flags of `canter train` are flags here too: they apply to every trial.
     """
 
-    task: tyro.conf.Positional[str]
+    task: TaskName
     """A Gymnasium id, canter/<name>, envpool/<id> or a registered name; `canter tasks` lists them."""
     space: tuple[str, ...] = ()
     """Settings to search: learning_rate=log:1e-4..1e-2 entropy_coef=0..0.02 num_mini_batches=2,4,8, or YAML files."""
@@ -130,7 +128,7 @@ def sweep(args: Sequence[str]) -> int:
 
 def parse_sweep(args: Sequence[str]) -> Plan:
     """The sweep that the words after `canter sweep` describe."""
-    options, rest = parse(SweepOptions, args, "canter sweep TASK", return_unknown_args=True)
+    options, rest = parse(SweepOptions, args, "canter sweep", return_unknown_args=True)
     at_least(1, trials=options.trials, seeds=options.seeds, jobs=options.jobs)
     train, _ = parse_train([options.task, *rest])
     if train.seeds or train.name:

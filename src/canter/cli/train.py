@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,13 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from canter.cli import runs
 from canter.cli.errors import UserError, user_errors
 from canter.cli.films import FILM_SECONDS, Films, film_command, modules_of
 from canter.cli.launch import is_launched, launch
-from canter.cli.options import TrainOptions, parse_train
+from canter.cli.options import RunPath, TrainOptions, parse_train
 from canter.envs.wrap import env_options
 from canter.runners import Runner, check_policy, log_histograms
 from canter.utils.checkpoint import FINAL_NAME, load_checkpoint
@@ -104,7 +103,7 @@ def run_config(options: TrainOptions[Any, Any], config: dict[str, Any]) -> dict[
 
 
 def resume(
-    run: tyro.conf.Positional[Path],
+    run: RunPath,
     total_timesteps: int | None = None,
     checkpoint: str | None = None,
     device: str | None = None,
@@ -192,7 +191,7 @@ def run_to_end(runner: Runner, path: Path) -> int:
         films.finish(runner)
     if (received := runner.stopped_by or stop.requested) is not None:
         if RANKS.is_first:
-            again = command_for("canter resume", runner, path)
+            again = command_for("resume", runner, path)
             text = f"stopped after {runner.tot_timesteps} steps, saved; continue with: {again}"
             print(text, file=sys.stderr)
         return 128 + received
@@ -265,15 +264,23 @@ def show_results(runner: Runner, path: Path) -> None:
         print_row("curve", f"none: {error}")
     if info.get("video", True):
         print_row("video", record_video(path, modules_of(runner)))
-    print_row("next", command_for("canter play", runner, path))
-    print_row("", command_for("canter export", runner, path))
-    print_row("", f"tensorboard --logdir {path}")
+    print_row("next", command_for("play", runner, path))
+    print_row("", command_for("export", runner, path))
+    print_row("", f"{program('tensorboard')} --logdir {path}")
 
 
 def command_for(command: str, runner: Runner, path: Path) -> str:
-    """A command on a run, with the modules that it must name to import them."""
+    """A command of canter on a run, with the modules that it must name to import them."""
     modules = modules_of(runner)
-    return " ".join([command, str(path), *(["--modules", *modules] if modules else [])])
+    return " ".join([program("canter"), command, str(path), *(["--modules", *modules] if modules else [])])
+
+
+def program(name: str) -> str:
+    """A program of this Python environment as the shell finds it: with its folder if the environment is not active."""
+    here, found = Path(sys.executable).with_name(name), shutil.which(name)
+    if not here.is_file() or (found is not None and here.samefile(found)):
+        return name
+    return str(here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here)
 
 
 def print_row(name: str, text: object) -> None:

@@ -317,7 +317,8 @@ def runner_policy(runner: Any) -> InferencePolicy:
     env = runner.env
     info = {"config": runner.config(), "environment": describe_env(env)}
     info |= {"iteration": runner.iteration, "timesteps": runner.tot_timesteps}
-    return InferencePolicy(runner.policy, env.obs_space, env.obs_segments, env.action_bounds, info)
+    bounds, space = env.action_bounds, env.action_space
+    return InferencePolicy(runner.policy, env.obs_space, env.obs_segments, bounds, info, action_space=space)
 
 
 def upload_bundle(made: Exported, logger: Any, step: int) -> None:

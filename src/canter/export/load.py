@@ -66,7 +66,8 @@ def load(
     policy.to(device).requires_grad_(False).eval()
     info = {"config": config, "environment": environment, "checkpoint": str(file)}
     info |= {"checkpoint_sha256": hashlib.sha256(file.read_bytes()).hexdigest(), **counters}
-    return InferencePolicy(policy, env.obs_space, env.obs_segments, env.action_bounds, info, seed)
+    bounds, space = env.action_bounds, env.action_space
+    return InferencePolicy(policy, env.obs_space, env.obs_segments, bounds, info, seed, action_space=space)
 
 
 def find_file(path: Path, checkpoint: str | None) -> Path:

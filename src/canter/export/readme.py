@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from canter.export.c_code import identifier
+from canter.export.runtime import first_action
 
 C_TYPES = {"float32": "float", "uint8": "unsigned char", "int64": "int"}
 CPP_TYPES = {"float32": "float", "uint8": "uint8_t", "int64": "int64_t"}
@@ -20,6 +21,7 @@ def readme(spec: Mapping[str, Any], files: set[str]) -> str:
         ports_table(spec),
         observation_table(spec),
         action_table(spec),
+        numbering(spec),
         "Observations are raw: normalisation, squashing, scaling and clipping are inside.",
         f"The control period is {period:g} s.\n" if period else "The control period is not known.\n",
     ]
@@ -82,6 +84,15 @@ def action_table(spec: Mapping[str, Any]) -> str:
         rows.append(" | ".join([f"| {number}", str(name), *(cell(values[number]) for values in known.values())]) + " |")
     targets = "The target of a joint is `default pose + scale * action`.\n"
     return "\n".join(rows) + "\n" + (f"\n{targets}" if action.get("target") == "position" else "")
+
+
+def numbering(spec: Mapping[str, Any]) -> str:
+    """A sentence on discrete actions of an environment that does not number them from 0."""
+    start = first_action(spec)
+    if not start.any():
+        return ""
+    add = "`policy.predict` of `runtime.py` adds it; other programs must"
+    return f"Actions of the files are numbered from 0, those of the environment from {cell(start.tolist())}: {add}.\n"
 
 
 def python_part(spec: Mapping[str, Any]) -> str:

@@ -193,6 +193,7 @@ class Policy:
             found = [part.name for part in self.session.get_inputs()]
             raise BundleError(f"policy.onnx has the inputs {found}, policy.json says {wanted}")
         self.output_names = [port["name"] for port in spec["outputs"]]
+        self.start = first_action(spec)
         self.state: dict[str, np.ndarray] = {}
         self.outputs: dict[str, np.ndarray] = {}
         """Every output of the last step: actions, and logits or estimates where the policy has them."""
@@ -200,7 +201,11 @@ class Policy:
             refuse_difference(self.difference(), "policy.onnx")
 
     def predict(self, obs: Any) -> np.ndarray:
-        """The actions of one step, for one observation or a batch; advances the memories."""
+        """The actions of one step, as the environment takes them, for one observation or a batch; advances memories."""
+        return self(obs) + self.start if self.start.any() else self(obs)
+
+    def __call__(self, obs: Any) -> np.ndarray:
+        """The actions of one step as the files give them: discrete ones are numbered from 0."""
         arrays, is_single = self._arrange(obs)
         rows = len(next(iter(arrays.values())))
         if any(len(state) != rows for state in self.state.values()) or len(self.state) != len(self.memories):
@@ -212,8 +217,6 @@ class Policy:
         if is_single:
             self.outputs = {name: value[0] for name, value in self.outputs.items()}
         return self.outputs["actions"]
-
-    __call__ = predict
 
     def reset(self, dones: Any = None) -> None:
         """Clear the memories of rows whose episode ended; of all if None."""
@@ -279,6 +282,18 @@ class Policy:
                 times.append(time.perf_counter() - begin)
         self.reset()
         return {"median": float(np.median(times)), "p99": float(np.quantile(times, 0.99)), "max": max(times)}
+
+
+def first_action(spec: Mapping[str, Any]) -> np.ndarray:
+    """The number of the environment's first discrete action, one for each part of a MultiDiscrete; 0 for any other."""
+    space = spec["action"].get("space")
+    start: Any = space.get("start", 0) if isinstance(space, dict) else 0
+    width = math.prod(spec["outputs"][0]["shape"])
+    if not all(type(n) is int for n in (start if isinstance(start, list) else [start])):
+        raise BundleError(f"the first action must be a whole number, got {start!r}")
+    if isinstance(start, list) and len(start) != width:
+        raise BundleError(f"policy.json has {width} actions, and numbers of the first one for {len(start)}")
+    return np.asarray(start)
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Any:

@@ -261,7 +261,7 @@ def first_row(tree: Any) -> Any:
 
 
 def env_action(action: Any, space: Any) -> Any:
-    """An action as the environment's space wants it."""
+    """A policy's action, numbered from 0 if it is discrete, as the environment's space wants it."""
     start = getattr(space, "start", 0)
     if np.issubdtype(space.dtype, np.integer):
         counted = np.asarray(action) + start
@@ -326,7 +326,7 @@ def simulate(
         for length in range(1, MAX_STEPS + 1):
             seen = add_noise(obs, given.noise, generator) if given.noise else obs
             begin = time.perf_counter()
-            action = policy.predict(seen)
+            action = policy(seen)
             seconds = time.perf_counter() - begin
             late.append(action)
             ready = late.popleft() if len(late) > given.delay else np.zeros_like(action)

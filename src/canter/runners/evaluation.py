@@ -18,6 +18,8 @@ class InferencePolicy:
     """Actions of a trained policy for raw observations, without its environment; keeps its own recurrent state.
 
     Observations are arrays or tensors, one or a batch, a dict by part or one flat vector. Actions are of the same kind.
+    A call gives what the `step` of a `VecEnv` takes, `predict` what the environment itself takes: the two differ where
+    its discrete actions do not begin at 0, which the adapters of environments add.
 
     Args:
         policy: The trained policy; resetting it for some environments resets this state too.
@@ -27,12 +29,13 @@ class InferencePolicy:
         info: Where the policy comes from: `config`, `environment`, `checkpoint`, `iteration`, `timesteps`.
         seed: Seed of sampled actions; drawn if None.
         actor_obs: Takes the actor's part of a mapping of observation groups, a TensorDict for example.
+        action_space: Space of one action, which states the number of the first discrete action.
     """
 
     def __init__(
         self, policy: Policy, obs_space: spaces.Space | None = None, segments: Mapping[str, Any] | None = None,
         action_bounds: Any = None, info: Mapping[str, Any] | None = None, seed: int | None = None,
-        actor_obs: Callable[[Any], Obs] | None = None,
+        actor_obs: Callable[[Any], Obs] | None = None, action_space: spaces.Space | None = None,
     ) -> None:  # fmt: skip
         self.policy, self.obs_space, self.info, self.actor_obs = policy, obs_space, dict(info or {}), actor_obs
         self.device = next(policy.parameters()).device
@@ -40,18 +43,24 @@ class InferencePolicy:
         policy.followers.add(self)
         self.action_bounds = action_bounds
         self._bounds = action_bounds and [torch.as_tensor(b, device=self.device).flatten() for b in action_bounds]
+        start = np.ravel(getattr(action_space, "start", 0))
+        self._start = torch.as_tensor(start, device=self.device) if start.any() else None
         self.generator = None if seed is None else torch.Generator(self.device).manual_seed(seed)
         shapes = {name: tuple(leaf.shape) for name, leaf in tree_leaves(obs_space)} if obs_space else {}
         self.parts = ObsLayout(shapes if segments is None or isinstance(obs_space, spaces.Dict) else segments)
         """Parts of one observation by name."""
 
     def __call__(self, obs: Any) -> Any:
-        """Return the deterministic actions of one step."""
-        return self.predict(obs)
+        """Return the deterministic actions of one step, as the `step` of a `VecEnv` takes them."""
+        return self._act(obs, deterministic=True, first=None)
+
+    def predict(self, obs: Any, deterministic: bool = True) -> Any:
+        """Return the actions of one step, as the environment itself takes them; sampled if not `deterministic`."""
+        return self._act(obs, deterministic, self._start)
 
     @torch.no_grad()
-    def predict(self, obs: Any, deterministic: bool = True) -> Any:
-        """Return the actions of one step, in the environment's form; sampled if not `deterministic`."""
+    def _act(self, obs: Any, deterministic: bool, first: Tensor | None) -> Any:
+        """Actions of one step; `first` is the number of the first discrete action, 0 if None."""
         if self.actor_obs is not None and isinstance(obs, Mapping):
             obs = self.actor_obs(obs)
         is_array = not any(isinstance(leaf, Tensor) for _, leaf in tree_leaves(obs))
@@ -66,6 +75,7 @@ class InferencePolicy:
             actions = self.policy.distribution.to_env(sampled)
         if self._bounds is not None:
             actions = actions.clamp(*self._bounds)
+        actions = actions if first is None else actions + first
         actions = actions[0] if is_single else actions
         return actions.numpy(force=True) if is_array else actions
 

@@ -423,8 +423,8 @@ class Runner(ABC):
         self.alg.eval_mode()
         is_here = device is None or torch.device(device) == self.device
         policy = self.policy if is_here else copy.deepcopy(self.policy).to(device)
-        actor_obs = getattr(self.env, "actor_obs", None)
-        return InferencePolicy(policy, self.env.obs_space, self.env.obs_segments, actor_obs=actor_obs)
+        more = {"actor_obs": getattr(self.env, "actor_obs", None), "action_space": self.env.action_space}
+        return InferencePolicy(policy, self.env.obs_space, self.env.obs_segments, **more)
 
     def export_policy_to_onnx(self, path: str | Path, filename: str = "policy.onnx", verbose: bool = False) -> None:
         """Write the policy as a checked ONNX file; `canter export` writes a whole bundle."""

@@ -45,8 +45,10 @@ SHORT_FORMS = {
     "entropy": ("entropy_coef", "init_alpha"), "ent_coef": ("entropy_coef", "init_alpha"), "lambda": ("lam",),
     "discount": ("gamma",), "grad_clip": ("max_grad_norm",), "kl": ("desired_kl",), "normalize":
     ("empirical_normalization",), "hidden": ("policy.actor_hidden_dims", "actor_hidden_dims"),
-    "hidden_dims": ("policy.actor_hidden_dims", "actor_hidden_dims"), "net_arch": ("policy.actor_hidden_dims",
-    "actor_hidden_dims"), "policy": ("policy.class_name",), "activation": ("policy.activation",),
+    "hidden_dims": ("policy.actor_hidden_dims", "actor_hidden_dims"), "hidden_sizes": ("policy.actor_hidden_dims",
+    "actor_hidden_dims"), "net_arch": ("policy.actor_hidden_dims", "actor_hidden_dims"),
+    "nsteps": ("num_steps_per_env", "n_step"), "num_env": ("num_envs",),
+    "policy": ("policy.class_name",), "activation": ("policy.activation",),
     "logger": ("logger_backend",), "log_dir": ("runs_dir",), "output": ("runs_dir",), "wandb": ("logger_backend",),
     "render": ("film_interval",), "gpu": ("device",), "cuda": ("device",), "preset": ("config",),
     "buffer": ("buffer_size",), "warmup": ("learning_starts",), "env": ("task",), "kwargs": ("env_kwargs",),

@@ -24,6 +24,7 @@ _NAMES = {
     "rollout/mean_reward": "step reward",
     "train/policy_loss": "policy loss",
     "train/value_loss": "value loss",
+    "train/kl": "kl",
     "train/approx_kl": "approx kl",
     "train/learning_rate": "learning rate",
     "policy/mean_noise_std": "action std",
@@ -205,6 +206,8 @@ def _grid(*ratios: int | None) -> Any:
 def shown_metrics(metrics: Mapping[str, float]) -> dict[str, list[tuple[str, float]]]:
     """Return the metrics of the display by section, with their short names; the first section has no name."""
     found: dict[str, list[tuple[str, float]]] = {section: [] for section in _SECTIONS}
+    if "train/kl" in metrics:  # that of an adaptive rate is exact, and its estimate beside it only confuses
+        metrics = {tag: value for tag, value in metrics.items() if tag != "train/approx_kl"}
     for tag in (*(tag for tag in _NAMES if tag in metrics), *(tag for tag in metrics if tag not in _NAMES)):
         for section, prefix in _SECTIONS.items():
             if match := prefix.match(tag):

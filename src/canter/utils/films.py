@@ -103,7 +103,7 @@ class Film(AbstractContextManager["Film"]):
 
 def read_film(path: str | Path, max_frames: int = 150, max_width: int = 320) -> tuple[np.ndarray, float]:
     """Frames (T, H, W, 3) of a film and their rate, thinned out in time and space to the limits."""
-    frames = _ffmpeg().read_frames(str(path), output_params=["-vsync", "0"])
+    frames = _ffmpeg().read_frames(str(path), output_params=["-fps_mode", "passthrough"])
     info = next(frames)
     width, height = info["size"]
     every, step, kept = 1, -(-width // max_width), list[np.ndarray]()
