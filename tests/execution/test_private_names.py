@@ -47,6 +47,7 @@ OPERATIONS = {
     ),
     "identities and products with one": (
         "detach.default", "alias.default", "t.default", "mul.Tensor", "mul.Scalar", "pow.Tensor_Scalar",
+        "view.default",
     ),
     "writes that can be compiled": (
         "copy_.default", "index_copy_.default", "add_.Tensor", "mul_.Tensor", "__ior__.Tensor", "empty.memory_format",

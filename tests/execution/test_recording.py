@@ -143,6 +143,19 @@ def test_unused_and_repeated_operations_are_removed():
     assert operations(f, torch.zeros(2)) == ["exp", "sum", "mean"]
 
 
+def test_a_view_of_the_same_shape_is_its_argument():
+    def fn(x):
+        row = x.view(2, 3)
+        row.add_(1.0)
+        return row.reshape(2, 3) * x.view(3, 2).sum()
+
+    recording, _ = record(fn, torch.zeros(2, 3))
+    x = torch.arange(6.0).view(2, 3)
+    assert recording.replay([x]).tolist() == [[21.0, 42.0, 63.0], [84.0, 105.0, 126.0]]
+    assert x.tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
+    assert operations(fn, x) == ["add_", "view", "sum", "mul"]
+
+
 def test_constants_and_views_of_outside_tensors_are_evaluated_once():
     weight = nn.Parameter(torch.ones(3, 3))
     left = operations(lambda x: x @ weight.t() + torch.ones(3) * 2 + torch.ones_like(x)[0], torch.zeros(2, 3))

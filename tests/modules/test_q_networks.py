@@ -117,6 +117,21 @@ def test_stacked_critics_are_the_same_function_as_single_ones(layer_norm, num_at
     assert torch.allclose(stacked(obs, actions), want, atol=1e-5)
 
 
+@pytest.mark.parametrize("layer_norm", [False, True])
+def test_critics_one_by_one_give_the_values_and_gradients_of_the_batched_layers(layer_norm):
+    torch.manual_seed(0)
+    stacked = build_critics(MLPContinuousQNetwork, OBS, ACTIONS, {"hidden_dims": [8, 6], "layer_norm": layer_norm})
+    with torch.no_grad():
+        for p in stacked.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    x, weights = torch.randn(4, 5), torch.randn(2, 4, 1)
+    outs = torch.stack(stacked.forward_each(x)), stacked.mlp(x.expand(2, 4, 5))
+    assert torch.allclose(*outs, atol=1e-6)
+    each, batched = (torch.autograd.grad((out * weights).sum(), list(stacked.parameters())) for out in outs)
+    for own, want in zip(each, batched, strict=True):
+        assert torch.allclose(own, want, atol=1e-6)
+
+
 def test_the_members_of_a_stack_begin_different():
     stacked = build_critics(MLPContinuousQNetwork, OBS, ACTIONS, {"hidden_dims": [8]})
     values = stacked(torch.randn(4, 3), torch.randn(4, 2))

@@ -204,9 +204,12 @@ class Algorithm:
     def __setattr__(self, name: str, value: Any) -> None:
         """Assign an attribute; a setting is checked and takes effect at once."""
         own = self.__dict__
+        if name in own:  # no setting: a config object has those
+            object.__setattr__(self, name, value)
+            return
         fields = own.get("setting_fields", {})
         if name not in fields or hasattr(type(self), name):
-            if name not in own and not hasattr(type(self), name) and is_user_code():
+            if not hasattr(type(self), name) and is_user_code():
                 own.setdefault("user_attributes", set()).add(name)
             object.__setattr__(self, name, value)
             return

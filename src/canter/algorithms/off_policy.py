@@ -1,11 +1,12 @@
 """Base of DQN, SAC and TD3: settings, replay, exploration, gradient steps, target networks, reports and saving."""
 
 import copy
+import functools
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import itemgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from gymnasium import spaces
@@ -23,6 +24,8 @@ from canter.utils.config import setting, settings
 from canter.utils.distributed import RANKS
 from canter.utils.metrics import MeanMeter
 from canter.utils.tree import Obs, tree_map, tree_where
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 MAX_STEPS_PER_GRAPH = 8  # gradient steps
 MOMENT_INTERVAL = 128  # gradient steps after which the optimizers drop tiny moments
@@ -84,6 +87,19 @@ class OffPolicySettings(AlgorithmSettings):
     """Normalise the features of every hidden layer."""
     save_replay_buffer: bool = setting(False, host=True)
     """Save the replay buffer in checkpoints, so that a resumed run continues exactly."""
+
+
+def without_grad(method: F) -> F:
+    """`torch.no_grad()` that costs nothing in a runner's rollout, where gradients are off already."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return method(*args, **kwargs)
+        with torch.no_grad():
+            return method(*args, **kwargs)
+
+    return cast(F, call)
 
 
 class OffPolicyAlgorithm(Algorithm):
@@ -236,7 +252,7 @@ class OffPolicyAlgorithm(Algorithm):
     def before_exploring(self) -> None:
         """Set what `explore_step` depends on. Host."""
 
-    @torch.no_grad()
+    @without_grad
     def explore(self, obs: Obs, critic_obs: Obs | None = None) -> Tensor:
         """Actions for every environment: random ones until `learning_starts`, then the algorithm's own exploration."""
         self.prepare()
@@ -250,7 +266,7 @@ class OffPolicyAlgorithm(Algorithm):
         self.acted = (obs, None if critic_obs is obs else critic_obs, actions)
         return actions.clone()  # the environment may keep it, or write to it
 
-    @torch.no_grad()
+    @without_grad
     def process_step(self, record: StepRecord) -> None:
         """Store the step that the actions of the last `explore` led to."""
         if self.acted is None:

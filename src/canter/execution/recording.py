@@ -32,6 +32,7 @@ MAX_COMPILED_OPERATIONS = 800  # a scan over the steps of a rollout is longer; c
 COMPILE_AFTER = 20  # replays; a rare signature (all episodes end in one step) is not worth seconds of compilation
 PLAIN = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 IDENTITY = {aten.detach.default, aten.alias.default}  # without autograd the result is the argument
+RESHAPES = {aten.view.default, aten.reshape.default}
 TIMES_ONE = {aten.mul.Tensor, aten.mul.Scalar, aten.pow.Tensor_Scalar}  # the gradient of a square has a power of one
 # Their results depend only on the shape of their argument.
 SHAPE_ONLY = {
@@ -93,7 +94,8 @@ class Recording:
                 results = run(*self.outside, *leaves)
         # So that autograd notices the writes if a graph of the user's holds such a tensor.
         inputs = [leaves[place] for place in self.written_inputs if not leaves[place].is_inference()]
-        increment_version([*self.written, *inputs])
+        if self.written or inputs:
+            increment_version([*self.written, *inputs])
         return rebuild(self.template, iter(results))
 
     def _compile(self, recorded: RecordedGraph, leaves: Sequence[Tensor]) -> None:
@@ -135,6 +137,7 @@ class Recorder(Tracer):
             node.meta["kind"] = (result.dtype, result.shape)
             if args and isinstance(args[0], Tensor):  # contiguous() and reshape() copy some arguments and not others
                 node.meta["copies"] = result.untyped_storage().data_ptr() != args[0].untyped_storage().data_ptr()
+                node.meta["keeps_shape"] = result.shape == args[0].shape
             if func in SHAPE_ONLY:
                 node.meta["value"] = result
             if id(result) not in self.nodes:  # an in-place operation returns a tensor that has a node already
@@ -236,7 +239,9 @@ class Simplifier:
         """A simpler node with the same result, or the node itself."""
         func, memory, sources = node.target, self.memory, node.all_input_nodes
         is_times_one = func in TIMES_ONE and node.args[1] == 1.0 and not memory.is_written(node, *sources)
-        if func in IDENTITY or (is_times_one and sources[0].meta.get("kind") == node.meta["kind"]):
+        if func in IDENTITY or (func in RESHAPES and node.meta["keeps_shape"]):
+            return node.args[0]
+        if is_times_one and sources[0].meta.get("kind") == node.meta["kind"]:
             return node.args[0]
         if func is aten.t.default and sources[0].target is aten.t.default:
             return sources[0].args[0]

@@ -5,7 +5,7 @@ implements `forward(obs, actions)`.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -46,9 +46,9 @@ class DiscreteQNetwork(ConfiguredNetwork):
 def explore_rows(values: Tensor, epsilon: float | Tensor, generator: torch.Generator | None) -> Tensor:
     """The best column of each row of (B, n) values, or with probability `epsilon` a random one."""
     best = values.argmax(-1)
-    draws = torch.rand(2, *best.shape, device=best.device, generator=generator)
-    other = (draws[1] * values.shape[-1]).long().clamp_(max=values.shape[-1] - 1)
-    return torch.where(draws[0] < epsilon, other, best)
+    draw = torch.rand(best.shape, device=best.device, generator=generator)
+    other = torch.randint(values.shape[-1], best.shape, device=best.device, generator=generator)
+    return torch.where(draw < epsilon, other, best)
 
 
 class EncodedQNetwork(DiscreteQNetwork):
@@ -189,9 +189,12 @@ class StackedLinear(nn.Module):
         weight: Any = self.weight
         if missing and x.is_cuda and x.shape[-1] > ALIGNMENT:  # as in `canter.modules.mlp.Linear`
             x, weight = F.pad(x, (0, missing)), F.pad(weight, (0, 0, 0, missing))
-        if weight.shape[-1] == 1 and x.device.type == "cpu":  # whose batched products with one column are slow
-            return (x * weight.transpose(1, 2)).sum(-1, keepdim=True) + self.bias
         return torch.baddbmm(self.bias, x, weight)
+
+    def split(self) -> list[Callable[[Tensor], Tensor]]:
+        """The E layers as functions (B, size_in) -> (B, size_out)."""
+        pairs = zip(self.weight.unbind(), self.bias.unbind(), strict=True)
+        return [lambda x, w=weight, b=bias: torch.addmm(b, x, w) for weight, bias in pairs]
 
 
 class StackedLayerNorm(nn.Module):
@@ -206,9 +209,14 @@ class StackedLayerNorm(nn.Module):
         """(E, B, size) -> (E, B, size)."""
         return torch.addcmul(self.bias, F.layer_norm(x, x.shape[-1:]), self.weight)
 
+    def split(self) -> list[Callable[[Tensor], Tensor]]:
+        """The E layer norms as functions of (B, size)."""
+        pairs = zip(self.weight.flatten(1).unbind(), self.bias.flatten(1).unbind(), strict=True)
+        return [lambda x, w=weight, b=bias: F.layer_norm(x, x.shape[-1:], w, b) for weight, bias in pairs]
+
 
 class StackedMLPCritics(ContinuousQNetwork):
-    """`MLPContinuousQNetwork`s of one shape, whose layers are batched: half the operations for twins."""
+    """`MLPContinuousQNetwork`s of one shape, whose layers are batched on a GPU: half the operations for twins."""
 
     defaults = MLPContinuousQNetwork.defaults
 
@@ -226,8 +234,21 @@ class StackedMLPCritics(ContinuousQNetwork):
     def forward(self, obs: Obs, actions: Tensor) -> Tensor:
         """(E, B) values or (E, B, K) logits."""
         x = torch.cat([flatten_obs(obs, self.obs_space), self.unit_actions(actions)], dim=-1)
-        out = self.mlp(x.expand(self.members, *x.shape))
+        is_batched = x.device.type != "cpu"
+        out = self.mlp(x.expand(self.members, *x.shape)) if is_batched else torch.stack(self.forward_each(x))
         return out.squeeze(-1) if self.cfg["num_atoms"] == 1 else out
+
+    def forward_each(self, x: Tensor) -> list[Tensor]:
+        """What `mlp` gives, member by member: faster on a CPU, whose cache then holds the features of one member."""
+        stacked = (StackedLinear, StackedLayerNorm)
+        parts = [layer.split() if isinstance(layer, stacked) else [layer] * self.members for layer in self.mlp]
+        outs: list[Tensor] = []
+        for layers in zip(*parts, strict=True):
+            out = x
+            for layer in layers:
+                out = layer(out)
+            outs.append(out)
+        return outs
 
 
 class ListedCritics(nn.Module):

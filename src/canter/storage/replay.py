@@ -215,6 +215,8 @@ class TransitionReplayBuffer:
 
     def named_leaves(self, obs: Obs, critic_obs: Obs | None) -> dict[str, Tensor]:
         """The tensors of an observation by field name."""
+        if self.critic_obs_shape is None and isinstance(obs, Tensor):
+            return {OBSERVED[0]: obs}
         leaves = dict(tree_leaves(obs, OBSERVED[0]))
         if self.critic_obs_shape is not None:
             if critic_obs is None:

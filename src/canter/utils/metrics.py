@@ -95,7 +95,7 @@ class StepStats:
             self.guard.check(self.first_step + self.tracker.step, ended, **groups)
         self.tracker.step += 1
         extras = record.extras
-        if "infos" in extras and (listed := listed_infos(extras["infos"], self.keys)):
+        if any(extras.get("infos", ())) and (listed := listed_infos(extras["infos"], self.keys)):
             extras = {**listed, **extras}
         if not self.keys.isdisjoint(extras):
             scalars = flatten_extras(extras, self.keys)
@@ -231,8 +231,10 @@ class FiniteGuard:
         if not self.is_immediate:
             return
         for group, tree in groups.items():
-            for name, leaf in tree_leaves(tree, group) if isinstance(tree, Mapping) else ((group, tree),):
-                if leaf is None or not leaf.is_floating_point():
+            if tree is None:
+                continue
+            for name, leaf in ((group, tree),) if isinstance(tree, Tensor) else tree_leaves(tree, group):
+                if not leaf.is_floating_point():
                     continue
                 total = leaf.item() if leaf.numel() == 1 else leaf.sum().item()
                 if not math.isfinite(total):  # or the sum overflowed
