@@ -50,6 +50,20 @@ def test_arguments_and_results_of_every_kind_are_replayed(fn):
             assert (again.dtype, again.stride()) == (expected.dtype, expected.stride())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
+def test_operations_with_numbers_compute_the_same_bits(dtype):
+    def fn(x):
+        floats = [x * 0.1, 0.3 - x.float(), x / 3, x + 1e-8, x * 0.0, (x + 1) * -0.0, (x + 1) / 0.0, (x + 1) / -0.0]
+        return *floats, x + 2, x * 7, x.float().exp().mul_(0.7).add_(1), torch.add(x, 3, alpha=2)
+
+    recording = record(fn, torch.tensor([1, 0, 1, 1], dtype=dtype))
+    assert recording.uncompiled.__module__ == "canter.execution.interpreter"
+    x = torch.tensor([3, 0, 1, 250], dtype=dtype)
+    for again, expected in zip(recording.replay([x]), fn(x), strict=True):
+        assert again.dtype == expected.dtype
+        assert torch.equal(again.view(torch.uint8), expected.view(torch.uint8))  # also of zeros, whose signs differ
+
+
 def test_an_argument_that_no_operation_uses_may_be_anything():
     graph = fx.Graph()
     x, _ = graph.placeholder("x"), graph.placeholder("generator")

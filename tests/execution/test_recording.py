@@ -162,6 +162,21 @@ def test_constants_and_views_of_outside_tensors_are_evaluated_once():
     assert left == ["mm", "add", "add"]
 
 
+def test_a_weight_is_transposed_once_and_read_anew_in_every_replay():
+    layer, bias_free = nn.Linear(3, 2), nn.Linear(3, 2, bias=False)
+
+    def f(x):
+        return layer(x), bias_free(x), layer(x[None])
+
+    with torch.inference_mode():
+        assert operations(f, torch.ones(4, 3)) == ["addmm", "linear", "unsqueeze", "linear"]
+        recording, _ = record(f, torch.ones(4, 3))
+        for part in (layer, bias_free):
+            part.weight.data.mul_(2.0)
+        x = torch.rand(4, 3)
+        assert all(map(torch.equal, recording.replay([x]), f(x)))
+
+
 @pytest.mark.parametrize("make", [torch.zeros_like, lambda x: x.new_zeros(2), lambda x: torch.zeros(2)])
 def test_a_tensor_made_inside_and_written_to_is_new_in_every_replay(make):
     recording, _ = record(lambda x: make(x).add_(x), torch.ones(2))

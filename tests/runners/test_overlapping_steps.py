@@ -49,13 +49,48 @@ def test_overlapping_steps_give_the_same_run(make_runner, differing, weights, ex
 
 
 def test_a_step_is_kept_between_the_halves_of_the_next(make_runner):
-    runner = make_runner(InTwoHalves(4, seed=1))
-    calls, keep, take = runner.env.calls, runner.alg.process_step, runner.stats.take
-    runner.alg.process_step = lambda *step: (calls.append("keep"), keep(*step))
+    runner = make_runner(InTwoHalves(4, seed=1), algorithm={"execution": "eager"})
+    calls, keep, take = runner.env.calls, runner.alg.record_step, runner.stats.take
+    runner.alg.record_step = lambda *step: (calls.append("keep"), keep(*step))[1]
     runner.stats.take = lambda record: (calls.append("guard"), take(record))
     runner.learn(1)
     later = ["send", "keep", "recv", "guard"] * (runner.num_steps_per_env - 1)
     assert calls == ["send", "recv", "guard", *later, "keep"]
+
+
+@pytest.mark.parametrize("execution", ["eager", "auto"])
+def test_steps_that_wait_are_stored_in_their_order(make_runner, differing, weights, monkeypatch, execution):
+    algorithm = {"execution": execution, "empirical_normalization": True, "normalize_rewards": True}
+    runners, orders = [], []
+    for most in (0, 2, 100):
+        monkeypatch.setattr("canter.runners.on_policy_runner.MAX_WAITING", most)
+        runner = make_runner(PointRobot(4, seed=1), num_steps_per_env=5, algorithm=algorithm)
+        act, store, calls = runner.alg.act, runner.alg.store_waiting_steps, []
+        runner.alg.act = lambda *obs, act=act, calls=calls: (calls.append("act"), act(*obs))[1]
+        runner.alg.store_waiting_steps = lambda runner=runner, store=store, calls=calls: (
+            calls.append(len(runner.alg.waiting)), store())  # fmt: skip
+        runner.learn(4)
+        assert runner.alg.executor.iteration == (4 if execution == "auto" else 0)
+        runners.append(runner)
+        orders.append([call for call in calls[: len(calls) // 4] if call != 0])
+    assert orders[0] == ["act", 1] * 5
+    assert orders[1] == ["act", "act", "act", 3, "act", "act", 2]
+    assert orders[2] == ["act"] * 5 + [5]
+    for runner in runners[1:]:
+        assert differing(*map(weights, (runners[0], runner))) == []
+        for name in ("observations", "actions", "rewards", "dones", "values", "returns"):
+            assert torch.equal(runners[0].alg.rollout.data[name], runner.alg.rollout.data[name]), name
+
+
+def test_an_interrupted_rollout_leaves_no_step_waiting(make_runner):
+    runner = make_runner(PointRobot(4, seed=1), num_steps_per_env=4)
+    step, runner.env.step = runner.env.step, lambda actions: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        runner.learn(1)
+    assert (runner.alg.waiting, runner.alg.max_waiting) == ([], 0)
+    runner.env.step = step
+    runner.learn(1)
+    assert runner.iteration == 1
 
 
 def test_steps_on_which_the_next_actions_depend_are_not_delayed(make_runner):
@@ -65,10 +100,10 @@ def test_steps_on_which_the_next_actions_depend_are_not_delayed(make_runner):
     ):
         with pytest.warns(UserWarning, match="no teacher") if "algorithm" in settings else contextlib.nullcontext():
             runner = make_runner(InTwoHalves(4, seed=1), **settings)
-        assert not runner.alg.can_lag
+        assert not runner.alg.can_wait
         runner.learn(1)
         assert runner.env.calls == []
-    assert make_runner(InTwoHalves(4, seed=1)).alg.can_lag
+    assert make_runner(InTwoHalves(4, seed=1)).alg.can_wait
 
 
 @pytest.mark.parametrize("at", [3, 4])  # in mid-rollout, and in its last step
@@ -88,7 +123,7 @@ def test_an_error_ends_the_step_that_was_begun(make_runner):
     def fail(*step):
         raise KeyError("no such field")
 
-    runner.alg.process_step = fail
+    runner.alg.record_step = fail
     with pytest.raises(KeyError, match="no such field"):
         runner.learn(1)
     assert runner.env.calls == ["send", "recv"] * 2

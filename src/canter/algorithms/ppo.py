@@ -169,6 +169,9 @@ class PPO(Algorithm):
         self.storage: Any = None
         """The rollout, once `prepare` or `init_storage` allocated it."""
         self.transition = Transition()
+        self.waiting: list[tuple[dict[str, Any], StepRecord]] = []
+        """Steps that are not stored yet; at most `max_waiting`, which a runner may set while `can_wait`."""
+        self.max_waiting = 0
         self.return_scaler: ReturnScaler | None = None
         self.meters: dict[Any, MeanMeter] = defaultdict(MeanMeter)
         self.meter = MeanMeter()
@@ -288,7 +291,7 @@ class PPO(Algorithm):
     def act(self, obs: Obs, critic_obs: Obs | None = None) -> Tensor:
         """Sample actions for N environments and begin their transition."""
         storage = self.rollout if self.storage is None else self.storage
-        if storage.step == 0:
+        if storage.step == 0 and not self.waiting:
             if self.executor.replays:
                 self.executor.begin_iteration()
                 self.notice_changes()
@@ -340,22 +343,28 @@ class PPO(Algorithm):
                 infos.setdefault("log", {}).update(metrics)
 
     @torch.no_grad()
-    def process_step(self, record: StepRecord, transition: Mapping[str, Any] | None = None) -> None:
-        """Finish a transition, the newest or the one given, with the record of the step it led to."""
-        storage = self.storage
-        storage.check_space()
+    def process_step(self, record: StepRecord) -> None:
+        """Finish the transition with the record of the step it led to; it is stored at once, unless it may wait."""
+        self.storage.check_space(len(self.waiting))
         extras = {name: value for e in self.extensions.values() for name, value in e.record_fields(record).items()}
         reached: Any = record.critic_obs if self.needs_next_obs else None
         needed = record._replace(obs=None, critic_obs=reached, extras=extras)  # pyright: ignore[reportArgumentType]
-        step = vars(self.transition) if transition is None else transition
-        hidden = self.executor.run("process", self.record_step, step, needed)
-        storage.step += 1
+        self.waiting.append((vars(self.transition), needed))
         for note in self.on_step:
             note(record)
-        if transition is None:
-            self.transition.__dict__ = {}
-        if hidden:
-            self.policy.set_hidden(hidden)
+        if extras or len(self.waiting) > self.max_waiting:
+            self.store_waiting_steps()
+        self.transition.__dict__ = {}
+
+    @torch.no_grad()
+    def store_waiting_steps(self) -> None:
+        """Store the steps that wait, in their order."""
+        waiting, self.waiting = self.waiting, []
+        for step, record in waiting:
+            hidden = self.executor.run("process", self.record_step, step, record)
+            self.storage.step += 1
+            if hidden:
+                self.policy.set_hidden(hidden)
 
     def record_step(self, step: Mapping[str, Any], record: StepRecord) -> Hidden:
         """Write one row of the storage; returns the state of the memories for the next step."""
@@ -387,15 +396,12 @@ class PPO(Algorithm):
         return {name: state.masked_fill(ends.view(-1, 1, 1, 1), 0.0) for name, state in step["next_hidden"].items()}
 
     @property
-    def can_lag(self) -> bool:
-        """Whether a step may be recorded after the next actions were chosen: they depend on nothing it writes."""
-        is_stateful = bool(self.rollout.hidden_shapes) or self.executor.uses_graphs
-        return not is_stateful and not any(overrides(e, "after_record") for e in self.extensions.values())
-
-    def take_transition(self) -> dict[str, Any]:
-        """The transition begun by `act`, to be finished later; another one can be begun."""
-        taken, self.transition.__dict__ = vars(self.transition), {}
-        return taken
+    def can_wait(self) -> bool:
+        """Whether a step may be stored after the next actions were chosen: they depend on nothing that this writes."""
+        if self.rollout.hidden_shapes or self.executor.uses_graphs:
+            return False
+        hooks = ("after_act", "reward", "after_record")  # between which an extension may carry something over
+        return not any(overrides(extension, hook) for extension in self.extensions.values() for hook in hooks)
 
     # Returns: once per rollout.
     @torch.no_grad()

@@ -16,6 +16,9 @@ FILLS = {
     for name in ("fill", "fill_", "full_like", "index_fill", "index_fill_", "masked_fill", "masked_fill_")
 }
 NUMBERS = {("TensorType", "IntType"), ("TensorType", "FloatType")}  # numbers where an operation takes a tensor
+# Of the number `other` they make a tensor in every call; that takes longer than a small operation itself.
+WITH_TENSORS = {f"aten::{name}" for name in ("add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "div", "div_")}
+EXACT = (torch.float32, torch.float64, torch.int64)  # half precision computes with a number that is not rounded
 # Outside inference mode no argument of a graph requires a gradient, so every operation can begin at its kernel.
 SKIPPED_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.ADInplaceOrView
@@ -68,7 +71,8 @@ class Translation:
                     drawn += found if isinstance(found, list) else [found]
                 parts = zip(schema.arguments, inputs, strict=True)
                 kinds = [(part.type.kind(), value.type().kind()) for part, value in parts]
-                has_numbers = not NUMBERS.isdisjoint(kinds)  # TorchScript takes add.Scalar for add.Tensor(x, 1)
+                # TorchScript takes add.Scalar for add.Tensor(x, 1), and mul.Tensor for mul.Scalar(x, tensor)
+                has_numbers = not {*NUMBERS, ("NumberType", "TensorType")}.isdisjoint(kinds)
                 if self.newest.schema() != str(schema) and not has_numbers:
                     raise TypeError(f"TorchScript would run {self.newest.schema()} for {schema}")
         results: Any = graph.output_node().args[0]
@@ -108,7 +112,11 @@ class Translation:
                 return self.made.insertConstant([plain(item, kind.getElementType()) for item in given])
             items = [self.values[i] if isinstance(i, fx.Node) else self.made.insertConstant(i) for i in given]
             return self.add("prim::ListConstruct", items, [kind])
-        if isinstance(given, bool) and kind.kind() == "NumberType" and node.target._schema.name in FILLS:  # pyright: ignore
+        dtype, name = node.meta.get("kind", (None,))[0], node.target._schema.name  # pyright: ignore
+        is_number = type(given) in (int, float) and given != 0  # torch would take 0.0 and -0.0 for the same constant
+        if is_number and part.name == "other" and name in WITH_TENSORS and dtype in EXACT:
+            return self.made.insertConstant(torch.tensor(given, dtype=dtype))
+        if isinstance(given, bool) and kind.kind() == "NumberType" and name in FILLS:
             given = int(given)
         return self.made.insertConstant(plain(given, kind))
 

@@ -243,6 +243,8 @@ class Simplifier:
             return node.args[0]
         if is_times_one and sources[0].meta.get("kind") == node.meta["kind"]:
             return node.args[0]
+        if func is aten.linear.default:
+            return self._without_transposing(node)
         if func is aten.t.default and sources[0].target is aten.t.default:
             return sources[0].args[0]
         if "value" in node.meta and not memory.is_written(node):
@@ -254,6 +256,18 @@ class Simplifier:
             return self._add_outside(self._evaluate(node), None)
         if is_view(node) or (is_pure(func) and not memory.is_written(node, *sources)):
             return self.known.setdefault((func, str(node.args), str(node.kwargs)), node)
+        return node
+
+    def _without_transposing(self, node: fx.Node) -> fx.Node:
+        """The product that `linear` calls, if it is of a matrix: its weight is transposed once, not in every call."""
+        weight: Any = node.args[1]
+        if len(node.args) == 3 and weight in self.recorded.outside and len(node.meta["kind"][1]) == 2:
+            with self.recorded.graph.inserting_before(node):
+                transposed = self.recorded.graph.call_function(aten.t.default, (weight,))
+            self.memory.base[transposed] = self.memory.base[weight]
+            made = self._add_outside(self._evaluate(transposed), transposed)
+            self.recorded.graph.erase_node(transposed)
+            node.target, node.args = aten.addmm.default, (node.args[2], node.args[0], made)
         return node
 
     def _evaluate(self, node: fx.Node) -> Any:

@@ -92,7 +92,7 @@ class Gaussian(ActionDistribution):
     def log_prob(self, params: Params, actions: Tensor) -> Tensor:
         """Log-density summed over the action's dimensions, (...,)."""
         mu, sigma = params["mu"], params["sigma"].to(promote_types(params["sigma"].dtype, torch.float32))
-        return -(0.5 * ((actions - mu) / sigma).square() + sigma.log()).sum(-1) - self.num_actions * HALF_LOG_TWO_PI
+        return (-0.5 * ((actions - mu) / sigma).square() - sigma.log()).sum(-1) - self.num_actions * HALF_LOG_TWO_PI
 
     def entropy(self, params: Params) -> Tensor:
         """Entropy in nats, (...,)."""
@@ -354,7 +354,8 @@ def bounded_std(raw: Tensor, noise_std_type: str = "scalar", min_std: Any = None
     held = free.detach().clamp_min(SMALLEST_STD if min_std is None else min_std)
     if max_std is not None:
         held = held.clamp_max(max_std)
-    return held + (free - free.detach())  # a plain clamp would have zero gradient outside its bounds
+    # A plain clamp would have zero gradient outside its bounds.
+    return held + (free - free.detach()) if torch.is_grad_enabled() else held
 
 
 @torch.no_grad()

@@ -12,6 +12,8 @@ from canter.runners.runner import Runner
 from canter.utils.metrics import gpu_memory
 from canter.utils.tree import Obs
 
+MAX_WAITING = 32  # steps stored in a row: the code is in the processor's caches then, between two steps it is not
+
 
 class OnPolicyRunner(Runner):
     """Trains PPO and its variants. An iteration is one rollout and the update after it."""
@@ -59,19 +61,39 @@ class OnPolicyRunner(Runner):
             self.obs, self.critic_obs = alg.collect(env, self.obs, self.critic_obs)
             self.stats.tracker.step = self.num_steps_per_env
             return
-        if is_plain and env.overlaps and alg.can_lag:
-            self.overlapping_steps()
-        elif is_plain:
-            for _ in range(self.num_steps_per_env):
-                self.actions = alg.act(self.obs, self.critic_obs)
-                record = env.step(self.actions)
-                self.stats.take(record)
-                alg.process_step(record)
-                self.obs, self.critic_obs = record.obs, record.critic_obs
+        if is_plain:
+            self.collect_steps()
         else:
             for _ in range(self.num_steps_per_env):
                 self.obs, self.critic_obs, *_ = self.rollout_step(self.obs, self.critic_obs)
         alg.compute_returns(self.critic_obs)
+
+    def collect_steps(self) -> None:
+        """Collect a rollout as `rollout_step` does; where steps may wait, they are stored later, with equal results."""
+        alg, env = self.alg, self.env
+        may_wait = alg.can_wait and (env.overlaps or self.device.type == "cpu")
+        alg.max_waiting = MAX_WAITING if may_wait else 0
+        take_step = self.overlapping_step if env.overlaps and may_wait else env.step
+        try:
+            for _ in range(self.num_steps_per_env):
+                self.actions = alg.act(self.obs, self.critic_obs)
+                record = take_step(self.actions)
+                self.stats.take(record)  # checked before the policy acts on it
+                alg.process_step(record)
+                self.obs, self.critic_obs = record.obs, record.critic_obs
+            alg.store_waiting_steps()
+        finally:
+            alg.max_waiting = 0
+            alg.waiting.clear()
+
+    def overlapping_step(self, actions: Tensor) -> StepRecord:
+        """Step the environments, and store the step before while they compute."""
+        self.env.send(actions)
+        try:
+            self.alg.store_waiting_steps()
+        finally:  # a step that was begun must be ended, also after an error
+            record = self.env.recv()
+        return record
 
     def rollout_step(self, obs: Any, critic_obs: Any, **kwargs: Any) -> tuple[Obs, Obs, Tensor, Tensor, dict[str, Any]]:
         """Act, step the environments and store the step; the returned observations are raw."""
@@ -80,21 +102,3 @@ class OnPolicyRunner(Runner):
         self.stats.take(record)
         self.alg.process_step(record)
         return record.obs, record.critic_obs, record.reward, record.terminated | record.truncated, record.extras
-
-    def overlapping_steps(self) -> None:
-        """Collect a rollout, storing each step while the environments compute the next; results are the same."""
-        ready: tuple[StepRecord, dict[str, Any]] | None = None
-        for _ in range(self.num_steps_per_env):
-            self.actions = self.alg.act(self.obs, self.critic_obs)
-            self.env.send(self.actions)
-            acted = self.alg.take_transition()
-            try:
-                if ready is not None:
-                    self.alg.process_step(*ready)
-            finally:  # a step that was begun must be ended, also after an error
-                record = self.env.recv()
-            self.stats.take(record)  # checked before the policy acts on it
-            self.obs, self.critic_obs = record.obs, record.critic_obs
-            ready = record, acted
-        assert ready is not None
-        self.alg.process_step(*ready)

@@ -184,9 +184,9 @@ class RolloutStorage:
         self.write(transition)
         self.step += 1
 
-    def check_space(self) -> None:
-        """Raise if the storage is full."""
-        if self.step >= (limit := self.num_transitions_per_env):
+    def check_space(self, waiting: int = 0) -> None:
+        """Raise if the storage is full, or will be once the steps that are waiting are stored."""
+        if self.step + waiting >= (limit := self.num_transitions_per_env):
             raise AssertionError(f"Rollout buffer overflow: it holds {limit} steps; call clear() first")
 
     def write(self, transition: Mapping[str, Any]) -> None:
@@ -323,12 +323,11 @@ def gae(rewards: Tensor, values: Tensor, dones: Tensor, last_values: Tensor, gam
     discount = torch.logical_not(dones).to(rewards.dtype) * gamma
     deltas = torch.addcmul(rewards - values, discount, torch.cat([values[1:], last_values.unsqueeze(0)]))
     decay = discount * lam
-    advantages = torch.empty_like(deltas)
-    advantage = torch.zeros_like(last_values)
-    for t in range(len(deltas) - 1, -1, -1):
-        advantage = torch.addcmul(deltas[t], decay[t], advantage)
-        advantages[t] = advantage
-    return advantages
+    advantage, advantages = torch.zeros_like(last_values), []
+    for delta, factor in zip(reversed(deltas.unbind()), reversed(decay.unbind()), strict=True):
+        advantage = torch.addcmul(delta, factor, advantage)
+        advantages.append(advantage)
+    return torch.stack(advantages[::-1])
 
 
 def masked_mean(x: Tensor, valid: Tensor | None) -> Tensor:
