@@ -10,6 +10,21 @@ from canter.envs.wrap import wrap_env
 from canter.utils.metrics import NonFiniteError
 
 
+class NewRecords(PointRobot):
+    """A robot whose records keep their values."""
+
+    makes_new_records = True
+
+
+class OneReward(PointRobot):
+    """A robot that writes the rewards of every step to the same tensor."""
+
+    def step(self, actions):
+        record = super().step(actions)
+        self.rewards = getattr(self, "rewards", torch.zeros(self.num_envs)).copy_(record.reward)
+        return record._replace(reward=self.rewards)
+
+
 class InTwoHalves(PointRobot):
     """A robot that is stepped in two halves, and notes when."""
 
@@ -64,7 +79,7 @@ def test_steps_that_wait_are_stored_in_their_order(make_runner, differing, weigh
     runners, orders = [], []
     for most in (0, 2, 100):
         monkeypatch.setattr("canter.runners.on_policy_runner.MAX_WAITING", most)
-        runner = make_runner(PointRobot(4, seed=1), num_steps_per_env=5, algorithm=algorithm)
+        runner = make_runner(NewRecords(4, seed=1), num_steps_per_env=5, algorithm=algorithm)
         act, store, calls = runner.alg.act, runner.alg.store_waiting_steps, []
         runner.alg.act = lambda *obs, act=act, calls=calls: (calls.append("act"), act(*obs))[1]
         runner.alg.store_waiting_steps = lambda runner=runner, store=store, calls=calls: (
@@ -82,8 +97,18 @@ def test_steps_that_wait_are_stored_in_their_order(make_runner, differing, weigh
             assert torch.equal(runners[0].alg.rollout.data[name], runner.alg.rollout.data[name]), name
 
 
+def test_a_step_does_not_wait_where_the_next_one_may_overwrite_it(make_runner):
+    rewards = []
+    for cls in (PointRobot, OneReward):
+        runner = make_runner(cls(4, seed=1), num_steps_per_env=5, algorithm={"gamma": 0.0})
+        runner.learn(2)
+        rewards.append(runner.alg.rollout.data["rewards"])
+    assert torch.equal(*rewards)
+    assert len(rewards[0].unique()) > 5
+
+
 def test_an_interrupted_rollout_leaves_no_step_waiting(make_runner):
-    runner = make_runner(PointRobot(4, seed=1), num_steps_per_env=4)
+    runner = make_runner(NewRecords(4, seed=1), num_steps_per_env=4)
     step, runner.env.step = runner.env.step, lambda actions: 1 / 0
     with pytest.raises(ZeroDivisionError):
         runner.learn(1)

@@ -30,6 +30,7 @@ class GymVecEnv(VecEnv):
     adapter = "Gymnasium"
     contract = "gymnasium.Env"
     autoreset = "by canter, in the same step"
+    makes_new_records = True
     first_env = 0
     """Number of the first environment, on which the random streams depend."""
 

@@ -70,6 +70,8 @@ class VecEnv(ABC):
     """Whether a step has two halves, `send` and `recv`, between which the caller can do other work."""
     capturable: bool = False
     """Whether `step` is pure tensor code on fixed shapes that may be captured in a CUDA graph."""
+    makes_new_records: bool = False
+    """Whether later steps leave the tensors of a record as they are, so that it may be stored after them."""
     adapter: str = "none"
     """Name of the adapter through which `wrap_env` made this object."""
     contract: str = ""

@@ -61,21 +61,15 @@ class OnPolicyRunner(Runner):
             self.obs, self.critic_obs = alg.collect(env, self.obs, self.critic_obs)
             self.stats.tracker.step = self.num_steps_per_env
             return
-        if is_plain:
-            self.collect_steps()
-        else:
-            for _ in range(self.num_steps_per_env):
-                self.obs, self.critic_obs, *_ = self.rollout_step(self.obs, self.critic_obs)
-        alg.compute_returns(self.critic_obs)
-
-    def collect_steps(self) -> None:
-        """Collect a rollout as `rollout_step` does; where steps may wait, they are stored later, with equal results."""
-        alg, env = self.alg, self.env
-        may_wait = alg.can_wait and (env.overlaps or self.device.type == "cpu")
+        # Steps that may wait are stored later: in a row, or while the environments compute the next one.
+        may_wait = is_plain and alg.can_wait and (env.overlaps or (env.makes_new_records and self.device.type == "cpu"))
         alg.max_waiting = MAX_WAITING if may_wait else 0
-        take_step = self.overlapping_step if env.overlaps and may_wait else env.step
+        take_step = self.overlapping_step if may_wait and env.overlaps else env.step
         try:
             for _ in range(self.num_steps_per_env):
+                if not is_plain:
+                    self.obs, self.critic_obs, *_ = self.rollout_step(self.obs, self.critic_obs)
+                    continue
                 self.actions = alg.act(self.obs, self.critic_obs)
                 record = take_step(self.actions)
                 self.stats.take(record)  # checked before the policy acts on it
@@ -85,6 +79,7 @@ class OnPolicyRunner(Runner):
         finally:
             alg.max_waiting = 0
             alg.waiting.clear()
+        alg.compute_returns(self.critic_obs)
 
     def overlapping_step(self, actions: Tensor) -> StepRecord:
         """Step the environments, and store the step before while they compute."""
