@@ -49,6 +49,7 @@ OPERATIONS = {
         "detach.default", "alias.default", "t.default", "mul.Tensor", "mul.Scalar", "pow.Tensor_Scalar",
         "view.default",
     ),
+    "layers whose weights are transposed once": ("linear.default",),
     "writes that can be compiled": (
         "copy_.default", "index_copy_.default", "add_.Tensor", "mul_.Tensor", "__ior__.Tensor", "empty.memory_format",
     ),

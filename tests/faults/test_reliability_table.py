@@ -24,10 +24,8 @@ def test_every_test_that_is_named_exists(tests, page):
     assert [name for file, name in named if name not in (tests.get(file, ()) if file else everywhere)] == []
 
 
-def test_every_case_has_a_row_with_a_test():
-    rows = [
-        line for line in (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8").splitlines() if "| F" in line
-    ]
-    assert all("test_" in row.split("|")[3] for row in rows)
-    found = {int(number) for row in rows for number in re.findall(r"F(\d\d)\b", row.split("|")[1])}
-    assert found == set(range(1, 73))
+def test_every_case_has_a_test():
+    lines = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8").splitlines()
+    rows = [line for line in lines if line.startswith("| ") and not line.startswith("| case |")]
+    assert len(rows) >= 88  # a case that is taken away is missed
+    assert [row for row in rows if "test_" not in row.split("|")[3]] == []

@@ -90,9 +90,12 @@ BOTH = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
 
 @pytest.fixture(autouse=True)
 def handlers():
-    """Restores the signal handlers after each test."""
+    """The handlers of a program in a terminal; programs in the background ignore some signals."""
     before = {number: signal.getsignal(number) for number in BOTH}
-    yield before
+    usual = {number: signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL for number in BOTH}
+    for number, handler in usual.items():
+        signal.signal(number, handler)
+    yield usual
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -119,7 +122,6 @@ def test_handlers_are_restored_on_exit_and_on_error(handlers, ends_in_error):
 
 
 def test_second_interrupt_raises_keyboard_interrupt():
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background ignore it
     with StopSignal() as stop:
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
