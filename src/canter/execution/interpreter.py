@@ -113,7 +113,7 @@ class Translation:
             items = [self.values[i] if isinstance(i, fx.Node) else self.made.insertConstant(i) for i in given]
             return self.add("prim::ListConstruct", items, [kind])
         dtype, name = node.meta.get("kind", (None,))[0], node.target._schema.name  # pyright: ignore
-        is_number = type(given) in (int, float) and given != 0  # torch would take 0.0 and -0.0 for the same constant
+        is_number = type(given) in (int, float) and given != 0  # torch may take 0.0 and -0.0 for the same constant
         if is_number and part.name == "other" and name in WITH_TENSORS and dtype in EXACT:
             return self.made.insertConstant(torch.tensor(given, dtype=dtype))
         if isinstance(given, bool) and kind.kind() == "NumberType" and name in FILLS:
