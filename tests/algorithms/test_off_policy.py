@@ -538,6 +538,7 @@ def test_statistics_leave_out_steps_that_only_reset(kind, execution):
 
 
 @pytest.mark.parametrize("kind", ["dqn", "sac"])
-def test_the_least_standard_deviation_reaches_both_normalizers(kind):
-    policy = make(kind, "eager", empirical_normalization=True, min_obs_std=0.5).policy
+def test_the_bounds_of_normalisation_reach_both_normalizers(kind):
+    policy = make(kind, "eager", empirical_normalization=True, min_obs_std=0.5, clip_obs=7.0).policy
     assert policy.obs_normalizer.min_std == policy.critic_obs_normalizer.min_std == 0.5
+    assert policy.obs_normalizer.clip == policy.critic_obs_normalizer.clip == 7.0

@@ -474,6 +474,7 @@ def test_from_cfg_takes_a_config_object_with_networks_and_a_class_that_is_not_re
         Mine.from_cfg(PPOConfig(), noise_env(), "cpu")
 
 
-def test_the_least_standard_deviation_reaches_both_normalizers(make_ppo):
-    alg, _ = make_ppo(empirical_normalization=True, min_obs_std=0.5)
+def test_the_bounds_of_normalisation_reach_both_normalizers(make_ppo):
+    alg, _ = make_ppo(empirical_normalization=True, min_obs_std=0.5, clip_obs=7.0)
     assert alg.policy.obs_normalizer.min_std == alg.policy.critic_obs_normalizer.min_std == 0.5
+    assert alg.policy.obs_normalizer.clip == alg.policy.critic_obs_normalizer.clip == 7.0

@@ -57,6 +57,7 @@ VISUAL = {"class_name": "VisualActorCritic", "visual_component_name": "camera", 
 CNN = {"conv_channels": [4], "conv_kernels": [4], "conv_strides": [4], "hidden_dims": [8]}
 RUNNERS = {
     "ppo": lambda: on_policy(PointRobot(3), {}, **NORMALISED),
+    "clipped": lambda: on_policy([Parts] * 2, {}, empirical_normalization=True, clip_obs=0.1),
     "lstm": lambda: on_policy(PointRobot(3), RNN),
     "discrete": lambda: on_policy(CartPole(3)),
     "beta": lambda: on_policy(PointRobot(3), {"action_distribution": "beta"}),

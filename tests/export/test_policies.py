@@ -131,6 +131,15 @@ def test_dicts_have_one_input_for_each_part(tmp_path):
     assert {(port["name"], port["dtype"]) for port in inputs} == {("camera", "uint8"), ("arm", "float32")}
 
 
+def test_the_bound_of_normalised_observations_is_exported(tmp_path):
+    policy = ActorCritic(5, 5, 2, **SMALL)
+    policy.obs_normalizer = build_normalizer(5, clip=0.5)
+    policy.obs_normalizer.update(torch.randn(64, 5))
+    check(InferencePolicy(policy.eval()), tmp_path)  # drawn observations are beyond the bound
+    far = policy.act_inference(torch.full((1, 5), 1e3)).detach().numpy()[0]
+    assert np.allclose(Policy(tmp_path / "bundle").predict(np.full(5, 1e4, np.float32)), far, atol=1e-6)
+
+
 def test_names_of_parts_and_tasks_cannot_become_code(tmp_path):
     parts = {"state": (2,), "int": (1,), "a b; exit(1)": (1,)}
 

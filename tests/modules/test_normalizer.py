@@ -307,3 +307,30 @@ def test_a_least_standard_deviation_of_a_dict():
     norm = DictNormalization({"near": (2,), "image": (3, 4, 4)}, eps=0.0, min_std=2.0)
     norm.update({"near": torch.tensor([[1.0, 10.0], [3.0, 30.0]]), "image": torch.zeros(2, 3, 4, 4)})
     assert norm.leaf("near").std.tolist() == [2.0, 10.0]
+
+
+def test_the_bound_of_normalised_values_is_saved_with_the_statistics():
+    norm = EmpiricalNormalization(2, eps=0.0, clip=1.5)
+    norm.update(torch.tensor([[-1.0, 0.0], [1.0, 20.0]]))  # mean 0 and 10, standard deviation 1 and 10
+    x = torch.tensor([[0.5, 15.0], [-3.0, 40.0], [9.0, -90.0]])
+    assert norm.normalize(x).tolist() == [[0.5, 0.5], [-1.5, 1.5], [1.5, -1.5]]
+    plain, other = EmpiricalNormalization(2, eps=0.0), EmpiricalNormalization(2, eps=0.0, clip=5.0)
+    for loaded in (plain, other):
+        loaded.load_state_dict(norm.state_dict())
+    assert (plain.clip, other.clip) == (1.5, 5.0)  # a bound that was asked for stays
+    assert torch.equal(plain.normalize(x), norm.normalize(x))
+    assert torch.equal(torch.jit.script(plain.eval())(x), norm.normalize(x))
+
+
+def test_statistics_without_a_bound_load_where_there_is_one():
+    old, norm = EmpiricalNormalization(2), EmpiricalNormalization(2, clip=3.0)
+    assert "clip" not in old.state_dict()
+    norm.load_state_dict(old.state_dict())
+    assert norm.clip == 3.0
+
+
+def test_the_bound_of_a_dict_is_saved_for_each_part():
+    norm = DictNormalization({"near": (2,), "image": (3, 4, 4)}, eps=0.0, clip=2.0)
+    loaded = DictNormalization({"near": (2,), "image": (3, 4, 4)}, eps=0.0)
+    loaded.load_state_dict(norm.state_dict())
+    assert loaded.normalize({"near": torch.tensor([[1.0, -7.0]])})["near"].tolist() == [[1.0, -2.0]]

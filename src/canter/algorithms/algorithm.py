@@ -15,6 +15,7 @@ from canter.envs.vec_env import StepRecord
 from canter.envs.wrap import wrap_env
 from canter.execution import ACTIVE_TRACERS, runs_own_code
 from canter.execution.executor import Executor
+from canter.modules.build import build_normalizer
 from canter.utils.checkpoint import check_compatible
 from canter.utils.config import check_settings, check_value, combined_settings, declared_kinds, setting, settings
 from canter.utils.distributed import RANKS
@@ -94,6 +95,8 @@ class AlgorithmSettings:
     """Normalise observations by running statistics, kept in the policy; stored observations stay raw."""
     min_obs_std: float = setting(0.0, low=0.0, fixed=True)
     """Smallest standard deviation that normalised observations are divided by; 1 never enlarges one."""
+    clip_obs: float | None = setting(None, above=0.0, fixed=True)
+    """Bound of normalised observations, both ways; None for no bound. It is saved and exported with the statistics."""
     execution: str = setting("auto", choices=EXECUTIONS, fixed=True)
     """How hot functions run: "eager", "graph" (CUDA graphs; on a CPU recordings), "compile" (compiled too), "auto"."""
     precision: str = setting("tf32", choices=PRECISIONS, fixed=True)
@@ -280,6 +283,10 @@ class Algorithm:
         if is_recorded:
             self.executor.generators.append(made)
         return made
+
+    def new_normalizer(self, shape: Any) -> nn.Module:
+        """A normaliser of observations of a shape, as set."""
+        return build_normalizer(shape, min_std=self.cfg.min_obs_std, clip=self.cfg.clip_obs)
 
     def check_can_learn(self, has_labels: bool = False) -> None:
         """Raise an error with the reason if training cannot change the policy; `has_labels`: a dataset has actions."""

@@ -16,7 +16,7 @@ from canter.algorithms.algorithm import Algorithm, AlgorithmSettings, CommonRunS
 from canter.algorithms.optim import GuardedOptimizer, backward
 from canter.envs.vec_env import StepRecord
 from canter.execution.flat_parameters import FlatParameters
-from canter.modules.build import build_normalizer, env_shapes
+from canter.modules.build import env_shapes
 from canter.modules.normalizer import ReturnScaler
 from canter.storage.offline import fill_replay
 from canter.storage.replay import ReplayBatch, TransitionReplayBuffer
@@ -154,7 +154,7 @@ class OffPolicyAlgorithm(Algorithm):
             obs_shape, critic_shape = env_shapes(self.env)
             critic_shape = obs_shape if critic_shape is None else critic_shape
             for name, shape in (("obs_normalizer", obs_shape), ("critic_obs_normalizer", critic_shape)):
-                setattr(self.policy, name, build_normalizer(shape, min_std=self.cfg.min_obs_std))
+                setattr(self.policy, name, self.new_normalizer(shape))
         self.policy.to(self.device)
         self.replay: Any = None
         self.adds_one = False  # whether steps are stored by `insert_one`

@@ -17,7 +17,7 @@ from canter.algorithms.symmetry import Symmetry, SymmetrySettings
 from canter.envs.records import step_record
 from canter.envs.vec_env import StepRecord
 from canter.execution import ACTIVE_TRACERS, note_host_read
-from canter.modules.build import NETWORK_ARGUMENTS, build_actor_critic, build_normalizer, build_policy, env_shapes
+from canter.modules.build import NETWORK_ARGUMENTS, build_actor_critic, build_policy, env_shapes
 from canter.modules.normalizer import VALUE_NORMALIZATIONS, NoNormalization, ReturnScaler, install_value_normalizer
 from canter.modules.policy import Hidden, Policy, PolicyOutput
 from canter.storage.rollout_storage import MiniBatch, RolloutStorage, Transition, masked_mean, normalize_advantages
@@ -247,7 +247,7 @@ class PPO(Algorithm):
         both = {"obs_normalizer": (num_obs, actor)}
         both["critic_obs_normalizer"] = (num_critic_obs, actor if critic is None else critic)
         for name, (shape, is_normalized) in both.items():
-            made = build_normalizer(shape, min_std=self.cfg.min_obs_std) if is_normalized else NoNormalization()
+            made = self.new_normalizer(shape) if is_normalized else NoNormalization()
             setattr(self.policy, name, made.to(self.device))
 
     def init_storage(

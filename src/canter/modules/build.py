@@ -112,12 +112,15 @@ def env_shapes(env: VecEnv) -> tuple[Any, Any]:
     return space_shapes(env.obs_space), critic
 
 
-def build_normalizer(shape: Any, until: float | None = 1e8, min_std: float = 0.0) -> nn.Module:
-    """Running normalisation of a width, a shape, a storage `Field`, or a nested dict of them; images are exempt."""
+def build_normalizer(shape: Any, until: float | None = 1e8, **options: Any) -> nn.Module:
+    """Running normalisation of a width, a shape, a storage `Field`, or a nested dict of them; images are exempt.
+
+    The options are those of `EmpiricalNormalization`.
+    """
     if isinstance(shape, Mapping):
-        return DictNormalization(tree_map(vector_shape, shape), until=until, min_std=min_std)
+        return DictNormalization(tree_map(vector_shape, shape), until=until, **options)
     size = vector_shape(shape)
-    return NoNormalization() if size is None else EmpiricalNormalization(size, until=until, min_std=min_std)
+    return NoNormalization() if size is None else EmpiricalNormalization(size, until=until, **options)
 
 
 def install_normalizers(policy: Policy, weights: Mapping[str, torch.Tensor]) -> None:

@@ -48,14 +48,23 @@ def merge_moments(
 
 
 class EmpiricalNormalization(nn.Module):
-    """Subtracts the running mean and divides by the running standard deviation, or `min_std` if that is larger."""
+    """Subtracts the running mean and divides by the running standard deviation.
+
+    Args:
+        shape: Of one observation.
+        eps: Added to the standard deviation.
+        until: Number of rows after which the statistics stay as they are; None for never.
+        min_std: Smallest standard deviation that is divided by.
+        clip: Bound of the results, saved with the statistics; a normaliser without one takes the one that it loads.
+    """
 
     def __init__(
-        self, shape: int | Sequence[int], eps: float = 1e-2, until: float | None = None, min_std: float = 0.0
-    ) -> None:
+        self, shape: int | Sequence[int], eps: float = 1e-2, until: float | None = None, min_std: float = 0.0,
+        clip: float | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.shape = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
-        self.eps, self.until, self.min_std = eps, until, min_std
+        self.eps, self.until, self.min_std, self.clip = eps, until, min_std, clip
         self._mean, self.count = nn.Buffer(torch.zeros(1, *self.shape)), nn.Buffer(torch.zeros((), dtype=torch.int64))
         self._var, self._std = nn.Buffer(torch.ones(1, *self.shape)), nn.Buffer(torch.ones(1, *self.shape))
 
@@ -77,10 +86,11 @@ class EmpiricalNormalization(nn.Module):
 
     def normalize(self, x: Tensor) -> Tensor:
         """Normalise (..., *shape) with the current statistics."""
-        return (x - self._mean[0]) / (self._std[0] + self.eps)
+        y, clip = (x - self._mean[0]) / (self._std[0] + self.eps), self.clip
+        return y if clip is None else y.clamp(-clip, clip)
 
     def inverse(self, y: Tensor) -> Tensor:
-        """The values that `normalize` maps to y."""
+        """The values that `normalize` maps to y, if they are within its bound."""
         return y * (self._std[0] + self.eps) + self._mean[0]
 
     @torch.no_grad()
@@ -98,6 +108,17 @@ class EmpiricalNormalization(nn.Module):
         std = var.sqrt().clamp(min=self.min_std)  # saved so, for policies that are loaded without their settings
         for buffer, new in ((self._mean, mean), (self._var, var), (self._std, std), (self.count, count)):
             buffer.copy_(new)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.clip is not None:  # otherwise the entries are those of a checkpoint that knows no bound
+            destination[f"{prefix}clip"] = torch.tensor(self.clip, dtype=torch.float64, device=self._mean.device)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        saved = state_dict.pop(f"{prefix}clip", None)
+        if self.clip is None and saved is not None:
+            self.clip = float(saved)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class ValueNormalizer(EmpiricalNormalization):
@@ -164,14 +185,15 @@ class NoNormalization(nn.Identity):
 
 
 class DictNormalization(nn.Module):
-    """Normalises each float vector of a nested dict with leaf `shapes`; images (3-D), integers and shape None pass."""
+    """Normalises each float vector of a nested dict with leaf `shapes`; images (3-D), integers and shape None pass.
 
-    def __init__(
-        self, shapes: Mapping[str, Any], eps: float = 1e-2, until: float | None = None, min_std: float = 0.0
-    ) -> None:
+    The options are those of `EmpiricalNormalization`.
+    """
+
+    def __init__(self, shapes: Mapping[str, Any], **options: Any) -> None:
         super().__init__()
         leaves = {name: shape for name, shape in tree_leaves(shapes) if shape is not None and np.size(shape) < 3}
-        made = {self._key(name): EmpiricalNormalization(shape, eps, until, min_std) for name, shape in leaves.items()}
+        made = {self._key(name): EmpiricalNormalization(shape, **options) for name, shape in leaves.items()}
         self.leaves = nn.ModuleDict(made)
 
     def _key(self, name: str) -> str:

@@ -268,7 +268,11 @@ def prune_checkpoints(directory: StrPath, keep_last: int, names: Collection[str]
 
 
 def check_compatible(current: Mapping[str, Tensor], loaded: Mapping[str, Tensor], owner: str) -> None:
-    """Raise one CheckpointError that lists every tensor of `loaded` that does not fit `current`; change nothing."""
+    """Raise one CheckpointError that lists every tensor of `loaded` that does not fit `current`; change nothing.
+
+    The bound of a normaliser may be in one of them only.
+    """
+    current, loaded = ({name: v for name, v in state.items() if not name.endswith(".clip")} for state in (current, loaded))
     want = {name: tuple(tensor.shape) for name, tensor in current.items()}
     got = {name: tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__ for name, v in loaded.items()}
     problems = [f"missing {name}, want {want[name]}" for name in want if name not in got]
