@@ -6,8 +6,11 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from canter.algorithms.optim import GuardedOptimizer
+from canter.envs import make_env
 from canter.execution.cpu_compile import LONG_LOOP, decompose, hoist_scalars, split_addmm, tanh_as_sigmoid
 from canter.execution.recording import COMPILE_AFTER, Recorder, Recording, simplify, to_function
+from canter.presets import load_preset
+from canter.runners import OnPolicyRunner
 
 aten = torch.ops.aten
 
@@ -181,3 +184,26 @@ def test_compiled_training_steps_follow_the_eager_ones():
     assert recording.run is not recording.uncompiled
     for ours, theirs in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error:a recording cannot be compiled")
+def test_every_part_of_a_run_is_compiled():
+    cfg = {**load_preset("CartPole-v1", "ppo"), "execution": "compile"}
+    runner = OnPolicyRunner(make_env("CartPole-v1", "cpu", 8, 1), cfg, device="cpu", show_progress=False)
+    runner.learn(COMPILE_AFTER + 10)
+    compiled = {signature[0]: graph.run is not graph.uncompiled for signature, graph in runner.alg.executor.graphs.items()}
+    assert compiled == dict.fromkeys(("act", "process", "returns", "learn"), True)
+    runner.close()
+
+
+@pytest.mark.filterwarnings("error:a recording cannot be compiled")
+def test_a_function_in_inference_mode_is_compiled_after_its_weights_were_written_to():
+    layer, x = nn.Linear(3, 2), torch.randn(4, 3)
+    with torch.inference_mode():
+        recording = Recording(layer, (x,), [x], compiles=True)
+    with torch.no_grad():
+        layer.weight.add_(1.0)
+    for _ in range(COMPILE_AFTER + 1):
+        torch.testing.assert_close(recording.replay([x]), layer(x))
+    assert recording.run is not recording.uncompiled

@@ -271,11 +271,13 @@ class Simplifier:
         return node
 
     def _evaluate(self, node: fx.Node) -> Any:
-        outside = self.recorded.outside
-        take = outside.__getitem__ if torch.is_inference_mode_enabled() else lambda source: outside[source].detach()
-        args, kwargs = fx.map_arg((node.args, node.kwargs), take)
+        sources = [self.recorded.outside[source] for source in node.all_input_nodes]
         func: Any = node.target
-        return func(*args, **kwargs)  # pyright: ignore[reportGeneralTypeIssues]
+        # A view that is made in inference mode cannot be compiled once its base was written to outside that mode.
+        is_inference = torch.is_inference_mode_enabled() and any(value.is_inference() for value in sources)
+        with torch.inference_mode(is_inference), torch.no_grad():
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self.recorded.outside[source].detach())
+            return func(*args, **kwargs)  # pyright: ignore[reportGeneralTypeIssues]
 
     def _add_outside(self, value: Any, view: fx.Node | None) -> fx.Node:
         """Add a constant, or the value of `view`, a view of an outside tensor."""
