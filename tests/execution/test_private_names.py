@@ -50,6 +50,7 @@ OPERATIONS = {
         "view.default",
     ),
     "layers whose weights are transposed once": ("linear.default",),
+    "stacks that are copied part by part": ("stack.default", "select.int", "_to_copy.default"),
     "writes that can be compiled": (
         "copy_.default", "index_copy_.default", "add_.Tensor", "mul_.Tensor", "__ior__.Tensor", "empty.memory_format",
     ),

@@ -542,3 +542,44 @@ def test_a_function_without_tensor_arguments_is_recorded_with_everything_it_read
     b.fill_(2.0)  # outside tensors are read anew
     executor.run("add", add, 2)
     assert torch.equal(total, 12 * (torch.arange(3.0) + 1.0) + 2 * (2 * torch.arange(3.0) + 1.0))
+
+
+def test_stacks_and_casts_that_are_only_copied_are_copied_part_by_part():
+    place, other = torch.zeros(2, 3), torch.zeros(3)
+
+    def fn(x, y):
+        stacked = torch.stack([(x * 2).float(), y.float()])
+        torch._foreach_copy_([place, other], [stacked, (x + 1).float()])
+
+    x, y = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16), torch.tensor([4.0, 5.0, 6.0], dtype=torch.bfloat16)
+    assert operations(fn, x, y) == ["mul", "add", "_foreach_copy_"]
+    recording, _ = record(fn, x, y)
+    before = place._version
+    recording.replay([y, x])
+    assert place.tolist() == [[8, 10, 12], [1, 2, 3]]
+    assert other.tolist() == [5, 6, 7]
+    assert place._version > before
+
+
+@pytest.mark.parametrize("case", ["read elsewhere", "written to", "another dimension", "rounded twice", "not outside"])
+def test_stacks_and_casts_stay_where_a_copy_of_the_parts_would_be_something_else(case):
+    place = torch.zeros(2, 2, dtype=torch.float64 if case == "rounded twice" else torch.float32)
+
+    def fn(x, y):
+        rows = x * 2, y * 2
+        if case == "rounded twice":
+            rows = rows[0].bfloat16(), rows[1].bfloat16()
+        stacked = torch.stack(rows, 1 if case == "another dimension" else 0)
+        if case == "written to":
+            rows[0].zero_()
+        target = place * 1.0 if case == "not outside" else place
+        torch._foreach_copy_([target], [stacked])
+        return stacked.sum() if case == "read elsewhere" else target.clone()
+
+    x, y = torch.tensor([1.001, 2.0]), torch.tensor([3.0, 4.0])
+    recording, _ = record(fn, x, y)
+    for inputs in ([y, x], [x * 3, y]):
+        got = recording.replay(inputs).clone(), place.clone()
+        want = fn(*inputs), place
+        assert torch.equal(got[0], want[0])
+        assert torch.equal(got[1], want[1])

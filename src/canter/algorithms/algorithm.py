@@ -100,7 +100,8 @@ class AlgorithmSettings:
     execution: str = setting("auto", choices=EXECUTIONS, fixed=True)
     """How hot functions run: "eager", "graph" (CUDA graphs; on a CPU recordings), "compile" (compiled too), "auto"."""
     precision: str = setting("tf32", choices=PRECISIONS, fixed=True)
-    """Of matrix products on a GPU: "tf32", "fp32" or "bf16"; weights, log-probabilities and losses stay float32."""
+    """Of matrix products: "tf32", "fp32" or "bf16"; weights, log-probabilities and losses stay float32. On a CPU "tf32"
+    is float32, and so is "bf16" if it has no instructions for it."""
 
 
 class Terms(NamedTuple):

@@ -31,7 +31,7 @@ class IterationOptions:
 
     work: Annotated[Workload, tyro.conf.arg(name="")]
     executions: tuple[Literal["auto", "eager", "graph", "compile"], ...]  # Execution modes to measure, one row each.
-    precision: Literal["tf32", "fp32", "bf16"] = "tf32"  # Precision of matrix products on a GPU.
+    precision: Literal["tf32", "fp32", "bf16"] = "tf32"  # Precision of matrix products; tf32 is float32 on a CPU.
     device: str | None = None  # Device to measure; None takes a GPU if there is one.
     warm_up: int = 8  # Iterations before the measurement.
     iterations: int = 10  # Measured iterations; their median is shown.

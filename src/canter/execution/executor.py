@@ -38,7 +38,8 @@ class Executor:
         device: Device of the tensors.
         execution: "eager", "graph" (capture or record), "compile" (also compile), or "auto", the fastest available: a
             GPU's functions are captured at once and compiled in iteration 1000.
-        precision: Precision of matrix products on a GPU: "tf32", "fp32" or "bf16"; weights and all else stay float32.
+        precision: Precision of matrix products: "tf32" and "fp32" (on a CPU both are float32) or "bf16" (on a CPU only
+            if it has instructions for it); weights and all else stay float32.
     """
 
     def __init__(self, device: torch.device, execution: str = "auto", precision: str = "tf32") -> None:
@@ -56,8 +57,9 @@ class Executor:
         self.generators: list[torch.Generator] = []  # that captured functions draw from
         self.constants: Any = ()  # hashable, read by functions from attributes; other constants need another graph
         self.autocast: Callable[[], Any] = nullcontext  # for matrix products
-        if self.is_cuda and precision == "bf16":  # without its cache, whose casts of weights would be frozen in a graph
-            self.autocast = functools.partial(torch.autocast, "cuda", torch.bfloat16, cache_enabled=False)
+        if precision == "bf16" and (self.is_cuda or (device.type == "cpu" and cpu_has_bf16())):
+            # Without its cache, whose casts of weights would be frozen in a graph.
+            self.autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, cache_enabled=False)
         self.eager_only: dict[str, str] = {}  # names of functions that cannot be replayed, with the reason
         self.graphs: dict[Any, Any] = {}  # Graph or Recording by signature
         self.calls: dict[Any, int] = {}  # by signature
@@ -265,6 +267,13 @@ class Executor:
         if is_user_code or not (self.records and self.execution == "auto"):  # "auto" promises no recordings
             kind = "recorded" if self.records else "captured as a CUDA graph"
             warnings.warn(f"{name!r} cannot be {kind} ({reason}); it runs eagerly, slower", stacklevel=6)
+
+
+@functools.cache
+def cpu_has_bf16() -> bool:
+    """Whether the CPU multiplies bfloat16 matrices itself; others compute them slower than float32."""
+    found: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any("bf16" in name and bool(value) for name, value in found.items())
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:

@@ -245,6 +245,8 @@ class Simplifier:
             return node.args[0]
         if func is aten.linear.default:
             return self._without_transposing(node)
+        if func is aten._foreach_copy_.default:
+            self._copy_at_once(node)
         if func is aten.t.default and sources[0].target is aten.t.default:
             return sources[0].args[0]
         if "value" in node.meta and not memory.is_written(node):
@@ -269,6 +271,35 @@ class Simplifier:
             self.recorded.graph.erase_node(transposed)
             node.target, node.args = aten.addmm.default, (node.args[2], node.args[0], made)
         return node
+
+    def _copy_at_once(self, node: fx.Node) -> None:
+        """Copy what a stack was made of, and before it was converted, to its place: gradients of twin critics."""
+        targets: list[fx.Node] = []
+        sources: list[fx.Node] = []
+        for target, source in zip(*node.args, strict=True):  # pyright: ignore[reportArgumentType]
+            whole = self.recorded.outside.get(target)
+            is_stack = whole is not None and source.target is aten.stack.default and len(source.args) == 1
+            rows = list(source.args[0]) if is_stack and self._is_only_for(source, node) else []
+            places = [self._row(target, i) for i in range(len(rows))] or [target]
+            for place, part in zip(places, rows or [source], strict=True):
+                is_cast = part.target is aten._to_copy.default and whole is not None
+                is_cast = is_cast and part.meta["kind"][0] == whole.dtype and self._is_only_for(part, node, source)
+                targets.append(place)
+                sources.append(part.args[0] if is_cast else part)
+        node.args = (targets, sources)
+
+    def _is_only_for(self, node: fx.Node, *users: fx.Node) -> bool:
+        """Whether only these nodes read a result, and its arguments are never written to."""
+        return set(node.users) <= {*users} and not self.memory.is_written(node, *node.all_input_nodes)
+
+    def _row(self, target: fx.Node, index: int) -> fx.Node:
+        """An argument for one row of an outside tensor."""
+        with self.recorded.graph.inserting_before(target):
+            row = self.recorded.graph.call_function(aten.select.int, (target, 0, index))
+        self.memory.base[row] = self.memory.base[target]
+        made = self._add_outside(self._evaluate(row), row)
+        self.recorded.graph.erase_node(row)
+        return made
 
     def _evaluate(self, node: fx.Node) -> Any:
         sources = [self.recorded.outside[source] for source in node.all_input_nodes]

@@ -52,7 +52,12 @@ class Memory(Carried, nn.Module):
         if state.is_inference() and torch.is_grad_enabled():  # kept by a rollout, now in a pass that autograd records
             state = state.clone()
         parts = state.unbind(0)  # S tensors (L, N or M, H)
-        out, new = self.rnn(sequence, parts if len(parts) == 2 else parts[0])
+        memory = parts if len(parts) == 2 else parts[0]
+        if sequence.device.type == "cpu" and torch.is_autocast_enabled("cpu"):  # kernels for bfloat16 are not everywhere
+            with torch.autocast("cpu", enabled=False):
+                out, new = self.rnn(sequence.float(), memory)
+        else:
+            out, new = self.rnn(sequence, memory)
         return out, torch.stack(new if isinstance(new, tuple) else (new,)).movedim(2, 0)
 
     def forward(self, x: Tensor, masks: Tensor | None = None, hidden_states: Any = None) -> Tensor:

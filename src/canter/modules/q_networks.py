@@ -234,8 +234,10 @@ class StackedMLPCritics(ContinuousQNetwork):
     def forward(self, obs: Obs, actions: Tensor) -> Tensor:
         """(E, B) values or (E, B, K) logits."""
         x = torch.cat([flatten_obs(obs, self.obs_space), self.unit_actions(actions)], dim=-1)
-        is_batched = x.device.type != "cpu"
-        out = self.mlp(x.expand(self.members, *x.shape)) if is_batched else torch.stack(self.forward_each(x))
+        if x.device.type == "cpu":
+            out = torch.stack(self.forward_each(x))
+        else:
+            out = self.last_layer(self.mlp[-1], self.mlp[:-1](x.expand(self.members, *x.shape)))
         return out.squeeze(-1) if self.cfg["num_atoms"] == 1 else out
 
     def forward_each(self, x: Tensor) -> list[Tensor]:
@@ -243,12 +245,19 @@ class StackedMLPCritics(ContinuousQNetwork):
         stacked = (StackedLinear, StackedLayerNorm)
         parts = [layer.split() if isinstance(layer, stacked) else [layer] * self.members for layer in self.mlp]
         outs: list[Tensor] = []
-        for layers in zip(*parts, strict=True):
+        for *layers, last in zip(*parts, strict=True):
             out = x
             for layer in layers:
                 out = layer(out)
-            outs.append(out)
+            outs.append(self.last_layer(last, out))
         return outs
+
+    def last_layer(self, layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Apply the last layer; values in float32, because bfloat16 knows a value of 1000 only up to 4."""
+        if self.cfg["num_atoms"] > 1:
+            return layer(x)
+        with torch.autocast(x.device.type, enabled=False):
+            return layer(x.float())
 
 
 class ListedCritics(nn.Module):
