@@ -127,6 +127,28 @@ def test_more_minibatches_than_steps_are_refused():
         parse_train(["CartPole-v1", "--num-envs", "2", "--num-steps-per-env", "4", "--num-mini-batches", "9"])
 
 
+def test_a_few_environments_have_rollouts_as_large_as_the_presets():
+    with pytest.warns(UserWarning, match="rollouts of 3 instead of 64 environments have 683 steps each.*--num-steps-per"):
+        _, config = parse_train(["Hopper-v5", "--num-envs", "3"])
+    assert config["num_steps_per_env"] == 683  # 64 * 32 / 3, rounded up
+    with pytest.warns(UserWarning, match="have 2048 steps"):
+        parse_train(["Swimmer-v5", "--num-envs=1"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        (["--num-envs", "3", "--num-steps-per-env", "40"], 40),
+        (["--num-envs", "3", "--num-mini-batches", "2"], 32),
+        (["--num-envs", "32"], 32),  # minibatches of 32 steps are large enough
+        (["--num-envs", "256"], 32),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_rollouts_stay_as_they_are_where_minibatches_are_large_or_flags_are_given(flags, steps):
+    assert parse_train(["Hopper-v5", *flags])[1]["num_steps_per_env"] == steps
+
+
 @pytest.mark.parametrize(
     ("task", "preset"),
     [

@@ -11,7 +11,8 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -37,6 +38,8 @@ FROM_ENV |= {"actor", "critic"}
 EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+$")
 NUMBERS = re.compile(r"\d+(,\d+)+")  # 64,64 is as good as 64 64
 ARGUMENT = re.compile(r"^    (\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
+
+SMALL_MINIBATCH = 32  # steps; the gradient of fewer is mostly noise
 
 # Choices of policy settings, which are plain arguments of constructors.
 POLICY_CHOICES = {name: ",".join(ALIASES) for name in ("activation", "mu_activation")}
@@ -147,8 +150,8 @@ def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, 
     plan.cfg = options.settings = joined_settings(options.settings, type(plan.cfg))
     if has_policy:
         plan.policy = dataclasses.asdict(options.policy)
-        is_given = given(args, "--num-mini-batches") is not None
-        fit_mini_batches(options.settings, options.num_envs, POLICIES[policy_class].is_recurrent, is_given)
+        fixed = {flag for flag in ("--num-steps-per-env", "--num-mini-batches") if given(args, flag) is not None}
+        fit_rollout(options.settings, options.num_envs, preset["num_envs"], POLICIES[policy_class].is_recurrent, fixed)
     return options, plan.to_dict()
 
 
@@ -196,10 +199,19 @@ def suggest_flags(args: Sequence[str], options: TrainOptions[Any, Any], cfg: Any
             raise ValueError(f"there is no flag {flag}; did you mean {way}?")
 
 
-def fit_mini_batches(settings: Any, num_envs: int, is_recurrent: bool, is_given: bool) -> None:
-    """Check the number of minibatches; those of recurrent policies consist of whole environments."""
-    if is_recurrent and not is_given:
+def fit_rollout(settings: Any, num_envs: int, usual: int, is_recurrent: bool, fixed: Collection[str]) -> None:
+    """Fit settings to a number of environments other than the preset's, unless their flags are `fixed`.
+
+    Those of recurrent policies consist of whole environments. Where a few environments would leave a few steps for each
+    minibatch, their rollouts become longer.
+    """
+    if is_recurrent and "--num-mini-batches" not in fixed:
         settings.num_mini_batches = min(settings.num_mini_batches, 4, num_envs)
+    before = settings.num_steps_per_env
+    if num_envs < usual and num_envs * before < SMALL_MINIBATCH * settings.num_mini_batches and not fixed:
+        settings.num_steps_per_env = -(-before * usual // num_envs)
+        reason = f"rollouts of {num_envs} instead of {usual} environments have {settings.num_steps_per_env} steps each"
+        warnings.warn(f"{reason}, so that minibatches stay as large; --num-steps-per-env sets them", stacklevel=3)
     limit = num_envs * (1 if is_recurrent else settings.num_steps_per_env)
     if settings.num_mini_batches > limit:
         whole = f"{limit} environments of a recurrent policy" if is_recurrent else f"a rollout of {limit} steps"
