@@ -10,11 +10,16 @@ from canter.runners import OffPolicyRunner, OnPolicyRunner
 
 SMALL = {"actor_hidden_dims": [16], "critic_hidden_dims": [16]}
 OFF = {"learning_starts": 32, "batch_size": 16, "empirical_normalization": True}
+RNN = {**SMALL, "class_name": "ActorCriticRecurrent", "rnn_hidden_size": 8}
 RUNS = {
     "mlp": ("PPO", PointRobot, SMALL),
     "discrete": ("PPO", CartPole, SMALL),
-    "lstm": ("PPO", PointRobot, {**SMALL, "class_name": "ActorCriticRecurrent", "rnn_hidden_size": 8}),
-    "gru": ("PPO", PointRobot, {**SMALL, "class_name": "ActorCriticRecurrent", "rnn_type": "gru", "rnn_hidden_size": 8}),
+    "lstm": ("PPO", PointRobot, RNN),
+    "gru": (
+        "PPO",
+        PointRobot,
+        {**RNN, "rnn_type": "gru"},
+    ),
     "dqn": ("DQN", CartPole, None),
     "sac": ("SAC", PointRobot, None),
     "td3": ("TD3", PointRobot, None),
@@ -67,7 +72,9 @@ def test_values_of_actions_are_not_rounded(has_bf16):
     with torch.no_grad():
         alg.critics.mlp[-1].bias.fill_(1000.0)
         with alg.executor.autocast():
-            values = alg.critics(torch.randn(64, *alg.env.critic_obs_space.shape), torch.rand(64, *alg.action_space.shape))
+            values = alg.critics(
+                torch.randn(64, *alg.env.critic_obs_space.shape), torch.rand(64, *alg.action_space.shape)
+            )
     assert values.dtype == torch.float32
     assert values.std() < 1.0
     assert len(values.unique()) > 64  # bfloat16 has steps of 4 there

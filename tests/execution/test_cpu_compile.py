@@ -7,10 +7,18 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from canter.algorithms.optim import GuardedOptimizer
 from canter.envs import make_env
-from canter.execution.cpu_compile import LONG_LOOP, decompose, hoist_scalars, split_addmm, tanh_as_sigmoid
+from canter.execution import cpu_compile
+from canter.execution.cpu_compile import (
+    LONG_LOOP,
+    compile_graph,
+    decompose,
+    hoist_scalars,
+    split_addmm,
+    tanh_as_sigmoid,
+)
 from canter.execution.recording import COMPILE_AFTER, Recorder, Recording, simplify, to_function
 from canter.presets import load_preset
-from canter.runners import OnPolicyRunner
+from canter.runners import OffPolicyRunner, OnPolicyRunner
 
 aten = torch.ops.aten
 
@@ -188,13 +196,77 @@ def test_compiled_training_steps_follow_the_eager_ones():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error:a recording cannot be compiled")
-def test_every_part_of_a_run_is_compiled():
+def test_every_part_of_ppo_is_compiled():
     cfg = {**load_preset("CartPole-v1", "ppo"), "execution": "compile"}
     runner = OnPolicyRunner(make_env("CartPole-v1", "cpu", 8, 1), cfg, device="cpu", show_progress=False)
     runner.learn(COMPILE_AFTER + 10)
-    compiled = {signature[0]: graph.run is not graph.uncompiled for signature, graph in runner.alg.executor.graphs.items()}
-    assert compiled == dict.fromkeys(("act", "process", "returns", "learn"), True)
+    graphs = runner.alg.executor.graphs.items()
+    assert {signature[0]: graph.run is not graph.uncompiled for signature, graph in graphs} == dict.fromkeys(
+        ("act", "process", "returns", "learn"), True
+    )
     runner.close()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error:a recording cannot be compiled")
+def test_the_steps_of_critics_and_actor_are_compiled(monkeypatch):
+    sizes = []
+
+    def note(graph, *args):
+        sizes.append(len(graph.nodes))
+        return compile_graph(graph, *args)
+
+    monkeypatch.setattr(cpu_compile, "compile_graph", note)
+    losses = {}
+    for execution in ("eager", "compile"):
+        cfg = {**load_preset("Pendulum-v1", "sac"), "execution": execution, "seed": 1}
+        cfg["algorithm"] |= {"learning_starts": 50, "batch_size": 32}
+        runner = OffPolicyRunner(make_env("Pendulum-v1", "cpu", 1, 1), cfg, device="cpu", show_progress=False)
+        runner.learn(100)
+        losses[execution] = [value for value in runner.policy.state_dict().values() if value.is_floating_point()]
+        runner.close()
+    assert len([size for size in sizes if size > 100]) == 2
+    for ours, theirs in zip(*losses.values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_arithmetic_after_writes_and_draws_is_compiled_too(monkeypatch):
+    """Weights have two names, so that their write cannot be compiled; what follows it reads the new values."""
+    compiled = []
+
+    def interpret(graph, examples, is_alias_free):
+        compiled.append([str(node.target) for node in graph.nodes if node.op == "call_function"])
+        run = to_function(graph)
+        return lambda values: run(*values)
+
+    def make():
+        flat = torch.arange(6.0)
+        generator = torch.Generator().manual_seed(0)
+        first, second = flat[:3], flat[3:]
+
+        def fn(x):
+            total = x
+            for _ in range(8):
+                total = (total * first).tanh() + second
+            flat.copy_(torch.cat([total, total * 2]))
+            noise = torch.rand(3, generator=generator)
+            for _ in range(8):
+                total = (total * first).tanh() + second * noise
+            flat.mul_(0.5)
+            return total + torch.rand(3, generator=generator) + first
+
+        return fn, flat
+
+    monkeypatch.setattr(cpu_compile, "compile_graph", interpret)
+    (fn, flat), (want_fn, want_flat) = make(), make()
+    x = torch.tensor([0.1, 0.2, 0.3])
+    recording = Recording(fn, (x,), [x], compiles=True)
+    want_fn(x)
+    for k in range(COMPILE_AFTER + 5):
+        assert torch.equal(recording.replay([x + k]), want_fn(x + k))
+        assert torch.equal(flat, want_flat)
+    assert len(compiled) == 2
+    assert all(sum("tanh" in name for name in names) == 8 for names in compiled)
 
 
 @pytest.mark.filterwarnings("error:a recording cannot be compiled")

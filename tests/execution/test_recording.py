@@ -403,7 +403,7 @@ def test_a_recording_that_cannot_be_compiled_warns_once_and_is_replayed_uncompil
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr("canter.execution.cpu_compile.compile_graph", refuse)
-    recording, _ = record(lambda x: x + 1, torch.ones(2), compiles=True)
+    recording, _ = record(lambda x: math.prod([x + 1] + [x - 1, x * 2] * 4) + 1, torch.ones(2), compiles=True)
     with pytest.warns(UserWarning, match=r"cannot be compiled \(no compiler here\); it is replayed uncompiled") as seen:
         results = [recording.replay([torch.zeros(2)]).tolist() for _ in range(COMPILE_AFTER + 5)]
     assert results == [[1, 1]] * (COMPILE_AFTER + 5)
@@ -414,7 +414,7 @@ def test_a_recording_is_compiled_only_after_enough_replays(monkeypatch):
     compiled = []
     monkeypatch.setattr(
         "canter.execution.cpu_compile.compile_recording",
-        lambda recorded, args: compiled.append(1) or (lambda *given: given[-1:]),
+        lambda recorded: compiled.append(1) or (lambda *given: given[-1:]),
     )
     recording, _ = record(lambda x: x * 2, torch.ones(2), compiles=True)
     for _ in range(COMPILE_AFTER):

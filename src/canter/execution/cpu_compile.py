@@ -2,7 +2,9 @@
 
 Inductor does not know torch's generators, and guards against every alias of memory that is written to. The graph is
 therefore rewritten, library calls becoming elementwise operations, which can be fused into loops, and split into three
-parts, which run one after the other: random draws, arithmetic (the only part that is compiled), and the rest.
+parts, which run one after the other: random draws and other operations that come first, arithmetic, which is compiled,
+and the rest, which is split again. SAC's step becomes the critics' arithmetic, the write to their weights, the actor's
+arithmetic, and the write to its weights.
 """
 
 import itertools
@@ -14,10 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from canter.execution.recording import Memory, RecordedGraph, is_random, is_view, to_function, written_arguments
+from canter.execution.recording import (
+    Memory,
+    RecordedGraph,
+    is_random,
+    is_view,
+    to_function,
+    warn_uncompiled,
+    written_arguments,
+)
 
 aten = torch.ops.aten
-DRAWS, ARITHMETIC, REST = range(3)
+BEFORE, ARITHMETIC, REST = range(3)
+FEWEST = 8  # operations of arithmetic that are worth a compilation
 LONG_LOOP = 1024  # elements; in shorter loops a scalar computed beforehand saves nothing
 ADAMS = {aten._fused_adam_.tensor_lr, aten._fused_adamw_.tensor_lr}
 FOREACH = {
@@ -33,31 +44,60 @@ COMPILED_WRITES = {
 INDUCTOR_OPTIONS = {"size_asserts": False, "alignment_asserts": False, "cpp_wrapper": True, "compile_threads": 1}
 
 
-def compile_recording(recorded: RecordedGraph, args: Sequence[Any]) -> Callable[..., Any]:
-    """Compile a recorded graph, with `args` as examples, into a function of the same arguments."""
+def compile_recording(recorded: RecordedGraph) -> Callable[..., Any]:
+    """Turn a recorded graph into a function of the same arguments that compiles its arithmetic in its first call."""
     decompose(recorded)
     parts, results = split(recorded)
+    if sum(part == ARITHMETIC for part in parts.values()) < FEWEST:
+        return to_function(recorded.graph)
     base = Memory(recorded).base
     is_alias_free = all(base[node] is node for node in results if parts[node] == ARITHMETIC)
-    graphs = [take_part(recorded.graph, parts, results, part) for part in (DRAWS, ARITHMETIC, REST)]
-    draw, finish = to_function(graphs[DRAWS]), to_function(graphs[REST])
-    arguments = graphs[ARITHMETIC].find_nodes(op="placeholder")
+    graphs = [take_part(recorded.graph, parts, results, part) for part in (BEFORE, ARITHMETIC, REST)]
+    rest = later_graph(recorded, graphs[REST], [node for node in results if parts[node] != REST])
+    before, arithmetic = to_function(graphs[BEFORE]), graphs[ARITHMETIC]
+    arguments = arithmetic.find_nodes(op="placeholder")
     used = [i for i, node in enumerate(arguments) if node.users]
     for node in [node for node in arguments if not node.users]:
-        graphs[ARITHMETIC].erase_node(node)
-    with torch.inference_mode(False), torch.no_grad():
-        like = [example(value) if isinstance(value, Tensor) and value.is_inference() else value for value in args]
-        states = [(value, value.get_state()) for value in args if isinstance(value, torch.Generator)]
-        examples = [*like, *draw(*like)]
-        kernels = compile_graph(graphs[ARITHMETIC], [examples[i] for i in used], is_alias_free)
-        for generator, before in states:  # undo the draws of the examples
-            generator.set_state(before)
+        arithmetic.erase_node(node)
+    kernels: Any = None
+    finish: Any = None
 
     def run(*args: Any) -> Any:
-        known = (*args, *draw(*args))
-        return finish(*known, *kernels([known[i] for i in used]))
+        nonlocal kernels, finish
+        known = (*args, *before(*args))
+        values = [known[i] for i in used]
+        if kernels is None:
+            kernels = compiled_or_not(arithmetic, values, is_alias_free)
+            finish = compile_recording(rest)
+        return finish(*known, *kernels(values))
 
     return run
+
+
+def compiled_or_not(graph: fx.Graph, values: Sequence[Any], is_alias_free: bool) -> Callable[[list[Any]], Any]:
+    """Compile a graph, with `values` as examples; if it cannot be compiled, it runs uncompiled, with one warning."""
+    plain = to_function(graph)
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            examples = [example(v) if isinstance(v, Tensor) and v.is_inference() else v for v in values]
+            return compile_graph(graph, examples, is_alias_free)
+    except Exception as error:
+        warn_uncompiled(error, stacklevel=8)
+        return lambda values: plain(*values)
+
+
+def later_graph(recorded: RecordedGraph, graph: fx.Graph, results: Sequence[fx.Node]) -> RecordedGraph:
+    """The graph of the last part, whose arguments are those of the whole and the results of the earlier parts."""
+    made, base = RecordedGraph([]), Memory(recorded).base
+    made.graph = graph
+    before = (*recorded.graph.find_nodes(op="placeholder"), *results)
+    for node, argument in zip(before, graph.find_nodes(op="placeholder"), strict=True):
+        made.storages[argument] = ("memory", base[node])  # no node: it is outside of this graph
+        if node in recorded.outside:
+            made.outside[argument] = recorded.outside[node]
+        else:
+            made.inputs.append(argument)
+    return made
 
 
 def decompose(recorded: RecordedGraph) -> None:
@@ -80,26 +120,26 @@ def split(recorded: RecordedGraph) -> tuple[dict[fx.Node, int], list[fx.Node]]:
     memory = Memory(recorded)
     names = Counter(memory.base[node] for node in recorded.graph.nodes if node.op == "placeholder" and node.users)
     parts: dict[fx.Node, int] = {}
-    written: set[Any] = set()  # outside memory that has been written to so far
+    used_later: set[Any] = set()  # memory and generators that arithmetic or the rest have used so far
     used_by_rest: set[Any] = set()  # outside memory and generators that the rest has used so far
     for node in [node for node in recorded.graph.nodes if node.op == "call_function"]:
-        earliest = max([parts[source] for source in node.all_input_nodes if source in parts], default=DRAWS)
+        earliest = max([parts[source] for source in node.all_input_nodes if source in parts], default=BEFORE)
         bases = [memory.base[target] for target in written_arguments(node)]
         writes = {base for base in bases if not isinstance(base, fx.Node)}
         touched = {memory.base[source] for source in node.all_input_nodes}
         is_simple = node.target in COMPILED_WRITES and all(names[base] == 1 for base in writes)
-        if earliest == REST or used_by_rest & touched or (writes and not is_simple):
+        cannot_compile = is_random(node.target) or bool(writes and not is_simple)
+        is_apart = cannot_compile or node.target is aten.empty.memory_format  # which a draw fills
+        if is_apart and earliest == BEFORE and not used_later & touched:
+            parts[node] = BEFORE
+        elif cannot_compile or earliest == REST or used_by_rest & touched:
             parts[node] = REST
-            used_by_rest |= {base for base in touched if not isinstance(base, fx.Node)}
-        elif is_random(node.target):
-            parts[node] = DRAWS if earliest == DRAWS and not written & touched else REST
-        elif node.target is aten.empty.memory_format:
-            parts[node] = DRAWS  # a draw fills it
         else:
             parts[node] = earliest if node.target is operator.getitem else max(earliest, ARITHMETIC)
-        written |= writes
-        if parts[node] == REST and is_random(node.target):  # later draws from the same generator must follow this one
-            used_by_rest |= {source for source in node.all_input_nodes if source in recorded.outside}
+        if parts[node] != BEFORE:
+            used_later |= touched
+        if parts[node] == REST:
+            used_by_rest |= {base for base in touched if not isinstance(base, fx.Node) or base in recorded.outside}
     # A view that only the rest reads is taken there: compiled kernels that return views are slow to call.
     for node in reversed(list(parts)):
         if parts[node] == ARITHMETIC and is_view(node) and not memory.is_written(node):

@@ -103,11 +103,16 @@ class Recording:
         try:
             from canter.execution import cpu_compile  # imports the compiler, which takes seconds
 
-            self.run = cpu_compile.compile_recording(recorded, [*self.outside, *leaves])
+            self.run = cpu_compile.compile_recording(recorded)
             self.strides = [leaf.stride() for leaf in leaves]
         except Exception as error:
-            reason = (str(error) or repr(error)).splitlines()[0]
-            warnings.warn(f"a recording cannot be compiled ({reason}); it is replayed uncompiled", stacklevel=6)
+            warn_uncompiled(error, stacklevel=7)
+
+
+def warn_uncompiled(error: Exception, stacklevel: int) -> None:
+    """Warn that a recording, or a part of it, is replayed uncompiled."""
+    reason = (str(error) or repr(error)).splitlines()[0]
+    warnings.warn(f"a recording cannot be compiled ({reason}); it is replayed uncompiled", stacklevel=stacklevel)
 
 
 class Recorder(Tracer):
@@ -243,10 +248,10 @@ class Simplifier:
             return node.args[0]
         if is_times_one and sources[0].meta.get("kind") == node.meta["kind"]:
             return node.args[0]
+        if func is operator.getitem and sources[0] in self.recorded.outside:  # of views that were made once
+            return self._add_outside(self.recorded.outside[sources[0]][node.args[1]], node)
         if func is aten.linear.default:
             return self._without_transposing(node)
-        if func is aten._foreach_copy_.default:
-            self._copy_at_once(node)
         if func is aten.t.default and sources[0].target is aten.t.default:
             return sources[0].args[0]
         if "value" in node.meta and not memory.is_written(node):
@@ -272,7 +277,7 @@ class Simplifier:
             node.target, node.args = aten.addmm.default, (node.args[2], node.args[0], made)
         return node
 
-    def _copy_at_once(self, node: fx.Node) -> None:
+    def copy_at_once(self, node: fx.Node) -> None:
         """Copy what a stack was made of, and before it was converted, to its place: gradients of twin critics."""
         targets: list[fx.Node] = []
         sources: list[fx.Node] = []
@@ -326,6 +331,8 @@ def simplify(recorded: RecordedGraph) -> list[Any]:
         if node.op == "call_function" and (replacement := simplifier.replacement(node)) is not node:
             node.replace_all_uses_with(replacement)
             graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=aten._foreach_copy_.default):
+        simplifier.copy_at_once(node)
     for node in reversed(list(graph.nodes)):
         if not node.users and (node in recorded.outside or (node.op == "call_function" and is_pure(node.target))):
             recorded.outside.pop(node, None)
