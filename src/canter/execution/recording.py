@@ -166,7 +166,8 @@ class RecordedGraph:
         self.inputs = [self.graph.placeholder(f"input_{i}") for i in range(len(inputs))]
         self.outside: dict[fx.Node, Any] = {}  # parameters, buffers, generators and constants by their argument
         addresses = [leaf.untyped_storage().data_ptr() for leaf in inputs]
-        self.storages = dict(zip(self.inputs, addresses, strict=True))  # addresses of the arguments' memory
+        # What stands for the arguments' memory: its address, or where a part of a graph is cut off, a tuple.
+        self.storages: dict[fx.Node, Any] = dict(zip(self.inputs, addresses, strict=True))
 
     def add_outside(self, value: Any) -> fx.Node:
         """Add an argument for a value from outside the function."""
@@ -278,23 +279,30 @@ class Simplifier:
         return node
 
     def copy_at_once(self, node: fx.Node) -> None:
-        """Copy what a stack was made of, and before it was converted, to its place: gradients of twin critics."""
+        """Copy the parts of a stack, as they were before a conversion, to its rows: gradients of twin critics."""
         targets: list[fx.Node] = []
         sources: list[fx.Node] = []
         for target, source in zip(*node.args, strict=True):  # pyright: ignore[reportArgumentType]
-            whole = self.recorded.outside.get(target)
-            is_stack = whole is not None and source.target is aten.stack.default and len(source.args) == 1
-            rows = list(source.args[0]) if is_stack and self._is_only_for(source, node) else []
-            places = [self._row(target, i) for i in range(len(rows))] or [target]
-            for place, part in zip(places, rows or [source], strict=True):
-                is_cast = part.target is aten._to_copy.default and whole is not None
-                is_cast = is_cast and part.meta["kind"][0] == whole.dtype and self._is_only_for(part, node, source)
-                targets.append(place)
-                sources.append(part.args[0] if is_cast else part)
+            parts, places = [source], [target]
+            if target in self.recorded.outside and self._is_stack_for(source, node):
+                parts = list(source.args[0])
+                places = [self._row(target, i) for i in range(len(parts))]
+            dtype = getattr(self.recorded.outside.get(target), "dtype", None)
+            sources += [part.args[0] if self._is_cast_for(part, dtype, node, source) else part for part in parts]
+            targets += places
         node.args = (targets, sources)
 
+    def _is_stack_for(self, node: fx.Node, *users: fx.Node) -> bool:
+        """Whether a node stacks tensors along a first dimension for these users alone."""
+        return node.target is aten.stack.default and len(node.args) == 1 and self._is_only_for(node, *users)
+
+    def _is_cast_for(self, node: fx.Node, dtype: Any, *users: fx.Node) -> bool:
+        """Whether a node converts a tensor to a type for these users alone."""
+        is_cast = node.target is aten._to_copy.default and node.meta["kind"][0] == dtype
+        return is_cast and self._is_only_for(node, *users)
+
     def _is_only_for(self, node: fx.Node, *users: fx.Node) -> bool:
-        """Whether only these nodes read a result, and its arguments are never written to."""
+        """Whether these users alone read a result, and its arguments are never written to."""
         return set(node.users) <= {*users} and not self.memory.is_written(node, *node.all_input_nodes)
 
     def _row(self, target: fx.Node, index: int) -> fx.Node:

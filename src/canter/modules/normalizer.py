@@ -114,11 +114,11 @@ class EmpiricalNormalization(nn.Module):
         if self.clip is not None:  # otherwise the entries are those of a checkpoint that knows no bound
             destination[f"{prefix}clip"] = torch.tensor(self.clip, dtype=torch.float64, device=self._mean.device)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         saved = state_dict.pop(f"{prefix}clip", None)
         if self.clip is None and saved is not None:
             self.clip = float(saved)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 class ValueNormalizer(EmpiricalNormalization):

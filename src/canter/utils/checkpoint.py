@@ -272,9 +272,9 @@ def check_compatible(current: Mapping[str, Tensor], loaded: Mapping[str, Tensor]
 
     The bound of a normaliser may be in one of them only.
     """
-    current, loaded = ({name: v for name, v in state.items() if not name.endswith(".clip")} for state in (current, loaded))
-    want = {name: tuple(tensor.shape) for name, tensor in current.items()}
-    got = {name: tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__ for name, v in loaded.items()}
+    want = {name: tuple(tensor.shape) for name, tensor in current.items() if not name.endswith(".clip")}
+    got = {name: v for name, v in loaded.items() if not name.endswith(".clip")}
+    got = {name: tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__ for name, v in got.items()}
     problems = [f"missing {name}, want {want[name]}" for name in want if name not in got]
     problems += [f"unexpected {name}, got {got[name]}" for name in got if name not in want]
     problems += [f"shape of {n}: want {want[n]}, got {got[n]}" for n in want if n in got and got[n] != want[n]]
