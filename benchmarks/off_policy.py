@@ -46,6 +46,7 @@ def cpu_canter(args):
     env = wrap_env(args.task, "cpu", num_envs=1, seed=args.seed)
     own = {"learning_starts": args.starts, "seed": args.seed, "log_interval": 10**9, "save_interval": 0}
     own["train_freq"] = args.train_freq
+    own |= {"execution": "compile", "precision": "bf16"} if args.worker == "canter-bf16" else {}
     cfg = getattr(algorithms, f"{args.algo.upper()}Config")(**DEFAULTS[args.algo], **own)
     runner = OffPolicyRunner(env, cfg, device="cpu", show_progress=False)
     runner.learn(args.starts + args.warm_up)
@@ -107,9 +108,11 @@ def cpu(args):
     if args.worker:
         warnings.filterwarnings("ignore")
         torch.set_num_threads(args.threads)
-        print(json.dumps({"canter": cpu_canter, "sb3": cpu_sb3, "products": cpu_products}[args.worker](args)))
+        work = {"canter": cpu_canter, "canter-bf16": cpu_canter, "sb3": cpu_sb3, "products": cpu_products}
+        print(json.dumps(work[args.worker](args)))
         return
-    libraries = (["sb3"] if args.sb3_python else []) + ["canter"] + (["products"] if args.algo == "sac" else [])
+    more = ["canter-bf16", "products"] if args.algo == "sac" else []
+    libraries = (["sb3"] if args.sb3_python else []) + ["canter", *more]
     rates = {f"{library} {threads}": [] for library in libraries for threads in args.try_threads}
     for repeat in range(args.repeats):
         for name in list(rates)[:: -1 if repeat % 2 else 1]:  # a load that grows or falls is shared out

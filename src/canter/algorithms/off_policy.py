@@ -25,7 +25,7 @@ from canter.utils.distributed import RANKS
 from canter.utils.metrics import MeanMeter
 from canter.utils.tree import Obs, tree_map, tree_where
 
-F = TypeVar("F", bound=Callable[..., Any])
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 MAX_STEPS_PER_GRAPH = 8  # gradient steps
 MOMENT_INTERVAL = 128  # gradient steps after which the optimizers drop tiny moments
@@ -89,7 +89,7 @@ class OffPolicySettings(AlgorithmSettings):
     """Save the replay buffer in checkpoints, so that a resumed run continues exactly."""
 
 
-def without_grad(method: F) -> F:
+def without_grad(method: Method) -> Method:
     """`torch.no_grad()` that costs nothing in a runner's rollout, where gradients are off already."""
 
     @functools.wraps(method)
@@ -99,7 +99,7 @@ def without_grad(method: F) -> F:
         with torch.no_grad():
             return method(*args, **kwargs)
 
-    return cast(F, call)
+    return cast(Method, call)
 
 
 class OffPolicyAlgorithm(Algorithm):
