@@ -403,7 +403,7 @@ def test_a_recording_that_cannot_be_compiled_warns_once_and_is_replayed_uncompil
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr("canter.execution.cpu_compile.compile_graph", refuse)
-    recording, _ = record(lambda x: math.prod([x + 1] + [x - 1, x * 2] * 4) + 1, torch.ones(2), compiles=True)
+    recording, _ = record(lambda x: x + 1, torch.ones(2), compiles=True)
     with pytest.warns(UserWarning, match=r"cannot be compiled \(no compiler here\); it is replayed uncompiled") as seen:
         results = [recording.replay([torch.zeros(2)]).tolist() for _ in range(COMPILE_AFTER + 5)]
     assert results == [[1, 1]] * (COMPILE_AFTER + 5)
@@ -561,20 +561,20 @@ def test_stacks_and_casts_that_are_only_copied_are_copied_part_by_part():
     assert place._version > before
 
 
-@pytest.mark.parametrize("case", ["read elsewhere", "written to", "another dimension", "rounded twice", "not outside"])
+@pytest.mark.parametrize("case", ["read-elsewhere", "written-to", "another-dimension", "rounded-twice", "not-outside"])
 def test_stacks_and_casts_stay_where_a_copy_of_the_parts_would_be_something_else(case):
-    place = torch.zeros(2, 2, dtype=torch.float64 if case == "rounded twice" else torch.float32)
+    place = torch.zeros(2, 2, dtype=torch.float64 if case == "rounded-twice" else torch.float32)
 
     def fn(x, y):
         rows = x * 2, y * 2
-        if case == "rounded twice":
+        if case == "rounded-twice":
             rows = rows[0].bfloat16(), rows[1].bfloat16()
-        stacked = torch.stack(rows, 1 if case == "another dimension" else 0)
-        if case == "written to":
+        stacked = torch.stack(rows, 1 if case == "another-dimension" else 0)
+        if case == "written-to":
             rows[0].zero_()
-        target = place * 1.0 if case == "not outside" else place
+        target = place * 1.0 if case == "not-outside" else place
         torch._foreach_copy_([target], [stacked])
-        return stacked.sum() if case == "read elsewhere" else target.clone()
+        return stacked.sum() if case == "read-elsewhere" else target.clone()
 
     x, y = torch.tensor([1.001, 2.0]), torch.tensor([3.0, 4.0])
     recording, _ = record(fn, x, y)

@@ -28,7 +28,7 @@ from canter.execution.recording import (
 
 aten = torch.ops.aten
 BEFORE, ARITHMETIC, REST = range(3)
-FEWEST = 8  # operations of arithmetic that are worth a compilation
+FEWEST = 8  # operations of arithmetic after the first that are worth a compilation of their own
 LONG_LOOP = 1024  # elements; in shorter loops a scalar computed beforehand saves nothing
 ADAMS = {aten._fused_adam_.tensor_lr, aten._fused_adamw_.tensor_lr}
 FOREACH = {
@@ -44,11 +44,14 @@ COMPILED_WRITES = {
 INDUCTOR_OPTIONS = {"size_asserts": False, "alignment_asserts": False, "cpp_wrapper": True, "compile_threads": 1}
 
 
-def compile_recording(recorded: RecordedGraph) -> Callable[..., Any]:
-    """Turn a recorded graph into a function of the same arguments that compiles its arithmetic in its first call."""
+def compile_recording(recorded: RecordedGraph, fewest: int = 1) -> Callable[..., Any]:
+    """Turn a recorded graph into a function of the same arguments that compiles its arithmetic in its first call.
+
+    Arithmetic of less than `fewest` operations stays uncompiled.
+    """
     decompose(recorded)
     parts, results = split(recorded)
-    if sum(part == ARITHMETIC for part in parts.values()) < FEWEST:
+    if sum(part == ARITHMETIC for part in parts.values()) < fewest:
         return to_function(recorded.graph)
     base = Memory(recorded).base
     is_alias_free = all(base[node] is node for node in results if parts[node] == ARITHMETIC)
@@ -68,7 +71,7 @@ def compile_recording(recorded: RecordedGraph) -> Callable[..., Any]:
         values = [known[i] for i in used]
         if kernels is None:
             kernels = compiled_or_not(arithmetic, values, is_alias_free)
-            finish = compile_recording(rest)
+            finish = compile_recording(rest, FEWEST)
         return finish(*known, *kernels(values))
 
     return run
