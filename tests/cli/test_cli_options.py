@@ -131,7 +131,7 @@ def test_a_few_environments_have_rollouts_as_large_as_the_presets():
     with pytest.warns(UserWarning, match="rollouts of 3 instead of 64 environments have 683 steps each"):
         _, config = parse_train(["Hopper-v5", "--num-envs", "3"])
     assert config["num_steps_per_env"] == 683  # 64 * 32 / 3, rounded up
-    with pytest.warns(UserWarning, match="have 2048 steps"):
+    with pytest.warns(UserWarning, match="rollouts of 1 instead of 16 environments have 2048 steps"):
         parse_train(["Swimmer-v5", "--num-envs=1"])
 
 
