@@ -142,6 +142,7 @@ def test_a_few_environments_have_rollouts_as_large_as_the_presets():
         (["--num-envs", "3", "--num-mini-batches", "2"], 32),
         (["--num-envs", "32"], 32),  # minibatches of 32 steps are large enough
         (["--num-envs", "256"], 32),
+        (["--num-envs", "16", "--ranks", "4"], 32),  # together as many as the preset's
     ],
 )
 @pytest.mark.filterwarnings("error")

@@ -28,6 +28,7 @@ from canter.modules.utils import ALIASES
 from canter.presets import FALLBACK, load_preset
 from canter.runners.run_config import find_algorithm, parse_train_cfg
 from canter.utils.config import names_meant
+from canter.utils.distributed import RANKS
 from canter.utils.logging.backends import BACKENDS
 from canter.utils.reading import parse_yaml, read_limited, refuse_imports
 from canter.utils.runtime import usable_cores
@@ -151,7 +152,8 @@ def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, 
     if has_policy:
         plan.policy = dataclasses.asdict(options.policy)
         fixed = {flag for flag in ("--num-steps-per-env", "--num-mini-batches") if given(args, flag) is not None}
-        fit_rollout(options.settings, options.num_envs, preset["num_envs"], POLICIES[policy_class].is_recurrent, fixed)
+        usual = preset["num_envs"] // max(options.ranks, RANKS.size)  # environments of one rank
+        fit_rollout(options.settings, options.num_envs, usual, POLICIES[policy_class].is_recurrent, fixed)
     return options, plan.to_dict()
 
 
@@ -200,10 +202,10 @@ def suggest_flags(args: Sequence[str], options: TrainOptions[Any, Any], cfg: Any
 
 
 def fit_rollout(settings: Any, num_envs: int, usual: int, is_recurrent: bool, fixed: Collection[str]) -> None:
-    """Fit settings to a number of environments other than the preset's, unless their flags are `fixed`.
+    """Fit settings to a number of environments other than the `usual` one, unless their flags are `fixed`.
 
-    Those of recurrent policies consist of whole environments. Where a few environments would leave a few steps for each
-    minibatch, their rollouts become longer.
+    Minibatches of recurrent policies consist of whole environments. Where a few environments would leave few steps for
+    each minibatch, rollouts become longer.
     """
     if is_recurrent and "--num-mini-batches" not in fixed:
         settings.num_mini_batches = min(settings.num_mini_batches, 4, num_envs)

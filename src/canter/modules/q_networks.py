@@ -5,7 +5,7 @@ implements `forward(obs, actions)`.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -234,30 +234,25 @@ class StackedMLPCritics(ContinuousQNetwork):
     def forward(self, obs: Obs, actions: Tensor) -> Tensor:
         """(E, B) values or (E, B, K) logits."""
         x = torch.cat([flatten_obs(obs, self.obs_space), self.unit_actions(actions)], dim=-1)
-        if x.device.type == "cpu":
-            out = torch.stack(self.forward_each(x))
-        else:
-            out = self.last_layer(self.mlp[-1], self.mlp[:-1](x.expand(self.members, *x.shape)))
+        is_batched = x.device.type != "cpu"
+        layers = tuple(self.mlp)
+        out = self.chain(layers, x.expand(self.members, *x.shape)) if is_batched else torch.stack(self.forward_each(x))
         return out.squeeze(-1) if self.cfg["num_atoms"] == 1 else out
 
     def forward_each(self, x: Tensor) -> list[Tensor]:
         """What `mlp` gives, member by member: faster on a CPU, whose cache then holds the features of one member."""
         stacked = (StackedLinear, StackedLayerNorm)
         parts = [layer.split() if isinstance(layer, stacked) else [layer] * self.members for layer in self.mlp]
-        outs: list[Tensor] = []
-        for *layers, last in zip(*parts, strict=True):
-            out = x
-            for layer in layers:
-                out = layer(out)
-            outs.append(self.last_layer(last, out))
-        return outs
+        return [self.chain(layers, x) for layers in zip(*parts, strict=True)]
 
-    def last_layer(self, layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Apply the last layer; values in float32, because bfloat16 knows a value of 1000 only up to 4."""
-        if self.cfg["num_atoms"] > 1:
-            return layer(x)
+    def chain(self, layers: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
+        """Apply the layers; the last gives values in float32, because bfloat16 knows a value of 1000 only up to 4."""
+        for layer in layers[:-1]:
+            x = layer(x)
+        if self.cfg["num_atoms"] > 1 or not torch.is_autocast_enabled(x.device.type):
+            return layers[-1](x)
         with torch.autocast(x.device.type, enabled=False):
-            return layer(x.float())
+            return layers[-1](x.float())
 
 
 class ListedCritics(nn.Module):
