@@ -20,6 +20,7 @@ BLUE, GREY, ORANGE = "#0072b2", "#999999", "#d55e00"
 ASKED = {
     "CartPole-v1": 475, "Acrobot-v1": -90, "Pendulum-v1": -200, "LunarLanderContinuous-v3": 200,
     "HalfCheetah-v5": 5800, "Hopper-v5": 3000, "Walker2d-v5": 4400, "Ant-v5": 3300,
+    "Humanoid-v5": 800,
 }  # fmt: skip
 
 
@@ -28,7 +29,7 @@ def learning() -> None:
     runs = defaultdict(list)
     for run in read("learning"):
         runs[run["task"]].append(run)
-    figure, axes = plt.subplots(3, 3, figsize=(12, 8.6), constrained_layout=True)
+    figure, axes = plt.subplots(2, 5, figsize=(17, 6.2), constrained_layout=True)
     for axis, (task, asked) in zip(axes.flat, ASKED.items(), strict=False):
         for run in runs[task]:
             steps, *_, returns = np.array(run["curve"]).T
