@@ -24,6 +24,7 @@ NONSENSE = [
     (PPOConfig, "clip_param", 0.0, "above 0"),
     (PPOConfig, "clip_param", NAN, "above 0"),
     (PPOConfig, "clip_param", INF, "above 0"),
+    (PPOConfig, "clip_obs", 0.0, "above 0"),
     (PPOConfig, "desired_kl", -0.01, "above 0"),
     (PPOConfig, "desired_kl", 0.0, "above 0"),
     (PPOConfig, "desired_kl", NAN, "above 0"),

@@ -486,3 +486,12 @@ def test_all_that_torch_saves_of_plain_data_is_loaded(tmp_path):
     content |= {"module": torch.nn.Linear(2, 2).state_dict(), "device": torch.device("cpu"), "dtype": torch.float32}
     torch.save(content, tmp_path / "a.pt")
     assert load_checkpoint(tmp_path / "a.pt").keys() == content.keys()
+
+
+def test_only_the_bound_of_a_normalizer_may_be_missing():
+    plain, bounded = ({"net.weight": torch.zeros(2)} for _ in range(2))
+    bounded["obs_normalizer.normalizer_clip"] = torch.tensor(10.0)
+    check_compatible(plain, bounded, "ActorCritic")
+    check_compatible(bounded, plain, "ActorCritic")
+    with pytest.raises(CheckpointError, match=r"missing net\.clip"):
+        check_compatible({**plain, "net.clip": torch.zeros(())}, plain, "ActorCritic")

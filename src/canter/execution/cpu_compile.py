@@ -10,7 +10,7 @@ arithmetic, and the write to its weights.
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ def compile_recording(recorded: RecordedGraph, fewest: int = 1) -> Callable[...,
     base = Memory(recorded).base
     is_alias_free = all(base[node] is node for node in results if parts[node] == ARITHMETIC)
     graphs = [take_part(recorded.graph, parts, results, part) for part in (BEFORE, ARITHMETIC, REST)]
-    rest = later_graph(recorded, graphs[REST], [node for node in results if parts[node] != REST])
+    rest = later_graph(recorded, base, graphs[REST], [node for node in results if parts[node] != REST])
     before, arithmetic = to_function(graphs[BEFORE]), graphs[ARITHMETIC]
     arguments = arithmetic.find_nodes(op="placeholder")
     used = [i for i, node in enumerate(arguments) if node.users]
@@ -89,9 +89,11 @@ def compiled_or_not(graph: fx.Graph, values: Sequence[Any], is_alias_free: bool)
         return lambda values: plain(*values)
 
 
-def later_graph(recorded: RecordedGraph, graph: fx.Graph, results: Sequence[fx.Node]) -> RecordedGraph:
+def later_graph(
+    recorded: RecordedGraph, base: Mapping[fx.Node, Any], graph: fx.Graph, results: Sequence[fx.Node]
+) -> RecordedGraph:
     """The graph of the last part, whose arguments are those of the whole and the results of the earlier parts."""
-    made, base = RecordedGraph([]), Memory(recorded).base
+    made = RecordedGraph([])
     made.graph = graph
     before = (*recorded.graph.find_nodes(op="placeholder"), *results)
     for node, argument in zip(before, graph.find_nodes(op="placeholder"), strict=True):

@@ -53,7 +53,7 @@ class Memory(Carried, nn.Module):
             state = state.clone()
         parts = state.unbind(0)  # S tensors (L, N or M, H)
         memory = parts if len(parts) == 2 else parts[0]
-        if sequence.device.type == "cpu" and torch.is_autocast_enabled("cpu"):  # not every CPU has one for bfloat16
+        if sequence.device.type == "cpu" and torch.is_autocast_enabled("cpu"):  # not all have a bfloat16 kernel
             with torch.autocast("cpu", enabled=False):
                 out, new = self.rnn(sequence.float(), memory)
         else:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from canter.utils.checkpoint import NORMALIZER_CLIP
 from canter.utils.distributed import RANKS
 from canter.utils.tree import Obs, tree_leaves
 
@@ -112,10 +113,11 @@ class EmpiricalNormalization(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.clip is not None:  # otherwise the entries are those of a checkpoint that knows no bound
-            destination[f"{prefix}clip"] = torch.tensor(self.clip, dtype=torch.float64, device=self._mean.device)
+            bound = torch.tensor(self.clip, dtype=torch.float64, device=self._mean.device)
+            destination[prefix + NORMALIZER_CLIP] = bound
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
-        saved = state_dict.pop(f"{prefix}clip", None)
+        saved = state_dict.pop(prefix + NORMALIZER_CLIP, None)
         if self.clip is None and saved is not None:
             self.clip = float(saved)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

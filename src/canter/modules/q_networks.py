@@ -234,9 +234,10 @@ class StackedMLPCritics(ContinuousQNetwork):
     def forward(self, obs: Obs, actions: Tensor) -> Tensor:
         """(E, B) values or (E, B, K) logits."""
         x = torch.cat([flatten_obs(obs, self.obs_space), self.unit_actions(actions)], dim=-1)
-        is_batched = x.device.type != "cpu"
-        layers = tuple(self.mlp)
-        out = self.chain(layers, x.expand(self.members, *x.shape)) if is_batched else torch.stack(self.forward_each(x))
+        if x.device.type == "cpu":
+            out = torch.stack(self.forward_each(x))
+        else:
+            out = self.chain(tuple(self.mlp), x.expand(self.members, *x.shape))
         return out.squeeze(-1) if self.cfg["num_atoms"] == 1 else out
 
     def forward_each(self, x: Tensor) -> list[Tensor]:

@@ -24,6 +24,7 @@ from canter.utils.files import StrPath, atomic_write
 
 FORMAT_VERSION = 1
 FINAL_NAME = "checkpoint_final.pt"  # written at the end of a run, beside the last one with a number
+NORMALIZER_CLIP = "normalizer_clip"  # entry of a normaliser that bounds its results
 MARK = b"canter-sha256:"
 _COMMENT_SIZE = len(MARK) + 64
 _END_SIZE = 22  # a zip's end record without comment; its last two bytes are the comment's length
@@ -272,8 +273,8 @@ def check_compatible(current: Mapping[str, Tensor], loaded: Mapping[str, Tensor]
 
     The bound of a normaliser may be in one of them only.
     """
-    want = {name: tuple(tensor.shape) for name, tensor in current.items() if not name.endswith(".clip")}
-    got = {name: v for name, v in loaded.items() if not name.endswith(".clip")}
+    want = {name: tuple(tensor.shape) for name, tensor in current.items() if not name.endswith(f".{NORMALIZER_CLIP}")}
+    got = {name: v for name, v in loaded.items() if not name.endswith(f".{NORMALIZER_CLIP}")}
     got = {name: tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__ for name, v in got.items()}
     problems = [f"missing {name}, want {want[name]}" for name in want if name not in got]
     problems += [f"unexpected {name}, got {got[name]}" for name in got if name not in want]
