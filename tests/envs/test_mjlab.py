@@ -10,6 +10,7 @@ import torch
 from canter.cli.__main__ import main
 from canter.cli.options import parse_train
 from canter.envs import MjlabAdapter, PointRobot, make_env, wrap_env
+from canter.envs.mjlab import set_entry
 from canter.export.load import load
 from canter.presets import load_preset, presets
 from canter.runners import MjlabRunner, OnPolicyRunner
@@ -170,7 +171,38 @@ def test_names_without_mjlab_say_how_to_install_it(monkeypatch):
             attempt()
 
 
-@pytest.mark.slow
+@dataclasses.dataclass
+class MotionCfg:
+    motion_file: str = ""
+    noise: dict = dataclasses.field(default_factory=lambda: {"pose": 0.1})
+
+
+@dataclasses.dataclass
+class TaskCfg:
+    """A stand-in for the configuration of a tracking task."""
+
+    scene: SimpleNamespace = dataclasses.field(default_factory=SimpleNamespace)
+    commands: dict = dataclasses.field(default_factory=lambda: {"motion": MotionCfg()})
+    decimation: int = 4
+
+
+def test_entries_of_a_configuration_are_set_by_the_names_that_lead_to_them():
+    cfg = TaskCfg()
+    for name, value in (("decimation", 2), ("commands.motion.motion_file", "a.npz"), ("commands.motion.noise.pose", 0)):
+        set_entry(cfg, name, value, "Track")
+    assert (cfg.decimation, cfg.commands["motion"]) == (2, MotionCfg("a.npz", {"pose": 0}))
+    with pytest.raises(ValueError, match=r"commands.moton.x: .* task 'Track' has no 'moton' there, but motion"):
+        set_entry(cfg, "commands.moton.x", 1, "Track")
+    with pytest.raises(ValueError, match="decimation.x: .* has no 'x' there, but none"):
+        set_entry(cfg, "decimation.x", 1, "Track")
+
+
+def test_a_tracking_task_without_a_motion_says_how_to_give_one(monkeypatch):
+    monkeypatch.setattr("canter.envs.mjlab.registry", lambda: SimpleNamespace(load_env_cfg=lambda task: TaskCfg()))
+    with pytest.raises(ValueError, match=r"'Track' follows a motion .* '{commands.motion.motion_file: FILE}'"):
+        make_env("mjlab/Track", num_envs=2)
+
+
 def test_mjlabs_cartpole_trains_with_its_registered_settings(tmp_path):
     pytest.importorskip("mjlab", reason="needs mjlab: pip install 'canter[mjlab]'")
     env = make_env("mjlab/Mjlab-Cartpole-Balance", num_envs=8)
@@ -338,7 +370,7 @@ def test_mjlabs_train_and_play_scripts_run_canters_runner_with_the_export_of_vel
 
 
 @pytest.mark.slow
-def test_the_onnx_file_of_a_tracking_task_has_the_policy_the_motion_and_mjlabs_metadata(tmp_path, monkeypatch):
+def test_a_tracking_task_trains_and_its_onnx_file_has_the_policy_the_motion_and_mjlabs_metadata(tmp_path, monkeypatch):
     pytest.importorskip("mjlab", reason="needs mjlab: pip install 'canter[mjlab]'")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     import mujoco
@@ -355,6 +387,14 @@ def test_the_onnx_file_of_a_tracking_task_has_the_policy_the_motion_and_mjlabs_m
     motion = tmp_path / "motion.npz"
     np.savez(motion, fps=[50], joint_pos=joints, joint_vel=np.zeros_like(joints), **bodies)
     task = "Mjlab-Tracking-Flat-Unitree-G1"
+    monkeypatch.chdir(tmp_path)
+    short = "--num-envs 4 --num-steps-per-env 8 --max-iterations 1 --final-episodes 2 --no-video --device cpu"
+    assert (
+        main(["train", f"mjlab/{task}", *short.split(), "--env-kwargs", "{commands.motion.motion_file: motion.npz}"])
+        == 0
+    )
+    [started] = tmp_path.glob(f"runs/mjlab/{task}/*")
+    assert main(["eval", str(started), "--episodes", "2", "--device", "cpu"]) == 0
     run = train_with_mjlab(task, MjlabRunner, tmp_path, motion_file=str(motion))
     metadata, act = onnx_parts(run / f"{run.name}.onnx")
     assert metadata["anchor_body_name"] == "torso_link"

@@ -19,6 +19,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from canter.envs import wrap_env
+from canter.runners import MjlabRunner
 from canter.runners.runner import Runner
 
 tensordict = pytest.importorskip("tensordict")
@@ -467,8 +468,7 @@ def test_a_resumed_run_of_isaac_lab_continues_its_step_counter(run, tmp_path):
     assert second["env"].unwrapped.common_step_counter == 12
 
 
-@pytest.mark.slow
 def test_the_program_for_mjlab_registers_a_task(run):
     registry = pytest.importorskip("mjlab.tasks.registry", reason="needs mjlab: pip install 'canter[mjlab]'")
     made = run("mjlab")
-    assert registry.load_runner_cls(f"Canter-{made['task']}") is made["VelocityRunner"]
+    assert registry.load_runner_cls(f"Canter-{made['task']}") is MjlabRunner

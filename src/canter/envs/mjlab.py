@@ -97,17 +97,34 @@ def registry() -> Any:
 def make_mjlab(
     task: str, num_envs: int, device: Any, seed: int | None, render_mode: str | None, **options: Any
 ) -> MjlabAdapter:
-    """Make a task that is registered with mjlab; further options are attributes of its configuration."""
+    """Make a task that is registered with mjlab; further options are entries of its configuration.
+
+    A name with dots is an entry further down: `commands.motion.motion_file`.
+    """
     tasks = registry()
     cfg = tasks.load_env_cfg(task)
     cfg.scene.num_envs, cfg.seed = num_envs, seed
     for name, value in options.items():
-        if not hasattr(cfg, name):
-            raise ValueError(f"the configuration of mjlab's task {task!r} has no attribute {name!r}")
-        setattr(cfg, name, value)
+        set_entry(cfg, name, value, task)
+    if getattr(cfg.commands.get("motion"), "motion_file", None) == "":
+        way_out = "--env-kwargs '{commands.motion.motion_file: FILE}'"
+        raise ValueError(f"mjlab's task {task!r} follows a motion and has no motion_file; give it by {way_out}")
     where = str(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     env = importlib.import_module("mjlab.envs").ManagerBasedRlEnv(cfg=cfg, device=where, render_mode=render_mode)
     return MjlabAdapter(env, device, obs_groups=tasks.load_rl_cfg(task).obs_groups)
+
+
+def set_entry(cfg: Any, name: str, value: Any, task: str) -> None:
+    """Set the entry of nested dataclasses and dicts that a name with dots leads to."""
+    entries: dict[str, Any] = {}
+    node, parts = cfg, name.split(".")
+    for part in parts:
+        entries = node if isinstance(node, dict) else getattr(node, "__dict__", {})
+        if part not in entries:
+            known = ", ".join(entries) or "none"
+            raise ValueError(f"{name}: the configuration of mjlab's task {task!r} has no {part!r} there, but {known}")
+        node = entries[part]
+    entries[parts[-1]] = value
 
 
 def mjlab_training_dict(task: str) -> dict[str, Any]:
