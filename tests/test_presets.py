@@ -10,7 +10,7 @@ from canter.algorithms import PPO, REGISTRY, Entry, PPOConfig
 from canter.cli.options import parse_train
 from canter.envs import wrap_env
 from canter.modules.build import POLICIES
-from canter.presets import FALLBACK, has_preset, load_preset, preset_name, presets
+from canter.presets import FALLBACK, has_preset, load_preset, preset_name, presets, read_presets
 from canter.runners import OffPolicyRunner, OnPolicyRunner
 from canter.runners.run_config import parse_train_cfg
 from canter.utils.config import setting_names, settings
@@ -134,6 +134,24 @@ def test_an_unknown_profile_is_an_error_that_lists_those_of_the_task_and_of_the_
         load_preset("Pendulum-v1", "fewepochs", "quick")
     with pytest.raises(ValueError, match="no profile 'quick'; there are classic, strong, massive for Pendulum-v1"):
         load_preset("Pendulum-v1", "sac", "quick")
+
+
+def test_a_preset_may_have_the_profiles_of_another_task(tmp_path):
+    (tmp_path / "a.yaml").write_text("task: Second-v0\nprofiles: First-v0\n")
+    (tmp_path / "b.yaml").write_text("task: First-v0\nprofiles: {fast: {num_envs: 64}}\n")
+    assert read_presets(tmp_path)["Second-v0"]["profiles"] == {"fast": {"num_envs": 64}}
+    (tmp_path / "c.yaml").write_text("task: Third-v0\nprofiles: Frist-v0\n")
+    read_presets.cache_clear()
+    with pytest.raises(ValueError, match="preset of Third-v0 has the profiles of 'Frist-v0', which has none in"):
+        read_presets(tmp_path)
+
+
+def test_the_velocity_tasks_of_mjlab_have_the_same_profile_fast():
+    tasks = [name for name in presets() if name.startswith("mjlab/Mjlab-Velocity-")]
+    assert len(tasks) == 4
+    for task in tasks:
+        assert presets()[task]["profiles"] == presets()["mjlab/Mjlab-Velocity-Flat-Unitree-Go1"]["profiles"]
+        assert presets()[task]["profiles"]["fast"]["num_envs"] == 16384
 
 
 def test_a_preset_of_an_mjlab_task_adds_to_the_settings_that_mjlab_registers(monkeypatch):

@@ -38,6 +38,11 @@ def read_presets(folder: Path) -> dict[str, dict[str, Any]]:
         if not isinstance(preset.get("task"), str):
             raise ValueError(f"the preset {file} does not name its task; add a line such as task: CartPole-v1")
         found[preset["task"]] = preset
+    for task, preset in found.items():
+        if isinstance(other := preset.get("profiles"), str):  # those of another task
+            if not isinstance(profiles := found.get(other, {}).get("profiles"), dict):
+                raise ValueError(f"the preset of {task} has the profiles of {other!r}, which has none in {folder}")
+            preset["profiles"] = profiles
     return found
 
 
