@@ -49,6 +49,31 @@ def test_the_double_target_uses_the_action_that_the_trained_network_prefers(doub
     assert alg.q_loss(batch(done=done))[1]["td_target_mean"].item() == pytest.approx(want)
 
 
+@pytest.mark.parametrize(("action", "want"), [(0, 1 + 0.9 * 2.0 - 0.5 * (4.0 - 1.0)), (1, 1 + 0.9 * 2.0)])
+def test_the_action_gap_lowers_targets_by_a_part_of_the_disadvantage(action, want):
+    alg = make(q_network_class=Table, action_gap_coef=0.5)
+    with torch.no_grad():
+        alg.q_network.table[0] = torch.tensor([9.0, 0.0])  # not read: the gap is the target network's
+        alg.target.module.table[0] = torch.tensor([1.0, 4.0])
+        alg.target.module.table[1] = torch.tensor([2.0, 2.0])
+    assert alg.q_loss(batch(action=action))[1]["td_target_mean"].item() == pytest.approx(want)
+
+
+def test_an_action_gap_tells_apart_actions_that_lose_one_step():
+    """Action 1 ends in state 1 with a reward of 1, action 0 stays in state 0: their values differ by 1 - gamma."""
+    gaps = []
+    for coef in (0.0, 0.9):
+        alg = make(q_network_class=Table, action_gap_coef=coef, double_dqn=False)
+        table = alg.target.module.table
+        for _ in range(400):
+            stay = alg.q_loss(batch(action=0, reward=0.0, after=0.0, discount=0.99))[1]["td_target_mean"]
+            end = alg.q_loss(batch(action=1, reward=1.0, done=1.0))[1]["td_target_mean"]
+            with torch.no_grad():
+                table[0] = torch.stack([stay, end])
+        gaps.append((table[0, 1] - table[0, 0]).item())
+    assert gaps == pytest.approx([0.01, 0.01 / (1 - 0.9)], abs=1e-4)
+
+
 def test_hard_and_soft_target_updates():
     hard = make(target_update_interval=3)
     run(hard, 10)

@@ -51,6 +51,7 @@ LIVE_FLOATS = [
 ]
 LIVE_OTHERS = [
     ("dqn", "double_dqn", False),
+    ("dqn", "action_gap_coef", 0.5),
     ("dqn", "n_step", 1),
     ("dqn", "batch_size", 8),
     ("dqn", "target_update_interval", 1),
@@ -160,6 +161,7 @@ def test_any_other_assigned_setting_takes_effect_at_once(kind, name, value):
         "max_grad_norm": {"max_grad_norm": 1e-3},
         "epsilon_decay_steps": {"epsilon_decay_steps": 1000},
         "double_dqn": {"learning_rate": 0.1, "target_update_interval": 50},  # so that the networks choose differently
+        "action_gap_coef": {"learning_rate": 0.1},  # so that errors reach the quadratic part of the loss
     }.get(name, {})
     eager, _ = changed_run(kind, "eager", lambda alg: setattr(alg, name, value), **given)
     recorded, _ = changed_run(kind, "auto", lambda alg: setattr(alg, name, value), **given)

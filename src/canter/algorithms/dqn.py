@@ -29,6 +29,8 @@ class DQNSettings(OffPolicySettings):
     tau: float = 1.0
     double_dqn: bool = True
     """Take the target value of the action that the trained network chooses (van Hasselt et al. 2016)."""
+    action_gap_coef: float = setting(0.0, low=0.0, high=1.0)
+    """Part of an action's disadvantage that its target is lowered by (advantage learning, Bellemare et al. 2016)."""
     dueling: bool = setting(False, fixed=True)
     """Split values into a state value and advantages (Wang et al. 2016)."""
     epsilon_start: float = setting(1.0, low=0.0, high=1.0)
@@ -127,14 +129,16 @@ class DQN(OffPolicyAlgorithm):
         with torch.no_grad(), self.executor.autocast():
             next_values = self.target.module(batch.next_obs).float()
             if self.cfg.double_dqn:
-                chosen = self.q_network(batch.next_obs).float().argmax(-1, keepdim=True)
-                best = next_values.gather(-1, chosen).squeeze(-1)
+                best = values_of(next_values, self.q_network(batch.next_obs).float().argmax(-1))
             else:
                 best = next_values.amax(-1)
             target = batch.rewards + batch.discounts * (1.0 - batch.dones) * best
+            if self.cfg.action_gap_coef:
+                now = self.target.module(batch.obs).float()
+                target = target - self.live.action_gap_coef * (now.amax(-1) - values_of(now, batch.actions))
         with self.executor.autocast():
             values = self.q_network(batch.obs).float()
-        taken = values.gather(-1, batch.actions.long().unsqueeze(-1)).squeeze(-1)
+        taken = values_of(values, batch.actions)
         losses = F.smooth_l1_loss(taken, target, reduction="none")
         weighted = losses if batch.weights is None else losses * batch.weights
         stats = {"mean_q": taken.detach().mean(), "td_target_mean": target.mean(), "error": (taken - target).detach()}
@@ -157,3 +161,8 @@ class DQN(OffPolicyAlgorithm):
         if isinstance(self.replay, PrioritizedReplayBuffer) and batch.places is not None:
             self.replay.set_priorities(batch.places, error)
         self.meter.add({**stats, "q_loss": loss.detach(), "grad_norm": norm, "nonfinite_updates": skipped})
+
+
+def values_of(values: Tensor, actions: Tensor) -> Tensor:
+    """The value (B) of one action in each row of (B, A) values."""
+    return values.gather(-1, actions.long().unsqueeze(-1)).squeeze(-1)
