@@ -15,6 +15,7 @@ from canter.modules.q_networks import (
     ListedCritics,
     MLPContinuousQNetwork,
     MLPQNetwork,
+    RepeatedExploration,
     StackedMLPCritics,
     UnitActions,
     build_critics,
@@ -73,6 +74,25 @@ def test_exploration_is_drawn_for_each_row():
     assert (half == 1).float().mean() == pytest.approx(0.5 + 0.5 / 4, abs=0.01)
     pairs = (half.view(-1, 2) != 1).float()  # neighbours are independent
     assert pairs.prod(1).mean() == pytest.approx(0.375**2, abs=0.01)
+
+
+def test_random_actions_last_n_steps_with_a_probability_of_one_over_n_squared():
+    repeated = RepeatedExploration(60_000, 3, torch.device("cpu"))
+    repeated.explore(torch.zeros(60_000, 2), torch.ones(60_000), torch.Generator().manual_seed(0))
+    lengths = (repeated.left + 1).bincount(minlength=4) / 60_000
+    assert torch.allclose(lengths, torch.tensor([0, 36, 9, 4]) / 49, atol=0.01)  # 1, 1/4 and 1/9, their sum is 49/36
+
+
+def test_a_random_action_is_repeated_until_its_time_or_its_episode_is_over():
+    repeated, draw = RepeatedExploration(3, 8, torch.device("cpu")), torch.Generator().manual_seed(0)
+    best, never = torch.tensor([[0.0, 5.0, 1.0]]).expand(3, 3), torch.zeros(3)
+    assert repeated.explore(best, never, draw).tolist() == [1, 1, 1]
+    repeated.set_state(torch.tensor([[0, 2, 2], [2, 1, 8]]))
+    assert repeated.explore(best, torch.ones(3), draw).tolist() == [0, 2, 2]  # none begins while one lasts
+    repeated.end_episodes(torch.tensor([False, False, True]))
+    assert repeated.explore(best, never, draw).tolist() == [0, 1, 1]
+    assert repeated.explore(best, never, draw).tolist() == [1, 1, 1]
+    assert repeated.state()[1].tolist() == [0, 0, 0]
 
 
 def test_the_network_acts_greedily_or_at_random():

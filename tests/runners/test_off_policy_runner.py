@@ -23,6 +23,7 @@ SMALL = {"batch_size": 8, "learning_starts": 10, "buffer_size": 300, "log_interv
 CONFIGS = {
     "dqn": DQNConfig(**SMALL, network_hidden_dims=(8,)),
     "per": DQNConfig(**SMALL, network_hidden_dims=(8,), prioritized_replay=True, n_step=2, schedule="linear"),
+    "repeats": DQNConfig(**SMALL, network_hidden_dims=(8,), epsilon_repeats=16),
     "sac": SACConfig(**SMALL, actor_hidden_dims=(8,), critic_hidden_dims=(8,), empirical_normalization=True),
     "td3": TD3Config(**SMALL, actor_hidden_dims=(8,), critic_hidden_dims=(8,)),
     "strong": SACConfig(**SMALL, **profile_settings("sac", "strong") | {"critic_hidden_dims": (8, 8)}),
@@ -30,7 +31,7 @@ CONFIGS = {
 
 
 def env_for(kind, num_envs=2):
-    cls = CartPole if kind in ("dqn", "per") else PointRobot
+    cls = CartPole if kind in ("dqn", "per", "repeats") else PointRobot
     return cls(num_envs, max_episode_length=7)
 
 

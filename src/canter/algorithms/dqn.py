@@ -10,7 +10,8 @@ from gymnasium import spaces
 from torch import Tensor
 
 from canter.algorithms.off_policy import OffPolicyAlgorithm, OffPolicyRunSettings, OffPolicySettings, TargetNetwork
-from canter.modules.q_networks import CNNQNetwork, MLPQNetwork, QPolicy, explore_rows
+from canter.envs.vec_env import StepRecord
+from canter.modules.q_networks import CNNQNetwork, MLPQNetwork, QPolicy, RepeatedExploration, explore_rows
 from canter.storage.replay import PrioritizedReplayBuffer, ReplayBatch
 from canter.utils.config import setting, settings
 from canter.utils.tree import Obs
@@ -41,6 +42,8 @@ class DQNSettings(OffPolicySettings):
     """Environment steps over which the probability of a random action falls linearly."""
     epsilon_spread: float = setting(0.0, low=0.0, fixed=True)
     """Environments explore less from the first to the last: with epsilon to the power of 1 to 1 + `epsilon_spread`."""
+    epsilon_repeats: int = setting(1, low=1, fixed=True)
+    """Most steps for which a random action is repeated; n of them have a probability proportional to 1 / n²."""
     prioritized_replay: bool = setting(False, fixed=True)
     """Sample steps by the size of their temporal-difference error (Schaul et al. 2016)."""
     priority_exponent: float = setting(0.6, low=0.0)
@@ -77,6 +80,9 @@ class DQN(OffPolicyAlgorithm):
         self.epsilon = torch.ones(self.num_envs, device=self.device)
         self.epsilon_exponents = torch.linspace(1.0, 1.0 + cfg.epsilon_spread, self.num_envs, device=self.device)
         self.written_epsilon: float | None = None
+        self.repeated: RepeatedExploration | None = None
+        if cfg.epsilon_repeats > 1:
+            self.repeated = RepeatedExploration(self.num_envs, cfg.epsilon_repeats, self.device)
         self.q_loss = self.executor.compile(self.q_loss)
         if cfg.prioritized_replay:
             self.replay_class = functools.partial(PrioritizedReplayBuffer, exponent=self.live.priority_exponent)
@@ -105,7 +111,15 @@ class DQN(OffPolicyAlgorithm):
         """The best action or, with probability epsilon in each environment, a random one."""
         with self.executor.autocast():
             values = self.q_network(self.policy.obs_normalizer.normalize(obs)).float()
+        if epsilon is None and self.repeated is not None:
+            return self.repeated.explore(values, self.epsilon, self.generators["action"])
         return explore_rows(values, self.epsilon if epsilon is None else epsilon, self.generators["action"])
+
+    def process_step(self, record: StepRecord) -> None:
+        """Store the step that the actions of the last `explore` led to; a random action ends with its episode."""
+        super().process_step(record)
+        if self.repeated is not None:
+            self.repeated.end_episodes(record.done)
 
     @torch.no_grad()
     def act(self, obs: Obs, deterministic: bool = False, epsilon: float | None = None) -> Tensor:
@@ -161,6 +175,17 @@ class DQN(OffPolicyAlgorithm):
         if isinstance(self.replay, PrioritizedReplayBuffer) and batch.places is not None:
             self.replay.set_priorities(batch.places, error)
         self.meter.add({**stats, "q_loss": loss.detach(), "grad_norm": norm, "nonfinite_updates": skipped})
+
+    def resume_state(self) -> dict[str, Any]:
+        """Random streams, and the random actions that are repeated."""
+        repeated = {} if self.repeated is None else {"repeated_actions": self.repeated.state()}
+        return super().resume_state() | repeated
+
+    def load_resume_state(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly from a `resume_state`."""
+        super().load_resume_state(state)
+        if self.repeated is not None and "repeated_actions" in state:  # older checkpoints have none
+            self.repeated.set_state(state["repeated_actions"])
 
 
 def values_of(values: Tensor, actions: Tensor) -> Tensor:

@@ -51,6 +51,43 @@ def explore_rows(values: Tensor, epsilon: float | Tensor, generator: torch.Gener
     return torch.where(draw < epsilon, other, best)
 
 
+class RepeatedExploration:
+    """Random actions that last up to `max_steps` steps: n with a probability proportional to 1 / n² (Dabney 2021)."""
+
+    def __init__(self, num_envs: int, max_steps: int, device: torch.device) -> None:
+        self.actions = torch.zeros(num_envs, dtype=torch.long, device=device)
+        self.left = torch.zeros_like(self.actions)
+        """Steps for which every environment goes on with its random action."""
+        weights = torch.arange(1, max_steps + 1, dtype=torch.float64).pow(-2.0)
+        self.cumulative = (weights.cumsum(0) / weights.sum())[:-1].float().to(device)
+
+    def explore(self, values: Tensor, epsilon: Tensor, generator: torch.Generator | None) -> Tensor:
+        """The best column of each row of (N, n) values, a random one begun with `epsilon`, or the one in progress."""
+        best = values.argmax(-1)
+        draw, length = torch.rand((2, *best.shape), device=best.device, generator=generator)
+        other = torch.randint(values.shape[-1], best.shape, device=best.device, generator=generator)
+        begins = (self.left == 0) & (draw < epsilon)
+        self.actions.copy_(torch.where(begins, other, self.actions))
+        steps = torch.searchsorted(self.cumulative, length, right=True) + 1
+        self.left.copy_(torch.where(begins, steps, self.left))
+        actions = torch.where(self.left > 0, self.actions, best)
+        self.left.sub_(1).clamp_min_(0)
+        return actions
+
+    def end_episodes(self, ended: Tensor) -> None:
+        """End the repetitions of the environments (N,) whose episode ended."""
+        self.left.masked_fill_(ended, 0)
+
+    def state(self) -> Tensor:
+        """(2, N) actions and the steps that are left of them."""
+        return torch.stack([self.actions, self.left])
+
+    def set_state(self, state: Tensor) -> None:
+        """Continue from a `state`."""
+        self.actions.copy_(state[0])
+        self.left.copy_(state[1])
+
+
 class EncodedQNetwork(DiscreteQNetwork):
     """An encoder of observations, and a head that `dueling` (Wang et al. 2016) splits into a level and advantages."""
 
