@@ -109,6 +109,24 @@ def test_an_actor_with_a_camera_and_a_critic_without_one_are_two_models(stand_in
     assert [layer.in_features for layer in runner.policy.critic.model.mlp if hasattr(layer, "in_features")] == [5, 6]
 
 
+def test_a_model_gets_each_of_several_vector_groups_by_its_name(stand_in, tmp_path):
+    class Named(CNNModel):
+        def forward(self, obs):
+            assert {name: part.shape[-1] for name, part in obs.items()} in ({"actor": 3, "critic": 5}, {"critic": 5})
+            return super().forward(obs)
+
+    sys.modules["rsl_rl.models"].Named = Named
+    cfg = camera_cfg("rsl_rl.models:Named", None)
+    cfg["obs_groups"] = {"actor": ["actor", "critic"], "critic": ["critic"]}
+    runner = OnPolicyRunner(CameraEnv(), cfg, device="cpu", show_progress=False)
+    runner.learn(1)
+    obs = CameraEnv().get_observations()
+    flat = torch.cat([obs["actor"], obs["critic"]], 1)
+    step = runner.policy.as_onnx()
+    assert step.input_names == ["obs"]
+    torch.testing.assert_close(step(flat), runner.get_inference_policy()(obs))
+
+
 def test_a_recurrent_model_is_refused(stand_in, monkeypatch):
     monkeypatch.setattr(CNNModel, "is_recurrent", True, raising=False)
     with pytest.raises(ValueError, match="CNNModel is recurrent; use RNNModel"):

@@ -26,7 +26,7 @@ def model_class(name: str) -> Any:
 
 
 class GroupModel(nn.Module):
-    """A model of rsl_rl on the observation groups `names`: a dict of them, or the tensor of the only one."""
+    """A model of rsl_rl on the observation groups `names`: a dict of them, or their vectors in one tensor."""
 
     def __init__(
         self, cfg: Mapping[str, Any], side: str, shapes: Mapping[str, Any], num_outputs: int, **more: Any
@@ -36,7 +36,10 @@ class GroupModel(nn.Module):
         boxes: dict[str, spaces.Space] = {
             name: spaces.Box(-math.inf, math.inf, tuple(shape)) for name, shape in shapes.items()
         }
-        self.obs_space = spaces.Dict(boxes) if len(boxes) > 1 else boxes[self.names[0]]
+        self.widths = [math.prod(shape) for shape in shapes.values()]
+        is_vector = all(len(shape) == 1 for shape in shapes.values())
+        joined = spaces.Box(-math.inf, math.inf, (sum(self.widths),)) if is_vector else spaces.Dict(boxes)
+        self.obs_space = joined if len(boxes) > 1 else boxes[self.names[0]]
         example = {name: torch.zeros(1, *shape) for name, shape in shapes.items()}
         options = {name: value for name, value in cfg.items() if name != "class_name" and value is not None}
         self.model: Any = model_class(cfg["class_name"])(
@@ -49,7 +52,10 @@ class GroupModel(nn.Module):
 
     def forward(self, obs: Any) -> Tensor:
         """(B, num_outputs)."""
-        return self.model({self.names[0]: obs} if isinstance(obs, Tensor) else obs)
+        if isinstance(obs, Tensor):
+            parts = obs.split(self.widths, -1) if len(self.names) > 1 else [obs]
+            obs = dict(zip(self.names, parts, strict=True))
+        return self.model(obs)
 
 
 class RslRlModels(ActorCritic):
@@ -60,6 +66,12 @@ class RslRlModels(ActorCritic):
         critic_model: The same for the critic.
         share_cnn_encoders: The critic uses the actor's image encoders.
     """
+
+    replaced_settings = (
+        "actor_hidden_dims", "critic_hidden_dims", "activation", "actor_activation", "critic_activation",
+        "mu_activation", "actor_layer_norm", "critic_layer_norm", "orthogonal_init",
+    )  # fmt: skip
+    """Settings of an `ActorCritic` that have no effect here, since the networks are rsl_rl's."""
 
     def __init__(
         self, num_actor_obs: int | None = None, num_critic_obs: int | None = None, num_actions: int = 0, *,
