@@ -1,6 +1,7 @@
 """Flags are made from the settings: their names, descriptions, defaults and errors."""
 
 import dataclasses
+import json
 import re
 
 import pytest
@@ -105,6 +106,33 @@ def test_flags_win_over_the_preset_at_every_level():
     assert config["algorithm"]["empirical_normalization"] is False
     assert config["algorithm"]["rnd_cfg"] == {"weight": 0.001}
     assert config["policy"]["actor_hidden_dims"] == [7, 9]
+
+
+def models_file(tmp_path, class_name, distribution):
+    """A file with the sections actor and critic of rsl_rl 5.x."""
+    model = {"class_name": class_name, "hidden_dims": [8], "activation": "elu"}
+    sections = {"actor": {**model, "distribution_cfg": distribution}, "critic": model}
+    path = tmp_path / "models.json"
+    path.write_text(json.dumps(sections))
+    return str(path)
+
+
+def test_settings_of_a_policy_that_have_no_flag_stay_as_they_are(tmp_path):
+    beta = {"class_name": "BetaDistribution", "action_range": [-0.5, 2.0]}
+    _, config = parse_train(["Pendulum-v1", "--config", models_file(tmp_path, "MLPModel", beta), "--gamma", "0.9"])
+    assert config["policy"]["action_range"] == [-0.5, 2.0]
+    gaussian = {"class_name": "GaussianDistribution", "init_std": 0.5}
+    args = ["Pendulum-v1", "--config", models_file(tmp_path, "CNNModel", gaussian)]
+    _, config = parse_train(args)
+    assert config["policy"]["class_name"] == "RslRlModels"
+    assert config["policy"]["actor_model"] == {"class_name": "CNNModel", "hidden_dims": [8], "activation": "elu"}
+
+
+def test_flags_of_networks_that_rsl_rls_models_replace_are_no_flags(tmp_path, capsys):
+    args = ["Pendulum-v1", "--config", models_file(tmp_path, "CNNModel", {"class_name": "GaussianDistribution"})]
+    with pytest.raises(SystemExit):
+        parse_train([*args, "--policy.actor-hidden-dims", "64"])
+    assert "Unrecognized options: --policy.actor-hidden-dims" in capsys.readouterr().err
 
 
 def test_another_policy_class_keeps_the_settings_of_the_preset_that_it_has(capsys):

@@ -150,7 +150,9 @@ def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, 
     at_least(1, ranks=options.ranks)
     plan.cfg = options.settings = joined_settings(options.settings, type(plan.cfg))
     if has_policy:
-        plan.policy = dataclasses.asdict(options.policy)
+        chosen = dataclasses.asdict(options.policy)
+        is_preset = policy_class == plan.policy["class_name"]  # whose settings without a flag stay as they are
+        plan.policy = {**(plan.policy if is_preset else {}), **chosen}
         fixed = {flag for flag in ("--num-steps-per-env", "--num-mini-batches") if given(args, flag) is not None}
         usual = preset["num_envs"] // max(options.ranks, RANKS.size)  # environments of one rank
         fit_rollout(options.settings, options.num_envs, usual, POLICIES[policy_class].is_recurrent, fixed)
@@ -280,10 +282,11 @@ def policy_options(class_name: str, preset: Mapping[str, Any]) -> Any:
 
 def constructor_settings(cls: type) -> Iterable[tuple[type, inspect.Parameter]]:
     """The constructor arguments along a policy's inheritance that a user sets, each with its class, bases first."""
+    left_out = {*FROM_ENV, *getattr(cls, "replaced_settings", ())}
     for base in reversed(cls.__mro__):
         if not base.__module__.startswith("torch.") and "__init__" in vars(base):
             for parameter in inspect.signature(base.__init__).parameters.values():
-                if parameter.default is not parameter.empty and parameter.name not in FROM_ENV:
+                if parameter.default is not parameter.empty and parameter.name not in left_out:
                     yield base, parameter
 
 
