@@ -472,6 +472,31 @@ def test_obs_groups_choose():
         resolve_sets(groups, {"critic": ["hights"]})
 
 
+def test_a_critic_without_a_set_observes_the_group_of_its_name():
+    assert resolve_sets({"joints": A, "critic": B}, {"actor": ["joints"]}) == (["joints"], ["critic"])
+    assert resolve_sets({"joints": A, "terrain": B}, {"actor": ["joints"]}) == (["joints"], ["joints"])
+
+
+def test_an_empty_set_is_an_error():
+    for name in ("actor", "policy", "critic"):
+        with pytest.raises(ValueError, match=rf"obs_groups\['{name}'\] is empty; name groups of \['policy'\]"):
+            resolve_sets({"policy": A}, {name: []})
+
+
+def test_the_critics_group_beside_unknown_names_is_not_given_to_the_actor(third):
+    class Named(third):
+        names = ("joints", "critic")
+
+    with pytest.raises(KeyError, match=r"no 'actor' or 'policy' set .* give obs_groups=\{'actor': \[...\]\}"):
+        RslRlAdapter(Named())
+
+
+def test_a_group_that_the_actor_lacks_is_named(third):
+    adapter = RslRlAdapter(third(), obs_groups={"actor": ["policy", "critic"]})
+    with pytest.raises(KeyError, match=r"the actor observes \['policy', 'critic'\]; .* lack 'critic'"):
+        adapter.actor_obs({"policy": A})
+
+
 def test_vectors_are_joined_in_order_with_their_segments():
     joined, segments = join_groups({"x": C, "y": {"p": A, "q": B}}, ["y", "x"])
     assert joined[0].tolist() == [1.0, 2.0, 2.0, 3.0, 3.0, 3.0]

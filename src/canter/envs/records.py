@@ -67,8 +67,12 @@ def group_names(groups: Mapping[str, Any]) -> tuple[str, str | None] | None:
     if all(name in groups for name in PLAYGROUND_PAIR):
         return PLAYGROUND_PAIR
     actor = next((name for name in ACTOR_GROUPS if name in groups), None)
-    critic = next((name for name in CRITIC_GROUPS if groups.get(name) is not None), None)
-    return None if actor is None else (actor, critic)
+    return None if actor is None else (actor, own_critic_group(groups))
+
+
+def own_critic_group(groups: Mapping[str, Any]) -> str | None:
+    """The group that is the critic's by its name."""
+    return next((name for name in CRITIC_GROUPS if groups.get(name) is not None), None)
 
 
 def split_groups(obs: Any) -> tuple[Any, Any]:

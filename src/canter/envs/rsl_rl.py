@@ -18,7 +18,15 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from canter.envs.records import EndWatch, group_names, split_groups, step_record, to_obs, warn_once
+from canter.envs.records import (
+    EndWatch,
+    group_names,
+    own_critic_group,
+    split_groups,
+    step_record,
+    to_obs,
+    warn_once,
+)
 from canter.envs.vec_env import Device, StepRecord, VecEnv, flat_size
 from canter.envs.wrappers import Forwarding, checked_layout
 from canter.utils.tree import Obs, tree_leaves
@@ -77,7 +85,7 @@ class RslRlAdapter(Forwarding, VecEnv):
         self.device = self._target or next(leaf.device for _, leaf in tree_leaves(groups))
         self.sets: tuple[list[str], list[str]] | None = None
         """Group names of the actor's and the critic's observation; None where the groups are one dict observation."""
-        if obs_groups or group_names(groups) is not None:
+        if obs_groups or group_names(groups) is not None or own_critic_group(groups) is not None:
             self.sets = resolve_sets(groups, obs_groups or {})
         self.group_shapes = {name: tuple(leaf.shape[1:]) for name, leaf in groups.items() if isinstance(leaf, Tensor)}
         self._used = list(groups) if self.sets is None else list(dict.fromkeys(self.sets[0] + self.sets[1]))
@@ -155,6 +163,8 @@ class RslRlAdapter(Forwarding, VecEnv):
 
     def actor_obs(self, groups: Mapping[str, Any]) -> Obs:
         """The actor's observation from the groups that the environment returns."""
+        if self.sets is not None and (missing := [name for name in self.sets[0] if name not in groups]):
+            raise KeyError(f"the actor observes {self.sets[0]}; the groups {list(groups)} lack {missing[0]!r}")
         tensors: Groups = to_obs(groups)
         return tensors if self.sets is None else join_groups(tensors, self.sets[0])[0]
 
@@ -269,14 +279,18 @@ def gather_groups(obs: Any, privileged: Any, extras: Mapping[str, Any]) -> Group
 
 def resolve_sets(groups: Mapping[str, Any], obs_groups: ObsGroups) -> tuple[list[str], list[str]]:
     """Group names of the actor's and of the critic's observation, by the user's `obs_groups` table."""
-    default_actor, default_critic = ([name] if name else [] for name in group_names(groups) or ("", ""))
+    defaults = group_names(groups) or (None, own_critic_group(groups))
+    default_actor, default_critic = ([name] if name else [] for name in defaults)
     sets = {name: [value] if isinstance(value, str) else list(value) for name, value in obs_groups.items()}
+    if empty := [name for name in ("actor", "policy", "critic") if sets.get(name) == []]:
+        raise ValueError(f"obs_groups[{empty[0]!r}] is empty; name groups of {list(groups)}, or leave it out")
     if "teacher" in sets:  # of a distillation, whose teacher is in the place of the critic
         for name, role in (("student", "actor"), ("teacher", "critic")):
             sets[role] = sets.get(name) or ([name] if name in groups else default_actor)
     actor = sets.get("actor") or sets.get("policy") or default_actor
     if not actor:
-        raise KeyError(f"obs_groups names no 'actor' or 'policy' set and the groups {list(groups)} have neither")
+        problem = f"obs_groups names no 'actor' or 'policy' set and the groups {list(groups)} have neither"
+        raise KeyError(f"{problem}; give obs_groups={{'actor': [...]}}")
     critic = sets.get("critic") or default_critic or actor
     unknown = [name for name in (*actor, *critic) if name not in groups]
     if unknown:
