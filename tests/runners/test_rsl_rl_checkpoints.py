@@ -92,6 +92,21 @@ def test_load_cfg_selects_the_actor_alone():
     torch.testing.assert_close(runner.policy.state_dict(), import_state(read(file))["model_state_dict"])
 
 
+def test_arguments_by_position_are_those_of_rsl_rl(tmp_path):
+    file = Path(__file__).parent / "rsl_rl" / "rsl_rl_5_mlp.pt"
+    state = read(file)
+    del state["actor_state_dict"]["mlp.2.bias"]
+    torch.save(state, tmp_path / "changed.pt")
+    runner = runner_for(state["infos"])
+    runner.load(str(file), None, True, "cpu")  # 5.x: load_cfg, strict, map_location
+    runner.load(str(file), True, "cpu")  # 3.x: load_optimizer, map_location
+    runner.load(str(tmp_path / "changed.pt"), {"actor": True}, False, "cpu")
+    with pytest.raises(RuntimeError, match=r"missing actor.2.bias"):
+        runner.load(str(tmp_path / "changed.pt"), {"actor": True}, True)
+    with pytest.raises(TypeError, match="'more' is one too many"):
+        runner.load(str(file), None, True, "cpu", "more")
+
+
 def test_a_part_that_no_checkpoint_has_is_an_error(tmp_path):
     file = Path(__file__).parent / "rsl_rl" / "rsl_rl_5_mlp.pt"
     runner = runner_for(read(file)["infos"])

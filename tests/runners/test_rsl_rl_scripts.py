@@ -171,7 +171,7 @@ def test_the_train_script_of_mjlab_finds_what_it_calls(tmp_path):
     with pytest.raises(KeyError):
         runner.cfg["not_there"]
     assert runner.current_learning_iteration == 3
-    assert runner.alg.get_policy() is runner.alg.policy
+    assert runner.alg.get_policy() is runner.alg.policy is runner.alg.actor_critic
     assert runner.env.unwrapped.step_dt == 0.02
     assert sorted(path.name for path in tmp_path.glob("model_*.pt")) == ["model_2.pt", "model_3.pt"]
 

@@ -300,6 +300,11 @@ class Algorithm:
         """The policy, as rsl_rl's algorithms return it."""
         return self.policy
 
+    @property
+    def actor_critic(self) -> Any:
+        """The policy, under the name of rsl_rl 1.x and 2.x."""
+        return self.policy
+
     def modules(self) -> list[nn.Module]:
         """Every network that has a training mode."""
         return [part for part in self.checkpoint_parts().values() if isinstance(part, nn.Module)]

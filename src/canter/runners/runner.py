@@ -501,17 +501,23 @@ class Runner(ABC):
         self.checkpoints.save(Path(path), infos)
 
     def load(
-        self, path: str | Path, load_optimizer: bool | Mapping[str, bool] | None = True, map_location: Any = None, *,
-        load_cfg: Mapping[str, bool] | None = None, strict: bool = True,
+        self, path: str | Path, load_optimizer: bool | Mapping[str, bool] | None = True, *others: Any,
+        load_cfg: Mapping[str, bool] | None = None, strict: bool = True, map_location: Any = None,
     ) -> Any:  # fmt: skip
         """Continue from a checkpoint of canter or of rsl_rl; returns the `infos` saved with it.
 
         `load_cfg` selects parts, as in rsl_rl 5.x: `{"actor": True}` loads the actor with its normaliser alone;
         "critic", "optimizer", "iteration" and "rnd" are the others. Without `strict`, tensors that one side lacks keep
-        their values.
+        their values. By position, the arguments are those of rsl_rl 5.x (path, load_cfg, strict, map_location) or of
+        3.x (path, load_optimizer, map_location).
         """
         if isinstance(load_optimizer, Mapping):  # rsl_rl's second argument
             load_optimizer, load_cfg = True, load_optimizer
+        if others and isinstance(others[0], bool):
+            strict, others = others[0], others[1:]
+        if len(others) > 1:
+            raise TypeError(f"load takes path, load_cfg, strict and map_location; {others[1]!r} is one too many")
+        map_location = others[0] if others else map_location
         if unknown := [name for name in load_cfg or () if name not in PARTS]:
             raise ValueError(f"load_cfg has no part {unknown[0]!r}; parts of a checkpoint are {', '.join(PARTS)}")
         with damaged_content(path):
