@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from canter.algorithms import PPO
 from canter.envs import records
 from canter.envs.wrappers import ClipActions
-from canter.modules import ActorCritic, ActorCriticRecurrent, Beta
+from canter.modules import ActorCritic, ActorCriticRecurrent, Beta, register_policy
 from canter.modules.normalizer import EmpiricalNormalization, NoNormalization
 from canter.runners import OnPolicyRunner
 from canter.runners.rsl_rl_config import DEFAULTS, TABLE, Translation, complete_rnd, signed_permutation
@@ -215,6 +216,69 @@ def test_actor_and_critic_are_clipped_together_up_to_3_and_apart_from_4_on():
     assert names == {"critic", "memory_c"}
 
 
+@pytest.mark.parametrize("is_models", [False, True])
+def test_a_normaliser_of_the_actor_alone_leaves_out_the_critics(is_models):
+    cfg = model_cfg(normalized=(True, True)) if is_models else policy_cfg(3, normalized=True)
+    (cfg["critic"] if is_models else cfg["policy"]).pop(
+        "obs_normalization" if is_models else "critic_obs_normalization"
+    )
+    policy = runner_on(cfg, 5 if is_models else 3).policy
+    assert isinstance(policy.obs_normalizer, EmpiricalNormalization)
+    assert isinstance(policy.critic_obs_normalizer, NoNormalization)
+
+
+def test_empirical_normalization_beside_observation_groups_is_for_both_networks():
+    cfg = policy_cfg(3, normalized=True)
+    for name in ("actor_obs_normalization", "critic_obs_normalization"):
+        del cfg["policy"][name]
+    policy = runner_on({**cfg, "empirical_normalization": True}, 3).policy
+    assert isinstance(policy.obs_normalizer, EmpiricalNormalization)
+    assert isinstance(policy.critic_obs_normalizer, EmpiricalNormalization)
+
+
+# ------------------------------------------------------------------ classes
+@register_policy
+class OwnPolicy(ActorCritic):
+    """A policy of a user."""
+
+
+@pytest.mark.parametrize("name", ["rsl_rl.algorithms:PPO", "rsl_rl.algorithms.ppo.PPO", "PPO", PPO])
+def test_an_algorithm_is_named_by_its_path_or_is_the_class(name):
+    cfg = model_cfg()
+    cfg["algorithm"]["class_name"] = name
+    assert parse_train_cfg(cfg).algorithm == "PPO"
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("rsl_rl.modules:ActorCritic", ActorCritic),
+        ("rsl_rl.modules.ActorCriticRecurrent", ActorCriticRecurrent),
+        (ActorCriticRecurrent, ActorCriticRecurrent),
+        (OwnPolicy, OwnPolicy),
+        (f"{__name__}:OwnPolicy", OwnPolicy),
+    ],
+)
+def test_a_policy_is_named_by_its_path_or_is_the_class(name, wanted):
+    cfg = policy_cfg(3)
+    cfg["policy"]["class_name"] = name
+    assert type(runner_on(cfg, 3).policy) is wanted
+
+
+def test_a_class_that_is_not_registered_is_an_error_that_says_how_to_register_it():
+    class Stranger(ActorCritic):
+        pass
+
+    for section, message in (("algorithm", "register_algorithm"), ("policy", "register_policy")):
+        for name in ("my_package.learning:Mine", Stranger):
+            cfg = policy_cfg(3)
+            cfg[section]["class_name"] = name
+            with pytest.raises(
+                (ValueError, KeyError), match=f"{'Mine' if name is not Stranger else 'Stranger'}.*{message}"
+            ):
+                runner_on(cfg, 3)
+
+
 # ------------------------------------------------------------------ single keys
 def test_the_noise_of_a_distribution_section():
     given = {"class_name": "GaussianDistribution", "init_std": 0.3, "std_range": [0.1, 2.0], "learn_std": False}
@@ -395,6 +459,24 @@ def test_the_weight_of_rnd_is_per_second_and_its_layers_are_resolved():
     assert again.cfg.rnd_cfg["weight"] == pytest.approx(1.0)  # not scaled twice
 
 
+def test_the_weight_of_rnd_is_not_scaled_again_when_a_run_is_read_back():
+    cfg = policy_cfg(3)
+    cfg["obs_groups"]["rnd_state"] = ["critic"]
+    cfg["algorithm"]["rnd_cfg"] = dict(RND)
+    runner = runner_on(cfg, 3)
+    again = OnPolicyRunner(PeerEnv(3), runner.config(), device="cpu", show_progress=False)
+    assert runner.cfg.rnd_cfg["weight"] == again.cfg.rnd_cfg["weight"] == pytest.approx(1.0)
+
+
+def test_what_the_environment_decides_survives_the_way_of_the_command_line():
+    cfg = symmetric(use_mirror_loss=True, mirror_loss_coeff=0.5)
+    cfg["obs_groups"]["rnd_state"] = ["critic"]
+    cfg["algorithm"]["rnd_cfg"] = dict(RND)
+    runner = runner_on(parse_train_cfg(cfg).to_dict())
+    assert runner.cfg.rnd_cfg["weight"] == pytest.approx(1.0)
+    assert runner.cfg.symmetry_cfg["actions"] == {"permutation": [0, 1], "signs": [-1, -1]}
+
+
 def test_rnd_on_other_states_than_the_critics_is_refused():
     cfg = model_cfg()
     cfg["obs_groups"]["rnd_state"] = ["proprio"]
@@ -408,7 +490,7 @@ def test_rnd_without_a_step_length_is_refused():
         num_obs, num_privileged_obs, sets = 3, None, (["policy"], ["policy"])
 
     with pytest.raises(ValueError, match="env.unwrapped.step_dt, which is missing"):
-        complete_rnd(RND, {}, Env())
+        complete_rnd({"weight_per_second": 1.0}, {}, Env())
 
 
 def mirror(env, obs=None, actions=None):

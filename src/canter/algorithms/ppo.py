@@ -200,11 +200,14 @@ class PPO(Algorithm):
         """
         if not isinstance(cfg, Mapping):
             return cls(env=env, cfg=cfg, device=device, **networks)
-        from canter.runners.run_config import plan_for  # which imports the algorithms
+        from canter.runners.rsl_rl_config import complete  # which imports the algorithms
+        from canter.runners.run_config import plan_for
         from canter.runners.runner import open_env
 
         plan = plan_for(cls, cfg)
-        common = {"env": open_env(env, resolve_device(device or plan.cfg.device), plan), "cfg": plan.cfg}
+        opened = open_env(env, resolve_device(device or plan.cfg.device), plan)
+        complete(plan, opened)
+        common = {"env": opened, "cfg": plan.cfg}
         if "class_name" not in plan.policy:
             return cls(device=device, **common, **plan.policy)
         policy = build_actor_critic(common["env"], plan.policy["class_name"], plan.policy)

@@ -34,6 +34,9 @@ def build_actor_critic(env: Any, policy_class_name: str, policy_cfg: Mapping[str
 
     The setting `action_range`, a pair of numbers, bounds every action.
     """
+    if policy_class_name not in POLICIES and not policy_class_name.isidentifier():
+        way_out = "derive your class from one of canter's, put @canter.modules.register_policy above it, give its name"
+        raise KeyError(f"no policy is registered as {policy_class_name!r}; {way_out}")
     given = {name: value for name, value in (policy_cfg or {}).items() if name != "class_name"}
     if given.get("action_range") is not None:  # of a distribution with bounds, where the environment has none
         low, high = given.pop("action_range")

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from canter.algorithms import REGISTRY
 from canter.envs.records import warn_once
+from canter.modules.build import POLICIES
 from canter.utils.obs_layout import ObsLayout
 
 UNUSED = "unused"
@@ -87,6 +89,7 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 # Defaults of its Distillation; a norm that is left out, or 0, clips nothing.
 DISTILLATION: dict[str, Any] = {"num_learning_epochs": 1, "learning_rate": 1e-3, "gradient_length": 15}
+PER_SECOND = "weight_per_second"  # of RND, until the environment has said how long its step is
 STD_RANGE = (1e-6, 1e6)  # of rsl_rl's Gaussian distributions
 ACTIVATIONS = {"swish": "silu", "crelu": "CELU"}
 WRITERS = {"WandbLogWriter": "wandb", "NeptuneLogWriter": "neptune", "TensorboardLogWriter": "tensorboard"}
@@ -114,9 +117,13 @@ class Translation:
                 example = f"{{'class_name': {top[name]!r}}}"
                 raise TypeError(f"{name} must be a dict of settings, such as {example}, got {top[name]!r}")
         self.policy, self.algorithm = (dict(top.pop(name, None) or {}) for name in ("policy", "algorithm"))
+        agents = {name: entry.agent_class for name, entry in REGISTRY.items()}
+        for section, classes in ((self.policy, POLICIES), (self.algorithm, agents)):
+            if section.get("class_name"):
+                section["class_name"] = registered_name(section["class_name"], classes)
         names = ("actor", "critic", "student", "teacher")
         self.models = {name: top.pop(name) for name in names if isinstance(top.get(name), Mapping)}
-        self.is_distillation = class_path(self.algorithm.get("class_name")) == "Distillation"
+        self.is_distillation = self.algorithm.get("class_name") == "Distillation"
         self.top, self.out = top, {"algorithm": {}, "policy": {}}
         self.unused: list[str] = []
         sets = top.get("obs_groups") or {}
@@ -124,6 +131,8 @@ class Translation:
         self.is_third |= any(f"{name}_obs_normalization" in self.policy for name in ("actor", "critic"))
         """Whether the dict is of rsl_rl 3.0 or later."""
         self.is_rsl_rl = self.is_third or any(TABLE["top"].get(name) == UNUSED for name in top)
+        if "policy" in sets and "actor" not in sets:  # so that the dict of a run is not taken for rsl_rl's once more
+            top["obs_groups"] = {"actor" if name == "policy" else name: groups for name, groups in sets.items()}
 
     def run(self) -> dict[str, Any]:
         """The training dict; the unused keys are listed in one line."""
@@ -135,6 +144,9 @@ class Translation:
         else:
             if self.is_third:
                 self.out["algorithm"] |= DEFAULTS
+                # Without a setting for both, each network has its own, and rsl_rl's default is False.
+                if "empirical_normalization" not in self.algorithm and self.top.get("empirical_normalization") is None:
+                    self.out["algorithm"]["critic_obs_normalization"] = False
             if self.models:
                 self._models()
             elif self.is_third:
@@ -256,6 +268,10 @@ class Translation:
         if symmetry and symmetry.get("data_augmentation_func", "") is None:
             way_out = "name the function, or leave symmetry_cfg out"
             raise ValueError(f"algorithm.symmetry_cfg.data_augmentation_func is None; {way_out}")
+        rnd = algorithm.get("rnd_cfg")
+        if rnd and self.is_rsl_rl and PER_SECOND not in rnd:
+            renamed = {PER_SECOND if name == "weight" else name: value for name, value in rnd.items()}
+            algorithm["rnd_cfg"] = {PER_SECOND: 0.0} | renamed
         is_used = symmetry and any(symmetry.get(flag) for flag in ("use_data_augmentation", "use_mirror_loss"))
         if symmetry and "data_augmentation_func" in symmetry and not is_used:
             self.unused.append("algorithm.symmetry_cfg")  # rsl_rl then only logs the asymmetry
@@ -302,7 +318,7 @@ class Translation:
             self.policy = {}
             return self.models
         policy, self.policy = self.policy, {}
-        kind = class_path(policy.pop("class_name", "StudentTeacher"))
+        kind = policy.pop("class_name", "StudentTeacher")
         if kind not in ("StudentTeacher", "StudentTeacherRecurrent"):
             known = "StudentTeacher and StudentTeacherRecurrent"
             raise ValueError(f"policy.class_name={kind!r} is no policy of Distillation; there are {known}")
@@ -359,9 +375,16 @@ MODEL_KEYS = ("hidden_dims", "activation", "cnn_cfg")
 
 
 def class_path(given: Any) -> str:
-    """The name of a model class, given as a name or as the class; without its module if it is rsl_rl's own."""
+    """The name of a class, given as a name or as the class; without its module if it is rsl_rl's or canter's own."""
     path = f"{given.__module__}:{given.__qualname__}" if isinstance(given, type) else str(given)
-    return path.replace(":", ".").rpartition(".")[2] if path.startswith("rsl_rl.") else path
+    return path.replace(":", ".").rpartition(".")[2] if path.startswith(("rsl_rl.", "canter.")) else path
+
+
+def registered_name(given: Any, classes: Mapping[str, type]) -> str:
+    """The name under which a class, or a path to it, is registered; another path stays as it is."""
+    path = class_path(given)
+    paths = {f"{cls.__module__}.{cls.__qualname__}": name for name, cls in classes.items()}
+    return paths.get(path.replace(":", "."), path)
 
 
 def complete(plan: Any, env: Any) -> None:
@@ -373,14 +396,11 @@ def complete(plan: Any, env: Any) -> None:
                 plan.policy.get("rnn_hidden_size", 256) if plan.policy["class_name"].endswith("Recurrent") else width
             )
             plan.policy[name] = [width or env.num_obs if dim == -1 else dim for dim in dims]
-    if not plan.is_rsl_rl:
-        return
-    if getattr(plan.cfg, "rnd_cfg", None):
+    if PER_SECOND in (getattr(plan.cfg, "rnd_cfg", None) or {}):
         plan.cfg.rnd_cfg = complete_rnd(plan.cfg.rnd_cfg, plan.obs_groups or {}, env)
     symmetry = getattr(plan.cfg, "symmetry_cfg", None)
     if symmetry and "data_augmentation_func" in symmetry:
         plan.cfg.symmetry_cfg = mirrors_of(symmetry, env)
-    plan.is_rsl_rl = False
 
 
 def complete_rnd(cfg: Mapping[str, Any], obs_groups: Mapping[str, Any], env: Any) -> dict[str, Any]:
@@ -396,7 +416,7 @@ def complete_rnd(cfg: Mapping[str, Any], obs_groups: Mapping[str, Any], env: Any
         raise ValueError("algorithm.rnd_cfg: rsl_rl multiplies the weight by env.unwrapped.step_dt, which is missing")
     width = env.num_privileged_obs or env.num_obs
     made = {key: value for key, value in cfg.items() if key not in ("num_states", "obs_groups")}
-    made["weight"] = float(made.get("weight", 0.0)) * float(step)
+    made["weight"] = float(made.pop(PER_SECOND)) * float(step)
     for name in ("predictor_hidden_dims", "target_hidden_dims"):
         if name in made:
             made[name] = tuple(width if dim == -1 else int(dim) for dim in made[name])

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import functools
+import types
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -33,8 +34,6 @@ class RunPlan:
     """Actions are clamped to plus and minus this before the environment gets them."""
     resume: bool = False
     """Whether a checkpoint must be loaded before `learn`."""
-    is_rsl_rl: bool = False
-    """Whether `rsl_rl_config.complete` has to settle what rsl_rl reads from the environment."""
 
     def to_dict(self) -> dict[str, Any]:
         """The flat documented layout, complete, in plain containers; `parse_train_cfg` reads it back."""
@@ -58,6 +57,8 @@ def plain(value: Any) -> Any:
         return [plain(v) for v in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, types.FunctionType):
+        return f"{value.__module__}:{value.__qualname__}"
     return getattr(value, "__name__", str(value))
 
 
@@ -66,6 +67,8 @@ def find_algorithm(name: str) -> str:
     if name.lower() not in REGISTRY:
         near = difflib.get_close_matches(name.lower(), REGISTRY, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
+        if "." in name or ":" in name:
+            hint = "derive your class from one of canter's and give it a name by canter.algorithms.register_algorithm; "
         raise ValueError(f"unknown algorithm {name!r}; {hint}registered are {', '.join(sorted(REGISTRY))}")
     return name.lower()
 
@@ -106,7 +109,7 @@ def parse_train_cfg(
     else:
         policy = {"class_name": policy_name or "ActorCritic", **policy}
     rest = (dict(top.pop("storage", None) or {}), top.pop("obs_groups", None), top.pop("ckpt_manipulator", None))
-    rest += (top.pop("clip_actions", None), bool(top.pop("resume", None)), translation.is_rsl_rl)
+    rest += (top.pop("clip_actions", None), bool(top.pop("resume", None)))
     return RunPlan(display_name(name), config_from(name, algorithm, top), policy, *rest)
 
 
