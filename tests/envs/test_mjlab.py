@@ -198,9 +198,20 @@ def test_entries_of_a_configuration_are_set_by_the_names_that_lead_to_them():
 
 
 def test_a_tracking_task_without_a_motion_says_how_to_give_one(monkeypatch):
-    monkeypatch.setattr("canter.envs.mjlab.registry", lambda: SimpleNamespace(load_env_cfg=lambda task: TaskCfg()))
+    tasks = SimpleNamespace(load_env_cfg=lambda task: TaskCfg(), list_tasks=lambda: ["Track"])
+    monkeypatch.setattr("canter.envs.mjlab.registry", lambda: tasks)
     with pytest.raises(ValueError, match=r"'Track' follows a motion .* '{commands.motion.motion_file: FILE}'"):
         make_env("mjlab/Track", num_envs=2)
+
+
+def test_a_task_that_mjlab_lacks_is_an_error_that_names_the_nearest(monkeypatch):
+    tasks = SimpleNamespace(list_tasks=lambda: ["Mjlab-Cartpole-Balance", "Mjlab-Cartpole-Swingup"])
+    monkeypatch.setattr("canter.envs.mjlab.registry", lambda: tasks)
+    for attempt in (make_env, load_preset):
+        with pytest.raises(ValueError, match="no task 'Mjlab-Cartpole-Balanc'; did you mean mjlab/Mjlab-Cartpole-Bal"):
+            attempt("mjlab/Mjlab-Cartpole-Balanc")
+        with pytest.raises(ValueError, match="no task 'X'; there are Mjlab-Cartpole-Balance, Mjlab"):
+            attempt("mjlab/X")
 
 
 def test_mjlabs_cartpole_trains_with_its_registered_settings(tmp_path):

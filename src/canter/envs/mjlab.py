@@ -1,6 +1,7 @@
 """mjlab's environments, bare or in its `RslRlVecEnvWrapper`: resets are ours, so that final observations are known."""
 
 import dataclasses
+import difflib
 import importlib
 from types import SimpleNamespace
 from typing import Any
@@ -94,6 +95,15 @@ def registry() -> Any:
         raise ImportError("environments named mjlab/<task> need mjlab: pip install 'canter[mjlab]'") from error
 
 
+def require_task(tasks: Any, task: str) -> None:
+    """Raise an error that names the nearest task if mjlab has none of this name."""
+    known = tasks.list_tasks()
+    if task not in known:
+        near = difflib.get_close_matches(task, known, n=1)
+        hint = f"did you mean mjlab/{near[0]}?" if near else f"there are {', '.join(known)}"
+        raise ValueError(f"mjlab has no task {task!r}; {hint}")
+
+
 def make_mjlab(
     task: str, num_envs: int, device: Any, seed: int | None, render_mode: str | None, **options: Any
 ) -> MjlabAdapter:
@@ -102,6 +112,7 @@ def make_mjlab(
     A name with dots is an entry further down: `commands.motion.motion_file`.
     """
     tasks = registry()
+    require_task(tasks, task)
     cfg = tasks.load_env_cfg(task)
     cfg.scene.num_envs, cfg.seed = num_envs, seed
     for name, value in options.items():
@@ -130,5 +141,7 @@ def set_entry(cfg: Any, name: str, value: Any, task: str) -> None:
 def mjlab_training_dict(task: str) -> dict[str, Any]:
     """The training dict that mjlab registers for a task, logged to files instead of to a service."""
     own = ("logger", "wandb_project", "wandb_tags", "upload_model", "experiment_name", "load_run", "load_checkpoint")
-    given = dataclasses.asdict(registry().load_rl_cfg(task))
+    tasks = registry()
+    require_task(tasks, task)
+    given = dataclasses.asdict(tasks.load_rl_cfg(task))
     return {name: value for name, value in given.items() if name not in (*own, "class_name", "run_name", "resume")}
