@@ -365,6 +365,20 @@ def test_clip_actions_bounds_what_the_environment_gets():
     assert runner.alg.storage.data["actions"].abs().max() > 0.25  # the policy learns from the action it chose
 
 
+def test_clip_actions_is_part_of_an_exported_policy(tmp_path):
+    runner = runner_on({**model_cfg(), "clip_actions": 0.01})
+    runner.export_policy_to_jit(tmp_path)
+    obs = torch.randn(8, 5) * 5
+    actions = torch.jit.load(tmp_path / "policy.pt")(obs)
+    torch.testing.assert_close(actions, runner.policy.act_inference(obs).clamp(-0.01, 0.01))
+
+
+@pytest.mark.parametrize("limit", [0, -1.0, True, "1"])
+def test_clip_actions_that_is_no_limit_is_refused(limit):
+    with pytest.raises(ValueError, match=rf"\(clip_actions\) must be a number above 0, got {limit!r}"):
+        runner_on({**model_cfg(), "clip_actions": limit})
+
+
 def test_resume_without_a_loaded_checkpoint_is_refused(tmp_path):
     runner = runner_on({**model_cfg(), "resume": True})
     with pytest.raises(ValueError, match="resume=True, but no checkpoint was loaded; call load"):

@@ -114,7 +114,13 @@ class ClipActions(VecEnvWrapper):
 
     def __init__(self, env: VecEnv, limit: float) -> None:
         super().__init__(env)
+        if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
+            raise ValueError(f"the limit of actions (clip_actions) must be a number above 0, got {limit!r}")
         self.limit = float(limit)
+        if isinstance(env.action_space, spaces.Box):  # an exported policy clips too, where no environment does it
+            low, high = env.action_bounds or (-np.inf, np.inf)
+            ends = np.maximum(low, -self.limit), np.minimum(high, self.limit)
+            self.action_bounds = tuple(np.broadcast_to(end, env.action_space.shape).astype(np.float32) for end in ends)
 
     def step(self, actions: Tensor) -> StepRecord:
         """Apply one action per environment."""
