@@ -151,13 +151,40 @@ def test_a_checkpoint_of_rsl_rl_is_a_teacher():
     runner.learn(1)
 
 
-def test_rnd_of_rsl_rl_starts_afresh_with_a_warning(tmp_path):
+def test_rnd_of_rsl_rl_goes_on(tmp_path):
     state = read(Path(__file__).parent / "rsl_rl" / "rsl_rl_5_mlp.pt")
-    state |= {"rnd_state_dict": {"predictor.0.weight": torch.zeros(2, 4)}, "rnd_optimizer_state_dict": {"state": {}}}
-    torch.save(state, tmp_path / "model.pt")
     cfg = state["infos"]["cfg"]
-    cfg["algorithm"]["rnd_cfg"] = {"weight": 1.0, "num_outputs": 2}
+    cfg["algorithm"]["rnd_cfg"] = {"weight": 1.0, "num_outputs": 2, "predictor_hidden_dims": [3]}
+    cfg["algorithm"]["rnd_cfg"] |= {
+        "target_hidden_dims": [3],
+        "state_normalization": True,
+        "reward_normalization": True,
+    }
     cfg["obs_groups"]["rnd_state"] = ["critic"]
+    nets = {"0.weight": torch.randn(3, 4), "0.bias": torch.randn(3), "2.weight": torch.randn(2, 3)}
+    nets["2.bias"] = torch.randn(2)
+    rnd = {f"{net}.{name}": torch.randn_like(value) for net in ("predictor", "target") for name, value in nets.items()}
+    statistics = {"_mean": torch.randn(1, 4), "_var": torch.full((1, 4), 4.0), "_std": torch.full((1, 4), 2.0)}
+    rnd |= {f"state_normalizer.{name}": value for name, value in statistics.items()}
+    scale = {"_mean": torch.tensor([3.0]), "_var": torch.tensor([9.0]), "_std": torch.tensor([3.0])}
+    rnd |= {f"reward_normalizer.emp_norm.{name}": value for name, value in scale.items()}
+    rnd |= {name: torch.tensor(50) for name in ("state_normalizer.count", "reward_normalizer.emp_norm.count")}
+    moments = {i: {"step": torch.tensor(7.0), "exp_avg": v, "exp_avg_sq": v.abs()} for i, v in enumerate(nets.values())}
+    group = {**state["optimizer_state_dict"]["param_groups"][0], "params": [0, 1, 2, 3]}
+    state |= {"rnd_state_dict": rnd, "rnd_optimizer_state_dict": {"state": moments, "param_groups": [group]}}
+    torch.save(state, tmp_path / "model.pt")
     runner = OnPolicyRunner(PeerEnv(), cfg, device="cpu", show_progress=False)
-    with pytest.warns(UserWarning, match="has no rnd_state_dict: it keeps its fresh state"):
-        runner.load(tmp_path / "model.pt")
+    runner.load(tmp_path / "model.pt")
+    model = runner.alg.extensions["rnd"].model
+    loaded = model.state_dict()
+    for name, value in rnd.items():
+        if "reward" not in name:
+            torch.testing.assert_close(loaded[name], value)
+    assert (float(model.reward_scaler.mean), float(model.reward_scaler.var), int(model.reward_scaler.count)) == (
+        3,
+        9,
+        50,
+    )
+    saved = model.optimizer.state_dict()["state"]
+    torch.testing.assert_close(saved[2]["exp_avg"].reshape(2, 3), nets["2.weight"])
+    runner.learn(1)

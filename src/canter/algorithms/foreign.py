@@ -13,6 +13,8 @@ and 5.x, prefixes of model_state_dict before.
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 NORMALIZERS = {
     "obs_norm_state_dict": "obs_normalizer",
     "critic_obs_norm_state_dict": "critic_obs_normalizer",
@@ -51,8 +53,8 @@ def import_state(state: Mapping[str, Any]) -> dict[str, Any]:
     for foreign in [name for name in parts if name in state]:
         named = {f"{parts[foreign]}.{name}": value for name, value in state.pop(foreign).items()}
         state["model_state_dict"] = {**state["model_state_dict"], **named}
-    if "steps" not in state.get("rnd_state_dict", {"steps": 0}):  # rsl_rl's, whose reward statistics are others
-        state = {name: value for name, value in state.items() if not name.startswith("rnd_")}
+    if "steps" not in state.get("rnd_state_dict", {"steps": 0}):
+        state["rnd_state_dict"] = import_rnd(state["rnd_state_dict"])
     if "iteration" in state and "iter" not in state:
         state["iter"] = state.pop("iteration")
     if "model_state_dict" in state:
@@ -83,6 +85,17 @@ def import_distilled(state: dict[str, Any]) -> dict[str, Any]:
         return state
     state.pop("optimizer_state_dict", None)  # its moments are of other parameters
     return state | {"model_state_dict": both["student"], "teacher_state_dict": both["teacher"]}
+
+
+def import_rnd(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of rsl_rl's random network distillation; its schedule starts anew, since it does not save the step."""
+    rewards = "reward_normalizer.emp_norm."
+    named = {name: value for name, value in weights.items() if not name.startswith(rewards)}
+    scales = {name.removeprefix(rewards).lstrip("_"): value for name, value in weights.items() if name not in named}
+    if scales:
+        named |= {f"reward_scaler.{name}": scales[name].reshape(()) for name in ("mean", "var", "count")}
+        named["reward_scaler.returns"] = torch.zeros(0)  # of unfinished episodes, which it does not save
+    return named | {"steps": torch.zeros((), dtype=torch.long)}
 
 
 def renamed(name: str, prefixes: Mapping[str, str]) -> str:
