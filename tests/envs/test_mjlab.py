@@ -1,6 +1,7 @@
 """The adapter of mjlab's environments, on a stand-in with its interface and, where mjlab is installed, on mjlab."""
 
 import dataclasses
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -29,7 +30,7 @@ class Simulator:
         terrain = {"terrain_levels": levels, "terrain_types": torch.zeros(3, dtype=torch.long)}
         terrain |= {"terrain_origins": torch.arange(5.0).view(5, 1, 1), "env_origins": torch.zeros(3, 1)}
         self.scene = SimpleNamespace(terrain=SimpleNamespace(**terrain))
-        self.position, self.command_range = torch.zeros(3, 1), 1.0
+        self.position, self.command_range, self.contact_times = torch.zeros(3, 1), 1.0, torch.zeros(3)
         self.curriculum_manager = SimpleNamespace(compute=self.update_curriculum, reset=lambda env_ids: {})
         self.episode_length_buf = torch.zeros(3, dtype=torch.long)
         self.common_step_counter, self.resets, self.pending = 0, [], False
@@ -55,6 +56,7 @@ class Simulator:
         self.curriculum_manager.compute(env_ids=ids)
         self.curriculum_manager.reset(ids)
         self.position[ids] = self.scene.terrain.env_origins[ids]
+        self.contact_times[ids] = 0.0
         self.episode_length_buf[ids] = 0
         self.extras["log"], self.pending = {"Episode_Reward/upright": 1.0}, False
         return self.compute(), self.extras
@@ -62,6 +64,7 @@ class Simulator:
     def step(self, actions):
         assert not self.pending, "reset(env_ids=...) must come before the next step"
         self.extras["log"] = {"Metrics/steps": 1.0}
+        self.contact_times = self.contact_times + 1.0  # a new tensor, as mjlab's sensors make them
         self.episode_length_buf += 1
         self.common_step_counter += 1
         self.reset_buf = self.episode_length_buf >= 2 + torch.arange(3)
@@ -156,6 +159,33 @@ def test_a_resumed_run_continues_the_curriculum(tmp_path):
     assert second.scene.terrain.terrain_levels.tolist() == [0, 2, 3]
 
 
+def test_a_checkpoint_is_loaded_between_two_trainings(tmp_path):
+    cfg = {"policy": {"actor_hidden_dims": [4], "critic_hidden_dims": [4]}, "num_steps_per_env": 3}
+    runner = OnPolicyRunner(Simulator(), cfg, device="cpu", show_progress=False)
+    runner.learn(1)
+    runner.save(str(tmp_path / "model.pt"))
+    for load_cfg in (None, {"actor": True}):
+        runner.learn(1)
+        runner.load(str(tmp_path / "model.pt"), load_cfg=load_cfg)
+        runner.init_writer()
+        assert runner.obs[:, 0].tolist() == [0.0, 100.0, 200.0]  # of the new episodes
+
+
+def test_an_onnx_file_that_mjlab_cannot_describe_is_written_and_the_warning_says_so(tmp_path, monkeypatch):
+    pytest.importorskip("onnxruntime")
+
+    def get_base_metadata(env, run):
+        raise KeyError("Scene element 'robot' not found")
+
+    monkeypatch.setitem(sys.modules, "mjlab.rl.exporter_utils", SimpleNamespace(get_base_metadata=get_base_metadata))
+    simulator = Simulator()
+    simulator.command_manager = SimpleNamespace(active_terms=[])
+    runner = MjlabRunner(simulator, {"num_steps_per_env": 4}, device="cpu", show_progress=False)
+    with pytest.warns(UserWarning, match=r"\.onnx has no metadata of mjlab: KeyError.*'robot' not found"):
+        runner.save(tmp_path / "model_0.pt")
+    assert (tmp_path / f"{tmp_path.name}.onnx").is_file()
+
+
 def test_the_counter_in_a_checkpoint_of_mjlabs_own_runner_is_restored(tmp_path):
     runner = OnPolicyRunner(Simulator(), {"num_steps_per_env": 4}, device="cpu", show_progress=False)
     weights = {"model_state_dict": runner.policy.state_dict(), "iter": 3}
@@ -165,7 +195,7 @@ def test_the_counter_in_a_checkpoint_of_mjlabs_own_runner_is_restored(tmp_path):
 
 
 def test_names_without_mjlab_say_how_to_install_it(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "mjlab.tasks", None)
+    monkeypatch.setitem(sys.modules, "mjlab.tasks", None)
     for attempt in (lambda: make_env("mjlab/Mjlab-Cartpole-Balance"), lambda: load_preset("mjlab/X")):
         with pytest.raises(ImportError, match=r"pip install 'canter\[mjlab\]'"):
             attempt()

@@ -155,7 +155,11 @@ class Checkpoints:
         runner.alg.load_state_dict(fitted, load_optimizer, load_cfg, strict)
         runner.plan.resume = False
         saved = infos.get("env_state") if isinstance(infos, Mapping) else None  # where mjlab's own runner puts them
-        runner.env.set_counters((state.get("resume") or {}).get("counters") or saved or {})
+        if counters := (state.get("resume") or {}).get("counters") or saved:
+            # A simulator may reset itself, in the mode in which it was stepped; its observations are new then.
+            with torch.inference_mode(runner.cfg.inference_mode_rollout):
+                runner.env.set_counters(counters)
+            runner.obs = runner.critic_obs = None
         if load_cfg is not None and not load_cfg.get("iteration"):
             return infos
         runner.iteration = int(state.get("iter", 0))

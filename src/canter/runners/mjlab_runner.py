@@ -44,17 +44,24 @@ class MjlabRunner(OnPolicyRunner):
         folder, run = Path(path).parent, getattr(sys.modules.get("wandb"), "run", None)
         file = folder / f"{folder.name}.onnx"
         try:
-            exporter = importlib.import_module("mjlab.rl.exporter_utils")
             self.export_policy_to_onnx(folder, file.name)
+        except Exception as error:
+            warnings.warn(f"{file} was not written: {error!r}; training continues", stacklevel=2)
+            return
+        try:
+            exporter = importlib.import_module("mjlab.rl.exporter_utils")
             metadata = exporter.get_base_metadata(self.env.unwrapped, "local" if run is None else run.name)
             if self.motion is not None:
                 metadata |= {"anchor_body_name": self.motion.cfg.anchor_body_name}
                 metadata |= {"body_names": list(self.motion.cfg.body_names)}
             exporter.attach_metadata_to_onnx(str(file), metadata)
+        except Exception as error:  # such as a scene without an entity "robot", whose joints mjlab describes
+            warnings.warn(f"{file} has no metadata of mjlab: {error!r}; training continues", stacklevel=2)
+        try:
             if self.writer is not None and self.cfg.upload_model:
                 self.writer.save_file(file)
             if run is not None and self.registry_name is not None:
                 run.use_artifact(self.registry_name)
                 self.registry_name = None
         except Exception as error:
-            warnings.warn(f"{file} was not written: {error!r}; training continues", stacklevel=2)
+            warnings.warn(f"{file} was not uploaded: {error!r}; training continues", stacklevel=2)
