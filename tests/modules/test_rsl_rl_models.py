@@ -109,6 +109,34 @@ def test_an_actor_with_a_camera_and_a_critic_without_one_are_two_models(stand_in
     assert [layer.in_features for layer in runner.policy.critic.model.mlp if hasattr(layer, "in_features")] == [5, 6]
 
 
+@pytest.mark.parametrize("share", [False, True])
+def test_a_checkpoint_of_rsl_rl_is_loaded_with_its_moments(stand_in, tmp_path, share):
+    cfg = camera_cfg("CNNModel", {"output_channels": [3]}, share)
+    source, runner = (OnPolicyRunner(CameraEnv(), cfg, device="cpu", show_progress=False) for _ in range(2))
+    source.learn(1)
+    policy, state, theirs = source.policy, {}, []
+    sides = {"actor": policy.obs_normalizer, "critic": policy.critic_obs_normalizer}
+    for side, normalizer in sides.items():  # as rsl_rl saves them: one normaliser for all vectors
+        model, statistics = getattr(policy, side).model, normalizer.leaf(side).state_dict()
+        own = {"distribution.std_param": policy.std.detach()} if side == "actor" else {}
+        state[f"{side}_state_dict"] = {f"obs_normalizer.{n}": v for n, v in statistics.items()}
+        state[f"{side}_state_dict"] |= own | model.state_dict()
+        theirs += [*([policy.std] if own else []), *model.parameters()]
+    numbers = [next(i for i, other in enumerate(theirs) if other is one) for one in theirs]
+    moments = {i: {"step": torch.tensor(3.0), "exp_avg": p.detach() + 1, "exp_avg_sq": p.detach() ** 2}
+               for i, p in enumerate(theirs) if i in numbers}  # fmt: skip
+    group = {**source.alg.optimizer.state_dict()["param_groups"][0], "params": numbers}
+    torch.save(
+        {**state, "optimizer_state_dict": {"state": moments, "param_groups": [group]}, "iter": 1}, tmp_path / "m.pt"
+    )
+    runner.load(tmp_path / "m.pt")
+    torch.testing.assert_close(runner.policy.state_dict(), policy.state_dict())
+    loaded = runner.alg.optimizer.state_dict()["state"]
+    for number, parameter in enumerate(runner.policy.parameters()):
+        torch.testing.assert_close(loaded[number]["exp_avg"].reshape(parameter.shape), parameter.detach() + 1)
+    runner.learn(1)
+
+
 def test_a_model_gets_each_of_several_vector_groups_by_its_name(stand_in, tmp_path):
     class Named(CNNModel):
         def forward(self, obs):

@@ -337,6 +337,8 @@ class Algorithm:
         """
         parts = self.checkpoint_parts()
         state = import_state(state)
+        if "model_state_dict" in state and hasattr(parts["model_state_dict"], "import_weights"):
+            state["model_state_dict"] = parts["model_state_dict"].import_weights(state["model_state_dict"])
         if load_cfg is not None:
             load_optimizer = load_optimizer and bool(load_cfg.get("optimizer"))
             parts = {n: part for n, part in parts.items() if not n.startswith("rnd_") or load_cfg.get("rnd")}

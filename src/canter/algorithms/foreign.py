@@ -46,7 +46,9 @@ def import_state(state: Mapping[str, Any]) -> dict[str, Any]:
         if any(name.startswith(("mlp.", "cnns.")) for name in state["actor_state_dict"]):
             named = {}
             for part, prefixes in MODELS.items():
-                named |= {renamed(name, prefixes): value for name, value in state.pop(part).items()}
+                # What is no part of an MLP or a memory, such as the encoders of images, is the model's own.
+                known = prefixes | {"": f"{part.removesuffix('_state_dict')}.model."}
+                named |= {renamed(name, known): value for name, value in state.pop(part).items()}
             state["model_state_dict"] = named
         else:
             parts = {"actor_state_dict": "actor", "critic_state_dict": "critic", **NORMALIZERS}
@@ -99,11 +101,11 @@ def import_rnd(weights: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renamed(name: str, prefixes: Mapping[str, str]) -> str:
-    """The name with its prefix replaced; unchanged if none of the prefixes is its."""
+    """The name with its prefix replaced; if none of the prefixes is its, with that for "" before it."""
     for theirs, ours in prefixes.items():
         if name == theirs or name.startswith(f"{theirs}."):
             return ours + name[len(theirs) :]
-    return name
+    return prefixes.get("", "") + name
 
 
 def in_our_order(weights: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,9 +113,13 @@ def in_our_order(weights: Mapping[str, Any], optimizer: Mapping[str, Any]) -> di
     names = [name for name in weights if "normalizer" not in name.split(".")[0]]
     ranks = [ORDER.index(name.split(".")[0]) if name.split(".")[0] in ORDER else None for name in names]
     groups = optimizer.get("param_groups", ())
-    if None in ranks or len(groups) != 1 or list(groups[0]["params"]) != list(range(len(names))):
+    numbers = list(groups[0]["params"]) if len(groups) == 1 else []
+    if None in ranks or len(numbers) != len(names):
         return {}
-    order = sorted(range(len(names)), key=lambda i: (ranks[i], i))
-    moments = {new: optimizer["state"][old] for new, old in enumerate(order) if old in optimizer["state"]}
+    once = [i for i, number in enumerate(numbers) if number not in numbers[:i]]  # encoders of both networks come twice
+    order = sorted(once, key=lambda i: (ranks[i], i))
+    moments = {new: optimizer["state"][numbers[i]] for new, i in enumerate(order) if numbers[i] in optimizer["state"]}
     ordered = {**{names[i]: weights[names[i]] for i in order}, **weights}
-    return {"model_state_dict": ordered, "optimizer_state_dict": {**optimizer, "state": moments}}
+    group = {**groups[0], "params": list(range(len(order)))}
+    state = {**optimizer, "state": moments, "param_groups": [group]}
+    return {"model_state_dict": ordered, "optimizer_state_dict": state}

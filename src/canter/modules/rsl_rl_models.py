@@ -32,7 +32,7 @@ class GroupModel(nn.Module):
         self, cfg: Mapping[str, Any], side: str, shapes: Mapping[str, Any], num_outputs: int, **more: Any
     ) -> None:
         super().__init__()
-        self.names = list(shapes)
+        self.names, self.shapes = list(shapes), {name: tuple(shape) for name, shape in shapes.items()}
         boxes: dict[str, spaces.Space] = {
             name: spaces.Box(-math.inf, math.inf, tuple(shape)) for name, shape in shapes.items()
         }
@@ -85,3 +85,24 @@ class RslRlModels(ActorCritic):
         shared = {"cnns": actor.model.cnns} if share_cnn_encoders else {}
         critic = GroupModel(critic_model, "critic", critic_obs, 1, **shared)
         super().__init__(num_actions=num_actions, actor=actor, critic=critic, **kwargs)
+
+    def import_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Weights of an rsl_rl checkpoint under the names of this policy; its own stay as they are."""
+        found: dict[str, Tensor] = {}
+        sides = {"obs_normalizer": self.actor, "critic_obs_normalizer": self.critic}
+        for name, value in weights.items():
+            first, _, rest = name.partition(".")
+            side: Any = sides.get(first)
+            if first in ("actor", "critic") and not rest.startswith("model."):
+                found[f"{first}.model.mlp.{rest}"] = value
+            elif side is not None and not rest.startswith("leaves.") and isinstance(side.obs_space, spaces.Dict):
+                # One normaliser of all vectors there, one for each group here.
+                vectors = {group: shape[0] for group, shape in side.shapes.items() if len(shape) == 1}
+                is_count = value.dim() == 0
+                parts = [value] * len(vectors) if is_count else value.split(list(vectors.values()), -1)
+                found |= {
+                    f"{first}.leaves.obs/{group}.{rest}": part for group, part in zip(vectors, parts, strict=True)
+                }
+            else:
+                found[name] = value
+        return found
