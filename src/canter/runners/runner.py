@@ -501,8 +501,8 @@ class Runner(ABC):
         self.checkpoints.save(Path(path), infos)
 
     def load(
-        self, path: str | Path, load_optimizer: bool | Mapping[str, bool] | None = True, *others: Any,
-        load_cfg: Mapping[str, bool] | None = None, strict: bool = True, map_location: Any = None,
+        self, path: str | Path, load_optimizer: bool | Mapping[str, bool] | None = True, map_location: Any = None,
+        *others: Any, load_cfg: Mapping[str, bool] | None = None, strict: bool = True,
     ) -> Any:  # fmt: skip
         """Continue from a checkpoint of canter or of rsl_rl; returns the `infos` saved with it.
 
@@ -513,11 +513,10 @@ class Runner(ABC):
         """
         if isinstance(load_optimizer, Mapping):  # rsl_rl's second argument
             load_optimizer, load_cfg = True, load_optimizer
-        if others and isinstance(others[0], bool):
-            strict, others = others[0], others[1:]
-        if len(others) > 1:
-            raise TypeError(f"load takes path, load_cfg, strict and map_location; {others[1]!r} is one too many")
-        map_location = others[0] if others else map_location
+        if isinstance(map_location, bool):
+            strict, map_location, others = map_location, others[0] if others else None, others[1:]
+        if others:
+            raise TypeError(f"load takes path, load_cfg, strict and map_location; {others[0]!r} is one too many")
         if unknown := [name for name in load_cfg or () if name not in PARTS]:
             raise ValueError(f"load_cfg has no part {unknown[0]!r}; parts of a checkpoint are {', '.join(PARTS)}")
         with damaged_content(path):
