@@ -18,6 +18,7 @@ from canter.envs.torch_envs import PointRobot
 from canter.envs.vec_env import StepRecord, VecEnv
 from canter.execution.executor import Executor
 from canter.runners import AmpPolicyRunner, OffPolicyRunner, OnPolicyRunner, StopTraining
+from canter.runners.run_log import EVENTS
 from canter.storage.replay import ReplayBatch
 from canter.utils.checkpoint import newest_valid_checkpoint
 from canter.utils.distributed import RANKS, RankError, checksum
@@ -43,7 +44,7 @@ def collectives(directory, rank):
         "agreed": RANKS.agree(rank * 7),
         "gathered": RANKS.gather({"rank": rank}),
         "first": RANKS.on_first(lambda: f"rank {rank}"),
-        "metrics": RANKS.mean_metrics({"time/fps": 5.0, "a": float(rank)} | ({"b": 3.0} if rank else {})),
+        "metrics": RANKS.mean_metrics({"a": float(rank)} | ({"b": 3.0} if rank else {})),
         "broadcast": shared["x"],
         "seed": RANKS.seed(5),
     }
@@ -273,16 +274,72 @@ def differs(directory, rank):
         return str(error)
 
 
-def one_stops(directory, rank):
+def clocked(directory, rank):
     runner = table_runner("per_minibatch")
+    rows = runner.learn(NUM_ITERATIONS).history
+    seconds = [row["time/collection"] + row["time/learning"] for row in rows]
+    return [row["time/fps"] * second for row, second in zip(rows, seconds, strict=True)]
 
-    def stop(runner, stats):
-        if rank == 1 and runner.iteration == 2:
-            raise StopTraining
 
-    runner.add_callback("post_iteration", stop)
-    runner.learn(NUM_ITERATIONS)
-    return runner.iteration
+def small_run(directory, **cfg):
+    """A runner that saves every iteration and gives ranks little time."""
+    cfg = {"num_steps_per_env": 4, "save_interval": 1, "logger_backend": [], "rank_timeout": 5.0, "seed": 3, **cfg}
+    cfg["policy"] = {"class_name": "ActorCritic", **POLICY, **cfg.get("policy", {})}
+    return OnPolicyRunner(PointRobot(2, max_episode_length=7), cfg, directory / "run", "cpu", show_progress=False)
+
+
+def one_stops(directory, rank):
+    """One rank alone asks for the end, in every event once."""
+    runner, ends = small_run(directory), []
+    for event in EVENTS:
+
+        def stop(runner, *stats, event=event):
+            if rank == 1 and len(ends) == EVENTS.index(event) and runner.iteration % 5 == 2:
+                raise StopTraining
+
+        runner.add_callback(event, stop)
+    for _ in EVENTS:
+        runner.iteration = 0
+        runner.learn(5)
+        ends.append(runner.iteration)
+    return ends
+
+
+def other_networks(directory, rank):
+    try:
+        small_run(directory, policy={"actor_hidden_dims": [8 + rank]})
+    except RankError as error:
+        return str(error)
+
+
+def saves_alone(directory, rank):
+    """Only the first rank calls `save`."""
+    runner = small_run(directory, rank_timeout=2.0)
+    runner.add_callback("post_iteration", lambda runner, stats: rank or runner.save(directory / "mine.pt"))
+    try:
+        runner.learn(2)
+    except RankError as error:
+        return str(error)
+
+
+def cannot_list(directory, rank):
+    """The list of checkpoints, which the first rank alone writes, cannot be written in iteration 2."""
+    runner = small_run(directory, keep_checkpoints=2)
+
+    def block(runner, stats):
+        place = directory / "run" / "periodic_checkpoints.json"
+        if rank == 0 and runner.iteration == 2:
+            place.unlink()
+            place.mkdir()
+        if rank == 0 and runner.iteration == 3:
+            place.rmdir()
+
+    runner.add_callback("post_iteration", block)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        runner.learn(4)
+    texts = [str(warning.message) for warning in caught]
+    return runner.iteration, [text for text in texts if "no checkpoint could be written" in text]
 
 
 def drifts(directory, rank):

@@ -67,8 +67,28 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_iteration(launcher, tmp_pa
     assert path.with_name("model_3.rank1.pt").exists()
 
 
-def test_a_callback_that_stops_one_rank_stops_all(launcher, tmp_path):
-    assert launcher.run(2, tmp_path, "one_stops") == [2, 2]
+def test_a_callback_of_any_event_that_stops_one_rank_stops_all_after_the_same_iteration(launcher, tmp_path):
+    ends = {"pre_iteration": 3, "post_iteration": 2, "pre_rollout": 3, "post_rollout": 3, "pre_update": 3}
+    ends |= {"post_update": 3}
+    assert launcher.run(2, tmp_path, "one_stops") == [list(ends.values())] * 2
+    assert (tmp_path / "run" / "model_3.rank1.pt").exists()
+
+
+def test_ranks_whose_networks_have_other_sizes_are_refused(launcher, tmp_path):
+    for text in launcher.run(2, tmp_path, "other_networks"):
+        assert "started differently: rank 1 differs from rank 0 in shape of model_state_dict.actor.0.weight" in text
+
+
+def test_a_save_that_one_rank_calls_alone_is_an_error_that_says_so(launcher, tmp_path):
+    for text in launcher.run(2, tmp_path, "saves_alone"):
+        assert "runner.save must be called by all ranks" in text
+
+
+def test_a_file_that_the_first_rank_cannot_write_stops_no_rank(launcher, tmp_path):
+    (first, texts), (second, others) = launcher.run(2, tmp_path, "cannot_list")
+    assert first == second == 4
+    assert len(texts) == len(others) == 1
+    assert newest_valid_checkpoint(tmp_path / "run").name == "model_4.pt"
 
 
 def test_ranks_with_other_settings_are_refused(launcher, tmp_path):

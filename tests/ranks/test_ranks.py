@@ -20,10 +20,15 @@ def test_ranks_average_merge_and_agree(launcher, tmp_path):
         assert found["agreed"] == 7
         assert found["gathered"] == [{"rank": 0}, {"rank": 1}]
         assert found["first"] == "rank 0"
-        assert found["metrics"] == {"time/fps": 10.0, "a": 0.5, "b": 3.0}
+        assert found["metrics"] == {"a": 0.5, "b": 3.0}
         assert torch.equal(found["broadcast"], torch.zeros(2, 2))
     assert first["seed"] == 5
     assert second["seed"] != 5
+
+
+def test_steps_per_second_count_every_step_of_all_ranks_once(launcher, tmp_path):
+    for found in launcher.run(2, tmp_path, "clocked"):
+        assert all(0.6 * 48 < steps < 1.5 * 48 for steps in found)
 
 
 def test_a_collective_is_replayed_from_a_recording(launcher, tmp_path):

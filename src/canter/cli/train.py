@@ -19,6 +19,7 @@ from canter.cli.launch import is_launched, launch
 from canter.cli.options import RunPath, TrainOptions, parse_train
 from canter.envs.wrap import env_options
 from canter.runners import Runner, check_policy, log_histograms
+from canter.runners.checkpoints import all_or_none
 from canter.utils.checkpoint import FINAL_NAME, load_checkpoint
 from canter.utils.console import format_duration
 from canter.utils.distributed import RANKS
@@ -224,8 +225,10 @@ def keep_best(runner: Runner, path: Path) -> None:
         if stats.get("eval/mean_reward", -math.inf) > best:
             try:
                 runner.save(path / runs.BEST_NAME)
-                if RANKS.is_first:
-                    write_json(record, {"eval/mean_reward": stats["eval/mean_reward"], "step": runner.tot_timesteps})
+                with all_or_none():
+                    if RANKS.is_first:
+                        found = {"eval/mean_reward": stats["eval/mean_reward"], "step": runner.tot_timesteps}
+                        write_json(record, found)
                 best = stats["eval/mean_reward"]
             except OSError as error:  # the next good evaluation is kept
                 warnings.warn(f"the best checkpoint was not kept: {error}", stacklevel=2)

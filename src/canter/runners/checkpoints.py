@@ -80,9 +80,10 @@ class Checkpoints:
     def save(self, path: Path, infos: Any = None) -> None:
         """Write a checkpoint that is never removed."""
         is_kept = path.parent == self.directory and path.name in self.periodic and path != self.being_saved
-        if is_kept and RANKS.is_first:
-            self.periodic.remove(path.name)
-            atomic_write(path.parent / PERIODIC, json.dumps(self.periodic).encode())
+        with all_or_none():
+            if is_kept and RANKS.is_first:
+                self.periodic.remove(path.name)
+                atomic_write(path.parent / PERIODIC, json.dumps(self.periodic).encode())
         self._write(path, infos)
 
     def shared_tensors(self) -> dict[str, Tensor]:
@@ -303,32 +304,38 @@ class Checkpoints:
                 saved = self._rescue()
             raise RunMovedError(f"{self.directory} was moved to {found} during the run, which ends here; {saved}")
         config = self.runner.log_dir and self.runner.log_dir / "config.yaml"
-        if config is not None and RANKS.is_first and not config.exists():
-            warnings.warn(f"{self.directory} was deleted during the run; it is made again", stacklevel=3)
-            self.runner.write_config()
-            if self.runner.writer is not None:
-                self.runner.writer.reopen()
+        with all_or_none():
+            if config is not None and RANKS.is_first and not config.exists():
+                warnings.warn(f"{self.directory} was deleted during the run; it is made again", stacklevel=3)
+                self.runner.write_config()
+                if self.runner.writer is not None:
+                    self.runner.writer.reopen()
 
     def _save_numbered(self) -> None:
         """Write model_<completed iterations>.pt, and remove old periodic files beyond `keep_checkpoints`."""
         assert self.directory is not None
         path, keep = self.directory / f"model_{self.runner.iteration}.pt", self.runner.cfg.keep_checkpoints
-        if keep is None or not RANKS.is_first:
+        if keep is None:
             self.runner.save(str(path))
             return
         # The name first: a process killed in between must not leave a file that is never removed.
-        self.periodic = [*(name for name in self.periodic if name != path.name), path.name]
-        atomic_write(self.directory / PERIODIC, json.dumps(self.periodic).encode())
+        with all_or_none():
+            if RANKS.is_first:
+                self.periodic = [*(name for name in self.periodic if name != path.name), path.name]
+                atomic_write(self.directory / PERIODIC, json.dumps(self.periodic).encode())
         self.being_saved = path
         try:
             self.runner.save(str(path))
         finally:
             self.being_saved = None
+        if not RANKS.is_first:
+            return
         removed = {old.name for old in prune_checkpoints(self.directory, keep, self.periodic)}
         self.periodic = [name for name in self.periodic if name not in removed]
         for name in removed:
             for part in self.directory.glob(f"{Path(name).stem}.rank*.pt"):
-                part.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # as of the checkpoint itself, the save has not failed
+                    part.unlink()
 
     def save_after(self, error: BaseException) -> None:
         """Write the state at an error to crash/, where `resume` does not find it, without hiding the error."""
@@ -343,8 +350,8 @@ class Checkpoints:
 
 
 @contextlib.contextmanager
-def all_or_none(is_joint: bool) -> Iterator[None]:
-    """Write a file on several ranks: if one of them fails, all raise an OSError."""
+def all_or_none(is_joint: bool = True) -> Iterator[None]:
+    """Write a file on one or several ranks: if one of them fails, all raise an OSError."""
     failure: OSError | None = None
     try:
         yield

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from canter.utils.distributed import RANKS
 from canter.utils.files import atomic_write, store_code_state
 from canter.utils.logging import Logger
 from canter.utils.run_data import MACHINE_NAME
@@ -68,6 +69,8 @@ class Callbacks:
         if errors not in ("raise", "warn"):
             raise ValueError(f"callback_errors must be 'raise' or 'warn', got {errors!r}")
         self.errors = errors
+        self.is_stop_asked = False
+        """Whether one of several ranks is to end the run after this iteration."""
         self.sync: Callable[[], None] = lambda: None
         self.by_event: dict[str, list[Callable[..., None]]] = {event: [] for event in EVENTS}
 
@@ -82,8 +85,12 @@ class Callbacks:
         for fn in self.by_event[event]:
             try:
                 fn(*args)
-            except Exception as error:  # noqa: PERF203 (the other callbacks still run)
-                if self.errors == "raise" or isinstance(error, StopTraining):
+            except StopTraining:  # noqa: PERF203 (the other callbacks still run)
+                if RANKS.size == 1:
+                    raise
+                self.is_stop_asked = True  # the others wait for what this rank does in the rest of the iteration
+            except Exception as error:
+                if self.errors == "raise":
                     raise
                 warnings.warn(f"the {event} callback {fn!r} failed: {error!r}", stacklevel=2)
         if self.by_event[event]:

@@ -172,12 +172,14 @@ class Runner(ABC):
             return agent_class(env=self.env, obs_space=obs_space, action_space=action_space, **common, **policy)
 
     def _compare_ranks(self) -> None:
-        """Raise an error if the ranks have other settings or versions."""
+        """Raise an error if the ranks have other settings, versions or sizes of networks."""
         RANKS.wait()  # some build their environments faster
         cfg = {f"setting {name}": repr(value) for name, value in vars(self.cfg).items()}
         cfg = {name: value for name, value in cfg.items() if name not in ("setting device", "setting training_dict")}
         found = {"num_envs": self.env.num_envs, "torch": torch.__version__, "canter": __version__}
         found |= {**cfg, "algorithm": type(self.alg).__name__}
+        # Tensors of other sizes would abort the process in the first collective, without a word about the cause.
+        found |= {f"shape of {name}": list(value.shape) for name, value in self.checkpoints.shared_tensors().items()}
         RANKS.check_equal(found, "the ranks were started differently", code=2)
 
     def _start_ranks(self, stop: StopSignal, trial: Any) -> None:
@@ -277,14 +279,15 @@ class Runner(ABC):
         return is_done or stop.requested is not None
 
     def _is_last_iteration(self, *args: Any) -> bool:
-        """Run an iteration; whether it raised `StopTraining`."""
+        """Run an iteration; whether a callback raised `StopTraining`."""
+        self.callbacks.is_stop_asked = False
         try:
             self._one_iteration(*args)
         except StopTraining:
             return True
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise self.health.memory_error(error) from error
-        return False
+        return self.callbacks.is_stop_asked
 
     def _one_iteration(
         self, reporter: TrialReporter | None, console: Console, history: deque[dict[str, float]]

@@ -227,12 +227,12 @@ class Ranks:
         return self.gather(result)[0]
 
     def mean_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Metrics averaged over the ranks that have them; steps per second are added."""
+        """Metrics averaged over the ranks that have them."""
         every = self.gather(dict(metrics))
         found: dict[str, float] = {}
         for name in dict.fromkeys(name for one in every for name in one):
             values = [one[name] for one in every if name in one]
-            found[name] = sum(values) / (1 if name == "time/fps" else len(values))
+            found[name] = sum(values) / len(values)
         return found
 
     @torch.no_grad()
@@ -348,7 +348,8 @@ class Ranks:
         elif late and str(self.rank) in late:
             text = f"rank {self.rank} was slower than rank_timeout={self.limit:g} s, and the others have ended"
         else:
-            text = f"a collective of rank {self.rank} failed: {first_line(error)}. {way_out}"
+            cause = "runner.learn and runner.save must be called by all ranks, or by none"
+            text = f"rank {self.rank} waited for ranks that do something else: {cause} ({first_line(error)}). {way_out}"
         lost = RankError(f"all ranks end: {text}")
         lost.is_told = not reasons and self.rank == min(rank for rank in range(self.size) if rank not in silent)
         if LAUNCHER in os.environ and "timed out" not in str(error).lower():  # it died, which its launcher reports
