@@ -17,7 +17,7 @@ from gymnasium import spaces
 
 from canter.cli import train as train_module
 from canter.cli.__main__ import main
-from canter.cli.inspection import label_of
+from canter.cli.inspection import labels_of
 from canter.cli.play import ShownFilm
 from canter.cli.runs import known_tasks, load_policy, nearest_task, new_run_directory, read_run, safe_name
 from canter.cli.train import program
@@ -275,7 +275,16 @@ def test_plot_takes_one_run_and_whole_folders(trained, tmp_path, capsys):
     out = tmp_path / "all.svg"
     assert main(["plot", str(tmp_path / "runs"), "--out", str(out), "--metrics", "train/value_loss"]) == 0
     assert "<svg" in out.read_text()
-    assert label_of(run) == label_of(run.with_name("r-seed2")) == "CartPole r"
+    assert labels_of([run, run.with_name("r-seed2")]) == ["CartPole r"] * 2
+
+
+def test_runs_with_the_same_name_and_other_settings_are_no_seeds_of_one_curve(trained, tmp_path):
+    run = trained
+    other = tmp_path / "elsewhere" / "CartPole" / run.name
+    shutil.copytree(run, other)
+    config = other / "config.yaml"
+    config.write_text(config.read_text().replace("gamma: 0.98", "gamma: 0.5"))
+    assert labels_of([run, other]) == ["CartPole r: gamma=0.98", "CartPole r: gamma=0.5"]
 
 
 def test_plot_of_an_unknown_metric_lists_the_logged_ones(trained, capsys):

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+import yaml
 from test_run_data import make_run
 
 from canter.cli.__main__ import main
@@ -149,12 +150,35 @@ def test_report_groups_by_settings_or_by_hand(groups, tmp_path, monkeypatch, cap
         ([".", "--out", "r.txt"], "must be a .html file"),
         ([".", "--group", "x"], "NAME=RUN,RUN"),
         ([".", "--metric", "nope"], "has no metric 'nope'"),
+        ([".", "--score-ranges", "{Pendulum: [0, 1]}"], "score range of 'Pendulum', but no run of it"),
+        ([".", "--score-ranges", "{Pendulum-v1: 3}"], "the range of Pendulum-v1 must be its low and its high score"),
     ],
 )
 def test_mistakes_of_a_report_are_one_line(groups, tmp_path, monkeypatch, capsys, args, message):
     monkeypatch.chdir(tmp_path)
     assert main(["report", *args]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_any_name_of_a_group_is_written_as_it_is_and_in_every_legend(groups, tmp_path):
+    slow, fast = groups.values()
+    write_report(Comparison({"_hidden": slow, r"$\frac$ & <b>": fast}), tmp_path / "r.html")
+    text = (tmp_path / "r.html").read_text()
+    assert text.count(">_hidden</text>") == 3  # beside the intervals, and in the legends of curves and profiles
+    assert text.count(r">$\frac$ &amp; &lt;b&gt;</text>") == 3
+
+
+def test_unfinished_runs_are_named(tmp_path, capsys):
+    for seed in (1, 2):
+        run = make_run(tmp_path / f"a-seed{seed}", seed, final=9.0 if seed == 1 else None)
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        config["run"] |= {"final_episodes": 4, "total_timesteps": 5000}
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "r.html")]) == 0
+    assert "a-seed2 (step 300 of 5,000)" in capsys.readouterr().out
+    assert "Not finished" in (tmp_path / "r.html").read_text()
+    rows = json.loads((tmp_path / "r.json").read_text())["groups"]["a"]["runs"]
+    assert [row["is_finished"] for row in rows] == [True, False]
 
 
 def test_durations_have_a_fitting_unit():

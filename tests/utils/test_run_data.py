@@ -58,6 +58,30 @@ def test_metrics_alone_and_damaged_files_are_enough(tmp_path):
     assert load_run(tmp_path / "metrics.jsonl").path == tmp_path
 
 
+@pytest.mark.parametrize("text", ['{"eval/mean_reward": NaN}', '{"eval/mean_reward": "high"}', "[]"])
+def test_an_evaluation_that_is_no_number_is_left_out(tmp_path, text):
+    path = make_run(tmp_path / "a")
+    (path / "evaluation.json").write_text(text)
+    assert load_run(path).final_score("eval/mean_reward") == 3.0
+
+
+def test_the_evaluation_before_a_run_was_resumed_is_not_its_score(tmp_path):
+    path = make_run(tmp_path / "a")
+    (path / "evaluation.json").write_text('{"eval/mean_reward": 7.0, "step": 300}')
+    assert load_run(path).final_score("eval/mean_reward") == 7.0
+    (path / "evaluation.json").write_text('{"eval/mean_reward": 7.0, "step": 200}')
+    assert load_run(path).final_score("eval/mean_reward") == 3.0
+
+
+def test_runs_of_several_launches_are_one_group(tmp_path):
+    runs = [make_run(tmp_path / f"a-seed{seed}", seed) for seed in (1, 2)]
+    for run in runs:
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        config["run"] |= {"ranks": 2, "launch": run.name}
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+    assert list(group_runs([load_run(run) for run in runs])) == ["a"]
+
+
 def test_runs_are_found_below_a_directory(tmp_path):
     paths = [make_run(tmp_path / "x" / name) for name in ("a", "b")]
     assert find_runs(tmp_path) == paths

@@ -18,6 +18,7 @@ from canter.envs.check import check_env
 from canter.presets import FALLBACK, PPO, load_preset, preset_name, presets, scores
 from canter.utils.files import atomic_write
 from canter.utils.plots import plot_runs
+from canter.utils.run_data import RunData, group_runs, read_settings
 
 
 def tasks(contains: tyro.conf.Positional[str | None] = None) -> int:
@@ -93,14 +94,19 @@ def plot(
     found = runs_below(runs)
     out = out or (found[0] / "curve.png" if len(found) == 1 else Path("curves.png"))
     with user_errors():
-        print(plot_runs(found, out, metrics or None, list(labels) or [label_of(run) for run in found]))
+        print(plot_runs(found, out, metrics or None, list(labels) or labels_of(found)))
     return 0
 
 
-def label_of(run: Path) -> str:
-    """Task and name of a run without its seed."""
-    run = run.resolve()
-    return f"{run.parent.name} {run.name.rpartition('-seed')[0] or run.name}"
+def labels_of(runs: Sequence[Path]) -> list[str]:
+    """Task and name of every run without its seed, and the settings in which runs with the same name differ."""
+    loaded = [RunData(run.resolve(), {}, read_settings(run)) for run in runs]
+    names = [f"{run.path.parent.name} {run.name}" for run in loaded]
+    for name in dict.fromkeys(names):
+        groups = group_runs([run for run, other in zip(loaded, names, strict=True) if other == name])
+        for label, group in groups.items() if len(groups) > 1 else ():
+            names = [f"{n}: {label}" if run in group else n for run, n in zip(loaded, names, strict=True)]
+    return names
 
 
 def motion(

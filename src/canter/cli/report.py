@@ -47,5 +47,7 @@ def report(
         interval = f"95% interval {estimate.low:.4g} to {estimate.high:.4g}"
         count = f"{len(groups[label])} run{'s' * (len(groups[label]) > 1)}"
         print(f"  {label}: {count}, IQM {estimate.value:.4g}, {interval}")
+    if unfinished := comparison.unfinished():
+        print(f"  {'unfinished':<12}{', '.join(unfinished)}; their last scores count")
     print(f"  {'page':<12}{out}\n  {'numbers':<12}{out.with_suffix('.json')}")
     return 0

@@ -35,6 +35,7 @@ STYLE: dict[Any, Any] = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#888888", "axes.axisbelow": True,
     "axes.grid": True, "grid.color": "#E4E4E4", "grid.linewidth": 0.8, "xtick.color": "#444444",
     "ytick.color": "#444444", "legend.frameon": False, "figure.facecolor": "white", "savefig.facecolor": "white",
+    "text.parse_math": False,  # names may have dollars
 }  # fmt: skip
 
 

@@ -59,6 +59,9 @@ class Comparison:
         self.groups, self.metric = groups, metric
         self.runs = [run for group in groups.values() for run in group]
         self.tasks = sorted({run.task for run in self.runs})
+        if unknown := [task for task in ranges or () if task not in self.tasks]:
+            tasks = f"the tasks are {', '.join(self.tasks)}"
+            raise ValueError(f"there is a score range of {unknown[0]!r}, but no run of it; {tasks}")
         self.raw = {label: [self._scores(label, task) for task in self.tasks] for label in groups}
         self.ranges = {task: self._range(task, ranges or {}) for task in self.tasks}
         self.is_normalised = len(self.tasks) > 1 or bool(ranges)
@@ -82,16 +85,21 @@ class Comparison:
                 raise ValueError(f"the run {run.path} has no metric {self.metric!r}; there are {known}")
             found.append(score)
         if not found:
-            raise ValueError(f"the group {label!r} has no run of {task}; groups are compared on the same tasks")
+            problem = f"the group {label!r} has no run of {task}; groups are compared on the same tasks"
+            raise ValueError(f"{problem}: name runs of one task, or make groups with --group NAME=RUN,RUN")
         return np.array(found)
 
     def _range(self, task: str, given: Mapping[str, Sequence[float]]) -> tuple[float, float]:
         index = self.tasks.index(task)
         every = np.concatenate([raw[index] for raw in self.raw.values()])
-        low, high = given.get(task, (every.min(), every.max()))
-        if not math.isfinite(float(high) - float(low)) or low > high:
-            raise ValueError(f"the range of {task} must be its low and its high score, got {low} and {high}")
-        return float(low), float(high)
+        found: Any = given.get(task, (every.min(), every.max()))
+        try:
+            low, high = map(float, found)
+        except (TypeError, ValueError):
+            low = high = math.nan
+        if not math.isfinite(high - low) or low > high:
+            raise ValueError(f"the range of {task} must be its low and its high score, such as [0, 500], got {found}")
+        return low, high
 
     def _normalised(self, raw: Scores) -> list[np.ndarray]:
         if not self.is_normalised:
@@ -159,7 +167,16 @@ class Comparison:
         row = {"path": str(run.path), "task": run.task, "seed": run.settings.get("seed")}
         row |= {"score": run.final_score(self.metric), "steps": run.steps[-1] if run.steps else None}
         row |= {"seconds": run.seconds[-1] if run.seconds else None, "machine": run.machine}
+        row["is_finished"] = run.is_finished
         return row | {"settings": {name: run.settings.get(name) for name in self.settings}}
+
+    def unfinished(self) -> list[str]:
+        """The runs that have not come to their end, and how far they are."""
+        found = [run for run in self.runs if not run.is_finished]
+        ends = [f"{run.steps[-1] if run.steps else 0:,}" for run in found]
+        totals = [run.settings.get("run.total_timesteps") for run in found]
+        lengths = [f" of {total:,}" if isinstance(total, int) else "" for total in totals]
+        return [f"{run.path.name} (step {a}{b})" for run, a, b in zip(found, ends, lengths, strict=True)]
 
     def spread(self, label: str) -> tuple[float, float, float]:
         """Mean, median and standard deviation of a group's scores."""
@@ -216,6 +233,9 @@ def _add_summary(page: Page, c: Comparison, colors: Sequence[str]) -> None:
         )
     text += "IQM is the mean of the middle half of the runs, with its stratified bootstrap interval of 95%."
     page.section("Summary", text)
+    if found := c.unfinished():
+        text = "Not finished, so that the last score counts and the group's curve ends there"
+        page.text(f"{text}: {', '.join(found)}.")
     rows: list[list[str]] = []
     for label, group in c.groups.items():
         mean, median, std = c.spread(label)
@@ -268,24 +288,25 @@ def _add_curves(page: Page, c: Comparison, colors: Sequence[str]) -> None:
         scale, unit = next(
             ((s, u) for s, u in ((3600.0, "hours"), (60.0, "minutes")) if longest > 2 * s), (1.0, "seconds")
         )
+        lines: dict[str, Any] = {}  # named by hand, because matplotlib leaves out labels with a leading underscore
         for label, color in zip(c.groups, colors, strict=True):
             if label in curves:
-                _draw_curve(left, curves[label].steps, curves[label], color, label)
-                _draw_curve(right, curves[label].seconds / scale, curves[label], color, label)
+                lines[label] = _draw_curve(left, curves[label].steps, curves[label], color)
+                _draw_curve(right, curves[label].seconds / scale, curves[label], color)
         left.xaxis.set_major_formatter(EngFormatter(sep=""))
         for axes, name in ((left, "environment steps"), (right, f"{unit} of training")):
             axes.xaxis.set_major_locator(MaxNLocator(6))
             axes.set_xlabel(name)
         left.set_title(task)
         left.set_ylabel(TITLES.get(c.metric, c.metric))
-        left.legend(loc="best")
+        left.legend(list(lines.values()), list(lines), loc="best")
         page.drawing(figure, f"learning curves of {task}")
 
 
-def _draw_curve(axes: Axes, x: np.ndarray, curve: Curve, color: str, label: str) -> None:
+def _draw_curve(axes: Axes, x: np.ndarray, curve: Curve, color: str) -> Any:
     axes.plot(x, curve.runs.T, color=color, alpha=0.3, linewidth=0.7)
     axes.fill_between(x, curve.iqm.low, curve.iqm.high, color=color, alpha=0.18, linewidth=0)
-    axes.plot(x, curve.iqm.value, color=color, linewidth=2, label=label)
+    return axes.plot(x, curve.iqm.value, color=color, linewidth=2)[0]
 
 
 def _add_comparison(page: Page, c: Comparison, colors: Sequence[str]) -> None:
@@ -297,14 +318,15 @@ def _add_comparison(page: Page, c: Comparison, colors: Sequence[str]) -> None:
     )
     figure = Figure(figsize=(9.6, 3.2), layout="constrained")
     axes = figure.add_subplot()
+    lines: dict[str, Any] = {}
     for label, color in zip(c.groups, colors, strict=True):
         e = c.profiles[label]
         axes.fill_between(c.thresholds, e.low, e.high, color=color, alpha=0.18, linewidth=0, step="post")
-        axes.step(c.thresholds, e.value, color=color, linewidth=2, label=label, where="post")
+        lines[label] = axes.step(c.thresholds, e.value, color=color, linewidth=2, where="post")[0]
     axes.set_xlabel(f"{_score_name(c)} (threshold)")
     axes.set_ylabel("share of runs above")
     axes.set_ylim(-0.03, 1.03)
-    axes.legend(loc="lower left")
+    axes.legend(list(lines.values()), list(lines), loc="lower left")
     page.drawing(figure, "performance profiles")
     rows = [[f"{x} over {y}", f"{e.value:.2f}", f"{e.low:.2f} to {e.high:.2f}"] for (x, y), e in c.improvement.items()]
     if rows:

@@ -1,6 +1,7 @@
 """The runs that plots and reports show: their metrics, settings, final evaluation and machine, read from the files."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ MACHINE_NAME = "machine.json"
 EVALUATION_NAME = "evaluation.json"
 # Settings in which runs of one group may differ.
 _NOT_COMPARED = ("seed", "device", "git_diff", "upload_model", "keep_checkpoints", "save_interval", "log_interval",
-                 "run.video", "run.final_episodes", "run.threads", "run.task")  # fmt: skip
+                 "run.video", "run.final_episodes", "run.threads", "run.task", "run.launch", "run.film_interval",
+                 "run.histogram_interval", "rank_timeout")  # fmt: skip
 _PAUSE_S = 60.0  # a longer time between two rows, if it is unusual too, is a pause: the run was resumed
 
 
@@ -43,10 +45,15 @@ class RunData:
         """The name of the run without its seed."""
         return self.path.name.rpartition("-seed")[0] or self.path.name
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run has made the evaluation at its end, or was not asked for one."""
+        return bool(self.evaluation) or not self.settings.get("run.final_episodes")
+
     def final_score(self, metric: str) -> float | None:
         """The metric of the evaluation at the end of the run, else its last value; None if it was not logged."""
         if metric in self.evaluation:
-            return float(self.evaluation[metric])
+            return self.evaluation[metric]
         values = [value for value in self.series.get(metric, ((), ()))[1] if np.isfinite(value)]
         return values[-1] if values else None
 
@@ -66,7 +73,7 @@ def load_run(run_dir: StrPath) -> RunData:
     times: list[float] = []
     for row in read_rows(metrics):
         for tag, value in row.items():
-            if tag not in ("step", "time") and isinstance(value, (int, float)) and abs(value) < MAX_VALUE:
+            if tag not in ("step", "time") and is_number(value):
                 steps, values = run.series.setdefault(tag, ([], []))
                 steps.append(row["step"])
                 values.append(float(value))
@@ -76,10 +83,22 @@ def load_run(run_dir: StrPath) -> RunData:
             times += [row["time"] - before, row["time"]] if not times else [row["time"]]
     run.seconds = training_seconds(np.array(times))
     if path.is_dir():
-        run.settings = dict(flatten(_read(path / "config.yaml", read_yaml)))
-        run.evaluation = _read(path / EVALUATION_NAME, read_json)
+        run.settings = read_settings(path)
+        found = {n: v for n, v in _read(path / EVALUATION_NAME, read_json).items() if is_number(v)}
+        is_old = bool(run.steps) and found.get("step", math.inf) < run.steps[-1]  # the run was resumed after it
+        run.evaluation = {} if is_old else {name: float(value) for name, value in found.items()}
         run.machine = _read(path / MACHINE_NAME, read_json)
     return run
+
+
+def read_settings(run_dir: Path) -> dict[str, Any]:
+    """The settings in a run's config.yaml with dotted names; empty if it cannot be read."""
+    return dict(flatten(_read(run_dir / "config.yaml", read_yaml)))
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a file is a number that can be drawn."""
+    return isinstance(value, (int, float)) and abs(value) < MAX_VALUE
 
 
 def training_seconds(times: np.ndarray) -> list[float]:
