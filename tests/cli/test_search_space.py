@@ -75,6 +75,8 @@ def test_yaml_files_have_the_same_entries_as_flags_and_flags_override_them(optio
         ("gamma=log:0..1", "empty, or logarithmic"),
         ("gamma=a..b", "needs numbers"),
         ("nothing.yaml", "neither a file nor a range"),
+        ("seed=1,2", "'seed' is no setting to search"),
+        ("runs-dir=a,b", "'runs_dir' is no setting to search"),
     ],
 )
 def test_mistakes_name_the_setting_and_the_way_out(options, word, message):
@@ -125,3 +127,20 @@ def test_a_grid_has_every_choice_and_step_and_refuses_other_ranges(options):
     assert values["schedule"] == ["fixed", "linear"]
     with pytest.raises(ValueError, match="a grid needs choices or steps; lam=0.8..0.9"):
         grid(parse_space(["lam=0.8..0.9"], options))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("gamma: [0.9", "space.yaml is not YAML"), ("1: [2, 3]", "no setting '1' to search")]
+)
+def test_mistakes_in_a_file_name_it_or_the_setting(options, tmp_path, text, message):
+    file = tmp_path / "space.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        parse_space([str(file)], options)
+
+
+def test_none_is_a_choice_of_numbers_and_of_mappings(options):
+    for word, value in (("target_kl=null,0.1", 0.1), ("rnd_cfg=null,{weight: 0.1}", {"weight": 0.1})):
+        ((name, entry),) = parse_space([word], options).items()
+        parsed = [parse_train(["Pendulum-v1", *to_flags({name: one})])[0].settings for one in entry.ends]
+        assert [getattr(settings, name) for settings in parsed] == [None, value]

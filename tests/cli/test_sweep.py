@@ -13,6 +13,7 @@ from pathlib import Path
 
 import optuna
 import pytest
+import yaml
 
 from canter.cli import sweep as sweep_module
 from canter.cli.__main__ import main
@@ -20,6 +21,7 @@ from canter.cli.errors import NUMERIC, UserError
 from canter.cli.options import parse_train
 from canter.cli.run_process import TrainingRun
 from canter.cli.sweep import Plan, Worker, counting, open_study, parse_sweep, thinned
+from canter.cli.sweep_report import best_preset
 
 COMPLETE, PRUNED, FAIL = optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED, optuna.trial.TrialState.FAIL
 TINY = ["--num-envs", "4", "--num-steps-per-env", "16", "--num-learning-epochs", "1", "--total-timesteps", "256"]
@@ -280,6 +282,8 @@ def test_joining_with_other_flags_is_an_error_that_names_them(make_worker):
         make_worker("--num-envs", "4")
     with pytest.raises(UserError, match="begun with space .*gamma.*not .*lam"):
         make_worker("--space", "lam=0.9,0.95")
+    with pytest.raises(UserError, match="begun with direction 'maximize', not 'minimize'"):
+        make_worker("--direction", "minimize")
 
 
 def test_runs_of_another_study_with_the_same_name_are_not_mixed_in(make_worker, tmp_path):
@@ -301,6 +305,31 @@ def test_a_database_is_a_storage_too(make_worker, tmp_path):
     step(two)
     assert [len(worker.study.get_trials()) for worker in (one, two)] == [2, 2]
     assert step(one)
+
+
+@pytest.mark.parametrize("url", ["nothing://host/x", "sqlite:////proc/none/study.db"])
+def test_a_storage_that_cannot_be_opened_is_one_line(tmp_path, monkeypatch, capsys, url):
+    monkeypatch.chdir(tmp_path)
+    assert main(["sweep", "Pendulum-v1", "--space", "gamma=0.9,0.95", "--storage", url]) == 2
+    assert f"the --storage {url.partition(':')[0]}://... cannot be opened" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["schedule=fixed,fancy", "gamma=0.9..1.5", "lam=0.9,0.95,-1"])
+def test_a_value_that_no_run_takes_is_refused_before_the_first_trial(tmp_path, monkeypatch, capsys, word):
+    monkeypatch.chdir(tmp_path)
+    assert main(["sweep", "Pendulum-v1", "--space", "num_mini_batches=2,4", word]) == 2
+    assert f"{word.partition('=')[0]} must be" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_found_preset_has_the_environment_in_which_it_was_found(make_worker, tmp_path):
+    worker = make_worker("--env-kwargs", "{g: 5.0}", "--wrappers", "[ClipReward: {min_reward: -1}]")
+    preset = best_preset(worker.plan, {"learning_rate": 1e-4})
+    (tmp_path / "best.yaml").write_text(yaml.safe_dump(preset))
+    options, config = parse_train(["Pendulum-v1", "--config", str(tmp_path / "best.yaml")])
+    assert options.environment.env_kwargs == {"g": 5.0}
+    assert options.environment.wrappers == [{"ClipReward": {"min_reward": -1}}]
+    assert config["algorithm"]["learning_rate"] == 1e-4
 
 
 def test_samplers_and_pruners_have_short_names_and_a_grid_is_tried_once(make_worker):

@@ -165,7 +165,7 @@ def read_config(file: str | None) -> dict[str, Any]:
         return {}
     if not Path(file).is_file():
         raise FileNotFoundError(f"--config {file}: there is no such file")
-    content = parse_value(read_limited(file).decode("utf-8"))
+    content = read_values(file)
     if not isinstance(content, dict):
         raise ValueError(f"--config {file}: the file is no mapping of settings; a run's config.yaml is an example")
     run = content.get("run") or {}
@@ -398,10 +398,18 @@ def yaml_rule(info: Any) -> Any:
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar="YAML",
-        instance_from_str=lambda words: parse_value(words[0]),
+        instance_from_str=lambda words: None if words[0] == "None" else parse_value(words[0]),  # as of other flags
         is_instance=lambda value: True,
         str_from_instance=lambda value: [yaml.safe_dump(value, default_flow_style=True).split("\n...")[0].strip()],
     )
+
+
+def read_values(path: str | Path) -> Any:
+    """The content of a YAML or JSON file, in which 1e-3 is a number; an error names the file."""
+    try:
+        return parse_yaml(read_limited(path).decode("utf-8"), YamlLoader)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
 
 
 def parse_value(text: str) -> Any:

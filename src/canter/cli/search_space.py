@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from canter.cli.options import TrainOptions, parse_value
+from canter.cli.options import TrainOptions, parse_value, read_values
 from canter.utils.config import names_meant
 
+# Settings by which a sweep knows its runs, and groups of settings.
+NOT_SEARCHED = ("seed", "seeds", "name", "runs_dir", "task", "settings", "policy", "environment")
 FORMS = "NAME=LOW..HIGH, NAME=LOW..HIGH/STEP, NAME=log:LOW..HIGH or NAME=A,B,C"
 
 
@@ -24,9 +26,9 @@ class Range:
     whole: bool = False
 
     @property
-    def first(self) -> float:
-        """The lowest value."""
-        return self.low
+    def ends(self) -> tuple[float, ...]:
+        """The values that are most likely to be refused."""
+        return self.low, self.high
 
     def suggest(self, trial: Any, name: str) -> Any:
         """The value of an Optuna trial."""
@@ -54,9 +56,9 @@ class Choice:
     values: tuple[Any, ...]
 
     @property
-    def first(self) -> Any:
-        """The first value."""
-        return self.values[0]
+    def ends(self) -> tuple[Any, ...]:
+        """All values, each of which may be refused."""
+        return self.values
 
     def suggest(self, trial: Any, name: str) -> Any:
         """The value of an Optuna trial."""
@@ -92,13 +94,15 @@ def parse_space(words: Sequence[str], options: TrainOptions[Any, Any]) -> Space:
             continue
         if not Path(word).is_file():
             raise ValueError(f"{word!r} is neither a file nor a range of a setting; write {FORMS}")
-        content = parse_value(Path(word).read_text(encoding="utf-8"))
+        content = read_values(word)
         if not isinstance(content, Mapping):
             raise ValueError(f"{word} must be a YAML dict of settings and their ranges or choices")
         entries |= content
     if not entries:
         raise ValueError(f"name the settings to search, such as --space learning_rate=log:1e-4..1e-2; write {FORMS}")
-    named = {name.replace("-", "_").removeprefix("algorithm."): entry for name, entry in entries.items()}
+    named = {str(name).replace("-", "_").removeprefix("algorithm."): entry for name, entry in entries.items()}
+    if own := [name for name in named if name in NOT_SEARCHED]:
+        raise ValueError(f"{own[0]!r} is no setting to search: a sweep names its runs and counts their seeds itself")
     return {name: parse_entry(name, entry, current_value(options, name)) for name, entry in named.items()}
 
 

@@ -134,7 +134,9 @@ def parse_sweep(args: Sequence[str]) -> Plan:
     if train.seeds or train.name:
         raise UserError("a sweep names its runs and counts its seeds: use --study NAME, --seeds N and --seed FIRST")
     space = parse_space(options.space, train)
-    parse_train([options.task, *rest, *to_flags({name: entry.first for name, entry in space.items()})])
+    first = {name: entry.ends[0] for name, entry in space.items()}
+    for settings in [first, *({**first, name: value} for name, entry in space.items() for value in entry.ends[1:])]:
+        parse_train([options.task, *rest, *to_flags(settings)])  # refuses values before the first trial
     folder = train.runs_dir.joinpath(*map(runs.safe_name, options.task.split("/")), runs.safe_name(options.study))
     if options.sampler in EXHAUSTIVE:
         options.trials = min(options.trials, math.prod(map(len, grid(space).values())))
@@ -153,7 +155,7 @@ def open_study(plan: Plan) -> "optuna.Study":
         "pruner": optuna_object(optuna.pruners, "Pruner", options.pruner, warm_up | options.pruner_args),
     }
     about = {"space": {name: str(entry) for name, entry in plan.space.items()}, "flags": " ".join(plan.flags)}
-    about |= {"seeds": options.seeds, "objective": options.objective}
+    about |= {"seeds": options.seeds, "objective": options.objective, "direction": options.direction}
     try:
         study = optuna.create_study(direction=options.direction, **common)
     except optuna.exceptions.DuplicatedStudyError:
@@ -196,10 +198,12 @@ def open_storage(plan: Plan) -> Any:
     from optuna.storages.journal import JournalFileBackend, JournalRedisBackend
 
     place = plan.options.storage or str(plan.folder / "study.journal")
-    if place.startswith("redis"):
-        return JournalStorage(JournalRedisBackend(place))
     if "://" in place:
-        return RDBStorage(place)
+        try:
+            return JournalStorage(JournalRedisBackend(place)) if place.startswith("redis") else RDBStorage(place)
+        except Exception as error:  # every database and driver has errors of its own; the address may have a password
+            kind, reason = place.partition("://")[0], " ".join(str(error).split())
+            raise UserError(f"the --storage {kind}://... cannot be opened: {reason or type(error).__name__}") from error
     Path(place).parent.mkdir(parents=True, exist_ok=True)
     return JournalStorage(JournalFileBackend(place))
 

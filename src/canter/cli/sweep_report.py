@@ -13,6 +13,7 @@ from canter.cli.errors import UserError
 from canter.cli.live_table import make_table
 from canter.cli.options import parse_train
 from canter.cli.search_space import Range, settings_of, starting_point, to_flags
+from canter.envs.wrap import env_options
 from canter.runners.run_config import find_algorithm
 from canter.utils.files import atomic_write
 from canter.utils.html_page import SVG_STYLE, Page
@@ -93,6 +94,8 @@ def best_preset(plan: Plan, settings: dict[str, Any]) -> dict[str, Any]:
     given = config.pop("algorithm")
     algorithm = {k: v for k, v in given.items() if k == "class_name" or v != default["algorithm"].get(k)}
     preset |= {k: v for k, v in config.items() if k not in _NOT_IN_PRESETS and v != default.get(k)}
+    if environment := env_options(vars(options.environment)):  # the settings were found in this one
+        preset["run"] = environment
     return preset | {"algorithm": algorithm}
 
 
