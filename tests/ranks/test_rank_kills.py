@@ -121,3 +121,65 @@ def test_torchrun_restarts_a_run_after_a_kill(tmp_path):
     steps = [json.loads(line)["iteration"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 41))  # none is missing, none twice: 40 iterations of 2 * 4 * 32 steps
     assert [path.name for path in run.parent.iterdir()] == ["run-seed1"]
+
+
+FAULTY = """
+import os
+
+import gymnasium
+import numpy as np
+
+
+class Faulty(gymnasium.Env):
+    observation_space, action_space = gymnasium.spaces.Box(-1, 1, (3,)), gymnasium.spaces.Box(-1, 1, (1,))
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 30}
+
+    def __init__(self, fault="", render_mode=None):
+        self.fault, self.render_mode, self.num_steps = fault, render_mode, 0
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(3, np.float32), {}
+
+    def step(self, action):
+        self.num_steps += 1
+        is_bad = self.num_steps == 20 and os.environ.get("RANK") == "1"
+        if is_bad and self.fault == "exit":
+            os._exit(9)
+        obs = np.full(3, np.nan if is_bad and self.fault == "nan" else 0.5, np.float32)
+        return obs, 1.0, False, self.num_steps % 20 == 0, {}
+
+    def render(self):
+        return np.zeros((64, 64, 3), np.uint8)
+
+
+gymnasium.register("Faulty-v0", Faulty)
+"""
+
+
+def train_faulty(tmp_path, *flags):
+    """Exit code and output of two ranks that train in an environment of the user."""
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    lengths = ["--num-envs", "2", "--num-steps-per-env", "16", "--total-timesteps", "320", "--final-episodes", "2"]
+    process = start(tmp_path, "canter", "train", "faulty:Faulty-v0", "--ranks", "2", "--name", "run", *lengths, *flags)
+    return process.wait(100.0), (tmp_path / "output").read_text()
+
+
+def test_a_rank_that_ends_without_a_word_is_named(tmp_path):
+    code, output = train_faulty(tmp_path, "--env-kwargs", "{fault: exit}", "--no-video")
+    assert code == 7
+    assert "canter: rank 1 ended by itself with exit code 9" in output
+
+
+def test_the_exit_code_of_the_command_is_that_of_the_rank_with_the_error(tmp_path):
+    code, output = train_faulty(tmp_path, "--env-kwargs", "{fault: nan}", "--no-video")
+    assert code == 5
+    assert "canter: rank 1: the environment gave NaN" in output
+
+
+def test_ranks_make_films_and_a_video(tmp_path):
+    code, output = train_faulty(tmp_path, "--film-interval", "2")
+    assert code == 0
+    run = tmp_path / "runs/faulty_Faulty-v0/run-seed1"
+    assert (run / "video.mp4").is_file(), output
+    assert list((run / "films").glob("*.mp4")), output

@@ -1,10 +1,12 @@
 """`--film-interval` and `--histogram-interval`: films and histograms of a policy while it trains."""
 
+import os
 import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from canter.algorithms.off_policy import REPLAY
 from canter.runners import Runner
@@ -45,7 +47,8 @@ class Films:
         save_checkpoint(self.film.with_suffix(".pt"), state, self.run)
         policy = ["--checkpoint", str(self.film.with_suffix(".pt").resolve())]
         command = film_command(self.run, self.film, modules_of(runner), *policy)
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, env=film_environment(), **streams)
 
     def finish(self, runner: Runner) -> None:
         """Wait for the film that is being made, and log it."""
@@ -78,6 +81,11 @@ class Films:
 def modules_of(runner: Runner) -> list[str]:
     """The modules that the settings of a run name, which another process may then import."""
     return sorted({module for _, module in named_modules(runner.config())})
+
+
+def film_environment() -> dict[str, str]:
+    """The environment of a process that films, which must not take itself for the rank that starts it."""
+    return {**os.environ, "WORLD_SIZE": "1", "RANK": "0"}
 
 
 def film_command(run: Path, film: Path, modules: Sequence[str] = (), *flags: str) -> list[str]:

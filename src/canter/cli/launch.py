@@ -7,7 +7,10 @@ import sys
 import uuid
 from collections.abc import Sequence
 
+from canter.cli.errors import NUMERIC, STORAGE, USAGE
 from canter.utils.distributed import LAUNCHER, RankError
+
+REPORTED = (1, USAGE, NUMERIC, STORAGE, RankError.code)  # exit codes of ranks that have printed their error
 
 
 def is_launched() -> bool:
@@ -16,7 +19,7 @@ def is_launched() -> bool:
 
 
 def launch(num_ranks: int, args: Sequence[str]) -> int:
-    """Run `canter ARGS` as this many ranks; returns the exit code of the first that failed."""
+    """Run `canter ARGS` as this many ranks; returns the exit code of the one that failed first."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -31,11 +34,17 @@ def launch(num_ranks: int, args: Sequence[str]) -> int:
     try:
         elastic_launch(config, sys.executable)("-m", "canter", *args)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode >= 0:
-            return failure.exitcode
-        name, way_out = signal.Signals(-failure.exitcode).name, "continue from the last checkpoint with `canter resume`"
-        print(f"canter: {name} ended rank {rank}, so all ranks end; {way_out}", file=sys.stderr)
+        failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+        followers = (RankError.code, -signal.SIGTERM)  # of ranks that end because another one did
+        rank, failure = next((item for item in failures if item[1].exitcode not in followers), failures[0])
+        code = failure.exitcode
+        if code in REPORTED or code > 128:
+            return code
+        end = f"rank {rank} ended by itself with exit code {code}"
+        if code < 0:
+            end = f"{signal.Signals(-code).name} ended rank {rank}"
+        way_out = "continue from the last checkpoint with `canter resume`"
+        print(f"canter: {end}, so all ranks end; {way_out}", file=sys.stderr)
         return RankError.code
     except SignalException as error:
         return 128 + error.sigval

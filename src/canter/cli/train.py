@@ -14,7 +14,7 @@ from typing import Any
 
 from canter.cli import runs
 from canter.cli.errors import UserError, user_errors
-from canter.cli.films import FILM_SECONDS, Films, film_command, modules_of
+from canter.cli.films import FILM_SECONDS, Films, film_command, film_environment, modules_of
 from canter.cli.launch import is_launched, launch
 from canter.cli.options import RunPath, TrainOptions, parse_train
 from canter.envs.wrap import env_options
@@ -301,7 +301,8 @@ def record_video(path: Path, modules: Sequence[str] = ()) -> str:
     video = path / "video.mp4"
     try:
         command = film_command(path, video, modules)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10 * FILM_SECONDS)
+        options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10 * FILM_SECONDS}
+        done = subprocess.run(command, env=film_environment(), **options)
     except subprocess.TimeoutExpired:
         return "none: rendering took too long"
     if done.returncode == 0 and video.is_file():
