@@ -220,6 +220,16 @@ def test_entries_of_one_info_per_environment_are_logged():
     assert stats.extras.take() == {"extra/episode/r": 4.0, "extra/height": 2.0, "extra/is_success": 1.0}
 
 
+def test_entries_of_the_info_of_a_vector_environment_are_logged():
+    obs, no = torch.zeros(2, 1), flags(False, False)
+    ended = {"r": np.array([0.0, 7.0]), "l": np.array([0, 3])}
+    infos = {"episode": ended, "_episode": np.array([False, True]), "height": np.array([1.0, 3.0]), "other": "text"}
+    record = StepRecord(obs, obs, torch.zeros(2), no, no, None, None, ~no, {"infos": infos})
+    stats = StepStats(2, 4, torch.device("cpu"), ("episode", "height"))
+    stats.take(record)
+    assert stats.extras.take() == {"extra/episode/r": 7.0, "extra/episode/l": 3.0, "extra/height": 2.0}
+
+
 # ---------------------------------------------------------------------- extras
 EXTRAS = {
     "episode": {"rew": torch.tensor([1.0, 3.0]), "count": 4},

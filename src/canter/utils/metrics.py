@@ -295,8 +295,10 @@ class ComponentSums:
         return {f"{COMPONENTS}/{name}": total / count for name, (total, count) in sums if count}
 
 
-def listed_infos(infos: Sequence[Mapping[str, Any]], keys: Iterable[str]) -> dict[str, Any]:
-    """The listed entries of one info per environment, as `flatten_extras` takes them; an info may lack an entry."""
+def listed_infos(infos: Mapping[str, Any] | Sequence[Mapping[str, Any]], keys: Iterable[str]) -> dict[str, Any]:
+    """The listed entries of one info per environment, or of one for all, as `flatten_extras` takes them."""
+    if isinstance(infos, Mapping):  # of a vector environment: arrays, each with a mask
+        return {name: infos[name] for key in keys for name in (key, f"_{key}") if name in infos}
     given = {key: [info[key] for info in infos if key in info] for key in keys}
     return {key: _joined(values) for key, values in given.items() if values}
 
