@@ -133,8 +133,10 @@ def test_sensible_extremes_are_accepted():
         (lambda: ActorCriticRecurrent(3, 2, rnn_hidden_size=0), "size of a layer must be"),
         (lambda: Memory(3, hidden_size=0), "rnn_hidden_size must be a whole number of at least 1"),
         (lambda: ActorCriticRecurrent(3, 2, rnn_num_layers=-1), "rnn_num_layers must be"),
-        (lambda: wrap_env("CartPole-v1", num_envs=0), "num_envs must be at least 1, got 0"),
-        (lambda: make_env("canter/CartPole", num_envs=-3), "num_envs must be at least 1, got -3"),
+        (lambda: wrap_env("CartPole-v1", num_envs=0), "num_envs must be a whole number of at least 1, got 0"),
+        (lambda: wrap_env("CartPole-v1", num_envs="4"), "num_envs must be a whole number of at least 1, got '4'"),
+        (lambda: wrap_env("CartPole-v1", num_envs=2.5), "num_envs must be a whole number of at least 1, got 2.5"),
+        (lambda: make_env("canter/CartPole", num_envs=-3), "num_envs must be a whole number of at least 1, got -3"),
     ],
 )
 def test_networks_and_environments_refuse_nonsense(make, message):

@@ -197,6 +197,30 @@ def test_an_observation_that_changes_its_shape_is_an_error(scripted):
         env.step(zeros(env))
 
 
+@pytest.mark.parametrize("wrap", [lambda env: env, lambda env: gymnasium.wrappers.TimeLimit(env, 9)])
+def test_one_environment_cannot_be_two(scripted, wrap):
+    env = scripted()
+    with pytest.raises(ValueError, match="environments 0 and 2 are the same Scripted; pass a function that makes a"):
+        GymVecEnv([wrap(env), scripted, lambda: wrap(env)])
+
+
+def test_the_longest_episode_is_that_of_a_time_limit_or_unknown(scripted):
+    limited = gymnasium.wrappers.TimeLimit(scripted(), 5000)
+    assert GymVecEnv(gymnasium.wrappers.NormalizeReward(limited)).max_episode_length == 5000
+    assert GymVecEnv(scripted()).max_episode_length is None
+
+
+def test_numbers_with_a_point_are_no_bytes():
+    class Faint(gymnasium.Env):
+        observation_space, action_space = spaces.Box(0, 255, (2, 2), np.uint8), spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            return np.full((2, 2), 0.5), {}
+
+    with pytest.raises(TypeError, match="'obs' of environment 0 is float64, its space is uint8; return uint8, or give"):
+        GymVecEnv(Faint()).reset()
+
+
 def test_environments_must_have_the_same_spaces(scripted):
     with pytest.raises(ValueError, match="environment 1 has other spaces than environment 0"):
         GymVecEnv([scripted, Reach])
@@ -221,6 +245,9 @@ def test_errors_of_the_environment_come_through(scripted):
         ((np.zeros(3), 1.0, False, {}), r"step\(\) of environment 1 must return \(obs, .* got 4 values"),
         (None, r"step\(\) of environment 1 must return .* got NoneType None"),
         ((np.zeros(3), np.ones(1), False, False, {}), r"the reward of environment 1 must be a number, got ndarray"),
+        ((np.zeros(3), [1.0], False, False, {}), r"the reward of environment 1 must be a number, got list \[1.0\]"),
+        ((np.zeros(3), None, False, False, {}), r"the reward of environment 1 must be a number, got NoneType None"),
+        ((np.zeros(3), "1", False, False, {}), r"the reward of environment 1 must be a number, got str '1'"),
     ],
 )
 def test_a_step_that_is_not_gymnasiums_is_refused_with_what_it_must_return(scripted, result, message):
@@ -337,6 +364,13 @@ def test_actions_are_clipped_and_cast():
     assert out.dtype == np.float64
     assert ActionCast(space, 2, clip=False)(actions).tolist() == actions.tolist()
     assert actions[0, 0] == -3.0
+
+
+def test_actions_of_an_integer_box_are_clipped_before_they_are_rounded():
+    actions = torch.tensor([[-1.0, 2.6], [300.0, 0.4]])
+    out = ActionCast(spaces.Box(0, 10, (2,), np.uint8), 2)(actions)
+    assert out.tolist() == [[0, 3], [10, 0]]
+    assert out.dtype == np.uint8
 
 
 def test_discrete_actions_are_shifted_to_their_start():

@@ -33,6 +33,8 @@ class GymVecEnv(VecEnv):
     makes_new_records = True
     first_env = 0
     """Number of the first environment, on which the random streams depend."""
+    steps_in_process = True
+    """Whether the environments are stepped here; those of workers are all described by one."""
 
     def __init__(
         self, env_fns: EnvSources, device: Device = "cpu", seed: int | None = None, clip_actions: bool = True
@@ -41,6 +43,8 @@ class GymVecEnv(VecEnv):
         if not sources:
             raise ValueError("GymVecEnv needs at least one environment, got an empty list")
         made = [source if isinstance(source, gymnasium.Env) else source() for source in sources]
+        if self.steps_in_process:
+            refuse_twins(made)
         is_nested = isinstance(made[0].action_space, (spaces.Tuple, spaces.Dict))
         self.envs: list[gymnasium.Env] = [FlatActions(env) for env in made] if is_nested else made
         first, self.num_envs, self.device = self.envs[0], len(self.envs), torch.device(device)
@@ -59,7 +63,7 @@ class GymVecEnv(VecEnv):
         self.action_space = policy_space(first.action_space)
         self._to_array = ActionCast(first.action_space, self.num_envs, clip_actions)
         self.action_bounds = self._to_array.bounds
-        self.max_episode_length = (first.spec and first.spec.max_episode_steps) or 1000
+        self.max_episode_length = time_limit(first)
         self._valid = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
         self._seed, self._current = seed, None
 
@@ -153,9 +157,26 @@ def step_parts(result: Any, index: int) -> Any:
         got = f"{len(result)} values" if is_sequence else short(result)
         want = "(obs, reward, terminated, truncated, info)"
         raise TypeError(f"step() of environment {index} must return {want}, got {got}")
-    if getattr(result[1], "ndim", 0):
+    if not isinstance(result[1], (float, int)) and getattr(result[1], "ndim", None) != 0:
         raise TypeError(f"the reward of environment {index} must be a number, got {short(result[1])}")
     return result
+
+
+def refuse_twins(envs: Sequence[gymnasium.Env]) -> None:
+    """Raise if one environment is in the list twice: each of its steps would count for the other one too."""
+    first: dict[int, int] = {}
+    for index, env in enumerate(envs):
+        if (twin := first.setdefault(id(env.unwrapped), index)) != index:
+            way_out = "pass a function that makes a new one at every call, with num_envs="
+            raise ValueError(f"environments {twin} and {index} are the same {type(env.unwrapped).__name__}; {way_out}")
+
+
+def time_limit(env: Any) -> int | None:
+    """Steps after which an environment, or a vector environment, cuts its episodes off; None if that is not known."""
+    limit = getattr(env.spec, "max_episode_steps", None)
+    while limit is None and isinstance(env, gymnasium.Wrapper):
+        limit, env = getattr(env, "_max_episode_steps", None), env.env  # of a TimeLimit without a spec
+    return limit
 
 
 def short(value: Any) -> str:
@@ -209,7 +230,7 @@ class FlatActions(gymnasium.ActionWrapper):
         made = {}
         for (name, part), row in zip(self.parts.items(), rows, strict=True):
             start = getattr(part, "start", 0)  # of Discrete and MultiDiscrete parts
-            value = (row.reshape(part.shape or ()) + start).astype(part.dtype)
+            value = in_dtype(row.reshape(part.shape or ()) + start, part.dtype)
             made[name] = int(value) if isinstance(part, spaces.Discrete) else value
         return made if isinstance(self.nested, spaces.Dict) else tuple(made.values())
 
@@ -238,12 +259,20 @@ class ActionCast:
             if array.size != np.prod(self.shape) or array.shape[:1] != self.shape[:1]:
                 raise ValueError(f"actions have shape {array.shape}; the environment wants {self.shape} ({self.space})")
             array = array.reshape(self.shape)
-        array = array.astype(self.space.dtype, copy=True)
-        if self.bounds is not None:
-            np.clip(array, *self.bounds, out=array)
-        elif self.start is not None:
+        # Before the cast: there is no -1 in uint8.
+        array = array.copy() if self.bounds is None else np.clip(array, *self.bounds)
+        array = in_dtype(array, self.space.dtype)
+        if self.start is not None:
             array += self.start
         return array
+
+
+def in_dtype(array: np.ndarray, dtype: Any) -> np.ndarray:
+    """The array in another dtype; for one of integers, its nearest whole numbers."""
+    if array.dtype == dtype:
+        return array
+    is_rounded = np.issubdtype(dtype, np.integer) and array.dtype.kind == "f"
+    return (np.rint(array) if is_rounded else array).astype(dtype)
 
 
 def stored_space(space: spaces.Space) -> spaces.Space:
@@ -273,6 +302,9 @@ def put_row(rows: Any, index: int, obs: Any, space: Any, name: str = "obs") -> N
     want = rows.shape[1:]
     if obs.shape != want:  # a row of another shape might be broadcast silently
         raise ValueError(f"observation {name!r} of environment {index} has shape {obs.shape}, expected {want}")
+    if rows.dtype == np.uint8 and obs.dtype.kind == "f":  # numbers between 0 and 1 would all become 0
+        way_out = "return uint8, or give the space the dtype float32"
+        raise TypeError(f"observation {name!r} of environment {index} is {obs.dtype}, its space is uint8; {way_out}")
     rows[index] = obs
 
 

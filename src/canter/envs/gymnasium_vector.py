@@ -15,7 +15,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 from gymnasium.vector.utils import create_empty_array
 from torch import Tensor
 
-from canter.envs.gymnasium import ActionCast, batch_to_rows, policy_space, put_row, stored_space
+from canter.envs.gymnasium import ActionCast, batch_to_rows, policy_space, put_row, stored_space, time_limit
 from canter.envs.records import EndWatch, fill_extras, find_final, full_final, per_env, split_groups, to_obs
 from canter.envs.vec_env import Device, StepRecord, VecEnv
 from canter.envs.workers import TIMEOUT_SECONDS, WorkerError, find_death, wait_for_answers
@@ -61,7 +61,7 @@ class GymVectorEnvAdapter(VecEnv):
         self.action_space = policy_space(env.single_action_space)
         self._to_array = ActionCast(env.single_action_space, self.num_envs, clip_actions)
         self.action_bounds = self._to_array.bounds
-        self.max_episode_length = getattr(env.spec, "max_episode_steps", None) or 1000
+        self.max_episode_length = time_limit(env)
         self._all_valid = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
         self.overlaps = isinstance(env, AsyncVectorEnv)
         # Begin and finish a step; the environments run on their own in between.

@@ -95,6 +95,7 @@ class WorkerVecEnv(GymVecEnv):
 
     contract = "gymnasium.Env in worker processes"
     overlaps = True
+    steps_in_process = False
 
     def __init__(
         self, env_fns: Sequence[Callable[[], gymnasium.Env]], num_workers: int, device: Device = "cpu",

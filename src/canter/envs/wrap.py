@@ -4,6 +4,7 @@ import difflib
 import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import gymnasium
@@ -82,8 +83,8 @@ def wrap_env(
         obs_groups: For rsl_rl-style environments, the observation groups of the "actor" and of the "critic".
         render_mode: For a name; with "rgb_array", `render` returns images.
     """
-    if num_envs is not None and num_envs < 1:
-        raise ValueError(f"num_envs must be at least 1, got {num_envs}")
+    if num_envs is not None:
+        check_num_envs(num_envs)
     if isinstance(env, str):
         return make_env(env, device, num_envs or 1, seed, render_mode)
     adapter, source = None if isinstance(env, type) else find_adapter(env), env
@@ -108,6 +109,12 @@ def wrap_env(
     if num_envs is not None and wrapped.num_envs != num_envs:
         raise ValueError(f"num_envs={num_envs} was requested, but {type(env).__name__} holds {wrapped.num_envs}")
     return on_device(wrapped, device)
+
+
+def check_num_envs(number: Any) -> None:
+    """Raise if the number of environments is not a whole one of at least 1."""
+    if not isinstance(number, Integral) or isinstance(number, bool) or number < 1:
+        raise ValueError(f"num_envs must be a whole number of at least 1, got {number!r}")
 
 
 def on_device(env: VecEnv, device: Device | None) -> VecEnv:
@@ -137,6 +144,7 @@ def make_env(
         num_workers: Processes that step Gymnasium environments; 0 steps them in this one.
         worker_options: Arguments of `WorkerVecEnv`.
     """
+    check_num_envs(num_envs)
     free, needed = free_memory(torch.device("cpu")), num_envs * LEAST_ENV + num_workers * LEAST_WORKER
     if free is not None and needed > free:
         number = f"{num_envs:,} environments" + f" in {num_workers:,} processes" * bool(num_workers)
