@@ -13,7 +13,7 @@ from canter.modules.build import POLICIES
 from canter.presets import FALLBACK, has_preset, load_preset, preset_name, presets, read_presets
 from canter.runners import OffPolicyRunner, OnPolicyRunner
 from canter.runners.run_config import parse_train_cfg
-from canter.utils.config import setting_names, settings
+from canter.utils.config import setting_names, settings, unused_settings
 
 TASKS = sorted(task for task in presets() if not task.startswith("mjlab/"))
 
@@ -177,6 +177,7 @@ def test_a_preset_names_only_settings_that_exist_and_fit(task):
         assert type(preset[name]) is int
         assert preset[name] > 0
     plan = parse_train_cfg(preset)
+    assert unused_settings(plan.cfg) == {}
     assert plan.algorithm == REGISTRY[preset["algorithm"]["class_name"].lower()].agent_class.__name__
     for name, value in preset["algorithm"].items():
         if name != "class_name":
@@ -222,6 +223,7 @@ OFF_POLICY = [(algorithm, task) for algorithm in ("dqn", "sac", "td3") for task 
 def test_an_off_policy_preset_names_only_settings_that_exist(algorithm, task):
     preset = load_preset(task, algorithm)
     plan = parse_train_cfg(preset)
+    assert unused_settings(plan.cfg) == {}
     assert plan.algorithm == REGISTRY[algorithm].agent_class.__name__ == preset["algorithm"]["class_name"]
     assert type(preset["num_envs"]) is type(preset["total_timesteps"]) is int
     for name, value in preset["algorithm"].items():

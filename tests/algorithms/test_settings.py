@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 
+from canter.algorithms import DQNConfig, SACConfig, TD3Config
 from canter.algorithms.algorithm import AlgorithmSettings, CommonRunSettings
 from canter.algorithms.estimation import EstimatorSettings
 from canter.algorithms.motion_prior import MotionPriorSettings
@@ -13,7 +14,10 @@ from canter.algorithms.ppo import PPO, PPOConfig, PPOSettings, RunSettings
 from canter.algorithms.rnd import RNDConfig, RNDSettings
 from canter.algorithms.symmetry import SymmetryConfig, SymmetrySettings
 from canter.algorithms.teacher import TeacherSettings
+from canter.envs import wrap_env
 from canter.modules.actor_critic import ActorCritic
+from canter.runners import OnPolicyRunner
+from canter.utils.config import unused_settings
 
 EXTENSIONS = [EstimatorSettings, MotionPriorSettings, RNDConfig, RNDSettings, SymmetryConfig, SymmetrySettings]
 
@@ -40,6 +44,41 @@ def test_the_config_of_a_run_keeps_its_own_defaults():
     cfg = PPOConfig()
     assert (cfg.num_learning_epochs, cfg.num_mini_batches, cfg.gamma, cfg.learning_rate) == (5, 4, 0.99, 3e-4)
     assert (cfg.schedule, cfg.clip_param, cfg.lam) == ("adaptive", 0.2, 0.95)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "names"),
+    [
+        (PPOConfig(clip_obs=5.0, min_obs_std=0.1), ["min_obs_std", "clip_obs"]),
+        (PPOConfig(clip_obs=5.0, empirical_normalization=True), []),
+        (PPOConfig(clip_obs=5.0, critic_obs_normalization=True), []),
+        (PPOConfig(schedule="linear", desired_kl=0.02), ["desired_kl"]),
+        (PPOConfig(schedule="adaptive", desired_kl=0.02), []),
+        (DQNConfig(priority_exponent=0.5, importance_exponent=1.0), ["priority_exponent", "importance_exponent"]),
+        (DQNConfig(priority_exponent=0.5, prioritized_replay=True), []),
+        (DQNConfig(buffer_size=500, buffer_steps_per_env=10, clip_obs=5.0), ["clip_obs", "buffer_size"]),
+        (DQNConfig(offline_gradient_steps=7), ["offline_gradient_steps"]),
+        (SACConfig(v_min=-5.0, v_max=5.0), ["v_min", "v_max"]),
+        (SACConfig(v_min=-5.0, num_atoms=11), []),
+        (SACConfig(auto_alpha=False, target_entropy=-1.0), ["target_entropy"]),
+        (SACConfig(auto_alpha=False, alpha_learning_rate=1e-3, init_alpha=0.1), ["alpha_learning_rate"]),
+        (TD3Config(target_noise=0.0, target_noise_clip=0.3), ["target_noise_clip"]),
+        (MotionPriorSettings(discriminator_optimizer="shared", discriminator_weight_decay=0.0), ["weight_decay"]),
+        (MotionPriorSettings(amp_preload=10, amp_num_frames=3), ["amp_num_frames", "amp_preload"]),
+        (TeacherSettings(lr_scheduler={"gamma": 0.9}), ["lr_scheduler"]),
+    ],
+)
+def test_settings_without_effect_are_found(cfg, names):
+    assert sorted(name.removeprefix("discriminator_") for name in unused_settings(cfg)) == sorted(names)
+
+
+def test_training_warns_of_a_setting_without_effect():
+    policy = {"actor_hidden_dims": [4], "critic_hidden_dims": [4]}
+    cfg = {"num_steps_per_env": 4, "policy": policy, "algorithm": {"clip_obs": 5.0}}
+    runner = OnPolicyRunner(wrap_env("canter/CartPole", num_envs=2), cfg, device="cpu", show_progress=False)
+    reason = "empirical_normalization=False and critic_obs_normalization=None"
+    with pytest.warns(UserWarning, match=f"clip_obs=5.0 has no effect with {reason}"):
+        runner.learn(1)
 
 
 def test_an_unknown_setting_is_refused():

@@ -367,3 +367,13 @@ def test_a_preset_file_that_is_none_is_an_error(tmp_path):
     (tmp_path / "list.yaml").write_text("[1]")
     with pytest.raises(ValueError, match="is no mapping of settings"):
         parse_train(["Pendulum-v1", "--config", str(tmp_path / "list.yaml")])
+
+
+def test_a_setting_of_the_preset_is_dropped_where_a_flag_leaves_it_without_effect(tmp_path):
+    assert load_preset("Other-v0")["algorithm"]["clip_obs"] == 10.0
+    assert parse_train(["Other-v0"])[1]["algorithm"]["clip_obs"] == 10.0
+    assert parse_train(["Other-v0", "--no-empirical-normalization"])[1]["algorithm"]["clip_obs"] is None
+    off = ["Other-v0", "--no-empirical-normalization"]
+    assert parse_train([*off, "--clip-obs", "5"])[1]["algorithm"]["clip_obs"] == 5.0  # training warns of it
+    (tmp_path / "mine.yaml").write_text("algorithm: {clip_obs: 7.0}")
+    assert parse_train([*off, "--config", str(tmp_path / "mine.yaml")])[1]["algorithm"]["clip_obs"] == 7.0

@@ -6,7 +6,15 @@ import pytest
 from torch import nn
 
 from canter.algorithms import PPOConfig
-from canter.utils.config import build, check_settings, setting_names, settings, unknown_setting
+from canter.utils.config import (
+    build,
+    check_settings,
+    setting,
+    setting_names,
+    settings,
+    unknown_setting,
+    unused_settings,
+)
 
 
 @settings
@@ -56,6 +64,27 @@ def test_the_spelling_of_another_library_is_understood():  # table 0.1
     # where the other library's word has no counterpart among the owner's settings, the nearest or all are named
     assert "did you mean 'clip_param'" in str(unknown_setting("PPO", "clip_range", ["clip_param", "gamma"]))
     assert "it has gamma" in str(unknown_setting("DQN", "clip_range", ["gamma"]))
+
+
+def test_a_changed_setting_that_others_leave_without_effect_is_named_with_them():
+    @settings
+    class Jump:
+        """Settings of which one depends on two others, of which one may be missing."""
+
+        runs: bool = False
+        hops: int | None = None
+        length: float = setting(1.0, unused_if={name: lambda value: not value for name in ("runs", "hops", "flies")})
+
+    @settings
+    class Leap(Jump):
+        """The same with another default."""
+
+        length: float = 2.0
+
+    assert unused_settings(Jump(length=3.0)) == {"length": "runs=False and hops=None"}
+    assert unused_settings(Jump(length=3.0, hops=1)) == unused_settings(Jump()) == {}
+    assert unused_settings(Leap(length=3.0)) == {"length": "runs=False and hops=None"}
+    assert unused_settings(Leap()) == unused_settings(Leap(length=1.0)) == {}  # the defaults of both
 
 
 def test_two_equal_settings_are_two_objects():

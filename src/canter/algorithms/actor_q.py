@@ -37,6 +37,7 @@ STRONG: dict[str, Any] = {
     "gradient_steps": 2, "critic_hidden_dims": (512, 512), "critic_layer_norm": True, "normalize_weights": True,
     "num_atoms": 101, "v_min": -20.0, "v_max": 20.0, "normalize_rewards": True, "empirical_normalization": True,
 }  # fmt: skip
+NO_ATOMS = {"num_atoms": lambda atoms: atoms == 1}
 SAC_NOISE = {"init_alpha": 1e-3, "target_entropy": 0.0, "min_log_std": -5.0, "max_log_std": 0.0, "init_std": 0.5}
 TD3_NOISE = {"exploration_noise": 0.01, "exploration_noise_max": 0.4}
 PROFILES: dict[str, dict[str, dict[str, Any]]] = {
@@ -67,9 +68,9 @@ class ActorQSettings(OffPolicySettings):
     """Value from two critics: "min" against overestimation, or "mean", where each critic has its own target."""
     num_atoms: int = setting(1, low=1, fixed=True)
     """Atoms of the distribution over returns that critics predict (Bellemare et al. 2017); 1 predicts the mean."""
-    v_min: float = setting(-20.0, below="v_max", fixed=True)
+    v_min: float = setting(-20.0, below="v_max", fixed=True, unused_if=NO_ATOMS)
     """Lowest return of the distribution."""
-    v_max: float = setting(20.0, fixed=True)
+    v_max: float = setting(20.0, fixed=True, unused_if=NO_ATOMS)
     """Highest return of the distribution."""
     action_low: float | tuple[float, ...] | None = setting(None, fixed=True)
     """Lower bound of the actions, where the environment's is infinite or far off: see `joint_limit_bounds`."""

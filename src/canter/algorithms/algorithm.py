@@ -1,6 +1,7 @@
 """Base of every algorithm: settings that stay live while it trains, loss weights, saving and loading."""
 
 import dataclasses
+import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -30,8 +31,7 @@ NORMALIZERS = {
     "critic_obs_normalizer": ("critic_obs_normalization=False", "critic_obs_normalization=True"),
     "value_normalizer": ("value_normalization='off'", "value_normalization='running' or 'popart'"),
 }
-
-
+NOTHING_NORMALIZED = {"empirical_normalization": operator.not_, "critic_obs_normalization": operator.not_}
 CRITIC_PREFIXES = ("critic.", "memory_c.", "critic_obs_normalizer.", "value_normalizer.")
 
 
@@ -93,9 +93,9 @@ class AlgorithmSettings:
     """Any optimizer of torch.optim."""
     empirical_normalization: bool = setting(False, fixed=True)
     """Normalise observations by running statistics, kept in the policy; stored observations stay raw."""
-    min_obs_std: float = setting(0.0, low=0.0, fixed=True)
+    min_obs_std: float = setting(0.0, low=0.0, fixed=True, unused_if=NOTHING_NORMALIZED)
     """Smallest standard deviation that normalised observations are divided by; 1 never enlarges one."""
-    clip_obs: float | None = setting(None, above=0.0, fixed=True)
+    clip_obs: float | None = setting(None, above=0.0, fixed=True, unused_if=NOTHING_NORMALIZED)
     """Bound of normalised observations, both ways; None for no bound. It is saved and exported with the statistics."""
     execution: str = setting("auto", choices=EXECUTIONS, fixed=True)
     """How hot functions run: "eager", "graph" (CUDA graphs; on a CPU recordings), "compile" (compiled too), "auto"."""

@@ -1,6 +1,7 @@
 """Deep Q-learning (Mnih et al. 2015): double by default; dueling networks and prioritised replay are settings."""
 
 import functools
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -46,9 +47,9 @@ class DQNSettings(OffPolicySettings):
     """Most steps for which a random action is repeated; n of them have a probability proportional to 1 / n²."""
     prioritized_replay: bool = setting(False, fixed=True)
     """Sample steps by the size of their temporal-difference error (Schaul et al. 2016)."""
-    priority_exponent: float = setting(0.6, low=0.0)
+    priority_exponent: float = setting(0.6, low=0.0, unused_if={"prioritized_replay": operator.not_})
     """Exponent of the priorities: 0 samples uniformly."""
-    importance_exponent: float = setting(0.4, low=0.0, high=1.0)
+    importance_exponent: float = setting(0.4, low=0.0, high=1.0, unused_if={"prioritized_replay": operator.not_})
     """Exponent of the importance weights at the start; it grows to 1 over the run."""
     network_hidden_dims: tuple[int, ...] = setting((256, 256), low=1, fixed=True)
     """Widths of the hidden layers."""

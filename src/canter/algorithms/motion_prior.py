@@ -24,6 +24,8 @@ from canter.utils.tree import Obs
 LARGEST_FEATURE = 10.0  # in standard deviations; one broken joint reading must not decide everything
 ACCURACY_RATE = 0.05  # weight of the newest minibatch in the running accuracy
 REWARD_NAMES = ("Episode_Reward/style_reward", "Episode_Reward/task_reward")
+SHARED = {"discriminator_optimizer": lambda kind: kind == "shared"}
+NO_LOADER = {"amp_motion_loader": lambda loader: loader is None}
 LOSS_NAMES = ("discriminator_expert_loss", "discriminator_policy_loss", "discriminator_grad_pen_loss")
 
 
@@ -35,13 +37,13 @@ class MotionPriorSettings:
     """Weight of the discriminator's three losses; 0 freezes it."""
     discriminator_optimizer: str = setting("own", choices=("own", "shared"), fixed=True)
     """"own": its own Adam, which the KL schedule does not change; "shared": the policy's, as documented."""
-    discriminator_learning_rate: float | None = setting(None, low=0.0)
+    discriminator_learning_rate: float | None = setting(None, low=0.0, unused_if=SHARED)
     """Step size of its own optimizer; the policy's first one if None."""
-    discriminator_max_grad_norm: float = setting(1.0, low=0.0, high=math.inf)
+    discriminator_max_grad_norm: float = setting(1.0, low=0.0, high=math.inf, unused_if=SHARED)
     """Its gradients are scaled down to this norm."""
-    discriminator_weight_decay: float = setting(1e-4, low=0.0, fixed=True)
+    discriminator_weight_decay: float = setting(1e-4, low=0.0, fixed=True, unused_if=SHARED)
     """Weight decay of its hidden layers."""
-    discriminator_head_weight_decay: float = setting(1e-2, low=0.0, fixed=True)
+    discriminator_head_weight_decay: float = setting(1e-2, low=0.0, fixed=True, unused_if=SHARED)
     """Weight decay of its last layer."""
     discriminator_accuracy_limit: float = setting(0.95, low=0.0, high=1.0)
     """While its accuracy is above this it is updated less often; 1 never slows it."""
@@ -55,9 +57,9 @@ class MotionPriorSettings:
     """Past windows of the policy to mix with fresh ones, half and half; 0 for none."""
     amp_motion_loader: Any = setting(None, fixed=True)
     """Expert data where the environment gives none: an `AMPLoader`, its settings, or windows (M, D)."""
-    amp_num_frames: int = setting(2, low=1, fixed=True)
+    amp_num_frames: int = setting(2, low=1, fixed=True, unused_if=NO_LOADER)
     """Frames of a window sampled from a loader."""
-    amp_preload: int = setting(100_000, low=1, fixed=True)
+    amp_preload: int = setting(100_000, low=1, fixed=True, unused_if=NO_LOADER)
     """Windows sampled from a loader, once."""
     mimic_loss_coef: float = setting(0.0, low=0.0)
     """Weight of the documented mimic loss, which has no gradient: both its sides are data. Use mimic_reward_coef."""

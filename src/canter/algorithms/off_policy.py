@@ -3,9 +3,9 @@
 import copy
 import functools
 import math
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from operator import itemgetter
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -47,7 +47,7 @@ class OffPolicyRunSettings(CommonRunSettings):
     """Environment steps between two evaluations; 0 runs none. None is 0, or a tenth of the run in `canter train`."""
     offline_data: str | None = None
     """Steps that fill the replay buffer at first: a directory of trajectory files, or "minari:<dataset id>"."""
-    offline_gradient_steps: int = setting(0, low=0)
+    offline_gradient_steps: int = setting(0, low=0, unused_if={"offline_data": operator.not_})
     """Gradient steps on the offline data before the first environment step."""
 
 
@@ -57,7 +57,9 @@ class OffPolicySettings(AlgorithmSettings):
 
     batch_size: int = setting(256, low=1)
     """Samples in one gradient step."""
-    buffer_size: int = setting(1_000_000, low=1, fixed=True)
+    buffer_size: int = setting(
+        1_000_000, low=1, fixed=True, unused_if={"buffer_steps_per_env": lambda steps: steps is not None}
+    )
     """Capacity of the replay buffer in steps of all environments together."""
     buffer_steps_per_env: int | None = setting(None, low=1, fixed=True)
     """Capacity of the replay buffer in steps of each environment, instead of `buffer_size`."""
@@ -398,7 +400,7 @@ class OffPolicyAlgorithm(Algorithm):
             return
         for number in range(count):
             rows = slice(number * size, (number + 1) * size)
-            parts: Any = [part if part is None else tree_map(itemgetter(rows), part) for part in whole]
+            parts: Any = [part if part is None else tree_map(operator.itemgetter(rows), part) for part in whole]
             yield ReplayBatch(*parts)
 
     def update_targets(self) -> None:

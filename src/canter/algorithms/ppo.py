@@ -77,7 +77,7 @@ class PPOSettings(RNDSettings, SymmetrySettings, AlgorithmSettings):
     """Upper bound of the exploration noise."""
     schedule: str = setting("fixed", choices=SCHEDULES)
     """Learning rate: "fixed" (or "constant"), "linear" to 0, or "adaptive" by the KL step."""
-    desired_kl: float = setting(0.01, above=0.0)
+    desired_kl: float = setting(0.01, above=0.0, unused_if={"schedule": lambda kind: kind != "adaptive"})
     """KL step that the adaptive schedule aims at."""
     clip_schedule: str = setting("fixed", choices=("fixed", "linear"), host=True)
     """Clip range: "fixed" or "linear" to 0."""

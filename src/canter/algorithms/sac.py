@@ -1,6 +1,7 @@
 """Soft actor-critic (Haarnoja et al. 2018) with a learned temperature."""
 
 import math
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,13 +21,13 @@ from canter.utils.tree import Obs
 class SACSettings(ActorQSettings):
     """Hyperparameters of SAC."""
 
-    alpha_learning_rate: float = setting(3e-4, low=0.0)
+    alpha_learning_rate: float = setting(3e-4, low=0.0, unused_if={"auto_alpha": operator.not_})
     """Step size of the temperature."""
     auto_alpha: bool = setting(True, fixed=True)
     """Learn the temperature, so that the entropy stays near `target_entropy`."""
     init_alpha: float = setting(0.2, above=0.0, fixed=True)
     """Temperature at the start, or always if `auto_alpha` is off."""
-    target_entropy: float | None = None
+    target_entropy: float | None = setting(None, unused_if={"auto_alpha": operator.not_})
     """Target of the entropy in nats; None is -1 per action, in units of half the action's range."""
     use_tanh_squash: bool = setting(True, fixed=True)
     """Squash actions into their bounds; without it the environment has to clip them."""

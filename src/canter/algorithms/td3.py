@@ -1,5 +1,6 @@
 """Twin delayed deterministic policy gradients (Fujimoto et al. 2018)."""
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +26,7 @@ class TD3Settings(ActorQSettings):
     """Spread the standard deviation evenly over the environments, from `exploration_noise` to this."""
     target_noise: float = setting(0.2, low=0.0)
     """Standard deviation of the noise on the target's actions, in units of half the action's range."""
-    target_noise_clip: float = setting(0.5, low=0.0)
+    target_noise_clip: float = setting(0.5, low=0.0, unused_if={"target_noise": operator.not_})
     """Bound of the noise on the target's actions."""
 
 

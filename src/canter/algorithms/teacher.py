@@ -1,5 +1,6 @@
 """Teacher-guided learning: distillation, DAgger (Ross 2011), and fine-tuning of a distilled policy."""
 
+import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -100,7 +101,9 @@ class TeacherSettings:
     """Steps through which gradients of a recurrent student flow; the whole rollout if None."""
     lr_scheduler_class_name: str | None = setting(None, fixed=True)
     """A class of torch.optim.lr_scheduler, stepped once per update."""
-    lr_scheduler: dict[str, Any] | None = setting(None, fixed=True)
+    lr_scheduler: dict[str, Any] | None = setting(
+        None, fixed=True, unused_if={"lr_scheduler_class_name": operator.not_}
+    )
     """Its settings."""
     hidden_state_resample_prob: float = setting(0.0, low=0.0, high=1.0)
     """Fraction of trajectories that are learned from a random memory, so that students recover from any."""

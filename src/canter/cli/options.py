@@ -27,7 +27,7 @@ from canter.modules.build import POLICIES
 from canter.modules.utils import ALIASES
 from canter.presets import FALLBACK, load_preset
 from canter.runners.run_config import find_algorithm, parse_train_cfg
-from canter.utils.config import names_meant
+from canter.utils.config import defaults_of, names_meant, unused_settings
 from canter.utils.distributed import RANKS
 from canter.utils.logging.backends import BACKENDS
 from canter.utils.reading import parse_yaml, read_limited, refuse_imports
@@ -149,6 +149,7 @@ def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, 
             raise UserError(f"--{flag} must be a mapping in YAML such as '{{name: value}}', got {value!r}")
     at_least(1, ranks=options.ranks)
     plan.cfg = options.settings = joined_settings(options.settings, type(plan.cfg))
+    drop_unused(plan.cfg, args, file)
     if has_policy:
         chosen = dataclasses.asdict(options.policy)
         is_preset = policy_class == plan.policy["class_name"]  # whose settings without a flag stay as they are
@@ -186,6 +187,14 @@ def over_preset(preset: dict[str, Any], file: Mapping[str, Any]) -> dict[str, An
             merged[section] = {**preset[section], **file[section]}
     merged["algorithm"]["class_name"] = preset["algorithm"]["class_name"]
     return merged
+
+
+def drop_unused(cfg: Any, args: Sequence[str], file: Mapping[str, Any]) -> None:
+    """Reset settings of the preset that other settings have left without effect: the user did not ask for them."""
+    in_file = {**file, **(file.get("algorithm") or {})}
+    for name in unused_settings(cfg):
+        if name not in in_file and given(args, f"--{name.replace('_', '-')}") is None:
+            setattr(cfg, name, defaults_of(type(cfg), name)[0])
 
 
 def suggest_flags(args: Sequence[str], options: TrainOptions[Any, Any], cfg: Any) -> None:

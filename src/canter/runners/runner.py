@@ -42,6 +42,7 @@ from canter.runners.run_log import (
     train_metrics,
 )
 from canter.utils.checkpoint import damaged_content, find_checkpoints
+from canter.utils.config import unused_settings
 from canter.utils.console import Console, table
 from canter.utils.distributed import RANKS
 from canter.utils.files import RunLock, atomic_write
@@ -224,6 +225,7 @@ class Runner(ABC):
         reported to the hyperparameter search `trial`; see `TrialReporter`.
         """
         self.alg.check_can_learn(has_labels=self.is_pretraining)
+        self._warn_of_unused()
         if self.plan.resume:
             raise ValueError("the training dict says resume=True, but no checkpoint was loaded; call load(path) first")
         last = self.iteration + self.count_iterations(num_learning_iterations, total_timesteps)
@@ -347,6 +349,11 @@ class Runner(ABC):
         first = {"first_obs": self.obs, "first_critic_obs": None if self.critic_obs is self.obs else self.critic_obs}
         self.stats.guard.check(self.tot_timesteps // self.num_envs, **first)
         self.stats.tracker.read()  # the steps of an interrupted rollout
+
+    def _warn_of_unused(self) -> None:
+        """Name settings that do nothing, once training begins: a run that is only loaded has them for the record."""
+        for name, reason in unused_settings(self.alg.cfg).items() if RANKS.is_first else ():
+            warnings.warn(f"{name}={getattr(self.alg.cfg, name)!r} has no effect with {reason}", stacklevel=3)
 
     def count_iterations(self, iterations: int | None, timesteps: int | None) -> int:
         """Iterations that the arguments of `learn` ask for."""

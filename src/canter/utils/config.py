@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from typing_extensions import dataclass_transform
@@ -100,7 +100,7 @@ def refuse_unknown(cls: type, unknown: Iterable[str]) -> None:
 def setting(
     default: Any, *, low: float | None = None, above: float | None = None, high: float | None = None,
     below: str | None = None, at_most: str | None = None, choices: tuple[str, ...] | None = None, fixed: bool = False,
-    host: bool = False,
+    host: bool = False, unused_if: Mapping[str, Callable[[Any], bool]] | None = None,
 ) -> Any:  # fmt: skip
     """Declare a setting with its range or choices.
 
@@ -114,9 +114,10 @@ def setting(
         choices: The allowed strings.
         fixed: The value cannot change after construction, because something was built from it.
         host: Only host code reads the value, so recorded and captured functions do not depend on it.
+        unused_if: Other settings and a function of the value of each; where all are true, this setting does nothing.
     """
     metadata = {"low": low, "above": above, "high": high, "below": below, "at_most": at_most}
-    metadata |= {"choices": choices, "fixed": fixed, "host": host}
+    metadata |= {"choices": choices, "fixed": fixed, "host": host, "unused_if": unused_if}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -184,6 +185,24 @@ def check_order(cfg: Any, name: str, value: Any) -> None:
             if other and is_concerned and not is_fine(*pair):
                 text = f"{field.name} must be {rule.replace('_', ' ')} {other}"
                 raise ValueError(f"{text}, got {pair[0]!r} and {pair[1]!r}")
+
+
+def unused_settings(cfg: Any) -> dict[str, str]:
+    """Settings that were changed from their defaults and do nothing, each with the settings that are the reason."""
+    found: dict[str, str] = {}
+    for field in dataclasses.fields(cfg):
+        declared = field.metadata.get("unused_if") or {}
+        rules = {name: is_off for name, is_off in declared.items() if hasattr(cfg, name)}
+        is_unused = bool(rules) and all(is_off(getattr(cfg, name)) for name, is_off in rules.items())
+        if is_unused and getattr(cfg, field.name) not in defaults_of(type(cfg), field.name):
+            found[field.name] = " and ".join(f"{name}={getattr(cfg, name)!r}" for name in rules)
+    return found
+
+
+def defaults_of(cls: type, name: str) -> list[Any]:
+    """Defaults of a setting in a class and its bases, the class's own first: a training dict has those of a base."""
+    declared = (base.__dict__.get("__dataclass_fields__", {}).get(name) for base in cls.__mro__)
+    return [field.default for field in declared if field is not None]
 
 
 def assign_checked(cfg: Any, name: str, value: Any) -> None:
