@@ -141,6 +141,8 @@ def test_a_whole_number_may_come_as_a_float():
         ("schedule", 3, "str"),
         ("gamma", None, "float"),
         ("num_steps_per_env", [24], "int"),
+        ("extra_log_keys", "is_success", r"tuple\[str, ...\]"),
+        ("extra_log_keys", ["x", 3], r"tuple\[str, ...\]"),
     ],
 )
 def test_a_setting_of_the_wrong_kind_is_an_error_that_names_it(name, value, kind):

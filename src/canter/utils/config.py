@@ -14,7 +14,7 @@ from typing_extensions import dataclass_transform
 
 T = TypeVar("T", bound=type)
 KINDS: dict[str, tuple[type, ...]] = {
-    "bool": (bool,), "int": (int,), "float": (float, int), "str": (str,), "None": (type(None),),
+    "bool": (bool,), "int": (int,), "float": (float, int), "str": (str,), "None": (type(None),), "dict": (Mapping,),
 }  # fmt: skip
 
 # ApexRL's spelling of a setting -> canter's.
@@ -134,15 +134,23 @@ def check_value(owner: str, field: dataclasses.Field[Any], value: Any) -> Any:
     A number may be given as text, because YAML reads 1e-4 as text. No number may be NaN.
     """
     kinds = set(declared_kinds(field))
-    if kinds <= set(KINDS):
-        if isinstance(value, str) and "str" not in kinds and kinds & {"int", "float"}:
+    parts = {kind.removeprefix("tuple[").removesuffix(", ...]") for kind in kinds if kind.startswith("tuple[")}
+    plain = {"dict" if kind.startswith("dict[") else kind for kind in kinds if not kind.startswith("tuple[")}
+    problem = f"{owner}: {field.name} must be {' | '.join(declared_kinds(field))}"
+    if parts and isinstance(value, (tuple, list)):
+        names = {"float" if name == "int" else name for name in parts}  # the range of the setting says what is whole
+        allowed = tuple(kind for name in names for kind in KINDS.get(name, (object,)))
+        if wrong := [part for part in value if not isinstance(part, allowed) or isinstance(part, bool)]:
+            raise TypeError(f"{problem}, got {wrong[0]!r} in {value!r}")
+    elif plain <= set(KINDS):
+        if isinstance(value, str) and "str" not in plain and plain & {"int", "float"}:
             with contextlib.suppress(ValueError):
                 value = float(value)
-        if isinstance(value, float) and "float" not in kinds and "int" in kinds and value.is_integer():
+        if isinstance(value, float) and "float" not in plain and "int" in plain and value.is_integer():
             value = int(value)
-        allowed = tuple(kind for name in kinds for kind in KINDS[name])
+        allowed = tuple(kind for name in plain for kind in KINDS[name])
         if not isinstance(value, allowed) or (isinstance(value, bool) and "bool" not in kinds):
-            raise TypeError(f"{owner}: {field.name} must be {' | '.join(declared_kinds(field))}, got {value!r}")
+            raise TypeError(f"{problem}, got {value!r}")
     choices = field.metadata.get("choices")
     if choices is not None and value is not None and value not in choices:
         raise ValueError(f"{field.name} must be one of {', '.join(choices)}, got {value!r}")
