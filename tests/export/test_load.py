@@ -155,13 +155,13 @@ def test_actions_are_clipped_where_the_environment_did(acting):
 
 
 def test_sampled_actions_spread_and_repeat_with_a_seed(acting, tmp_path):
-    acting.action_bounds = acting._bounds = None
+    acting.action_bounds = acting._bounds = acting._env_bounds = None
     rows = np.zeros((2000, 5))
     first = acting.predict(rows, deterministic=False)
     assert first.std(0) == pytest.approx([1.0, 1.0], rel=0.1)  # the initial noise
     assert first.mean(0) == pytest.approx(acting.predict(rows[0]), abs=0.1)
     again = canter.load(tmp_path / "model.pt", seed=5)
-    again._bounds = None
+    again._bounds = again._env_bounds = None
     assert np.array_equal(again.predict(rows, deterministic=False), first)
 
 
@@ -319,3 +319,17 @@ def test_predict_numbers_discrete_actions_as_the_environment_does(space, first, 
         assert env.envs[0].unwrapped.last.tolist() == policy.predict(obs)[0].reshape(-1).tolist()
     bundle = Policy(export_bundle(canter.load(tmp_path), tmp_path / "bundle", formats=("onnx",)).path)
     assert bundle.predict(np.zeros(1)).tolist() == canter.load(tmp_path).predict(np.zeros(1)).tolist()
+
+
+def test_predict_gives_actions_within_the_bounds_and_in_the_shape_of_a_box(tmp_path):
+    space = spaces.Box(-0.01, 0.02, (2, 2))
+    env = GymVecEnv([lambda: Lever(space)] * 2)
+    cfg = {"num_steps_per_env": 4, "policy": {"actor_hidden_dims": [4], "critic_hidden_dims": [4]}}
+    runner = OnPolicyRunner(env, cfg, tmp_path, "cpu", show_progress=False)
+    runner.learn(1)
+    obs, _ = env.reset()
+    for policy in (canter.load(tmp_path), runner.get_inference_policy()):
+        assert space.contains(policy.predict(np.zeros(1, np.float32), deterministic=False))
+        env.step(policy(obs))  # which the adapter clips and shapes
+        assert policy.predict(obs).shape == (2, 2, 2)
+        assert env.envs[1].unwrapped.last.tolist() == policy.predict(obs)[1].flatten().tolist()

@@ -18,8 +18,9 @@ class InferencePolicy:
     """Actions of a trained policy for raw observations, without its environment; keeps its own recurrent state.
 
     Observations are arrays or tensors, one or a batch, a dict by part or one flat vector. Actions are of the same kind.
-    A call gives what the `step` of a `VecEnv` takes, `predict` what the environment itself takes: the two differ where
-    its discrete actions do not begin at 0, which the adapters of environments add.
+    A call gives what the `step` of a `VecEnv` takes, `predict` what the environment itself takes: within its bounds, in
+    the shape of its Box, with discrete actions that begin at its first number. Adapters of environments do that for
+    a call.
 
     Args:
         policy: The trained policy; resetting it for some environments resets this state too.
@@ -29,20 +30,25 @@ class InferencePolicy:
         info: Where the policy comes from: `config`, `environment`, `checkpoint`, `iteration`, `timesteps`.
         seed: Seed of sampled actions; drawn if None.
         actor_obs: Takes the actor's part of a mapping of observation groups, a TensorDict for example.
-        action_space: Space of one action, which states the number of the first discrete action.
+        action_space: Space of one action, with the number of the first discrete action.
+        env_bounds: Bounds of the actions that `predict` returns, if not `action_bounds`.
     """
 
     def __init__(
         self, policy: Policy, obs_space: spaces.Space | None = None, segments: Mapping[str, Any] | None = None,
         action_bounds: Any = None, info: Mapping[str, Any] | None = None, seed: int | None = None,
-        actor_obs: Callable[[Any], Obs] | None = None, action_space: spaces.Space | None = None,
+        actor_obs: Callable[[Any], Obs] | None = None, action_space: spaces.Space | None = None, env_bounds: Any = None,
     ) -> None:  # fmt: skip
         self.policy, self.obs_space, self.info, self.actor_obs = policy, obs_space, dict(info or {}), actor_obs
         self.device = next(policy.parameters()).device
         self.hidden: Hidden | None = None
         policy.followers.add(self)
         self.action_bounds = action_bounds
-        self._bounds = action_bounds and [torch.as_tensor(b, device=self.device).flatten() for b in action_bounds]
+        self._bounds, self._env_bounds = (
+            bounds and [torch.as_tensor(bound, device=self.device).flatten() for bound in bounds]
+            for bounds in (action_bounds, env_bounds or action_bounds)
+        )
+        self._shape = action_space.shape if isinstance(action_space, spaces.Box) else None
         start = np.ravel(getattr(action_space, "start", 0))
         self._start = torch.as_tensor(start, device=self.device) if start.any() else None
         self.generator = None if seed is None else torch.Generator(self.device).manual_seed(seed)
@@ -52,15 +58,15 @@ class InferencePolicy:
 
     def __call__(self, obs: Any) -> Any:
         """Return the deterministic actions of one step, as the `step` of a `VecEnv` takes them."""
-        return self._act(obs, deterministic=True, first=None)
+        return self._act(obs, deterministic=True, for_env=False)
 
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
         """Return the actions of one step, as the environment itself takes them; sampled if not `deterministic`."""
-        return self._act(obs, deterministic, self._start)
+        return self._act(obs, deterministic, for_env=True)
 
     @torch.no_grad()
-    def _act(self, obs: Any, deterministic: bool, first: Tensor | None) -> Any:
-        """Actions of one step; `first` is the number of the first discrete action, 0 if None."""
+    def _act(self, obs: Any, deterministic: bool, for_env: bool) -> Any:
+        """Actions of one step, for the environment itself or for its adapter."""
         if self.actor_obs is not None and isinstance(obs, Mapping):
             obs = self.actor_obs(obs)
         is_array = not any(isinstance(leaf, Tensor) for _, leaf in tree_leaves(obs))
@@ -73,9 +79,12 @@ class InferencePolicy:
             params, self.hidden = self.policy.act_params(batch, self.hidden)
             sampled = self.policy.sample_action(params, self.generator or self.policy.generator)
             actions = self.policy.distribution.to_env(sampled)
-        if self._bounds is not None:
-            actions = actions.clamp(*self._bounds)
-        actions = actions if first is None else actions + first
+        bounds = self._env_bounds if for_env else self._bounds
+        actions = actions if bounds is None else actions.clamp(*bounds)
+        if for_env and self._start is not None:
+            actions = actions + self._start
+        if for_env and self._shape is not None:
+            actions = actions.reshape(len(actions), *self._shape)
         actions = actions[0] if is_single else actions
         return actions.numpy(force=True) if is_array else actions
 

@@ -434,6 +434,7 @@ class Runner(ABC):
         is_here = device is None or torch.device(device) == self.device
         policy = self.policy if is_here else copy.deepcopy(self.policy).to(device)
         more = {"actor_obs": getattr(self.env, "actor_obs", None), "action_space": self.env.action_space}
+        more["env_bounds"] = self.env.action_bounds
         return InferencePolicy(policy, self.env.obs_space, self.env.obs_segments, **more)
 
     def export_policy_to_onnx(self, path: str | Path, filename: str = "policy.onnx", verbose: bool = False) -> None:
