@@ -313,6 +313,35 @@ def test_a_bad_config_file_is_an_error_that_names_the_problem(tmp_path, text, me
         parse_train(["CartPole-v1", "--config", str(tmp_path / "b.yaml")])
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("algorithm: [1, 2]", "algorithm must be a mapping such as algorithm: {class_name: sac}, got [1, 2]"),
+        ("algorithm: sac", "algorithm must be a mapping such as algorithm: {class_name: sac}, got 'sac'"),
+        ("algorithm: {class_name: 3}", "algorithm.class_name must be a name such as sac, got 3"),
+        ("run: 3", "run must be a mapping such as run: {num_envs: 8}, got 3"),
+        ("task: 3", "task must be a name such as CartPole-v1, got 3"),
+        ("1: 3", "the name of a setting must be text, got 1"),
+        ("num_envs: four", "num_envs must be a whole number of at least 1, got 'four'; write num_envs: 8"),
+        ("num_envs: 4.5", "num_envs must be a whole number of at least 1, got 4.5"),
+        ("num_envs: null", "num_envs must be a whole number of at least 1, got None"),
+        ("run: {total_timesteps: x}", "total_timesteps must be a whole number of at least 1, got 'x'"),
+        ("a: [1", "at line 1, column 4"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_in_a_config_file_is_an_error_with_file_key_and_value(tmp_path, text, message):
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        parse_train(["CartPole-v1", "--config", str(tmp_path / "a.yaml")])
+    assert str(tmp_path / "a.yaml") in str(error.value)
+
+
+def test_a_config_file_may_have_empty_sections_and_lengths_with_an_exponent(tmp_path):
+    (tmp_path / "a.yaml").write_text("{algorithm: null, run: null, policy: null, total_timesteps: 1e5}")
+    options, _ = parse_train(["CartPole-v1", "--config", str(tmp_path / "a.yaml")])
+    assert (options.algorithm, options.total_timesteps, type(options.total_timesteps)) == ("ppo", 100_000, int)
+
+
 def test_evaluation_can_be_switched_off_and_is_a_tenth_of_the_run_by_default():
     intervals = [
         run_config(*parse_train(["CartPole-v1", *flags]))["eval_interval"] for flags in ([], ["--eval-interval", "0"])

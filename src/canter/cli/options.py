@@ -40,6 +40,8 @@ EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+$")
 NUMBERS = re.compile(r"\d+(,\d+)+")  # 64,64 is as good as 64 64
 ARGUMENT = re.compile(r"^    (\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 
+# Numbers of a run that are no settings, each with an example.
+LENGTHS = {"num_envs": 8, "total_timesteps": 1_000_000}
 SMALL_MINIBATCH = 32  # steps; the gradient of fewer is mostly noise
 
 # Choices of policy settings, which are plain arguments of constructors.
@@ -137,7 +139,7 @@ def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, 
     has_policy = "class_name" in plan.policy  # else the networks are part of the algorithm's own settings
     policy = policy_options(policy_class, plan.policy) if has_policy else dataclasses.make_dataclass("NoPolicy", [])()
     settings = settings_options(plan.cfg)
-    values = {key: preset[key] for key in ("num_envs", "total_timesteps")}
+    values = {key: preset[key] for key in LENGTHS}
     values |= {"environment": EnvOptions(**env_options(run))}
     default = TrainOptions(task=task or tyro.MISSING, settings=settings, policy=policy, algorithm=name, **values)
     suggest_flags(args, default, plan.cfg)
@@ -169,16 +171,46 @@ def read_config(file: str | None) -> dict[str, Any]:
     content = read_values(file)
     if not isinstance(content, dict):
         raise ValueError(f"--config {file}: the file is no mapping of settings; a run's config.yaml is an example")
-    run = content.get("run") or {}
+    content = {key: value for key, value in content.items() if value is not None or key not in ("algorithm", "run")}
+    check_sections(f"--config {file}", content)
+    run = content.get("run", {})
     named = {name: content[name] for name in ("task", "wrappers") if name in content}
     refuse_imports({**content, "run": {**run, **named}}, file, (), "give the setting on the command line")
-    return {key: run[key] for key in ("task", "num_envs", "total_timesteps") if key in run} | content
+    content = {key: run[key] for key in ("task", *LENGTHS) if key in run} | content
+    return content | {name: length(f"--config {file}", name, content[name]) for name in LENGTHS if name in content}
+
+
+def check_sections(file: str, content: Mapping[Any, Any]) -> None:
+    """Refuse sections of a file that are no mappings, and names that are no text."""
+    examples = {"algorithm": "{class_name: sac}", "policy": "{activation: tanh}", "run": "{num_envs: 8}"}
+    examples |= {"runner": "{max_iterations: 100}", "storage": "{name: value}"}
+    for key, value in content.items():
+        if not isinstance(key, str):
+            raise ValueError(f"{file}: the name of a setting must be text, got {key!r}; put it in quotes or remove it")
+        if key in examples and not isinstance(value, Mapping | None):
+            raise ValueError(f"{file}: {key} must be a mapping such as {key}: {examples[key]}, got {value!r}")
+    names: dict[str, Any] = {"task": content.get("task"), "run.task": content.get("run", {}).get("task")}
+    names["algorithm.class_name"] = content.get("algorithm", {}).get("class_name")
+    for key, value in names.items():
+        if not isinstance(value, str | None):
+            example = "CartPole-v1" if "task" in key else "sac"
+            raise ValueError(f"{file}: {key} must be a name such as {example}, got {value!r}")
+
+
+def length(file: str, name: str, value: Any) -> int:
+    """The whole number of a file's setting; YAML reads 1e6 as 1000000.0."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if type(value) is not int or value < 1:
+        way_out = f"write {name}: {LENGTHS[name]}, or leave it out for the preset's"
+        raise ValueError(f"{file}: {name} must be a whole number of at least 1, got {value!r}; {way_out}")
+    return value
 
 
 def over_preset(preset: dict[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
     """A preset with the settings of a file in their place; a file with a `runner` section replaces it whole."""
     if "runner" in file:
-        lengths = {key: preset[key] for key in ("task", "num_envs", "total_timesteps")}
+        lengths = {key: preset[key] for key in ("task", *LENGTHS)}
         algorithm = {**preset["algorithm"], **(file.get("algorithm") or {})}
         return lengths | dict(file) | {"algorithm": algorithm | {"class_name": preset["algorithm"]["class_name"]}}
     merged = {**preset, **file}
@@ -418,7 +450,8 @@ def read_values(path: str | Path) -> Any:
     try:
         return parse_yaml(read_limited(path).decode("utf-8"), YamlLoader)
     except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
+        reason = str(error).replace('in "<unicode string>", ', "at ")
+        raise ValueError(f"{path} is not YAML: {reason}; correct the file") from error
 
 
 def parse_value(text: str) -> Any:
