@@ -353,3 +353,27 @@ def test_an_algorithm_named_beside_a_training_dict_is_used_or_refused():
     assert OffPolicyRunner(CartPole(2), unnamed).plan.algorithm == "DQN"
     with pytest.raises(ValueError, match="the training dict is of 'DQN', the argument algorithm is 'sac'"):
         OffPolicyRunner(PointRobot(2), OFF_POLICY, "sac")
+
+
+# ------------------------------------------------------------------ the wrong kind of runner or argument
+@pytest.mark.parametrize("name", ["dqn", "sac", "td3"])
+@pytest.mark.parametrize("form", ["dict", "config", "name"])
+def test_an_off_policy_algorithm_in_an_on_policy_runner_is_answered_with_the_right_runner(name, form):
+    given = {"dict": {"algorithm": {"class_name": name}}, "config": REGISTRY[name].config_class(), "name": None}[form]
+    with pytest.raises(ValueError, match=f"{name.upper()} learns from a replay buffer; use OffPolicyRunner instead"):
+        OnPolicyRunner(CartPole(2, device="cpu"), given, algorithm=name if form == "name" else None)
+
+
+def test_an_on_policy_algorithm_in_an_off_policy_runner_is_answered_with_the_right_runner(make_runner):
+    for given in ({"algorithm": {"class_name": "PPO"}}, PPOConfig(), make_runner().alg):
+        with pytest.raises(ValueError, match="PPO learns from rollouts; use OnPolicyRunner instead of OffPolicyRunner"):
+            OffPolicyRunner(CartPole(2, device="cpu"), given)
+
+
+@pytest.mark.parametrize("runner_class", [OnPolicyRunner, OffPolicyRunner])
+@pytest.mark.parametrize("given", ["MlpPolicy", 3, ["PPO"], PPOConfig])
+def test_what_is_neither_a_dict_nor_a_config_object_is_refused(runner_class, given):
+    with pytest.raises(TypeError, match="a runner needs a training dict such as .* or a config object such as PPOCon"):
+        runner_class(CartPole(2, device="cpu"), given)
+    with pytest.raises(TypeError, match="a runner needs a training dict"):
+        runner_class(CartPole(2, device="cpu"), cfg=given)

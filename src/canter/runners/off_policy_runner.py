@@ -28,6 +28,7 @@ class OffPolicyRunner(Runner):
     """
 
     default_algorithm = "dqn"
+    uses_replay = True
     ways_to_set_length = "learn(total_timesteps) or max_timesteps"
 
     def __init__(self, env: Any, cfg: Any = None, algorithm: str | None = None, *args: Any, **options: Any) -> None:

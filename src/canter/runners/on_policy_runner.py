@@ -18,6 +18,8 @@ MAX_WAITING = 32  # steps stored in a row: the code is in the processor's caches
 class OnPolicyRunner(Runner):
     """Trains PPO and its variants. An iteration is one rollout and the update after it."""
 
+    uses_replay = False
+
     def set_up(self) -> None:
         """Allocate the storage, unless the algorithm has one that fits, and the statistics."""
         names = ("num_envs", "num_transitions_per_env", "has_invalid_steps")

@@ -121,26 +121,54 @@ def plan_for(agent_class: type, train_cfg: Mapping[str, Any]) -> RunPlan:
 
 
 def make_plan(
-    train_cfg: Any, cfg: Any, algorithm: str | None, agent: Any, networks: Mapping[str, Any], default: str = "ppo"
-) -> RunPlan:
-    """The plan of a run from a training dict, a config object, an algorithm's name or a ready algorithm."""
+    train_cfg: Any, cfg: Any, algorithm: str | None, agent: Any, networks: Mapping[str, Any], default: str = "ppo",
+    uses_replay: bool | None = None,
+) -> RunPlan:  # fmt: skip
+    """The plan of a run from a training dict, a config object, an algorithm's name or a ready algorithm.
+
+    With `uses_replay`, an algorithm that needs the other kind of runner is refused.
+    """
     if hasattr(train_cfg, "algorithm"):  # a training dict written as a dataclass, as Isaac Lab's and mjlab's are
         train_cfg = as_sections(train_cfg)
     if dataclasses.is_dataclass(train_cfg) or isinstance(cfg, Mapping):
         train_cfg, cfg = cfg, train_cfg
+    for given in (train_cfg, cfg):
+        if given is not None and not isinstance(given, Mapping) and not is_config_object(given):
+            ways = "a training dict such as {'algorithm': {'class_name': 'PPO'}} or a config object such as PPOConfig()"
+            raise TypeError(f"a runner needs {ways}, got {given!r}")
     known = {key: value for key, value in networks.items() if value is not None}
     if agent is not None and known:
         raise ValueError(f"the agent has its networks; leave out {', '.join(known)}")
     if train_cfg is not None:
-        return parse_train_cfg(train_cfg, known, algorithm, default)
+        plan = parse_train_cfg(train_cfg, known, algorithm, default)
+        check_runner(REGISTRY[find_algorithm(plan.algorithm)].agent_class, uses_replay)
+        return plan
     if algorithm is None and cfg is not None:
         default = next((key for key, entry in REGISTRY.items() if type(cfg) is entry.config_class), default)
     name = find_algorithm(algorithm or default)
     if agent is not None:
+        check_runner(type(agent), uses_replay)
         name = next((key for key, entry in REGISTRY.items() if entry.agent_class is type(agent)), None)
         return RunPlan(display_name(name) if name else type(agent).__name__, cfg or config_of(agent), {})
+    check_runner(REGISTRY[name].agent_class, uses_replay)
     require_networks(name, known)
     return RunPlan(display_name(name), cfg or REGISTRY[name].config_class(), known)
+
+
+def is_config_object(value: Any) -> bool:
+    """Whether a value is an instance of a dataclass, not the class."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def check_runner(agent_class: type, uses_replay: bool | None) -> None:
+    """Raise if an algorithm learns from a replay buffer and the runner from rollouts, or the other way round."""
+    learns_from_replay = getattr(agent_class, "learns_from_replay", uses_replay)
+    if uses_replay is not None and learns_from_replay != uses_replay:
+        kinds = {True: ("a replay buffer", "OffPolicyRunner"), False: ("rollouts", "OnPolicyRunner")}
+        source, runner = kinds[bool(learns_from_replay)]
+        raise ValueError(
+            f"{agent_class.__name__} learns from {source}; use {runner} instead of {kinds[uses_replay][1]}"
+        )
 
 
 def require_networks(algorithm: str, networks: Mapping[str, Any]) -> None:

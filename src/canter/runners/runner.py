@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -83,6 +83,8 @@ class Runner(ABC):
     """
 
     default_algorithm = "ppo"
+    uses_replay: ClassVar[bool | None] = None
+    """Whether the runner is for algorithms with a replay buffer, or for those without; None takes both."""
     ways_to_set_length = "learn(iterations), learn(total_timesteps=...) or max_iterations"
 
     stats: StepStats
@@ -105,7 +107,7 @@ class Runner(ABC):
             train_cfg, agent = None, train_cfg
         networks = {"actor_class": actor_class, "critic_class": critic_class, "q_network_class": q_network_class}
         networks |= {"actor_cfg": actor_cfg, "critic_cfg": critic_cfg, "q_network_cfg": q_network_cfg}
-        self.plan = make_plan(train_cfg, cfg, algorithm, agent, networks, default=self.default_algorithm)
+        self.plan = make_plan(train_cfg, cfg, algorithm, agent, networks, self.default_algorithm, self.uses_replay)
         overrides = {"log_interval": log_interval, "save_interval": save_interval, "eval_interval": eval_interval}
         overrides |= {"eval_episodes": eval_episodes, "device": None if device is None else str(device)}
         given = {name: value for name, value in overrides.items() if value is not None}
