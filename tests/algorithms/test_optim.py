@@ -221,6 +221,27 @@ def test_weight_decay_shrinks_only_its_group():
     torch.testing.assert_close(net.std, twin.std - 0.1 * 0.5 * 1.0)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"learning_rate": 1e-3},
+            r"parameter_groups\['0'\] has no option 'learning_rate'; did you mean 'lr'\? Adam has lr",
+        ),
+        ({"weight_decai": 0.1}, "did you mean 'weight_decay'"),
+        ({"momentum": 0.9}, "no option 'momentum'; Adam has lr, betas"),
+    ],
+)
+def test_an_option_of_a_group_that_the_optimizer_lacks_is_an_error_with_those_it_has(options, message):
+    with pytest.raises(ValueError, match=message):
+        GuardedOptimizer(nn.Sequential(nn.Linear(2, 2)), "Adam", 1e-3, {"0": options})
+
+
+def test_a_group_that_is_no_dict_is_an_error_with_an_example():
+    with pytest.raises(TypeError, match=r"parameter_groups\['0'\] must be a dict such as {'lr': 1e-4}, got 0.1"):
+        GuardedOptimizer(nn.Sequential(nn.Linear(2, 2)), "Adam", 1e-3, {"0": 0.1})  # type: ignore[dict-item]
+
+
 def test_a_prefix_that_names_nothing_is_an_error():
     with pytest.raises(ValueError, match="no parameter name starts with 'crtic'; the policy has actor, critic, std"):
         made(groups={"crtic": {"lr": 1.0}})

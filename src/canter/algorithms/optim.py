@@ -1,6 +1,7 @@
 """Optimizers whose learning rate is a device scalar, so that captured code can change it."""
 
 import difflib
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,6 +66,7 @@ class GuardedOptimizer:
         if self.is_fused and device.type == "cuda":
             options["capturable"] = True
         rate = self.lr if self.has_tensor_rate else float(learning_rate)
+        check_options(cls, groups or {})
         members = split_groups(named, groups, device, self.has_tensor_rate)
         self.sizes = [[p.shape for p in group["params"]] for group in members]
         # On a CPU the cost of an optimizer is the number of tensors; on a GPU one kernel takes them all.
@@ -240,6 +242,19 @@ def backward(loss: Tensor, *optimizers: GuardedOptimizer, scalars: Sequence[Tens
         optimizer.take_grads([next(grads) for _ in optimizer.parameters])
     if RANKS.size > 1:
         RANKS.average([*(grad for optimizer in optimizers for grad in optimizer.grads()), *scalars])
+
+
+def check_options(cls: type, groups: Mapping[str, Any]) -> None:
+    """Refuse options of a parameter group that the optimizer does not have; torch ignores them."""
+    known = [name for name in inspect.signature(cls).parameters if name != "params"]
+    for prefix, options in groups.items():
+        place = f"parameter_groups[{prefix!r}]"
+        if not isinstance(options, Mapping):
+            raise TypeError(f"{place} must be a dict such as {{'lr': 1e-4}}, got {options!r}")
+        for name in (name for name in options if name not in known):
+            near = ["lr"] if name == "learning_rate" else difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"{place} has no option {name!r}; {hint}{cls.__name__} has {', '.join(known)}")
 
 
 def split_groups(
