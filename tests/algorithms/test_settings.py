@@ -121,3 +121,21 @@ def test_a_setting_that_something_was_built_from_cannot_change():
     alg = PPO(ActorCritic(1, 1))
     with pytest.raises(AttributeError, match="PPO was built with optimizer_class_name='Adam'; make a new PPO"):
         alg.optimizer_class_name = "SGD"
+
+
+def test_assigning_to_a_near_miss_of_a_setting_of_an_algorithm_is_an_error_with_the_setting(make_ppo):
+    alg, _ = make_ppo()
+    with pytest.raises(AttributeError, match=r"PPO has no setting 'learnin_rate'; did you mean 'learning_rate'\?"):
+        alg.learnin_rate = 1
+    alg.learning_rate_before = alg.learning_rate0 = 7  # a user's own
+    assert (alg.learning_rate_before, alg.learning_rate0) == (7, 7)
+
+
+def test_an_algorithm_of_ones_own_may_have_attributes_with_names_like_those_of_settings(make_ppo):
+    class Mine(PPO):
+        """A user's algorithm."""
+
+    alg, _ = make_ppo()
+    mine = Mine(alg.policy, cfg=alg.cfg)
+    mine.learning_rates = [1, 2]
+    assert mine.learning_rates == [1, 2]

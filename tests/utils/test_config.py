@@ -48,6 +48,24 @@ def test_an_unknown_setting_names_its_owner_and_the_nearest():
         Walk(colour="red")
 
 
+@pytest.mark.parametrize(("typo", "name"), [("step_heigth", "step_height"), ("num_step_per_env", "num_steps_per_env")])
+def test_assigning_to_a_near_miss_of_a_setting_is_an_error_with_the_setting(typo, name):
+    for cfg in (Walk(), Run()):
+        with pytest.raises(AttributeError, match=rf"^(Walk|Run) has no setting '{typo}'; did you mean '{name}'\?$"):
+            setattr(cfg, typo, 1)
+        assert not hasattr(cfg, typo)
+
+
+def test_attributes_that_are_no_typos_of_a_setting_may_be_assigned():
+    class Sprint(Walk):
+        step_heights = None
+
+    cfg = Sprint()
+    for name in ("colour", "_step_heigth", "step_height_2", "step_height0", "step_heights"):
+        setattr(cfg, name, 7)
+        assert getattr(cfg, name) == 7
+
+
 def test_a_none_for_an_unknown_setting_is_ignored():
     assert Walk(colour=None, speed=5.0).speed == 5.0
     assert check_settings("Walk", {"colour": None, "speed": None}, ["speed"]) == {"speed": None}

@@ -18,7 +18,15 @@ from canter.execution import ACTIVE_TRACERS, runs_own_code
 from canter.execution.executor import Executor
 from canter.modules.build import build_normalizer
 from canter.utils.checkpoint import check_compatible
-from canter.utils.config import check_settings, check_value, combined_settings, declared_kinds, setting, settings
+from canter.utils.config import (
+    check_settings,
+    check_value,
+    combined_settings,
+    declared_kinds,
+    refuse_near_miss,
+    setting,
+    settings,
+)
 from canter.utils.distributed import RANKS
 from canter.utils.runtime import resolve_device
 
@@ -214,6 +222,8 @@ class Algorithm:
         fields = own.get("setting_fields", {})
         if name not in fields or hasattr(type(self), name):
             if not hasattr(type(self), name) and is_user_code():
+                if type(self).__module__.startswith("canter."):  # a user's subclass has attributes of its own
+                    refuse_near_miss(self, name, fields)
                 own.setdefault("user_attributes", set()).add(name)
             object.__setattr__(self, name, value)
             return

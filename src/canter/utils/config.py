@@ -17,6 +17,8 @@ KINDS: dict[str, tuple[type, ...]] = {
     "bool": (bool,), "int": (int,), "float": (float, int), "str": (str,), "None": (type(None),), "dict": (Mapping,),
 }  # fmt: skip
 
+NEAR = 0.85  # similarity of two names of which one is taken for a typo of the other
+
 # ApexRL's spelling of a setting -> canter's.
 OTHER_SPELLINGS = {
     "num_steps": "num_steps_per_env",
@@ -213,12 +215,25 @@ def defaults_of(cls: type, name: str) -> list[Any]:
     return [field.default for field in declared if field is not None]
 
 
+def refuse_near_miss(owner: Any, name: str, known: Iterable[str]) -> None:
+    """Raise an AttributeError for a new attribute whose name is a setting's but for a letter or two.
+
+    A setting's name with a number or a word after it is taken for an attribute of the user's own.
+    """
+    near = [] if name.startswith("_") else difflib.get_close_matches(name, list(known), n=1, cutoff=NEAR)
+    rest = name.removeprefix(near[0]) if near else ""
+    if near and not (rest.isdigit() or (rest != name and rest.startswith("_"))):
+        raise AttributeError(f"{type(owner).__name__} has no setting {name!r}; did you mean {near[0]!r}?")
+
+
 def assign_checked(cfg: Any, name: str, value: Any) -> None:
     """The `__setattr__` of settings: checks and converts the value of a field, in the constructor and later."""
     field = cfg.__dataclass_fields__.get(name)
     if field is not None:
         value = check_value(type(cfg).__name__, field, value)
         check_order(cfg, name, value)
+    elif name not in vars(cfg) and not hasattr(type(cfg), name):
+        refuse_near_miss(cfg, name, cfg.__dataclass_fields__)
     object.__setattr__(cfg, name, value)
 
 
