@@ -67,6 +67,11 @@ def test_callbacks_of_one_event_run_in_the_order_they_were_added(make_runner):
     assert seen == ["a", "b", "c"]
 
 
+def test_a_callback_that_cannot_be_called_is_refused_at_once(make_runner):
+    with pytest.raises(TypeError, match="the callback of post_iteration must be a function such as lambda .*, got 3"):
+        make_runner().add_callback("post_iteration", 3)
+
+
 def test_an_unknown_event_is_answered_with_the_known_ones(make_runner):
     with pytest.raises(ValueError, match=r"unknown event 'post_step'; events are .*post_rollout"):
         make_runner().add_callback("post_step", print)

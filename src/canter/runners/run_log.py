@@ -78,6 +78,9 @@ class Callbacks:
         """Call `fn(runner)` at a `pre_*` event, `fn(runner, stats)` at a `post_*` event."""
         if event not in self.by_event:
             raise ValueError(f"unknown event {event!r}; events are {', '.join(EVENTS)}")
+        if not callable(fn):
+            example = "lambda runner: ..." if event.startswith("pre_") else "lambda runner, stats: ..."
+            raise TypeError(f"the callback of {event} must be a function such as {example}, got {fn!r}")
         self.by_event[event].append(fn)
 
     def fire(self, event: str, *args: Any) -> None:
