@@ -148,9 +148,9 @@ def test_networks_and_environments_refuse_nonsense(make, message):
 def test_a_training_has_a_length_of_at_least_0(length):
     env = make_env("canter/CartPole", num_envs=2)
     runner = OnPolicyRunner(env, {"policy": {"actor_hidden_dims": [4], "critic_hidden_dims": [4]}}, device="cpu")
-    with pytest.raises(ValueError, match="length of the training must be a number of at least 0"):
+    with pytest.raises(ValueError, match="length of the training must be a whole number of at least 0"):
         runner.learn(length)
-    with pytest.raises(ValueError, match="length of the training must be a number of at least 0"):
+    with pytest.raises(ValueError, match="length of the training must be a whole number of at least 0"):
         runner.learn(total_timesteps=length)
 
 

@@ -8,8 +8,9 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from canter.envs import GymVecEnv, GymVectorEnvAdapter
-from canter.envs.torch_envs import MaskedCartPole, Pendulum, PointRobot
+from canter.envs.torch_envs import CartPole, MaskedCartPole, Pendulum, PointRobot
 from canter.runners.evaluation import run_episodes
+from canter.runners.runner import space_form
 from canter.utils.checkpoint import load_checkpoint
 
 GRU = {"class_name": "ActorCriticRecurrent", "rnn_type": "gru", "rnn_hidden_size": 6}
@@ -363,3 +364,25 @@ def test_on_step_sees_every_step_and_gymnasium_envs_evaluate(make_runner):
     returns, lengths = run_episodes(runner.get_inference_policy(), runner.env, 2, on_step=lambda e: seen.append(e))
     assert len(seen) == sum(lengths)
     assert returns == [float(length) for length in lengths]
+
+
+def test_an_evaluation_environment_of_other_spaces_is_refused_with_both(make_runner):
+    with pytest.raises(ValueError, match=r"observation space of eval_env is Box.*\(4,\).*training environment is Box"):
+        make_runner(PointRobot(2), eval_env=CartPole(2))
+
+    class MoreActions(PointRobot):
+        def __init__(self, num_envs):
+            super().__init__(num_envs)
+            self.action_space = spaces.Box(-1.0, 1.0, (7,))
+
+    with pytest.raises(ValueError, match=r"action space of eval_env is Box.*\(7,\).*same task with the same wrappers"):
+        make_runner(PointRobot(2), eval_env=MoreActions(2))
+
+
+def test_spaces_are_alike_with_other_bounds_and_not_with_another_number_of_choices():
+    assert space_form(spaces.Box(-1.0, 1.0, (3,))) == space_form(spaces.Box(-9.0, 9.0, (3,)))
+    parts = {"a": spaces.Discrete(3), "b": spaces.MultiDiscrete([2, 3])}
+    assert space_form(spaces.Dict(parts)) == space_form(spaces.Dict(parts))
+    assert space_form(spaces.Dict(parts)) != space_form(spaces.Dict(parts | {"a": spaces.Discrete(4)}))
+    assert space_form(spaces.Dict(parts)) != space_form(spaces.Dict(parts | {"b": spaces.MultiDiscrete([2, 4])}))
+    assert space_form(spaces.Box(0.0, 1.0, ())) != space_form(spaces.Discrete(2))

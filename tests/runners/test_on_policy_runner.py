@@ -167,8 +167,19 @@ def test_total_timesteps_round_up_and_add(make_runner):
     assert (runner.iteration, runner.tot_timesteps) == (2, 192)
     runner.learn(total_timesteps=100)
     assert (runner.iteration, runner.tot_timesteps) == (4, 384)
-    runner.learn(1, total_timesteps=10_000)  # iterations come first
-    assert runner.iteration == 5
+    runner.learn(total_timesteps=1e2)
+    assert (runner.iteration, runner.tot_timesteps) == (6, 576)
+
+
+@pytest.mark.parametrize("length", ["100", 2.5, True, [1], None])
+def test_a_length_that_is_no_whole_number_or_given_twice_is_refused(make_runner, length):
+    runner = make_runner()
+    message = "must be a whole number of at least 0, got" if length is not None else "is given twice, as 2 iterations"
+    for given in ({"num_learning_iterations": length}, {"total_timesteps": length}):
+        given = {"num_learning_iterations": 2, "total_timesteps": 100} if length is None else given
+        with pytest.raises(ValueError, match=f"the length of the training {message}"):
+            runner.learn(**given)
+    assert runner.iteration == 0
 
 
 def test_without_a_length_max_iterations_is_the_goal(make_runner):

@@ -120,6 +120,8 @@ class Runner(ABC):
         """Environments of all ranks together."""
         complete(self.plan, self.env)
         self.eval_env = None if eval_env is None else open_env(eval_env, self.device, self.plan)
+        if self.eval_env is not None:
+            compare_spaces(self.env, self.eval_env)
         # Absolute, because a program may change its working directory.
         self.log_dir = None if log_dir is None else Path(log_dir).absolute()
         self.save_dir = self.log_dir if save_dir is None else Path(save_dir).absolute()
@@ -359,8 +361,13 @@ class Runner(ABC):
 
     def count_iterations(self, iterations: int | None, timesteps: int | None) -> int:
         """Iterations that the arguments of `learn` ask for."""
-        if (length := iterations if iterations is not None else timesteps) is not None and not 0 <= length < math.inf:
-            raise ValueError(f"the length of the training must be a number of at least 0, got {length}")
+        if iterations is not None and timesteps is not None:
+            both = f"{iterations!r} iterations and total_timesteps={timesteps!r}"
+            raise ValueError(f"the length of the training is given twice, as {both}; leave one out")
+        for length in (given for given in (iterations, timesteps) if given is not None):
+            is_number = isinstance(length, (int, float, np.integer, np.floating)) and not isinstance(length, bool)
+            if not is_number or not 0 <= length < math.inf or length != int(length):
+                raise ValueError(f"the length of the training must be a whole number of at least 0, got {length!r}")
         if iterations is not None:
             return int(iterations)
         if timesteps is not None:
@@ -620,6 +627,23 @@ def warn_of_earlier_run(directory: Path) -> None:
     if directory.is_dir() and (found := find_checkpoints(directory)):
         problem = f"{directory} has checkpoints of an earlier run, up to {found[-1][1].name}; this run adds its own"
         warnings.warn(f"{problem}: use another log_dir, or load a checkpoint to continue that run", stacklevel=4)
+
+
+def compare_spaces(env: VecEnv, eval_env: VecEnv) -> None:
+    """Raise if a policy of the training environment cannot act in the evaluation environment; bounds may differ."""
+    for kind in ("observation", "action"):
+        name = "obs_space" if kind == "observation" else "action_space"
+        own, other = getattr(env, name), getattr(eval_env, name)
+        if space_form(own) != space_form(other):
+            both = f"the {kind} space of eval_env is {other}, that of the training environment is {own}"
+            raise ValueError(f"{both}; make both environments from the same task with the same wrappers")
+
+
+def space_form(space: spaces.Space) -> dict[str, Any]:
+    """The shape of every part of a space, and the number of its choices."""
+    choices = {spaces.Discrete: "n", spaces.MultiDiscrete: "nvec"}
+    counts = {name: getattr(leaf, choices.get(type(leaf), ""), None) for name, leaf in tree_leaves(space)}
+    return {name: (leaf.shape, np.array(counts[name]).tolist()) for name, leaf in tree_leaves(space)}
 
 
 def open_env(env: Any, device: torch.device, plan: RunPlan) -> VecEnv:
