@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import warnings
 
 import pytest
 import yaml
@@ -352,6 +353,15 @@ def test_evaluation_can_be_switched_off_and_is_a_tenth_of_the_run_by_default():
 def test_an_unknown_policy_class_is_an_error_that_lists_them():
     with pytest.raises(ValueError, match="ActorCriticRecurrent"):
         policy_options("ActorCritc", {})
+
+
+@pytest.mark.parametrize("flags", [["--restart-workers"], ["--worker-timeout", "5"]])
+def test_flags_of_workers_without_workers_are_said_to_have_no_effect(flags):
+    with pytest.warns(UserWarning, match=f"^{flags[0]} has no effect without workers; add --workers N$"):
+        parse_train(["CartPole-v1", *flags])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parse_train(["CartPole-v1", "--workers", "2", *flags])
 
 
 def test_the_seed_is_1_unless_given():

@@ -403,6 +403,10 @@ def check_run(options: Any) -> None:
         raise UserError(f"--workers must be at most --num-envs, got {options.workers} and {options.num_envs}")
     if not 0 < options.worker_timeout < math.inf:
         raise UserError(f"--worker-timeout must be a number of seconds above 0, got {options.worker_timeout}")
+    given_for_workers = {"--worker-timeout": options.worker_timeout != RunOptions.worker_timeout}
+    given_for_workers["--restart-workers"] = options.restart_workers
+    if flags := [flag for flag, is_given in given_for_workers.items() if is_given and not options.workers]:
+        warnings.warn(f"{flags[0]} has no effect without workers; add --workers N", stacklevel=3)
     if (options.threads or 1) > (cores := usable_cores()):
         raise UserError(f"--threads must be at most {cores}, the cores of this process, got {options.threads}")
 

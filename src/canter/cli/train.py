@@ -16,7 +16,7 @@ from canter.cli import runs
 from canter.cli.errors import UserError, user_errors
 from canter.cli.films import FILM_SECONDS, Films, film_command, film_environment, modules_of
 from canter.cli.launch import is_launched, launch
-from canter.cli.options import RunPath, TrainOptions, parse_train
+from canter.cli.options import RunPath, TrainOptions, at_least, parse_train
 from canter.envs.wrap import env_options
 from canter.runners import Runner, check_policy, log_histograms
 from canter.runners.checkpoints import all_or_none
@@ -126,6 +126,7 @@ def resume(
         logger_kwargs: Settings of the logging backends, as YAML. Hosts, keys, accounts and paths are taken from here or
             from the environment, not from the run's config.yaml.
     """
+    at_least(1, total_timesteps=total_timesteps, ranks=ranks)
     saved = runs.read_run(run, modules)
     config: dict[str, Any] = {**saved.config, "run": dict(saved.config["run"])}
     if missing := [name for name in ("num_envs", "total_timesteps") if name not in config["run"]]:
