@@ -1,11 +1,19 @@
 """MLPs: which layers they have."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from torch import nn
 
-from canter.modules.mlp import MlpModel, mlp
+from canter.envs.torch_envs import CartPole
+from canter.modules.actor_critic import ActorCritic
+from canter.modules.actors import MLPActor
+from canter.modules.mlp import MlpModel, layer_sizes, mlp
+from canter.modules.q_networks import MLPQNetwork
+from canter.runners import OnPolicyRunner
 
 
 def kinds(model):
@@ -66,3 +74,22 @@ def test_mlp_model_of_nothing_is_refused():
 def test_sizes_become_python_ints():
     assert type(mlp([np.int64(3), np.int64(2)])[0].in_features) is int
     assert type(MlpModel(3, [np.int64(4)]).output_size) is int
+
+
+@pytest.mark.parametrize("sizes", [64, "64", None, ["64"], [True], [None], {"a": 1}])
+def test_hidden_layers_that_are_no_list_of_numbers_are_refused_with_the_setting_and_an_example(sizes):
+    message = f"must be a list of layer sizes such as [64, 64], got {sizes!r}"
+    for name in ("actor_hidden_dims", "critic_hidden_dims"):
+        with pytest.raises(TypeError, match=re.escape(f"{name} {message}")):
+            OnPolicyRunner(CartPole(2), {"policy": {name: sizes}}, device="cpu")
+    space = spaces.Box(-1.0, 1.0, (3,))
+    with pytest.raises(TypeError, match=re.escape(f"MLPActor: hidden_dims {message}")):
+        MLPActor(space, space, {"hidden_dims": sizes})
+    with pytest.raises(TypeError, match=re.escape(f"MLPQNetwork: hidden_dims {message}")):
+        MLPQNetwork(space, spaces.Discrete(2), {"hidden_dims": sizes})
+
+
+@pytest.mark.parametrize("sizes", [[4, 5], (4, 5), np.array([4, 5]), [np.int64(4), 5.0], []])
+def test_hidden_layers_may_be_any_list_of_numbers(sizes):
+    assert layer_sizes("actor_hidden_dims", sizes) == ([4, 5] if len(sizes) else [])
+    assert ActorCritic(3, 2, actor_hidden_dims=sizes).actor[0].in_features == 3

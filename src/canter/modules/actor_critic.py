@@ -20,7 +20,7 @@ from canter.modules.distributions import (
     distribution_for,
     init_std,
 )
-from canter.modules.mlp import mlp
+from canter.modules.mlp import layer_sizes, mlp
 from canter.modules.policy import Context, Policy
 from canter.modules.utils import activation as activation_class
 from canter.modules.utils import orthogonal_init as init_orthogonal
@@ -95,8 +95,9 @@ class ActorCritic(Policy):
         # The base hooks return their input; they are not called where no class of the policy overrides them.
         self.has_actor_features = type(self).actor_features is not ActorCritic.actor_features
         self.has_critic_features = type(self).critic_features is not ActorCritic.critic_features
-        actor_sizes, actor_kind = [actor_width, *actor_hidden_dims, head_width], actor_activation or activation
-        critic_sizes, critic_kind = [critic_width, *critic_hidden_dims, 1], critic_activation or activation
+        actor_sizes = [actor_width, *layer_sizes("actor_hidden_dims", actor_hidden_dims), head_width]
+        critic_sizes = [critic_width, *layer_sizes("critic_hidden_dims", critic_hidden_dims), 1]
+        actor_kind, critic_kind = actor_activation or activation, critic_activation or activation
         self.actor = mlp(actor_sizes, actor_kind, head_activation, actor_layer_norm) if actor is None else actor
         self.critic = mlp(critic_sizes, critic_kind, None, critic_layer_norm) if critic is None else critic
         for given, built, gain in ((actor, self.actor, 0.01), (critic, self.critic, 1.0)):

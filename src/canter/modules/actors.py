@@ -17,7 +17,7 @@ from torch import distributions as td
 from canter.envs.vec_env import flat_size
 from canter.modules.conv2d import Conv2dHeadModel
 from canter.modules.distributions import Params, bounded_std, clip_std_parameter, distribution_for, init_std
-from canter.modules.mlp import mlp
+from canter.modules.mlp import layer_sizes, mlp
 from canter.modules.utils import orthogonal_init
 from canter.utils.config import check_settings
 from canter.utils.tree import Obs
@@ -111,6 +111,10 @@ class ConfiguredNetwork(nn.Module):
         self.obs_space, self.cfg = obs_space, dict(cfg or {})
         if self.defaults is not None:
             self.cfg = {**self.defaults, **check_settings(type(self).__name__, self.cfg, self.defaults)}
+            if (
+                "hidden_dims" in self.defaults and "conv_channels" not in self.defaults
+            ):  # after convolutions 512 is fine
+                layer_sizes(f"{type(self).__name__}: hidden_dims", self.cfg["hidden_dims"])
 
 
 class Actor(ConfiguredNetwork):

@@ -1,7 +1,9 @@
 """Multi-layer perceptrons."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from numbers import Real
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,6 +26,15 @@ class Linear(nn.Linear):
         if not input.is_cuda:
             return F.linear(input, self.weight, self.bias)
         return F.linear(F.pad(input, self.padding), F.pad(self.weight, self.padding), self.bias)
+
+
+def layer_sizes(name: str, sizes: Any) -> list[Any]:
+    """The sizes of hidden layers in a setting, or a TypeError that names the setting."""
+    is_list = isinstance(sizes, Iterable) and not isinstance(sizes, (str, Mapping))
+    found = list(sizes) if is_list else []
+    if not is_list or any(isinstance(size, bool) or not isinstance(size, Real) for size in found):
+        raise TypeError(f"{name} must be a list of layer sizes such as [64, 64], got {sizes!r}")
+    return found
 
 
 def mlp(

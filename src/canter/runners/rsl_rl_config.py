@@ -391,7 +391,7 @@ def complete(plan: Any, env: Any) -> None:
     """Settle in the plan of a run what rsl_rl reads from the environment: widths, the step, mirror images."""
     for name, width in (("actor_hidden_dims", env.num_obs), ("critic_hidden_dims", env.num_privileged_obs)):
         dims = plan.policy.get(name)
-        if dims and -1 in dims:
+        if isinstance(dims, (list, tuple)) and -1 in dims:
             width = (
                 plan.policy.get("rnn_hidden_size", 256) if plan.policy["class_name"].endswith("Recurrent") else width
             )
