@@ -168,12 +168,12 @@ def read_config(file: str | None) -> dict[str, Any]:
         return {}
     if not Path(file).is_file():
         raise FileNotFoundError(f"--config {file}: there is no such file")
-    content = read_values(file)
+    content: Any = read_values(file)
     if not isinstance(content, dict):
         raise ValueError(f"--config {file}: the file is no mapping of settings; a run's config.yaml is an example")
     content = {key: value for key, value in content.items() if value is not None or key not in ("algorithm", "run")}
     check_sections(f"--config {file}", content)
-    run = content.get("run", {})
+    run: dict[str, Any] = content.get("run", {})
     named = {name: content[name] for name in ("task", "wrappers") if name in content}
     refuse_imports({**content, "run": {**run, **named}}, file, (), "give the setting on the command line")
     content = {key: run[key] for key in ("task", *LENGTHS) if key in run} | content

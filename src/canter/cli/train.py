@@ -181,12 +181,12 @@ def run_to_end(runner: Runner, path: Path) -> int:
         print(f"{RANKS.size} ranks ({RANKS.backend}) with {each}", file=sys.stderr)
     began, steps_before = time.monotonic(), runner.tot_timesteps
     planned, steps = runner.planned_iterations(), runner.run_info["total_timesteps"] - runner.tot_timesteps
-    rest = max(0, (planned or 0) - runner.iteration)
+    length: dict[str, Any] = {"total_timesteps": max(0, steps)}
+    if planned is not None:
+        length = {"num_learning_iterations": max(0, planned - runner.iteration)}
     with StopSignal() as stop:
         try:
-            runner.learn(
-                **({"total_timesteps": max(0, steps)} if planned is None else {"num_learning_iterations": rest})
-            )
+            runner.learn(**length)
         except SystemExit:
             if runner.stopped_by is None:
                 raise
