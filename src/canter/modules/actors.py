@@ -111,9 +111,8 @@ class ConfiguredNetwork(nn.Module):
         self.obs_space, self.cfg = obs_space, dict(cfg or {})
         if self.defaults is not None:
             self.cfg = {**self.defaults, **check_settings(type(self).__name__, self.cfg, self.defaults)}
-            if (
-                "hidden_dims" in self.defaults and "conv_channels" not in self.defaults
-            ):  # after convolutions 512 is fine
+            has_convolutions = "conv_channels" in self.defaults  # behind which one number is a layer too
+            if "hidden_dims" in self.defaults and not has_convolutions:
                 layer_sizes(f"{type(self).__name__}: hidden_dims", self.cfg["hidden_dims"])
 
 
