@@ -9,8 +9,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from canter.envs import GymVecEnv, GymVectorEnvAdapter
 from canter.envs.torch_envs import CartPole, MaskedCartPole, Pendulum, PointRobot
-from canter.runners.evaluation import run_episodes
-from canter.runners.runner import space_form
+from canter.runners.evaluation import run_episodes, space_form
 from canter.utils.checkpoint import load_checkpoint
 
 GRU = {"class_name": "ActorCriticRecurrent", "rnn_type": "gru", "rnn_hidden_size": 6}

@@ -1,4 +1,4 @@
-"""Trained policies without their environment, and the statistics of their episodes."""
+"""Trained policies without their environment, the statistics of their episodes, and environments to judge them in."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -140,6 +140,25 @@ class InferencePolicy:
             one_hot = "; Discrete observations are given one-hot, as gymnasium.spaces.flatten makes them"
             raise ValueError(problem + one_hot * is_smaller)
         return given == shape
+
+
+def compare_spaces(env: VecEnv, eval_env: VecEnv) -> None:
+    """Raise if a policy of the training environment cannot act in the evaluation environment; bounds may differ."""
+    for kind in ("observation", "action"):
+        name = "obs_space" if kind == "observation" else "action_space"
+        own, other = getattr(env, name), getattr(eval_env, name)
+        if space_form(own) != space_form(other):
+            both = f"the {kind} space of eval_env is {other}, that of the training environment is {own}"
+            raise ValueError(f"{both}; make both environments from the same task with the same wrappers")
+
+
+def space_form(space: spaces.Space) -> dict[str, Any]:
+    """The shape of every part of a space, and the number of its choices."""
+    form = {}
+    for name, leaf in tree_leaves(space):
+        choices = getattr(leaf, "n", getattr(leaf, "nvec", None))
+        form[name] = (leaf.shape, np.array(choices).tolist())
+    return form
 
 
 @torch.inference_mode()

@@ -28,7 +28,7 @@ from canter.envs.wrappers import ClipActions, FlattenObs
 from canter.modules.build import build_actor_critic
 from canter.modules.normalizer import ReturnScaler
 from canter.runners.checkpoints import Checkpoints
-from canter.runners.evaluation import InferencePolicy, run_episodes
+from canter.runners.evaluation import InferencePolicy, compare_spaces, run_episodes
 from canter.runners.health import TrainingHealth
 from canter.runners.rsl_rl_config import RSL_RL_MODELS, complete
 from canter.runners.run_config import RunPlan, find_algorithm, make_plan
@@ -627,23 +627,6 @@ def warn_of_earlier_run(directory: Path) -> None:
     if directory.is_dir() and (found := find_checkpoints(directory)):
         problem = f"{directory} has checkpoints of an earlier run, up to {found[-1][1].name}; this run adds its own"
         warnings.warn(f"{problem}: use another log_dir, or load a checkpoint to continue that run", stacklevel=4)
-
-
-def compare_spaces(env: VecEnv, eval_env: VecEnv) -> None:
-    """Raise if a policy of the training environment cannot act in the evaluation environment; bounds may differ."""
-    for kind in ("observation", "action"):
-        name = "obs_space" if kind == "observation" else "action_space"
-        own, other = getattr(env, name), getattr(eval_env, name)
-        if space_form(own) != space_form(other):
-            both = f"the {kind} space of eval_env is {other}, that of the training environment is {own}"
-            raise ValueError(f"{both}; make both environments from the same task with the same wrappers")
-
-
-def space_form(space: spaces.Space) -> dict[str, Any]:
-    """The shape of every part of a space, and the number of its choices."""
-    choices = {spaces.Discrete: "n", spaces.MultiDiscrete: "nvec"}
-    counts = {name: getattr(leaf, choices.get(type(leaf), ""), None) for name, leaf in tree_leaves(space)}
-    return {name: (leaf.shape, np.array(counts[name]).tolist()) for name, leaf in tree_leaves(space)}
 
 
 def open_env(env: Any, device: torch.device, plan: RunPlan) -> VecEnv:
