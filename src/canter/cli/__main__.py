@@ -1,6 +1,5 @@
 """`canter <command>`: load the plugins, then run one command."""
 
-import difflib
 import io
 import sys
 from collections.abc import Sequence
@@ -35,8 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(OVERVIEW.format(version=__version__, commands="\n".join(rows)))
             return 0
         if name not in COMMANDS:
-            near = difflib.get_close_matches(name, COMMANDS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
+            from canter.utils.config import did_you_mean
+
+            hint = did_you_mean(name, COMMANDS, f"there are {', '.join(COMMANDS)}")
             raise UserError(f"no command {name!r}; {hint}")
         from canter.cli.options import call
 

@@ -1,6 +1,5 @@
 """Run directories, and the environments and runners that they describe."""
 
-import difflib
 import os
 import re
 import shutil
@@ -24,6 +23,7 @@ from canter.envs.wrap import ENV_NAMES, env_options, make_env
 from canter.runners import Runner, build_runner
 from canter.runners.run_config import find_algorithm
 from canter.utils.checkpoint import newest_valid_checkpoint
+from canter.utils.config import did_you_mean, nearest
 from canter.utils.distributed import RANKS
 from canter.utils.files import RunLock
 from canter.utils.logging import METRICS_NAME, loaded_settings
@@ -148,8 +148,8 @@ def nearest_run(path: Path) -> str:
     folder = next((p for p in (path, path.parent) if p.is_dir() and p.resolve() != Path.cwd()), Path("runs"))
     runs = [config.parent for depth in (1, 2, 3) for config in folder.glob("*/" * depth + "config.yaml")]
     runs.sort(key=lambda run: run.stat().st_mtime, reverse=True)
-    near = difflib.get_close_matches(path.name, [run.name for run in runs], n=1)
-    chosen = [run for run in runs if run.name in near] or runs
+    near = nearest(path.name, [run.name for run in runs])
+    chosen = [run for run in runs if run.name == near] or runs
     return f"; did you mean {chosen[0]}?" if chosen else ""
 
 
@@ -216,8 +216,7 @@ def print_mujoco_warning(text: str) -> None:
 
 def nearest_task(task: str) -> str:
     """A suggestion for an unknown task."""
-    near = difflib.get_close_matches(task, known_tasks(), n=1)
-    return f"; did you mean {near[0]!r}?" if near else "; `canter tasks` lists the known ones"
+    return f"; {did_you_mean(task, known_tasks(), '`canter tasks` lists the known ones')}"
 
 
 def known_tasks() -> list[str]:

@@ -1,14 +1,13 @@
 """Search spaces of `canter sweep`: ranges and choices of settings, from flags or YAML files."""
 
 import dataclasses
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from canter.cli.options import TrainOptions, parse_value, read_values
-from canter.utils.config import names_meant
+from canter.utils.config import names_meant, nearest
 
 # Settings by which a sweep knows its runs, and groups of settings.
 NOT_SEARCHED = ("seed", "seeds", "name", "runs_dir", "task", "settings", "policy", "environment")
@@ -148,7 +147,7 @@ def current_value(options: TrainOptions[Any, Any], name: str) -> Any:
         if hasattr(owner, field) and field in {f.name for f in dataclasses.fields(owner)}:
             return getattr(owner, field)
     known = sorted(f.name for f in dataclasses.fields(options.settings))
-    meant = (*names_meant(name), *difflib.get_close_matches(name, known, n=1))
+    meant = (*names_meant(name), nearest(name, known))
     others = f"there are {', '.join(known)} and those of policy."
     hint = next((f"did you mean {other!r}?" for other in meant if other in known), others)
     raise ValueError(f"there is no setting {name!r} to search; {hint}")

@@ -1,7 +1,6 @@
 """mjlab's environments, bare or in its `RslRlVecEnvWrapper`: resets are ours, so that final observations are known."""
 
 import dataclasses
-import difflib
 import importlib
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 from canter.envs.records import to_obs
 from canter.envs.rsl_rl import ObsGroups, RslRlAdapter, read_step
 from canter.envs.vec_env import Device
+from canter.utils.config import nearest
 
 
 def is_mjlab(env: Any) -> bool:
@@ -99,8 +99,8 @@ def require_task(tasks: Any, task: str) -> None:
     """Raise an error that names the nearest task if mjlab has none of this name."""
     known = tasks.list_tasks()
     if task not in known:
-        near = difflib.get_close_matches(task, known, n=1)
-        hint = f"did you mean mjlab/{near[0]}?" if near else f"there are {', '.join(known)}"
+        near = nearest(task, known)
+        hint = f"did you mean mjlab/{near}?" if near else f"there are {', '.join(known)}"
         raise ValueError(f"mjlab has no task {task!r}; {hint}")
 
 

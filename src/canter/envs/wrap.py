@@ -1,6 +1,5 @@
 """`wrap_env` turns anything that looks like environments into a `VecEnv`, by registered adapters and names."""
 
-import difflib
 import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from canter.envs.torch_envs import TORCH_ENVS
 from canter.envs.vec_env import Device, VecEnv
 from canter.envs.workers import WorkerVecEnv
 from canter.envs.wrappers import ChannelsFirst, ClipActions, FlattenObs, ToDevice, VecEnvWrapper
+from canter.utils.config import did_you_mean
 from canter.utils.memory import MemoryLimit, free_memory, readable
 
 
@@ -232,8 +232,7 @@ def find_wrapper(name: str) -> type:
     found = VEC_WRAPPERS.get(name) or getattr(place, class_name, None)
     if not isinstance(found, type):
         known = [*VEC_WRAPPERS, *(n for n in dir(gymnasium.wrappers) if n[0].isupper())]
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}, and 'module:Class'"
+        hint = did_you_mean(name, known, f"there are {', '.join(known)}, and 'module:Class'")
         raise ValueError(f"no wrapper is named {name!r}; {hint}")
     return found
 

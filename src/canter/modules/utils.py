@@ -1,11 +1,12 @@
 """Activations by name, initial weights, and the size of a convolution's output."""
 
-import difflib
 import math
 import warnings
 
 import numpy as np
 from torch import nn
+
+from canter.utils.config import nearest
 
 ALIASES: dict[str, type[nn.Module]] = {
     "elu": nn.ELU, "selu": nn.SELU, "relu": nn.ReLU, "crelu": nn.ReLU, "lrelu": nn.LeakyReLU,
@@ -31,8 +32,8 @@ def activation(name: str | type[nn.Module], kind: str = "activation") -> type[nn
     if not isinstance(found, type) or not issubclass(found, nn.Module):
         found = ALIASES.get(name.lower())
     if found is None:
-        near = difflib.get_close_matches(name.lower(), ALIASES, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        near = nearest(name.lower(), ALIASES)
+        hint = f"did you mean {near!r}? " if near else ""
         raise ValueError(f"no {kind} {name!r}; {hint}known are {sorted(ALIASES)} and every torch.nn class")
     return found
 

@@ -5,7 +5,6 @@ is an error that names it.
 """
 
 import dataclasses
-import difflib
 import importlib
 import itertools
 import math
@@ -17,6 +16,7 @@ import torch
 from canter.algorithms import REGISTRY
 from canter.envs.records import warn_once
 from canter.modules.build import POLICIES
+from canter.utils.config import did_you_mean
 from canter.utils.obs_layout import ObsLayout
 
 UNUSED = "unused"
@@ -180,8 +180,7 @@ class Translation:
                 place = source
             if place is None:
                 if value is not None:
-                    near = difflib.get_close_matches(key, TABLE[section], n=1)
-                    way_out = f"did you mean {near[0]!r}?" if near else "leave it out"
+                    way_out = did_you_mean(key, TABLE[section], "leave it out")
                     raise ValueError(f"{source}={value!r} is no setting that canter can honour; {way_out}")
             elif place == UNUSED:
                 if value not in (None, "", {}, [], ()):

@@ -1,7 +1,6 @@
 """Turns a training dict of either documented layout, or a config object, into one plan of a run."""
 
 import dataclasses
-import difflib
 import functools
 import types
 import warnings
@@ -13,7 +12,7 @@ from canter.algorithms.actor_q import profile_settings
 from canter.algorithms.algorithm import CommonRunSettings, field_names, is_run_settings
 from canter.modules.build import NETWORKS
 from canter.runners.rsl_rl_config import Translation, as_sections
-from canter.utils.config import check_settings, combined_settings, unknown_setting
+from canter.utils.config import check_settings, combined_settings, nearest, unknown_setting
 
 # Keys of launch scripts, which a training dict may contain.
 LAUNCHER_KEYS = {"run", "task", "num_envs", "total_timesteps"}
@@ -65,8 +64,8 @@ def plain(value: Any) -> Any:
 def find_algorithm(name: str) -> str:
     """The registered name, in lower case; an unknown one is an error that lists the known ones."""
     if name.lower() not in REGISTRY:
-        near = difflib.get_close_matches(name.lower(), REGISTRY, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        near = nearest(name.lower(), REGISTRY)
+        hint = f"did you mean {near!r}? " if near else ""
         if "." in name or ":" in name:
             hint = "derive your class from one of canter's and give it a name by canter.algorithms.register_algorithm; "
         raise ValueError(f"unknown algorithm {name!r}; {hint}registered are {', '.join(sorted(REGISTRY))}")

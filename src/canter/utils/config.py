@@ -63,12 +63,23 @@ def names_meant(name: str) -> tuple[str, ...]:
     return (*SHORT_FORMS.get(name, ()), *((OTHER_SPELLINGS[name],) if name in OTHER_SPELLINGS else ()))
 
 
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name that a misspelt one most likely stands for; None if none is similar enough."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+    """The hint in the error for an unknown name: the nearest known one, or `otherwise` if none is near."""
+    near = nearest(name, known)
+    return otherwise if near is None else f"did you mean {near!r}?"
+
+
 def unknown_setting(owner: str, name: str, known: Iterable[str]) -> TypeError:
     """The TypeError for a setting that `owner` does not have."""
     names = sorted(known)
-    meant = [other for other in (m.removeprefix("policy.") for m in names_meant(name)) if other in names]
-    near = meant or difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names)}"
+    meant = (other.removeprefix("policy.") for other in names_meant(name))
+    likely = next((other for other in meant if other in names), name)
+    hint = did_you_mean(likely, names, f"it has {', '.join(names)}")
     return TypeError(f"{owner} has no setting {name!r}; {hint}")
 
 
@@ -220,10 +231,12 @@ def refuse_near_miss(owner: Any, name: str, known: Iterable[str]) -> None:
 
     A setting's name with a number or a word after it is taken for an attribute of the user's own.
     """
-    near = [] if name.startswith("_") else difflib.get_close_matches(name, list(known), n=1, cutoff=NEAR)
-    rest = name.removeprefix(near[0]) if near else ""
-    if near and not (rest.isdigit() or (rest != name and rest.startswith("_"))):
-        raise AttributeError(f"{type(owner).__name__} has no setting {name!r}; did you mean {near[0]!r}?")
+    near = None if name.startswith("_") else nearest(name, known, cutoff=NEAR)
+    if near is None:
+        return
+    rest = name.removeprefix(near)
+    if not (rest.isdigit() or rest.startswith("_")):
+        raise AttributeError(f"{type(owner).__name__} has no setting {name!r}; did you mean {near!r}?")
 
 
 def assign_checked(cfg: Any, name: str, value: Any) -> None:
@@ -271,8 +284,7 @@ def combined_settings(name: str, *parts: type) -> type:
 def build(registry: Mapping[str, type], class_name: str, given: Mapping[str, Any], *args: Any) -> Any:
     """Construct `registry[class_name]`; an unknown class or setting is an error that lists what exists."""
     if class_name not in registry:
-        near = difflib.get_close_matches(class_name, registry, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(registry))}"
+        hint = did_you_mean(class_name, registry, f"known are {', '.join(sorted(registry))}")
         raise KeyError(f"no class named {class_name!r}; {hint}")
     cls = registry[class_name]
     return cls(*args, **check_settings(class_name, given, setting_names(cls)))
