@@ -91,6 +91,18 @@ class Runner(ABC):
     num_steps_per_env = 1
     is_pretraining: bool = False
     """Whether the next iteration learns from a dataset."""
+    obs: Any = None
+    critic_obs: Any = None
+    actions: Any = None
+    """The actions that the environments got last."""
+    num_evals = 0
+    writer: Logger | None = None
+    """The logger, while it is open."""
+    stopped_by: int | None = None
+    """The signal that ended the last `learn`, on any rank."""
+    resumed_at: int | None = None
+    """Timesteps of a loaded checkpoint, until later log entries are removed."""
+    _has_stored_code = False
 
     def __init__(
         self, env: Any, train_cfg: Any = None, log_dir: str | Path | None = None,
@@ -129,29 +141,18 @@ class Runner(ABC):
             directory.mkdir(parents=True, exist_ok=True)
         self.log_interval, self.save_interval = self.cfg.log_interval, self.cfg.save_interval
         self.run_info, self.show_progress = dict(run_info or {}), show_progress and RANKS.is_first
-        self.iteration = self.tot_timesteps = 0
-        self.metrics_velrmsd = self.metrics_CoT = float("nan")
-        self.obs: Any = None
-        self.critic_obs: Any = None
-        self.actions: Any = None
-        """The actions that the environments got last."""
-        self.num_evals = 0
-        self.callbacks = Callbacks(self.cfg.callback_errors)
-        self.writer: Logger | None = None
-        """The logger, while it is open."""
         self.git_repos: list[str] = [__file__]
-        self.stopped_by: int | None = None
-        """The signal that ended the last `learn`, on any rank."""
-        self.resumed_at: int | None = None  # timesteps of a loaded checkpoint, until later log entries are removed
-        self._has_stored_code = False
+        self.iteration = self.tot_timesteps = 0
+        self.metrics_velrmsd = self.metrics_CoT = math.nan
+        self.callbacks = Callbacks(self.cfg.callback_errors)
         self.checkpoints = Checkpoints(self)
         self.health = TrainingHealth(self)
         with MemoryLimit("the run"):
-            self.alg = self.agent = self._build_algorithm(obs_space, action_space) if agent is None else agent
-            alg = self.alg
+            alg = self._build_algorithm(obs_space, action_space) if agent is None else agent
+            self.alg = self.agent = alg
+            alg.executor.counters["runner"] = (self, ("iteration", "tot_timesteps"))
             self.callbacks.sync = alg.notice_changes if alg.executor.replays else alg.sync_settings
-            self.alg.executor.counters["runner"] = (self, ("iteration", "tot_timesteps"))
-            self.eval_seed: int = self.alg.stream_seed
+            self.eval_seed: int = alg.stream_seed
             self.set_up()
         if RANKS.size > 1:
             self._compare_ranks()
@@ -253,7 +254,7 @@ class Runner(ABC):
                     self._start_ranks(stop, trial)
                 is_done = False
                 while self.iteration < last and not self._is_over(stop, is_done):
-                    is_done = self._is_last_iteration(reporter, console, history)
+                    is_done = self._iterate(reporter, console, history)
             except WorkerError as error:
                 if stop.requested is None or RANKS.size > 1:
                     self.checkpoints.save_after(error)
@@ -284,11 +285,11 @@ class Runner(ABC):
             stop.requested = found if found > 1 else None  # the others end as the rank that got the signal
         return is_done or stop.requested is not None
 
-    def _is_last_iteration(self, *args: Any) -> bool:
-        """Run an iteration; whether a callback raised `StopTraining`."""
+    def _iterate(self, reporter: TrialReporter | None, console: Console, history: deque[dict[str, float]]) -> bool:
+        """Run an iteration; returns whether a callback raised `StopTraining`."""
         self.callbacks.is_stop_asked = False
         try:
-            self._one_iteration(*args)
+            self._one_iteration(reporter, console, history)
         except StopTraining:
             return True
         except (torch.OutOfMemoryError, MemoryError) as error:
@@ -322,7 +323,7 @@ class Runner(ABC):
             self.callbacks.fire("post_iteration", self, metrics)  # what it adds to the metrics is logged
         finally:
             if is_logged:
-                self.log(locals())
+                self.log({"metrics": metrics, "console": console})
                 history.append(metrics)
             console.update(self.iteration, self.tot_timesteps, metrics)
         if self.is_due(self.save_interval) or self.checkpoints.is_retry_due:
