@@ -172,7 +172,7 @@ class Executor:
         finally:
             torch.set_float32_matmul_precision(before)
 
-    def _run_eagerly(self, fn: Callable[..., T], args: Any) -> T:
+    def _run_eagerly(self, fn: Callable[..., T], *args: Any) -> T:
         return self._run_in_precision(fn, *args) if self.is_cuda else fn(*args)
 
     def _run_traced(self, signature: Any, fn: Callable[..., T], args: Any, leaves: list[Tensor]) -> T:
@@ -180,13 +180,13 @@ class Executor:
         name, graph = signature[0], self.graphs.get(signature)
         calls = self.calls[signature] = self.calls.get(signature, 0) + 1
         if graph is None and calls <= (WARM_UP_CALLS if self.uses_graphs else 1):
-            return self._run_eagerly(fn, args)
+            return self._run_eagerly(fn, *args)
         if graph is None and sum(known[0] == name for known in self.graphs) == MAX_GRAPHS:
             self._give_up(name, f"its shapes or settings changed more than {MAX_GRAPHS} times")
-            return self._run_eagerly(fn, args)
+            return self._run_eagerly(fn, *args)
         if graph is None and self.uses_graphs and signature in self.verified:
             captured = self._capture(signature, fn, args, leaves)
-            return self._run_eagerly(fn, args) if captured is None else captured.replay(leaves)
+            return self._run_eagerly(fn, *args) if captured is None else captured.replay(leaves)
         try:
             from canter.execution.recording import MAX_OPERATIONS, Recording
             from canter.execution.trace import Tracer, run_traced
@@ -194,19 +194,17 @@ class Executor:
             self.records = self.uses_graphs = self.replays = False
             lacking = f"torch {torch.__version__} lacks a private name that traces need"
             warnings.warn(f"{lacking} ({error}); functions run eagerly, slower", stacklevel=4)
-            return self._run_eagerly(fn, args)
+            return self._run_eagerly(fn, *args)
         if self.records and graph is None and signature in self.traces:
             traced = Recording(fn, args, leaves, self.compiles, self.roots, self.counters.values())
             result, traced.result = traced.result, None  # releases the tensors
         else:
             reference = None if graph is None else self.traces[signature][0]
             traced = Tracer(leaves, MAX_OPERATIONS if self.records else None, reference)
-            run, given = self._run_in_precision if self.is_cuda else call, []
-            if self.uses_graphs:
-                given = [leaf.clone() for leaf in leaves]
+            given = [leaf.clone() for leaf in leaves] if self.uses_graphs else []
             # A compiled part hides its operations; in a traced run it is not compiled.
             with torch.compiler.set_stance("force_eager") if self.is_cuda and self.is_compiled else nullcontext():
-                result: Any = run(run_traced, traced, fn, args, self.roots, self.counters.values())
+                result: Any = self._run_eagerly(run_traced, traced, fn, args, self.roots, self.counters.values())
             if not all(map(same_values, given, leaves)):  # a graph would write to its copy
                 traced.refuse_writes()
         self._decide(signature, traced)
@@ -287,11 +285,6 @@ def failing_line(error: BaseException) -> str:
 
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user_file(f.filename)]
     return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-
-
-def call(fn: Callable[..., T], *args: Any) -> T:
-    """Return `fn(*args)`."""
-    return fn(*args)
 
 
 @contextmanager
