@@ -55,6 +55,10 @@ class GymVecEnv(VecEnv):
         self._stored = stored_space(self.raw_obs_space)
         # Arrays of this shape are copied row by row without conversion: the usual case, and the fastest.
         self._row_shape = self.raw_obs_space.shape if isinstance(self.raw_obs_space, spaces.Box) else None
+        # Makes new arrays for an observation of every environment.
+        self._empty_rows: Callable[[], Any] = functools.partial(create_empty_array, self._stored, self.num_envs)
+        if self._row_shape is not None:
+            self._empty_rows = functools.partial(np.empty, (self.num_envs, *self._row_shape), self._stored.dtype)
         self._on_cpu = self.device.type == "cpu"
         is_plain = self._on_cpu and self._row_shape is not None
         self._to_obs = torch.from_numpy if is_plain else functools.partial(to_obs, device=self.device)
@@ -86,12 +90,6 @@ class GymVecEnv(VecEnv):
     def get_observations(self) -> tuple[Obs, Obs]:
         """Return the current observation and the critic's."""
         return self.reset() if self._current is None else split_groups(self._to_obs(self._current))
-
-    def _empty_rows(self) -> Any:
-        """Arrays for an observation of every environment."""
-        if self._row_shape is None:
-            return create_empty_array(self._stored, self.num_envs)
-        return np.empty((self.num_envs, *self._row_shape), self._stored.dtype)
 
     def step(self, actions: Tensor) -> StepRecord:
         """Step every environment once."""
