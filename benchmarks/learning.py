@@ -27,7 +27,7 @@ import torch
 from report import report
 
 from canter.algorithms.algorithm import EXECUTIONS
-from canter.cli.options import parse_value
+from canter.cli.flags import parse_value
 from canter.envs.wrap import env_options, make_env
 from canter.presets import load_preset
 from canter.runners import OffPolicyRunner, OnPolicyRunner, StopTraining

@@ -9,15 +9,13 @@ import pytest
 import yaml
 
 from canter.algorithms.ppo import PPOSettings, RunSettings
+from canter.cli.flags import parse
 from canter.cli.options import (
     EnvOptions,
     TrainOptions,
     argument_sentences,
-    given,
     joined_settings,
-    parse,
     parse_train,
-    parse_value,
     policy_options,
     settings_options,
 )
@@ -254,21 +252,6 @@ def test_short_forms_and_names_of_other_libraries_are_answered_with_the_flag(alg
         parse_train(["Pendulum-v1", "--algo", algorithm, flag, "3"])
 
 
-def test_whole_numbers_may_have_exponents_and_underscores_and_lists_commas():
-    given = ["--total-timesteps", "2e5", "--num-envs", "1_6", "--max-iterations", "1.2e1"]
-    options, config = parse_train(["CartPole-v1", *given, "--policy.actor-hidden-dims", "32", "1e2"])
-    assert parse_train(["CartPole-v1", "--seeds", "1,2,3"])[0].seeds == (1, 2, 3)
-    assert (options.total_timesteps, options.num_envs, options.settings.max_iterations) == (200_000, 16, 12)
-    assert config["policy"]["actor_hidden_dims"] == [32, 100]
-
-
-@pytest.mark.parametrize("text", ["1.5", "15e-1", "1e5x", "1e999", "many"])
-def test_a_number_that_is_not_whole_is_refused_where_whole_ones_are_needed(text, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        parse_train(["CartPole-v1", "--total-timesteps", text])
-    assert f"'{text}' is no whole number" in capsys.readouterr().err
-
-
 def test_every_suggestion_for_a_short_form_is_a_flag_of_some_algorithm():
     known = {"task"} | {f.name for cls in (TrainOptions, EnvOptions) for f in dataclasses.fields(cls)}
     for algorithm in ("ppo", "dqn", "sac"):
@@ -367,21 +350,6 @@ def test_flags_of_workers_without_workers_are_said_to_have_no_effect(flags):
 def test_the_seed_is_1_unless_given():
     assert parse_train(["CartPole-v1"])[1]["seed"] == 1
     assert parse_train(["CartPole-v1", "--seed", "None"])[1]["seed"] is None
-
-
-def test_numbers_with_an_exponent_are_numbers_in_yaml_flags():
-    assert parse_value("{critic: {lr: 1e-3, name: 1e, n: [2E+4]}}") == {
-        "critic": {"lr": 0.001, "name": "1e", "n": [20000.0]}
-    }
-    with pytest.raises(ValueError, match="is not YAML"):
-        parse_value("{a: [}")
-
-
-def test_a_flag_is_found_with_dashes_underscores_and_equals_signs():
-    assert given(["--a-b", "1"], "--a-b") == "1"
-    assert given(["--a_b=x_y"], "--a-b") == "x_y"
-    assert given(["--a-b"], "--a-b") is None
-    assert given([], "--a-b") is None
 
 
 def test_descriptions_that_span_lines_are_whole():

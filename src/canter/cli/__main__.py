@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             hint = did_you_mean(name, COMMANDS, f"there are {', '.join(COMMANDS)}")
             raise UserError(f"no command {name!r}; {hint}")
-        from canter.cli.options import call
+        from canter.cli.flags import call
 
         code = call(COMMANDS[name].run, args, f"canter {name}") or 0
         sys.stdout.flush()  # an error of it is reported here

@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from canter import bench as benchmark
 from canter.bench import Point, Timing, Workload, with_envs, with_width
 from canter.cli.errors import UserError, user_errors
-from canter.cli.options import at_least, given, parse
+from canter.cli.flags import at_least, given, parse
 from canter.cli.runs import open_runner
 from canter.presets import load_preset
 from canter.runners import Runner, StopTraining

@@ -19,7 +19,8 @@ from gymnasium import spaces
 from canter.algorithms import TPPOConfig
 from canter.cli import runs
 from canter.cli.errors import UserError, user_errors
-from canter.cli.options import RunOptions, at_least, check_run, parse
+from canter.cli.flags import at_least, parse
+from canter.cli.options import RunOptions, check_run
 from canter.cli.play import save_trajectories
 from canter.cli.train import EVALS_PER_RUN, print_return, print_row, recorded_return, run_section, run_to_end
 from canter.runners.dagger_saver import COLLECTOR_FILE, CONFIG_NAMES, TRAINER_FILE, DaggerSaver

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from canter.cli.errors import UserError, user_errors
-from canter.cli.options import RunPath
+from canter.cli.flags import RunPath
 from canter.cli.runs import find_checkpoint, open_env, read_run
 from canter.envs.vec_env import VecEnv
 from canter.envs.wrap import env_options

@@ -10,7 +10,7 @@ import tyro
 
 from canter.algorithms import REGISTRY
 from canter.cli.errors import UserError, user_errors
-from canter.cli.options import RunPaths, TaskName
+from canter.cli.flags import RunPaths, TaskName
 from canter.cli.runs import known_tasks, open_env, runs_below
 from canter.datasets.motion_clip import JOINT_POS, JOINT_VEL, MotionClip, read_clip
 from canter.datasets.motion_loader import CLIPS, find_clips

@@ -3,25 +3,23 @@
 import ast
 import dataclasses
 import functools
-import importlib
 import inspect
 import itertools
 import math
 import re
 import textwrap
-import types
 import typing
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import tyro
-import yaml
 
 from canter.algorithms import REGISTRY
 from canter.algorithms.algorithm import AlgorithmSettings, is_run_settings
 from canter.cli.errors import UserError
+from canter.cli.flags import TaskName, at_least, given, parse, read_values
 from canter.envs.wrap import env_options
 from canter.modules.build import POLICIES
 from canter.modules.utils import ALIASES
@@ -30,14 +28,12 @@ from canter.runners.run_config import find_algorithm, parse_train_cfg
 from canter.utils.config import defaults_of, names_meant, unused_settings
 from canter.utils.distributed import RANKS
 from canter.utils.logging.backends import BACKENDS
-from canter.utils.reading import parse_yaml, read_limited, refuse_imports
+from canter.utils.reading import refuse_imports
 from canter.utils.runtime import usable_cores
 
 # Constructor arguments of a policy that come from the environment, not from the user.
 FROM_ENV = {"num_actor_obs", "num_critic_obs", "num_actions", "obs_segments", "critic_obs_segments", "action_space"}
 FROM_ENV |= {"actor", "critic"}
-EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+$")
-NUMBERS = re.compile(r"\d+(,\d+)+")  # 64,64 is as good as 64 64
 ARGUMENT = re.compile(r"^    (\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 
 # Numbers of a run that are no settings, each with an example.
@@ -51,17 +47,7 @@ POLICY_CHOICES |= {"rnn_type": "lstm,gru", "noise_std_type": "scalar,log"}
 AlgorithmName = Annotated[
     str, tyro.conf.arg(aliases=["--algo"], help_behavior_hint=lambda name: f"{', '.join(REGISTRY)} (default: {name})")
 ]
-TaskName = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TASK")]
-RunPath = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-RunPaths = Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN...")]
 Unprefixed = tyro.conf.arg(prefix_name=False)  # the flag is --name also where its help is in a group
-
-
-class YamlLoader(yaml.SafeLoader):
-    """YAML in which numbers may have an exponent and no decimal point."""
-
-
-YamlLoader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("+-0123456789"))
 Settings = TypeVar("Settings")
 Policy = TypeVar("Policy")
 
@@ -263,15 +249,6 @@ def fit_rollout(settings: Any, num_envs: int, usual: int, is_recurrent: bool, fi
         raise ValueError(f"num_mini_batches={settings.num_mini_batches} does not fit {whole}")
 
 
-def given(args: Sequence[str], flag: str) -> str | None:
-    """The value of a flag on which other flags depend, read before those are known."""
-    for index, arg in enumerate(args):
-        name, equals, value = arg.partition("=")
-        if name.replace("_", "-") == flag:
-            return value if equals else next(iter(args[index + 1 :]), None)
-    return None
-
-
 def settings_options(cfg: Any) -> Any:
     """The settings of a config by group, as an instance of a new dataclass: a field for each group of `group_of`."""
     hints = typing.get_type_hints(type(cfg), include_extras=True)
@@ -355,45 +332,6 @@ def argument_sentences(cls: type) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in ARGUMENT.findall(section)}
 
 
-def parse(flags: Any, args: Sequence[str], prog: str, default: Any = None, return_unknown_args: bool = False) -> Any:
-    """Parse `args` into a dataclass, or call a function with them; `default` is an instance with the defaults.
-
-    An unknown flag or bad value ends the program with exit code 2 and a suggestion; with `return_unknown_args` the
-    result is a pair, and the unknown flags are its second part.
-    """
-    words = [part for word in args for part in (word.split(",") if NUMBERS.fullmatch(word) else [word])]
-    registry = tyro.constructors.ConstructorRegistry()
-    registry.primitive_rule(yaml_rule)
-    registry.primitive_rule(int_rule)
-    defaults = {} if default is None else {"default": default}
-    with registry:
-        return tyro.cli(flags, args=words, prog=prog, return_unknown_args=return_unknown_args, **defaults)
-
-
-def call(function: Callable[..., int | None] | str, args: Sequence[str], prog: str) -> int | None:
-    """Call a function, or "module:function", with the flags in `args`; a function of `args` gets the words."""
-    command: Any = function
-    if isinstance(function, str):
-        module, _, name = function.partition(":")
-        command = getattr(importlib.import_module(module), name)
-    if list(inspect.signature(command).parameters) == ["args"]:
-        return command(args)
-
-    @functools.wraps(command)
-    def bind(*values: Any, **flags: Any) -> Any:
-        return functools.partial(command, *values, **flags)
-
-    return parse(bind, args, prog)()
-
-
-def at_least(lowest: int, **values: Any) -> None:
-    """Refuse whole numbers, or tuples of them, below the lowest allowed."""
-    for name, value in values.items():
-        for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, int) and number < lowest:
-                raise UserError(f"--{name.replace('_', '-')} must be at least {lowest}, got {number}")
-
-
 def check_run(options: Any) -> None:
     """Refuse lengths and numbers of a new run that make no sense."""
     at_least(1, num_envs=options.num_envs, total_timesteps=options.total_timesteps, threads=options.threads)
@@ -409,58 +347,3 @@ def check_run(options: Any) -> None:
         warnings.warn(f"{flags[0]} has no effect without workers; add --workers N", stacklevel=3)
     if (options.threads or 1) > (cores := usable_cores()):
         raise UserError(f"--threads must be at most {cores}, the cores of this process, got {options.threads}")
-
-
-def int_rule(info: Any) -> Any:
-    """Read whole numbers as 1000000, 1_000_000 or 1e6."""
-    if info.type is not int:
-        return None
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="INT",
-        instance_from_str=lambda words: whole_number(words[0]),
-        is_instance=lambda value: type(value) is int,
-        str_from_instance=lambda value: [str(value)],
-    )
-
-
-def whole_number(text: str) -> int:
-    """The whole number that a text is."""
-    if EXPONENT.match(text) and float(text).is_integer():
-        return int(float(text))
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"{text!r} is no whole number") from None
-
-
-def yaml_rule(info: Any) -> Any:
-    """Read dicts and untyped values as YAML."""
-    is_union = isinstance(info.type, types.UnionType) or typing.get_origin(info.type) is typing.Union
-    kinds = [kind for kind in (typing.get_args(info.type) if is_union else (info.type,)) if kind is not type(None)]
-    if len(kinds) != 1 or not (kinds[0] is Any or typing.get_origin(kinds[0]) in (dict, Mapping)):
-        return None
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="YAML",
-        instance_from_str=lambda words: None if words[0] == "None" else parse_value(words[0]),  # as of other flags
-        is_instance=lambda value: True,
-        str_from_instance=lambda value: [yaml.safe_dump(value, default_flow_style=True).split("\n...")[0].strip()],
-    )
-
-
-def read_values(path: str | Path) -> Any:
-    """The content of a YAML or JSON file, in which 1e-3 is a number; an error names the file."""
-    try:
-        return parse_yaml(read_limited(path).decode("utf-8"), YamlLoader)
-    except (yaml.YAMLError, ValueError) as error:
-        reason = str(error).replace('in "<unicode string>", ', "at ")
-        raise ValueError(f"{path} is not YAML: {reason}; correct the file") from error
-
-
-def parse_value(text: str) -> Any:
-    """A YAML value, in which 1e-3 is a number (YAML 1.1 reads it as text)."""
-    try:
-        return parse_yaml(text, YamlLoader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{text!r} is not YAML: {error}") from error

@@ -18,7 +18,7 @@ import torch
 import tyro
 
 from canter.cli.errors import INTERRUPTED, UserError, user_errors
-from canter.cli.options import RunPath, at_least
+from canter.cli.flags import RunPath, at_least
 from canter.cli.runs import EVAL_ENVS, SavedRun, load_policy, open_env, read_run
 from canter.envs.vec_env import VecEnv
 from canter.envs.wrap import env_options

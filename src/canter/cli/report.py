@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from canter.cli.errors import UserError, user_errors
-from canter.cli.options import RunPaths
+from canter.cli.flags import RunPaths
 from canter.cli.runs import runs_below
 from canter.utils.run_data import RunData, group_runs, load_run
 

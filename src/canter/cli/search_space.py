@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from canter.cli.options import TrainOptions, parse_value, read_values
+from canter.cli.flags import parse_value, read_values
+from canter.cli.options import TrainOptions
 from canter.utils.config import names_meant, nearest
 
 # Settings by which a sweep knows its runs, and groups of settings.

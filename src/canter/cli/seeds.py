@@ -8,8 +8,9 @@ import numpy as np
 
 from canter.cli import runs
 from canter.cli.errors import UserError, user_errors
+from canter.cli.flags import TaskName, at_least, parse
 from canter.cli.live_table import LiveTable, make_table
-from canter.cli.options import TaskName, at_least, parse, parse_train
+from canter.cli.options import parse_train
 from canter.cli.run_process import POLL_S, RunPool, TrainingRun
 from canter.cli.train import print_row, write_json
 from canter.utils.plots import plot_runs

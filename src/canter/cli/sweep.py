@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from canter.cli import runs
 from canter.cli.errors import NUMERIC, UserError, user_errors
+from canter.cli.flags import TaskName, at_least, parse
 from canter.cli.live_table import LiveTable
-from canter.cli.options import TaskName, TrainOptions, at_least, parse, parse_train
+from canter.cli.options import TrainOptions, parse_train
 from canter.cli.run_process import POLL_S, RunPool, TrainingRun
 from canter.cli.search_space import Space, grid, parse_space, starting_point, suggest, to_flags
 from canter.cli.sweep_report import write_results

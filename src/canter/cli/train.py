@@ -15,8 +15,9 @@ from typing import Any
 from canter.cli import runs
 from canter.cli.errors import UserError, user_errors
 from canter.cli.films import FILM_SECONDS, Films, film_command, film_environment, modules_of
+from canter.cli.flags import RunPath, at_least
 from canter.cli.launch import is_launched, launch
-from canter.cli.options import RunPath, TrainOptions, at_least, parse_train
+from canter.cli.options import TrainOptions, parse_train
 from canter.envs.wrap import env_options
 from canter.runners import Runner, check_policy, log_histograms
 from canter.runners.checkpoints import all_or_none
