@@ -2,7 +2,6 @@
 
 import contextlib
 import faulthandler
-import functools
 import itertools
 import multiprocessing
 import os
@@ -28,7 +27,7 @@ from canter.envs.gymnasium import GymVecEnv
 from canter.envs.records import fill_extras, split_groups
 from canter.envs.vec_env import Device, StepRecord
 from canter.utils.runtime import StopSignal, usable_cores
-from canter.utils.tree import Obs, tree_leaves, tree_map
+from canter.utils.tree import Obs, nested, tree_leaves, tree_map
 
 POLL_SECONDS = 0.5
 STOP_SECONDS = 5.0  # a requested stop waits so long for the environments
@@ -253,12 +252,30 @@ class WorkerVecEnv(GymVecEnv):
 
 def shared_arrays(memory: Sequence[tuple[str, Any, Any, str]]) -> dict[str, Any]:
     """Arrays over shared memory, nested by their dotted names."""
-    tree: dict[str, Any] = {}
-    for name, raw, shape, dtype in memory:
-        *path, last = name.split(".")
-        node = functools.reduce(lambda node, key: node.setdefault(key, {}), path, tree)
-        node[last] = np.frombuffer(raw, np.dtype(dtype), int(np.prod(shape))).reshape(shape)
-    return tree
+    arrays = {
+        name: np.frombuffer(raw, np.dtype(dtype), int(np.prod(shape))).reshape(shape)
+        for name, raw, shape, dtype in memory
+    }
+    return nested(arrays)
+
+
+def reset_into(views: Mapping[str, Any], env: GymVecEnv, seed: int | None) -> None:
+    """Reset environments; the first observations are written to `views`."""
+    if seed is not None:
+        env.seed(seed)
+    env.reset()
+    tree_map(np.copyto, views["obs"], env._current)
+
+
+def step_into(views: Mapping[str, Any], env: GymVecEnv) -> list[Any]:
+    """Step environments by the actions in `views`, to which the results are written; returns the infos."""
+    record = env.step(torch.from_numpy(views["action"]))
+    for name in PARTS[3:]:
+        views[name][...] = getattr(record, name).numpy()
+    if "final_observation" in record.extras:
+        tree_map(np.copyto, views["final"], record.extras["final_observation"])
+    tree_map(np.copyto, views["obs"], env._current)
+    return record.extras["infos"]
 
 
 def run_worker(pipe: Any, env_fns: Sequence[Any], first_env: int, memory: Any, stack_path: str) -> None:
@@ -277,24 +294,11 @@ def run_worker(pipe: Any, env_fns: Sequence[Any], first_env: int, memory: Any, s
             own = slice(first_env, first_env + env.num_envs)
             views = tree_map(lambda array: array[own], shared_arrays(memory))
             while True:
-                command, value = pipe.recv()
-                infos: Any = None
+                command, seed = pipe.recv()
                 if command == "close":
                     env.close()
                     return
-                if command == "reset":
-                    if value is not None:
-                        env.seed(value)
-                    env.reset()
-                else:
-                    record = env.step(torch.from_numpy(views["action"]))
-                    infos = record.extras["infos"]
-                    for name in PARTS[3:]:
-                        views[name][...] = getattr(record, name).numpy()
-                    if "final_observation" in record.extras:
-                        tree_map(np.copyto, views["final"], record.extras["final_observation"])
-                tree_map(np.copyto, views["obs"], env._current)
-                pipe.send((True, infos))
+                pipe.send((True, reset_into(views, env, seed) if command == "reset" else step_into(views, env)))
         except (EOFError, OSError):
             raise
         except Exception:

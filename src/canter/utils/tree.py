@@ -25,12 +25,13 @@ def tree_leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, tree
 
 
-def nested(flat: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """The entries named `prefix.a.b` as a nested dict: the inverse of `tree_leaves`."""
+def nested(flat: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The entries named `prefix.a.b` as a nested dict, all of them without a prefix: the inverse of `tree_leaves`."""
+    start = f"{prefix}." if prefix else ""
     tree: dict[str, Any] = {}
     for name, value in flat.items():
-        if name.startswith(prefix + "."):
-            *path, last = name[len(prefix) + 1 :].split(".")
+        if name.startswith(start):
+            *path, last = name.removeprefix(start).split(".")
             node = tree
             for key in path:
                 node = node.setdefault(key, {})
