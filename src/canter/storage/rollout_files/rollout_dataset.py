@@ -132,21 +132,28 @@ class RolloutDataset(RolloutFileBase):
     def refresh_handlers(self, env_ids: Tensor) -> None:
         """Give each environment the next unplayed trajectory that can be read; after the last loop, any again."""
         for env in env_ids.tolist():
-            is_loaded = False
-            while not is_loaded:
-                if not self.unused_trajectory_idxs:
-                    self.num_dataset_looped += not self._is_over
-                    if self._is_over or not self.read_dataset_directory():
-                        self._refill()
-                if not self.unused_trajectory_idxs:
-                    raise FileNotFoundError(f"there is no usable trajectory left in {self.library.where}")
-                self._playing[env] = trajectory = self.trajectories[self.unused_trajectory_idxs.pop(0)]
-                low, high = self.starting_frame_range
-                frame = int(self.rng.integers(low, high)) if high > low + 1 else low
-                frame = frame if frame < trajectory.ranges[-1][1] else 0
-                chunk = next(i for i, (_, end) in enumerate(trajectory.ranges) if frame < end)
-                is_loaded = self._load(env, chunk, frame - trajectory.ranges[chunk][0])
+            while not self._begin(env, self._next_trajectory()):
+                continue  # with the next one: a file of this one is damaged
             self._is_first[env], self.repeats[env] = True, self._is_over
+
+    def _next_trajectory(self) -> Trajectory:
+        """The next unplayed trajectory; after the last one another loop begins, with the newest files."""
+        if not self.unused_trajectory_idxs:
+            self.num_dataset_looped += not self._is_over
+            if self._is_over or not self.read_dataset_directory():
+                self._refill()
+        if not self.unused_trajectory_idxs:
+            raise FileNotFoundError(f"there is no usable trajectory left in {self.library.where}")
+        return self.trajectories[self.unused_trajectory_idxs.pop(0)]
+
+    def _begin(self, env: int, trajectory: Trajectory) -> bool:
+        """Play a trajectory in an environment from its starting frame; False if it cannot be read."""
+        self._playing[env] = trajectory
+        low, high = self.starting_frame_range
+        frame = int(self.rng.integers(low, high)) if high > low + 1 else low
+        frame = frame if frame < trajectory.ranges[-1][1] else 0
+        chunk = next(i for i, (_, end) in enumerate(trajectory.ranges) if frame < end)
+        return self._load(env, chunk, frame - trajectory.ranges[chunk][0])
 
     def _load(self, env: int, chunk: int, cursor: int) -> bool:
         """Load a file of the environment's trajectory; False if the file cannot be used."""
