@@ -147,9 +147,23 @@ def check_value(owner: str, field: dataclasses.Field[Any], value: Any) -> Any:
     A number may be given as text, because YAML reads 1e-4 as text. No number may be NaN.
     """
     kinds = set(declared_kinds(field))
+    value = _converted(f"{owner}: {field.name} must be {' | '.join(declared_kinds(field))}", kinds, value)
+    choices = field.metadata.get("choices")
+    if choices is not None and value is not None and value not in choices:
+        raise ValueError(f"{field.name} must be one of {', '.join(choices)}, got {value!r}")
+    numbers = value if isinstance(value, (tuple, list)) else (value,)
+    has_range = any(field.metadata.get(name) is not None for name in ("low", "above", "high"))
+    is_whole = not any("float" in kind or "Any" in kind for kind in kinds)
+    if not all(is_in_range(number, field.metadata, has_range, is_whole) for number in numbers):
+        kind = "whole number" if is_whole else "number"
+        raise ValueError(f"{field.name} must be a {kind} {range_text(field.metadata)}, got {value!r}")
+    return value
+
+
+def _converted(problem: str, kinds: set[str], value: Any) -> Any:
+    """The value as one of the declared kinds; a TypeError begins with `problem`."""
     parts = {kind.removeprefix("tuple[").removesuffix(", ...]") for kind in kinds if kind.startswith("tuple[")}
     plain = {"dict" if kind.startswith("dict[") else kind for kind in kinds if not kind.startswith("tuple[")}
-    problem = f"{owner}: {field.name} must be {' | '.join(declared_kinds(field))}"
     if parts and isinstance(value, (tuple, list)):
         names = {"float" if name == "int" else name for name in parts}  # the range of the setting says what is whole
         allowed = tuple(kind for name in names for kind in KINDS.get(name, (object,)))
@@ -164,15 +178,6 @@ def check_value(owner: str, field: dataclasses.Field[Any], value: Any) -> Any:
         allowed = tuple(kind for name in plain for kind in KINDS[name])
         if not isinstance(value, allowed) or (isinstance(value, bool) and "bool" not in kinds):
             raise TypeError(f"{problem}, got {value!r}")
-    choices = field.metadata.get("choices")
-    if choices is not None and value is not None and value not in choices:
-        raise ValueError(f"{field.name} must be one of {', '.join(choices)}, got {value!r}")
-    numbers = value if isinstance(value, (tuple, list)) else (value,)
-    has_range = any(field.metadata.get(name) is not None for name in ("low", "above", "high"))
-    is_whole = not any("float" in kind or "Any" in kind for kind in kinds)
-    if not all(is_in_range(number, field.metadata, has_range, is_whole) for number in numbers):
-        kind = "whole number" if is_whole else "number"
-        raise ValueError(f"{field.name} must be a {kind} {range_text(field.metadata)}, got {value!r}")
     return value
 
 
