@@ -64,21 +64,26 @@ class Translation:
             elif node.target is operator.getitem:
                 self.values[node] = self.item(*node.args)
             elif node.op == "call_function":
-                schema = node.target._schema
-                inputs = [self.argument(node, place, part) for place, part in enumerate(schema.arguments)]
-                self.values[node] = found = self.add(schema.name, inputs, [part.type for part in schema.returns])
+                self.values[node] = found = self.call(node)
                 if is_random(node.target):
                     drawn += found if isinstance(found, list) else [found]
-                parts = zip(schema.arguments, inputs, strict=True)
-                kinds = [(part.type.kind(), value.type().kind()) for part, value in parts]
-                # TorchScript takes add.Scalar for add.Tensor(x, 1), and mul.Tensor for mul.Scalar(x, tensor)
-                has_numbers = not {*NUMBERS, ("NumberType", "TensorType")}.isdisjoint(kinds)
-                if self.newest.schema() != str(schema) and not has_numbers:
-                    raise TypeError(f"TorchScript would run {self.newest.schema()} for {schema}")
         results: Any = graph.output_node().args[0]
         returned = [*(self.values[node] for node in results), *drawn]
         kind = torch._C.TupleType([value.type() for value in returned])
         self.made.registerOutput(self.add("prim::TupleConstruct", returned, [kind]))
+
+    def call(self, node: fx.Node) -> Any:
+        """The results of an operation; TypeError if TorchScript would choose another overload of it."""
+        schema: Any = node.target._schema  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
+        inputs = [self.argument(node, place, part) for place, part in enumerate(schema.arguments)]
+        found = self.add(schema.name, inputs, [part.type for part in schema.returns])
+        parts = zip(schema.arguments, inputs, strict=True)
+        kinds = [(part.type.kind(), value.type().kind()) for part, value in parts]
+        # TorchScript takes add.Scalar for add.Tensor(x, 1), and mul.Tensor for mul.Scalar(x, tensor)
+        has_numbers = not {*NUMBERS, ("NumberType", "TensorType")}.isdisjoint(kinds)
+        if self.newest.schema() != str(schema) and not has_numbers:
+            raise TypeError(f"TorchScript would run {self.newest.schema()} for {schema}")
+        return found
 
     def item(self, node: fx.Node, index: int) -> Any:
         """One of several results, or of a list of tensors."""
