@@ -12,6 +12,7 @@ import pytest
 
 import canter
 from canter.algorithms import PPO, PPOConfig
+from canter.modules import ActorCritic
 from canter.runners import OnPolicyRunner
 
 PACKAGES = ["algorithms", "datasets", "envs", "modules", "runners", "storage", "utils.logging"]
@@ -199,7 +200,8 @@ def test_the_documented_defaults_of_ppo():
         "desired_kl": 0.01,
         "empirical_normalization": False,
     }
-    assert {name: getattr(PPO.full_settings_class()(), name) for name in defaults} == defaults
+    for owner in (PPO.full_settings_class()(), PPO(ActorCritic(1, 1))):
+        assert {name: getattr(owner, name) for name in defaults} == defaults
     for name in ("extra_log_keys", "logger_backend", "logger_kwargs", "log_interval", "save_interval", "device"):
         assert hasattr(PPOConfig(), name)
 
