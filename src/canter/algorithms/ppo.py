@@ -183,9 +183,8 @@ class PPO(Algorithm):
         for extension in self.extensions.values():
             extension.attach(self)
         self.compiled_loss: Any = None
-        if (
-            self.executor.compiles and not self.executor.records and not self.policy.is_recurrent
-        ):  # LSTM and GRU cannot be
+        can_compile = not self.policy.is_recurrent  # LSTM and GRU cannot be compiled
+        if self.executor.compiles and not self.executor.records and can_compile:
             self.forward = self.executor.compile(self.policy.forward)
             self.compiled_loss = self.executor.compile(self.minibatch_loss)
         self.sync_settings()

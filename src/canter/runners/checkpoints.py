@@ -214,9 +214,8 @@ class Checkpoints:
         has_own = state.get("ranks", 1) == RANKS.size
         own = {name: state.get(name) for name in ("env", "runner", "eval_env")}
         own = tree_map(lambda leaf: leaf.to(runner.device) if torch.is_tensor(leaf) else leaf, own)
-        is_exact = (
-            has_own and state["env"] is not None and state["num_envs"] == env.num_envs and env.get_state() is not None
-        )
+        fits = state["env"] is not None and state["num_envs"] == env.num_envs
+        is_exact = has_own and fits and env.get_state() is not None
         try:
             runner.alg.load_resume_state(state["algorithm"])
             if is_exact:

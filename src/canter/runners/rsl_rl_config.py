@@ -391,9 +391,8 @@ def complete(plan: Any, env: Any) -> None:
     for name, width in (("actor_hidden_dims", env.num_obs), ("critic_hidden_dims", env.num_privileged_obs)):
         dims = plan.policy.get(name)
         if isinstance(dims, (list, tuple)) and -1 in dims:
-            width = (
-                plan.policy.get("rnn_hidden_size", 256) if plan.policy["class_name"].endswith("Recurrent") else width
-            )
+            if plan.policy["class_name"].endswith("Recurrent"):
+                width = plan.policy.get("rnn_hidden_size", 256)
             plan.policy[name] = [width or env.num_obs if dim == -1 else dim for dim in dims]
     if PER_SECOND in (getattr(plan.cfg, "rnd_cfg", None) or {}):
         plan.cfg.rnd_cfg = complete_rnd(plan.cfg.rnd_cfg, plan.obs_groups or {}, env)
