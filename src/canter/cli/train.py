@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,15 +161,19 @@ def resume(
     if RANKS.is_first:
         with user_errors(saved.path / "config.yaml"), RunLock(saved.path):
             runner.init_writer()  # finds a bad logging backend before the training
-        found = "ended before its first checkpoint: it begins again"
-        if path is not None:
-            found = f"continues from {path.name} at step {runner.tot_timesteps}"
-        if config["run"]["total_timesteps"] <= runner.tot_timesteps and not config.get("max_iterations"):
-            found = f"is complete at step {runner.tot_timesteps}; --total-timesteps STEPS trains on"
-        print(f"{saved.path} {found}")
+        print(f"{saved.path} {progress(runner, path, config)}")
         if changed := runs.changed_settings(saved.config, runner.checkpoints.loaded_config):
             print(f"  settings in config.yaml that are not the checkpoint's: {'; '.join(changed)}", file=sys.stderr)
     return run_to_end(runner, saved.path)
+
+
+def progress(runner: Runner, checkpoint: Path | None, config: Mapping[str, Any]) -> str:
+    """Where a run is that has been resumed, for a sentence about it."""
+    if config["run"]["total_timesteps"] <= runner.tot_timesteps and not config.get("max_iterations"):
+        return f"is complete at step {runner.tot_timesteps}; --total-timesteps STEPS trains on"
+    if checkpoint is None:
+        return "ended before its first checkpoint: it begins again"
+    return f"continues from {checkpoint.name} at step {runner.tot_timesteps}"
 
 
 def run_to_end(runner: Runner, path: Path) -> int:
