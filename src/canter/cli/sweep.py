@@ -321,18 +321,22 @@ class Worker:
             if any(codes):
                 self.fail(active, next(run for run in active.runs if run.exit_code))
             elif None not in codes:
-                scores = [self.plan.score(run) for run in active.runs]
-                active.trial.set_user_attr("scores", scores)
-                active.trial.set_user_attr("seconds", sum(run.seconds for run in active.runs))
-                mean = statistics.fmean(scores)
-                text = f"{self.plan.options.objective} {mean:.6g}"
-                if math.isfinite(mean):
-                    self.end(active, self.states.COMPLETE, text, mean)
-                else:
-                    self.end(active, self.states.PRUNED, text)
+                self.complete(active)
         except self.lost:
             self.drop(active)
             self.table.message(f"trial {active.trial.number} had been given to another process")
+
+    def complete(self, active: ActiveTrial) -> None:
+        """End a trial whose runs are complete with the mean of their scores; one that is not finite is a bad one."""
+        scores = [self.plan.score(run) for run in active.runs]
+        active.trial.set_user_attr("scores", scores)
+        active.trial.set_user_attr("seconds", sum(run.seconds for run in active.runs))
+        mean = statistics.fmean(scores)
+        text = f"{self.plan.options.objective} {mean:.6g}"
+        if math.isfinite(mean):
+            self.end(active, self.states.COMPLETE, text, mean)
+        else:
+            self.end(active, self.states.PRUNED, text)
 
     def fail(self, active: ActiveTrial, run: TrainingRun) -> None:
         """End a trial of which a run failed: diverged settings are bad ones, a killed run is tried again."""
