@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -48,6 +48,19 @@ class RankError(RuntimeError):
     """Whether this rank is the one that reports it."""
     code = 7
     """Exit code of a command."""
+
+
+class Answers(NamedTuple):
+    """Answers of the other ranks after a collective failed."""
+
+    reasons: dict[int, str]
+    """Errors of the ranks that failed."""
+    silent: list[int]
+    """Ranks that do not answer."""
+    hosts: dict[int, str]
+    """Process and machine of the ranks that failed or are silent."""
+    is_late: bool
+    """Whether the others took this rank for a silent one."""
 
 
 class Ranks:
@@ -314,26 +327,31 @@ class Ranks:
         if begin:
             self.seconds += time.perf_counter() - begin
 
-    def _lost(self, error: Exception) -> RankError:
-        """The error that names the ranks which failed, or which do not answer."""
+    def _ask_others(self) -> Answers:
+        """Leave, and wait for the others to say why they left, or that they live."""
         reasons: dict[int, str] = {}
         silent: list[int] = []
+        self.store.set(f"left/{self.rank}", "")
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while not reasons and time.monotonic() < deadline:
+            others = [rank for rank in range(self.size) if rank != self.rank]
+            told = [rank for rank in others if self.store.check([f"why/{rank}"])]
+            reasons = {rank: self.store.get(f"why/{rank}").decode() for rank in told}
+            left = self._leavers()
+            silent = [rank for rank in others if rank not in left]
+            if not silent and not reasons:  # they answered; did they wait for this one?
+                break
+            time.sleep(POLL_SECONDS)
+        found_silent = self.store.get("silent").decode().split() if self.store.check(["silent"]) else []
+        if silent and not reasons:
+            self.store.set("silent", " ".join(map(str, silent)))
+        hosts = {rank: self.store.get(f"host/{rank}").decode() for rank in (*reasons, *silent)}
+        return Answers(reasons, silent, hosts, is_late=str(self.rank) in found_silent)
+
+    def _lost(self, error: Exception) -> RankError:
+        """The error that names the ranks which failed, or which do not answer."""
         try:
-            self.store.set(f"left/{self.rank}", "")
-            deadline = time.monotonic() + ANSWER_SECONDS
-            while not reasons and time.monotonic() < deadline:
-                others = [rank for rank in range(self.size) if rank != self.rank]
-                told = [rank for rank in others if self.store.check([f"why/{rank}"])]
-                reasons = {rank: self.store.get(f"why/{rank}").decode() for rank in told}
-                left = self._leavers()
-                silent = [rank for rank in others if rank not in left]
-                if not silent and not reasons:  # they answered; did they wait for this one?
-                    break
-                time.sleep(POLL_SECONDS)
-            late = self.store.check(["silent"]) and self.store.get("silent").decode().split()
-            if silent and not reasons:
-                self.store.set("silent", " ".join(map(str, silent)))
-            hosts = {rank: self.store.get(f"host/{rank}").decode() for rank in (*reasons, *silent)}
+            reasons, silent, hosts, is_late = self._ask_others()
         except RuntimeError:  # the store was in a process that died
             lost = RankError(f"the process that started the ranks, or rank 0, does not answer: {first_line(error)}")
             lost.is_told = self.rank == min(1, self.size - 1)
@@ -345,7 +363,7 @@ class Ranks:
             names = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in silent)
             cause = f"killed, stopped, or slower than rank_timeout={self.limit:g} s"
             text = f"{names} does not answer: {cause}. {way_out}"
-        elif late and str(self.rank) in late:
+        elif is_late:
             text = f"rank {self.rank} was slower than rank_timeout={self.limit:g} s, and the others have ended"
         else:
             cause = "runner.learn and runner.save must be called by all ranks, or by none"
