@@ -153,13 +153,9 @@ def play(
     policy = runner.get_inference_policy()
     try:
         if video is None:  # the environment renders to its window as it is stepped
-            returns = run_episodes(policy, env, episodes)[0]
+            returns = run_episodes(policy, env, episodes).returns
         else:
-            metadata = getattr(getattr(env, "envs", [env])[0], "metadata", None) or {}
-            fps = metadata.get("render_fps") or FPS  # the video is as fast as the simulation
-            length = episodes * (getattr(env, "max_episode_length", None) or MAX_FRAMES)
-            with user_errors():
-                made = ShownFilm(video, fps, min(MAX_FRAMES, length))
+            made = new_film(env, video, episodes)
             returns = []
             with made, suppress(KeyboardInterrupt):  # Ctrl-C ends the film, not the command
                 returns = film(policy, env, made, episodes, seconds)
@@ -233,6 +229,14 @@ class ShownFilm(Film):
             hint = "" if self.shown > self.began else "  (Ctrl-C ends the film here)"
             self.shown = now
             print(f"  frame {self.num_frames} of at most {self.most_frames}  {rate:.1f} frames/s{hint}", flush=True)
+
+
+def new_film(env: Any, path: Path, episodes: int) -> ShownFilm:
+    """A film of some episodes of an environment, as fast as its simulation."""
+    metadata = getattr(getattr(env, "envs", [env])[0], "metadata", None) or {}
+    length = episodes * (getattr(env, "max_episode_length", None) or MAX_FRAMES)
+    with user_errors():
+        return ShownFilm(path, metadata.get("render_fps") or FPS, min(MAX_FRAMES, length))
 
 
 def call_each(functions: Sequence[Callable[[Any], bool]], task: Any) -> bool:

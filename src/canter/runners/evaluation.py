@@ -1,7 +1,7 @@
 """Trained policies without their environment, the statistics of their episodes, and environments to judge them in."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -109,27 +109,33 @@ class InferencePolicy:
         """A batch in the form that the policy takes, and whether a single observation was given."""
         if self.obs_space is None:
             return obs, False
-        parts, is_dict = self.parts, isinstance(self.obs_space, spaces.Dict)
-        if isinstance(obs, Mapping):
-            leaves = dict(tree_leaves(obs))
-            if "" in parts.shapes:
-                raise ValueError(f"one observation is an array of shape {parts.shapes['']}, got parts {list(leaves)}")
-            if leaves.keys() != parts.shapes.keys():
-                raise ValueError(f"the observation has the parts {list(leaves)}, expected {list(parts.shapes)}")
-            first = next(iter(parts.shapes))
-            is_single = self._is_single(leaves[first], parts.shapes[first], first)
-            if is_single:
-                obs, leaves = tree_map(lambda leaf: leaf[None], obs), {n: leaf[None] for n, leaf in leaves.items()}
-            for name, shape in parts.shapes.items():
-                self._is_single(leaves[name][0], shape, name)
-            return (obs if is_dict else torch.cat([leaves[name].flatten(1) for name in parts.shapes], 1)), is_single
-        shape = (parts.width,) if is_dict else tuple(self.obs_space.shape or ())
-        is_single = self._is_single(obs, shape)
-        obs = obs[None] if is_single else obs
-        if is_dict:
-            split = parts.split(obs).items()
-            obs = nested({f"obs.{name}": leaf.unflatten(-1, parts.shapes[name]) for name, leaf in split}, "obs")
-        return obs, is_single
+        return self._batched_parts(obs) if isinstance(obs, Mapping) else self._batched_vector(obs)
+
+    def _batched_parts(self, obs: Mapping[str, Any]) -> tuple[Any, bool]:
+        """`_batched` of an observation that is given as a dict."""
+        shapes, leaves = self.parts.shapes, dict(tree_leaves(obs))
+        if "" in shapes:
+            raise ValueError(f"one observation is an array of shape {shapes['']}, got parts {list(leaves)}")
+        if leaves.keys() != shapes.keys():
+            raise ValueError(f"the observation has the parts {list(leaves)}, expected {list(shapes)}")
+        first = next(iter(shapes))
+        is_single = self._is_single(leaves[first], shapes[first], first)
+        if is_single:
+            obs, leaves = tree_map(lambda leaf: leaf[None], obs), {n: leaf[None] for n, leaf in leaves.items()}
+        for name, shape in shapes.items():
+            self._is_single(leaves[name][0], shape, name)
+        if isinstance(self.obs_space, spaces.Dict):
+            return obs, is_single
+        return torch.cat([leaves[name].flatten(1) for name in shapes], 1), is_single
+
+    def _batched_vector(self, obs: Tensor) -> tuple[Any, bool]:
+        """`_batched` of an observation that is given as one array."""
+        if not isinstance(self.obs_space, spaces.Dict):
+            is_single = self._is_single(obs, tuple(self.obs_space.shape or ()))  # pyright: ignore[reportOptionalMemberAccess]
+            return (obs[None] if is_single else obs), is_single
+        is_single = self._is_single(obs, (self.parts.width,))
+        split = self.parts.split(obs[None] if is_single else obs).items()
+        return nested({name: leaf.unflatten(-1, self.parts.shapes[name]) for name, leaf in split}), is_single
 
     def _is_single(self, leaf: Tensor, shape: tuple[int, ...], name: str = "observation") -> bool:
         """Whether a leaf is one observation of that shape; False for a batch, an error for anything else."""
@@ -161,10 +167,17 @@ def space_form(space: spaces.Space) -> dict[str, Any]:
     return form
 
 
+class Episodes(NamedTuple):
+    """Complete episodes, in the order in which they ended."""
+
+    returns: list[float]
+    lengths: list[int]
+
+
 @torch.inference_mode()
 def run_episodes(
     act: Any, env: VecEnv, num_episodes: int, max_steps: int | None = None, on_step: Any = None
-) -> tuple[list[float], list[int]]:
+) -> Episodes:
     """Returns and lengths of `num_episodes` episodes after a reset; `on_step(env)` is called after every step."""
     if num_episodes < 1:
         raise ValueError(f"num_episodes must be at least 1, got {num_episodes}")
@@ -172,8 +185,7 @@ def run_episodes(
     left = num_episodes // env.num_envs + (np.arange(env.num_envs) < num_episodes % env.num_envs)
     limit = max_steps or int(left.max()) * ((env.max_episode_length or 10_000) + 2)
     total, length = np.zeros(env.num_envs), np.zeros(env.num_envs, dtype=np.int64)
-    returns: list[float] = []
-    lengths: list[int] = []
+    found = Episodes([], [])
     act.reset()
     obs, _ = env.reset()
     for _ in range(limit):
@@ -186,11 +198,11 @@ def run_episodes(
             on_step(env)
         for i in np.nonzero(done)[0]:
             if left[i] > 0:
-                returns.append(float(total[i]))
-                lengths.append(int(length[i]))
+                found.returns.append(float(total[i]))
+                found.lengths.append(int(length[i]))
                 left[i] -= 1
         total[done], length[done] = 0.0, 0
         if not left.any():
-            return returns, lengths
-    result = f"only {len(returns)} of {num_episodes} evaluation episodes ended within {limit} steps"
+            return found
+    result = f"only {len(found.returns)} of {num_episodes} evaluation episodes ended within {limit} steps"
     raise RuntimeError(f"{result}; give max_steps, or a time limit to the environment")

@@ -416,10 +416,10 @@ class Runner(ABC):
                     seed = np.random.SeedSequence((abs(self.eval_seed), self.num_evals)).generate_state(1)[0]
                     with contextlib.suppress(NotImplementedError):
                         env.seed(int(seed))
-                returns, lengths = run_episodes(InferencePolicy(self.policy), env, num_episodes, max_steps)
+                episodes = run_episodes(InferencePolicy(self.policy), env, num_episodes, max_steps)
             reductions = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
-            rewards = {f"eval/{name}_reward": float(reduce(returns)) for name, reduce in reductions.items()}
-            return rewards | {"eval/mean_length": float(np.mean(lengths))}
+            rewards = {f"eval/{name}_reward": float(reduce(episodes.returns)) for name, reduce in reductions.items()}
+            return rewards | {"eval/mean_length": float(np.mean(episodes.lengths))}
         finally:
             for module, was_training in modes:
                 module.train(was_training)
