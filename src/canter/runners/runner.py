@@ -149,6 +149,7 @@ class Runner(ABC):
         with MemoryLimit("the run"):
             self.alg = self.agent = self._build_algorithm(obs_space, action_space) if agent is None else agent
             alg = self.alg
+            alg.policy.obs_sets = getattr(self.env, "sets", None)
             self.callbacks.sync = alg.notice_changes if alg.executor.replays else alg.sync_settings
             self.alg.executor.counters["runner"] = (self, ("iteration", "tot_timesteps"))
             self.eval_seed: int = self.alg.stream_seed
@@ -442,8 +443,7 @@ class Runner(ABC):
         self.alg.eval_mode()
         is_here = device is None or torch.device(device) == self.device
         policy = self.policy if is_here else copy.deepcopy(self.policy).to(device)
-        more = {"actor_obs": getattr(self.env, "actor_obs", None), "action_space": self.env.action_space}
-        more["env_bounds"] = self.env.action_bounds
+        more = {"action_space": self.env.action_space, "env_bounds": self.env.action_bounds}
         return InferencePolicy(policy, self.env.obs_space, self.env.obs_segments, **more)
 
     def export_policy_to_onnx(self, path: str | Path, filename: str = "policy.onnx", verbose: bool = False) -> None:
