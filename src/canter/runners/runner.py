@@ -149,6 +149,7 @@ class Runner(ABC):
         with MemoryLimit("the run"):
             self.alg = self.agent = self._build_algorithm(obs_space, action_space) if agent is None else agent
             alg = self.alg
+            alg.trained_by = self
             alg.policy.obs_sets = getattr(self.env, "sets", None)
             self.callbacks.sync = alg.notice_changes if alg.executor.replays else alg.sync_settings
             self.alg.executor.counters["runner"] = (self, ("iteration", "tot_timesteps"))
@@ -516,9 +517,9 @@ class Runner(ABC):
         """Record the state of the git repository that contains this file."""
         self.git_repos.append(repo_file_path)
 
-    def save(self, path: str | Path, infos: Any = None) -> None:
-        """Write a checkpoint."""
-        self.checkpoints.save(Path(path), infos)
+    def save(self, path: str | Path | None = None, infos: Any = None) -> None:
+        """Write a checkpoint; without a path model_<completed iterations>.pt in `save_dir`."""
+        self.checkpoints.save(self.checkpoints.numbered() if path is None else Path(path), infos)
 
     def load(
         self, path: str | Path, load_optimizer: bool | Mapping[str, bool] | None = True, map_location: Any = None,
@@ -539,8 +540,9 @@ class Runner(ABC):
             raise TypeError(f"load takes path, load_cfg, strict and map_location; {others[0]!r} is one too many")
         if unknown := [name for name in load_cfg or () if name not in PARTS]:
             raise ValueError(f"load_cfg has no part {unknown[0]!r}; parts of a checkpoint are {', '.join(PARTS)}")
+        path = Path(path)
         with damaged_content(path):
-            return self.checkpoints.load(Path(path), load_optimizer is not False, map_location, load_cfg, strict)
+            return self.checkpoints.load(path, load_optimizer is not False, map_location, load_cfg, strict)
 
     def save_checkpoint(self, name: str) -> Path:
         """Write a checkpoint to a path relative to `save_dir`."""
