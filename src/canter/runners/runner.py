@@ -287,12 +287,15 @@ class Runner(ABC):
         return is_done or stop.requested is not None
 
     def _is_last_iteration(self, *args: Any) -> bool:
-        """Run an iteration; whether a callback raised `StopTraining`."""
+        """Run an iteration; whether a callback, or in a single process the environment, raised `StopTraining`."""
         self.callbacks.is_stop_asked = False
         try:
             self._one_iteration(*args)
-        except StopTraining:
-            return True
+        except StopTraining as error:
+            if RANKS.size == 1:
+                return True
+            problem = "StopTraining was raised in the middle of an iteration, which several ranks cannot end together"
+            raise RuntimeError(f"{problem}; raise it in a callback") from error
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise self.health.memory_error(error) from error
         return self.callbacks.is_stop_asked
