@@ -28,6 +28,9 @@ TINY = ["--num-envs", "4", "--num-steps-per-env", "16", "--num-learning-epochs",
 TINY += ["--final-episodes", "2", "--eval-episodes", "2"]
 
 
+SCORE = Plan.score
+
+
 class Clock:
     now = 0.0
 
@@ -259,6 +262,39 @@ def test_three_failures_at_the_start_end_the_sweep_with_the_error_of_a_run(make_
         step(worker)
         finish(worker, code=2)
     with pytest.raises(UserError, match="the first 3 trials failed; see .*exit code 2: it printed nothing"):
+        step(worker)
+
+
+def test_a_trial_without_the_objective_fails_with_the_reason_and_the_others_go_on(make_worker, monkeypatch):
+    monkeypatch.setattr(Plan, "score", SCORE)
+    worker = make_worker("--trials", "4")
+    for logged in ("eval/mean_reward", "train/kl", None, "eval/mean_reward"):
+        step(worker)
+        (run,) = worker.mine[0].runs
+        if logged is not None:
+            run.path.mkdir(parents=True)
+            run.rows.append({"step": 200_000, logged: 2.0})
+            (run.path / "metrics.jsonl").write_text(json.dumps(run.rows[0]) + "\n")
+        run.exit_code, worker.pool.active = 0, []
+    assert step(worker)
+    assert states(worker) == [COMPLETE, FAIL, FAIL, COMPLETE]
+    reason = "sweep-trial0001-seed1 ended without the metric 'eval/mean_reward'; it has train/kl"
+    assert worker.study.trials[1].user_attrs["error"] == reason
+    assert f"trial 1: failed with {reason}" in worker.messages
+    assert "sweep-trial0002-seed1 does not exist" in worker.study.trials[2].user_attrs["error"]
+
+
+def test_an_objective_that_no_run_has_ends_the_sweep_with_the_metrics_that_there_are(make_worker, monkeypatch):
+    monkeypatch.setattr(Plan, "score", SCORE)
+    worker = make_worker("--trials", "9", "--objective", "eval/mean_rewrd")
+    for _ in range(3):
+        step(worker)
+        (run,) = worker.mine[0].runs
+        run.path.mkdir(parents=True)
+        run.rows.append({"step": 200_000, "eval/mean_reward": 2.0})
+        (run.path / "metrics.jsonl").write_text(json.dumps(run.rows[0]) + "\n")
+        run.exit_code, worker.pool.active = 0, []
+    with pytest.raises(UserError, match="first 3 trials failed; .* without the metric .*; it has eval/mean_reward"):
         step(worker)
 
 

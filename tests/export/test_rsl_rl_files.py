@@ -106,10 +106,41 @@ def test_a_step_for_onnx_gives_actions_alone_inside_of_another_module(case, tmp_
 
 def test_the_ports_of_a_step_for_onnx_are_named():
     step = trained("lstm").policy.as_onnx(verbose=True)
-    assert (step.input_names, step.output_names) == (["obs", "memory_a_in"], ["actions", "memory_a_out"])
+    assert (step.input_names, step.output_names) == (["obs", "h_in", "c_in"], ["actions", "h_out", "c_out"])
     assert (step.is_recurrent, step.input_size) == (True, 6)
-    assert [tuple(part.shape) for part in step.get_dummy_inputs()] == [(1, 6), (1, 2, 1, 8)]
-    assert [tuple(part.shape) for part in step(*step.get_dummy_inputs())] == [(1, 2), (1, 2, 1, 8)]
+    assert [tuple(part.shape) for part in step.get_dummy_inputs()] == [(1, 6), (1, 1, 8), (1, 1, 8)]
+    assert [tuple(part.shape) for part in step(*step.get_dummy_inputs())] == [(1, 2), (1, 1, 8), (1, 1, 8)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_onnx_file_of_a_runner_has_the_ports_of_rsl_rl_for_any_batch_and_its_actions(kind, tmp_path):
+    runner = trained(kind)
+    runner.export_policy_to_onnx(tmp_path)
+    session = onnxruntime.InferenceSession(tmp_path / "policy.onnx")
+    memories = {"mlp": [], "gru": ["h"], "lstm": ["h", "c"]}[kind]
+    state = [(f"{name}_in", [1, "batch", 8]) for name in memories]
+    assert [(port.name, port.shape) for port in session.get_inputs()] == [("obs", ["batch", 6]), *state]
+    assert [port.name for port in session.get_outputs()] == ["actions", *(f"{name}_out" for name in memories)]
+    runner.policy.reset()
+    state = [np.zeros((1, 3, 8), np.float32) for _ in memories]
+    names = [port.name for port in session.get_inputs()]
+    for _ in range(3):
+        obs = torch.randn(3, 6)
+        actions, *state = session.run(None, dict(zip(names, [obs.numpy(), *state], strict=True)))
+        assert np.abs(actions - runner.policy.act_inference(obs).detach().numpy()).max() < 1e-6
+
+
+def test_an_onnx_file_with_other_actions_is_refused(tmp_path, monkeypatch):
+    runner, right = trained("lstm"), rsl_rl.OnnxStep.forward
+
+    def wrong(self, *tensors):
+        actions, *states = right(self, *tensors)
+        return (actions + 1e-3, *states)
+
+    monkeypatch.setattr(rsl_rl.OnnxStep, "forward", wrong)
+    with pytest.raises(BundleError, match=r"policy.onnx differs from the recorded samples by .*, more than 1e-05"):
+        runner.export_policy_to_onnx(tmp_path)
+    assert not (tmp_path / "policy.onnx").exists()
 
 
 @pytest.mark.parametrize("kind", KINDS)

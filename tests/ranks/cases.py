@@ -237,7 +237,12 @@ def fail():
     raise RuntimeError("joint limit of the left knee")
 
 
+def ask_to_stop():
+    raise StopTraining
+
+
 FAULTS = {
+    "stops": ask_to_stop,
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "hangs": lambda: time.sleep(600.0),
     "raises": fail,
@@ -263,6 +268,7 @@ def faulty_run(directory, rank, fault=None, save_dir="run", **cfg):
 killed = functools.partial(faulty_run, fault="killed")
 hangs = functools.partial(faulty_run, fault="hangs", rank_timeout=2.0)
 raises = functools.partial(faulty_run, fault="raises")
+stops = functools.partial(faulty_run, fault="stops")
 signalled = functools.partial(faulty_run, fault="signalled")
 fine = faulty_run
 

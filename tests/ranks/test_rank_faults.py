@@ -59,6 +59,16 @@ def test_an_error_of_one_rank_is_told_to_the_others(launcher, tmp_path):
     assert [path.name for path in (tmp_path / "run" / "crash").iterdir()] == ["model_2.rank1.pt"]
 
 
+def test_an_environment_of_one_rank_that_stops_the_training_ends_all_at_once_with_the_way_out(launcher, tmp_path):
+    (first, second), codes = results(launcher, tmp_path, "stops")
+    assert codes == [0, 0]
+    assert second["error"].endswith("which several ranks cannot end together; raise it in a callback")
+    assert "rank 1 (process" in first["error"]
+    assert "raise it in a callback" in first["error"]
+    assert first["seconds"] < 10.0
+    assert newest_valid_checkpoint(tmp_path / "run").name == "model_2.pt"
+
+
 def test_a_signal_to_one_rank_ends_all_after_the_same_iteration(launcher, tmp_path):
     _, codes = results(launcher, tmp_path, "signalled")
     assert codes == [143, 143]

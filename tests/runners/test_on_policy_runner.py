@@ -9,12 +9,12 @@ import torch
 
 from canter.algorithms import PPO, PPOConfig
 from canter.envs import GymVecEnvContinuous
-from canter.envs.torch_envs import CartPole, PointRobot
+from canter.envs.torch_envs import CartPole, Pendulum, PointRobot
 from canter.modules.actor_critic import ActorCritic
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.actors import MLPActor, MLPCritic
 from canter.modules.normalizer import EmpiricalNormalization, NoNormalization
-from canter.runners import LearnResult, OnPolicyRunner, build_runner
+from canter.runners import LearnResult, OffPolicyRunner, OnPolicyRunner, build_runner
 
 SMALL = {"hidden_dims": [8]}
 
@@ -151,6 +151,35 @@ def test_ppo_learns_evaluates_and_saves_through_a_runner(monkeypatch, tmp_path):
     assert calls == [((3,), {"total_timesteps": 7})]
     with pytest.raises(ValueError, match=r"need an environment"):
         PPO(ActorCritic(6, 9, 2)).learn(1)
+
+
+def test_an_algorithm_saves_and_loads_through_the_runner_that_trains_it(make_runner, tmp_path):
+    runner = make_runner()
+    runner.learn(3)
+    runner.alg.save(tmp_path / "agent.pt")
+    again = make_runner()
+    again.alg.load(tmp_path / "agent.pt")
+    assert again.alg.runner() is again
+    assert again.iteration == 3
+
+
+@pytest.mark.parametrize("algorithm", ["PPO", "DQN", "SAC", "TD3"])
+def test_without_a_path_algorithms_and_runners_save_in_the_run_directory(algorithm, tmp_path):
+    env = CartPole(2) if algorithm == "DQN" else Pendulum(2)
+    cls, cfg = (
+        (OnPolicyRunner, {"num_steps_per_env": 4}) if algorithm == "PPO" else (OffPolicyRunner, {"buffer_size": 512})
+    )
+    cfg = {**cfg, "algorithm": {"class_name": algorithm}, "device": "cpu"}
+
+    runner = cls(env, cfg, log_dir=tmp_path, show_progress=False)
+    runner.save()
+    runner.iteration = 7
+    runner.alg.save()
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["model_0.pt", "model_7.pt"]
+    with pytest.raises(IsADirectoryError, match=r"is a directory; name a file in it"):
+        runner.save(tmp_path)
+    with pytest.raises(ValueError, match=r"no directory to save in; name the file, as in save\('policy.pt'\)"):
+        cls(env, cfg, show_progress=False).save()
 
 
 def test_learn_adds_iterations(make_runner):

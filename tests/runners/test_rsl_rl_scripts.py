@@ -67,6 +67,26 @@ def test_isaac_labs_exporter_gives_the_actions_of_act_inference(tmp_path, rnn, n
     assert act is not None
 
 
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("rnn", [None, "lstm"])
+def test_the_stateful_calls_take_the_tensordict_of_the_environment(rnn, normalized):
+    runner = runner_on(policy_cfg(3, rnn, normalized), 3)
+    runner.learn(1)
+    runner.eval_mode()
+    policy, groups = runner.alg.policy, runner.env.unwrapped.get_observations()
+    obs, results = torch.cat([groups["proprio"], groups["command"]], 1), []
+    for given, critic_given in ((obs, groups["critic"]), (groups, groups)):
+        policy.reset()
+        policy.generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            results.append((policy.act_inference(given), policy.evaluate(critic_given), policy.act(given)))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+    policy.reset()
+    torch.testing.assert_close(runner.get_inference_policy("cpu")(groups), results[0][0], rtol=0, atol=0)
+    with pytest.raises(KeyError, match="'command' is none of"):
+        policy.act_inference({"proprio": groups["proprio"]})
+
+
 @pytest.mark.parametrize("rnn", [None, "lstm", "gru"])
 def test_the_real_exporter_of_isaac_lab_writes_the_actions_of_act_inference(tmp_path, rnn):
     exporter = pytest.importorskip("isaaclab_rl.rsl_rl.exporter", reason="needs Isaac Lab: pip install isaaclab")

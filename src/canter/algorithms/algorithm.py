@@ -5,6 +5,7 @@ import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from types import NoneType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -169,7 +170,8 @@ class Algorithm:
         self.current_learning_iteration = 0
         counters = ("current_learning_iteration", "timesteps", "num_updates")
         self.executor.counters["algorithm"] = (self, counters)
-        self._runner: Any = None
+        self.trained_by: Any = None
+        """The runner that was made for this algorithm last."""
 
     @classmethod
     def all_extension_classes(cls) -> tuple[Any, ...]:
@@ -399,16 +401,16 @@ class Algorithm:
             self.generators[name].set_state(value.cpu())
 
     def runner(self) -> Any:
-        """The runner of this algorithm and its environment, made at the first call."""
+        """The runner that trains this algorithm; at the first call one is made, unless there is one already."""
         from canter import runners  # they import the algorithms
 
-        if self.env is None:
-            owner = type(self).__name__
-            raise ValueError(f"learn and eval of {owner} need an environment: {owner}(env=...), or use a runner")
-        if self._runner is None:
+        if self.trained_by is None:
+            if self.env is None:
+                owner, calls = type(self).__name__, "learn, eval, save and load"
+                raise ValueError(f"{calls} of {owner} need an environment: {owner}(env=...), or use a runner")
             runner_class = runners.OffPolicyRunner if self.learns_from_replay else runners.OnPolicyRunner
-            self._runner = runner_class(self.env, agent=self, log_dir=self.log_dir)
-        return self._runner
+            self.trained_by = runner_class(self.env, agent=self, log_dir=self.log_dir)
+        return self.trained_by
 
     def learn(self, *args: Any, **kwargs: Any) -> Any:
         """Train; see the runner's `learn`."""
@@ -418,12 +420,12 @@ class Algorithm:
         """Evaluate; see the runner's `eval`."""
         return self.runner().eval(num_episodes)
 
-    def save(self, path: str) -> None:
-        """Write a checkpoint."""
+    def save(self, path: str | Path | None = None) -> None:
+        """Write a checkpoint; see the runner's `save`."""
         self.runner().save(path)
 
-    def load(self, path: str) -> Any:
-        """Read a checkpoint."""
+    def load(self, path: str | Path) -> Any:
+        """Read a checkpoint; see the runner's `load`."""
         return self.runner().load(path)
 
 

@@ -88,11 +88,12 @@ class Plan:
         return [(points[0][0], statistics.fmean(value for _, value in points)) for points in zip(*curves, strict=False)]
 
     def score(self, run: TrainingRun) -> float:
-        """The objective of a run that has ended."""
+        """The objective of a run that has ended; LookupError if it has none."""
         value = load_run(run.path).final_score(self.options.objective)
         if value is None:
             known = sorted({tag for row in run.rows for tag in row} - {"step", "time"})
-            raise UserError(f"no run has the metric {self.options.objective!r}; there are {', '.join(known)}")
+            problem = f"{run.path.name} ended without the metric {self.options.objective!r}"
+            raise LookupError(f"{problem}; it has {', '.join(known) or 'none'}")
         return value
 
 
@@ -319,7 +320,7 @@ class Worker:
                     self.end(active, self.states.PRUNED, f"pruned at step {step} with {value:.6g}")
                     return
             if any(codes):
-                self.fail(active, next(run for run in active.runs if run.exit_code))
+                self.end_after_error(active, next(run for run in active.runs if run.exit_code))
             elif None not in codes:
                 self.complete(active)
         except self.lost:
@@ -328,7 +329,11 @@ class Worker:
 
     def complete(self, active: ActiveTrial) -> None:
         """End a trial whose runs are complete with the mean of their scores; one that is not finite is a bad one."""
-        scores = [self.plan.score(run) for run in active.runs]
+        try:
+            scores = [self.plan.score(run) for run in active.runs]
+        except (LookupError, FileNotFoundError) as error:
+            self.fail(active, str(error.args[0] if isinstance(error, LookupError) else error))
+            return
         active.trial.set_user_attr("scores", scores)
         active.trial.set_user_attr("seconds", sum(run.seconds for run in active.runs))
         mean = statistics.fmean(scores)
@@ -338,7 +343,7 @@ class Worker:
         else:
             self.end(active, self.states.PRUNED, text)
 
-    def fail(self, active: ActiveTrial, run: TrainingRun) -> None:
+    def end_after_error(self, active: ActiveTrial, run: TrainingRun) -> None:
         """End a trial of which a run failed: diverged settings are bad ones, a killed run is tried again."""
         assert run.exit_code is not None
         if run.exit_code < 0:
@@ -348,15 +353,21 @@ class Worker:
             text = "it is tried again" if again else "given up"
             self.table.message(f"trial {frozen.number}: its run was killed by signal {-run.exit_code}; {text}")
             return
-        active.trial.set_user_attr("error", run.error())
-        has_diverged = run.exit_code == NUMERIC
-        state = self.states.PRUNED if has_diverged else self.states.FAIL
-        self.end(active, state, f"{'diverged' if has_diverged else 'failed'} with {run.error()}")
+        if run.exit_code == NUMERIC:
+            active.trial.set_user_attr("error", run.error())
+            self.end(active, self.states.PRUNED, f"diverged with {run.error()}")
+        else:
+            self.fail(active, run.error(), f"see {run.log}: ")
+
+    def fail(self, active: ActiveTrial, error: str, where: str = "") -> None:
+        """End a trial as failed; the sweep too, if all trials so far have failed."""
+        active.trial.set_user_attr("error", error)
+        self.end(active, self.states.FAIL, f"failed with {error}")
         states = [trial.state for trial in self.study.get_trials(deepcopy=False)]
         has_success = self.states.COMPLETE in states or self.states.PRUNED in states
         self.failures = 0 if has_success else self.failures + 1
         if self.failures >= MAX_FAILURES:
-            raise UserError(f"the first {MAX_FAILURES} trials failed; see {run.log}: {run.error()}")
+            raise UserError(f"the first {MAX_FAILURES} trials failed; {where}{error}")
 
     def end(self, active: ActiveTrial, state: Any, text: str, value: float | None = None) -> None:
         """Tell the study how a trial ended."""

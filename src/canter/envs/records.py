@@ -10,7 +10,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from canter.envs.vec_env import StepRecord
-from canter.utils.tree import tree_leaves, tree_map
+from canter.utils.tree import Obs, tree_leaves, tree_map
 
 # Names in use for the actor's group, and for the critic's, in order of preference.
 ACTOR_GROUPS = ("obs", "policy", "actor", "actor_obs")
@@ -81,6 +81,29 @@ def split_groups(obs: Any) -> tuple[Any, Any]:
     groups = obs.spaces if isinstance(obs, spaces.Dict) else obs
     names = group_names(groups) if isinstance(groups, Mapping) else None
     return (obs, obs) if names is None else (obs[names[0]], obs[names[1] or names[0]])
+
+
+def join_groups(groups: Mapping[str, Any], names: Sequence[str]) -> tuple[Obs, dict[str, tuple[int, ...]] | None]:
+    """The named groups as one vector with its segments, or as a flat dict if one of them is not a vector."""
+    # ApexRL's actors take the dict under these names.
+    if len(names) == 1 and names[0] in ("obs", "privileged_obs", "critic_obs"):
+        return groups[names[0]], None
+    leaves = dict(tree_leaves({name: groups[name] for name in names}))
+    if len(leaves) == 1:
+        return next(iter(leaves.values())), None
+    short = [name.rpartition(".")[2] for name in leaves]
+    keys = short if len(set(short)) == len(short) else list(leaves)
+    named = dict(zip(keys, leaves.values(), strict=True))
+    if any(leaf.dim() != 2 or leaf.dtype == torch.uint8 for leaf in named.values()):
+        return named, None
+    return torch.cat(list(named.values()), dim=1), {name: tuple(leaf.shape[1:]) for name, leaf in named.items()}
+
+
+def take_groups(groups: Mapping[str, Any], names: Sequence[str]) -> Obs:
+    """The observation that `names`, the actor's or the critic's set, make of the groups an environment returns."""
+    if missing := [name for name in names if name not in groups]:
+        raise KeyError(f"the groups {list(names)} are observed, but {missing[0]!r} is none of {list(groups)}")
+    return join_groups(to_obs({name: groups[name] for name in names}), names)[0]
 
 
 class EndWatch:

@@ -21,9 +21,11 @@ from torch import Tensor
 from canter.envs.records import (
     EndWatch,
     group_names,
+    join_groups,
     own_critic_group,
     split_groups,
     step_record,
+    take_groups,
     to_obs,
     warn_once,
 )
@@ -163,10 +165,7 @@ class RslRlAdapter(Forwarding, VecEnv):
 
     def actor_obs(self, groups: Mapping[str, Any]) -> Obs:
         """The actor's observation from the groups that the environment returns."""
-        if self.sets is not None and (missing := [name for name in self.sets[0] if name not in groups]):
-            raise KeyError(f"the actor observes {self.sets[0]}; the groups {list(groups)} lack {missing[0]!r}")
-        tensors: Groups = to_obs(groups)
-        return tensors if self.sets is None else join_groups(tensors, self.sets[0])[0]
+        return to_obs(groups) if self.sets is None else take_groups(groups, self.sets[0])
 
     def _split_final(self, final: Any) -> tuple[Any, Any]:
         is_whole = isinstance(final, Mapping) and all(name in final for name in self._used)
@@ -296,22 +295,6 @@ def resolve_sets(groups: Mapping[str, Any], obs_groups: ObsGroups) -> tuple[list
     if unknown:
         raise KeyError(f"obs_groups names the group {unknown[0]!r}; the environment has {list(groups)}")
     return actor, critic
-
-
-def join_groups(groups: Mapping[str, Any], names: Sequence[str]) -> tuple[Obs, Segments | None]:
-    """The named groups as one vector with its segments, or as a flat dict if one of them is not a vector."""
-    # ApexRL's actors take the dict under these names.
-    if len(names) == 1 and names[0] in ("obs", "privileged_obs", "critic_obs"):
-        return groups[names[0]], None
-    leaves = dict(tree_leaves({name: groups[name] for name in names}))
-    if len(leaves) == 1:
-        return next(iter(leaves.values())), None
-    short = [name.rpartition(".")[2] for name in leaves]
-    keys = short if len(set(short)) == len(short) else list(leaves)
-    named = dict(zip(keys, leaves.values(), strict=True))
-    if any(leaf.dim() != 2 or leaf.dtype == torch.uint8 for leaf in named.values()):
-        return named, None
-    return torch.cat(list(named.values()), dim=1), {name: tuple(leaf.shape[1:]) for name, leaf in named.items()}
 
 
 def space_of(obs: Obs) -> spaces.Space:

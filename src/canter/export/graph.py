@@ -122,6 +122,10 @@ class StepModule(nn.Module):
         """All results, actions first and memories last."""
         return tuple(self._results(tensors).values())
 
+    def batch_axes(self) -> dict[str, int]:
+        """The axis of every input and output along which environments are counted."""
+        return dict.fromkeys((*self.input_names, *self.output_names), 0)
+
     @property
     def input_names(self) -> list[str]:
         """Names of the inputs, in order."""
@@ -173,13 +177,14 @@ def quiet() -> Iterator[None]:
         Distribution.set_default_validate_args(checks)
 
 
-def exported_program(module: StepModule, rows: int | None = None) -> Any:
+def exported_program(module: Any, rows: int | None = None) -> Any:
     """The graph of a step by `torch.export`; for any batch, or with a fixed number of rows."""
     inputs = module.zeros(rows or 3)
     dynamic = None
     if rows is None:
         batch = torch.export.Dim("batch", min=1)
-        dynamic = {"tensors": tuple({0: batch} for _ in inputs)}
+        axes = module.batch_axes()
+        dynamic = {"tensors": tuple({axes[name]: batch} for name in module.input_names)}
     with quiet():
         module(*inputs)  # constants that distributions make at the first call must be real tensors
         try:
@@ -190,8 +195,11 @@ def exported_program(module: StepModule, rows: int | None = None) -> Any:
             raise ValueError(f"{name} cannot be exported: {reason}; {way_out}") from error
 
 
-def onnx_bytes(module: StepModule, metadata: Mapping[str, Any]) -> bytes:
-    """The step as an ONNX file of opset 18 with a dynamic batch; `metadata` is in its properties as JSON."""
+def onnx_bytes(module: Any, metadata: Mapping[str, Any]) -> bytes:
+    """A `StepModule`, or a step with its description of inputs and outputs, as an ONNX file of opset 18 for any batch.
+
+    `metadata` is in its properties as JSON.
+    """
     need_export_extra()
     program = exported_program(module)
     with quiet():
@@ -202,7 +210,7 @@ def onnx_bytes(module: StepModule, metadata: Mapping[str, Any]) -> bytes:
     model = made.model_proto
     del model.metadata_props[:]
     for part in (*model.graph.input, *model.graph.output):
-        part.type.tensor_type.shape.dim[0].dim_param = "batch"
+        part.type.tensor_type.shape.dim[module.batch_axes()[part.name]].dim_param = "batch"
     for node in model.graph.node:  # stack traces with paths of the exporting machine
         del node.metadata_props[:]
         node.doc_string = ""

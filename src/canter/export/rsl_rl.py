@@ -12,31 +12,64 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from canter.export.bundle import export_runner, record, runner_policy
-from canter.export.graph import StepModule, Unregistered, need_export_extra, quiet
+from canter.export.bundle import describe, record, runner_policy
+from canter.export.graph import StepModule, Unregistered, need_export_extra, onnx_bytes, quiet
 from canter.export.runtime import difference, refuse_difference
+from canter.modules.actor_critic_recurrent import Memory
 from canter.runners.evaluation import InferencePolicy
 from canter.utils.files import atomic_write
 
 
 class OnnxStep(Unregistered):
-    """A step for `torch.onnx.export`: (observations..., memories...) -> actions, or (actions, memories...)."""
+    """A step for `torch.onnx.export`: (observations..., memories...) -> actions, or (actions, memories...).
+
+    The state of one LSTM or GRU is `h_in` and `c_in`, (L, N, H), as in the files of rsl_rl; other memories are as in a
+    bundle.
+    """
 
     def __init__(self, acting: InferencePolicy) -> None:
         step = StepModule(acting)
         super().__init__(step)
-        self.is_recurrent, self.input_names = bool(step.memories), step.input_names
-        self.output_names = ["actions", *(f"{memory.name}_out" for memory in step.memories)]
+        names = [memory.name for memory in step.memories]
+        self.has_one_rnn = len(names) == 1 and isinstance(step.policy.memories[names[0]], Memory)
+        if self.has_one_rnn:
+            names = ["h", "c"][: step.memories[0].shape[0]]
+        self.is_recurrent, self.memory_names = bool(names), names
+        self.input_names = [port.name for port in step.observations] + [f"{name}_in" for name in names]
+        self.output_names = ["actions", *(f"{name}_out" for name in names)]
         self.input_size = sum(math.prod(port.shape) for port in step.observations)
 
     def forward(self, *tensors: Tensor) -> Any:
         """Actions, then memories; estimates and logits are left out."""
-        actions, *others = super().forward(*tensors)
-        return (actions, *others[1 - len(self.output_names) :]) if self.is_recurrent else actions
+        if not self.is_recurrent:
+            return super().forward(*tensors)[0]
+        count = len(tensors) - len(self.memory_names)
+        if not self.has_one_rnn:
+            actions, *others = super().forward(*tensors)
+            return (actions, *others[-len(self.memory_names) :])
+        state = torch.stack(tensors[count:]).movedim(2, 0)  # S tensors (L, N, H) -> (N, S, L, H)
+        actions, *_, state = super().forward(*tensors[:count], state)
+        return (actions, *state.movedim(0, 2).unbind(0))
+
+    @property
+    def policy(self) -> Any:
+        """The policy whose step this is."""
+        return self.called[0].policy
+
+    def zeros(self, rows: int) -> tuple[Tensor, ...]:
+        """Inputs of the right shapes and types."""
+        inputs = self.called[0].zeros(rows)
+        return (*inputs[:-1], *inputs[-1].movedim(0, 2).unbind(0)) if self.has_one_rnn else inputs
+
+    def batch_axes(self) -> dict[str, int]:
+        """The axis of every input and output along which environments are counted."""
+        axes = dict.fromkeys((*self.input_names, *self.output_names), 0)
+        memories = [f"{name}_{end}" for name in self.memory_names for end in ("in", "out")]
+        return axes | dict.fromkeys(memories, int(self.has_one_rnn))
 
     def get_dummy_inputs(self) -> tuple[Tensor, ...]:
         """Zeros for one robot."""
-        return self.called[0].zeros(1)
+        return self.zeros(1)
 
 
 class JitStep(Unregistered):
@@ -107,10 +140,25 @@ def write_jit(runner: Any, path: Path) -> None:
 
 
 def write_onnx(runner: Any, path: Path) -> None:
-    """Write the ONNX file of a runner's bundle, which is compared with the policy first."""
-    with tempfile.TemporaryDirectory() as folder:
-        made = export_runner(runner, Path(folder) / "bundle", ("onnx",))
-        atomic_write(path, (made.path / "policy.onnx").read_bytes())
+    """Write a runner's policy as an ONNX file, which is compared with the policy first."""
+    need_export_extra()
+    import onnxruntime
+
+    acting = runner_policy(runner)
+    step = OnnxStep(acting)
+    made = onnx_bytes(step, describe(step.called[0], acting))
+    session, state = onnxruntime.InferenceSession(made), []
+
+    def reset() -> None:
+        state[:] = [tensor.numpy() for tensor in step.zeros(1)[len(step.input_names) - len(step.memory_names) :]]
+
+    def act(*obs: Any) -> Any:
+        actions, *state[:] = session.run(None, dict(zip(step.input_names, (*obs, *state), strict=True)))
+        return actions
+
+    reset()
+    refuse_other_actions(acting, act, reset, path.name)
+    atomic_write(path, made)
 
 
 def write_onnx_with_motion(runner: Any, path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from canter.envs.records import take_groups
 from canter.modules.distributions import ActionDistribution, Params
 from canter.modules.normalizer import NoNormalization
 from canter.storage.trajectories import Trajectories, trajectories_from_masks, unpad_trajectories
@@ -97,7 +98,9 @@ class PolicyOutput(NamedTuple):
 class Policy(nn.Module):
     """An actor and a critic behind one interface. A subclass implements `actor_params` and `critic_value`."""
 
-    host_state: ClassVar[frozenset[str]] = frozenset({"_params", "_aux", "carried", "followers", "generator"})
+    host_state: ClassVar[frozenset[str]] = frozenset(
+        {"_params", "_aux", "carried", "followers", "generator", "obs_sets"}
+    )
     """Attributes of the stateful calls, which no recorded function reads or writes."""
     is_recurrent: bool = False
     has_entropy: bool = True
@@ -121,6 +124,8 @@ class Policy(nn.Module):
         """Converts the critic's output into values if the critic learns normalised returns."""
         self.carried: dict[str, Carried] = {}
         """State from step to step besides the memories."""
+        self.obs_sets: tuple[list[str], list[str]] | None = None
+        """Groups of the environment, by name, of which the actor's and the critic's observation are made."""
         self.generator: torch.Generator | None = None
         """Random numbers of the stateful calls; torch's default generator if None."""
         self.followers: Any = weakref.WeakSet()
@@ -258,6 +263,7 @@ class Policy(nn.Module):
         self, branch: str, obs: Any, masks: Any, hidden_states: Any, random_masks: Any = None, core: Any = None
     ) -> Any:
         """Run one branch from the kept or a given state; `core` replaces its normalisation and its hooks."""
+        obs = self.without_groups(obs, branch)
         if hidden_states is None:
             ctx = Context(self.hidden(batch_size(obs)), random_masks=random_masks or {})
         else:
@@ -281,6 +287,12 @@ class Policy(nn.Module):
     def unpack_hidden(self, hidden_states: Any, branch: str) -> Hidden:
         """The documented `hidden_states` of one branch ("actor" or "critic") as state by memory name."""
         return {}
+
+    def without_groups(self, obs: Any, branch: str) -> Any:
+        """What a branch ("actor" or "critic") observes of a mapping of groups; any other observation as it is."""
+        names = () if self.obs_sets is None else self.obs_sets[branch == "critic"]
+        has_groups = isinstance(obs, Mapping) and any(name in obs for name in names)
+        return take_groups(obs, names) if has_groups else obs
 
     @final
     def get_actions_log_prob(self, actions: Tensor) -> Tensor:

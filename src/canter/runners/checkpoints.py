@@ -77,8 +77,16 @@ class Checkpoints:
             raise ValueError(f"there is no directory for {name!r}; give the runner a save_dir or use an absolute path")
         return safe_join(self.directory, name)
 
+    def numbered(self) -> Path:
+        """model_<completed iterations>.pt in the save directory."""
+        if self.directory is None:
+            raise ValueError("the runner has no directory to save in; name the file, as in save('policy.pt')")
+        return self.directory / f"model_{self.runner.iteration}.pt"
+
     def save(self, path: Path, infos: Any = None) -> None:
         """Write a checkpoint that is never removed."""
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a directory; name a file in it to save in")
         is_kept = path.parent == self.directory and path.name in self.periodic and path != self.being_saved
         with all_or_none():
             if is_kept and RANKS.is_first:
@@ -312,8 +320,7 @@ class Checkpoints:
 
     def _save_numbered(self) -> None:
         """Write model_<completed iterations>.pt, and remove old periodic files beyond `keep_checkpoints`."""
-        assert self.directory is not None
-        path, keep = self.directory / f"model_{self.runner.iteration}.pt", self.runner.cfg.keep_checkpoints
+        path, keep = self.numbered(), self.runner.cfg.keep_checkpoints
         if keep is None:
             self.runner.save(str(path))
             return
@@ -321,7 +328,7 @@ class Checkpoints:
         with all_or_none():
             if RANKS.is_first:
                 self.periodic = [*(name for name in self.periodic if name != path.name), path.name]
-                atomic_write(self.directory / PERIODIC, json.dumps(self.periodic).encode())
+                atomic_write(path.parent / PERIODIC, json.dumps(self.periodic).encode())
         self.being_saved = path
         try:
             self.runner.save(str(path))
@@ -329,10 +336,10 @@ class Checkpoints:
             self.being_saved = None
         if not RANKS.is_first:
             return
-        removed = {old.name for old in prune_checkpoints(self.directory, keep, self.periodic)}
+        removed = {old.name for old in prune_checkpoints(path.parent, keep, self.periodic)}
         self.periodic = [name for name in self.periodic if name not in removed]
         for name in removed:
-            for part in self.directory.glob(f"{Path(name).stem}.rank*.pt"):
+            for part in path.parent.glob(f"{Path(name).stem}.rank*.pt"):
                 with contextlib.suppress(OSError):  # as of the checkpoint itself, the save has not failed
                     part.unlink()
 

@@ -1,6 +1,6 @@
 """Trained policies without their environment, the statistics of their episodes, and environments to judge them in."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Tensor
 from canter.envs.vec_env import VecEnv
 from canter.modules.policy import Hidden, Policy, batch_size
 from canter.utils.obs_layout import ObsLayout
-from canter.utils.tree import Obs, nested, tree_leaves, tree_map
+from canter.utils.tree import nested, tree_leaves, tree_map
 
 
 class InferencePolicy:
@@ -29,7 +29,6 @@ class InferencePolicy:
         action_bounds: Bounds to which actions are clipped, where no environment does it.
         info: Where the policy comes from: `config`, `environment`, `checkpoint`, `iteration`, `timesteps`.
         seed: Seed of sampled actions; drawn if None.
-        actor_obs: Takes the actor's part of a mapping of observation groups, a TensorDict for example.
         action_space: Space of one action, with the number of the first discrete action.
         env_bounds: Bounds of the actions that `predict` returns, if not `action_bounds`.
     """
@@ -37,9 +36,9 @@ class InferencePolicy:
     def __init__(
         self, policy: Policy, obs_space: spaces.Space | None = None, segments: Mapping[str, Any] | None = None,
         action_bounds: Any = None, info: Mapping[str, Any] | None = None, seed: int | None = None,
-        actor_obs: Callable[[Any], Obs] | None = None, action_space: spaces.Space | None = None, env_bounds: Any = None,
+        action_space: spaces.Space | None = None, env_bounds: Any = None,
     ) -> None:  # fmt: skip
-        self.policy, self.obs_space, self.info, self.actor_obs = policy, obs_space, dict(info or {}), actor_obs
+        self.policy, self.obs_space, self.info = policy, obs_space, dict(info or {})
         self.device = next(policy.parameters()).device
         self.hidden: Hidden | None = None
         policy.followers.add(self)
@@ -67,8 +66,7 @@ class InferencePolicy:
     @torch.no_grad()
     def _act(self, obs: Any, deterministic: bool, for_env: bool) -> Any:
         """Actions of one step, for the environment itself or for its adapter."""
-        if self.actor_obs is not None and isinstance(obs, Mapping):
-            obs = self.actor_obs(obs)
+        obs = self.policy.without_groups(obs, "actor")
         is_array = not any(isinstance(leaf, Tensor) for _, leaf in tree_leaves(obs))
         batch, is_single = self._batched(tree_map(self._tensor, obs))
         if self.hidden is None or any(len(state) != batch_size(batch) for state in self.hidden.values()):

@@ -38,10 +38,11 @@ class MjlabRunner(OnPolicyRunner):
         write = write_onnx if self.motion is None else write_onnx_with_motion
         write(self, Path(path) / filename)
 
-    def save(self, path: str | Path, infos: Any = None) -> None:
+    def save(self, path: str | Path | None = None, infos: Any = None) -> None:
         """Write a checkpoint and the ONNX file beside it; training continues if the file cannot be written."""
+        path = self.checkpoints.numbered() if path is None else Path(path)
         super().save(path, infos)
-        folder, run = Path(path).parent, getattr(sys.modules.get("wandb"), "run", None)
+        folder, run = path.parent, getattr(sys.modules.get("wandb"), "run", None)
         file = folder / f"{folder.name}.onnx"
         try:
             self.export_policy_to_onnx(folder, file.name)

@@ -56,7 +56,10 @@ def log_histograms(runner: Any) -> None:
 
 
 class StopTraining(Exception):  # noqa: N818 (it is a request, not an error)
-    """Raised by a callback to end `learn` cleanly, with a final checkpoint."""
+    """Raised by a callback to end `learn` cleanly, with a final checkpoint; in a single process by an environment too.
+
+    Steps of an iteration that has not ended are dropped.
+    """
 
 
 class Callbacks:

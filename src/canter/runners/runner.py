@@ -150,6 +150,8 @@ class Runner(ABC):
         with MemoryLimit("the run"):
             alg = self._build_algorithm(obs_space, action_space) if agent is None else agent
             self.alg = self.agent = alg
+            alg.trained_by = self
+            alg.policy.obs_sets = getattr(self.env, "sets", None)
             alg.executor.counters["runner"] = (self, ("iteration", "tot_timesteps"))
             self.callbacks.sync = alg.notice_changes if alg.executor.replays else alg.sync_settings
             self.eval_seed: int = alg.stream_seed
@@ -286,12 +288,15 @@ class Runner(ABC):
         return is_done or stop.requested is not None
 
     def _iterate(self, reporter: TrialReporter | None, console: Console, history: deque[dict[str, float]]) -> bool:
-        """Run an iteration; returns whether a callback raised `StopTraining`."""
+        """Run an iteration; returns whether a callback, or in a single process the environment, ends the training."""
         self.callbacks.is_stop_asked = False
         try:
             self._one_iteration(reporter, console, history)
-        except StopTraining:
-            return True
+        except StopTraining as error:
+            if RANKS.size == 1:
+                return True
+            problem = "StopTraining was raised in the middle of an iteration, which several ranks cannot end together"
+            raise RuntimeError(f"{problem}; raise it in a callback") from error
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise self.health.memory_error(error) from error
         return self.callbacks.is_stop_asked
@@ -443,8 +448,7 @@ class Runner(ABC):
         self.alg.eval_mode()
         is_here = device is None or torch.device(device) == self.device
         policy = self.policy if is_here else copy.deepcopy(self.policy).to(device)
-        more = {"actor_obs": getattr(self.env, "actor_obs", None), "action_space": self.env.action_space}
-        more["env_bounds"] = self.env.action_bounds
+        more = {"action_space": self.env.action_space, "env_bounds": self.env.action_bounds}
         return InferencePolicy(policy, self.env.obs_space, self.env.obs_segments, **more)
 
     def export_policy_to_onnx(self, path: str | Path, filename: str = "policy.onnx", verbose: bool = False) -> None:
@@ -517,9 +521,9 @@ class Runner(ABC):
         """Record the state of the git repository that contains this file."""
         self.git_repos.append(repo_file_path)
 
-    def save(self, path: str | Path, infos: Any = None) -> None:
-        """Write a checkpoint."""
-        self.checkpoints.save(Path(path), infos)
+    def save(self, path: str | Path | None = None, infos: Any = None) -> None:
+        """Write a checkpoint; without a path model_<completed iterations>.pt in `save_dir`."""
+        self.checkpoints.save(self.checkpoints.numbered() if path is None else Path(path), infos)
 
     def load(
         self, path: str | Path, load_optimizer: bool | Mapping[str, bool] | None = True, map_location: Any = None,
@@ -540,8 +544,9 @@ class Runner(ABC):
             raise TypeError(f"load takes path, load_cfg, strict and map_location; {others[0]!r} is one too many")
         if unknown := [name for name in load_cfg or () if name not in PARTS]:
             raise ValueError(f"load_cfg has no part {unknown[0]!r}; parts of a checkpoint are {', '.join(PARTS)}")
+        path = Path(path)
         with damaged_content(path):
-            return self.checkpoints.load(Path(path), load_optimizer is not False, map_location, load_cfg, strict)
+            return self.checkpoints.load(path, load_optimizer is not False, map_location, load_cfg, strict)
 
     def save_checkpoint(self, name: str) -> Path:
         """Write a checkpoint to a path relative to `save_dir`."""
