@@ -513,6 +513,13 @@ def test_run_directories_stay_below_the_runs_directory(tmp_path):
     assert safe_name("a:b c/d") == "a_b_c_d"
 
 
+def test_names_that_differ_outside_of_ascii_are_different_directories():
+    names = ["lauf-ä", "lauf-ö", "实验", "試験", "🚀"]
+    assert [safe_name(name) for name in names] == names
+    assert safe_name("a\u0308") == safe_name("ä")  # some systems store it in two characters
+    assert safe_name("a\u2028b\u00a0c\u202ed") == "a_b_c_d"  # line and word ends, and a change of direction
+
+
 def test_two_unnamed_runs_in_one_second_get_two_directories(tmp_path, monkeypatch):
     monkeypatch.setattr("time.strftime", lambda form: "20260101-000000")
     first = new_run_directory(tmp_path, "CartPole-v1", None, 1)

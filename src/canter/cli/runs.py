@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 import time
+import unicodedata
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
@@ -96,8 +97,9 @@ def restarted_run(runs_dir: Path, task: str, name: str | None, seed: int | None)
 
 
 def safe_name(text: str) -> str:
-    """A name that is a single directory on every system."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", text).lstrip(".") or "_"
+    """A name that is a single directory on every system; letters and signs outside of ASCII are kept."""
+    kept = (c if c.isprintable() and not c.isspace() else "_" for c in unicodedata.normalize("NFC", text))
+    return re.sub(r"[^\w.\u0080-\U0010ffff-]", "_", "".join(kept)).lstrip(".") or "_"
 
 
 def read_run(path: Path, modules: Collection[str] | None = ()) -> SavedRun:

@@ -53,16 +53,15 @@ def seeds(args: Sequence[str]) -> int:
     jobs = min(options.jobs or usable_cores(), options.seeds)
     with StopSignal() as stop, RunPool(jobs, train.settings.device) as pool, LiveTable() as table:
         pool.add(*trained.values())
-        told: set[int] = set()
+        running = dict(trained)
         while (pool.active or pool.waiting) and stop.requested is None:
             time.sleep(POLL_S)
             pool.poll()
             table.show(f"{options.task}: {options.seeds} seeds", HEAD, progress(trained, train.total_timesteps))
-            for seed, run in trained.items():
-                if run.exit_code is not None and seed not in told:
-                    told.add(seed)
-                    end = "done" if run.exit_code == 0 else run.error()
-                    table.message(f"seed {seed}: {end} after {run.seconds:.0f} s")
+            for seed in [seed for seed, run in running.items() if run.exit_code is not None]:
+                run = running.pop(seed)
+                end = "done" if run.exit_code == 0 else run.error()
+                table.message(f"seed {seed}: {end} after {run.seconds:.0f} s")
     if stop.requested is not None:
         print("stopped; the runs are saved: canter resume RUN continues one")
         return 128 + stop.requested

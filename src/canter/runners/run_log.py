@@ -164,6 +164,12 @@ class TrialReporter:
         except (TypeError, ValueError):  # a builtin may have no signature
             self.takes_value = False
 
+    def warn_if_unused(self) -> None:
+        """Warn if no iteration had the metric, at the end of a run."""
+        if self.takes_value and self.num_reports == 0:
+            name = "episode/mean_reward" if self.metric is None else self.metric
+            warnings.warn(f"nothing was reported to the trial: no iteration had the metric {name!r}", stacklevel=3)
+
     def report(self, metrics: Mapping[str, float], velrmsd: float, cot: float, iteration: int) -> bool:
         """Report one iteration; returns whether the search prunes the run."""
         values = {**metrics, "velrmsd": float(velrmsd), "CoT": float(cot)}

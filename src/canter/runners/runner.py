@@ -272,9 +272,8 @@ class Runner(ABC):
         self.stopped_by = stop.requested
         if stop.requested is not None and stop.requested in (signal.SIGTERM, HANGUP):
             raise SystemExit(128 + stop.requested)
-        if reporter is not None and reporter.takes_value and reporter.num_reports == 0:
-            name = "episode/mean_reward" if reporter.metric is None else reporter.metric
-            warnings.warn(f"nothing was reported to the trial: no iteration had the metric {name!r}", stacklevel=2)
+        if reporter is not None:
+            reporter.warn_if_unused()
         result = LearnResult(float(self.metrics_velrmsd), float(self.metrics_CoT))
         result.history = list(history)
         return result
@@ -417,10 +416,7 @@ class Runner(ABC):
         self.num_evals += 1
         try:
             with preserved_rng():
-                if env is self.eval_env and env.get_state() is None:  # then a checkpoint cannot hold its random streams
-                    seed = np.random.SeedSequence((abs(self.eval_seed), self.num_evals)).generate_state(1)[0]
-                    with contextlib.suppress(NotImplementedError):
-                        env.seed(int(seed))
+                self._seed_evaluation()
                 episodes = run_episodes(InferencePolicy(self.policy), env, num_episodes, max_steps)
             reductions = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
             rewards = {f"eval/{name}_reward": float(reduce(episodes.returns)) for name, reduce in reductions.items()}
@@ -432,6 +428,13 @@ class Runner(ABC):
                 env.set_state(state)
             elif env is self.env:
                 self.restart_episodes()
+
+    def _seed_evaluation(self) -> None:
+        """Seed an `eval_env` whose random streams no checkpoint can hold, with another seed for every evaluation."""
+        if self.eval_env is not None and self.eval_env.get_state() is None:
+            seed = np.random.SeedSequence((abs(self.eval_seed), self.num_evals)).generate_state(1)[0]
+            with contextlib.suppress(NotImplementedError):
+                self.eval_env.seed(int(seed))
 
     def restart_episodes(self) -> None:
         """Reset the environments, the memories of the policy and the statistics of unfinished episodes."""
