@@ -1,10 +1,13 @@
 """Flags made from settings: every setting of a run, an algorithm and a policy is a flag with its docstring as help."""
 
 import ast
+import contextlib
 import dataclasses
+import difflib
 import functools
 import importlib
 import inspect
+import io
 import itertools
 import math
 import re
@@ -38,6 +41,8 @@ FROM_ENV = {"num_actor_obs", "num_critic_obs", "num_actions", "obs_segments", "c
 FROM_ENV |= {"actor", "critic"}
 EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+$")
 NUMBERS = re.compile(r"\d+(,\d+)+")  # 64,64 is as good as 64 64
+FLAG = re.compile(r"(?:^. |, )--([\w.-]+)", re.MULTILINE)  # in a help text
+MANY = re.compile(r"\[?(\S+) \[\1 \.\.\.\]\]")  # tyro's [INT [INT ...]]
 ARGUMENT = re.compile(r"^    (\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 
 # Numbers of a run that are no settings, each with an example.
@@ -52,6 +57,7 @@ AlgorithmName = Annotated[
     str, tyro.conf.arg(aliases=["--algo"], help_behavior_hint=lambda name: f"{', '.join(REGISTRY)} (default: {name})")
 ]
 TaskName = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TASK")]
+TeacherPath = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="TEACHER")]
 RunPath = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
 RunPaths = Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN...")]
 Unprefixed = tyro.conf.arg(prefix_name=False)  # the flag is --name also where its help is in a group
@@ -123,8 +129,10 @@ class TrainOptions(RunOptions, Generic[Settings, Policy]):
     seeds: tuple[int, ...] = ()  # Train one run with each of these seeds, one after the other.
 
 
-def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, Any]]:
-    """The options in `args`, and the training dict that they describe."""
+def parse_train(
+    args: Sequence[str], prog: str = "canter train", description: str | None = None
+) -> tuple[TrainOptions[Any, Any], dict[str, Any]]:
+    """The options in `args`, and the training dict that they describe; the help is of `prog`."""
     file = read_config(given(args, "--config"))
     task = args[0] if args and not args[0].startswith("-") else file.get("task")
     name = given(args, "--algorithm") or given(args, "--algo") or (file.get("algorithm") or {}).get("class_name")
@@ -144,7 +152,7 @@ def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, 
     default = TrainOptions(task=task or tyro.MISSING, settings=settings, policy=policy, algorithm=name, **values)
     suggest_flags(args, default, plan.cfg)
     options_type: Any = TrainOptions[type(settings), type(policy)]  # type: ignore[misc]
-    options = parse(options_type, args, "canter train", default)
+    options = parse(options_type, args, prog, default, description=description)
     check_run(options)
     for flag, value in (("env-kwargs", options.environment.env_kwargs), ("components", options.environment.components)):
         if value is not None and not isinstance(value, Mapping):
@@ -279,6 +287,7 @@ def settings_options(cfg: Any) -> Any:
     for f in dataclasses.fields(cfg):
         choices = BACKENDS if f.name == "logger_backend" else f.metadata.get("choices")
         metavar = f"{{{','.join(map(str, choices))}}}" if choices else None
+        metavar = f"{metavar}..." if metavar and f.name == "logger_backend" else metavar
         text = tyro.conf.arg(prefix_name=False, metavar=metavar, help=attribute_sentences(type(cfg)).get(f.name))
         value = functools.partial(getattr, cfg, f.name)  # a factory: a default must not be a dict
         row = (f.name, Annotated[hints[f.name], text], dataclasses.field(default_factory=value))
@@ -355,19 +364,46 @@ def argument_sentences(cls: type) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in ARGUMENT.findall(section)}
 
 
-def parse(flags: Any, args: Sequence[str], prog: str, default: Any = None, return_unknown_args: bool = False) -> Any:
+def parse(
+    flags: Any,
+    args: Sequence[str],
+    prog: str,
+    default: Any = None,
+    return_unknown_args: bool = False,
+    description: str | None = None,
+) -> Any:
     """Parse `args` into a dataclass, or call a function with them; `default` is an instance with the defaults.
 
-    An unknown flag or bad value ends the program with exit code 2 and a suggestion; with `return_unknown_args` the
-    result is a pair, and the unknown flags are its second part.
+    An unknown flag is a `UserError` with a suggestion, a bad value ends the program with exit code 2. With
+    `return_unknown_args` the result is a pair, and the unknown flags are its second part.
     """
     words = [part for word in args for part in (word.split(",") if NUMBERS.fullmatch(word) else [word])]
     registry = tyro.constructors.ConstructorRegistry()
-    registry.primitive_rule(yaml_rule)
-    registry.primitive_rule(int_rule)
-    defaults = {} if default is None else {"default": default}
+    for rule in (yaml_rule, int_rule, ReadableRule()):
+        registry.primitive_rule(rule)
+    more = {} if default is None else {"default": default}
+    cli = functools.partial(tyro.cli, flags, prog=prog, description=description, **more)
     with registry:
-        return tyro.cli(flags, args=words, prog=prog, return_unknown_args=return_unknown_args, **defaults)
+        if {"-h", "--help"}.isdisjoint(words):
+            with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit):
+                return cli(args=words, return_unknown_args=return_unknown_args)
+            if return_unknown_args and words[0].startswith("-"):
+                raise UserError(f"the first word is the task: {prog} TASK {words[0]} ...")
+            if not return_unknown_args:
+                refuse_unknown(words, cli, prog)
+        return cli(args=words, return_unknown_args=return_unknown_args)  # prints the help, or the value that is wrong
+
+
+def refuse_unknown(words: Sequence[str], cli: Callable[..., Any], prog: str) -> None:
+    """Raise a UserError for the first flag in `words` that the help of `cli` does not have."""
+    with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
+        cli(args=["--help"])
+    known = ["help", *FLAG.findall(text.getvalue())]
+    for flag in (word[2:].partition("=")[0].replace("_", "-") for word in words if word.startswith("--")):
+        if flag and flag not in known:
+            near = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
+            hint = f"did you mean --{near[0]}?" if near else f"`{prog} --help` lists the flags"
+            raise UserError(f"there is no flag --{flag}; {hint}")
 
 
 def call(function: Callable[..., int | None] | str, args: Sequence[str], prog: str) -> int | None:
@@ -422,6 +458,33 @@ def int_rule(info: Any) -> Any:
         is_instance=lambda value: type(value) is int,
         str_from_instance=lambda value: [str(value)],
     )
+
+
+class ReadableRule:
+    """Show optional values and lists in the help as INT|None and INT..., tyro's {None}|INT and [INT [INT ...]]."""
+
+    def __init__(self) -> None:
+        self.inner: list[Any] = []  # types that tyro's own rules are asked about
+
+    def __call__(self, info: Any) -> Any:
+        """What tyro does with a type, with a readable name of its values."""
+        if any(asked is info for asked in self.inner):
+            return None
+        self.inner.append(info)
+        spec = tyro.constructors.ConstructorRegistry.get_primitive_spec(info)
+        self.inner.pop()
+        if not isinstance(spec, tyro.constructors.PrimitiveConstructorSpec):
+            return None
+        return dataclasses.replace(spec, metavar=readable_metavar(spec.metavar))
+
+
+def readable_metavar(text: str) -> str:
+    """`text` without brackets within brackets, and with None last."""
+    text = MANY.sub(r"\1...", text)
+    kinds = text.replace("{None}|", "").split("|")
+    kinds = [kind.removeprefix("{").removesuffix("}") if kind.endswith("...}") else kind for kind in kinds]
+    kinds = [kind for kind in kinds if f"{kind}..." not in kinds]
+    return "|".join([*kinds, "None"] if text.startswith("{None}|") else kinds)
 
 
 def whole_number(text: str) -> int:
