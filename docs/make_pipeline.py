@@ -69,7 +69,7 @@ def main() -> None:
         x = left(column) + BOX / 2
         parts += [arrow(x, 92, x, 138, 'stroke-dasharray="5 4"'), note(x, 156, loss)]
         parts.append(arrow(left(0) + BOX - 20 + 12 * column, 218, x - 14, 164, 'stroke-dasharray="5 4"'))
-    parts.append(note(345, 206, "what they should have said"))
+    parts.append(note(345, 206, "targets of these losses"))
     parts.append(
         note(left(3) + BOX + GAP / 2, 26, "read from left to right: the class statement says which stages there are")
     )

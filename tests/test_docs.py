@@ -95,6 +95,14 @@ def test_commands_shown_are_commands_there_are(page, monkeypatch):
                 assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
 
 
+@pytest.mark.parametrize("page", pages_with(BASH))
+def test_lines_of_commands_are_seen_whole_on_a_small_screen(page):
+    widest = max(
+        (line for block in BASH.findall(page.read_text(encoding="utf-8")) for line in block.splitlines()), key=len
+    )
+    assert len(widest) <= 112, f"continue it with a backslash: {widest}"
+
+
 @pytest.mark.parametrize("page", [*PAGES, *ROOT_PAGES], ids=lambda page: page.stem)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):

@@ -1,6 +1,7 @@
 """Registered subcommands, and plugins that register commands and algorithms."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -79,7 +80,7 @@ def commands():
 def test_a_plugin_adds_a_command_that_help_lists(lab):
     listed = canter("--help", cwd=lab, plugins="my_lab")
     assert listed.returncode == 0, listed.stderr
-    assert "  greet NAME        greet a person" in listed.stdout
+    assert re.search(r"^  greet NAME +greet a person$", listed.stdout, re.MULTILINE)
     assert "  train TASK " in listed.stdout
     done = canter("greet", "ada", "--times", "2", cwd=lab, plugins=" my_lab ,")
     assert (done.returncode, done.stdout, done.stderr) == (0, "hello hello ada\n", "")
@@ -170,7 +171,7 @@ def test_a_command_is_a_function_or_the_name_of_one(commands, capsys):
     assert main(["divide", "--numerator", "12"]) == 6
     assert main(["named", "--numerator", "12", "--denominator", "3"]) == 4
     assert main(["--help"]) == 0
-    assert "  count             count the arguments" in capsys.readouterr().out
+    assert re.search(r"^  count +count the arguments$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_an_error_inside_a_command_is_not_taken_for_a_wrong_flag(commands):

@@ -15,6 +15,7 @@ import torch
 import yaml
 from gymnasium import spaces
 
+from canter.cli import COMMANDS
 from canter.cli import train as train_module
 from canter.cli.__main__ import main
 from canter.cli.inspection import labels_of
@@ -496,6 +497,50 @@ def test_the_overview_names_every_command(capsys):
     out = capsys.readouterr().out
     for command in ("train", "resume", "eval", "play", "plot", "tasks", "check-env"):
         assert f"  {command} " in out or f"  {command}:" in out
+
+
+def test_the_descriptions_of_all_commands_begin_in_one_column(capsys):
+    main(["--help"])
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert len({line.index(command.help) for line, command in zip(rows, COMMANDS.values(), strict=True)}) == 1
+    assert all(line[line.index(command.help) - 2 :].startswith("  ") for line, command in zip(rows, COMMANDS.values()))
+
+
+def test_help_of_check_policy_is_its_own(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["check-policy", "--help"])
+    text = capsys.readouterr().out
+    assert text.startswith("usage: canter check-policy [-h] [OPTIONS] TASK\n")
+    assert "which functions of a run are replayed" in text
+    assert "Train a policy" not in text
+
+
+@pytest.mark.parametrize(
+    ("args", "answer"),
+    [
+        (["eval", "--epsiodes", "3", "runs"], "there is no flag --epsiodes; did you mean --episodes?"),
+        (["eval", "runs", "--epsiodes=3"], "there is no flag --epsiodes; did you mean --episodes?"),
+        (["plot", "--xyz", "runs"], "there is no flag --xyz; `canter plot --help` lists the flags"),
+        (
+            ["sweep", "--lr", "3", "CartPole-v1"],
+            "the first word is the task: canter sweep TASK --lr ...",
+        ),
+    ],
+)
+def test_a_mistyped_flag_is_one_line_wherever_it_stands(args, answer, capsys):
+    assert main(args) == 2
+    assert capsys.readouterr().err == f"canter: {answer}\n"
+
+
+def test_help_shows_optional_values_and_lists_without_nested_brackets(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", "CartPole-v1", "--help"])
+    text = capsys.readouterr().out
+    assert "--policy.actor-hidden-dims INT..." in text
+    assert "--target-kl FLOAT|None" in text
+    assert "--clip-max-std FLOAT...|None" in text
+    assert "{None}" not in text
+    assert " [INT" not in text
 
 
 def test_help_of_a_command_lists_its_flags(capsys):

@@ -91,6 +91,22 @@ def test_reward_terms_and_curriculum_of_the_environment_are_sections():
     }
 
 
+def test_reward_terms_of_gymnasiums_mujoco_robots_are_in_the_section_of_rewards():
+    ant = {"extra/reward_forward": 0.75, "extra/log/reward_ctrl": -0.5, "extra/x_velocity": 0.75}
+    assert shown_metrics(ant) == {
+        "reward": [("forward", 0.75), ("ctrl", -0.5)],
+        "environment": [("x velocity", 0.75)],
+    }
+
+
+def test_a_wide_terminal_shows_more_metrics_in_a_row(monkeypatch, terminal):
+    monkeypatch.setenv("COLUMNS", "200")
+    with Console(10, stream=terminal) as console:
+        console.update(1, 10, METRICS)
+    row = next(line for line in plain(terminal.getvalue()).splitlines() if "policy loss" in line)
+    assert len(re.findall(r"[a-z] +-?\d", row)) == min(6, len(shown_metrics(METRICS)[""]))
+
+
 def test_a_line_names_reward_terms_and_curriculum(monkeypatch):
     clock, stream = Clock(monkeypatch), io.StringIO()
     console = Console(10, stream=stream)

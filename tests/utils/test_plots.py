@@ -123,7 +123,12 @@ def test_run_without_a_tag_and_nonfinite_values_leave_gaps(tmp_path):
 def test_learning_rate_over_decades_is_logarithmic(tmp_path):
     run = make_run(tmp_path / "a", [1e-3, 1e-4, 1e-5], tag="train/learning_rate")
     flat = make_run(tmp_path / "b", [1e-3, 9e-4], tag="train/learning_rate")
-    assert axes_of([run], ["train/learning_rate"])[0].get_yscale() == "log"
+    axes = axes_of([run], ["train/learning_rate"])[0]
+    assert axes.get_yscale() == "log"
+    axes.figure.draw_without_rendering()
+    labels = {label.get_text() for label in (*axes.get_yticklabels(), *axes.get_yticklabels(minor=True))}
+    assert "1e\N{MINUS SIGN}04" in labels
+    assert not any("$" in label for label in labels)
     assert axes_of([flat], ["train/learning_rate"])[0].get_yscale() == "linear"
 
 

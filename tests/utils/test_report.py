@@ -120,7 +120,10 @@ def test_the_page_is_whole_and_needs_nothing_else(groups, tmp_path):
 def test_one_group_one_run_and_no_curve_still_make_a_page(tmp_path):
     run = load_run(make_run(tmp_path / "a-seed1", values=(1.0,), final=2.0))
     write_report(Comparison({"only": [run]}), tmp_path / "r.html")
-    assert "No curve" in (tmp_path / "r.html").read_text()
+    page = (tmp_path / "r.html").read_text()
+    assert "No curve" in page
+    assert "only: 1 run." in page
+    assert "2 to 2" not in page  # one run has no interval
 
 
 def test_large_films_are_named_and_not_embedded(groups, tmp_path, monkeypatch):

@@ -24,14 +24,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name == "help" and args:
         name, args = args[0], ["--help"]
-    if name == "--version":
+    if name in ("--version", "version"):
         print(__version__)
         return 0
     try:
         load_plugins()
         if name in ("-h", "--help", "help"):
-            rows = [f"  {f'{name} {command.arguments}':<18}{command.help}" for name, command in COMMANDS.items()]
-            print(OVERVIEW.format(version=__version__, commands="\n".join(rows)))
+            rows = [(f"{name} {command.arguments}", command.help) for name, command in COMMANDS.items()]
+            width = max(len(words) for words, _ in rows)
+            commands = "\n".join(f"  {words:<{width}}  {text}" for words, text in rows)
+            print(OVERVIEW.format(version=__version__, commands=commands))
             return 0
         if name not in COMMANDS:
             from canter.utils.config import did_you_mean

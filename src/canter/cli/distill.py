@@ -13,13 +13,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
 from gymnasium import spaces
 
 from canter.algorithms import TPPOConfig
 from canter.cli import runs
 from canter.cli.errors import UserError, user_errors
-from canter.cli.flags import at_least, parse
+from canter.cli.flags import TeacherPath, at_least, parse
 from canter.cli.options import RunOptions, check_run
 from canter.cli.play import save_trajectories
 from canter.cli.train import EVALS_PER_RUN, print_return, print_row, recorded_return, run_section, run_to_end
@@ -44,7 +43,7 @@ NOTE_SECONDS = 10.0  # between two notes about waiting
 class StudentOptions:
     """A teacher, and settings of its student."""
 
-    teacher: tyro.conf.Positional[Path]  # The teacher's run directory.
+    teacher: TeacherPath  # The teacher's run directory.
     policy: dict[str, Any] | None = None
     """Settings of the student's policy that differ from the teacher's, as YAML: {rnn_hidden_size: 128}."""
     algorithm: dict[str, Any] | None = None  # Settings of TPPO, as YAML: {distill_target: l1, learning_rate: 3e-4}.

@@ -1,8 +1,11 @@
 """Parsing of flags, for every command: numbers with exponents, YAML values, and the checks that commands share."""
 
+import contextlib
+import dataclasses
 import functools
 import importlib
 import inspect
+import io
 import re
 import types
 import typing
@@ -14,12 +17,16 @@ import tyro
 import yaml
 
 from canter.cli.errors import UserError
+from canter.utils.config import nearest
 from canter.utils.reading import parse_yaml, read_limited
 
 EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+$")
 NUMBERS = re.compile(r"\d+(,\d+)+")  # 64,64 is as good as 64 64
+FLAG = re.compile(r"(?:^. |, )--([\w.-]+)", re.MULTILINE)  # in a help text
+MANY = re.compile(r"\[?(\S+) \[\1 \.\.\.\]\]")  # tyro's [INT [INT ...]]
 
 TaskName = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TASK")]
+TeacherPath = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="TEACHER")]
 RunPath = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
 RunPaths = Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN...")]
 
@@ -31,19 +38,46 @@ class YamlLoader(yaml.SafeLoader):
 YamlLoader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("+-0123456789"))
 
 
-def parse(flags: Any, args: Sequence[str], prog: str, default: Any = None, return_unknown_args: bool = False) -> Any:
+def parse(
+    flags: Any,
+    args: Sequence[str],
+    prog: str,
+    default: Any = None,
+    return_unknown_args: bool = False,
+    description: str | None = None,
+) -> Any:
     """Parse `args` into a dataclass, or call a function with them; `default` is an instance with the defaults.
 
-    An unknown flag or bad value ends the program with exit code 2 and a suggestion; with `return_unknown_args` the
-    result is a pair, and the unknown flags are its second part.
+    An unknown flag is a `UserError` with a suggestion, a bad value ends the program with exit code 2. With
+    `return_unknown_args` the result is a pair, and the unknown flags are its second part.
     """
     words = [part for word in args for part in (word.split(",") if NUMBERS.fullmatch(word) else [word])]
     registry = tyro.constructors.ConstructorRegistry()
-    registry.primitive_rule(yaml_rule)
-    registry.primitive_rule(int_rule)
-    defaults = {} if default is None else {"default": default}
+    for rule in (yaml_rule, int_rule, ReadableRule()):
+        registry.primitive_rule(rule)
+    more = {} if default is None else {"default": default}
+    cli = functools.partial(tyro.cli, flags, prog=prog, description=description, **more)
     with registry:
-        return tyro.cli(flags, args=words, prog=prog, return_unknown_args=return_unknown_args, **defaults)
+        if {"-h", "--help"}.isdisjoint(words):
+            with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit):
+                return cli(args=words, return_unknown_args=return_unknown_args)
+            if return_unknown_args and words[0].startswith("-"):
+                raise UserError(f"the first word is the task: {prog} TASK {words[0]} ...")
+            if not return_unknown_args:
+                refuse_unknown(words, cli, prog)
+        return cli(args=words, return_unknown_args=return_unknown_args)  # prints the help, or the value that is wrong
+
+
+def refuse_unknown(words: Sequence[str], cli: Callable[..., Any], prog: str) -> None:
+    """Raise a UserError for the first flag in `words` that the help of `cli` does not have."""
+    with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
+        cli(args=["--help"])
+    known = ["help", *FLAG.findall(text.getvalue())]
+    for flag in (word[2:].partition("=")[0].replace("_", "-") for word in words if word.startswith("--")):
+        if flag and flag not in known:
+            near = nearest(flag, known, cutoff=0.7)
+            hint = f"did you mean --{near}?" if near else f"`{prog} --help` lists the flags"
+            raise UserError(f"there is no flag --{flag}; {hint}")
 
 
 def call(function: Callable[..., int | None] | str, args: Sequence[str], prog: str) -> int | None:
@@ -90,6 +124,33 @@ def int_rule(info: Any) -> Any:
         is_instance=lambda value: type(value) is int,
         str_from_instance=lambda value: [str(value)],
     )
+
+
+class ReadableRule:
+    """Show optional values and lists in the help as INT|None and INT..., tyro's {None}|INT and [INT [INT ...]]."""
+
+    def __init__(self) -> None:
+        self.inner: list[Any] = []  # types that tyro's own rules are asked about
+
+    def __call__(self, info: Any) -> Any:
+        """What tyro does with a type, with a readable name of its values."""
+        if any(asked is info for asked in self.inner):
+            return None
+        self.inner.append(info)
+        spec = tyro.constructors.ConstructorRegistry.get_primitive_spec(info)
+        self.inner.pop()
+        if not isinstance(spec, tyro.constructors.PrimitiveConstructorSpec):
+            return None
+        return dataclasses.replace(spec, metavar=readable_metavar(spec.metavar))
+
+
+def readable_metavar(text: str) -> str:
+    """`text` without brackets within brackets, and with None last."""
+    text = MANY.sub(r"\1...", text)
+    kinds = text.replace("{None}|", "").split("|")
+    kinds = [kind.removeprefix("{").removesuffix("}") if kind.endswith("...}") else kind for kind in kinds]
+    kinds = [kind for kind in kinds if f"{kind}..." not in kinds]
+    return "|".join([*kinds, "None"] if text.startswith("{None}|") else kinds)
 
 
 def whole_number(text: str) -> int:

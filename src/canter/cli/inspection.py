@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Annotated
 
 import gymnasium
 import numpy as np
@@ -21,7 +22,7 @@ from canter.utils.plots import plot_runs
 from canter.utils.run_data import RunData, group_runs, read_settings
 
 
-def tasks(contains: tyro.conf.Positional[str | None] = None) -> int:
+def tasks(contains: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[TEXT]")] = None) -> int:
     """List the presets of every algorithm with the returns to expect, or all tasks whose name contains a text.
 
     Args:
@@ -110,7 +111,7 @@ def labels_of(runs: Sequence[Path]) -> list[str]:
 
 
 def motion(
-    file: tyro.conf.Positional[Path],
+    file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")],
     plot: Path | None = None,
     fields: tuple[str, ...] = (),
     fps: float | None = None,

@@ -109,8 +109,10 @@ class TrainOptions(RunOptions, Generic[Settings, Policy]):
     seeds: tuple[int, ...] = ()  # Train one run with each of these seeds, one after the other.
 
 
-def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, Any]]:
-    """The options in `args`, and the training dict that they describe."""
+def parse_train(
+    args: Sequence[str], prog: str = "canter train", description: str | None = None
+) -> tuple[TrainOptions[Any, Any], dict[str, Any]]:
+    """The options in `args`, and the training dict that they describe; the help is of `prog`."""
     file = read_config(given(args, "--config"))
     task = args[0] if args and not args[0].startswith("-") else file.get("task")
     name = given(args, "--algorithm") or given(args, "--algo") or (file.get("algorithm") or {}).get("class_name")
@@ -130,7 +132,7 @@ def parse_train(args: Sequence[str]) -> tuple[TrainOptions[Any, Any], dict[str, 
     default = TrainOptions(task=task or tyro.MISSING, settings=settings, policy=policy, algorithm=name, **values)
     suggest_flags(args, default, plan.cfg)
     options_type: Any = TrainOptions[type(settings), type(policy)]  # type: ignore[misc]
-    options = parse(options_type, args, "canter train", default)
+    options = parse(options_type, args, prog, default, description=description)
     check_run(options)
     for flag, value in (("env-kwargs", options.environment.env_kwargs), ("components", options.environment.components)):
         if value is not None and not isinstance(value, Mapping):
@@ -256,6 +258,7 @@ def settings_options(cfg: Any) -> Any:
     for f in dataclasses.fields(cfg):
         choices = BACKENDS if f.name == "logger_backend" else f.metadata.get("choices")
         metavar = f"{{{','.join(map(str, choices))}}}" if choices else None
+        metavar = f"{metavar}..." if metavar and f.name == "logger_backend" else metavar
         text = tyro.conf.arg(prefix_name=False, metavar=metavar, help=attribute_sentences(type(cfg)).get(f.name))
         value = functools.partial(getattr, cfg, f.name)  # a factory: a default must not be a dict
         row = (f.name, Annotated[hints[f.name], text], dataclasses.field(default_factory=value))

@@ -32,7 +32,7 @@ def report(
     if out.suffix != ".html":
         raise UserError(f"the page must be a .html file, not {out}")
     with user_errors():
-        from canter.utils.report import Comparison, write_report
+        from canter.utils.report import Comparison, interval_text, run_count, write_report
 
         found = [load_run(path) for path in runs_below(runs)]
         groups: dict[str, list[RunData]] = group_runs(found) if found else {}
@@ -44,9 +44,8 @@ def report(
         comparison = Comparison(groups, metric, score_ranges)
     write_report(comparison, out, title)
     for label, estimate in comparison.iqm.items():
-        interval = f"95% interval {estimate.low:.4g} to {estimate.high:.4g}"
-        count = f"{len(groups[label])} run{'s' * (len(groups[label]) > 1)}"
-        print(f"  {label}: {count}, IQM {estimate.value:.4g}, {interval}")
+        interval = f"95% interval {interval_text(estimate, groups[label])}" if len(groups[label]) > 1 else "no interval"
+        print(f"  {label}: {run_count(groups[label])}, IQM {estimate.value:.4g}, {interval}")
     if unfinished := comparison.unfinished():
         print(f"  {'unfinished':<12}{', '.join(unfinished)}; their last scores count")
     print(f"  {'page':<12}{out}\n  {'numbers':<12}{out.with_suffix('.json')}")

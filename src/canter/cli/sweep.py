@@ -47,9 +47,8 @@ class SweepOptions:
     study: str = "sweep"  # Name of the study.
     storage: str | None = None
     """Journal file or database URL of the study; by default <runs-dir>/<task>/<study>/study.journal."""
-    objective: str = (
-        "eval/mean_reward"  # Metric to optimise, at the end of a run; of the final evaluation if it is one.
-    )
+    objective: str = "eval/mean_reward"
+    """Metric to optimise, at the end of a run; of the final evaluation if it is one."""
     direction: Literal["maximize", "minimize"] = "maximize"  # Whether a high objective is good.
     sampler: str = "tpe"  # Optuna sampler: tpe, random, grid, gp, cmaes, qmc, nsgaii, bruteforce.
     sampler_args: dict[str, Any] = dataclasses.field(default_factory=dict)  # Arguments of the sampler, as YAML.

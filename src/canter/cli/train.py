@@ -71,8 +71,11 @@ def check(args: Sequence[str]) -> int:
     """Run `canter check-policy`: a few iterations of a run that writes nothing, with the flags of `canter train`."""
     if not args:
         raise UserError("name the task: canter check-policy TASK, with the flags of `canter train`")
+    about = (
+        "Report which functions of a run are replayed, and why others are not. The flags are those of `canter train`."
+    )
     with user_errors():
-        options, config = parse_train(args)
+        options, config = parse_train(args, "canter check-policy", about)
     config = run_config(options, {**config, "eval_interval": None, "offline_data": None} | {"seed": 1})
     runner = runs.open_runner(config, show_progress=False)
     with user_errors():

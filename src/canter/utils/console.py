@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 _REDRAW_S = 0.25
 _BROKEN_STREAM = (OSError, ValueError, AttributeError)  # closed, disconnected, replaced, or unable to encode
+_CELL_WIDTH = 33  # of a metric's name and number on a wide terminal
 _LINE_S = 5.0  # between two lines without a terminal
 _MAX_CELLS = 18  # metrics per section
 _LINE_CELLS = {"": 7, "evaluation": 1, "reward": 6, "curriculum": 3}  # metrics per line without a terminal
@@ -32,11 +33,12 @@ _NAMES = {
     "eval/mean_length": "episode length",
 }
 # Sections by the part of a metric's name that is not displayed. Environments log the terms of their reward as
-# `Episode_Reward/<term>` (Isaac Lab, mjlab), `rew_<term>` (legged_gym) or `reward_components`.
+# `Episode_Reward/<term>` (Isaac Lab, mjlab), `rew_<term>` (legged_gym), `reward_<term>` (Gymnasium's MuJoCo robots) or
+# `reward_components`.
 _SECTIONS = {
     "": re.compile(r"(train|policy|exploration)/|(episode|rollout)/(?=mean_)"),
     "evaluation": re.compile(r"eval/"),
-    "reward": re.compile(r"reward_components/|extra/\w+/(Episode_Reward/|rew_|Reward/)", re.IGNORECASE),
+    "reward": re.compile(r"reward_components/|extra/(\w+/)?(Episode_Reward/|reward_|rew_|Reward/)", re.IGNORECASE),
     "curriculum": re.compile(r"extra/\w+/(Curriculum/|(?=terrain_level|max_command|command_range))", re.IGNORECASE),
     "environment": re.compile(r"extra/(log/|episode/)?"),
 }
@@ -71,7 +73,9 @@ class Console(contextlib.AbstractContextManager["Console"]):
 
                 console = RichConsole(file=self._stream)
                 if console.is_terminal and not console.is_dumb_terminal:
-                    self._live = Live(self._picture(), console=console, auto_refresh=False, vertical_overflow="crop")
+                    self._live = Live(
+                        self._picture(console.width), console=console, auto_refresh=False, vertical_overflow="crop"
+                    )
                     atexit.register(self.close)  # shows the cursor again after an uncaught error
                     self._live.start()
         if self._live is None and self.path is not None:
@@ -156,14 +160,14 @@ class Console(contextlib.AbstractContextManager["Console"]):
     def _redraw(self) -> None:
         self._drawn_at = time.monotonic()
         with self._guard():
-            self._live.update(self._picture(), refresh=True)
+            self._live.update(self._picture(self._live.console.width), refresh=True)
 
     def _facts(self) -> list[str]:
         rates = [f"{_short(self.timesteps)} steps", f"{_short(self.rate())} steps/s"]
         elapsed = format_duration(time.monotonic() - self._started_at)
         return [*rates, f"{elapsed} elapsed", f"{format_duration(self.seconds_left())} left"]
 
-    def _picture(self) -> Any:
+    def _picture(self, width: int) -> Any:
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.text import Text
@@ -177,13 +181,14 @@ class Console(contextlib.AbstractContextManager["Console"]):
         head.add_row(bar, f"{steps}   {rate}")
         head.add_row(Text(self._writable(str(self.path or "")), style="dim"), f"{elapsed}   {left}")
         rows: list[Any] = [head]
+        metrics_in_row = max(3, width // _CELL_WIDTH)  # on a wide terminal a number stays near its name
         for section, metrics in shown_metrics(self.metrics).items():
-            cells = _grid(1, None, 1, None, 1, None)
+            cells = _grid(*(1, None) * metrics_in_row)
             row: list[Text] = []
             for name, value in metrics:
                 row += [Text(self._writable(name), style="dim"), Text(format_number(value))]
-            for start in range(0, len(row), 6):
-                cells.add_row(*row[start : start + 6])
+            for start in range(0, len(row), 2 * metrics_in_row):
+                cells.add_row(*row[start : start + 2 * metrics_in_row])
             at = f" at {_short(self._evaluated_at)} steps" if section == "evaluation" and self._evaluated_at else ""
             rows += [Text(section + at, style="bold cyan"), cells] if section else [cells]
         return Group(*rows)

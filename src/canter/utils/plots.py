@@ -78,7 +78,7 @@ def _load(run_dirs: Sequence[StrPath], labels: list[str] | None) -> dict[str, li
 
 def _draw(groups: dict[str, list[Series]], tags: list[str]) -> Figure:
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter, MaxNLocator
+    from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter, StrMethodFormatter
 
     rows, columns, places = _layout(len(tags))
     figure = Figure(figsize=(3.5 * columns, 2.6 * rows + 0.4), layout="constrained")
@@ -98,6 +98,8 @@ def _draw(groups: dict[str, list[Series]], tags: list[str]) -> Figure:
         data = np.concatenate([np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines] or [np.zeros(1)])
         if tag == "train/learning_rate" and data.min() > 0 and data.max() > 20 * data.min():
             axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:.0e}"))  # the usual one writes math
+            axes.yaxis.set_minor_formatter(NullFormatter())
         elif np.abs(data).max() >= 1e4:
             axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     _add_legend(figure, handles)

@@ -201,12 +201,22 @@ def plain(estimate: Estimate) -> dict[str, Any]:
     return {name: part.tolist() if isinstance(part, np.ndarray) else part for name, part in parts}
 
 
+def run_count(group: Sequence[RunData]) -> str:
+    """The number of runs in words: "1 run", "5 runs"."""
+    return f"{len(group)} run{'s' * (len(group) != 1)}"
+
+
+def interval_text(estimate: Estimate, group: Sequence[RunData]) -> str:
+    """The interval of an estimate in words; one run has none."""
+    return f"{estimate.low:.4g} to {estimate.high:.4g}" if len(group) > 1 else "-"
+
+
 def write_report(comparison: Comparison, path: Path, title: str | None = None) -> None:
     """Write the page `path`, and the numbers beside it as JSON."""
     import matplotlib
 
     c = comparison
-    tasks, counts = ", ".join(c.tasks), ", ".join(f"{label}: {len(group)} runs" for label, group in c.groups.items())
+    tasks, counts = ", ".join(c.tasks), ", ".join(f"{label}: {run_count(group)}" for label, group in c.groups.items())
     page = Page(title or tasks, f"{tasks}. {counts}.")
     colors = [COLORS[index % len(COLORS)] for index in range(len(c.groups))]
     with matplotlib.rc_context({**STYLE, **SVG_STYLE}):
@@ -242,7 +252,7 @@ def _add_summary(page: Page, c: Comparison, colors: Sequence[str]) -> None:
         e, rate = c.iqm[label], c.speed(label)
         hours = [run.seconds[-1] for run in group if run.seconds]
         clock = duration(float(np.mean(hours))) if hours else "-"
-        shown = [f"{e.value:.4g}", f"{e.low:.4g} to {e.high:.4g}", f"{mean:.4g} ± {std:.3g}", f"{median:.4g}"]
+        shown = [f"{e.value:.4g}", interval_text(e, group), f"{mean:.4g} ± {std:.3g}", f"{median:.4g}"]
         rows.append([label, str(len(group)), *shown, f"{rate:,.0f}" if rate else "-", clock])
     page.table(
         ["group", "runs", "IQM", "95% interval", "mean ± std", "median", "steps/s", "time per run"], rows, colors
