@@ -15,6 +15,7 @@ import copy
 import functools
 import inspect
 import itertools
+import os
 import random
 import re
 import warnings
@@ -22,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
+import idiom_settings
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -933,6 +935,142 @@ class GlobalVariable(Net):
 
     def actor_features(self, obs, ctx):
         return obs * SCALE
+
+
+@idiom("either")
+class VariableOfAnotherModule(Net):
+    def callback(self, runner, i):
+        idiom_settings.gain = 1.0 if i < 5 else 0.25
+
+    def actor_features(self, obs, ctx):
+        return obs * idiom_settings.gain
+
+
+@idiom("either")
+class FunctionOfAnotherModule(Net):
+    def callback(self, runner, i):
+        idiom_settings.gain = 1.0 if i < 5 else 0.25
+
+    def actor_features(self, obs, ctx):
+        return idiom_settings.scaled(obs)
+
+
+@idiom("either")
+class ClassOfAnotherModule(Net):
+    def callback(self, runner, i):
+        idiom_settings.Options.gain = 1.0 if i < 5 else 0.25
+
+    def actor_features(self, obs, ctx):
+        return obs * idiom_settings.Options.gain
+
+
+@idiom("either")
+class ObjectOfAnotherModule(Net):
+    def callback(self, runner, i):
+        idiom_settings.OPTIONS.scale = 1.0 if i < 5 else 0.25
+
+    def actor_features(self, obs, ctx):
+        return obs * idiom_settings.OPTIONS.scale
+
+
+@idiom("either")
+class ObjectOfAClosure(Net):
+    def parts(self):
+        options = idiom_settings.Options()
+        self.options, self.transform = [options], lambda x: x * options.scale
+
+    def callback(self, runner, i):
+        self.options[0].scale = 1.0 if i < 5 else 0.25
+
+    def actor_features(self, obs, ctx):
+        return self.transform(obs)
+
+
+@idiom("either")
+class DefaultArgument(Net):
+    def callback(self, runner, i):
+        self.actor_features.__defaults__[0]["scale"] = 1.0 if i < 5 else 0.25
+
+    def actor_features(self, obs, ctx, options={"scale": 1.0}):  # noqa: B006 (a mistake that users make)
+        return obs * options["scale"]
+
+
+@idiom("either")
+class PartialFunction(Net):
+    def parts(self):
+        self.transform = functools.partial(lambda x, options: x * options["scale"], options={"scale": 1.0})
+
+    def callback(self, runner, i):
+        self.transform.keywords["options"]["scale"] = 1.0 if i < 5 else 0.25
+
+    def actor_features(self, obs, ctx):
+        return self.transform(obs)
+
+
+class Slots:
+    """An object without a dict of attributes."""
+
+    __slots__ = ("scale",)
+
+
+@idiom("either")
+class ObjectWithSlots(Net):
+    def parts(self):
+        self.options = Slots()
+        self.options.scale = 1.0
+
+    def callback(self, runner, i):
+        self.options.scale = 1.0 if i < 5 else 0.25
+
+    def actor_features(self, obs, ctx):
+        return obs * self.options.scale
+
+
+@idiom("either")
+class EnvironmentVariable(Net):
+    def callback(self, runner, i):
+        os.environ["CANTER_TEST_SCALE"] = "1.0" if i < 5 else "0.25"
+
+    def actor_features(self, obs, ctx):
+        return obs * float(os.environ.get("CANTER_TEST_SCALE", "1.0"))
+
+
+@idiom("either")
+class VariableThatAnAlgorithmReads(Alg):
+    def callback(self, runner, i):
+        idiom_settings.gain = 1.0 if i < 5 else 0.25
+
+    def loss_terms(self, batch, out):
+        terms = super().loss_terms(batch, out)
+        terms.losses["value_loss"] = terms.losses["value_loss"] * idiom_settings.gain
+        return terms
+
+
+@idiom("either")
+class ClassAttributeOfAlgorithm(Alg):
+    scale = 1.0
+
+    def callback(self, runner, i):
+        type(self).scale = 1.0 if i < 5 else 0.25
+
+    def loss_terms(self, batch, out):
+        terms = super().loss_terms(batch, out)
+        terms.losses["value_loss"] = terms.losses["value_loss"] * self.scale
+        return terms
+
+
+@idiom("either")
+class AttributeOverClassAttributeOfAlgorithm(Alg):
+    scale = 1.0
+
+    def callback(self, runner, i):
+        if i == 5:
+            self.scale = 0.25
+
+    def loss_terms(self, batch, out):
+        terms = super().loss_terms(batch, out)
+        terms.losses["value_loss"] = terms.losses["value_loss"] * self.scale
+        return terms
 
 
 @idiom("either")

@@ -2,8 +2,10 @@
 
 import pytest
 from function_idioms import MODES, TABLE, check_function
-from idioms import IDIOMS, check_idiom
+from idioms import IDIOMS, Alg, Ext, Net, Walk, check_idiom
 from torch.distributions import Distribution
+
+from canter.runners import OnPolicyRunner
 
 
 @pytest.fixture(autouse=True)
@@ -21,3 +23,10 @@ def test_user_code_trains_as_it_does_eagerly(idiom):
 @pytest.mark.parametrize("function", TABLE, ids=lambda function: function.name)
 def test_functions_give_what_they_give_eagerly(function, mode):
     check_function(function, "auto", "cpu", function.expected, mode)
+
+
+def test_an_extension_of_a_users_algorithm_costs_no_look_in_every_iteration():
+    env = Walk(2, "cpu", seed=1)
+    alg = Alg(Net(), extensions=[Ext()])
+    OnPolicyRunner(env, alg, show_progress=False).learn(5)
+    assert alg.executor.state_number == 0

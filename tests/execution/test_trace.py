@@ -207,7 +207,7 @@ def test_walks_compare_values_and_identities():
             self.scripted = torch.jit.script(torch.nn.Linear(2, 2))
 
         def forward(self, x):
-            return x * level
+            return x * level * GAIN
 
     def raise_level():
         nonlocal level
@@ -242,6 +242,8 @@ def test_walks_compare_values_and_identities():
         assert not before.is_current(roots)
         assert first_change(before.values, Walk(roots).values, roots)
     before = Walk(roots)
+    globals().update(UNREAD=1)
+    assert before.is_current(roots)
     with torch.no_grad():
         mine.layer.weight.add_(1.0)  # values in place are read by a replay
     assert before.is_current(roots)

@@ -17,6 +17,7 @@ from canter.envs.vec_env import StepRecord
 from canter.envs.wrap import wrap_env
 from canter.execution import ACTIVE_TRACERS, runs_own_code
 from canter.execution.executor import Executor
+from canter.execution.python_state import is_library
 from canter.modules.build import build_normalizer
 from canter.utils.checkpoint import check_compatible
 from canter.utils.config import (
@@ -139,6 +140,8 @@ class Algorithm:
     """Whether the algorithm is off-policy."""
     skipped_share: float = 0.0
     """Share of the updates in the last report that were skipped, because the gradient was not finite."""
+    host_state: ClassVar[None] = None
+    """Snapshots of Python objects leave out all attributes: `watched_objects` names those of users."""
     cfg: Any
     extensions: dict[str, Any]
     policy: Any
@@ -223,8 +226,9 @@ class Algorithm:
             return
         fields = own.get("setting_fields", {})
         if name not in fields or hasattr(type(self), name):
-            if not hasattr(type(self), name) and is_user_code():
-                if type(self).__module__.startswith("canter."):  # a user's subclass has attributes of its own
+            owner = next((cls for cls in type(self).__mro__ if name in vars(cls)), None)
+            if (owner is None or not is_library(owner)) and is_user_code():
+                if is_library(type(self)):  # a user's subclass has attributes of its own
                     refuse_near_miss(self, name, fields)
                 own.setdefault("user_attributes", set()).add(name)
             object.__setattr__(self, name, value)
@@ -276,6 +280,8 @@ class Algorithm:
     def watched_objects(self) -> dict[str, Any]:
         """Python objects that user code may change: the policy, the extensions, attributes of its own."""
         own = {name: self.__dict__[name] for name in self.__dict__.get("user_attributes", ()) if name in self.__dict__}
+        own |= {"on_record": self.on_record} if self.on_record else {}
+        own |= {} if is_library(type(self)) else {type(self).__name__: type(self)}
         parts = {name.removesuffix("_state_dict"): part for name, part in self.checkpoint_parts().items()}
         groups = {name: part.param_groups for name, part in parts.items() if hasattr(part, "param_groups")}
         return {"policy": self.policy, **self.extensions, **groups, **own}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from canter.execution.cuda_graph import Graph, describe
-from canter.execution.python_state import Walk
+from canter.execution.python_state import Walk, is_user_file
 
 T = TypeVar("T")
 
@@ -281,8 +281,6 @@ def same_values(a: Tensor, b: Tensor) -> bool:
 
 def failing_line(error: BaseException) -> str:
     """The innermost line outside torch and canter that an exception went through: " at FILE:LINE", or ""."""
-    from canter.execution.guard import is_user_file  # which uses private names of torch
-
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user_file(f.filename)]
     return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 

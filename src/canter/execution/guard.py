@@ -6,7 +6,6 @@ calls make the host wait for the device.
 """
 
 import sys
-import sysconfig
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import CodeType
@@ -16,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from canter.execution.python_state import OWN_FOLDER, is_user_file
 
 HOST_READ_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 # Host reads without such a tag: composite operations, which are not decomposed under inference_mode, and lift_fresh,
@@ -30,9 +31,6 @@ UNTAGGED_HOST_READS = {
 INDEXING = {"aten::index.Tensor", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 # Reads that dispatch no operation if the tensor is on a CPU.
 HOST_READ_FUNCTIONS = {Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__, Tensor.__format__, Tensor.__repr__}
-TORCH_FOLDER = str(Path(torch.__file__).parent)
-STANDARD_FOLDER = sysconfig.get_paths()["stdlib"]
-OWN_FOLDER = str(Path(__file__).parents[1])
 EXECUTION_FOLDER = str(Path(__file__).parent)
 
 
@@ -51,12 +49,6 @@ def calling_frame() -> tuple[CodeType, int]:
         frame = frame.f_back
     found = own or sys._getframe(1)
     return found.f_code, found.f_lineno
-
-
-def is_user_file(name: str) -> bool:
-    """Whether a file belongs neither to canter, nor to torch, nor to Python's standard library."""
-    is_standard = name.startswith(STANDARD_FOLDER) and "site-packages" not in name
-    return not is_standard and not name.startswith((OWN_FOLDER, TORCH_FOLDER, "<frozen"))
 
 
 def calling_line() -> str:

@@ -29,13 +29,10 @@ from canter.execution.cuda_graph import rebuild
 from canter.execution.guard import (
     EXECUTION_FOLDER,
     HOST_READ_FUNCTIONS,
-    OWN_FOLDER,
-    TORCH_FOLDER,
     HostReadMode,
     calling_frame,
-    is_user_file,
 )  # fmt: skip
-from canter.execution.python_state import address, is_plain
+from canter.execution.python_state import OWN_FOLDER, TORCH_FOLDER, address, is_plain, is_user_file
 
 # Built-in functions whose calls a replay would leave out, or repeat with the result of the first.
 CHANGING_CALLS = {
