@@ -14,7 +14,7 @@ from canter.algorithms.ppo import PPO, PPOConfig, PPOSettings, RunSettings
 from canter.algorithms.rnd import RNDConfig, RNDSettings
 from canter.algorithms.symmetry import SymmetryConfig, SymmetrySettings
 from canter.algorithms.teacher import TeacherSettings
-from canter.envs import wrap_env
+from canter.envs import ImageReach, wrap_env
 from canter.modules.actor_critic import ActorCritic
 from canter.runners import OnPolicyRunner
 from canter.utils.config import unused_settings
@@ -78,6 +78,14 @@ def test_training_warns_of_a_setting_without_effect():
     runner = OnPolicyRunner(wrap_env("canter/CartPole", num_envs=2), cfg, device="cpu", show_progress=False)
     reason = "empirical_normalization=False and critic_obs_normalization=None"
     with pytest.warns(UserWarning, match=f"clip_obs=5.0 has no effect with {reason}"):
+        runner.learn(1)
+
+
+@pytest.mark.parametrize("name", ["empirical_normalization", "critic_obs_normalization"])
+def test_normalisation_of_images_alone_is_a_warning(name):
+    cfg = {"num_steps_per_env": 4, "num_mini_batches": 1, "value_normalization": "running", name: True}
+    runner = OnPolicyRunner(ImageReach(2), cfg, device="cpu", show_progress=False)
+    with pytest.warns(UserWarning, match=f"{name}=True has no effect: images and whole numbers are not normalised"):
         runner.learn(1)
 
 

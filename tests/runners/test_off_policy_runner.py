@@ -419,3 +419,15 @@ def test_parts_of_a_checkpoint_are_for_ppo_alone(tmp_path):
     agent = SAC(env=PointRobot(2))
     with pytest.raises(ValueError, match="load_cfg and strict=False are for PPO; SAC loads whole checkpoints"):
         agent.load_state_dict(agent.state_dict(), load_cfg={"actor": True})
+
+
+@pytest.mark.parametrize(("changes", "needed"), [({"learning_starts": 100}, 100), ({"batch_size": 64}, 64)])
+def test_a_training_that_ends_before_it_learns_is_a_warning(changes, needed):
+    runner = make(**changes)
+    problem = f"the 20 steps of this training only fill the replay buffer, learning begins after {needed}"
+    with pytest.warns(UserWarning, match=f"^{problem} .learning_starts={runner.alg.learning_starts}, batch_size="):
+        runner.learn(20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runner.learn(needed)
+        make(**changes, max_timesteps=200).learn(20)  # a part of a longer run

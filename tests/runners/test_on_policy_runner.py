@@ -182,6 +182,13 @@ def test_without_a_path_algorithms_and_runners_save_in_the_run_directory(algorit
         cls(env, cfg, show_progress=False).save()
 
 
+@pytest.mark.parametrize(("widths", "kind"), [((5, 9), "observation"), ((6, 5), "critic's observation")])
+def test_a_policy_for_observations_of_another_width_is_refused(widths, kind):
+    agent = PPO(ActorCritic(*widths, 2), device="cpu")
+    with pytest.raises(ValueError, match=f"the {kind} of the environment has . values, but .* was made for 5"):
+        OnPolicyRunner(PointRobot(2), agent, show_progress=False)
+
+
 def test_learn_adds_iterations(make_runner):
     runner = make_runner()
     runner.learn(2)

@@ -340,9 +340,14 @@ class OffPolicyAlgorithm(Algorithm):
         return {}
 
     @property
+    def steps_before_learning(self) -> float:
+        """Steps that must be stored, on each rank, before the first gradient step."""
+        return max(self.cfg.batch_size, self.cfg.learning_starts / RANKS.size)
+
+    @property
     def can_learn(self) -> bool:
         """Whether enough steps are stored; counted on the host, so that nothing is read from the device."""
-        return self.num_stored >= max(self.cfg.batch_size, self.cfg.learning_starts / RANKS.size)
+        return self.num_stored >= self.steps_before_learning
 
     def update(self, gradient_steps: int | None = None) -> dict[str, float]:
         """Take gradient steps and return their metrics; {} while too few steps are stored."""

@@ -8,7 +8,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from canter.envs.vec_env import VecEnv
+from canter.envs.vec_env import VecEnv, flat_size
 from canter.modules.policy import Hidden, Policy, batch_size
 from canter.utils.obs_layout import ObsLayout
 from canter.utils.tree import nested, tree_leaves, tree_map
@@ -144,6 +144,15 @@ class InferencePolicy:
             one_hot = "; Discrete observations are given one-hot, as gymnasium.spaces.flatten makes them"
             raise ValueError(problem + one_hot * is_smaller)
         return given == shape
+
+
+def check_widths(policy: Any, env: VecEnv) -> None:
+    """Raise if a policy for flat observations takes another number of values than the environment gives."""
+    for name, kind in (("obs", "observation"), ("critic_obs", "critic's observation")):
+        layout, space = getattr(policy, f"{name}_layout", None), getattr(env, f"{name}_space")
+        if layout is not None and layout.width != flat_size(space):
+            made = f"the {type(policy).__name__} was made for {layout.width}"
+            raise ValueError(f"the {kind} of the environment has {flat_size(space)} values, but {made}")
 
 
 def compare_spaces(env: VecEnv, eval_env: VecEnv) -> None:

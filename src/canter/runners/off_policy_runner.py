@@ -1,6 +1,7 @@
 """The off-policy iteration: one step of the environments, then learning from the replay buffer."""
 
 import time
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from canter.runners.runner import LearnResult, Runner
+from canter.utils.distributed import RANKS
 from canter.utils.metrics import gpu_memory
 from canter.utils.tree import Obs
 
@@ -59,6 +61,13 @@ class OffPolicyRunner(Runner):
         self, total_timesteps: int | None = None, init_at_random_ep_len: bool = False, trial: Any = None, **length: Any
     ) -> LearnResult:
         """Train for more environment steps, rounded up to whole vector steps, or for `num_learning_iterations` more."""
+        end = self.iteration + self.count_iterations(length.get("num_learning_iterations"), total_timesteps)
+        left = (max(end, self.planned_iterations() or 0) - self.iteration) * self.env.num_envs  # steps of this rank
+        needed = self.alg.steps_before_learning - self.alg.num_stored
+        if 0 < left < needed and self.cfg.offline_data is None and RANKS.is_first:
+            settings = f"learning_starts={self.alg.learning_starts}, batch_size={self.alg.batch_size}"
+            problem = f"the {left} steps of this training only fill the replay buffer, learning begins after {needed:g}"
+            warnings.warn(f"{problem} ({settings})", stacklevel=2)
         length |= {"init_at_random_ep_len": init_at_random_ep_len, "trial": trial}
         return super().learn(total_timesteps=total_timesteps, **length)
 

@@ -20,15 +20,15 @@ from gymnasium import spaces
 
 from canter import __version__
 from canter.algorithms import REGISTRY
-from canter.algorithms.algorithm import Algorithm
+from canter.algorithms.algorithm import NOTHING_NORMALIZED, Algorithm
 from canter.envs.vec_env import VecEnv
 from canter.envs.workers import WorkerError
 from canter.envs.wrap import wrap_env
 from canter.envs.wrappers import ClipActions, FlattenObs
 from canter.modules.build import build_actor_critic
-from canter.modules.normalizer import ReturnScaler
+from canter.modules.normalizer import EmpiricalNormalization, ReturnScaler
 from canter.runners.checkpoints import Checkpoints
-from canter.runners.evaluation import InferencePolicy, compare_spaces, run_episodes
+from canter.runners.evaluation import InferencePolicy, check_widths, compare_spaces, run_episodes
 from canter.runners.health import TrainingHealth
 from canter.runners.rsl_rl_config import RSL_RL_MODELS, complete
 from canter.runners.run_config import RunPlan, find_algorithm, make_plan
@@ -150,6 +150,7 @@ class Runner(ABC):
         with MemoryLimit("the run"):
             alg = self._build_algorithm(obs_space, action_space) if agent is None else agent
             self.alg = self.agent = alg
+            check_widths(alg.policy, self.env)
             alg.trained_by = self
             alg.policy.obs_sets = getattr(self.env, "sets", None)
             alg.executor.counters["runner"] = (self, ("iteration", "tot_timesteps"))
@@ -363,6 +364,12 @@ class Runner(ABC):
         """Name settings that do nothing, once training begins: a run that is only loaded has them for the record."""
         for name, reason in unused_settings(self.alg.cfg).items() if RANKS.is_first else ():
             warnings.warn(f"{name}={getattr(self.alg.cfg, name)!r} has no effect with {reason}", stacklevel=3)
+        asked = [name for name in NOTHING_NORMALIZED if getattr(self.alg.cfg, name, None)]
+        both = (self.policy.obs_normalizer, self.policy.critic_obs_normalizer)
+        normalizes = any(isinstance(part, EmpiricalNormalization) for side in both for part in side.modules())
+        if asked and not normalizes and RANKS.is_first:
+            reason = "images and whole numbers are not normalised, and the observations are nothing else"
+            warnings.warn(f"{asked[0]}=True has no effect: {reason}", stacklevel=3)
 
     def count_iterations(self, iterations: int | None, timesteps: int | None) -> int:
         """Iterations that the arguments of `learn` ask for."""
