@@ -38,7 +38,7 @@ def main() -> None:
             now, iteration, steps = entry.pop("time"), entry.pop("iteration"), entry.pop("step")
             shown.update(int(iteration), int(steps), entry)
         screen = RichConsole(record=True, width=88, file=io.StringIO(), force_terminal=True)
-        screen.print(shown._picture())
+        screen.print(shown._picture(screen.width))
     picture = screen.export_svg(title=f"canter train {run.task}")
     picture = re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL)  # nothing is loaded from elsewhere
     OUT.write_text(picture.replace("Fira Code, monospace", "monospace"), encoding="utf-8")

@@ -101,6 +101,18 @@ def test_a_plugin_in_the_working_directory_is_found_by_the_installed_command(lab
     assert (done.returncode, done.stdout) == (0, "hello ada\n"), done.stderr
 
 
+def test_a_task_of_a_module_in_the_working_directory_is_found_by_the_installed_command(tmp_path):
+    made = "lambda task, num_envs, device, seed, **options: PointRobot(num_envs, device, seed)"
+    text = f"from canter.envs import PointRobot, register_env\n\nregister_env('my/point', {made})\n"
+    (tmp_path / "my_tasks.py").write_text(text)
+    script = tmp_path / "bin" / "canter"
+    script.parent.mkdir()
+    script.write_text("import sys\nfrom canter.cli.__main__ import main\nsys.exit(main())\n")
+    args = ("check-env", "my_tasks:my/point", "--num-steps", "4")
+    done = canter(*args, cwd=tmp_path, plugins="", command=(sys.executable, str(script)))
+    assert done.returncode == 0, done.stderr
+
+
 def test_an_algorithm_of_a_plugin_trains_with_its_own_defaults_and_resumes(lab):
     done = canter("train", "canter/CartPole", "--algo", "fewepochs", *TINY, cwd=lab, plugins="my_lab")
     assert done.returncode == 0, done.stderr

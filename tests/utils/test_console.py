@@ -107,6 +107,15 @@ def test_a_wide_terminal_shows_more_metrics_in_a_row(monkeypatch, terminal):
     assert len(re.findall(r"[a-z] +-?\d", row)) == min(6, len(shown_metrics(METRICS)[""]))
 
 
+def test_the_metrics_of_a_short_section_stand_below_those_of_the_others(monkeypatch, terminal):
+    with Console(10, stream=terminal) as console:
+        console.update(1, 10, METRICS | {"extra/reward_forward": -0.5})
+    last = plain(terminal.getvalue()).rsplit("iteration 1/10", 1)[1].splitlines()
+    first, single = (next(line for line in last if name in line) for name in ("return ", "forward "))
+    assert single.rstrip().endswith("-0.5")
+    assert single.index("-0.5") + len("-0.5") == re.search(r"return +\S+", first).end()
+
+
 def test_a_line_names_reward_terms_and_curriculum(monkeypatch):
     clock, stream = Clock(monkeypatch), io.StringIO()
     console = Console(10, stream=stream)

@@ -2,8 +2,11 @@
 
 import functools
 import importlib
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import gymnasium
@@ -183,10 +186,17 @@ def make_env(
         return env if components is None else ObsComponents(env, **components)
 
 
+def import_named(module: str) -> ModuleType:
+    """Import a module that a user names; the installed `canter` has no working directory in its Python path."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    return importlib.import_module(module)
+
+
 def import_task_module(module: str, task: str) -> None:
     """Import the module in front of a task's name, which registers the task."""
     try:
-        importlib.import_module(module)
+        import_named(module)
     except ModuleNotFoundError as error:
         if error.name != module:  # the module exists and imports another one that does not
             raise
@@ -228,7 +238,7 @@ def wrapper_arguments(wrappers: Any) -> Iterable[tuple[str, dict[str, Any]]]:
 def find_wrapper(name: str) -> type:
     """A wrapper class of canter or of `gymnasium.wrappers` by its name, or "module:Class"."""
     module, _, class_name = name.rpartition(":")
-    place = importlib.import_module(module) if module else gymnasium.wrappers
+    place = import_named(module) if module else gymnasium.wrappers
     found = VEC_WRAPPERS.get(name) or getattr(place, class_name, None)
     if not isinstance(found, type):
         known = [*VEC_WRAPPERS, *(n for n in dir(gymnasium.wrappers) if n[0].isupper())]

@@ -182,8 +182,11 @@ class Console(contextlib.AbstractContextManager["Console"]):
         head.add_row(Text(self._writable(str(self.path or "")), style="dim"), f"{elapsed}   {left}")
         rows: list[Any] = [head]
         metrics_in_row = max(3, width // _CELL_WIDTH)  # on a wide terminal a number stays near its name
-        for section, metrics in shown_metrics(self.metrics).items():
-            cells = _grid(*(1, None) * metrics_in_row)
+        sections = shown_metrics(self.metrics)
+        numbers = [format_number(value) for metrics in sections.values() for _, value in metrics]
+        number_width = max(map(len, numbers), default=0)  # one for all sections, so that their columns are aligned
+        for section, metrics in sections.items():
+            cells = _grid(*(1, None) * metrics_in_row, number_width=number_width)
             row: list[Text] = []
             for name, value in metrics:
                 row += [Text(self._writable(name), style="dim"), Text(format_number(value))]
@@ -198,13 +201,15 @@ class Console(contextlib.AbstractContextManager["Console"]):
         return text.encode(encoding, errors="replace").decode(encoding)
 
 
-def _grid(*ratios: int | None) -> Any:
+def _grid(*ratios: int | None, number_width: int | None = None) -> Any:
     from rich.table import Table
 
     grid = Table.grid(expand=True, padding=(0, 2))
     for index, ratio in enumerate(ratios):
         # Names are cropped because an ellipsis is not ASCII. Numbers (no ratio) keep their width.
-        grid.add_column(no_wrap=True, overflow="crop", justify="right" if index % 2 else "left", ratio=ratio)
+        width = number_width if ratio is None else None
+        justify = "right" if index % 2 else "left"
+        grid.add_column(no_wrap=True, overflow="crop", justify=justify, ratio=ratio, width=width)
     return grid
 
 
