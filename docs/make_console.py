@@ -29,11 +29,13 @@ def main() -> None:
     run = read_run(options.run)
     entries = [json.loads(line) for line in (options.run / "metrics.jsonl").read_text().splitlines()]
     entries = [entry for entry in entries if "iteration" in entry]
+    steps_of_iteration = run.config["run"]["num_envs"] * run.config.get("num_steps_per_env", 1)
+    iterations = -(-run.config["run"]["total_timesteps"] // steps_of_iteration)
     first = 2 * entries[0]["time"] - entries[1]["time"]
     with mock.patch("canter.utils.console.time.monotonic", side_effect=lambda: now - first):  # the clock of the run
         now = first
         path = Path("runs", run.task, options.run.name)
-        shown = Console(int(entries[-1]["iteration"]), run.task, path=path, stream=io.StringIO())
+        shown = Console(iterations, run.task, path=path, stream=io.StringIO())
         for entry in entries[: options.iteration]:
             now, iteration, steps = entry.pop("time"), entry.pop("iteration"), entry.pop("step")
             shown.update(int(iteration), int(steps), entry)
