@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 
+from canter.algorithms import PPO
 from canter.algorithms.algorithm import Algorithm
 from canter.modules.actor_critic import ActorCritic
 
@@ -202,3 +203,33 @@ def test_a_flat_file_of_weights_alone_loads_into_a_policy(trained):
     policy = ActorCritic(3, 5, 2, actor_hidden_dims=(8,), critic_hidden_dims=(8,))
     policy.load_state_dict(alg.state_dict()["model_state_dict"])
     assert torch.equal(policy.actor[0].weight, alg.policy.actor[0].weight)
+
+
+def untrained(caught):
+    return [str(w.message) for w in caught if "not trained" in str(w.message)]
+
+
+def test_parameters_that_the_optimizer_lacks_are_named_once(make_ppo):
+    replaced, _ = make_ppo()
+    unfrozen_policy = copy.deepcopy(replaced.policy)
+    unfrozen_policy.actor[0].requires_grad_(False)
+    unfrozen = PPO(unfrozen_policy)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        layer = replaced.policy.actor[0]
+        replaced.policy.actor[0] = torch.nn.Linear(layer.in_features, layer.out_features)
+        unfrozen_policy.actor[0].requires_grad_(True)
+        for alg in (replaced, replaced, unfrozen, unfrozen):
+            alg.sync_settings()
+    assert len(untrained(caught)) == 2
+    assert all("2 parameters" in text and "actor.0.weight, actor.0.bias" in text for text in untrained(caught))
+
+
+def test_parameters_that_are_frozen_for_a_while_are_not_called_untrained(make_ppo):
+    alg, _ = make_ppo()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for is_trained in (False, True):
+            alg.policy.actor.requires_grad_(is_trained)
+            alg.sync_settings()
+    assert untrained(caught) == []

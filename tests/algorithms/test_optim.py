@@ -331,3 +331,19 @@ def test_moments_that_decayed_to_nearly_zero_are_dropped_and_no_parameter_moves(
     assert (moments["exp_avg"][4:] != 0).any()
     assert torch.equal(moments["step"], count)
     assert all(map(torch.equal, before, net.parameters()))
+
+
+def test_parameters_of_two_dtypes_keep_theirs():
+    module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).double()])
+    before = [p.detach().clone() for p in module.parameters()]
+    optimizer = GuardedOptimizer(module, "Adam", 0.1)
+    loss = module[1](module[0](torch.ones(1, 2)).double()).sum()
+    backward(loss, optimizer)
+    optimizer.apply(optimizer.clip(1.0)[1])
+    assert [p.dtype for p in module.parameters()] == [torch.float32] * 2 + [torch.float64] * 2
+    assert all((p - old).abs().max() > 0.09 for p, old in zip(module.parameters(), before, strict=True))
+
+
+def test_a_lazy_layer_without_a_shape_is_named():
+    with pytest.raises(ValueError, match="parameter '1.weight' has no shape yet; call the lazy layer once"):
+        GuardedOptimizer(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)), "Adam", 0.1)

@@ -1,5 +1,8 @@
 """The documented stateful calls, and the pure core below them."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -8,6 +11,7 @@ from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.build import build_normalizer
 from canter.modules.normalizer import DictNormalization, EmpiricalNormalization, NoNormalization
 from canter.modules.policy import FINAL_CALLS, PolicyOutput
+from canter.runners.evaluation import InferencePolicy
 from canter.storage.rollout_storage import Field
 from canter.storage.trajectories import split_and_pad_trajectories
 
@@ -207,3 +211,15 @@ def test_act_with_inference_is_act_inference(make_policy, kind):
     assert torch.equal(first, policy.act_inference(obs))
     with pytest.raises(ValueError, match="leave out masks, hidden_states"):
         policy.act(obs, masks=torch.ones(1, 4), inference=True)
+
+
+def test_a_policy_and_its_inference_policy_are_copied_and_pickled_after_acting():
+    policy, obs = ActorCritic(3, 3, 2), torch.ones(4, 3)
+    inference = InferencePolicy(policy)
+    actions = policy.act_inference(obs)  # with a gradient, which no copy can have
+    for copied in (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy))):  # noqa: S301 (its own)
+        assert torch.equal(copied.act_inference(obs), actions)
+    for copied in (copy.deepcopy(inference), pickle.loads(pickle.dumps(inference))):  # noqa: S301 (its own)
+        assert torch.equal(copied(obs), actions)
+        assert list(copied.policy.followers) == [copied]
+    assert list(policy.followers) == [inference]

@@ -496,3 +496,30 @@ def test_closing_closes_logger_and_environments(make_runner, counting, tmp_path)
     runner.close()
     assert closed == ["env", "eval"]
     assert runner.writer is None
+
+
+@pytest.mark.parametrize("surrounding", [torch.no_grad, torch.inference_mode])
+def test_learn_has_gradients_whatever_surrounds_it(make_runner, surrounding, differing, weights):
+    plain, surrounded = make_runner(PointRobot(4)), make_runner(PointRobot(4))
+    plain.learn(2)
+    with surrounding():
+        surrounded.learn(2)
+    assert differing(weights(plain), weights(surrounded)) == []
+
+
+def test_a_policy_with_layers_of_double_precision_trains(make_runner):
+    class Precise(ActorCritic):
+        def __init__(self, *args, **settings):
+            super().__init__(*args, **settings)
+            self.extra = torch.nn.Linear(args[0], args[0]).double()
+
+        def actor_features(self, obs, ctx):
+            return super().actor_features(self.extra(obs.double()).float(), ctx)
+
+    env = PointRobot(4)
+    widths = env.obs_space.shape[0], env.critic_obs_space.shape[0]
+    policy = Precise(*widths, 2, action_space=env.action_space)
+    before = policy.extra.weight.detach().clone()
+    OnPolicyRunner(env, PPO(policy, env=env), show_progress=False).learn(2)
+    assert policy.extra.weight.dtype is torch.float64
+    assert not torch.equal(policy.extra.weight, before)

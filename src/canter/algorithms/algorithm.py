@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from canter.algorithms.foreign import import_state
+from canter.algorithms.optim import GuardedOptimizer
 from canter.envs.vec_env import StepRecord
 from canter.envs.wrap import wrap_env
 from canter.execution import ACTIVE_TRACERS, runs_own_code
@@ -267,9 +268,30 @@ class Algorithm:
                         setattr(self.live, name, self.device_scalar(value))
             elif not (field.metadata.get("host") or field.metadata.get("fixed")):
                 key.append(value if isinstance(value, str | int | tuple | NoneType) else repr(value))
-        constants = (*key, *self.recording_key())
+        own = self.recording_key()
+        constants = (*key, *own)
         if constants != self.executor.constants:  # the executor hashes a new tuple
             self.executor.constants = constants
+            if own:  # else it is still under construction
+                self._notice_untrained()
+
+    def _notice_untrained(self) -> None:
+        """Warn of trainable parameters that came after the optimizers were made, which therefore lack them."""
+        optimizers = [part for part in self.checkpoint_parts().values() if isinstance(part, GuardedOptimizer)]
+        known = {id(parameter) for optimizer in optimizers for parameter in optimizer.parameters}
+        named = {n: p for n, p in self.policy.named_parameters() if p.requires_grad and id(p) not in known}
+        seen: dict[int, nn.Parameter] | None = self.__dict__.get("untrained")
+        if seen is None:  # an extension excludes them
+            object.__setattr__(self, "untrained", {id(parameter): parameter for parameter in named.values()})
+            return
+        new = [name for name, parameter in named.items() if id(parameter) not in seen]
+        if new:
+            seen.update((id(parameter), parameter) for parameter in named.values())
+            owner, shown = type(self).__name__, ", ".join(new[:3]) + ", ..." * (len(new) > 3)
+            problem = f"{len(new)} parameters of the policy are not trained ({shown})"
+            reason = f"they were frozen, replaced or not there when {owner} was made, and its optimizer lacks them"
+            way_out = f"make a new {owner} with them, and freeze layers after that; load weights by load_state_dict"
+            warnings.warn(f"{problem}: {reason}; {way_out}", stacklevel=2)
 
     def notice_changes(self) -> None:
         """Take over what user code changed: settings, and Python objects that recorded functions may read."""

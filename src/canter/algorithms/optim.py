@@ -57,6 +57,9 @@ class GuardedOptimizer:
         excluded: Sequence[str] = (),
     ) -> None:  # fmt: skip
         named = {name: p for name, p in module.named_parameters() if p.requires_grad and not has_prefix(name, excluded)}
+        if lazy := [name for name, p in named.items() if isinstance(p, nn.parameter.UninitializedParameter)]:
+            way_out = "call the lazy layer once with an example when the policy is made"
+            raise ValueError(f"the parameter {lazy[0]!r} has no shape yet; {way_out}")
         self.parameters = list(named.values())
         device = next((t.device for t in (*self.parameters, *module.buffers())), torch.device("cpu"))
         cls: Any = optimizer_class(class_name)
@@ -70,7 +73,8 @@ class GuardedOptimizer:
         members = split_groups(named, groups, device, self.has_tensor_rate)
         self.sizes = [[p.shape for p in group["params"]] for group in members]
         # On a CPU the cost of an optimizer is the number of tensors; on a GPU one kernel takes them all.
-        is_flat = self.is_fused and device.type == "cpu" and bool(named)
+        has_one_dtype = all(len({p.dtype for p in group["params"]}) == 1 for group in members)
+        is_flat = self.is_fused and device.type == "cpu" and bool(named) and has_one_dtype
         self.flats = [FlatParameters(g["params"]) for g in members] if is_flat else []
         self.separate = [p for name, p in named.items() if has_prefix(name, separate)]
         known = {id(p) for p in self.separate}
@@ -140,6 +144,7 @@ class GuardedOptimizer:
             for mask, grad in pairs:
                 grad.mul_(torch.where(mask, own, others))
         found = norms[0] if len(norms) == 1 else norms[0] + norms[1]
+        found = found.float()  # fused optimizers read no double
         return norms[0], (found - found).ne_(0.0)  # not finite, in fewer operations than isfinite takes
 
     def apply(self, skipped: Tensor) -> None:

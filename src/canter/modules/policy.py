@@ -135,6 +135,13 @@ class Policy(nn.Module):
         self._params: Params | None = None
         self._aux: dict[str, Tensor] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: all but the last distribution and the inference policies of this policy."""
+        return {**self.__dict__, "followers": None, "_params": None, "_aux": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "followers": weakref.WeakSet()})
+
     @abstractmethod
     def actor_params(self, obs: Any, ctx: Context) -> Params:
         """Parameters of the action distribution for normalised observations."""

@@ -55,6 +55,10 @@ class InferencePolicy:
         self.parts = ObsLayout(shapes if segments is None or isinstance(obs_space, spaces.Dict) else segments)
         """Parts of one observation by name."""
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.policy.followers.add(self)  # which a copy of the policy lacks
+
     def __call__(self, obs: Any) -> Any:
         """Return the deterministic actions of one step, as the `step` of a `VecEnv` takes them."""
         return self._act(obs, deterministic=True, for_env=False)

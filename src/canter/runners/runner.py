@@ -242,6 +242,8 @@ class Runner(ABC):
         history: deque[dict[str, float]] = deque(maxlen=MAX_HISTORY)
         title = str(self.run_info.get("task", type(self.alg).__name__))
         with (
+            torch.inference_mode(False),
+            torch.enable_grad(),  # learning needs gradients, whatever surrounds it
             RANKS.telling_errors(),
             contextlib.nullcontext() if self.save_dir is None or not RANKS.is_first else RunLock(self.save_dir) as lock,
             StopSignal() as stop,
