@@ -7,8 +7,6 @@ import torch
 
 from canter.envs.torch_envs import PointRobot
 from canter.envs.wrap import wrap_env
-from canter.modules import ActorCritic
-from canter.modules.build import POLICIES
 from canter.utils.metrics import NonFiniteError
 
 
@@ -142,20 +140,6 @@ def test_steps_of_a_user_do_not_wait(make_runner, name):
     assert not runner.alg.can_wait
     runner.learn(1)
     assert len(calls) == runner.num_steps_per_env
-
-
-def test_a_forward_pass_of_a_user_acts_in_every_step(make_runner, monkeypatch):
-    class Shifted(ActorCritic):
-        """Moves the mean of the actions by 5 in its forward pass alone."""
-
-        def forward(self, *args, **kwargs):
-            out = super().forward(*args, **kwargs)
-            return out._replace(params={**out.params, "mu": out.params["mu"] + 5.0})
-
-    monkeypatch.setitem(POLICIES, "Shifted", Shifted)
-    runner = make_runner(NewRecords(4, seed=1), policy={"class_name": "Shifted"})
-    runner.learn(1)
-    assert runner.alg.rollout.data["mu"].mean() > 4.0
 
 
 @pytest.mark.parametrize("at", [3, 4])  # in mid-rollout, and in its last step

@@ -449,9 +449,8 @@ class PPO(Algorithm):
         policy, storage, steps = self.policy, self.rollout, {"act_step", "record_step"}
         if policy.memories or policy.random_mask_probs or type(storage) is not RolloutStorage or self.on_record:
             return False
-        is_own_step = any(getattr(getattr(self, name), "__func__", None) is not getattr(PPO, name) for name in steps)
-        if is_own_step or type(policy).forward is not Policy.forward:
-            return False  # what a user has overridden runs as it is written
+        if any(getattr(getattr(self, name), "__func__", None) is not getattr(PPO, name) for name in steps):
+            return False  # overridden steps run as they are written
         hooks = ("after_act", "record_fields", "reward", "bonus", "after_record")
         has_hooks = any(overrides(extension, hook) for extension in self.extensions.values() for hook in hooks)
         return not (has_hooks or self.executor.uses_graphs)
