@@ -194,7 +194,7 @@ def test_the_base_says_what_a_subclass_owes():
     base = Algorithm(None, {}, "cpu", 0, None)
     with pytest.raises(NotImplementedError):
         base.checkpoint_parts()
-    with pytest.raises(ValueError, match="learn and eval of Algorithm need an environment"):
+    with pytest.raises(ValueError, match="learn, eval, save and load of Algorithm need an env"):
         base.learn(1)
 
 

@@ -218,11 +218,12 @@ def test_a_stranger_s_task_imports_no_module(tmp_path):
 def test_networks_built_in_python_are_given(tmp_path):
     from canter.algorithms import PPO
 
-    env, network = PointRobot(2), ActorCritic(PointRobot(1).num_obs, 2, actor_hidden_dims=(8,))
+    env = PointRobot(2)
+    network = ActorCritic(env.num_obs, env.num_privileged_obs, 2, actor_hidden_dims=(8,))
     OnPolicyRunner(env, agent=PPO(network), show_progress=False).save(tmp_path / "model.pt")
     with pytest.raises(ValueError, match=r"were built in Python; give them: canter.load\(path, policy=<policy>\)"):
         canter.load(tmp_path / "model.pt")
-    fresh = ActorCritic(env.num_obs, 2, actor_hidden_dims=(8,))
+    fresh = ActorCritic(env.num_obs, env.num_privileged_obs, 2, actor_hidden_dims=(8,))
     loaded, obs = canter.load(tmp_path / "model.pt", policy=fresh), env.reset()[0]
     assert torch.equal(loaded.predict(obs), network.infer(obs)[0])
 
