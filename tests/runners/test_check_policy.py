@@ -42,7 +42,7 @@ class Late(Extension):
         self.alg.loss_weights["late"] = 1.0
 
     def begin_update(self, iteration):
-        LATE.weight = 1.0 if iteration < 5 else 2.0
+        vars(LATE)["weight"] = 1.0 if iteration < 5 else 2.0
 
     def loss_terms(self, terms, batch, out):
         terms.losses["late"] = vars(LATE)["weight"] * out.mean.square().mean()
@@ -76,8 +76,8 @@ def test_an_extension_is_checked_with_the_policy():
 
 
 def test_a_number_that_changes_in_the_sixth_iteration_is_found():
-    """It is an entry of a dict that is not watched: no code mentions its name."""
-    LATE.weight = 1.0
+    """It is not watched, since no code mentions its name."""
+    vars(LATE)["weight"] = 1.0
     report = check_policy(ActorCritic(5, 7, 2), extensions=[Late()])
     assert how(report) == {"act": "recorded", "process": "recorded", "returns": "recorded", "learn": "eager"}
     assert "changed from 1.0 to 2.0" in str(report)
