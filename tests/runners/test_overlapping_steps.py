@@ -65,8 +65,8 @@ def test_overlapping_steps_give_the_same_run(make_runner, differing, weights, ex
 
 def test_a_step_is_kept_between_the_halves_of_the_next(make_runner):
     runner = make_runner(InTwoHalves(4, seed=1), algorithm={"execution": "eager"})
-    calls, keep, take = runner.env.calls, runner.alg.store, runner.stats.take
-    runner.alg.store = lambda *step: (calls.append("keep"), keep(*step))[1]
+    calls, keep, take = runner.env.calls, runner.alg.record_step, runner.stats.take
+    runner.alg.record_step = lambda *step: (calls.append("keep"), keep(*step))[1]
     runner.stats.take = lambda record: (calls.append("guard"), take(record))
     runner.learn(1)
     later = ["send", "keep", "recv", "guard"] * (runner.num_steps_per_env - 1)
@@ -79,18 +79,17 @@ def test_steps_that_wait_are_stored_in_their_order(make_runner, differing, weigh
     runners, orders = [], []
     for most in (0, 2, 100):
         monkeypatch.setattr("canter.runners.on_policy_runner.MAX_WAITING", most)
-        env = NewRecords(4, seed=1, max_episode_length=3)  # time limits stop episodes within blocks
-        runner = make_runner(env, num_steps_per_env=5, algorithm=algorithm)
+        runner = make_runner(NewRecords(4, seed=1), num_steps_per_env=5, algorithm=algorithm)
         act, store, calls = runner.alg.act, runner.alg.store_waiting_steps, []
         runner.alg.act = lambda *obs, act=act, calls=calls: (calls.append("act"), act(*obs))[1]
         runner.alg.store_waiting_steps = lambda runner=runner, store=store, calls=calls: (
-            calls.append(len(runner.alg.waiting.steps)), store())  # fmt: skip
+            calls.append(len(runner.alg.waiting)), store())  # fmt: skip
         runner.learn(4)
         assert runner.alg.executor.iteration == (4 if execution == "auto" else 0)
         runners.append(runner)
         orders.append([call for call in calls[: len(calls) // 4] if call != 0])
-    assert orders[0] == ["act"] * 5  # stored by themselves
-    assert orders[1] == ["act", "act", 2, "act", "act", 2, "act", 1]
+    assert orders[0] == ["act", 1] * 5
+    assert orders[1] == ["act", "act", "act", 3, "act", "act", 2]
     assert orders[2] == ["act"] * 5 + [5]
     for runner in runners[1:]:
         assert differing(*map(weights, (runners[0], runner))) == []
@@ -113,7 +112,7 @@ def test_an_interrupted_rollout_leaves_no_step_waiting(make_runner):
     step, runner.env.step = runner.env.step, lambda actions: 1 / 0
     with pytest.raises(ZeroDivisionError):
         runner.learn(1)
-    assert (runner.alg.waiting.steps, runner.alg.waiting.limit) == ([], 0)
+    assert (runner.alg.waiting, runner.alg.max_waiting) == ([], 0)
     runner.env.step = step
     runner.learn(1)
     assert runner.iteration == 1
@@ -130,16 +129,6 @@ def test_steps_on_which_the_next_actions_depend_are_not_delayed(make_runner):
         runner.learn(1)
         assert runner.env.calls == []
     assert make_runner(InTwoHalves(4, seed=1)).alg.can_wait
-
-
-@pytest.mark.parametrize("name", ["act_step", "record_step"])
-def test_steps_of_a_user_do_not_wait(make_runner, name):
-    runner = make_runner(NewRecords(4, seed=1), algorithm={"execution": "eager"})
-    step, calls = getattr(runner.alg, name), []
-    setattr(runner.alg, name, lambda *args: (calls.append(name), step(*args))[1])
-    assert not runner.alg.can_wait
-    runner.learn(1)
-    assert len(calls) == runner.num_steps_per_env
 
 
 @pytest.mark.parametrize("at", [3, 4])  # in mid-rollout, and in its last step
@@ -159,7 +148,7 @@ def test_an_error_ends_the_step_that_was_begun(make_runner):
     def fail(*step):
         raise KeyError("no such field")
 
-    runner.alg.store = fail
+    runner.alg.record_step = fail
     with pytest.raises(KeyError, match="no such field"):
         runner.learn(1)
     assert runner.env.calls == ["send", "recv"] * 2

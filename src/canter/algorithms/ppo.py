@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from canter.algorithms.algorithm import Algorithm, AlgorithmSettings, CommonRunSettings, Terms, module_state
@@ -22,7 +21,6 @@ from canter.modules.build import NETWORK_ARGUMENTS, build_actor_critic, build_po
 from canter.modules.normalizer import VALUE_NORMALIZATIONS, NoNormalization, ReturnScaler, install_value_normalizer
 from canter.modules.policy import Hidden, Policy, PolicyOutput
 from canter.storage.rollout_storage import MiniBatch, RolloutStorage, Transition, masked_mean, normalize_advantages
-from canter.storage.waiting_steps import WaitingSteps
 from canter.utils.config import check_value, setting, settings
 from canter.utils.distributed import RANKS
 from canter.utils.metrics import MeanMeter
@@ -171,8 +169,9 @@ class PPO(Algorithm):
         self.storage: Any = None
         """The rollout, once `prepare` or `init_storage` allocated it."""
         self.transition = Transition()
-        self.waiting = WaitingSteps()
-        """Steps that are not stored yet; a runner may set their `limit` while `can_wait`."""
+        self.waiting: list[tuple[dict[str, Any], StepRecord]] = []
+        """Steps that are not stored yet; at most `max_waiting`, which a runner may set while `can_wait`."""
+        self.max_waiting = 0
         self.return_scaler: ReturnScaler | None = None
         self.meters: dict[Any, MeanMeter] = defaultdict(MeanMeter)
         self.meter = MeanMeter()
@@ -294,18 +293,14 @@ class PPO(Algorithm):
     def act(self, obs: Obs, critic_obs: Obs | None = None) -> Tensor:
         """Sample actions for N environments and begin their transition."""
         storage = self.rollout if self.storage is None else self.storage
-        if storage.step == 0 and not self.waiting.steps:
+        if storage.step == 0 and not self.waiting:
             if self.executor.replays:
                 self.executor.begin_iteration()
                 self.notice_changes()
             else:
                 self.sync_settings()
         hidden = self.policy.hidden(storage.num_envs) if storage.hidden_shapes else {}
-        given = None if critic_obs is obs else critic_obs
-        if self.waiting.limit:
-            step = self.executor.run("act", self.act_first, obs, given)
-        else:
-            step = self.executor.run("act", self.act_step, obs, given, hidden)
+        step = self.executor.run("act", self.act_step, obs, None if critic_obs is obs else critic_obs, hidden)
         self.transition.__dict__ = step
         if hidden:
             self.policy.set_hidden(step["next_hidden"])
@@ -334,31 +329,6 @@ class PPO(Algorithm):
             extension.after_act(step, obs, step["critic_observations"])
         return step
 
-    def act_first(self, obs: Obs, critic_obs: Obs | None) -> dict[str, Any]:
-        """As much of `act_step` as the environment waits for; `evaluate` adds the rest when the step is stored."""
-        with self.executor.autocast():
-            params = self.policy.act_params(obs, {})[0]
-        params = {name: value.float() for name, value in params.items()}
-        actions = self.policy.sample_action(params, self.generators["action"])
-        step = {"observations": obs, "critic_observations": critic_obs, "params": params, "actions": actions}
-        return step | {"for_env": self.policy.distribution.to_env(actions)}
-
-    def evaluate(self, step: Mapping[str, Any]) -> dict[str, Any]:
-        """What `act_first` left out of K steps (K, N, ...): their values and log-probabilities."""
-        distribution, actions, critic_obs = self.policy.distribution, step["actions"], step["critic_observations"]
-        shared = {name: 1 + len(shape) for name, shape in distribution.param_shapes.items()}  # by all environments
-        params = {name: p.unsqueeze(1) if p.dim() == shared[name] else p for name, p in step["params"].items()}
-        values = self.critic_values(step["observations"] if critic_obs is None else critic_obs, {}, is_block=True)
-        log_prob = distribution.log_prob(params, actions)
-        return {**step, "params": params, "values": values, "actions_log_prob": log_prob, "next_hidden": {}}
-
-    def critic_values(self, critic_obs: Obs, hidden: Hidden, is_block: bool) -> Tensor:
-        """(N, 1) values, or (K, N, 1) of a block of K steps."""
-        flat = tree_map(lambda leaf: leaf.flatten(0, 1), critic_obs) if is_block else critic_obs
-        with self.executor.autocast():
-            values = self.policy.value(flat, hidden)[0]
-        return values.view(-1, self.storage.num_envs, 1) if is_block else values
-
     # Recording: `process_step` finishes what `act` began; `record_step` is its tensor function.
     def process_env_step(
         self, rewards: Tensor, dones: Tensor, infos: dict[str, Any], next_obs: Any = None, next_critic_obs: Any = None
@@ -376,42 +346,31 @@ class PPO(Algorithm):
 
     @torch.no_grad()
     def process_step(self, record: StepRecord) -> None:
-        """Finish the transition with the record of the step it led to; it is stored at once, unless it waits."""
-        self.storage.check_space(len(self.waiting.steps))
+        """Finish the transition with the record of the step it led to; it is stored at once, unless it may wait."""
+        self.storage.check_space(len(self.waiting))
         extras = {name: value for e in self.extensions.values() for name, value in e.record_fields(record).items()}
         reached: Any = record.critic_obs if self.needs_next_obs else None
         needed = record._replace(obs=None, critic_obs=reached, extras=extras)  # pyright: ignore[reportArgumentType]
+        self.waiting.append((vars(self.transition), needed))
         for note in self.on_step:
             note(record)
-        if not self.waiting.limit:
-            self.store(vars(self.transition), needed)
-        else:
-            self.waiting.steps.append((vars(self.transition), needed))
-            if self.waiting.is_full:
-                self.store_waiting_steps()
+        if extras or len(self.waiting) > self.max_waiting:
+            self.store_waiting_steps()
         self.transition.__dict__ = {}
 
     @torch.no_grad()
     def store_waiting_steps(self) -> None:
         """Store the steps that wait, in their order."""
-        if self.waiting.steps:
-            self.store(*self.waiting.take())
-
-    def store(self, step: Mapping[str, Any], record: StepRecord) -> None:
-        """Store a step, or a block of steps."""
-        hidden = self.executor.run("process", self.record_step, step, record)
-        self.storage.step += 1 if record.reward.dim() == 1 else len(record.reward)
-        if hidden:
-            self.policy.set_hidden(hidden)
+        waiting, self.waiting = self.waiting, []
+        for step, record in waiting:
+            hidden = self.executor.run("process", self.record_step, step, record)
+            self.storage.step += 1
+            if hidden:
+                self.policy.set_hidden(hidden)
 
     def record_step(self, step: Mapping[str, Any], record: StepRecord) -> Hidden:
-        """Write a row of the storage; returns the state of the memories for the next step.
-
-        Of a block of K steps, whose tensors are (K, N, ...), it writes K rows; then no extension has a hook here.
-        """
-        storage, extensions, is_block = self.storage, self.extensions.values(), record.reward.dim() == 2
-        if is_block:
-            step = self.evaluate(step)
+        """Write one row of the storage; returns the state of the memories for the next step."""
+        storage, extensions = self.storage, self.extensions.values()
         ends, rewards, valid = record.terminated | record.truncated, record.reward, None
         for extension in extensions:
             rewards = extension.reward(rewards, record)
@@ -422,38 +381,29 @@ class PPO(Algorithm):
         for extension in extensions:
             bonus = extension.bonus(record)
             rewards = rewards if bonus is None else rewards + bonus
-        rewards = self.bootstrapped(rewards, step, record)
+        mode, values = self.cfg.timeout_bootstrap, step["values"]
+        if record.final_critic_obs is not None and mode in ("auto", "final_obs"):
+            with self.executor.autocast():
+                values = self.policy.value(record.final_critic_obs, step["next_hidden"])[0]
+        elif mode in ("auto", "final_obs"):
+            self.used_current_value.logical_or_(record.truncated.any())
+        if mode != "none":  # the value of the state in which a time limit stopped an episode
+            rewards = torch.where(record.truncated, rewards + self.live.gamma * values.squeeze(-1), rewards)
         ends = ends if valid is None else ends | ~valid
-        row = {**step, **record.extras, "rewards": rewards, "dones": ends, "valid": record.valid}
-        storage.write_steps(row, len(rewards)) if is_block else storage.write(row)
+        storage.write({**step, **record.extras, "rewards": rewards, "dones": ends, "valid": record.valid})
         for note in self.on_record:
             note(record)
         for extension in extensions:
             extension.after_record(record)
         return {name: state.masked_fill(ends.view(-1, 1, 1, 1), 0.0) for name, state in step["next_hidden"].items()}
 
-    def bootstrapped(self, rewards: Tensor, step: Mapping[str, Any], record: StepRecord) -> Tensor:
-        """Rewards with the discounted value of the state in which a time limit stopped an episode."""
-        mode, values = self.cfg.timeout_bootstrap, step["values"]
-        if mode == "none":
-            return rewards
-        if record.final_critic_obs is not None and mode in ("auto", "final_obs"):
-            values = self.critic_values(record.final_critic_obs, step["next_hidden"], rewards.dim() == 2)
-        elif mode in ("auto", "final_obs"):
-            self.used_current_value.logical_or_(record.truncated.any())
-        return torch.where(record.truncated, rewards + self.live.gamma * values.squeeze(-1), rewards)
-
     @property
     def can_wait(self) -> bool:
-        """Whether steps may wait to be stored in blocks: no action depends on what is computed for the steps before."""
-        policy, storage, steps = self.policy, self.rollout, {"act_step", "record_step"}
-        if policy.memories or policy.random_mask_probs or type(storage) is not RolloutStorage or self.on_record:
+        """Whether a step may be stored after the next actions were chosen: they depend on nothing that this writes."""
+        if self.rollout.hidden_shapes or self.executor.uses_graphs:
             return False
-        if any(getattr(getattr(self, name), "__func__", None) is not getattr(PPO, name) for name in steps):
-            return False  # overridden steps run as they are written
-        hooks = ("after_act", "record_fields", "reward", "bonus", "after_record")
-        has_hooks = any(overrides(extension, hook) for extension in self.extensions.values() for hook in hooks)
-        return not (has_hooks or self.executor.uses_graphs)
+        hooks = ("after_act", "reward", "after_record")  # between which an extension may carry something over
+        return not any(overrides(extension, hook) for extension in self.extensions.values() for hook in hooks)
 
     # Returns: once per rollout.
     @torch.no_grad()
@@ -600,15 +550,14 @@ class PPO(Algorithm):
             log_ratio = log_ratio.masked_fill(~learned, 0.0)
             advantages = advantages.masked_fill(~learned, 0.0)
         ratio = log_ratio.exp()
-        costs = -advantages
-        surrogate = costs * ratio
+        surrogate = -advantages * ratio
         # The larger of this and the clipped one: only the bound on the advantage's side can be reached (eq. 7).
-        bound = torch.addcmul(costs, clip, costs.abs(), value=-1)
+        bound = -advantages * (1 + clip * advantages.sign())
         value, old_value, returns = out.value.squeeze(-1), batch.values.squeeze(-1), batch.returns.squeeze(-1)
         if cfg.value_normalization != "off":
             normalize: Any = self.policy.value_normalizer.normalize
             value, old_value, returns = (normalize(x.unsqueeze(-1)).squeeze(-1) for x in (value, old_value, returns))
-        value_error = F.mse_loss(value, returns, reduction="none")
+        value_error = (value - returns).square()
         clipped = -advantages * torch.clamp(ratio.detach(), 1 - clip, 1 + clip)
         inter_vars = {"ratio": ratio, "surrogate": surrogate, "surrogate_clipped": clipped}
         if cfg.use_clipped_value_loss:

@@ -92,8 +92,7 @@ class Gaussian(ActionDistribution):
     def log_prob(self, params: Params, actions: Tensor) -> Tensor:
         """Log-density summed over the action's dimensions, (...,)."""
         mu, sigma = params["mu"], params["sigma"].to(promote_types(params["sigma"].dtype, torch.float32))
-        log_norm = sigma.log().sum(-1) + self.num_actions * HALF_LOG_TWO_PI
-        return -0.5 * ((mu - actions) / sigma).square().sum(-1) - log_norm
+        return (-0.5 * ((actions - mu) / sigma).square() - sigma.log()).sum(-1) - self.num_actions * HALF_LOG_TWO_PI
 
     def entropy(self, params: Params) -> Tensor:
         """Entropy in nats, (...,)."""

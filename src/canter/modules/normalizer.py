@@ -244,13 +244,7 @@ class ReturnScaler(nn.Module):
 
     @torch.no_grad()
     def forward(self, reward: Tensor, done: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Scale rewards (N,), in training mode after adding the `valid` (N,) ones; `done` (N,) zeroes accumulators.
-
-        The rewards of several steps, (K, N), are scaled one step after the other.
-        """
-        if reward.dim() > 1:
-            masks = [None] * len(reward) if valid is None else valid.unbind()
-            return torch.stack([self(*step) for step in zip(reward.unbind(), done.unbind(), masks, strict=True)])
+        """Scale rewards (N,), in training mode after adding the `valid` (N,) ones; `done` (N,) zeroes accumulators."""
         if self.training:
             self.learn(reward, done, valid)
         return (reward / (self.var + self.eps).sqrt()).clamp(-self.clip, self.clip)

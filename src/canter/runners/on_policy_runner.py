@@ -12,7 +12,7 @@ from canter.runners.runner import Runner
 from canter.utils.metrics import gpu_memory
 from canter.utils.tree import Obs
 
-MAX_WAITING = 32  # steps that are evaluated and stored together
+MAX_WAITING = 32  # steps stored in a row: the code is in the processor's caches then, between two steps it is not
 
 
 class OnPolicyRunner(Runner):
@@ -63,9 +63,9 @@ class OnPolicyRunner(Runner):
             self.obs, self.critic_obs = alg.collect(env, self.obs, self.critic_obs)
             self.stats.tracker.step = self.num_steps_per_env
             return
-        # Steps that may wait are stored later: many together, or while the environments compute the next one.
+        # Steps that may wait are stored later: in a row, or while the environments compute the next one.
         may_wait = is_plain and alg.can_wait and (env.overlaps or (env.makes_new_records and self.device.type == "cpu"))
-        alg.waiting.limit = MAX_WAITING if may_wait else 0
+        alg.max_waiting = MAX_WAITING if may_wait else 0
         take_step = self.overlapping_step if may_wait and env.overlaps else env.step
         try:
             for _ in range(self.num_steps_per_env):
@@ -79,7 +79,8 @@ class OnPolicyRunner(Runner):
                 self.obs, self.critic_obs = record.obs, record.critic_obs
             alg.store_waiting_steps()
         finally:
-            alg.waiting.stop()
+            alg.max_waiting = 0
+            alg.waiting.clear()
         alg.compute_returns(self.critic_obs)
 
     def overlapping_step(self, actions: Tensor) -> StepRecord:

@@ -143,7 +143,7 @@ class RolloutStorage:
         for name, field in self.fields.items():
             if field.source:
                 default = None if field.default is None else self.data[name].new_full((), field.default)
-                shape = (num_envs, *field.shape)
+                shape = (1, num_envs, *field.shape)
                 self._written.append((name, field.source.split("."), default, shape, math.prod(shape)))
         # Of each field: name, and path in a minibatch.
         self._batched = [(name, f.batch.split(".")) for name, f in self.fields.items() if f.batch]
@@ -191,12 +191,7 @@ class RolloutStorage:
 
     def write(self, transition: Mapping[str, Any]) -> None:
         """Write a transition at the cursor and advance it. Tensor code only: the caller increments `step`."""
-        self.write_steps(transition, 1)
-
-    def write_steps(self, transition: Mapping[str, Any], num_steps: int) -> None:
-        """Write as `write` does; the tensors of several steps have a leading dimension for them."""
         row, missing = [], []
-        index = self.cursor if num_steps == 1 else self.cursor + torch.arange(num_steps, device=self.device)
         for name, path, default, shape, size in self._written:
             value: Any = transition
             for key in path:
@@ -206,13 +201,12 @@ class RolloutStorage:
                 missing.append(name)
             else:
                 # (N,) is stored as (N, 1); a parameter that all environments share, (A,), as (N, A)
-                has_all, shape = value.numel() == num_steps * size, (num_steps, *shape)
-                row.append((self.data[name], value.reshape(shape) if has_all else value.expand(shape)))
+                row.append((self.data[name], value.reshape(shape) if value.numel() == size else value.expand(shape)))
         if missing:
             raise ValueError(f"the transition lacks {', '.join(missing)}; it has {', '.join(transition)}")
         for target, value in row:
-            target.index_copy_(0, index, value.to(target.dtype))
-        self.cursor += num_steps
+            target.index_copy_(0, self.cursor, value.to(target.dtype))
+        self.cursor += 1
 
     def clear(self) -> None:
         """Start the next rollout."""
