@@ -209,11 +209,12 @@ def untrained(caught):
     return [str(w.message) for w in caught if "not trained" in str(w.message)]
 
 
-def test_parameters_that_the_optimizer_lacks_are_named_once(make_ppo):
-    replaced, _ = make_ppo()
+@pytest.mark.parametrize("execution", ["auto", "eager"])
+def test_parameters_that_the_optimizer_lacks_are_named_once(make_ppo, execution):
+    replaced, _ = make_ppo(execution=execution)
     unfrozen_policy = copy.deepcopy(replaced.policy)
     unfrozen_policy.actor[0].requires_grad_(False)
-    unfrozen = PPO(unfrozen_policy)
+    unfrozen = PPO(unfrozen_policy, execution=execution)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         layer = replaced.policy.actor[0]

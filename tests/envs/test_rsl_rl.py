@@ -3,6 +3,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
+from canter.envs.records import take_groups
 from canter.envs.rsl_rl import RslRlAdapter, is_batched, join_groups, resolve_sets
 from canter.execution.guard import NoHostSync
 
@@ -494,7 +495,7 @@ def test_the_critics_group_beside_unknown_names_is_not_given_to_the_actor(third)
 def test_a_group_that_the_actor_lacks_is_named(third):
     adapter = RslRlAdapter(third(), obs_groups={"actor": ["policy", "critic"]})
     with pytest.raises(KeyError, match=r"groups \['policy', 'critic'\] are observed, .* none of \['policy'\]"):
-        adapter.actor_obs({"policy": A})
+        take_groups({"policy": A}, adapter.sets[0])
 
 
 def test_vectors_are_joined_in_order_with_their_segments():

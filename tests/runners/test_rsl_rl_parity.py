@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from canter.algorithms.foreign import import_state
+from canter.envs.records import take_groups
 from canter.runners import OnPolicyRunner
 
 pytest.importorskip("tensordict")
@@ -92,7 +93,7 @@ def test_two_iterations_give_the_numbers_of_rsl_rl(case, tmp_path):
             for _ in range(cfg["num_steps_per_env"]):
                 actions = peer.alg.act(obs)
                 theirs = peer.alg.transition
-                alg.act(ours.env.actor_obs(obs), obs["critic"])
+                alg.act(take_groups(obs, ours.env.sets[0]), obs["critic"])
                 step = alg.transition
                 close(step.values, theirs.values)
                 # A share of the range is what our Beta distribution is about.
@@ -102,7 +103,7 @@ def test_two_iterations_give_the_numbers_of_rsl_rl(case, tmp_path):
                 close(step.actions_log_prob, theirs.actions_log_prob.squeeze(-1))
                 obs, rewards, dones, extras = env.step(actions)
                 peer.alg.process_env_step(obs, rewards.clone(), dones, extras)
-                alg.process_env_step(rewards, dones, dict(extras), ours.env.actor_obs(obs), obs["critic"])
+                alg.process_env_step(rewards, dones, dict(extras), take_groups(obs, ours.env.sets[0]), obs["critic"])
             peer.alg.compute_returns(obs)
             alg.compute_returns(obs["critic"])
         close(alg.storage.data["rewards"].squeeze(-1), peer.alg.storage.rewards.squeeze(-1))
@@ -170,11 +171,11 @@ def test_a_distillation_gives_the_numbers_of_rsl_rl(student, teacher, normalized
         with torch.inference_mode():
             for _ in range(cfg["num_steps_per_env"]):
                 actions = peer.alg.act(obs)
-                alg.act(ours.env.actor_obs(obs), obs["critic"])
+                alg.act(take_groups(obs, ours.env.sets[0]), obs["critic"])
                 alg.transition.actions = actions.clone()
                 obs, rewards, dones, extras = env.step(actions)
                 peer.alg.process_env_step(obs, rewards, dones, extras)
-                alg.process_env_step(rewards, dones, dict(extras), ours.env.actor_obs(obs), obs["critic"])
+                alg.process_env_step(rewards, dones, dict(extras), take_groups(obs, ours.env.sets[0]), obs["critic"])
             alg.compute_returns(obs["critic"])
         close(alg.storage.data["action_labels"], peer.alg.storage.privileged_actions)
         expected = peer.alg.update()

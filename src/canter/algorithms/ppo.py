@@ -680,10 +680,9 @@ class PPO(Algorithm):
         zeros = [getattr(self.live, name) for name, value in self.live_values.items() if value == 0.0]
         self.zero_weights = frozenset(name for name, w in weights.items() if any(w is zero for zero in zeros))
         used = tuple((name, w.data_ptr() if torch.is_tensor(w) else w) for name, w in weights.items())
-        own = tuple(extension.recording_key() for extension in self.extensions.values())
         parts = [part for part in (self.policy, self.return_scaler) if part is not None]
-        state = module_state(parts) if self.executor.replays else ()
-        return (used, self.zero_weights, tuple(state), own)
+        own = tuple(extension.recording_key() for extension in self.extensions.values())
+        return (used, self.zero_weights, tuple(module_state(parts)), own)
 
     # Reports and statistics: once per iteration.
     def _epoch_kl(self, before: Mapping[str, float]) -> float:

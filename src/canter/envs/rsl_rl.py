@@ -25,7 +25,6 @@ from canter.envs.records import (
     own_critic_group,
     split_groups,
     step_record,
-    take_groups,
     to_obs,
     warn_once,
 )
@@ -162,10 +161,6 @@ class RslRlAdapter(Forwarding, VecEnv):
         actor, critic = self.sets
         obs = join_groups(groups, actor)[0]
         return obs, obs if critic == actor else join_groups(groups, critic)[0]
-
-    def actor_obs(self, groups: Mapping[str, Any]) -> Obs:
-        """The actor's observation from the groups that the environment returns."""
-        return to_obs(groups) if self.sets is None else take_groups(groups, self.sets[0])
 
     def _split_final(self, final: Any) -> tuple[Any, Any]:
         is_whole = isinstance(final, Mapping) and all(name in final for name in self._used)
