@@ -154,6 +154,24 @@ def massive() -> None:
     figure.savefig(ASSETS / "massive.png", dpi=110)
 
 
+def strong() -> None:
+    """Returns of SAC with and without the profile strong against environment steps, every seed."""
+    runs = read("sac_strong")
+    tasks = list(dict.fromkeys(run["task"] for run in runs))
+    figure, axes = row_of(len(tasks), width=3.6)
+    for axis, task in zip(axes, tasks, strict=True):
+        titles = {"strong": "strong", "classic": "classic"}
+        for run in (run for run in runs if run["task"] == task):
+            profile = run.get("profile", "classic")
+            steps, _, returns = np.array(run["curve"]).T
+            colour = BLUE if profile == "strong" else GREY
+            axis.plot(
+                steps / 1e3, returns, "o-", color=colour, label=titles.pop(profile, None), linewidth=1.6, markersize=3
+            )
+        finish(axis, task, "thousand steps", "return without noise" if axis is axes[0] else "")
+    figure.savefig(ASSETS / "sac_strong.png", dpi=110)
+
+
 def read(name: str) -> list[dict[str, Any]]:
     """The runs of a file of results."""
     return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
@@ -180,6 +198,7 @@ if __name__ == "__main__":
     iteration()
     scaling()
     massive()
+    strong()
     two_stage()
     trained = "training return; dots: without noise"
     longest = {run["task"]: run["steps"] for run in sorted(read("estimation"), key=lambda run: run["steps"])}
