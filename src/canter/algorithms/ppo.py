@@ -182,11 +182,10 @@ class PPO(Algorithm):
         self.forward: Any = self.policy
         for extension in self.extensions.values():
             extension.attach(self)
-        self.compiled_loss: Any = None
         can_compile = not self.policy.is_recurrent  # LSTM and GRU cannot be compiled
         if self.executor.compiles and not self.executor.records and can_compile:
             self.forward = self.executor.compile(self.policy.forward)
-            self.compiled_loss = self.executor.compile(self.minibatch_loss)
+            self.minibatch_loss = self.executor.compile(self.minibatch_loss)
         self.sync_settings()
         if self.env is not None:
             self.prepare(self.env, getattr(self.cfg, "num_steps_per_env", 24))
@@ -400,7 +399,7 @@ class PPO(Algorithm):
     @property
     def can_wait(self) -> bool:
         """Whether a step may be stored after the next actions were chosen: they depend on nothing that this writes."""
-        if self.rollout.hidden_shapes or self.executor.uses_graphs:
+        if self.storage.hidden_shapes or self.executor.uses_graphs:
             return False
         hooks = ("after_act", "reward", "after_record")  # between which an extension may carry something over
         return not any(overrides(extension, hook) for extension in self.extensions.values() for hook in hooks)
@@ -500,17 +499,12 @@ class PPO(Algorithm):
 
     def learn_step(self, index: Tensor, total: int | None = None, num_steps: int | None = None) -> None:
         """Take one gradient step on flat steps `index`, or on the `total` trajectories of environments `index`."""
-        if self.compiled_loss is not None:
-            terms, loss = self.compiled_loss(index)
-        else:
-            batch = self.storage.take(index) if total is None else self.storage.take_envs(index, total)
-            terms = Terms(*(self.compute_losses(batch, False) if self.has_late_terms else self.compute_losses(batch)))
-            loss = self.weighted_sum(terms.losses)
+        terms, loss = self.minibatch_loss(index, total)
         self.meter.add(self.optimizer_step(terms, loss))
 
-    def minibatch_loss(self, index: Tensor) -> tuple[Terms, Tensor]:
-        """Loss terms of the steps at flat indices and their weighted sum, compiled as a whole on a GPU."""
-        batch = self.storage.take(index)
+    def minibatch_loss(self, index: Tensor, total: int | None = None) -> tuple[Terms, Tensor]:
+        """Loss terms of a minibatch and their weighted sum, compiled as a whole on a GPU."""
+        batch = self.storage.take(index) if total is None else self.storage.take_envs(index, total)
         terms = Terms(*(self.compute_losses(batch, False) if self.has_late_terms else self.compute_losses(batch)))
         return terms, self.weighted_sum(terms.losses)
 
