@@ -87,3 +87,19 @@ def test_the_documented_way_through_every_command(tmp_path):
     assert canter("tasks", cwd=tmp_path).returncode == 0
     assert canter("check-env", "canter/CartPole", cwd=tmp_path).returncode == 0
     assert canter("train", "CartPole-v1", "--gama", "1", cwd=tmp_path).returncode == 2
+
+
+def test_a_warning_is_one_line_and_that_of_a_users_module_names_its_place(tmp_path):
+    module = """import warnings
+import gymnasium
+warnings.warn('a warning of mine')
+gymnasium.register('Mine-v0', 'gymnasium.envs.classic_control:CartPoleEnv')
+"""
+    (tmp_path / "mine.py").write_text(module)
+    flags = [*SMALL, "--total-timesteps", "128", "--no-video", "--final-episodes", "0", "--desired-kl", "0.5"]
+    done = canter("train", "mine:Mine-v0", *flags, "--schedule", "fixed", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    own, place, code = done.stderr.splitlines()[-1], *done.stderr.splitlines()[:2]
+    assert re.fullmatch("canter: warning: desired_kl=0.5 has no effect with schedule='fixed'", own)
+    assert re.fullmatch(r".*/mine.py:3: UserWarning: a warning of mine", place)
+    assert code.strip() == "warnings.warn('a warning of mine')"

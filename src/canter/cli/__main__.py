@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from canter import __version__
 from canter.cli import COMMANDS, load_plugins
-from canter.cli.errors import UserError, report
+from canter.cli.errors import UserError, report, short_warnings
 
 OVERVIEW = """canter {version}: robot learning
 
@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"no command {name!r}; {hint}")
         from canter.cli.flags import call
 
-        code = call(COMMANDS[name].run, args, f"canter {name}") or 0
+        with short_warnings():
+            code = call(COMMANDS[name].run, args, f"canter {name}") or 0
         sys.stdout.flush()  # an error of it is reported here
         return code
     except (Exception, KeyboardInterrupt) as error:

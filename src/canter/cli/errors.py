@@ -4,7 +4,9 @@ import contextlib
 import os
 import select
 import sys
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 USAGE, NUMERIC, STORAGE, INTERRUPTED, CLOSED_PIPE = 2, 5, 6, 130, 141
 
@@ -37,6 +39,24 @@ def user_errors(config: object = None) -> Iterator[None]:
         if config is None or exit_code(error) is not None:
             raise
         raise UserError(f"{where}{type(error).__name__}: {error}; CANTER_TRACEBACK=1 shows where") from error
+
+
+@contextlib.contextmanager
+def short_warnings() -> Iterator[None]:
+    """Print warnings of canter in one line, without the line of its code that they would name."""
+    folder, usual = str(Path(__file__).parents[1]), warnings.formatwarning
+
+    def short(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        is_own = category is UserWarning and filename.startswith(folder)
+        return f"canter: warning: {message}\n" if is_own else usual(message, category, filename, lineno, line)
+
+    warnings.formatwarning = short
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def exit_code(error: BaseException) -> int | None:
