@@ -41,6 +41,10 @@ class Carried(ABC):
     state_shape: tuple[int, ...]
     """Three dimensions, like those of a memory."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: a state with a gradient cannot be, so it goes without."""
+        return {**self.__dict__, "state": None if self.state is None else self.state.detach()}
+
     @abstractmethod
     def zero_state(self, num_envs: int) -> Tensor:
         """(N, *state_shape) zeros."""
@@ -141,6 +145,13 @@ class Policy(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "followers": weakref.WeakSet()})
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move or convert parameters, buffers and the state of the memories, which is neither."""
+        super()._apply(fn, recurse)
+        for memory in self.memories.values():
+            memory.state = None if memory.state is None else fn(memory.state)
+        return self
 
     @abstractmethod
     def actor_params(self, obs: Any, ctx: Context) -> Params:
