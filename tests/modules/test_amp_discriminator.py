@@ -52,6 +52,11 @@ def test_the_penalty_leaves_the_given_features_alone():
     assert not x.requires_grad
 
 
+def test_a_task_reward_of_another_shape_than_the_style_reward_is_refused():
+    with pytest.raises(ValueError, match=r"must have the shape \(2,\) of the style reward, got \(2, 1\)"):
+        constant(1.0, task_reward_lerp=0.8).predict_style_reward(torch.randn(2, 3), torch.ones(2, 1))
+
+
 @pytest.mark.parametrize(("d", "style"), [(1.0, 2.0), (-1.0, 0.0), (0.0, 1.5), (-3.0, 0.0), (3.0, 0.0)])
 def test_the_least_squares_reward(d, style):
     task = torch.tensor([10.0, 20.0])

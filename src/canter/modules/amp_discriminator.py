@@ -122,6 +122,9 @@ class AMPDiscriminator(nn.Module):
             self.has_warned = True
             warnings.warn("task_reward_lerp is 0: the policy learns from the style alone", stacklevel=2)
         style = self.style_reward_coef * self.style_dt * self.loss.reward(self(state).squeeze(-1))
+        if task_reward.shape != style.shape:  # they would be broadcast to a matrix
+            want = f"must have the shape {tuple(style.shape)} of the style reward"
+            raise ValueError(f"the task reward {want}, got {tuple(task_reward.shape)}")
         return style, task_reward, (1.0 - self.task_reward_lerp) * style + self.task_reward_lerp * task_reward
 
 
