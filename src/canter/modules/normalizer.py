@@ -64,7 +64,7 @@ class EmpiricalNormalization(nn.Module):
         clip: float | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.shape = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
+        self.shape = tuple(int(n) for n in np.ravel(shape))
         self.eps, self.until, self.min_std, self.clip = eps, until, min_std, clip
         self._mean, self.count = nn.Buffer(torch.zeros(1, *self.shape)), nn.Buffer(torch.zeros((), dtype=torch.int64))
         self._var, self._std = nn.Buffer(torch.ones(1, *self.shape)), nn.Buffer(torch.ones(1, *self.shape))
