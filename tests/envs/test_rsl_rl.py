@@ -285,6 +285,12 @@ def test_a_missing_attribute_is_named(second, name):
         RslRlAdapter(Lacking.__new__(Lacking))
 
 
+def test_the_time_limit_may_be_a_tensor_with_one_for_each_environment(second):
+    env = second()
+    env.max_episode_length = torch.tensor([7, 20, 12])
+    assert RslRlAdapter(env).max_episode_length == 20
+
+
 def test_something_to_observe_is_required(batched):
     env = batched()
     env.step = lambda actions: None

@@ -108,9 +108,11 @@ def test_a_branchs_state_may_be_given_alone_or_with_the_other(make_policy, kind)
     both = policy.action_mean
     policy.act(obs, None, states.actor)
     assert torch.equal(policy.action_mean, both)
-    assert torch.equal(policy.evaluate(critic_obs, None, states), policy.evaluate(critic_obs, None, states.critic))
+    value = policy.evaluate(critic_obs, None, states)
+    assert torch.equal(value, policy.evaluate(critic_obs, None, states.critic))
     policy.act(obs[0])  # the kept state is the one both were given
     torch.testing.assert_close(policy.action_mean, both[0])
+    torch.testing.assert_close(policy.evaluate(critic_obs[0]), value[0])
 
 
 def test_an_unknown_setting_names_the_recurrent_class_and_its_settings():
