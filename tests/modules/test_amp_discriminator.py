@@ -1,6 +1,7 @@
 """The discriminator of motion: its shape, its penalty, its rewards, and the policies that carry one."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -138,9 +139,10 @@ def test_bad_settings_are_named(settings, message):
         AMPDiscriminator(**CFG, **settings)
 
 
+@pytest.mark.parametrize("cfg", [CFG, SimpleNamespace(**CFG)])
 @pytest.mark.parametrize("policy_class", [AmpActorCritic, AmpActorCriticRecurrent])
-def test_a_policy_carries_its_discriminator(policy_class):
-    policy = policy_class(3, 5, 2, amp_discriminator=CFG, actor_hidden_dims=[8], critic_hidden_dims=[8])
+def test_a_policy_carries_its_discriminator(policy_class, cfg):
+    policy = policy_class(3, 5, 2, amp_discriminator=cfg, actor_hidden_dims=[8], critic_hidden_dims=[8])
     assert policy.discriminator.input_dim == 6
     assert policy.act(torch.zeros(4, 3)).shape == (4, 2)
     assert policy.evaluate(torch.zeros(4, 5)).shape == (4, 1)
