@@ -97,3 +97,11 @@ def test_actions_without_a_distribution_are_refused_with_the_way_out():
         wrap_env(vector)
     flat = wrap_env(SyncVectorEnv([lambda: FlatActions(Echo(NESTED))]))
     assert flat.action_space == spaces.MultiDiscrete([3, 2, 2, 4, 2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_actions_of_any_precision_are_taken(dtype):
+    single = Echo(spaces.Box(-1.0, 1.0, (2,)))
+    env = GymVecEnv([single])
+    env.step(torch.tensor([[0.5, -4.0]], dtype=dtype))
+    assert single.seen[0].tolist() == [0.5, -1.0]

@@ -7,6 +7,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from canter.envs.check import check_env
 from canter.envs.torch_envs import TORCH_ENVS, CartPole
+from canter.envs.wrap import wrap_env
+from canter.envs.wrappers import VecEnvWrapper
 
 
 @pytest.mark.parametrize("name", sorted(TORCH_ENVS))
@@ -35,6 +37,13 @@ def test_the_report_names_the_autoreset_mode(staggered):
     assert reports[AutoresetMode.NEXT_STEP].final_obs == "the observation of the step that ended the episode"
     assert reports[AutoresetMode.DISABLED].autoreset == "by canter"
     assert all(report.ok for report in reports.values())
+
+
+def test_a_wrapped_environment_is_reported_as_it_is(staggered, legacy):
+    report = check_env(VecEnvWrapper(wrap_env(SyncVectorEnv(staggered))), num_steps=12)
+    assert report.autoreset == "next step (the resetting step is masked)"
+    assert report.contract == "gymnasium.vector.VectorEnv (SyncVectorEnv)"
+    assert check_env(VecEnvWrapper(wrap_env(legacy())), num_steps=3).contract == "rsl_rl style, 1.x (5-tuple)"
 
 
 def test_nothing_is_printed(staggered, capsys):

@@ -170,5 +170,8 @@ def test_names_and_sizes_that_do_not_fit_are_refused():
         ObsComponents(Counting(), SEGMENTS, history={"then": 3})
     with pytest.raises(ValueError, match="add up to 3 values"):
         ObsComponents(Counting(), {"who": 3})
+    for steps in (0, -1, 2.5):
+        with pytest.raises(ValueError, match=rf"history\['who'\] must be a whole number of .* at least 1, got {steps}"):
+            ObsComponents(Counting(), SEGMENTS, history={"who": steps})
     with pytest.raises(TypeError, match="wants flat observations"):
         ObsComponents(wrap_env("canter/ImageReach", num_envs=1))

@@ -20,6 +20,7 @@ def test_episodes_end_at_the_time_limit_with_the_observation_before_the_reset():
         assert torch.equal(record.obs[~ended], record.final_obs[~ended])
         assert (record.obs[ended] != record.final_obs[ended]).all()
         assert not record.terminated.any()
+        assert torch.equal(record.extras["final_observation"], record.final_obs)
     assert not torch.equal(records[0].final_obs, records[1].final_obs)
     assert not torch.equal(records[0].reward, records[1].reward)
 
@@ -29,6 +30,7 @@ def test_the_critic_can_have_a_wider_observation():
     assert (env.num_obs, env.num_privileged_obs, env.num_actions) == (6, 9, 2)
     record = env.step(torch.zeros(4, 2))
     assert record.critic_obs.shape == record.final_critic_obs.shape == (4, 9)
+    assert record.extras["final_observation"]["critic_obs"] is record.final_critic_obs
     plain = DummyVecEnv(4).step(torch.zeros(4, 12))
     assert plain.critic_obs is plain.obs
 

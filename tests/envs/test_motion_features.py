@@ -89,5 +89,5 @@ def test_windows_of_a_clip():  # the last frame is no window with itself
     assert windows(clip, 2).tolist() == [[0, 1, 2, 3], [2, 3, 4, 5], [4, 5, 6, 7]]
     with pytest.raises(ValueError, match="a clip of 4 frames has no window of 5"):
         windows(clip, 5)
-    with pytest.raises(ValueError, match="frames must be at least 1"):
+    with pytest.raises(ValueError, match="frames must be a whole number of steps, at least 1, got 0"):
         MotionFeatures(Counter(), None, 0)

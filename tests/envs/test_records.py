@@ -154,7 +154,7 @@ def test_object_arrays_may_have_holes():
 
 def test_object_arrays_may_hold_dicts():
     rows = np.array([{"a": np.array([1.0]), "b": np.array([2.0])}, None, {"a": np.array([3.0]), "b": np.array([4.0])}])
-    final = record(extras={"final_obs": rows}).final_obs
+    final = record(extras={"final_obs": rows}, obs={"a": torch.zeros(3, 1), "b": torch.zeros(3, 1)}).final_obs
     assert final["a"].tolist() == [[1.0], [0.0], [3.0]]
     assert final["b"].tolist() == [[2.0], [0.0], [4.0]]
 
@@ -168,6 +168,15 @@ def test_an_ended_environment_without_its_final_observation_is_an_error():
 def test_a_final_observation_of_another_size_is_an_error():
     with pytest.raises(ValueError, match=r"must be 3 \(every environment\) or 2 \(those that ended\)"):
         record(extras={"final_obs": torch.zeros(5, 2)})
+
+
+@pytest.mark.parametrize("final", [torch.zeros(3, 1), {"obs": torch.zeros(3, 3)}, {"position": FINAL}])
+def test_a_final_observation_of_another_width_or_structure_is_an_error(final):
+    with pytest.raises(ValueError, match=r"the final observation has shapes .* the observation \{'obs': \(3, 2\)\}"):
+        record(extras={"final_obs": final})
+    critics = {"obs": FINAL, "critic_obs": torch.zeros(3, 4)}
+    with pytest.raises(ValueError, match=r"'critic_obs': \(3, 4\)\}, the observation \{'critic_obs': \(3, 5\)"):
+        record(extras={"final_obs": critics}, critic_obs=torch.zeros(3, 5))
 
 
 @pytest.mark.parametrize("name", ["privileged_obs", "critic_obs", "critic"])

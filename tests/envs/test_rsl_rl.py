@@ -285,6 +285,12 @@ def test_a_missing_attribute_is_named(second, name):
         RslRlAdapter(Lacking.__new__(Lacking))
 
 
+def test_the_time_limit_may_be_a_tensor_with_one_for_each_environment(second):
+    env = second()
+    env.max_episode_length = torch.tensor([7, 20, 12])
+    assert RslRlAdapter(env).max_episode_length == 20
+
+
 def test_something_to_observe_is_required(batched):
     env = batched()
     env.step = lambda actions: None
@@ -482,6 +488,33 @@ def test_an_empty_set_is_an_error():
     for name in ("actor", "policy", "critic"):
         with pytest.raises(ValueError, match=rf"obs_groups\['{name}'\] is empty; name groups of \['policy'\]"):
             resolve_sets({"policy": A}, {name: []})
+
+
+def test_misspelt_sets_and_groups_named_twice_are_errors():
+    with pytest.raises(ValueError, match="obs_groups has no set 'critc'; did you mean 'critic'"):
+        resolve_sets({"policy": A, "critic": B}, {"critc": ["policy"]})
+    with pytest.raises(ValueError, match=r"obs_groups\['policy'\] names a group twice: \['policy', 'policy'\]"):
+        resolve_sets({"policy": A}, {"policy": ["policy", "policy"]})
+    assert resolve_sets({"policy": A}, {"decoder": ["policy"]}) == (["policy"], ["policy"])
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 4), ()])
+def test_observations_that_are_no_batch_of_vectors_are_refused(third, shape):
+    class Odd(third):
+        def get_observations(self):
+            return {"policy": torch.zeros(3, 4), "critic": torch.zeros(shape)}
+
+    with pytest.raises(ValueError, match=r"'critic' has the shape .* of 3 environments it must be \(3, values\)"):
+        RslRlAdapter(Odd())
+
+
+def test_an_environment_whose_observations_are_all_empty_is_refused(second):
+    class Blind(second):
+        def get_observations(self):
+            return torch.zeros(3, 0), {"observations": {}}
+
+    with pytest.raises(ValueError, match=r"no observation with any value in it, only \['policy'\]"):
+        RslRlAdapter(Blind())
 
 
 def test_the_critics_group_beside_unknown_names_is_not_given_to_the_actor(third):

@@ -7,7 +7,7 @@ from canter.envs.gymnasium import GymVecEnv
 from canter.envs.records import step_record
 from canter.envs.rsl_rl import RslRlAdapter
 from canter.envs.torch_envs import PointRobot
-from canter.envs.wrappers import ChannelsFirst, FlattenObs, ToDevice, VecEnvWrapper, checked_layout
+from canter.envs.wrappers import ChannelsFirst, ClipActions, FlattenObs, ToDevice, VecEnvWrapper, checked_layout
 
 
 def test_a_wrapper_does_what_its_environment_does():
@@ -43,6 +43,11 @@ def test_a_wrapper_copies_gives_final_obs(second):
     for _ in range(2):
         wrapped.step(torch.zeros(3, 2))
     assert not wrapped.gives_final_obs
+
+
+def test_clipping_is_refused_for_choices(scripted):
+    with pytest.raises(TypeError, match=r"clip_actions=1.0 is for a Box of actions, not for Discrete\(2\)"):
+        ClipActions(GymVecEnv([scripted]), 1.0)
 
 
 class Parts:

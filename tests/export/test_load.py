@@ -121,6 +121,17 @@ def test_arrays_tensors_single_batched_flat_and_dict_observations_agree(acting):
     assert np.array_equal(acting.predict(rows), want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool])
+def test_observations_of_any_dtype_get_the_precision_of_the_policy(dtype):
+    policy = ActorCritic(3, 3, 2, actor_hidden_dims=(4,), critic_hidden_dims=(4,))
+    obs = torch.tensor([[0, 1, 1]]).to(dtype)
+    want = InferencePolicy(policy, spaces.Box(-1, 1, (3,)))(torch.tensor([[0.0, 1.0, 1.0]]))
+    assert torch.equal(InferencePolicy(policy, spaces.Box(-1, 1, (3,)))(obs), want)
+    exact = InferencePolicy(policy.double(), spaces.Box(-1, 1, (3,)))(obs)
+    assert exact.dtype == torch.float64
+    torch.testing.assert_close(exact.float(), want)
+
+
 def test_a_policy_of_a_dict_takes_flat_vectors(tmp_path):
     runner = on_policy([lambda: Parts(image=True)] * 2, VISUAL, empirical_normalization=True)
     runner.save(tmp_path / "model.pt")

@@ -183,3 +183,12 @@ def test_the_layers_of_the_minimal_networks_go_by_their_documented_name():
     assert torch.equal(critic.fc(obs), critic(obs))
     assert [type(layer).__name__ for layer in actor.fc] == ["Linear", "Tanh", "Linear", "Tanh"]
     assert not any(name.startswith("fc") for name in (*actor.state_dict(), *critic.state_dict()))
+
+
+@pytest.mark.parametrize(("kind", "name"), [("scalar", "std"), ("log", "log_std")])
+def test_noise_that_is_not_learned_is_the_only_frozen_parameter(kind, name):
+    policy = ActorCritic(3, 2, noise_std_type=kind, init_noise_std=[0.5, 2.0], learn_noise_std=False)
+    frozen = [name for name, parameter in policy.named_parameters() if not parameter.requires_grad]
+    assert frozen == [name]
+    assert policy.noise_std().tolist() == pytest.approx([0.5, 2.0])
+    assert all(parameter.requires_grad for parameter in ActorCritic(3, 2, noise_std_type=kind).parameters())

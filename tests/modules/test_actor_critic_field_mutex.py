@@ -10,6 +10,7 @@ from canter.algorithms.teacher import Teacher
 from canter.execution.guard import NoHostSync
 from canter.modules.actor_critic_field_mutex import ActorCriticClimbMutex, ActorCriticFieldMutex
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
+from canter.modules.normalizer import EmpiricalNormalization
 from canter.runners.evaluation import InferencePolicy
 
 spec = importlib.util.spec_from_file_location("mutex_runs", Path(__file__).parent / "mutex_runs.py")
@@ -48,6 +49,17 @@ def test_the_obstacle_chooses_and_none_is_the_first(paths):
     assert selection.int().tolist() == [[1, 0, 0, 0, 0], [1, 0, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 0, 1]]
     actions = policy.act_inference(runs.observation([None, 0, 2, 4]))
     assert actions[:, 0].tolist() == [1.0, 1.0, 3.0, 5.0]
+
+
+def test_every_sub_policy_normalises_by_its_own_statistics(tmp_path):
+    copies_the_first = runs.constant_policy(0.0)
+    copies_the_first.actor[0].weight.data[:, 0] = 1.0
+    copies_the_first.obs_normalizer = EmpiricalNormalization(runs.NUM_OBS)
+    copies_the_first.obs_normalizer._mean.fill_(7.0)
+    paths = [runs.write_run(tmp_path / str(i), p) for i, p in enumerate([copies_the_first, runs.constant_policy(2.0)])]
+    obs = runs.observation([0, 1])
+    obs[:, 0] = 9.02
+    assert made(paths).act_inference(obs)[:, 0].tolist() == pytest.approx([2.0, 2.0], abs=1e-5)  # 2.02 / (1 + eps)
 
 
 def test_an_obstacle_without_sub_policy_is_met_by_the_first(paths):

@@ -51,6 +51,18 @@ def test_acting_and_evaluating_advance_their_own_memory_only(make_policy, kind):
 
 
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_evaluating_other_environments_leaves_the_actors_memory(make_policy, kind):
+    policy = make_policy(kind)
+    assert policy.get_hidden_states() == ActorCriticHiddenState(None, None)
+    policy.act(torch.randn(4, 3))
+    assert policy.get_hidden_states().critic is None
+    before = policy.memory_a.state
+    policy.evaluate(torch.randn(7, 5))
+    assert policy.memory_a.state is before
+    assert len(policy.memory_c.state) == 7
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
 def test_hidden_states_have_the_documented_structure(make_policy, kind):
     policy = make_policy(kind, rnn_num_layers=2)
     empty = policy.get_hidden_states()
@@ -108,9 +120,11 @@ def test_a_branchs_state_may_be_given_alone_or_with_the_other(make_policy, kind)
     both = policy.action_mean
     policy.act(obs, None, states.actor)
     assert torch.equal(policy.action_mean, both)
-    assert torch.equal(policy.evaluate(critic_obs, None, states), policy.evaluate(critic_obs, None, states.critic))
+    value = policy.evaluate(critic_obs, None, states)
+    assert torch.equal(value, policy.evaluate(critic_obs, None, states.critic))
     policy.act(obs[0])  # the kept state is the one both were given
     torch.testing.assert_close(policy.action_mean, both[0])
+    torch.testing.assert_close(policy.evaluate(critic_obs[0]), value[0])
 
 
 def test_an_unknown_setting_names_the_recurrent_class_and_its_settings():

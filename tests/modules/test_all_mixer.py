@@ -106,15 +106,17 @@ def test_a_component_of_another_size_keeps_its_fresh_encoder():
     assert torch.equal(policy.actor[0].weight[:, :3], source.actor[0].weight[:, :3])
 
 
-def test_statistics_of_observations_move_with_their_components():
+@pytest.mark.parametrize("zero_new", [False, True])
+def test_statistics_of_observations_move_with_their_components(zero_new):
     source, policy = make(), make(segments=OTHER, critic=OTHER_CRITIC, seed=1)
     for p in (source, policy):
         p.obs_normalizer = build_normalizer(width(p.obs_segments))
     source.obs_normalizer.update(torch.arange(22.0).view(2, 11))
-    report = policy.load_misaligned_state_dict(source, SEGMENTS, CRITIC)
+    report = policy.load_misaligned_state_dict(source, SEGMENTS, CRITIC, zero_new)
     assert {"obs_normalizer._mean", "obs_normalizer._var", "obs_normalizer._std"} <= set(report.partial)
     mean, theirs = policy.obs_normalizer.mean, source.obs_normalizer.mean
     assert mean.tolist() == [*theirs[9:].tolist(), 0.0, *theirs[:9].tolist()]
+    assert policy.obs_normalizer.std[2] == 1.0, "a component without statistics is not enlarged"
 
 
 def test_a_source_without_a_matching_parameter_is_refused():

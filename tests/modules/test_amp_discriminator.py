@@ -1,6 +1,7 @@
 """The discriminator of motion: its shape, its penalty, its rewards, and the policies that carry one."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,6 +51,11 @@ def test_the_penalty_leaves_the_given_features_alone():
     x = torch.randn(4, 3)
     linear([1.0, 2.0, 3.0]).compute_grad_pen(x)
     assert not x.requires_grad
+
+
+def test_a_task_reward_of_another_shape_than_the_style_reward_is_refused():
+    with pytest.raises(ValueError, match=r"must have the shape \(2,\) of the style reward, got \(2, 1\)"):
+        constant(1.0, task_reward_lerp=0.8).predict_style_reward(torch.randn(2, 3), torch.ones(2, 1))
 
 
 @pytest.mark.parametrize(("d", "style"), [(1.0, 2.0), (-1.0, 0.0), (0.0, 1.5), (-3.0, 0.0), (3.0, 0.0)])
@@ -133,9 +139,10 @@ def test_bad_settings_are_named(settings, message):
         AMPDiscriminator(**CFG, **settings)
 
 
+@pytest.mark.parametrize("cfg", [CFG, SimpleNamespace(**CFG)])
 @pytest.mark.parametrize("policy_class", [AmpActorCritic, AmpActorCriticRecurrent])
-def test_a_policy_carries_its_discriminator(policy_class):
-    policy = policy_class(3, 5, 2, amp_discriminator=CFG, actor_hidden_dims=[8], critic_hidden_dims=[8])
+def test_a_policy_carries_its_discriminator(policy_class, cfg):
+    policy = policy_class(3, 5, 2, amp_discriminator=cfg, actor_hidden_dims=[8], critic_hidden_dims=[8])
     assert policy.discriminator.input_dim == 6
     assert policy.act(torch.zeros(4, 3)).shape == (4, 2)
     assert policy.evaluate(torch.zeros(4, 5)).shape == (4, 1)

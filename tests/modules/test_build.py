@@ -1,5 +1,7 @@
 """Policies from names, settings and an environment's shapes."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from canter.modules.actors import MLPActor, MLPCritic
 from canter.modules.build import (
     POLICIES,
     build_actor_critic,
+    build_normalizer,
     build_pair,
     env_shapes,
     leaf_dtype,
@@ -52,6 +55,14 @@ def test_segments_come_from_the_environment_and_the_critic_defaults_to_the_actor
     env = noise_env("mlp")
     env.critic_obs_space = env.obs_space
     assert build_actor_critic(env, "ActorCritic", TINY).critic[0].in_features == 3
+
+
+@pytest.mark.parametrize("num_privileged_obs", [None, 0])
+def test_without_privileged_observations_the_critic_has_the_actors_width(num_privileged_obs):
+    env = SimpleNamespace(num_obs=np.int64(3), num_privileged_obs=num_privileged_obs, num_actions=2)
+    policy = build_actor_critic(env, "ActorCriticRecurrent", {"rnn_hidden_size": 8, **TINY})
+    assert policy.memory_a.rnn.input_size == policy.memory_c.rnn.input_size == 3
+    assert build_normalizer(env.num_obs).mean.tolist() == [0.0, 0.0, 0.0]
 
 
 def test_an_unknown_class_or_setting_is_an_error_with_a_suggestion(noise_env):

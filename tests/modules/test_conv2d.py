@@ -128,3 +128,10 @@ def test_wrong_settings_are_named():
         HistoryEncoder((3, 2), kernel_sizes=[3])
     with pytest.raises(ValueError, match="32 of attention does not split into num_heads=5"):
         HistoryEncoder((3, 2), kind="attention", num_heads=5)
+
+
+def test_an_image_with_its_channels_last_is_refused():
+    model = Conv2dHeadModel((3, 9, 9), [4], [3], [2])
+    assert model(torch.zeros(2, 5, 3, 9, 9)).shape == (2, 5, model.output_size)
+    with pytest.raises(RuntimeError, match="to have 3 channels, but got 9"):
+        model(torch.zeros(2, 9, 9, 3))

@@ -25,6 +25,8 @@ def test_acting_gives_the_mean_and_still_sets_the_distribution():
     assert policy.action_std.tolist() == [[1.0, 1.0]] * 4
     assert policy.get_actions_log_prob(first).shape == (4,)
     assert not torch.equal(ActorCritic(3, 2).act(obs), first)
+    assert not policy.has_entropy
+    assert ActorCritic(3, 2).has_entropy
 
 
 def test_a_recurrent_one_advances_its_memory():

@@ -307,3 +307,12 @@ def test_captured_sampling_draws_new_actions_and_scores_them(name):
     assert not torch.equal(first, actions)
     g = torch.Generator("cuda").manual_seed(1)
     assert dist.sample(params, g).is_cuda
+
+
+@pytest.mark.parametrize("dist", [Gaussian(1), SquashedGaussian([-1.0], [1.0]), Beta([-1.0], [1.0])])
+def test_actions_of_width_one_keep_their_column(dist):
+    params = {name: torch.full((3, 1), 2.0) for name in dist.param_shapes}
+    actions = torch.tensor([0.2, 0.4, 0.6])
+    assert dist.log_prob(params, actions.unsqueeze(1)).shape == (3,)
+    with pytest.raises(ValueError, match=r"actions must have shape \(\.\.\., 1\), got \(3,\)"):
+        dist.log_prob(params, actions)

@@ -91,6 +91,12 @@ def test_a_latent_is_made_of_normalised_observations():
     policy.obs_normalizer.update(rows)
     seen = policy.obs_normalizer.normalize(rows)
     assert torch.equal(policy.get_encoder_latent(rows, "b"), policy.encoders[0](seen[:, 27:30]))
+    shared = make(encoder_component_names=["b"], critic_encoder_component_names="shared")
+    shared.critic_obs_normalizer = EmpiricalNormalization(CRITIC_WIDTH)
+    rows = 3 * torch.randn(50, CRITIC_WIDTH) + 1
+    shared.critic_obs_normalizer.update(rows)
+    seen = shared.critic_obs_normalizer.normalize(rows)
+    assert torch.equal(shared.get_encoder_latent(rows, "b", critic=True), shared.encoders[0](seen[:, 31:34]))
 
 
 def test_the_critic_may_see_raw_components():

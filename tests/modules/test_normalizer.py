@@ -59,6 +59,14 @@ def test_leading_dimensions_are_all_batch():
     assert (scalar.mean.item(), scalar.std.item()) == (2.0, 1.0)
 
 
+@pytest.mark.parametrize("shape", [(3, 4), (6,), (3, 2, 1)])
+def test_values_of_another_shape_are_refused(shape):
+    norm = EmpiricalNormalization(3)
+    with pytest.raises(ValueError, match=r"the statistics are of values of shape \(3,\), got"):
+        norm.update(torch.zeros(shape))
+    assert norm.count == 0
+
+
 def test_eval_mode_and_normalize_freeze_the_statistics():
     norm = EmpiricalNormalization(3)
     norm.update(torch.randn(10, 3))
@@ -252,6 +260,8 @@ def test_normalize_torch_learns_first_unless_told_not_to():
     out = norm.normalize_torch(torch.tensor([[1.0], [3.0]]), "cpu")
     assert norm.mean[0] == pytest.approx(2.0)
     torch.testing.assert_close(out, torch.tensor([[-1.0], [1.0]]))
+    norm.normalize_torch(torch.tensor([[4.0], [8.0]], dtype=torch.bfloat16), "cpu")
+    assert norm.mean[0] == pytest.approx(4.0)
 
 
 class FakeRollouts:

@@ -213,13 +213,34 @@ def test_act_with_inference_is_act_inference(make_policy, kind):
         policy.act(obs, masks=torch.ones(1, 4), inference=True)
 
 
-def test_a_policy_and_its_inference_policy_are_copied_and_pickled_after_acting():
-    policy, obs = ActorCritic(3, 3, 2), torch.ones(4, 3)
+@pytest.mark.parametrize("kind", ["mlp", "lstm", "gru"])
+def test_a_policy_and_its_inference_policy_are_copied_and_pickled_after_acting(make_policy, kind):
+    policy, obs = make_policy(kind), torch.ones(4, 3)
     inference = InferencePolicy(policy)
     actions = policy.act_inference(obs)  # with a gradient, which no copy can have
+    policy.reset()
     for copied in (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy))):  # noqa: S301 (its own)
         assert torch.equal(copied.act_inference(obs), actions)
     for copied in (copy.deepcopy(inference), pickle.loads(pickle.dumps(inference))):  # noqa: S301 (its own)
         assert torch.equal(copied(obs), actions)
         assert list(copied.policy.followers) == [copied]
     assert list(policy.followers) == [inference]
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_a_copy_goes_on_from_the_memory_of_the_original(make_policy, kind):
+    policy, obs = make_policy(kind), torch.ones(4, 3)
+    policy.act(obs)  # outside of no_grad: the memory has a gradient
+    copied = copy.deepcopy(policy)
+    assert torch.equal(copied.act_inference(obs), policy.act_inference(obs))
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_the_memory_of_a_policy_moves_with_its_weights(make_policy, kind):
+    policy, obs = make_policy(kind), torch.ones(4, 3)
+    actions = [policy.act_inference(obs) for _ in range(2)]
+    policy.reset()
+    policy.act_inference(obs)
+    policy.double()
+    torch.testing.assert_close(policy.act_inference(obs.double()).float(), actions[1])
+    assert policy.to("meta").act_inference(obs.double().to("meta")).is_meta

@@ -3,7 +3,9 @@
 The table is tests/policy_table.py; a stage added there is run through everything here.
 """
 
+import copy
 import json
+import pickle
 import warnings
 from pathlib import Path
 
@@ -101,6 +103,15 @@ def test_a_pass_leaves_nothing_on_the_policy(case):
     policy.value(critic_obs[0])
     assert {name: id(value) for name, value in vars(policy).items()} == before
     assert all(memory.state is None for memory in policy.memories.values())
+
+
+@presets
+def test_a_policy_is_copied_and_pickled_in_the_middle_of_an_episode(case):
+    policy, obs = build(case), torch.ones(3, 49)
+    policy.act(obs)
+    copies = copy.deepcopy(policy), pickle.loads(pickle.dumps(policy))  # noqa: S301 (its own)
+    actions = policy.act_inference(obs)
+    assert all(torch.equal(copied.act_inference(obs), actions) for copied in copies)
 
 
 @presets

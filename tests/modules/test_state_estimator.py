@@ -39,6 +39,15 @@ def test_a_feed_forward_estimator_is_an_mlp_of_its_components():
     assert policy.estimator_target_components == ["vel"]
 
 
+def test_targets_that_the_critic_lacks_are_those_of_the_actor():
+    policy = make(critic_obs_segments={"secret": (7,), "height": (1,)}, estimator_target_components=["vel", "height"])
+    assert policy.estimator_target_components == ["height", "vel"]
+    assert policy.estimator_obs_components == ["pos"]
+    assert policy.state_estimator.output_size == 3
+    with pytest.raises(UnknownSegmentError, match="no segment 'vel'; it has \\['secret', 'height'\\]"):
+        make(critic_obs_segments={"secret": (7,), "height": (1,)}, estimator_target_components=["vel", "secret"])
+
+
 def test_by_default_the_inputs_are_all_components_but_the_targets():
     assert make().estimator_obs_components == ["pos", "height"]
 

@@ -7,6 +7,7 @@ from gymnasium import spaces
 
 from canter.envs.vec_env import StepRecord, VecEnv
 from canter.envs.wrap import wrap_env
+from canter.modules.normalizer import EmpiricalNormalization
 from canter.modules.visual_actor_critic import (
     VisualActorCritic,
     VisualActorCriticRecurrent,
@@ -41,6 +42,7 @@ def test_the_documented_example():
     assert policy.act(torch.rand(2, 48 + 4096)).shape == (2, 12)
     assert policy.visual_encoder.conv.conv[0].kernel_size == (3, 3)  # the default
     assert policy.memory_a.rnn.input_size == 48 + 32
+    assert VisualActorCritic(64, 64, 2, obs_segments={"forward_depth": (1, 8, 8)}).actor[0].in_features == 256
     assert policy.obs_segments["forward_depth"] == (1, 64, 64)
 
 
@@ -76,7 +78,9 @@ def test_the_critic_may_see_the_same_features():
 def test_acting_on_features_skips_the_encoder(cls):
     policy, calls = make(cls), []
     policy.visual_encoder.register_forward_hook(lambda *args: calls.append(1))
-    obs = torch.randn(3, 86)
+    obs = 3 * torch.randn(3, 86) + 1
+    policy.obs_normalizer = EmpiricalNormalization(86)
+    policy.obs_normalizer.update(obs)
     features = policy.embed_visual_latent(obs)
     assert len(calls) == 1
     torch.manual_seed(1)

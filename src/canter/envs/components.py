@@ -1,6 +1,7 @@
 """Wrappers with windows of past values: parts of an observation for actor and critic, and motion features for AMP."""
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,12 @@ def shifted(window: Tensor, frame: Tensor) -> Tensor:
 def push(window: Tensor, frame: Tensor, begins: Tensor) -> None:
     """Shift the window in place, as a graph may hold it; where an episode `begins` (N,), fill it with the frame."""
     window.copy_(torch.where(begins.view(-1, 1, 1), frame.unsqueeze(1), shifted(window, frame)))
+
+
+def check_steps(name: str, steps: Any) -> None:
+    """Raise unless the length of a window is a whole number of at least 1."""
+    if not isinstance(steps, Integral) or steps < 1:
+        raise ValueError(f"{name} must be a whole number of steps, at least 1, got {steps!r}")
 
 
 class ObsComponents(VecEnvWrapper):
@@ -55,6 +62,8 @@ class ObsComponents(VecEnvWrapper):
         self._source, self._critic_source = layouts
         self._shares = env.critic_obs_space is env.obs_space
         history, space, shapes = history or {}, env.action_space, dict(self._source.shapes)
+        for name, steps in history.items():
+            check_steps(f"history[{name!r}]", steps)
         self._bounds: list[Tensor] = []  # of continuous actions
         self._adds_action = (last_action or LAST_ACTION in history) and LAST_ACTION not in shapes
         if self._adds_action:
@@ -155,8 +164,7 @@ class MotionFeatures(VecEnvWrapper):
         self, env: VecEnv, features: Sequence[int | str] | None = None, frames: int = 2, privileged: bool = False
     ) -> None:
         super().__init__(env)
-        if frames < 1:
-            raise ValueError(f"frames must be at least 1, got {frames}")
+        check_steps("frames", frames)
         self.frames, self.privileged = frames, privileged
         pair: Any = (env.critic_obs_space, env.critic_obs_segments) if privileged else (env.obs_space, env.obs_segments)
         self.columns = torch.tensor(feature_columns(features, pair[1], pair[0].shape[0]), device=env.device)

@@ -252,7 +252,7 @@ class ActionCast:
 
     def __call__(self, actions: Tensor) -> np.ndarray:
         """(N, ...) actions within bounds, in the dtype of the space."""
-        array = actions.numpy(force=True)
+        array = (actions.float() if actions.dtype == torch.bfloat16 else actions).numpy(force=True)  # numpy lacks it
         if array.shape != self.shape:
             if array.size != np.prod(self.shape) or array.shape[:1] != self.shape[:1]:
                 raise ValueError(f"actions have shape {array.shape}; the environment wants {self.shape} ({self.space})")

@@ -244,9 +244,20 @@ def step_record(
             final_critic_obs = full_final(named, done, copy)
         elif final_critic_obs is final_obs and critic_obs is not obs:
             final_critic_obs = None
+        for name, final, now in (("obs", final_obs, obs), ("critic_obs", final_critic_obs, critic_obs)):
+            check_shapes(name, final, now)
     given.pop("final_observation", None)
     record = StepRecord(obs, critic_obs, reward, terminated, truncated, final_obs, final_critic_obs, valid, given)
     return fill_extras(record, others)
+
+
+def check_shapes(name: str, final: Any, obs: Any) -> None:
+    """Raise if a final observation lacks a part of the observation, or has it in another shape; either may be None."""
+    if final is None or obs is None:
+        return
+    got, want = ({part: tuple(leaf.shape) for part, leaf in tree_leaves(tree, name)} for tree in (final, obs))
+    if any(got.get(part) != shape for part, shape in want.items()):
+        raise ValueError(f"the final observation has shapes {got}, the observation {want}")
 
 
 def with_obs(record: StepRecord, obs: tuple[Any, Any], final: tuple[Any, Any]) -> StepRecord:

@@ -30,7 +30,10 @@ from canter.envs.records import (
 )
 from canter.envs.vec_env import Device, StepRecord, VecEnv, flat_size
 from canter.envs.wrappers import Forwarding, checked_layout
+from canter.utils.config import nearest
 from canter.utils.tree import Obs, tree_leaves
+
+SETS = ("actor", "policy", "critic", "student", "teacher", "rnd_state")
 
 Groups = dict[str, Any]
 ObsGroups = Mapping[str, Sequence[str]]
@@ -92,6 +95,10 @@ class RslRlAdapter(Forwarding, VecEnv):
         self._used = list(groups) if self.sets is None else list(dict.fromkeys(self.sets[0] + self.sets[1]))
         leaves = tree_leaves({name: groups[name] for name in self._used})
         self._layout = {name: (tuple(leaf.shape), leaf.dtype) for name, leaf in leaves}
+        for name, (shape, _) in self._layout.items():
+            if len(shape) < 2 or shape[0] != self.num_envs:
+                want = f"of {self.num_envs} environments it must be ({self.num_envs}, values)"
+                raise ValueError(f"the observation {name!r} has the shape {shape}; {want}")
         self._current = obs, critic_obs = self._select(groups)
         self.obs_space = space_of(obs)
         self.critic_obs_space = self.obs_space if critic_obs is obs else space_of(critic_obs)
@@ -268,7 +275,10 @@ def gather_groups(obs: Any, privileged: Any, extras: Mapping[str, Any]) -> Group
     if privileged is not None:
         groups["critic"] = privileged
     # Some environments return a tensor of width 0 in place of None.
-    return {n: g for n, g in groups.items() if g is not None and (isinstance(g, Mapping) or g.shape[1:2] != (0,))}
+    found = {n: g for n, g in groups.items() if g is not None and (isinstance(g, Mapping) or g.shape[1:2] != (0,))}
+    if not found:
+        raise ValueError(f"the environment gives no observation with any value in it, only {list(groups)}")
+    return found
 
 
 def resolve_sets(groups: Mapping[str, Any], obs_groups: ObsGroups) -> tuple[list[str], list[str]]:
@@ -276,8 +286,13 @@ def resolve_sets(groups: Mapping[str, Any], obs_groups: ObsGroups) -> tuple[list
     defaults = group_names(groups) or (None, own_critic_group(groups))
     default_actor, default_critic = ([name] if name else [] for name in defaults)
     sets = {name: [value] if isinstance(value, str) else list(value) for name, value in obs_groups.items()}
-    if empty := [name for name in ("actor", "policy", "critic") if sets.get(name) == []]:
-        raise ValueError(f"obs_groups[{empty[0]!r}] is empty; name groups of {list(groups)}, or leave it out")
+    for name, members in sets.items():
+        if name in SETS[:3] and not members:
+            raise ValueError(f"obs_groups[{name!r}] is empty; name groups of {list(groups)}, or leave it out")
+        if len(set(members)) < len(members):
+            raise ValueError(f"obs_groups[{name!r}] names a group twice: {members}")
+        if name not in SETS and (near := nearest(name, SETS, cutoff=0.8)):  # others may be those of another library
+            raise ValueError(f"obs_groups has no set {name!r}; did you mean {near!r}?")
     if "teacher" in sets:  # of a distillation, whose teacher is in the place of the critic
         for name, role in (("student", "actor"), ("teacher", "critic")):
             sets[role] = sets.get(name) or ([name] if name in groups else default_actor)

@@ -61,6 +61,7 @@ class VecEnvWrapper(Forwarding, VecEnv):
         self.obs_segments, self.critic_obs_segments = env.obs_segments, env.critic_obs_segments
         self.has_invalid_steps, self.gives_final_obs = env.has_invalid_steps, env.gives_final_obs
         self.capturable, self.adapter, self.action_bounds = env.capturable, env.adapter, env.action_bounds
+        self.contract, self.autoreset = env.contract, env.autoreset
 
     def _pair(self, obs: Any, critic_obs: Any) -> tuple[Any, Any]:
         """Change an observation and the critic's."""
@@ -77,7 +78,7 @@ class VecEnvWrapper(Forwarding, VecEnv):
     def step(self, actions: Tensor) -> StepRecord:
         """Apply one action per environment."""
         record = self.env.step(actions)
-        self.gives_final_obs = self.env.gives_final_obs
+        self.gives_final_obs, self.contract = self.env.gives_final_obs, self.env.contract  # may be known by now
         return record
 
     def seed(self, seed: int) -> None:
@@ -116,11 +117,12 @@ class ClipActions(VecEnvWrapper):
         super().__init__(env)
         if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
             raise ValueError(f"the limit of actions (clip_actions) must be a number above 0, got {limit!r}")
+        if not isinstance(env.action_space, spaces.Box):
+            raise TypeError(f"clip_actions={limit} is for a Box of actions, not for {env.action_space}; leave it out")
         self.limit = float(limit)
-        if isinstance(env.action_space, spaces.Box):  # an exported policy clips too, where no environment does it
-            low, high = env.action_bounds or (-np.inf, np.inf)
-            ends = np.maximum(low, -self.limit), np.minimum(high, self.limit)
-            self.action_bounds = tuple(np.broadcast_to(end, env.action_space.shape).astype(np.float32) for end in ends)
+        low, high = env.action_bounds or (-np.inf, np.inf)  # an exported policy clips too, where no environment does it
+        ends = np.maximum(low, -self.limit), np.minimum(high, self.limit)
+        self.action_bounds = tuple(np.broadcast_to(end, env.action_space.shape).astype(np.float32) for end in ends)
 
     def step(self, actions: Tensor) -> StepRecord:
         """Apply one action per environment."""

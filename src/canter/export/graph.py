@@ -50,10 +50,8 @@ class StepModule(nn.Module):
     def __init__(self, acting: InferencePolicy) -> None:
         super().__init__()
         given = acting.policy
-        # Results and memories of the last step may have gradients, which cannot be copied.
-        memo: Any = {id(given._params): None, id(given._aux): {}}
-        memo |= {id(memory.state): None for memory in given.memories.values()}
-        self.policy = policy = copy.deepcopy(given, memo).cpu().float().eval().requires_grad_(False)
+        self.policy = policy = copy.deepcopy(given).cpu().float().eval().requires_grad_(False)
+        policy.set_hidden(dict.fromkeys(policy.memories))  # a step is given its memories
         self.obs_space = obs_space_of(acting)
         bounds = acting.action_bounds
         self.clips = bounds is not None

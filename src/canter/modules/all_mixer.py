@@ -37,7 +37,8 @@ class MisalignedLoadMixin(ActorCritic):
         """Copy the weights of a policy of this kind with the given segments; returns the names that were copied.
 
         Columns of components that both have with the same shape are copied; the others keep their initial values, or
-        become 0 with `zero_new`. A state dict is assumed to encode and estimate the same components as this policy.
+        with `zero_new` have weights of 0. A state dict is assumed to encode and estimate the same components as this
+        policy.
         """
         source = module_or_state_dict
         state = source.state_dict() if isinstance(source, nn.Module) else source
@@ -47,7 +48,8 @@ class MisalignedLoadMixin(ActorCritic):
         report = LoadReport([], [], [])
         for name, own in self.state_dict().items():
             theirs = state.get(names.get(name) or "")
-            getattr(report, _copy(own, theirs, columns.get(name), zero_new)).append(name)
+            zeroes = zero_new and name.rpartition(".")[2] not in NORMALIZED  # no value is divided by a deviation of 0
+            getattr(report, _copy(own, theirs, columns.get(name), zeroes)).append(name)
         if not report.copied and not report.partial:
             raise ValueError(f"no parameter of the source fits {type(self).__name__}: all names or shapes differ")
         return report

@@ -73,11 +73,15 @@ class AMPDiscriminator(nn.Module):
         if amp_obs_dim is not None and amp_obs_dim != input_dim:
             raise ValueError(f"amp_obs_dim is {amp_obs_dim}, but the discriminator's input_dim is {input_dim}")
         self.input_dim, self.style_reward_coef, self.task_reward_lerp = input_dim, style_reward_coef, task_reward_lerp
-        self.discriminator_grad_pen, self.style_dt = discriminator_grad_pen, style_dt
-        self.loss = LOSSES[loss_type]
+        self.discriminator_grad_pen, self.style_dt, self.loss_type = discriminator_grad_pen, style_dt, loss_type
         self.trunk = mlp([input_dim, *hidden_dims], "relu", "relu") if hidden_dims else nn.Sequential()
         self.head = nn.Linear(hidden_dims[-1] if hidden_dims else input_dim, 1)
         self.has_warned = False
+
+    @property
+    def loss(self) -> AdversarialLoss:
+        """The functions of `loss_type`, which cannot be pickled with the discriminator."""
+        return LOSSES[self.loss_type]
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., 1)."""
@@ -122,6 +126,9 @@ class AMPDiscriminator(nn.Module):
             self.has_warned = True
             warnings.warn("task_reward_lerp is 0: the policy learns from the style alone", stacklevel=2)
         style = self.style_reward_coef * self.style_dt * self.loss.reward(self(state).squeeze(-1))
+        if task_reward.shape != style.shape:  # they would be broadcast to a matrix
+            want = f"must have the shape {tuple(style.shape)} of the style reward"
+            raise ValueError(f"the task reward {want}, got {tuple(task_reward.shape)}")
         return style, task_reward, (1.0 - self.task_reward_lerp) * style + self.task_reward_lerp * task_reward
 
 

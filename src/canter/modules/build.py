@@ -140,4 +140,4 @@ def vector_shape(leaf: Any) -> tuple[int, ...] | None:
     """Shape of a float vector; None for images and integers, which are not normalised."""
     if isinstance(leaf, Field):
         return leaf.shape if leaf.dtype.is_floating_point and len(leaf.shape) < 3 else None
-    return (leaf,) if isinstance(leaf, int) else tuple(leaf)
+    return tuple(np.ravel(leaf).tolist())

@@ -89,7 +89,7 @@ class Conv2dHeadModel(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         """(..., C, H, W) -> (..., output_size)."""
-        flat = self.conv(image.reshape(-1, *self.image_shape)).flatten(1)
+        flat = self.conv(image.reshape(-1, *image.shape[-3:])).flatten(1)
         return self.head(flat).reshape(*image.shape[:-3], self.output_size)
 
 

@@ -92,6 +92,7 @@ class Gaussian(ActionDistribution):
     def log_prob(self, params: Params, actions: Tensor) -> Tensor:
         """Log-density summed over the action's dimensions, (...,)."""
         mu, sigma = params["mu"], params["sigma"].to(promote_types(params["sigma"].dtype, torch.float32))
+        check_width(actions, mu)
         return (-0.5 * ((actions - mu) / sigma).square() - sigma.log()).sum(-1) - self.num_actions * HALF_LOG_TWO_PI
 
     def entropy(self, params: Params) -> Tensor:
@@ -196,6 +197,7 @@ class Beta(ActionDistribution):
     def log_prob(self, params: Params, actions: Tensor) -> Tensor:
         """Log-density of the environment's action `low + u * (high - low)`, (...,)."""
         alpha, beta = _concentrations(params)
+        check_width(actions, alpha)
         log_density = (alpha - 1) * actions.log() + (beta - 1) * torch.log1p(-actions) - _log_norm(alpha, beta)
         return log_density.sum(-1) - self._constants(actions.device)["log_volume"]
 
@@ -385,6 +387,12 @@ class DeviceConstants:
                 made = {name: torch.as_tensor(v, dtype=torch.float32, device=device) for name, v in self._host.items()}
             self._on_device[device] = made
         return self._on_device[device]
+
+
+def check_width(actions: Tensor, params: Tensor) -> None:
+    """Raise unless actions have the width of their parameters (..., A): (N,) and (N, 1) would give a matrix."""
+    if actions.shape[-1:] != params.shape[-1:]:
+        raise ValueError(f"actions must have shape (..., {params.shape[-1]}), got {tuple(actions.shape)}")
 
 
 def finite_bounds(low: Bounds, high: Bounds, owner: str) -> tuple[np.ndarray, np.ndarray]:

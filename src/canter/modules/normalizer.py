@@ -64,7 +64,7 @@ class EmpiricalNormalization(nn.Module):
         clip: float | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.shape = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
+        self.shape = tuple(int(n) for n in np.ravel(shape))
         self.eps, self.until, self.min_std, self.clip = eps, until, min_std, clip
         self._mean, self.count = nn.Buffer(torch.zeros(1, *self.shape)), nn.Buffer(torch.zeros((), dtype=torch.int64))
         self._var, self._std = nn.Buffer(torch.ones(1, *self.shape)), nn.Buffer(torch.ones(1, *self.shape))
@@ -99,6 +99,8 @@ class EmpiricalNormalization(nn.Module):
         """In training mode, before `until` rows, add rows (..., *shape) that are `valid` (...) and below `LARGEST`."""
         if not self.training:
             return
+        if x.shape[x.dim() - len(self.shape) :] != self.shape:
+            raise ValueError(f"the statistics are of values of shape {self.shape}, got {tuple(x.shape)}")
         rows = x.reshape(-1, *self.shape).to(self._mean.dtype)
         keep = (rows.abs() < LARGEST).view(-1, math.prod(self.shape)).all(1)
         if valid is not None:
@@ -326,7 +328,7 @@ class Normalizer(RunningMeanStd):
     def normalize_torch(self, x: Tensor, device: torch.device | str, update: bool = True) -> Tensor:
         """Add (..., *input_dim) to the statistics if `update`, then normalise it on the device."""
         if update:
-            self.update(x.detach().cpu().numpy().reshape(-1, *self.mean.shape))
+            self.update(x.detach().cpu().double().numpy().reshape(-1, *self.mean.shape))
         mean = torch.as_tensor(self.mean, dtype=torch.float32, device=device)
         std = torch.as_tensor(np.sqrt(self.var + self.epsilon), dtype=torch.float32, device=device)
         return ((x.to(device) - mean) / std).clamp(-self.clip_obs, self.clip_obs)

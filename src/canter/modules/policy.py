@@ -41,6 +41,10 @@ class Carried(ABC):
     state_shape: tuple[int, ...]
     """Three dimensions, like those of a memory."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: a state with a gradient cannot be, so it goes without."""
+        return {**self.__dict__, "state": None if self.state is None else self.state.detach()}
+
     @abstractmethod
     def zero_state(self, num_envs: int) -> Tensor:
         """(N, *state_shape) zeros."""
@@ -142,6 +146,13 @@ class Policy(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "followers": weakref.WeakSet()})
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move or convert parameters, buffers and the state of the memories, which is neither."""
+        super()._apply(fn, recurse)
+        for memory in self.memories.values():
+            memory.state = None if memory.state is None else fn(memory.state)
+        return self
+
     @abstractmethod
     def actor_params(self, obs: Any, ctx: Context) -> Params:
         """Parameters of the action distribution for normalised observations."""
@@ -209,12 +220,11 @@ class Policy(nn.Module):
         return {name: memory.zero_state(num_envs) for name, memory in self.memories.items()}
 
     def hidden(self, num_envs: int) -> Hidden:
-        """The state of the stateful calls; zeros at first, and when the number of environments changes."""
-        memories = self.memories
-        for memory in memories.values():
-            if memory.state is None or len(memory.state) != num_envs:
-                memory.state = memory.zero_state(num_envs)
-        return {name: memory.state for name, memory in memories.items() if memory.state is not None}
+        """State of the stateful calls; zeros where a memory has not run, or ran on another number of environments."""
+        return {
+            name: memory.zero_state(num_envs) if memory.state is None or len(memory.state) != num_envs else memory.state
+            for name, memory in self.memories.items()
+        }
 
     def set_hidden(self, hidden: Mapping[str, Tensor | None]) -> None:
         """Continue from this state."""
@@ -271,8 +281,9 @@ class Policy(nn.Module):
     ) -> Any:
         """Run one branch from the kept or a given state; `core` replaces its normalisation and its hooks."""
         obs = self.without_groups(obs, branch)
+        kept = self.hidden(batch_size(obs)) if hidden_states is None else {}
         if hidden_states is None:
-            ctx = Context(self.hidden(batch_size(obs)), random_masks=random_masks or {})
+            ctx = Context(dict(kept), random_masks=random_masks or {})
         else:
             state = getattr(hidden_states, branch, hidden_states)  # of a minibatch: by memory name
             ctx = Context(dict(state) if isinstance(state, Mapping) else self.unpack_hidden(hidden_states, branch))
@@ -285,8 +296,8 @@ class Policy(nn.Module):
             result = self.actor_params(self.obs_normalizer.normalize(obs), ctx)
         else:
             result = self.critic_value(self.critic_obs_normalizer.normalize(obs), ctx)
-        if hidden_states is None:
-            self.set_hidden(ctx.hidden)
+        if hidden_states is None:  # the memories of the other branch stay as they are
+            self.set_hidden({name: state for name, state in ctx.hidden.items() if state is not kept[name]})
         if branch == "actor":
             self._aux = ctx.aux
         return result

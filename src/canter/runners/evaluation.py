@@ -39,7 +39,8 @@ class InferencePolicy:
         action_space: spaces.Space | None = None, env_bounds: Any = None,
     ) -> None:  # fmt: skip
         self.policy, self.obs_space, self.info = policy, obs_space, dict(info or {})
-        self.device = next(policy.parameters()).device
+        first = next(policy.parameters())
+        self.device, self.dtype = first.device, first.dtype
         self.hidden: Hidden | None = None
         policy.followers.add(self)
         self.action_bounds = action_bounds
@@ -100,12 +101,11 @@ class InferencePolicy:
             self.hidden |= {name: state.masked_fill(ended.to(state.device), 0.0) for name, state in fitting.items()}
 
     def _tensor(self, leaf: Any) -> Tensor:
-        """Bytes as they are, any other numbers as floats."""
+        """Bytes as they are, any other numbers in the precision of the policy."""
         if isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
             leaf = leaf.copy()
         tensor = torch.as_tensor(leaf, device=self.device)
-        keeps = tensor.dtype == torch.uint8 or (tensor.is_floating_point() and tensor.dtype != torch.float64)
-        return tensor if keeps else tensor.float()
+        return tensor if tensor.dtype == torch.uint8 else tensor.to(self.dtype)
 
     def _batched(self, obs: Any) -> tuple[Any, bool]:
         """A batch in the form that the policy takes, and whether a single observation was given."""
