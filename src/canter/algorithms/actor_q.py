@@ -34,8 +34,8 @@ MASSIVE: dict[str, Any] = {
 }  # fmt: skip
 # One environment and a fixed number of steps. docs/algorithms/sac.md has the reason and the source of every number.
 STRONG: dict[str, Any] = {
-    "gradient_steps": 2, "critic_hidden_dims": (512, 512), "critic_layer_norm": True, "normalize_weights": True,
-    "num_atoms": 101, "v_min": -20.0, "v_max": 20.0, "normalize_rewards": True, "empirical_normalization": True,
+    "critic_hidden_dims": (512, 512), "critic_layer_norm": True, "normalize_weights": True, "num_atoms": 101,
+    "v_min": -20.0, "v_max": 20.0, "normalize_rewards": True, "empirical_normalization": True,
 }  # fmt: skip
 NO_ATOMS = {"num_atoms": lambda atoms: atoms == 1}
 SAC_NOISE = {"init_alpha": 1e-3, "target_entropy": 0.0, "min_log_std": -5.0, "max_log_std": 0.0, "init_std": 0.5}
