@@ -119,7 +119,7 @@ def read_run(path: Path, modules: Collection[str] | None = ()) -> SavedRun:
             refuse_imports(config, config_path, modules, "add --modules {module}")
     run = config.get("run")
     if not isinstance(run, dict) or not isinstance(run.get("task"), str):
-        way_out = "in Python, canter.load gives its policy, and the load of a runner with its environment continues it"
+        way_out = "in Python, canter.load(RUN) gives its policy, and a new runner continues it after load(CHECKPOINT)"
         raise UserError(f"{config_path} does not name the task, as runs of `canter train` do; {way_out}")
     for name in ("num_envs", "total_timesteps"):
         if name in run and (type(run[name]) is not int or run[name] < 1):
