@@ -43,7 +43,7 @@ CONSTANTS = {
 }
 
 # In the search a title weighs as much as a thousand words of text; at full weight the reference would hide the guides.
-BELOW_GUIDES = ["---", "search: {boost: 0.01}", "---", ""]
+BELOW_GUIDES = ["---", "search: {boost: 0.001}", "---", ""]
 
 
 def public_names(module: ModuleType) -> list[str]:

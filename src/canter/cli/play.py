@@ -77,12 +77,12 @@ class BundleOptions:
 
     task: str | None = None  # Task by name instead of the one it was trained on.
     mujoco: Path | None = None  # Run in this MuJoCo scene.
-    command: tuple[float, ...] = ()  # Commanded velocities of a scene; arrow keys change them in a window.
+    command: tuple[float, ...] = ()  # Commanded velocities of a scene in m/s, m/s and rad/s; arrow keys change them.
     keys: bool = False  # Run a scene in real time with arrow keys, comma, dot and space from the terminal; q ends it.
     terms: dict[str, Any] | None = None
     """Quantities of the scene for parts of the observation, as YAML: {base_vel: sensor_name}."""
     period: float | None = None  # Control period in seconds, where the bundle does not state it.
-    reset_noise: float = 0.01  # Largest random difference from the default pose at the start.
+    reset_noise: float = 0.01  # Largest random difference from the default pose at the start, in m and rad.
     disturbance: Annotated[Disturbance, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Disturbance)
     report: Path | None = None  # Write the report as JSON.
 
