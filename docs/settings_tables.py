@@ -32,7 +32,7 @@ def table(path: str, beyond: str | None = None) -> str:
 def rows_of(path: str) -> list[tuple[str, str, str]]:
     """Name, default and description of every setting of the class at `path`."""
     module, _, name = path.rpartition(".")
-    cls = getattr(importlib.import_module(module), name)
+    cls: type = getattr(importlib.import_module(module), name)
     return field_rows(cls) if dataclasses.is_dataclass(cls) else argument_rows(cls)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import importlib.util
 import os
+import pkgutil
 import re
 import runpy
 import shlex
@@ -16,6 +17,7 @@ import pytest
 import torch
 import yaml
 
+import canter
 from canter.algorithms import REGISTRY
 from canter.algorithms.ppo import PPOConfig, PPOSettings
 from canter.cli import COMMANDS
@@ -283,6 +285,10 @@ def test_every_public_name_is_in_the_reference():
         for name in importlib.import_module(f"canter.{package}").__all__:
             assert f"| `{name}` |" in text, name
             assert f"::: canter.{package}.{name}\n" in pages, name
+    for module in pkgutil.walk_packages(canter.__path__, "canter."):
+        if not any(part.startswith("_") for part in module.name.split(".")):
+            for name in getattr(importlib.import_module(module.name), "__all__", ()):
+                assert f"| `{name}` |" in text, f"{module.name}.{name}"
 
 
 def test_the_pages_of_the_reference_are_those_of_the_code():
