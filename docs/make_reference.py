@@ -19,7 +19,10 @@ PAGES = {
     "policies": ("Policies and networks", ["canter.modules", "canter.modules.actors"]),
     "algorithms": ("Algorithms", ["canter.algorithms", "canter.algorithms.optim"]),
     "runners": ("Runners", ["canter.runners", "canter.runners.evaluation", "canter.presets"]),
-    "storage": ("Storage and recorded data", ["canter.storage", "canter.storage.offline", "canter.datasets"]),
+    "storage": (
+        "Storage and recorded data",
+        ["canter.storage", "canter.storage.rollout_files", "canter.storage.offline", "canter.datasets"],
+    ),
     "deploy": (
         "Deploy",
         ["canter", "canter.export.bundle", "canter.export.parity", "canter.export.runtime", "canter.export.scene"],
@@ -43,7 +46,7 @@ CONSTANTS = {
 }
 
 # In the search a title weighs as much as a thousand words of text; at full weight the reference would hide the guides.
-BELOW_GUIDES = ["---", "search: {boost: 0.01}", "---", ""]
+BELOW_GUIDES = ["---", "search: {boost: 0.001}", "---", ""]
 
 
 def public_names(module: ModuleType) -> list[str]:
@@ -72,11 +75,12 @@ def pages() -> dict[str, str]:
     found: dict[str, str] = {}
     index = ["# Reference", "", "Every public name, with its first sentence. The pages have arguments and methods."]
     for page, (title, modules) in PAGES.items():
-        lines = [*BELOW_GUIDES, f"# {title}"]
+        lines, listed = [*BELOW_GUIDES, f"# {title}"], set[int]()
         index += ["", f"## {title}", "", f"[Arguments and methods](reference/{page}.md)"]
         for name in modules:
             module = importlib.import_module(name)
-            names = public_names(module)
+            names = [public for public in public_names(module) if id(getattr(module, public)) not in listed]
+            listed.update(id(getattr(module, public)) for public in names)
             lines += ["", f"## {name}", "", *(f"::: {name}.{public}" for public in names)]
             index += ["", f"### {name}", "", "| name | |", "|---|---|"]
             index += [f"| `{public}` | {sentence(public, getattr(module, public))} |" for public in names]

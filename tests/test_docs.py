@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import importlib.util
 import os
+import pkgutil
 import re
 import runpy
 import shlex
@@ -16,8 +17,9 @@ import pytest
 import torch
 import yaml
 
+import canter
 from canter.algorithms import REGISTRY
-from canter.algorithms.ppo import PPOConfig
+from canter.algorithms.ppo import PPOConfig, PPOSettings
 from canter.cli import COMMANDS
 from canter.cli.options import parse_train
 from canter.envs.wrap import ADAPTERS, ENV_NAMES
@@ -224,7 +226,8 @@ def settings_tables():
 
 def test_tables_of_settings_name_every_setting_with_its_default_and_sentence():
     module = settings_tables()
-    text = module.on_page_markdown((ROOT / "docs/training.md").read_text(encoding="utf-8"))
+    pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("training.md", "algorithms/ppo.md")]
+    text = "".join(module.on_page_markdown(page) for page in pages)
     for field in dataclasses.fields(PPOConfig):
         assert f"| `{field.name}` |" in text
     assert "| `clip_param` | `0.2` | Clip range of the probability ratio and of the value step. |" in text
@@ -232,6 +235,19 @@ def test_tables_of_settings_name_every_setting_with_its_default_and_sentence():
     policies = module.on_page_markdown((ROOT / "docs/policies.md").read_text(encoding="utf-8"))
     assert "| `rnn_type` | `'lstm'` |" in policies
     assert "num_actor_obs` |" not in policies
+    composed = module.on_page_markdown((ROOT / "docs/compose.md").read_text(encoding="utf-8"))
+    assert "| `estimator_target_components` | `None` |" in composed
+    assert "| `actor_hidden_dims` |" not in composed  # of every policy, so on the page of policies
+
+
+def test_the_page_of_ppo_names_the_defaults_in_which_its_config_differs_from_a_training_dict():
+    text = (ROOT / "docs/algorithms/ppo.md").read_text(encoding="utf-8")
+    cfg = PPOConfig()
+    differing = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(PPOSettings) if f.init}
+    differing = {k: v for k, v in differing.items() if v != PPOSettings.__dataclass_fields__[k].default}
+    assert len(differing) == 5
+    for name, value in differing.items():
+        assert f"`{name}` `{value}`" in text
 
 
 # ---------------------------------------------------------------------- the reference and the site
@@ -269,6 +285,10 @@ def test_every_public_name_is_in_the_reference():
         for name in importlib.import_module(f"canter.{package}").__all__:
             assert f"| `{name}` |" in text, name
             assert f"::: canter.{package}.{name}\n" in pages, name
+    for module in pkgutil.walk_packages(canter.__path__, "canter."):
+        if not any(part.startswith("_") for part in module.name.split(".")):
+            for name in getattr(importlib.import_module(module.name), "__all__", ()):
+                assert f"| `{name}` |" in text, f"{module.name}.{name}"
 
 
 def test_the_pages_of_the_reference_are_those_of_the_code():

@@ -96,7 +96,7 @@ DAGGER = ["--num-envs", "2", "--num-steps-per-env", "8", "--algorithm"]
 DAGGER += ["{num_mini_batches: 2}"]
 
 
-def test_dagger_in_two_roles_shares_two_directories(trained, capsys):
+def test_dagger_in_two_roles_shares_two_directories(trained, capsys, recwarn):
     run, data = trained / "student", trained / "labels"
     where = [str(trained), "--run", str(run), "--data", str(data), *DAGGER]
     config = {"policy": {"class_name": "ActorCritic", "actor_hidden_dims": [4], "critic_hidden_dims": [4]}}
@@ -111,6 +111,7 @@ def test_dagger_in_two_roles_shares_two_directories(trained, capsys):
     assert main(["dagger", *where, "--role", "train", "--iterations", "3", "--eval-episodes", "2"]) == 0
     assert (run / "model_3.pt").exists()
     assert "return" in capsys.readouterr().out
+    assert not any("leaves out settings" in str(w.message) for w in recwarn)  # its user writes no training dict
     assert main(["dagger", *where, "--role", "train", "--iterations", "5", "--eval-episodes", "0"]) == 0
     assert (run / "model_5.pt").exists()
     assert main(["eval", str(run), "--episodes", "2"]) == 0  # a run like any other

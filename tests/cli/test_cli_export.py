@@ -47,7 +47,9 @@ def test_a_bundle_is_played_with_a_report(one_bundle, tmp_path, capsys):
     found = json.loads(report.read_text())
     assert len(found["returns"]) == 3
     assert found["mean_return"] > 0
-    assert "mean return" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "mean return" in out
+    assert f"step median     {1e3 * found['step_median']:12.4g} ms\n" in out
     assert main(["play", str(one_bundle[1]), "--task", "Pendulum-v1"]) == 2
     assert "but the bundle wants" in capsys.readouterr().err
     assert main(["play", str(one_bundle[1]), "--push", "1"]) == 2

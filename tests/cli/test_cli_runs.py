@@ -541,6 +541,15 @@ def test_help_shows_optional_values_and_lists_without_nested_brackets(capsys):
     assert "--clip-max-std FLOAT...|None" in text
     assert "{None}" not in text
     assert " [INT" not in text
+    words = " ".join(text.replace("│", "").split())
+    assert "Train one run with each of these seeds, one after the other. (default: none)" in words
+
+
+@pytest.mark.parametrize("command", ["plot", "report"])
+def test_help_shows_no_empty_default(command, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    assert "(default: )" not in " ".join(capsys.readouterr().out.replace("│", "").split())
 
 
 def test_help_of_a_command_lists_its_flags(capsys):

@@ -11,6 +11,8 @@ import yaml
 
 from canter.cli import COMMANDS, register_command
 from canter.cli.__main__ import main
+from canter.envs import PointRobot
+from canter.runners import OnPolicyRunner
 from canter.utils.checkpoint import load_checkpoint, save_checkpoint
 from canter.utils.logging import Logger
 
@@ -51,6 +53,19 @@ def test_a_missing_key_is_named(trained, capsys, command, path):
         return
     assert main([command, str(trained)]) == 2
     assert ("does not name the task" if path[-1] in ("run", "task") else path[-1]) in one_line(capsys)
+
+
+def test_commands_know_the_task_of_a_program_from_its_run_info_or_its_config(tmp_path, capsys):
+    cfg = {"num_steps_per_env": 4, "policy": {"actor_hidden_dims": [4], "critic_hidden_dims": [4]}}
+    for name, info in (("named", {"task": "canter/PointRobot"}), ("nameless", None)):
+        runner = OnPolicyRunner(PointRobot(2), cfg, tmp_path / name, "cpu", run_info=info, show_progress=False)
+        runner.learn(1)
+        runner.close()
+    assert main(["eval", str(tmp_path / "named"), "--episodes", "1"]) == 0
+    assert main(["eval", str(tmp_path / "nameless"), "--episodes", "1"]) == 2
+    assert "add it there, as in `run: {task: CartPole-v1}`" in one_line(capsys)
+    edit(tmp_path / "nameless", lambda config: config.update(run={"task": "canter/PointRobot"}))
+    assert main(["eval", str(tmp_path / "nameless"), "--episodes", "1"]) == 0
 
 
 def test_sections_that_are_left_out_get_their_defaults_or_are_named(trained, capsys):

@@ -433,6 +433,7 @@ def test_a_sweep_leaves_a_preset_that_trains_a_page_and_its_trials(tmp_path, mon
     page = (folder / "report.html").read_text()
     assert page.count("<svg") >= 2
     assert "Slices" in page
+    assert "mathdefault" not in page  # numbers on a logarithmic axis are text
 
 
 @pytest.mark.slow

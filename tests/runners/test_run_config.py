@@ -172,7 +172,7 @@ def test_unknown_algorithms_are_listed_and_new_ones_can_be_registered():
 @pytest.mark.parametrize("absent", ["actor_class", "critic_class"])
 def test_a_missing_network_class_is_named(absent):
     classes = {"actor_class": MLPActor, "critic_class": MLPCritic}
-    with pytest.raises(ValueError, match=f"needs {absent}"):
+    with pytest.raises(ValueError, match=f"needs {absent}, such as canter.modules.MLP.*or give a training dict"):
         OnPolicyRunner(PointRobot(2), algorithm="ppo", **{k: v for k, v in classes.items() if k != absent})
 
 

@@ -74,7 +74,7 @@ def test_several_tasks_are_scaled_to_their_own_range(groups, tmp_path):
 
 
 def test_a_metric_that_was_not_logged_is_an_error_that_lists_the_others(groups):
-    with pytest.raises(ValueError, match="has no metric 'nope'; there are eval/mean_reward"):
+    with pytest.raises(ValueError, match="has no metric 'nope'; choose one with --metric: eval/mean_reward"):
         Comparison(groups, "nope")
 
 
@@ -118,12 +118,22 @@ def test_the_page_is_whole_and_needs_nothing_else(groups, tmp_path):
 
 
 def test_one_group_one_run_and_no_curve_still_make_a_page(tmp_path):
-    run = load_run(make_run(tmp_path / "a-seed1", values=(1.0,), final=2.0))
+    run = load_run(make_run(tmp_path / "a-seed1", values=(1.0,), final=500.0))
     write_report(Comparison({"only": [run]}), tmp_path / "r.html")
     page = (tmp_path / "r.html").read_text()
     assert "No curve" in page
     assert "only: 1 run." in page
-    assert "2 to 2" not in page  # one run has no interval
+    assert "500 to 500" not in page  # one run has no interval
+    assert "+5e2" not in page  # numbers on an axis are whole, also where all scores are the same
+
+
+def test_films_of_one_run_are_told_apart_by_their_file_names(tmp_path):
+    run = make_run(tmp_path / "a-seed1", final=2.0)
+    for name in ("one.png", "two.png"):
+        (run / name).write_bytes(PIXEL)
+    write_report(Comparison({"only": [load_run(run)]}), tmp_path / "r.html")
+    text = (tmp_path / "r.html").read_text()
+    assert all(f"a-seed1/{name}</figcaption>" in text for name in ("one.png", "two.png"))
 
 
 def test_large_films_are_named_and_not_embedded(groups, tmp_path, monkeypatch):
@@ -203,9 +213,11 @@ def browser():
         browser.close()
 
 
-def test_a_browser_shows_every_drawing_and_picture_without_an_error(groups, tmp_path, browser):
+@pytest.mark.parametrize("name", ["fast", "num_mini_batches=8, entropy_coef=0.006854, learning_rate=0.0003676"])
+def test_a_browser_shows_every_drawing_and_picture_without_an_error(groups, tmp_path, browser, name):
     page_file = tmp_path / "report.html"
-    write_report(Comparison(groups), page_file)
+    slow, fast = groups.values()
+    write_report(Comparison({f"slow & steady, {name}": slow, name: fast}), page_file)
     page = browser.new_page(viewport={"width": 1200, "height": 900}, offline=True)
     problems = []
     page.on("console", lambda message: problems.append(message.text))
@@ -226,3 +238,12 @@ def test_a_browser_shows_every_drawing_and_picture_without_an_error(groups, tmp_
             return r.left < box.left - 2 || r.right > box.right + 2 || r.bottom > box.bottom + 2; })
             .map(t => t.textContent) })"""
     assert page.eval_on_selector_all("svg", outside) == []
+    # No text of a drawing lies on another text of it, and tables are seen whole on a screen.
+    page.set_viewport_size({"width": 1200, "height": 900})
+    overlaps = """all => all.flatMap(svg => {
+        const texts = [...svg.querySelectorAll('text')].filter(t => t.textContent.length > 12);
+        const boxes = texts.map(t => t.getBoundingClientRect());
+        return texts.filter((t, i) => boxes.some((b, j) => j > i && b.left < boxes[i].right && boxes[i].left < b.right
+            && b.top + 2 < boxes[i].bottom && boxes[i].top + 2 < b.bottom)).map(t => t.textContent) })"""
+    assert page.eval_on_selector_all("svg", overlaps) == []
+    assert page.eval_on_selector_all("section", "all => all.filter(e => e.scrollWidth > e.clientWidth).length") == 0

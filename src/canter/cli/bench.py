@@ -65,6 +65,7 @@ def bench(args: Sequence[str]) -> int:
     if {"-h", "--help"} & set(args[:1]):
         print("canter bench iteration|cpu|scaling [flags]; the default is iteration\n")
         print("\n".join(f"  {name:<12}{options_type.__doc__}" for name, (options_type, _) in BENCHMARKS.items()))
+        print("\nEach lists its flags: canter bench iteration --help")
         return 0
     name, *rest = args if args and not args[0].startswith("-") else ("iteration", *args)
     if name not in BENCHMARKS:

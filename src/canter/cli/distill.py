@@ -258,7 +258,8 @@ def dagger_config(options: DaggerOptions, teacher: runs.SavedRun, run: Path, dat
     env.close()
     is_normalized = bool((teacher.config.get("algorithm") or {}).get("empirical_normalization", False))
     algorithm = {"class_name": "TPPO", "using_ppo": False, "distill_target": distance, "learning_rate": 1e-3}
-    algorithm |= {"num_learning_epochs": 2, "num_mini_batches": 4, "empirical_normalization": is_normalized}
+    algorithm |= {"num_learning_epochs": 2, "num_mini_batches": 4, "schedule": "fixed"}
+    algorithm["empirical_normalization"] = is_normalized
     dataset = {
         "data_dir": data_path(data, run),
         "dataset_loops": -1,

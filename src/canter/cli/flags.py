@@ -28,7 +28,7 @@ MANY = re.compile(r"\[?(\S+) \[\1 \.\.\.\]\]")  # tyro's [INT [INT ...]]
 TaskName = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TASK")]
 TeacherPath = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="TEACHER")]
 RunPath = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-RunPaths = Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN...")]
+RunPaths = Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN...", help_behavior_hint="")]
 
 
 class YamlLoader(yaml.SafeLoader):
@@ -127,7 +127,10 @@ def int_rule(info: Any) -> Any:
 
 
 class ReadableRule:
-    """Show optional values and lists in the help as INT|None and INT..., tyro's {None}|INT and [INT [INT ...]]."""
+    """Show optional values and lists in the help as INT|None and INT..., tyro's {None}|INT and [INT [INT ...]].
+
+    The default of an empty list is "none".
+    """
 
     def __init__(self) -> None:
         self.inner: list[Any] = []  # types that tyro's own rules are asked about
@@ -141,7 +144,11 @@ class ReadableRule:
         self.inner.pop()
         if not isinstance(spec, tyro.constructors.PrimitiveConstructorSpec):
             return None
-        return dataclasses.replace(spec, metavar=readable_metavar(spec.metavar))
+        return dataclasses.replace(
+            spec,
+            metavar=readable_metavar(spec.metavar),
+            str_from_instance=lambda value: spec.str_from_instance(value) or ["none"],
+        )
 
 
 def readable_metavar(text: str) -> str:

@@ -34,7 +34,7 @@ from canter.utils.films import Film, FilmError
 FPS = 30
 MAX_FRAMES = 3000
 PROGRESS_S = 5.0  # between two lines about a film that is being made
-UNITS = {"tracking_error": "m/s", "mean_velocity": "m/s", "step_median": "s", "step_p99": "s"}
+UNITS = {"tracking_error": (1, "m/s"), "mean_velocity": (1, "m/s"), "step_median": (1e3, "ms"), "step_p99": (1e3, "ms")}
 ARROWS = {"\x1b[A": 265, "\x1b[B": 264, "\x1b[C": 262, "\x1b[D": 263}  # of a terminal -> of MuJoCo's window
 
 
@@ -77,12 +77,12 @@ class BundleOptions:
 
     task: str | None = None  # Task by name instead of the one it was trained on.
     mujoco: Path | None = None  # Run in this MuJoCo scene.
-    command: tuple[float, ...] = ()  # Commanded velocities of a scene; arrow keys change them in a window.
+    command: tuple[float, ...] = ()  # Commanded velocities of a scene in m/s, m/s and rad/s; arrow keys change them.
     keys: bool = False  # Run a scene in real time with arrow keys, comma, dot and space from the terminal; q ends it.
     terms: dict[str, Any] | None = None
     """Quantities of the scene for parts of the observation, as YAML: {base_vel: sensor_name}."""
     period: float | None = None  # Control period in seconds, where the bundle does not state it.
-    reset_noise: float = 0.01  # Largest random difference from the default pose at the start.
+    reset_noise: float = 0.01  # Largest random difference from the default pose at the start, in m and rad.
     disturbance: Annotated[Disturbance, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Disturbance)
     report: Path | None = None  # Write the report as JSON.
 
@@ -208,7 +208,8 @@ def play_bundle(
         atomic_write(options.report, f"{json.dumps(summary, indent=2)}\n".encode())
     for name, value in summary.items():
         if value is not None and not isinstance(value, list):
-            print(f"  {name.replace('_', ' '):<16}{value:12.6g} {UNITS.get(name, '')}".rstrip())
+            scale, unit = UNITS.get(name, (1, ""))
+            print(f"  {name.replace('_', ' '):<16}{scale * value:12.4g} {unit}".rstrip())
     return 0
 
 

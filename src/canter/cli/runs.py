@@ -119,8 +119,8 @@ def read_run(path: Path, modules: Collection[str] | None = ()) -> SavedRun:
             refuse_imports(config, config_path, modules, "add --modules {module}")
     run = config.get("run")
     if not isinstance(run, dict) or not isinstance(run.get("task"), str):
-        way_out = "in Python, canter.load gives its policy, and the load of a runner with its environment continues it"
-        raise UserError(f"{config_path} does not name the task, as runs of `canter train` do; {way_out}")
+        way_out = "add it there, as in `run: {task: CartPole-v1}`, or give the runner run_info={'task': 'CartPole-v1'}"
+        raise UserError(f"{config_path} does not name the task; {way_out}; canter.load needs no task")
     for name in ("num_envs", "total_timesteps"):
         if name in run and (type(run[name]) is not int or run[name] < 1):
             raise UserError(f"{config_path}: run.{name} must be a whole number of at least 1, got {run[name]!r}")

@@ -156,7 +156,7 @@ def draw_history(ranked: list[FrozenTrial], objective: str, direction: str) -> F
 def draw_slices(plan: Plan, ranked: list[FrozenTrial]) -> Figure:
     """The objective against each setting."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import NullFormatter
+    from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
     columns = min(3, len(plan.space))
     rows = -(-len(plan.space) // columns)
@@ -167,12 +167,15 @@ def draw_slices(plan: Plan, ranked: list[FrozenTrial]) -> Figure:
         first = axes = figure.add_subplot(rows, columns, index, sharey=first)
         if isinstance(entry, Range):
             places: list[Any] = [t.params[name] for t in ranked]
-            axes.set_xscale("log" if entry.log else "linear")
-            axes.xaxis.set_minor_formatter(NullFormatter())
+            if entry.log:
+                axes.set_xscale("log")
+                axes.xaxis.set_major_formatter(StrMethodFormatter("{x:.0e}"))  # the usual one writes math
+                axes.xaxis.set_minor_formatter(NullFormatter())
             axes.set_xlim(entry.low, entry.high)
         else:
             places = [entry.keys().index(t.params[name]) for t in ranked]
             axes.set_xticks(range(len(entry.values)), [str(key) for key in entry.keys()])  # noqa: SIM118
+            axes.set_xlim(-0.5, len(entry.values) - 0.5)
         axes.scatter(places, values, c=order, cmap="Blues", vmin=-0.5 * max(order, default=1), edgecolors="#335", s=24)
         axes.set_title(name.rpartition(".")[2])
         if index % columns == 1 or columns == 1:

@@ -174,7 +174,9 @@ def require_networks(algorithm: str, networks: Mapping[str, Any]) -> None:
     """Raise if an on-policy algorithm has no actor or no critic class; off-policy ones have defaults."""
     for argument in ("actor_class", "critic_class"):
         if argument not in networks and not REGISTRY[algorithm].agent_class.learns_from_replay:
-            raise ValueError(f"OnPolicyRunner needs {argument} (or train_cfg, or agent)")
+            example = "MLPActor" if argument == "actor_class" else "MLPCritic"
+            others = "or give a training dict such as {'policy': {'actor_hidden_dims': [64]}}, or a ready agent="
+            raise ValueError(f"OnPolicyRunner needs {argument}, such as canter.modules.{example}; {others}")
 
 
 def config_of(agent: Any) -> Any:

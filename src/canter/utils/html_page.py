@@ -27,6 +27,7 @@ table{border-collapse:collapse;font-variant-numeric:tabular-nums;width:100%}
 th{text-align:right;color:#525c69;font-weight:600;border-bottom:2px solid #d6dae1;padding:5px 10px}
 td{text-align:right;border-bottom:1px solid #eceef2;padding:5px 10px;white-space:nowrap}
 th:first-child,td:first-child{text-align:left;padding-left:0}
+td:first-child{white-space:normal;min-width:9em}
 svg{width:100%;height:auto}
 i.dot{display:inline-block;width:10px;height:10px;border-radius:50%;margin-right:8px}
 figure{display:inline-block;margin:8px 16px 8px 0;vertical-align:top}figcaption{color:#525c69;font-size:13px}

@@ -102,11 +102,11 @@ def _draw(groups: dict[str, list[Series]], tags: list[str]) -> Figure:
             axes.yaxis.set_minor_formatter(NullFormatter())
         elif np.abs(data).max() >= 1e4:
             axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    _add_legend(figure, handles)
+    add_legend(figure, handles)
     return figure
 
 
-def _add_legend(figure: Figure, handles: dict[str, Any]) -> None:
+def add_legend(figure: Figure, handles: dict[str, Any]) -> None:
     """Put the legend above the panels, in as many columns as fit; the figure grows by the rest."""
     for columns in range(min(4, len(handles)), 0, -1):
         legend = figure.legend(list(handles.values()), list(handles), loc="outside upper left", ncols=columns)

@@ -14,7 +14,7 @@ import numpy as np
 
 from canter.utils.files import atomic_write
 from canter.utils.html_page import SVG_STYLE, Page
-from canter.utils.plots import COLORS, STYLE, TITLES, common_grid
+from canter.utils.plots import COLORS, STYLE, TITLES, add_legend, common_grid
 from canter.utils.run_data import RunData, differing_settings, short
 from canter.utils.statistics import CONFIDENCE, Estimate, Scores, improvement, iqm_curve, iqm_estimate, profile
 
@@ -82,7 +82,7 @@ class Comparison:
         for run in (run for run in self.groups[label] if run.task == task):
             if (score := run.final_score(self.metric)) is None:
                 known = ", ".join(sorted(run.series)) or "none"
-                raise ValueError(f"the run {run.path} has no metric {self.metric!r}; there are {known}")
+                raise ValueError(f"the run {run.path} has no metric {self.metric!r}; choose one with --metric: {known}")
             found.append(score)
         if not found:
             problem = f"the group {label!r} has no run of {task}; groups are compared on the same tasks"
@@ -271,6 +271,7 @@ def _draw_intervals(c: Comparison, colors: Sequence[str]) -> Figure:
         axes.plot([e.value, e.value], [row - 0.25, row + 0.25], color=color, linewidth=2.5)
         scores = np.concatenate(c.scores[label])
         axes.scatter(scores, np.full(len(scores), row), s=26, color=color, edgecolors="white", linewidths=0.6, zorder=3)
+    axes.use_sticky_edges = False  # a bar without width is seen whole at the edge
     axes.set_yticks(range(len(c.groups)), list(c.groups))
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
@@ -309,7 +310,7 @@ def _add_curves(page: Page, c: Comparison, colors: Sequence[str]) -> None:
             axes.set_xlabel(name)
         left.set_title(task)
         left.set_ylabel(TITLES.get(c.metric, c.metric))
-        left.legend(list(lines.values()), list(lines), loc="best")
+        add_legend(figure, lines)
         page.drawing(figure, f"learning curves of {task}")
 
 
@@ -336,7 +337,8 @@ def _add_comparison(page: Page, c: Comparison, colors: Sequence[str]) -> None:
     axes.set_xlabel(f"{_score_name(c)} (threshold)")
     axes.set_ylabel("share of runs above")
     axes.set_ylim(-0.03, 1.03)
-    axes.legend(list(lines.values()), list(lines), loc="lower left")
+    axes.ticklabel_format(axis="x", useOffset=False)
+    add_legend(figure, lines)
     page.drawing(figure, "performance profiles")
     rows = [[f"{x} over {y}", f"{e.value:.2f}", f"{e.low:.2f} to {e.high:.2f}"] for (x, y), e in c.improvement.items()]
     if rows:
@@ -373,7 +375,7 @@ def _add_media(page: Page, c: Comparison) -> None:
                 (run for run in group if run.task == task), key=lambda run: run.final_score(c.metric) or -math.inf
             )
             files = [file for pattern in MEDIA for file in sorted(run.path.glob(pattern)) if file.name != "curve.png"]
-            found += [(file, f"{label}: {task}, {run.path.name}") for file in files]
+            found += [(file, f"{label}: {task}, {run.path.name}/{file.name}") for file in files]
     if found:
         page.section("Films and pictures", "Of the best run of each group.")
     for file, caption in found:
