@@ -159,15 +159,15 @@ def strong() -> None:
     runs = read("sac_strong")
     tasks = list(dict.fromkeys(run["task"] for run in runs))
     figure, axes = row_of(len(tasks), width=3.6)
+    colours = {"one gradient step": BLUE, "two gradient steps": ORANGE, "classic": GREY}
     for axis, task in zip(axes, tasks, strict=True):
-        titles = {"strong": "strong", "classic": "classic"}
+        seen = set()
         for run in (run for run in runs if run["task"] == task):
-            profile = run.get("profile", "classic")
+            title = run.get("note", "classic")
             steps, _, returns = np.array(run["curve"]).T
-            colour = BLUE if profile == "strong" else GREY
-            axis.plot(
-                steps / 1e3, returns, "o-", color=colour, label=titles.pop(profile, None), linewidth=1.6, markersize=3
-            )
+            label = None if title in seen else title
+            seen.add(title)
+            axis.plot(steps / 1e3, returns, "o-", color=colours[title], label=label, linewidth=1.6, markersize=3)
         finish(axis, task, "thousand steps", "return without noise" if axis is axes[0] else "")
     figure.savefig(ASSETS / "sac_strong.png", dpi=110)
 
