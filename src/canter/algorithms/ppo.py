@@ -169,9 +169,9 @@ class PPO(Algorithm):
         self.storage: Any = None
         """The rollout, once `prepare` or `init_storage` allocated it."""
         self.transition = Transition()
-        self.waiting: list[tuple[dict[str, Any], StepRecord]] = []
-        """Steps that are not stored yet; at most `max_waiting`, which a runner may set while `can_wait`."""
-        self.max_waiting = 0
+        self.waiting_steps: list[tuple[dict[str, Any], StepRecord]] = []
+        """Steps that are not stored yet: at most `max_waiting_steps`, which a runner raises where `steps_can_wait`."""
+        self.max_waiting_steps = 0
         self.return_scaler: ReturnScaler | None = None
         self.meters: dict[Any, MeanMeter] = defaultdict(MeanMeter)
         self.meter = MeanMeter()
@@ -292,7 +292,7 @@ class PPO(Algorithm):
     def act(self, obs: Obs, critic_obs: Obs | None = None) -> Tensor:
         """Sample actions for N environments and begin their transition."""
         storage = self.rollout if self.storage is None else self.storage
-        if storage.step == 0 and not self.waiting:
+        if storage.step == 0 and not self.waiting_steps:
             if self.executor.replays:
                 self.executor.begin_iteration()
                 self.notice_changes()
@@ -345,23 +345,23 @@ class PPO(Algorithm):
 
     @torch.no_grad()
     def process_step(self, record: StepRecord) -> None:
-        """Finish the transition with the record of the step it led to; it is stored at once, unless it may wait."""
-        self.storage.check_space(len(self.waiting))
+        """Finish the transition with the record of the step it led to, and store it, at once or as a waiting step."""
+        self.storage.check_space(len(self.waiting_steps))
         extras = {name: value for e in self.extensions.values() for name, value in e.record_fields(record).items()}
         reached: Any = record.critic_obs if self.needs_next_obs else None
         needed = record._replace(obs=None, critic_obs=reached, extras=extras)  # pyright: ignore[reportArgumentType]
-        self.waiting.append((vars(self.transition), needed))
+        self.waiting_steps.append((vars(self.transition), needed))
         for note in self.on_step:
             note(record)
-        if extras or len(self.waiting) > self.max_waiting:
+        if extras or len(self.waiting_steps) > self.max_waiting_steps:
             self.store_waiting_steps()
         self.transition.__dict__ = {}
 
     @torch.no_grad()
     def store_waiting_steps(self) -> None:
-        """Store the steps that wait, in their order."""
-        waiting, self.waiting = self.waiting, []
-        for step, record in waiting:
+        """Store the waiting steps, in their order."""
+        waiting_steps, self.waiting_steps = self.waiting_steps, []
+        for step, record in waiting_steps:
             hidden = self.executor.run("process", self.record_step, step, record)
             self.storage.step += 1
             if hidden:
@@ -397,8 +397,8 @@ class PPO(Algorithm):
         return {name: state.masked_fill(ends.view(-1, 1, 1, 1), 0.0) for name, state in step["next_hidden"].items()}
 
     @property
-    def can_wait(self) -> bool:
-        """Whether a step may be stored after the next actions were chosen: they depend on nothing that this writes."""
+    def steps_can_wait(self) -> bool:
+        """Whether the next actions do not depend on what storing a step writes, so that it can be stored later."""
         if self.storage.hidden_shapes or self.executor.uses_graphs:
             return False
         hooks = ("after_act", "reward", "after_record")  # between which an extension may carry something over
