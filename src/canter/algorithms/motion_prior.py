@@ -191,13 +191,12 @@ class MotionPrior(Extension):
         """Style and task reward of the last step."""
         return dict(zip(REWARD_NAMES, self.last_rewards.tolist(), strict=True))
 
-    def recording_key(self) -> tuple[Any, ...]:
+    def begin_update(self, iteration: int) -> None:
         """Copy a changed learning rate to the discriminator's optimizer."""
         wanted = self.cfg.discriminator_learning_rate
         if self.own_optimizer is not None and wanted is not None and wanted != self.rate:
             self.rate = wanted
             self.own_optimizer.lr.fill_(wanted)
-        return ()
 
     def loss_terms(self, terms: Terms, batch: MiniBatch, out: PolicyOutput) -> None:
         """Add the distances to the reference and to the teacher, and keep the features for the discriminator."""
