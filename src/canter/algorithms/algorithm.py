@@ -148,6 +148,7 @@ class Algorithm:
     policy: Any
 
     def __init__(self, cfg: Any, given: Mapping[str, Any], device: Any, seed: int | None, env: Any) -> None:
+        self.is_built = False  # until the constructor of the subclass is done
         self.extensions = {}
         self.cfg = self._own_config(cfg, given)
         of_run = {name for base in type(self.cfg).__mro__ if is_run_settings(base) for name in field_names(base)}
@@ -176,6 +177,7 @@ class Algorithm:
         self.executor.counters["algorithm"] = (self, counters)
         self.trained_by: Any = None
         """The runner that was made for this algorithm last."""
+        self.untrained: dict[int, nn.Parameter] | None = None  # by id, which stays theirs while they are held
 
     @classmethod
     def all_extension_classes(cls) -> tuple[Any, ...]:
@@ -268,11 +270,10 @@ class Algorithm:
                         setattr(self.live, name, self.device_scalar(value))
             elif not (field.metadata.get("host") or field.metadata.get("fixed")):
                 key.append(value if isinstance(value, str | int | tuple | NoneType) else repr(value))
-        own = self.recording_key()
-        constants = (*key, *own)
+        constants = (*key, *(self.sync_derived() if self.is_built else ()))
         if constants != self.executor.constants:  # the executor hashes a new tuple
             self.executor.constants = constants
-            if own:  # else it is still under construction
+            if self.is_built:
                 self._notice_untrained()
 
     def _notice_untrained(self) -> None:
@@ -280,13 +281,12 @@ class Algorithm:
         optimizers = [part for part in self.checkpoint_parts().values() if isinstance(part, GuardedOptimizer)]
         known = {id(parameter) for optimizer in optimizers for parameter in optimizer.parameters}
         named = {n: p for n, p in self.policy.named_parameters() if p.requires_grad and id(p) not in known}
-        seen: dict[int, nn.Parameter] | None = self.__dict__.get("untrained")
-        if seen is None:  # an extension excludes them
-            object.__setattr__(self, "untrained", {id(parameter): parameter for parameter in named.values()})
+        if self.untrained is None:  # at the end of construction: those that an extension excludes
+            self.untrained = {id(parameter): parameter for parameter in named.values()}
             return
-        new = [name for name, parameter in named.items() if id(parameter) not in seen]
+        new = [name for name, parameter in named.items() if id(parameter) not in self.untrained]
         if new:
-            seen.update((id(parameter), parameter) for parameter in named.values())
+            self.untrained |= {id(parameter): parameter for parameter in named.values()}
             owner, shown = type(self).__name__, ", ".join(new[:3]) + ", ..." * (len(new) > 3)
             problem = f"{len(new)} parameters of the policy are not trained ({shown})"
             reason = f"they were frozen, replaced or not there when {owner} was made, and its optimizer lacks them"
@@ -313,8 +313,8 @@ class Algorithm:
         with torch.inference_mode(False):
             return torch.tensor(float(value), device=self.device)
 
-    def recording_key(self) -> tuple[Any, ...]:
-        """What else recorded functions depend on, as hashable values. Extended by subclasses."""
+    def sync_derived(self) -> tuple[Any, ...]:
+        """Update what follows from the settings; returns what else recorded functions depend on, as hashable values."""
         return ()
 
     def new_generator(self, purpose: str, is_recorded: bool = True) -> torch.Generator:

@@ -165,6 +165,7 @@ class OffPolicyAlgorithm(Algorithm):
         self.fraction_left = 1.0  # of the run, for schedules
         self.used_current_value = torch.zeros((), dtype=torch.bool, device=self.device)
         self.has_warned = False
+        self.is_built = True
         self.sync_settings()
 
     def choose_network(self, kind: str, networks: Mapping[str, Any], defaults: Any, **own: Any) -> tuple[Any, Any]:
@@ -204,10 +205,8 @@ class OffPolicyAlgorithm(Algorithm):
                 optimizer.lr.fill_(rate * self.fraction_left if self.cfg.schedule == "linear" else rate)
         super().sync_settings()
 
-    def recording_key(self) -> tuple[Any, ...]:
+    def sync_derived(self) -> tuple[Any, ...]:
         """Frozen and replaced parameters, and training modes."""
-        if not self.optimizers:  # still under construction
-            return ()
         return tuple(module_state(self.modules()))
 
     def adjust_learning_rate(self, progress: float) -> None:

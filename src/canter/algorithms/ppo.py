@@ -186,6 +186,7 @@ class PPO(Algorithm):
         if self.executor.compiles and not self.executor.records and can_compile:
             self.forward = self.executor.compile(self.policy.forward)
             self.minibatch_loss = self.executor.compile(self.minibatch_loss)
+        self.is_built = True
         self.sync_settings()
         if self.env is not None:
             self.prepare(self.env, getattr(self.cfg, "num_steps_per_env", 24))
@@ -617,7 +618,7 @@ class PPO(Algorithm):
         report = {f"losses/{name}": loss for name, loss in losses.items()}
         return report | {f"stats/{name}": value for name, value in stats.items()}
 
-    # Schedules, and what recorded functions depend on.
+    # Schedules, and values that follow from the settings.
     @torch.no_grad()
     def adapt_learning_rate(self, kl: Tensor) -> None:
         """Change the learning rate so that the KL step stays near `desired_kl`; decided on the device."""
@@ -653,10 +654,8 @@ class PPO(Algorithm):
         """Read the learning rate from the device."""
         self._learning_rate = float(self.lr)
 
-    def recording_key(self) -> tuple[Any, ...]:
-        """Loss weights, tensors, training modes and modes of the extensions that recorded functions depend on."""
-        if "forward" not in self.__dict__:  # still under construction
-            return ()
+    def sync_derived(self) -> tuple[Any, ...]:
+        """Update rates, bounds and loss weights; returns the weights and modes that recorded functions depend on."""
         self.optimizer.take_assigned_rates()
         self.clip.fill_(self.cfg.clip_param * self.clip_fraction_left)
         self.uses_rewards = all(extension.uses_rewards for extension in self.extensions.values())
