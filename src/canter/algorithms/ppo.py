@@ -155,17 +155,21 @@ class PPO(Algorithm):
             + (["critic", "memory_c"] if self.cfg.clip_grads_separately else []),
             excluded=[name for e in self.extensions.values() for name in e.excluded_parameters(self.policy)],
         )
-        self.lr, self._learning_rate = self.optimizer.lr, self.cfg.learning_rate
-        self.clip = self.device_scalar(self.cfg.clip_param)
-        self.clip_fraction_left = 1.0
-        scalars = {"value_loss": self.live.value_loss_coef, "entropy": self.live.entropy_coef}
-        self.loss_weights: dict[str, Any] = {"surrogate_loss": 1.0, **scalars}
+        self.lr = self.optimizer.lr  # on the device
+        self._learning_rate = self.cfg.learning_rate  # as it was last read from there
+        self.clip = self.device_scalar(self.cfg.clip_param)  # the clip range
+        self.clip_fraction_left = 1.0  # of a linear schedule
+        self.loss_weights: dict[str, Any] = {
+            "surrogate_loss": 1.0,
+            "value_loss": self.live.value_loss_coef,
+            "entropy": self.live.entropy_coef,
+        }
         """Weight of each loss by name: a number, or a device scalar such as `live.entropy_coef`."""
-        self.first_weights: dict[str, float] = {}
-        self.changed_weights: dict[str, Tensor] = {}
-        self.zero_weights: frozenset[str] = frozenset()
-        self.std_bounds: dict[str, Tensor | None] = {}
-        self.bounds_by_action: dict[tuple[float, ...], Tensor] = {}
+        self.first_weights: dict[str, float] = {}  # numbers among them, as they were first seen
+        self.changed_weights: dict[str, Tensor] = {}  # device scalars of the numbers that have changed since
+        self.zero_weights: frozenset[str] = frozenset()  # losses whose device scalar is 0
+        self.std_bounds: dict[str, Tensor | None] = {}  # by setting, on the device
+        self.bounds_by_action: dict[tuple[float, ...], Tensor] = {}  # of settings with one bound per action
         self.storage: Any = None
         """The rollout, once `prepare` or `init_storage` allocated it."""
         self.transition = Transition()
@@ -180,6 +184,7 @@ class PPO(Algorithm):
         self.uses_rewards = True
         """Whether PPO's own losses are part of the total."""
         self.forward: Any = self.policy
+        """The policy's pass while acting, compiled on a GPU."""
         for extension in self.extensions.values():
             extension.attach(self)
         can_compile = not self.policy.is_recurrent  # LSTM and GRU cannot be compiled
@@ -334,9 +339,9 @@ class PPO(Algorithm):
         self, rewards: Tensor, dones: Tensor, infos: dict[str, Any], next_obs: Any = None, next_critic_obs: Any = None
     ) -> None:
         """Finish the transition with the values that an environment's step returned."""
-        t = self.transition
-        obs = t.observations if next_obs is None else next_obs  # for their shapes, where the next ones are not given
-        critic_obs = t.critic_observations if next_critic_obs is None else next_critic_obs
+        begun = self.transition
+        obs = begun.observations if next_obs is None else next_obs  # for their shapes, if the next ones are not given
+        critic_obs = begun.critic_observations if next_critic_obs is None else next_critic_obs
         record = step_record(obs, critic_obs, rewards, dones, infos)
         self.process_step(record if next_obs is not None else record._replace(obs=None, critic_obs=None))  # pyright: ignore[reportArgumentType]
         for extension in self.extensions.values():
@@ -473,9 +478,7 @@ class PPO(Algorithm):
             if target_kl is not None and self._epoch_kl(before) > target_kl:
                 break
         report = self._report()
-        is_normalized = self.cfg.empirical_normalization or self.cfg.critic_obs_normalization
-        if is_normalized or self.cfg.value_normalization != "off":
-            self._update_normalizers()
+        self._update_normalizers()
         for extension in extensions:
             extension.end_update(storage)
         size = len(storage.data["rewards"])
@@ -506,7 +509,9 @@ class PPO(Algorithm):
     def minibatch_loss(self, index: Tensor, total: int | None = None) -> tuple[Terms, Tensor]:
         """Loss terms of a minibatch and their weighted sum, compiled as a whole on a GPU."""
         batch = self.storage.take(index) if total is None else self.storage.take_envs(index, total)
-        terms = Terms(*(self.compute_losses(batch, False) if self.has_late_terms else self.compute_losses(batch)))
+        # An override that takes the minibatch alone is enough where no extension has late terms.
+        found = self.compute_losses(batch, False) if self.has_late_terms else self.compute_losses(batch)
+        terms = Terms(*found)
         return terms, self.weighted_sum(terms.losses)
 
     def compute_losses(self, minibatch: MiniBatch, late_terms: bool = True) -> Terms:
