@@ -1,12 +1,12 @@
 """Base of DQN, SAC and TD3: settings, replay, exploration, gradient steps, target networks, reports and saving."""
 
 import copy
-import functools
 import math
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, TypeVar, cast
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
 
 import torch
 from gymnasium import spaces
@@ -24,8 +24,6 @@ from canter.utils.config import setting, settings
 from canter.utils.distributed import RANKS
 from canter.utils.metrics import MeanMeter
 from canter.utils.tree import Obs, tree_map, tree_where
-
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 MAX_STEPS_PER_GRAPH = 8  # gradient steps
 MOMENT_INTERVAL = 128  # gradient steps after which the optimizers drop tiny moments
@@ -89,19 +87,6 @@ class OffPolicySettings(AlgorithmSettings):
     """Normalise the features of every hidden layer."""
     save_replay_buffer: bool = setting(False, host=True)
     """Save the replay buffer in checkpoints, so that a resumed run continues exactly."""
-
-
-def without_grad(method: Method) -> Method:
-    """`torch.no_grad()` that costs nothing in a runner's rollout, where gradients are off already."""
-
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return method(*args, **kwargs)
-        with torch.no_grad():
-            return method(*args, **kwargs)
-
-    return cast(Method, call)
 
 
 class OffPolicyAlgorithm(Algorithm):
@@ -253,31 +238,31 @@ class OffPolicyAlgorithm(Algorithm):
     def before_exploring(self) -> None:
         """Set what `explore_step` depends on. Host."""
 
-    @without_grad
     def explore(self, obs: Obs, critic_obs: Obs | None = None) -> Tensor:
         """Actions for every environment: random ones until `learning_starts`, then the algorithm's own exploration."""
         self.prepare()
-        if self.timesteps < self.cfg.learning_starts:
-            actions = self.random_actions()
-        else:
-            self.before_exploring()
-            actions = self.executor.run("explore", self.explore_step, obs)
-            if self.executor.uses_graphs:  # the next replay overwrites it
-                actions = actions.clone()
+        with no_grad():
+            if self.timesteps < self.cfg.learning_starts:
+                actions = self.random_actions()
+            else:
+                self.before_exploring()
+                actions = self.executor.run("explore", self.explore_step, obs)
+                if self.executor.uses_graphs:  # the next replay overwrites it
+                    actions = actions.clone()
         self.acted = (obs, None if critic_obs is obs else critic_obs, actions)
         return actions.clone()  # the environment may keep it, or write to it
 
-    @without_grad
     def process_step(self, record: StepRecord) -> None:
         """Store the step that the actions of the last `explore` led to."""
         if self.acted is None:
             raise RuntimeError("call explore before process_step: it keeps the actions that led to the step")
-        if self.adds_one:
-            self.insert_one(*self.acted, record)
-        else:
-            self.executor.run("insert", self.insert_step, *self.acted, needed_parts(record))
-        for note in self.on_step:
-            note(record)
+        with no_grad():
+            if self.adds_one:
+                self.insert_one(*self.acted, record)
+            else:
+                self.executor.run("insert", self.insert_step, *self.acted, needed_parts(record))
+            for note in self.on_step:
+                note(record)
         self.acted = None
         self.timesteps += self.num_envs * RANKS.size
         self.num_stored += self.num_envs
@@ -479,6 +464,11 @@ class OffPolicyAlgorithm(Algorithm):
             self.prepare().load_state_dict(state[REPLAY])
         self.num_updates, self.timesteps = int(state.get("num_updates", 0)), int(state.get("timesteps", 0))
         self.num_stored = int(state["num_stored"]) if has_replay else 0
+
+
+def no_grad() -> AbstractContextManager[Any]:
+    """`torch.no_grad()`; where gradients are off already, as in a runner's rollout, a context that costs less."""
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 def needed_parts(record: StepRecord) -> StepRecord:
