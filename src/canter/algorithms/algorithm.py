@@ -396,14 +396,15 @@ class Algorithm:
                     raise ValueError(f"the checkpoint has no model_state_dict; it has {', '.join(state)}")
                 warnings.warn(f"the checkpoint has no {name}: it keeps its fresh state", stacklevel=2)
                 continue
-            self._check_part(name, part, state[name])
+            self._check_part(part, state[name])
             usable[name] = part
         for name, part in usable.items():
             part.load_state_dict(state[name])
         self.executor.forget()  # recordings hold the moments that were replaced
-        self._after_load(state, load_optimizer)
+        self._after_load(load_optimizer)
 
-    def _check_part(self, name: str, part: Any, state: Mapping[str, Any]) -> None:
+    def _check_part(self, part: Any, state: Mapping[str, Any]) -> None:
+        """Raise an error if a saved state does not fit a part; nothing is changed."""
         if isinstance(part, nn.Module):
             owner = type(part).__name__
             for normalizer, remedies in NORMALIZERS.items():
@@ -416,7 +417,7 @@ class Algorithm:
         elif hasattr(part, "check_state"):
             part.check_state(state)
 
-    def _after_load(self, state: Mapping[str, Any], load_optimizer: bool) -> None:
+    def _after_load(self, load_optimizer: bool) -> None:
         """Update what is derived from the loaded state."""
 
     def resume_state(self) -> dict[str, Any]:

@@ -109,7 +109,6 @@ class OffPolicyAlgorithm(Algorithm):
 
     settings_class = OffPolicySettings
     learns_from_replay = True
-    runner_name: ClassVar[str] = "OffPolicyRunner"
     network_names: ClassVar[tuple[str, ...]] = ()  # constructor arguments that choose the networks
     replay_class: Any = TransitionReplayBuffer
     return_bound = 4.0  # largest normalised return: about four standard deviations

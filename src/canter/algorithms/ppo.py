@@ -761,7 +761,7 @@ class PPO(Algorithm):
             parts |= extension.checkpoint_parts()
         return parts
 
-    def _after_load(self, state: Mapping[str, Any], load_optimizer: bool) -> None:
+    def _after_load(self, load_optimizer: bool) -> None:
         if load_optimizer:
             self.read_learning_rate()
 
