@@ -271,8 +271,8 @@ class Algorithm:
             elif not (field.metadata.get("host") or field.metadata.get("fixed")):
                 key.append(value if isinstance(value, str | int | tuple | NoneType) else repr(value))
         constants = (*key, *(self.sync_derived() if self.is_built else ()))
-        if constants != self.executor.constants:  # the executor hashes a new tuple
-            self.executor.constants = constants
+        if constants != self.executor.constants:
+            self.executor.set_constants(constants)
             if self.is_built:
                 self._notice_untrained()
 

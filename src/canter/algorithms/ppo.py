@@ -177,7 +177,7 @@ class PPO(Algorithm):
         """Steps that are not stored yet: at most `max_waiting_steps`, which a runner raises where `steps_can_wait`."""
         self.max_waiting_steps = 0
         self.return_scaler: ReturnScaler | None = None
-        self.meters: dict[Any, MeanMeter] = defaultdict(MeanMeter)
+        self.meters: dict[int, MeanMeter] = defaultdict(MeanMeter)  # by the executor's number of the settings
         self.meter = MeanMeter()
         self.used_current_value = torch.zeros((), dtype=torch.bool, device=self.device)
         self.has_warned = False
@@ -468,7 +468,7 @@ class PPO(Algorithm):
             self.notice_changes()
         else:
             self.sync_settings()
-        self.meter = self.meters[self.executor.constants]  # other settings, other names
+        self.meter = self.meters[self.executor.constants_number]  # other settings, other names
         self.meter.reset()
         target_kl = self.cfg.target_kl if self.uses_rewards else None
         for minibatches in self.sample_minibatches(self.cfg.num_learning_epochs):
