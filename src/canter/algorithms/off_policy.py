@@ -402,9 +402,7 @@ class OffPolicyAlgorithm(Algorithm):
         if not any(p.requires_grad for p in optimizer.parameters):  # all are frozen
             return torch.zeros_like(optimizer.lr), torch.zeros_like(optimizer.lr)
         backward(loss, optimizer)
-        norm, skipped = optimizer.clip(self.live.max_grad_norm if self.cfg.max_grad_norm else math.inf)
-        optimizer.apply(skipped)
-        return norm, skipped
+        return optimizer.step(self.live.max_grad_norm if self.cfg.max_grad_norm else math.inf)
 
     def report(self) -> dict[str, float]:
         """Mean metrics of the gradient steps since the last report, and the learning rates."""

@@ -606,12 +606,11 @@ class PPO(Algorithm):
         others = [extension.optimizer for extension in extensions if extension.optimizer is not None]
         is_adaptive = self.cfg.schedule == "adaptive"
         backward(total, self.optimizer, *others, scalars=[terms.stats["kl"]] if is_adaptive else ())
-        norm, skipped = self.optimizer.clip(self.live.max_grad_norm)
         if is_adaptive:
             self.adapt_learning_rate(terms.stats["kl"])
-        self.optimizer.apply(skipped)
+        norm, skipped = self.optimizer.step(self.live.max_grad_norm)
         for optimizer in others:
-            optimizer.apply(optimizer.clip(math.inf)[1])
+            optimizer.step(math.inf)
         if "sigma" in self.policy.distribution.param_shapes:
             self.policy.clip_std(min=self.std_bounds["clip_min_std"], max=self.std_bounds["clip_max_std"])
         losses = {**terms.losses, **late.losses, "total_loss": total}
