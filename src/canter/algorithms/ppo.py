@@ -725,14 +725,13 @@ class PPO(Algorithm):
 
     def _update_normalizers(self) -> None:
         """Update the normalisers of observations and values from the newest rollout."""
-        storage = self.rollout
-        used = storage.newest
-        valid = storage.data["valid"][used].squeeze(-1) if storage.has_invalid_steps else None
+        storage = self.storage
         if self.cfg.empirical_normalization or self.cfg.critic_obs_normalization:
             obs, critic_obs = self.newest_observations()
-            self.policy.update_normalizers(obs, critic_obs, valid)
+            self.policy.update_normalizers(obs, critic_obs, storage.newest_valid)
         if self.cfg.value_normalization != "off":
-            self.policy.value_normalizer.update(storage.data["returns"][used], valid)  # pyright: ignore[reportCallIssue]
+            returns = storage.data["returns"][storage.newest]
+            self.policy.value_normalizer.update(returns, storage.newest_valid)  # pyright: ignore[reportCallIssue]
 
     def newest_observations(self) -> tuple[Any, Any]:
         """(T, N, ...) observations of the last rollout, the actor's and the critic's."""
