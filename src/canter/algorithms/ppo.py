@@ -359,6 +359,7 @@ class PPO(Algorithm):
         self.waiting_steps.append((vars(self.transition), needed))
         for note in self.on_step:
             note(record)
+        # The environment may write to the tensors behind `extras` again, so a step that has some is stored now.
         if extras or len(self.waiting_steps) > self.max_waiting_steps:
             self.store_waiting_steps()
         self.transition.__dict__ = {}
@@ -533,8 +534,8 @@ class PPO(Algorithm):
 
     def loss_terms(self, batch: MiniBatch, out: PolicyOutput) -> Terms:
         """Every loss term, of PPO and of the extensions. A subclass adds to it through super()."""
-        without_rewards = Terms({}, {}, {"kl": torch.zeros_like(self.lr)})  # 0 leaves an adaptive rate unchanged
-        terms = self.ppo_terms(batch, out) if self.uses_rewards else without_rewards
+        # Without rewards, a KL of 0 leaves an adaptive rate unchanged.
+        terms = self.ppo_terms(batch, out) if self.uses_rewards else Terms({}, {}, {"kl": torch.zeros_like(self.lr)})
         for extension in self.extensions.values():
             extension.loss_terms(terms, batch, out)
         return terms
