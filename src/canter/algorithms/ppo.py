@@ -214,7 +214,7 @@ class PPO(Algorithm):
         common = {"env": opened, "cfg": plan.cfg}
         if "class_name" not in plan.policy:
             return cls(device=device, **common, **plan.policy)
-        policy = build_actor_critic(common["env"], plan.policy["class_name"], plan.policy)
+        policy = build_actor_critic(opened, plan.policy["class_name"], plan.policy)
         return cls(policy, device=device, **common)
 
     def check_can_learn(self, has_labels: bool = False) -> None:
@@ -359,7 +359,7 @@ class PPO(Algorithm):
         self.waiting_steps.append((vars(self.transition), needed))
         for note in self.on_step:
             note(record)
-        # The environment may write to the tensors behind `extras` again, so a step that has some is stored now.
+        # What extensions took from the environment may share its memory: such a step does not wait.
         if extras or len(self.waiting_steps) > self.max_waiting_steps:
             self.store_waiting_steps()
         self.transition.__dict__ = {}
