@@ -84,7 +84,7 @@ def is_unsaved(path: Path) -> bool:
     return not any(path.glob("*.pt")) and ("config.yaml" in names or not names)
 
 
-def restarted_run(runs_dir: Path, task: str, name: str | None, seed: int | None) -> Path | None:
+def restarted_run(runs_dir: Path, task: str, seed: int | None) -> Path | None:
     """The run that this launch of torchrun began before it restarted the ranks; None in the first attempt."""
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         return None
