@@ -168,6 +168,9 @@ class Algorithm:
         self.live = SimpleNamespace()
         self.live_values: dict[str, Any] = {}
         self.sync_settings()
+        self.used_current_value = torch.zeros((), dtype=torch.bool, device=self.device)
+        """Whether an episode was cut off without a final observation, and valued by the state before its last step."""
+        self.has_warned = False  # of that
         self.on_record: list[Callable[[StepRecord], None]] = []
         """Tensor functions called with every record, inside the recorded step."""
         self.on_step: list[Callable[[StepRecord], None]] = []
@@ -344,6 +347,17 @@ class Algorithm:
     def actor_critic(self) -> Any:
         """The policy, under the name of rsl_rl 1.x and 2.x."""
         return self.policy
+
+    def warn_of_current_value(self) -> None:
+        """Warn once that episodes were cut off without a final observation."""
+        if not self.has_warned:
+            self.has_warned = True
+            warnings.warn(
+                "episodes were cut off but the environment gave no final observation: their value is taken from the "
+                "state before the last step. Let the environment put the observation before the reset in "
+                "extras['final_obs']",
+                stacklevel=3,
+            )
 
     def modules(self) -> list[nn.Module]:
         """Every network that has a training mode."""

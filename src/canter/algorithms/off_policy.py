@@ -3,7 +3,6 @@
 import copy
 import math
 import operator
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
@@ -147,8 +146,6 @@ class OffPolicyAlgorithm(Algorithm):
         self.acted: tuple[Any, Any, Tensor] | None = None  # observations and actions of the step that was begun
         self.timesteps = self.num_updates = self.num_stored = 0
         self.fraction_left = 1.0  # of the run, for schedules
-        self.used_current_value = torch.zeros((), dtype=torch.bool, device=self.device)
-        self.has_warned = False
         self.is_built = True
         self.sync_settings()
 
@@ -407,14 +404,8 @@ class OffPolicyAlgorithm(Algorithm):
     def report(self) -> dict[str, float]:
         """Mean metrics of the gradient steps since the last report, and the learning rates."""
         self.notice_changes()
-        if not self.has_warned and self.used_current_value:
-            self.has_warned = True
-            way_out = "let the environment put the observation before the reset in extras['final_obs']"
-            warnings.warn(
-                "episodes were cut off but the environment gave no final observation: the value of the state before "
-                f"their last step is used; {way_out}",
-                stacklevel=2,
-            )
+        if not self.has_warned and self.used_current_value:  # a host read, until it was true
+            self.warn_of_current_value()
         found: dict[str, float] = {}
         for meter in (self.meter, self.slow_meter):
             means = meter.means()

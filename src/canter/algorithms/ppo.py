@@ -1,7 +1,6 @@
 """Proximal policy optimisation (Schulman 2017): acting, recording, returns, minibatches, losses and update."""
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -179,8 +178,6 @@ class PPO(Algorithm):
         self.return_scaler: ReturnScaler | None = None
         self.meters: dict[int, MeanMeter] = defaultdict(MeanMeter)  # by the executor's number of the settings
         self.meter = MeanMeter()
-        self.used_current_value = torch.zeros((), dtype=torch.bool, device=self.device)
-        self.has_warned = False
         self.uses_rewards = True
         """Whether PPO's own losses are part of the total."""
         self.forward: Any = self.policy
@@ -714,14 +711,8 @@ class PPO(Algorithm):
         self.skipped_share = stats["nonfinite_updates"]
         stats["nonfinite_updates"] *= count
         self._learning_rate = stats["learning_rate"]
-        if stats.pop("used_current_value", 0.0) and not self.has_warned:
-            self.has_warned = True
-            warnings.warn(
-                "episodes were cut off but the environment gave no final observation: their value is taken from the "
-                "state before the last step. Let the environment put the observation before the reset in "
-                "extras['final_obs']",
-                stacklevel=2,
-            )
+        if stats.pop("used_current_value", 0.0):
+            self.warn_of_current_value()
         return losses, stats
 
     def _update_normalizers(self) -> None:
