@@ -17,7 +17,7 @@ from canter.algorithms.optim import GuardedOptimizer
 from canter.envs.vec_env import StepRecord
 from canter.envs.wrap import wrap_env
 from canter.execution import ACTIVE_TRACERS, runs_own_code
-from canter.execution.executor import Executor
+from canter.execution.executor import EXECUTIONS, PRECISIONS, Executor
 from canter.execution.python_state import is_library
 from canter.modules.build import build_normalizer
 from canter.utils.checkpoint import check_compatible
@@ -34,8 +34,6 @@ from canter.utils.distributed import RANKS
 from canter.utils.runtime import resolve_device
 
 RANK_TIMEOUT = 60.0
-EXECUTIONS = ("auto", "eager", "graph", "compile")
-PRECISIONS = ("tf32", "fp32", "bf16")
 # Normaliser of a policy -> the setting that leaves it out, and the one that installs it.
 NORMALIZERS = {
     "obs_normalizer": ("empirical_normalization=False", "empirical_normalization=True"),
