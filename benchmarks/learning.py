@@ -26,9 +26,9 @@ from pathlib import Path
 import torch
 from report import report
 
-from canter.algorithms.algorithm import EXECUTIONS
 from canter.cli.flags import parse_value
 from canter.envs.wrap import env_options, make_env
+from canter.execution.executor import EXECUTIONS
 from canter.presets import load_preset
 from canter.runners import OffPolicyRunner, OnPolicyRunner, StopTraining
 

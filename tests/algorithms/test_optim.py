@@ -29,9 +29,7 @@ def made(class_name="Adam", learning_rate=0.01, groups=None, width=4):
 
 def take_step(net, optimizer, scale=1.0, max_grad_norm=math.inf):
     backward(scale * net(torch.ones(5, 3)), optimizer)
-    norm, skipped = optimizer.clip(max_grad_norm)
-    optimizer.apply(skipped)
-    return norm, skipped
+    return optimizer.step(max_grad_norm)
 
 
 def plain_twin(class_name, **options):
@@ -66,7 +64,7 @@ def test_what_is_separately_clipped_uses_up_nobody_elses_norm(class_name, groups
     def clipped(scale, largest):
         loss = net.actor(torch.ones(5, 3)).sum() + net.std.sum() + scale * net.critic(torch.ones(5, 3)).sum()
         backward(loss, optimizer)
-        norm, skipped = optimizer.clip(largest)
+        norm, skipped = optimizer.step(largest)
         sizes = [sum(p.grad.square().sum() for p in part).sqrt() for part in (
             [*net.actor.parameters(), net.std], list(net.critic.parameters()))]  # fmt: skip
         return float(norm), [float(size) for size in sizes], float(skipped)
@@ -81,7 +79,6 @@ def test_what_is_separately_clipped_uses_up_nobody_elses_norm(class_name, groups
     norm, sizes, _ = clipped(1.0, 2 * max(others, own))
     assert sizes == pytest.approx([others, own])
     assert clipped(math.nan, 0.5)[2] == 1.0
-    optimizer.apply(torch.ones(()))
 
 
 def test_names_are_found_in_any_case_and_misspelt_ones_get_a_suggestion():
@@ -104,7 +101,7 @@ def test_gradients_are_scaled_down_to_the_norm_but_never_up():
     for limit, expected in ((0.5, 0.5), (1e6, None)):
         net, optimizer = made()
         backward(net(torch.ones(5, 3)), optimizer)
-        norm, _ = optimizer.clip(limit)
+        norm, _ = optimizer.step(limit)
         clipped = torch.stack([p.grad.norm() for p in net.parameters()]).norm()
         assert norm > 5
         assert clipped == pytest.approx(expected or float(norm), rel=1e-4)
@@ -152,7 +149,7 @@ def test_what_the_loss_does_not_depend_on_gets_no_gradient_of_an_earlier_step():
         net, optimizer = made(name, learning_rate=0.0)
         take_step(net, optimizer)
         backward(net.std.sum(), optimizer)
-        assert float(optimizer.clip(math.inf)[0]) == pytest.approx(math.sqrt(2))
+        assert float(optimizer.step(math.inf)[0]) == pytest.approx(math.sqrt(2))
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
@@ -177,7 +174,7 @@ def test_one_pass_back_serves_several_optimizers():
 def test_parameters_that_share_a_gradient_are_clipped_once(name):
     net, optimizer = made(name)
     backward(((net.std + net.critic.bias) * torch.tensor([3.0, 4.0])).sum(), optimizer)
-    assert float(optimizer.clip(1.0)[0]) == pytest.approx(math.sqrt(50))
+    assert float(optimizer.step(1.0)[0]) == pytest.approx(math.sqrt(50))
     for parameter in (net.std, net.critic.bias):
         assert parameter.grad.norm().item() == pytest.approx(math.sqrt(0.5), rel=1e-4)
 
@@ -339,7 +336,7 @@ def test_parameters_of_two_dtypes_keep_theirs():
     optimizer = GuardedOptimizer(module, "Adam", 0.1)
     loss = module[1](module[0](torch.ones(1, 2)).double()).sum()
     backward(loss, optimizer)
-    optimizer.apply(optimizer.clip(1.0)[1])
+    optimizer.step(1.0)
     assert [p.dtype for p in module.parameters()] == [torch.float32] * 2 + [torch.float64] * 2
     assert all((p - old).abs().max() > 0.09 for p, old in zip(module.parameters(), before, strict=True))
 

@@ -28,7 +28,7 @@ def test_the_reward_is_the_weighted_distance_between_target_and_predictor():
 def trained(rnd, states):
     loss = rnd.loss(states)
     backward(loss, rnd.optimizer)
-    rnd.optimizer.apply(rnd.optimizer.clip(float("inf"))[1])
+    rnd.optimizer.step(float("inf"))
     return float(loss.detach())
 
 

@@ -78,12 +78,12 @@ def test_steps_that_wait_are_stored_in_their_order(make_runner, differing, weigh
     algorithm = {"execution": execution, "empirical_normalization": True, "normalize_rewards": True}
     runners, orders = [], []
     for most in (0, 2, 100):
-        monkeypatch.setattr("canter.runners.on_policy_runner.MAX_WAITING", most)
+        monkeypatch.setattr("canter.runners.on_policy_runner.MAX_WAITING_STEPS", most)
         runner = make_runner(NewRecords(4, seed=1), num_steps_per_env=5, algorithm=algorithm)
         act, store, calls = runner.alg.act, runner.alg.store_waiting_steps, []
         runner.alg.act = lambda *obs, act=act, calls=calls: (calls.append("act"), act(*obs))[1]
         runner.alg.store_waiting_steps = lambda runner=runner, store=store, calls=calls: (
-            calls.append(len(runner.alg.waiting)), store())  # fmt: skip
+            calls.append(len(runner.alg.waiting_steps)), store())  # fmt: skip
         runner.learn(4)
         assert runner.alg.executor.iteration == (4 if execution == "auto" else 0)
         runners.append(runner)
@@ -112,7 +112,7 @@ def test_an_interrupted_rollout_leaves_no_step_waiting(make_runner):
     step, runner.env.step = runner.env.step, lambda actions: 1 / 0
     with pytest.raises(ZeroDivisionError):
         runner.learn(1)
-    assert (runner.alg.waiting, runner.alg.max_waiting) == ([], 0)
+    assert (runner.alg.waiting_steps, runner.alg.max_waiting_steps) == ([], 0)
     runner.env.step = step
     runner.learn(1)
     assert runner.iteration == 1
@@ -125,10 +125,10 @@ def test_steps_on_which_the_next_actions_depend_are_not_delayed(make_runner):
     ):
         with pytest.warns(UserWarning, match="no teacher") if "algorithm" in settings else contextlib.nullcontext():
             runner = make_runner(InTwoHalves(4, seed=1), **settings)
-        assert not runner.alg.can_wait
+        assert not runner.alg.steps_can_wait
         runner.learn(1)
         assert runner.env.calls == []
-    assert make_runner(InTwoHalves(4, seed=1)).alg.can_wait
+    assert make_runner(InTwoHalves(4, seed=1)).alg.steps_can_wait
 
 
 @pytest.mark.parametrize("at", [3, 4])  # in mid-rollout, and in its last step

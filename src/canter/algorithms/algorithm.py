@@ -17,7 +17,7 @@ from canter.algorithms.optim import GuardedOptimizer
 from canter.envs.vec_env import StepRecord
 from canter.envs.wrap import wrap_env
 from canter.execution import ACTIVE_TRACERS, runs_own_code
-from canter.execution.executor import Executor
+from canter.execution.executor import EXECUTIONS, PRECISIONS, Executor
 from canter.execution.python_state import is_library
 from canter.modules.build import build_normalizer
 from canter.utils.checkpoint import check_compatible
@@ -34,8 +34,6 @@ from canter.utils.distributed import RANKS
 from canter.utils.runtime import resolve_device
 
 RANK_TIMEOUT = 60.0
-EXECUTIONS = ("auto", "eager", "graph", "compile")
-PRECISIONS = ("tf32", "fp32", "bf16")
 # Normaliser of a policy -> the setting that leaves it out, and the one that installs it.
 NORMALIZERS = {
     "obs_normalizer": ("empirical_normalization=False", "empirical_normalization=True"),
@@ -148,6 +146,7 @@ class Algorithm:
     policy: Any
 
     def __init__(self, cfg: Any, given: Mapping[str, Any], device: Any, seed: int | None, env: Any) -> None:
+        self.is_built = False  # until the constructor of the subclass is done
         self.extensions = {}
         self.cfg = self._own_config(cfg, given)
         of_run = {name for base in type(self.cfg).__mro__ if is_run_settings(base) for name in field_names(base)}
@@ -167,6 +166,9 @@ class Algorithm:
         self.live = SimpleNamespace()
         self.live_values: dict[str, Any] = {}
         self.sync_settings()
+        self.used_current_value = torch.zeros((), dtype=torch.bool, device=self.device)
+        """Whether an episode was cut off without a final observation, and valued by the state before its last step."""
+        self.has_warned = False  # of that
         self.on_record: list[Callable[[StepRecord], None]] = []
         """Tensor functions called with every record, inside the recorded step."""
         self.on_step: list[Callable[[StepRecord], None]] = []
@@ -176,6 +178,7 @@ class Algorithm:
         self.executor.counters["algorithm"] = (self, counters)
         self.trained_by: Any = None
         """The runner that was made for this algorithm last."""
+        self.untrained: dict[int, nn.Parameter] | None = None  # by id, which stays theirs while they are held
 
     @classmethod
     def all_extension_classes(cls) -> tuple[Any, ...]:
@@ -268,11 +271,10 @@ class Algorithm:
                         setattr(self.live, name, self.device_scalar(value))
             elif not (field.metadata.get("host") or field.metadata.get("fixed")):
                 key.append(value if isinstance(value, str | int | tuple | NoneType) else repr(value))
-        own = self.recording_key()
-        constants = (*key, *own)
-        if constants != self.executor.constants:  # the executor hashes a new tuple
-            self.executor.constants = constants
-            if own:  # else it is still under construction
+        constants = (*key, *(self.sync_derived() if self.is_built else ()))
+        if constants != self.executor.constants:
+            self.executor.set_constants(constants)
+            if self.is_built:
                 self._notice_untrained()
 
     def _notice_untrained(self) -> None:
@@ -280,13 +282,12 @@ class Algorithm:
         optimizers = [part for part in self.checkpoint_parts().values() if isinstance(part, GuardedOptimizer)]
         known = {id(parameter) for optimizer in optimizers for parameter in optimizer.parameters}
         named = {n: p for n, p in self.policy.named_parameters() if p.requires_grad and id(p) not in known}
-        seen: dict[int, nn.Parameter] | None = self.__dict__.get("untrained")
-        if seen is None:  # an extension excludes them
-            object.__setattr__(self, "untrained", {id(parameter): parameter for parameter in named.values()})
+        if self.untrained is None:  # at the end of construction: those that an extension excludes
+            self.untrained = {id(parameter): parameter for parameter in named.values()}
             return
-        new = [name for name, parameter in named.items() if id(parameter) not in seen]
+        new = [name for name, parameter in named.items() if id(parameter) not in self.untrained]
         if new:
-            seen.update((id(parameter), parameter) for parameter in named.values())
+            self.untrained |= {id(parameter): parameter for parameter in named.values()}
             owner, shown = type(self).__name__, ", ".join(new[:3]) + ", ..." * (len(new) > 3)
             problem = f"{len(new)} parameters of the policy are not trained ({shown})"
             reason = f"they were frozen, replaced or not there when {owner} was made, and its optimizer lacks them"
@@ -313,8 +314,8 @@ class Algorithm:
         with torch.inference_mode(False):
             return torch.tensor(float(value), device=self.device)
 
-    def recording_key(self) -> tuple[Any, ...]:
-        """What else recorded functions depend on, as hashable values. Extended by subclasses."""
+    def sync_derived(self) -> tuple[Any, ...]:
+        """Update what follows from the settings; returns what else recorded functions depend on, as hashable values."""
         return ()
 
     def new_generator(self, purpose: str, is_recorded: bool = True) -> torch.Generator:
@@ -344,6 +345,17 @@ class Algorithm:
     def actor_critic(self) -> Any:
         """The policy, under the name of rsl_rl 1.x and 2.x."""
         return self.policy
+
+    def warn_of_current_value(self) -> None:
+        """Warn once that episodes were cut off without a final observation."""
+        if not self.has_warned:
+            self.has_warned = True
+            warnings.warn(
+                "episodes were cut off but the environment gave no final observation: their value is taken from the "
+                "state before the last step. Let the environment put the observation before the reset in "
+                "extras['final_obs']",
+                stacklevel=3,
+            )
 
     def modules(self) -> list[nn.Module]:
         """Every network that has a training mode."""
@@ -396,14 +408,15 @@ class Algorithm:
                     raise ValueError(f"the checkpoint has no model_state_dict; it has {', '.join(state)}")
                 warnings.warn(f"the checkpoint has no {name}: it keeps its fresh state", stacklevel=2)
                 continue
-            self._check_part(name, part, state[name])
+            self._check_part(part, state[name])
             usable[name] = part
         for name, part in usable.items():
             part.load_state_dict(state[name])
         self.executor.forget()  # recordings hold the moments that were replaced
-        self._after_load(state, load_optimizer)
+        self._after_load(load_optimizer)
 
-    def _check_part(self, name: str, part: Any, state: Mapping[str, Any]) -> None:
+    def _check_part(self, part: Any, state: Mapping[str, Any]) -> None:
+        """Raise an error if a saved state does not fit a part; nothing is changed."""
         if isinstance(part, nn.Module):
             owner = type(part).__name__
             for normalizer, remedies in NORMALIZERS.items():
@@ -416,7 +429,7 @@ class Algorithm:
         elif hasattr(part, "check_state"):
             part.check_state(state)
 
-    def _after_load(self, state: Mapping[str, Any], load_optimizer: bool) -> None:
+    def _after_load(self, load_optimizer: bool) -> None:
         """Update what is derived from the loaded state."""
 
     def resume_state(self) -> dict[str, Any]:

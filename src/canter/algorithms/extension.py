@@ -45,6 +45,8 @@ class Extension:
     """A `GuardedOptimizer` that takes a step on the total loss together with the policy's."""
     learns_separately: bool = False
     """Whether `learn` minimises the late terms, so that they are not part of the total loss."""
+    uses_rewards: bool = True
+    """Whether returns and PPO's own losses are needed."""
     alg: Any
 
     def __init__(self, cfg: Any = None, **given: Any) -> None:
@@ -102,9 +104,6 @@ class Extension:
     def step_metrics(self) -> dict[str, float]:
         """Entries of `infos["log"]` after `process_env_step`. Host."""
         return {}
-
-    uses_rewards: bool = True
-    """Whether returns and PPO's own losses are needed."""
 
     def begin_update(self, iteration: int) -> None:
         """Set what depends on the iteration. Host."""

@@ -191,13 +191,12 @@ class MotionPrior(Extension):
         """Style and task reward of the last step."""
         return dict(zip(REWARD_NAMES, self.last_rewards.tolist(), strict=True))
 
-    def recording_key(self) -> tuple[Any, ...]:
+    def begin_update(self, iteration: int) -> None:
         """Copy a changed learning rate to the discriminator's optimizer."""
         wanted = self.cfg.discriminator_learning_rate
         if self.own_optimizer is not None and wanted is not None and wanted != self.rate:
             self.rate = wanted
             self.own_optimizer.lr.fill_(wanted)
-        return ()
 
     def loss_terms(self, terms: Terms, batch: MiniBatch, out: PolicyOutput) -> None:
         """Add the distances to the reference and to the teacher, and keep the features for the discriminator."""
@@ -237,13 +236,12 @@ class MotionPrior(Extension):
         accuracy = own.stats["amp/accuracy"]
         has_data = terms.inter_vars["ref_valid"].any().to(accuracy.dtype)  # 0 while learning from a dataset
         backward(self.alg.weighted_sum(own.losses), self.own_optimizer, scalars=[accuracy, has_data])
-        norm, skipped = self.own_optimizer.clip(self.alg.live.discriminator_max_grad_norm)
         self.accuracy.lerp_(accuracy, ACCURACY_RATE * has_data)
         self.count += has_data
         is_off_beat = self.count.remainder(self.cfg.discriminator_slow_down) != 0
         paused = (self.accuracy > self.alg.live.discriminator_accuracy_limit) & is_off_beat
-        paused = torch.maximum(paused.to(norm.dtype), 1.0 - has_data)
-        self.own_optimizer.apply(torch.maximum(skipped, paused))
+        paused = torch.maximum(paused.to(has_data.dtype), 1.0 - has_data)
+        norm, _ = self.own_optimizer.step(self.alg.live.discriminator_max_grad_norm, paused)
         own.stats.update({"amp/grad_norm": norm, "amp/updates": 1.0 - paused})
         return own
 

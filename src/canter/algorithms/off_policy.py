@@ -1,12 +1,11 @@
 """Base of DQN, SAC and TD3: settings, replay, exploration, gradient steps, target networks, reports and saving."""
 
 import copy
-import functools
 import math
 import operator
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, TypeVar, cast
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
 
 import torch
 from gymnasium import spaces
@@ -24,8 +23,6 @@ from canter.utils.config import setting, settings
 from canter.utils.distributed import RANKS
 from canter.utils.metrics import MeanMeter
 from canter.utils.tree import Obs, tree_map, tree_where
-
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 MAX_STEPS_PER_GRAPH = 8  # gradient steps
 MOMENT_INTERVAL = 128  # gradient steps after which the optimizers drop tiny moments
@@ -91,19 +88,6 @@ class OffPolicySettings(AlgorithmSettings):
     """Save the replay buffer in checkpoints, so that a resumed run continues exactly."""
 
 
-def without_grad(method: Method) -> Method:
-    """`torch.no_grad()` that costs nothing in a runner's rollout, where gradients are off already."""
-
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return method(*args, **kwargs)
-        with torch.no_grad():
-            return method(*args, **kwargs)
-
-    return cast(Method, call)
-
-
 class OffPolicyAlgorithm(Algorithm):
     """Base of algorithms that explore, store steps in a replay buffer and take gradient steps on samples of it.
 
@@ -124,7 +108,6 @@ class OffPolicyAlgorithm(Algorithm):
 
     settings_class = OffPolicySettings
     learns_from_replay = True
-    runner_name: ClassVar[str] = "OffPolicyRunner"
     network_names: ClassVar[tuple[str, ...]] = ()  # constructor arguments that choose the networks
     replay_class: Any = TransitionReplayBuffer
     return_bound = 4.0  # largest normalised return: about four standard deviations
@@ -163,8 +146,7 @@ class OffPolicyAlgorithm(Algorithm):
         self.acted: tuple[Any, Any, Tensor] | None = None  # observations and actions of the step that was begun
         self.timesteps = self.num_updates = self.num_stored = 0
         self.fraction_left = 1.0  # of the run, for schedules
-        self.used_current_value = torch.zeros((), dtype=torch.bool, device=self.device)
-        self.has_warned = False
+        self.is_built = True
         self.sync_settings()
 
     def choose_network(self, kind: str, networks: Mapping[str, Any], defaults: Any, **own: Any) -> tuple[Any, Any]:
@@ -204,10 +186,8 @@ class OffPolicyAlgorithm(Algorithm):
                 optimizer.lr.fill_(rate * self.fraction_left if self.cfg.schedule == "linear" else rate)
         super().sync_settings()
 
-    def recording_key(self) -> tuple[Any, ...]:
+    def sync_derived(self) -> tuple[Any, ...]:
         """Frozen and replaced parameters, and training modes."""
-        if not self.optimizers:  # still under construction
-            return ()
         return tuple(module_state(self.modules()))
 
     def adjust_learning_rate(self, progress: float) -> None:
@@ -254,31 +234,31 @@ class OffPolicyAlgorithm(Algorithm):
     def before_exploring(self) -> None:
         """Set what `explore_step` depends on. Host."""
 
-    @without_grad
     def explore(self, obs: Obs, critic_obs: Obs | None = None) -> Tensor:
         """Actions for every environment: random ones until `learning_starts`, then the algorithm's own exploration."""
         self.prepare()
-        if self.timesteps < self.cfg.learning_starts:
-            actions = self.random_actions()
-        else:
-            self.before_exploring()
-            actions = self.executor.run("explore", self.explore_step, obs)
-            if self.executor.uses_graphs:  # the next replay overwrites it
-                actions = actions.clone()
+        with no_grad():
+            if self.timesteps < self.cfg.learning_starts:
+                actions = self.random_actions()
+            else:
+                self.before_exploring()
+                actions = self.executor.run("explore", self.explore_step, obs)
+                if self.executor.uses_graphs:  # the next replay overwrites it
+                    actions = actions.clone()
         self.acted = (obs, None if critic_obs is obs else critic_obs, actions)
         return actions.clone()  # the environment may keep it, or write to it
 
-    @without_grad
     def process_step(self, record: StepRecord) -> None:
         """Store the step that the actions of the last `explore` led to."""
         if self.acted is None:
             raise RuntimeError("call explore before process_step: it keeps the actions that led to the step")
-        if self.adds_one:
-            self.insert_one(*self.acted, record)
-        else:
-            self.executor.run("insert", self.insert_step, *self.acted, needed_parts(record))
-        for note in self.on_step:
-            note(record)
+        with no_grad():
+            if self.adds_one:
+                self.insert_one(*self.acted, record)
+            else:
+                self.executor.run("insert", self.insert_step, *self.acted, needed_parts(record))
+            for note in self.on_step:
+                note(record)
         self.acted = None
         self.timesteps += self.num_envs * RANKS.size
         self.num_stored += self.num_envs
@@ -419,21 +399,13 @@ class OffPolicyAlgorithm(Algorithm):
         if not any(p.requires_grad for p in optimizer.parameters):  # all are frozen
             return torch.zeros_like(optimizer.lr), torch.zeros_like(optimizer.lr)
         backward(loss, optimizer)
-        norm, skipped = optimizer.clip(self.live.max_grad_norm if self.cfg.max_grad_norm else math.inf)
-        optimizer.apply(skipped)
-        return norm, skipped
+        return optimizer.step(self.live.max_grad_norm if self.cfg.max_grad_norm else math.inf)
 
     def report(self) -> dict[str, float]:
         """Mean metrics of the gradient steps since the last report, and the learning rates."""
         self.notice_changes()
-        if not self.has_warned and self.used_current_value:
-            self.has_warned = True
-            way_out = "let the environment put the observation before the reset in extras['final_obs']"
-            warnings.warn(
-                "episodes were cut off but the environment gave no final observation: the value of the state before "
-                f"their last step is used; {way_out}",
-                stacklevel=2,
-            )
+        if not self.has_warned and self.used_current_value:  # a host read, until it was true
+            self.warn_of_current_value()
         found: dict[str, float] = {}
         for meter in (self.meter, self.slow_meter):
             means = meter.means()
@@ -480,6 +452,11 @@ class OffPolicyAlgorithm(Algorithm):
             self.prepare().load_state_dict(state[REPLAY])
         self.num_updates, self.timesteps = int(state.get("num_updates", 0)), int(state.get("timesteps", 0))
         self.num_stored = int(state["num_stored"]) if has_replay else 0
+
+
+def no_grad() -> AbstractContextManager[Any]:
+    """`torch.no_grad()`; where gradients are off already, as in a runner's rollout, a context that costs less."""
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 def needed_parts(record: StepRecord) -> StepRecord:

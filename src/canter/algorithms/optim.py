@@ -118,48 +118,40 @@ class GuardedOptimizer:
             parameter.grad = grad
 
     def grads(self) -> list[Tensor]:
-        """The gradients that `clip` and `apply` use."""
+        """The gradients that `step` uses."""
         owners = [flat.vector for flat in self.flats] or self.parameters
         return [owner.grad for owner in owners if owner.grad is not None]
 
-    def clip(self, max_grad_norm: Tensor | float) -> tuple[Tensor, Tensor]:
-        """Scale the gradients down to a norm; returns the norm before, and 1 if the step must be skipped, else 0.
+    def step(self, max_grad_norm: Tensor | float, paused: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Scale the gradients down to a norm and step along them, unless one is not finite or `paused` is 1.
 
-        The returned norm leaves out the separately clipped parameters.
+        Returns the norm before, without the separately clipped parameters, and 1 if a gradient is not finite, else 0.
         """
         grads: list[Any] = [flat.vector.grad for flat in self.flats]
         if not self.flats:
             norms = [clip_gradients(part, max_grad_norm) for part in (self.others, self.separate) if part]
-        elif not self.separate:
+        elif self.separate:
+            norms = clip_apart(grads, self.masks, max_grad_norm)
+        else:
             norms = [torch.linalg.vector_norm(grads[0]) if len(grads) == 1 else total_norm(grads)]
             for grad in grads:
                 grad.mul_((max_grad_norm / (norms[0] + 1e-6)).clamp(max=1.0))
-        else:  # masks, not slices: compilers write in place only to memory that goes by one name
-            pairs = list(zip(self.masks, grads, strict=True))
-            norms = [
-                total_norm([torch.where(mask, 0.0, grad) for mask, grad in pairs]),
-                total_norm([torch.where(mask, grad, 0.0) for mask, grad in pairs]),
-            ]
-            others, own = ((max_grad_norm / (norm + 1e-6)).clamp(max=1.0) for norm in norms)
-            for mask, grad in pairs:
-                grad.mul_(torch.where(mask, own, others))
-        found = norms[0] if len(norms) == 1 else norms[0] + norms[1]
-        found = found.float()  # fused optimizers read no double
-        return norms[0], (found - found).ne_(0.0)  # not finite, in fewer operations than isfinite takes
-
-    def apply(self, skipped: Tensor) -> None:
-        """Take a step along the gradients, unless `skipped` is 1."""
+        whole = norms[0] if len(norms) == 1 else norms[0] + norms[1]
+        whole = whole.float()  # fused optimizers read no double
+        not_finite = (whole - whole).ne_(0.0)  # in fewer operations than isfinite takes
+        skipped = not_finite if paused is None else torch.maximum(not_finite, paused)
         if not self.has_tensor_rate:
             self._set_number_rates()
         if self.is_fused:
             # A fused optimizer looks at found_inf on the device, as torch.amp.GradScaler does.
             self.optimizer.found_inf = skipped  # pyright: ignore[reportAttributeAccessIssue]
         elif bool(skipped):
-            return
+            return norms[0], not_finite
         frozen = [(p, p.detach().clone()) for flat in self.flats for p in flat.parameters if not p.requires_grad]
         self.optimizer.step()
         for parameter, value in frozen:  # which their moments would move on
             parameter.data.copy_(value)
+        return norms[0], not_finite
 
     @torch.no_grad()
     def drop_tiny_moments(self) -> None:
@@ -225,6 +217,20 @@ def has_prefix(name: str, prefixes: Sequence[str]) -> bool:
 def total_norm(grads: Sequence[Tensor]) -> Tensor:
     """The norm of several gradients together."""
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
+
+
+def clip_apart(grads: Sequence[Tensor], masks: Sequence[Tensor], max_grad_norm: Tensor | float) -> list[Tensor]:
+    """Scale the entries outside of the masks down to a norm, and those inside too; returns both norms before."""
+    # Masks, not slices: compilers write in place only to memory that goes by one name.
+    pairs = list(zip(masks, grads, strict=True))
+    norms = [
+        total_norm([torch.where(mask, 0.0, grad) for mask, grad in pairs]),
+        total_norm([torch.where(mask, grad, 0.0) for mask, grad in pairs]),
+    ]
+    others, own = ((max_grad_norm / (norm + 1e-6)).clamp(max=1.0) for norm in norms)
+    for mask, grad in pairs:
+        grad.mul_(torch.where(mask, own, others))
+    return norms
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], max_grad_norm: Tensor | float) -> Tensor:

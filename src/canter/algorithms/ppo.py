@@ -1,7 +1,6 @@
 """Proximal policy optimisation (Schulman 2017): acting, recording, returns, minibatches, losses and update."""
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -155,37 +154,41 @@ class PPO(Algorithm):
             + (["critic", "memory_c"] if self.cfg.clip_grads_separately else []),
             excluded=[name for e in self.extensions.values() for name in e.excluded_parameters(self.policy)],
         )
-        self.lr, self._learning_rate = self.optimizer.lr, self.cfg.learning_rate
-        self.clip = self.device_scalar(self.cfg.clip_param)
-        self.clip_fraction_left = 1.0
-        scalars = {"value_loss": self.live.value_loss_coef, "entropy": self.live.entropy_coef}
-        self.loss_weights: dict[str, Any] = {"surrogate_loss": 1.0, **scalars}
+        self.lr = self.optimizer.lr  # on the device
+        self._learning_rate = self.cfg.learning_rate  # as it was last read from there
+        self.clip = self.device_scalar(self.cfg.clip_param)  # the clip range
+        self.clip_fraction_left = 1.0  # of a linear schedule
+        self.loss_weights: dict[str, Any] = {
+            "surrogate_loss": 1.0,
+            "value_loss": self.live.value_loss_coef,
+            "entropy": self.live.entropy_coef,
+        }
         """Weight of each loss by name: a number, or a device scalar such as `live.entropy_coef`."""
-        self.first_weights: dict[str, float] = {}
-        self.changed_weights: dict[str, Tensor] = {}
-        self.zero_weights: frozenset[str] = frozenset()
-        self.std_bounds: dict[str, Tensor | None] = {}
-        self.bounds_by_action: dict[tuple[float, ...], Tensor] = {}
+        self.first_weights: dict[str, float] = {}  # numbers among them, as they were first seen
+        self.changed_weights: dict[str, Tensor] = {}  # device scalars of the numbers that have changed since
+        self.zero_weights: frozenset[str] = frozenset()  # losses whose device scalar is 0
+        self.std_bounds: dict[str, Tensor | None] = {}  # by setting, on the device
+        self.bounds_by_action: dict[tuple[float, ...], Tensor] = {}  # of settings with one bound per action
         self.storage: Any = None
         """The rollout, once `prepare` or `init_storage` allocated it."""
         self.transition = Transition()
-        self.waiting: list[tuple[dict[str, Any], StepRecord]] = []
-        """Steps that are not stored yet; at most `max_waiting`, which a runner may set while `can_wait`."""
-        self.max_waiting = 0
+        self.waiting_steps: list[tuple[dict[str, Any], StepRecord]] = []
+        """Steps that are not stored yet: at most `max_waiting_steps`, which a runner raises where `steps_can_wait`."""
+        self.max_waiting_steps = 0
         self.return_scaler: ReturnScaler | None = None
-        self.meters: dict[Any, MeanMeter] = defaultdict(MeanMeter)
+        self.meters: dict[int, MeanMeter] = defaultdict(MeanMeter)  # by the executor's number of the settings
         self.meter = MeanMeter()
-        self.used_current_value = torch.zeros((), dtype=torch.bool, device=self.device)
-        self.has_warned = False
         self.uses_rewards = True
         """Whether PPO's own losses are part of the total."""
         self.forward: Any = self.policy
+        """The policy's pass while acting, compiled on a GPU."""
         for extension in self.extensions.values():
             extension.attach(self)
         can_compile = not self.policy.is_recurrent  # LSTM and GRU cannot be compiled
         if self.executor.compiles and not self.executor.records and can_compile:
             self.forward = self.executor.compile(self.policy.forward)
             self.minibatch_loss = self.executor.compile(self.minibatch_loss)
+        self.is_built = True
         self.sync_settings()
         if self.env is not None:
             self.prepare(self.env, getattr(self.cfg, "num_steps_per_env", 24))
@@ -208,7 +211,7 @@ class PPO(Algorithm):
         common = {"env": opened, "cfg": plan.cfg}
         if "class_name" not in plan.policy:
             return cls(device=device, **common, **plan.policy)
-        policy = build_actor_critic(common["env"], plan.policy["class_name"], plan.policy)
+        policy = build_actor_critic(opened, plan.policy["class_name"], plan.policy)
         return cls(policy, device=device, **common)
 
     def check_can_learn(self, has_labels: bool = False) -> None:
@@ -292,7 +295,7 @@ class PPO(Algorithm):
     def act(self, obs: Obs, critic_obs: Obs | None = None) -> Tensor:
         """Sample actions for N environments and begin their transition."""
         storage = self.rollout if self.storage is None else self.storage
-        if storage.step == 0 and not self.waiting:
+        if storage.step == 0 and not self.waiting_steps:
             if self.executor.replays:
                 self.executor.begin_iteration()
                 self.notice_changes()
@@ -333,9 +336,9 @@ class PPO(Algorithm):
         self, rewards: Tensor, dones: Tensor, infos: dict[str, Any], next_obs: Any = None, next_critic_obs: Any = None
     ) -> None:
         """Finish the transition with the values that an environment's step returned."""
-        t = self.transition
-        obs = t.observations if next_obs is None else next_obs  # for their shapes, where the next ones are not given
-        critic_obs = t.critic_observations if next_critic_obs is None else next_critic_obs
+        begun = self.transition
+        obs = begun.observations if next_obs is None else next_obs  # for their shapes, if the next ones are not given
+        critic_obs = begun.critic_observations if next_critic_obs is None else next_critic_obs
         record = step_record(obs, critic_obs, rewards, dones, infos)
         self.process_step(record if next_obs is not None else record._replace(obs=None, critic_obs=None))  # pyright: ignore[reportArgumentType]
         for extension in self.extensions.values():
@@ -345,23 +348,24 @@ class PPO(Algorithm):
 
     @torch.no_grad()
     def process_step(self, record: StepRecord) -> None:
-        """Finish the transition with the record of the step it led to; it is stored at once, unless it may wait."""
-        self.storage.check_space(len(self.waiting))
+        """Finish the transition with the record of the step it led to, and store it, at once or as a waiting step."""
+        self.storage.check_space(len(self.waiting_steps))
         extras = {name: value for e in self.extensions.values() for name, value in e.record_fields(record).items()}
         reached: Any = record.critic_obs if self.needs_next_obs else None
         needed = record._replace(obs=None, critic_obs=reached, extras=extras)  # pyright: ignore[reportArgumentType]
-        self.waiting.append((vars(self.transition), needed))
+        self.waiting_steps.append((vars(self.transition), needed))
         for note in self.on_step:
             note(record)
-        if extras or len(self.waiting) > self.max_waiting:
+        # What extensions took from the environment may share its memory: such a step does not wait.
+        if extras or len(self.waiting_steps) > self.max_waiting_steps:
             self.store_waiting_steps()
         self.transition.__dict__ = {}
 
     @torch.no_grad()
     def store_waiting_steps(self) -> None:
-        """Store the steps that wait, in their order."""
-        waiting, self.waiting = self.waiting, []
-        for step, record in waiting:
+        """Store the waiting steps, in their order."""
+        waiting_steps, self.waiting_steps = self.waiting_steps, []
+        for step, record in waiting_steps:
             hidden = self.executor.run("process", self.record_step, step, record)
             self.storage.step += 1
             if hidden:
@@ -397,8 +401,8 @@ class PPO(Algorithm):
         return {name: state.masked_fill(ends.view(-1, 1, 1, 1), 0.0) for name, state in step["next_hidden"].items()}
 
     @property
-    def can_wait(self) -> bool:
-        """Whether a step may be stored after the next actions were chosen: they depend on nothing that this writes."""
+    def steps_can_wait(self) -> bool:
+        """Whether the next actions do not depend on what storing a step writes, so that it can be stored later."""
         if self.storage.hidden_shapes or self.executor.uses_graphs:
             return False
         hooks = ("after_act", "reward", "after_record")  # between which an extension may carry something over
@@ -462,7 +466,7 @@ class PPO(Algorithm):
             self.notice_changes()
         else:
             self.sync_settings()
-        self.meter = self.meters[self.executor.constants]  # other settings, other names
+        self.meter = self.meters[self.executor.constants_number]  # other settings, other names
         self.meter.reset()
         target_kl = self.cfg.target_kl if self.uses_rewards else None
         for minibatches in self.sample_minibatches(self.cfg.num_learning_epochs):
@@ -472,9 +476,7 @@ class PPO(Algorithm):
             if target_kl is not None and self._epoch_kl(before) > target_kl:
                 break
         report = self._report()
-        is_normalized = self.cfg.empirical_normalization or self.cfg.critic_obs_normalization
-        if is_normalized or self.cfg.value_normalization != "off":
-            self._update_normalizers()
+        self._update_normalizers()
         for extension in extensions:
             extension.end_update(storage)
         size = len(storage.data["rewards"])
@@ -505,7 +507,9 @@ class PPO(Algorithm):
     def minibatch_loss(self, index: Tensor, total: int | None = None) -> tuple[Terms, Tensor]:
         """Loss terms of a minibatch and their weighted sum, compiled as a whole on a GPU."""
         batch = self.storage.take(index) if total is None else self.storage.take_envs(index, total)
-        terms = Terms(*(self.compute_losses(batch, False) if self.has_late_terms else self.compute_losses(batch)))
+        # An override that takes the minibatch alone is enough where no extension has late terms.
+        found = self.compute_losses(batch, False) if self.has_late_terms else self.compute_losses(batch)
+        terms = Terms(*found)
         return terms, self.weighted_sum(terms.losses)
 
     def compute_losses(self, minibatch: MiniBatch, late_terms: bool = True) -> Terms:
@@ -527,8 +531,8 @@ class PPO(Algorithm):
 
     def loss_terms(self, batch: MiniBatch, out: PolicyOutput) -> Terms:
         """Every loss term, of PPO and of the extensions. A subclass adds to it through super()."""
-        without_rewards = Terms({}, {}, {"kl": torch.zeros_like(self.lr)})  # 0 leaves an adaptive rate unchanged
-        terms = self.ppo_terms(batch, out) if self.uses_rewards else without_rewards
+        # Without rewards, a KL of 0 leaves an adaptive rate unchanged.
+        terms = self.ppo_terms(batch, out) if self.uses_rewards else Terms({}, {}, {"kl": torch.zeros_like(self.lr)})
         for extension in self.extensions.values():
             extension.loss_terms(terms, batch, out)
         return terms
@@ -600,12 +604,11 @@ class PPO(Algorithm):
         others = [extension.optimizer for extension in extensions if extension.optimizer is not None]
         is_adaptive = self.cfg.schedule == "adaptive"
         backward(total, self.optimizer, *others, scalars=[terms.stats["kl"]] if is_adaptive else ())
-        norm, skipped = self.optimizer.clip(self.live.max_grad_norm)
         if is_adaptive:
             self.adapt_learning_rate(terms.stats["kl"])
-        self.optimizer.apply(skipped)
+        norm, skipped = self.optimizer.step(self.live.max_grad_norm)
         for optimizer in others:
-            optimizer.apply(optimizer.clip(math.inf)[1])
+            optimizer.step(math.inf)
         if "sigma" in self.policy.distribution.param_shapes:
             self.policy.clip_std(min=self.std_bounds["clip_min_std"], max=self.std_bounds["clip_max_std"])
         losses = {**terms.losses, **late.losses, "total_loss": total}
@@ -617,7 +620,7 @@ class PPO(Algorithm):
         report = {f"losses/{name}": loss for name, loss in losses.items()}
         return report | {f"stats/{name}": value for name, value in stats.items()}
 
-    # Schedules, and what recorded functions depend on.
+    # Schedules, and values that follow from the settings.
     @torch.no_grad()
     def adapt_learning_rate(self, kl: Tensor) -> None:
         """Change the learning rate so that the KL step stays near `desired_kl`; decided on the device."""
@@ -653,10 +656,8 @@ class PPO(Algorithm):
         """Read the learning rate from the device."""
         self._learning_rate = float(self.lr)
 
-    def recording_key(self) -> tuple[Any, ...]:
-        """Loss weights, tensors, training modes and modes of the extensions that recorded functions depend on."""
-        if "forward" not in self.__dict__:  # still under construction
-            return ()
+    def sync_derived(self) -> tuple[Any, ...]:
+        """Update rates, bounds and loss weights; returns the weights and modes that recorded functions depend on."""
         self.optimizer.take_assigned_rates()
         self.clip.fill_(self.cfg.clip_param * self.clip_fraction_left)
         self.uses_rewards = all(extension.uses_rewards for extension in self.extensions.values())
@@ -710,26 +711,19 @@ class PPO(Algorithm):
         self.skipped_share = stats["nonfinite_updates"]
         stats["nonfinite_updates"] *= count
         self._learning_rate = stats["learning_rate"]
-        if stats.pop("used_current_value", 0.0) and not self.has_warned:
-            self.has_warned = True
-            warnings.warn(
-                "episodes were cut off but the environment gave no final observation: their value is taken from the "
-                "state before the last step. Let the environment put the observation before the reset in "
-                "extras['final_obs']",
-                stacklevel=2,
-            )
+        if stats.pop("used_current_value", 0.0):
+            self.warn_of_current_value()
         return losses, stats
 
     def _update_normalizers(self) -> None:
         """Update the normalisers of observations and values from the newest rollout."""
-        storage = self.rollout
-        used = storage.newest
-        valid = storage.data["valid"][used].squeeze(-1) if storage.has_invalid_steps else None
+        storage = self.storage
         if self.cfg.empirical_normalization or self.cfg.critic_obs_normalization:
             obs, critic_obs = self.newest_observations()
-            self.policy.update_normalizers(obs, critic_obs, valid)
+            self.policy.update_normalizers(obs, critic_obs, storage.newest_valid)
         if self.cfg.value_normalization != "off":
-            self.policy.value_normalizer.update(storage.data["returns"][used], valid)  # pyright: ignore[reportCallIssue]
+            returns = storage.data["returns"][storage.newest]
+            self.policy.value_normalizer.update(returns, storage.newest_valid)  # pyright: ignore[reportCallIssue]
 
     def newest_observations(self) -> tuple[Any, Any]:
         """(T, N, ...) observations of the last rollout, the actor's and the critic's."""
@@ -757,7 +751,7 @@ class PPO(Algorithm):
             parts |= extension.checkpoint_parts()
         return parts
 
-    def _after_load(self, state: Mapping[str, Any], load_optimizer: bool) -> None:
+    def _after_load(self, load_optimizer: bool) -> None:
         if load_optimizer:
             self.read_learning_rate()
 

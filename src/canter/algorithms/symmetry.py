@@ -125,8 +125,7 @@ class Symmetry(Extension):
         """Take the mirror images into the normalisers, so that normalising one gives the mirror image."""
         if self.alg.cfg.empirical_normalization:
             obs, critic_obs = self.alg.newest_observations()
-            valid = rollout.valid[rollout.newest].squeeze(-1) if rollout.has_invalid_steps else None
-            self.alg.policy.update_normalizers(self.obs(obs), self.critic_obs(critic_obs), valid)
+            self.alg.policy.update_normalizers(self.obs(obs), self.critic_obs(critic_obs), rollout.newest_valid)
 
 
 def layouts(policy: Any) -> tuple[ObsLayout, ObsLayout]:

@@ -141,7 +141,8 @@ class Teacher(Extension):
         """Load the teachers, and check that the distances suit the policy."""
         super().attach(alg)
         self._check_target()
-        cfg, self.on_dataset = self.cfg, False
+        cfg = self.cfg
+        self.on_dataset = False
         """Whether the rollout consists of recorded steps."""
         self.is_warming_up = False
         """Whether only the critic learns; an attribute, because reading a changing number would recompile."""

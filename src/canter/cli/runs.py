@@ -84,7 +84,7 @@ def is_unsaved(path: Path) -> bool:
     return not any(path.glob("*.pt")) and ("config.yaml" in names or not names)
 
 
-def restarted_run(runs_dir: Path, task: str, name: str | None, seed: int | None) -> Path | None:
+def restarted_run(runs_dir: Path, task: str, seed: int | None) -> Path | None:
     """The run that this launch of torchrun began before it restarted the ranks; None in the first attempt."""
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         return None
@@ -248,7 +248,7 @@ def open_runner(
         # EnvPool environments got their seed when they were made, above.
         warnings.filterwarnings("ignore", message=".*seeded when it is made")
         agent_class = REGISTRY[find_algorithm((config.get("algorithm") or {}).get("class_name", "PPO"))].agent_class
-        name = run.get("runner") or getattr(agent_class, "runner_name", "OnPolicyRunner")
+        name = run.get("runner") or ("OffPolicyRunner" if agent_class.learns_from_replay else "OnPolicyRunner")
         options = {"log_dir": log_dir, "eval_env": eval_env, "run_info": run, "show_progress": show_progress}
         dataset = settings.get("pretrain_dataset")
         if dataset and log_dir is not None and isinstance(dataset.get("data_dir"), str):  # relative to the run

@@ -56,8 +56,10 @@ def train(args: Sequence[str]) -> int:
 
 def open_run(options: TrainOptions[Any, Any], config: dict[str, Any]) -> tuple[Runner, Path]:
     """A new run and its directory; or the one that this launch began, if torchrun has restarted its ranks."""
-    where = (options.runs_dir, options.task, options.name, config["seed"])
-    path = RANKS.on_first(lambda: runs.restarted_run(*where) or runs.new_run_directory(*where))
+    folder, task, seed = options.runs_dir, options.task, config["seed"]
+    path = RANKS.on_first(
+        lambda: runs.restarted_run(folder, task, seed) or runs.new_run_directory(folder, task, options.name, seed)
+    )
     if not (path / "config.yaml").exists():
         return runs.new_runner(run_config(options, config), path), path
     runner = runs.open_runner(run_config(options, config), path, eval_episodes=config["eval_episodes"])

@@ -259,7 +259,8 @@ class ActionCast:
             array = array.reshape(self.shape)
         # Before the cast: there is no -1 in uint8.
         array = array.copy() if self.bounds is None else np.clip(array, *self.bounds)
-        array = in_dtype(array, self.space.dtype)
+        if array.dtype != self.space.dtype:
+            array = in_dtype(array, self.space.dtype)
         if self.start is not None:
             array += self.start
         return array
@@ -267,8 +268,6 @@ class ActionCast:
 
 def in_dtype(array: np.ndarray, dtype: Any) -> np.ndarray:
     """The array in another dtype; for one of integers, its nearest whole numbers."""
-    if array.dtype == dtype:
-        return array
     is_rounded = np.issubdtype(dtype, np.integer) and array.dtype.kind == "f"
     return (np.rint(array) if is_rounded else array).astype(dtype)
 

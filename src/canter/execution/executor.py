@@ -55,7 +55,8 @@ class Executor:
         self.compiles = execution == "compile" or (self.is_cuda and execution == "auto" and has_triton)
         self.compile_from = COMPILE_FROM if execution == "auto" else 0
         self.generators: list[torch.Generator] = []  # that captured functions draw from
-        self.constants: Any = ()  # hashable, read by functions from attributes; other constants need another graph
+        self.constants_numbers: dict[Any, int] = {}  # of all values of `constants` so far
+        self.set_constants(())
         self.autocast: Callable[[], Any] = nullcontext  # for matrix products
         if precision == "bf16" and (self.is_cuda or (device.type == "cpu" and cpu_has_bf16())):
             # Without its cache, whose casts of weights would be frozen in a graph.
@@ -75,9 +76,6 @@ class Executor:
         self.renewals: dict[str, int] = {}  # by name
         self.results: dict[int, Graph] = {}  # by the id of the outputs that a graph returns
         self.owned: set[int] = set()  # addresses of the tensors of all graphs
-        self.constants_numbers: dict[Any, int] = {}
-        self.numbered_constants: Any = None
-        self.constants_number = 0
 
     def compile(self, fn: Callable[..., T]) -> Callable[..., T]:
         """Compile a pure function when it is time; if it cannot be compiled, it runs uncompiled, with one warning."""
@@ -108,9 +106,6 @@ class Executor:
         """Return `fn(*args)`; the next run of the same function overwrites the tensors that a CUDA graph returned."""
         if not self.replays or name in self.eager_only:
             return self._run_in_precision(fn, *args) if self.is_cuda else fn(*args)
-        if self.constants is not self.numbered_constants:  # hashed once, because they are many
-            self.numbered_constants, known = self.constants, self.constants_numbers
-            self.constants_number = known.setdefault(self.constants, len(known))
         leaves: list[Tensor] = []
         parts = []
         for arg in args:
@@ -123,6 +118,12 @@ class Executor:
         if graph is not None and graph.last_look == self.look:
             return graph.replay(leaves)
         return self._run_traced(signature, fn, args, leaves)
+
+    def set_constants(self, constants: Any) -> None:
+        """Set the hashable values that functions read from attributes; with other values they need other graphs."""
+        self.constants = constants
+        # A number stands for them in signatures: they are many, so that hashing them in every call would be slow.
+        self.constants_number = self.constants_numbers.setdefault(constants, len(self.constants_numbers))
 
     @property
     def is_compiled(self) -> bool:

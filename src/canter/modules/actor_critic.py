@@ -218,13 +218,13 @@ class ActorCritic(Policy):
         return value if has_column else value.unsqueeze(-1)
 
     def actor_params(self, obs: Any, ctx: Context) -> Params:
-        """Parameters of the action distribution."""
+        """Parameters of the action distribution for normalised observations."""
         if self.flattens_obs and (self.has_image or not isinstance(obs, Tensor) or obs.dtype == torch.uint8):
             obs = self.obs_layout.flat(obs)
         return self.head_params(self.actor_features(obs, ctx) if self.has_actor_features else obs, obs, ctx)
 
     def critic_value(self, critic_obs: Any, ctx: Context) -> Tensor:
-        """(..., 1)."""
+        """(..., 1) value of normalised critic observations."""
         obs = critic_obs
         if self.flattens_obs and (self.has_image or not isinstance(obs, Tensor) or obs.dtype == torch.uint8):
             obs = self.critic_obs_layout.flat(obs)
@@ -276,7 +276,7 @@ class Critic(nn.Module):
         self.net = mlp([obs_dim, 64, 64, 1], "tanh")
 
     def forward(self, obs: Tensor) -> Tensor:
-        """(B, 1)."""
+        """(B, 1) value."""
         return self.net(obs)
 
     @property

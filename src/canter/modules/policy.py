@@ -84,7 +84,7 @@ class PolicyOutput(NamedTuple):
     params: Params
     """Parameters of the action distribution: mu and sigma, or logits."""
     value: Tensor
-    """(..., 1)."""
+    """(..., 1) value."""
     hidden: Hidden
     aux: dict[str, Tensor]
 

@@ -12,7 +12,8 @@ from canter.runners.runner import Runner
 from canter.utils.metrics import gpu_memory
 from canter.utils.tree import Obs
 
-MAX_WAITING = 32  # steps stored in a row: the code is in the processor's caches then, between two steps it is not
+# Steps stored in a row: the code stays in the processor's caches, which a step of the environments would empty.
+MAX_WAITING_STEPS = 32
 
 
 class OnPolicyRunner(Runner):
@@ -55,21 +56,22 @@ class OnPolicyRunner(Runner):
         """Collect one rollout and compute its returns."""
         alg, env = self.alg, self.env
         self.stats.first_step = self.tot_timesteps // self.num_envs
-        # An overridden step runs as it is written.
-        is_plain = getattr(self.rollout_step, "__func__", None) is OnPolicyRunner.rollout_step
+        # A `rollout_step` of a subclass or of the user runs as it is written, step by step.
+        is_overridden = getattr(self.rollout_step, "__func__", None) is not OnPolicyRunner.rollout_step
         # Where the host needs nothing of a step, the whole rollout is one CUDA graph.
-        is_captured = is_plain and env.capturable and self.iteration > 0 and not self.stats.has_extras
+        is_captured = not is_overridden and env.capturable and self.iteration > 0 and not self.stats.has_extras
         if is_captured and alg.executor.uses_graphs and "rollout" not in alg.executor.eager_only:
             self.obs, self.critic_obs = alg.collect(env, self.obs, self.critic_obs)
             self.stats.tracker.step = self.num_steps_per_env
             return
-        # Steps that may wait are stored later: in a row, or while the environments compute the next one.
-        may_wait = is_plain and alg.can_wait and (env.overlaps or (env.makes_new_records and self.device.type == "cpu"))
-        alg.max_waiting = MAX_WAITING if may_wait else 0
-        take_step = self.overlapping_step if may_wait and env.overlaps else env.step
+        can_wait = not is_overridden and alg.steps_can_wait
+        overlaps = can_wait and env.overlaps  # a step is stored while the environments compute the next one
+        stores_many = can_wait and env.makes_new_records and self.device.type == "cpu"  # in a row
+        alg.max_waiting_steps = MAX_WAITING_STEPS if overlaps or stores_many else 0
+        take_step = self.overlapping_step if overlaps else env.step
         try:
             for _ in range(self.num_steps_per_env):
-                if not is_plain:
+                if is_overridden:
                     self.obs, self.critic_obs, *_ = self.rollout_step(self.obs, self.critic_obs)
                     continue
                 self.actions = alg.act(self.obs, self.critic_obs)
@@ -79,8 +81,8 @@ class OnPolicyRunner(Runner):
                 self.obs, self.critic_obs = record.obs, record.critic_obs
             alg.store_waiting_steps()
         finally:
-            alg.max_waiting = 0
-            alg.waiting.clear()
+            alg.max_waiting_steps = 0
+            alg.waiting_steps.clear()
         alg.compute_returns(self.critic_obs)
 
     def overlapping_step(self, actions: Tensor) -> StepRecord:

@@ -220,6 +220,11 @@ class RolloutStorage:
         return slice(stop - self.step, stop)
 
     @property
+    def newest_valid(self) -> Tensor | None:
+        """(T, N) mask of the valid steps in the last rollout; None if all are."""
+        return self.data["valid"][self.newest].squeeze(-1) if self.has_invalid_steps else None
+
+    @property
     def filled(self) -> int:
         """Number of rows to learn from."""
         return self.newest.stop
