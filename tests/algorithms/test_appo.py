@@ -239,6 +239,25 @@ def test_two_normalisers_hide_what_one_shows(make_appo, collect, noise_env):
     assert apart[True] < 0.5
 
 
+@pytest.mark.parametrize("execution", ["eager", "auto"])
+def test_compute_losses_of_a_subclass_takes_the_minibatch_alone(make_appo, collect, execution):
+    class Mine(APPO):
+        def compute_losses(self, minibatch):
+            return super().compute_losses(minibatch)
+
+    def trained(algorithm):
+        alg, env = make_appo(algorithm=algorithm, execution=execution)
+        for iteration in range(4):
+            collect(alg, env)
+            losses, _ = alg.update(iteration)
+        return losses, alg.policy.state_dict()
+
+    (own, weights), (losses, plain) = trained(Mine), trained(APPO)
+    assert own == losses
+    assert "discriminator_policy_loss" in own
+    assert all(torch.equal(weights[name], value) for name, value in plain.items())
+
+
 def test_statistics_are_taken_once_per_iteration_from_equal_shares(make_appo, collect, noise_env):
     alg, env = make_appo(env=separable(noise_env), num_learning_epochs=3)
     collect(alg, env)

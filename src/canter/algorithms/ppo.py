@@ -142,7 +142,8 @@ class PPO(Algorithm):
         for extension in extensions:
             self.add_settings(extension.cfg)
         self.needs_next_obs = any(e.needs_next_obs for e in self.extensions.values())
-        self.has_late_terms = any(overrides(e, "late_terms") for e in self.extensions.values())
+        self.defers_late_terms = False
+        """Whether `compute_losses` leaves the late terms to `optimizer_step`, because they cannot be compiled."""
         self.new_generator("action")
         self.new_generator("shuffle", is_recorded=False)
         self.optimizer = GuardedOptimizer(
@@ -501,22 +502,21 @@ class PPO(Algorithm):
 
     def learn_step(self, index: Tensor, total: int | None = None, num_steps: int | None = None) -> None:
         """Take one gradient step on flat steps `index`, or on the `total` trajectories of environments `index`."""
-        terms, loss = self.minibatch_loss(index, total)
+        self.defers_late_terms = True
+        try:
+            terms, loss = self.minibatch_loss(index, total)
+        finally:
+            self.defers_late_terms = False
         self.meter.add(self.optimizer_step(terms, loss))
 
     def minibatch_loss(self, index: Tensor, total: int | None = None) -> tuple[Terms, Tensor]:
         """Loss terms of a minibatch and their weighted sum, compiled as a whole on a GPU."""
         batch = self.storage.take(index) if total is None else self.storage.take_envs(index, total)
-        # An override that takes the minibatch alone is enough where no extension has late terms.
-        found = self.compute_losses(batch, False) if self.has_late_terms else self.compute_losses(batch)
-        terms = Terms(*found)
+        terms = Terms(*self.compute_losses(batch))
         return terms, self.weighted_sum(terms.losses)
 
-    def compute_losses(self, minibatch: MiniBatch, late_terms: bool = True) -> Terms:
-        """Losses, intermediate results and statistics of a minibatch, from one pass of the policy.
-
-        Terms that cannot be compiled (`Extension.late_terms`) are left out where `optimizer_step` adds them.
-        """
+    def compute_losses(self, minibatch: MiniBatch) -> Terms:
+        """Losses, intermediate results and statistics of a minibatch, from one pass of the policy."""
         for extension in self.extensions.values():
             extension.before_forward(minibatch)
         with self.executor.autocast():
@@ -524,7 +524,7 @@ class PPO(Algorithm):
                 minibatch.obs, minibatch.critic_obs, minibatch.hidden, minibatch.trajectories, minibatch.random_masks
             )
         terms = self.loss_terms(minibatch, out)
-        if late_terms:
+        if not self.defers_late_terms:
             for extension in self.extensions.values():
                 extension.late_terms(terms)
         return terms
