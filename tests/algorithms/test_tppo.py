@@ -16,6 +16,7 @@ from canter.modules.normalizer import EmpiricalNormalization
 from canter.runners import OnPolicyRunner
 from canter.storage.queue_rollout_storage import ActionLabelRollout
 from canter.storage.rollout_storage import MiniBatch
+from canter.utils.checkpoint import load_checkpoint, save_checkpoint
 
 TEACHER = {"class_name": "ActorCritic", "num_actor_obs": 5, "num_critic_obs": 5, "num_actions": 2,
            "actor_hidden_dims": [4], "critic_hidden_dims": [4]}  # fmt: skip
@@ -432,6 +433,41 @@ def test_the_learning_rate_scheduler_is_stepped_once_per_update_and_saved(make_t
     assert other.learning_rate == 0.015625
     with pytest.raises(ValueError, match="needs schedule='fixed'"):
         make_tppo(**settings, schedule="adaptive")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("MultiStepLR", {"milestones": [1, 3], "gamma": 0.5}),
+        ("CosineAnnealingLR", {"T_max": 5}),
+        ("OneCycleLR", {"max_lr": 0.1, "total_steps": 9, "cycle_momentum": False}),
+    ],
+)
+@pytest.mark.parametrize("optimizer", ["Adam", "RMSprop"])  # whose rates are a tensor, and numbers
+def test_every_scheduler_gives_the_rates_of_torch_also_after_a_checkpoint(
+    make_tppo, collect, tmp_path, name, options, optimizer
+):
+    settings = {"lr_scheduler_class_name": name, "lr_scheduler": options, "optimizer_class_name": optimizer}
+    plain = getattr(torch.optim, optimizer)([torch.nn.Parameter(torch.zeros(1))], lr=0.25)
+    scheduler = getattr(torch.optim.lr_scheduler, name)(plain, **options)
+    alg, env = make_tppo(**settings, learning_rate=0.25)
+    for iteration in range(5):
+        collect(alg, env)
+        alg.update(iteration)
+        plain.step()
+        scheduler.step()
+        assert alg.learning_rate == pytest.approx(plain.param_groups[0]["lr"], rel=1e-5)
+        save_checkpoint(tmp_path / "a.pt", alg.state_dict())
+        alg, _ = make_tppo(**settings, learning_rate=0.25)
+        alg.load_state_dict(load_checkpoint(tmp_path / "a.pt"))
+        assert alg.learning_rate == pytest.approx(plain.param_groups[0]["lr"], rel=1e-5)
+
+
+def test_schedulers_that_do_not_exist_or_need_more_are_refused(make_tppo):
+    with pytest.raises(ValueError, match="no class 'StpLR'; did you mean 'StepLR'"):
+        make_tppo(lr_scheduler_class_name="StpLR")
+    with pytest.raises(ValueError, match=r"'ReduceLROnPlateau' cannot be used: .*assign alg\.learning_rate"):
+        make_tppo(lr_scheduler_class_name="ReduceLROnPlateau")
 
 
 @pytest.mark.parametrize("kind", ["lstm", "gru"])

@@ -19,6 +19,7 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 FUSED = (torch.optim.Adam, torch.optim.AdamW)
 TENSOR_RATE = (*FUSED, torch.optim.SGD)
 TINY_MOMENT = 1e-30  # 1e-38 is the smallest normal number; times 0.9 per step, it is 170 steps away
+SUMMED = {"row_var": -1, "col_var": -2}  # moments of Adafactor that are sums over a dimension
 OWN_FLAGS = ("lr", "fused", "foreach", "capturable")
 UNFIT = {
     "muon": "it updates only matrices, and a policy has biases and noise parameters too",
@@ -181,6 +182,7 @@ class GuardedOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, by parameter."""
+        self.take_assigned_rates()
         if not self.has_tensor_rate:
             self._set_number_rates()
         state = self.optimizer.state_dict()
@@ -195,8 +197,11 @@ class GuardedOptimizer:
         order = [shape for shapes in self.sizes for shape in shapes]
         for index, moments in state["state"].items():
             for name, value in moments.items():
-                if torch.is_tensor(value) and value.dim() and value.shape != order[index]:
-                    shapes = f"{tuple(value.shape)}, this one needs {tuple(order[index])}"
+                want = list(order[index])
+                if name in SUMMED:
+                    want[SUMMED[name]] = 1
+                if torch.is_tensor(value) and value.dim() and list(value.shape) != want:
+                    shapes = f"{tuple(value.shape)}, this one needs {tuple(want)}"
                     raise RuntimeError(f"the optimizer state {name!r} of parameter {index} has shape {shapes}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

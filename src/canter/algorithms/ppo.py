@@ -650,7 +650,8 @@ class PPO(Algorithm):
         self.lr.fill_(rate)
 
     def read_learning_rate(self) -> None:
-        """Read the learning rate from the device."""
+        """Read the learning rate from the device, or from `param_groups` if it was assigned there."""
+        self.optimizer.take_assigned_rates()
         self._learning_rate = float(self.lr)
 
     def recording_key(self) -> tuple[Any, ...]:
