@@ -172,6 +172,21 @@ def test_the_teacher_forgets_episodes_that_ended(make_tppo, collect, invalid):
         hidden = {n: s.masked_fill(alg.rollout.dones[t].view(-1, 1, 1, 1), 0.0) for n, s in hidden.items()}
 
 
+def test_the_teacher_begins_anew_after_an_evaluation_that_reset_the_environments(make_tppo, noise_env, tmp_path):
+    teacher = {**TEACHER, "class_name": "ActorCriticRecurrent", "rnn_hidden_size": 4}
+    alg, env = make_tppo(teacher_policy=teacher, teacher_act_prob=0.0, num_steps=3, env_cfg={"end_prob": 0.05})
+    runner = OnPolicyRunner(env, alg, tmp_path, show_progress=False)
+    runner.learn(1)
+    assert alg.teacher.hidden[0]["memory_a"].abs().sum() > 0
+    alg.teacher.teacher_prob.fill_(1.0)
+    runner.eval(1, max_steps=10_000)
+    assert alg.teacher.hidden[0]["memory_a"].abs().sum() == 0
+    assert alg.use_teacher_act_mask.all()
+    again, env = make_tppo(teacher_policy=teacher, num_steps=3)
+    OnPolicyRunner(env, again, show_progress=False).load(tmp_path / "model_1.pt")  # of running episodes
+    assert again.teacher.hidden[0]["memory_a"].abs().sum() == 0
+
+
 def test_an_executed_teacher_action_has_its_own_log_probability(make_tppo, collect):
     alg, env = make_tppo(teacher_act_prob=0.5, env_cfg={"num_envs": 16})
     collect(alg, env)

@@ -312,6 +312,15 @@ def test_no_stored_step_spans_an_evaluation_that_resets():
     assert ((windows.next_obs - windows.obs)[:, 0] == (windows.discounts.log2().abs())).all()
 
 
+def test_a_repeated_random_action_ends_with_an_evaluation_that_resets():
+    runner = make("dqn", Counting(), epsilon_repeats=50, learning_starts=0, epsilon_start=1.0)
+    repeated = runner.alg.repeated
+    while not repeated.left.any():
+        runner.learn(1)
+    runner.eval(1)
+    assert not repeated.left.any()
+
+
 @pytest.mark.parametrize(("ends", "gives_final"), [("truncated", True), ("truncated", False), ("terminated", True)])
 def test_the_end_of_an_episode_is_stored_with_its_final_observation(ends, gives_final):
     class Ending(Counting):

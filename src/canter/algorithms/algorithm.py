@@ -20,6 +20,7 @@ from canter.execution import ACTIVE_TRACERS, runs_own_code
 from canter.execution.executor import Executor
 from canter.execution.python_state import is_library
 from canter.modules.build import build_normalizer
+from canter.modules.normalizer import ReturnScaler
 from canter.utils.checkpoint import check_compatible
 from canter.utils.config import (
     check_settings,
@@ -360,6 +361,15 @@ class Algorithm:
         for module in self.modules():
             module.eval()
         self.sync_settings()
+
+    def end_episodes(self) -> None:
+        """Forget the episodes under way, because every environment begins a new one."""
+        self.policy.reset()
+        for part in (part for module in self.modules() for part in module.modules()):
+            if isinstance(part, ReturnScaler):
+                part.returns.zero_()
+        for extension in self.extensions.values():
+            extension.end_episodes()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of every part, and the learning rate."""

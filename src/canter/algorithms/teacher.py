@@ -274,6 +274,16 @@ class Teacher(Extension):
             return
         done = record.done
         self.reset(done | ~record.valid if self.alg.rollout.has_invalid_steps else done)
+        self._draw_who_acts(done)
+
+    def end_episodes(self) -> None:
+        """Reset the teachers' memories, and draw in which environments the teacher acts."""
+        everywhere = torch.ones_like(self.use_teacher_act_mask)
+        self.reset(everywhere)
+        self._draw_who_acts(everywhere)
+
+    def _draw_who_acts(self, done: Tensor) -> None:
+        """Draw whether the teacher acts in the environments (N,) that begin an episode."""
         mask = self.use_teacher_act_mask
         draws = torch.rand(mask.shape, generator=self.alg.generators["teacher"], device=self.alg.device)
         mask.copy_(torch.where(done, draws < self.teacher_prob, mask))
