@@ -187,6 +187,20 @@ def test_the_teacher_begins_anew_after_an_evaluation_that_reset_the_environments
     assert again.teacher.hidden[0]["memory_a"].abs().sum() == 0
 
 
+def test_a_teacher_continues_with_another_number_of_environments(make_tppo):
+    teacher = {**TEACHER, "class_name": "ActorCriticRecurrent", "rnn_hidden_size": 4}
+    alg, other = (make_tppo(teacher_policy=teacher, env_cfg={"num_envs": n})[0] for n in (4, 6))
+    alg.teacher.teacher_prob.fill_(0.25)
+    other.load_resume_state(alg.resume_state())
+    assert float(other.teacher.teacher_prob) == 0.25
+    assert len(other.use_teacher_act_mask) == len(other.teacher.hidden[0]["memory_a"]) == 6
+
+
+def test_a_state_without_a_teacher_is_refused_in_words(make_ppo, make_tppo):
+    with pytest.raises(ValueError, match="no memory of a teacher"):
+        make_tppo()[0].load_resume_state(make_ppo()[0].resume_state())
+
+
 def test_an_executed_teacher_action_has_its_own_log_probability(make_tppo, collect):
     alg, env = make_tppo(teacher_act_prob=0.5, env_cfg={"num_envs": 16})
     collect(alg, env)

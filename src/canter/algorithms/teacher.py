@@ -396,8 +396,12 @@ class Teacher(Extension):
         return own | {"teacher": memories}
 
     def load_resume_state(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly from a `resume_state`."""
+        """Continue exactly from a `resume_state`; with other environments only the probability is the saved one."""
+        if "teacher" not in state:
+            raise ValueError("the checkpoint has no memory of a teacher")
         self.teacher_prob.copy_(state["teacher_prob"])
+        if len(state["use_teacher_act_mask"]) != len(self.use_teacher_act_mask):
+            return
         self.use_teacher_act_mask.copy_(state["use_teacher_act_mask"])
         for hidden, saved in zip(self.hidden, state["teacher"], strict=True):
             for name, value in hidden.items():
