@@ -34,6 +34,11 @@ def take_step(net, optimizer, scale=1.0, max_grad_norm=math.inf):
     return norm, skipped
 
 
+def numbers(optimizer):
+    """The optimizer's state without the name of its class."""
+    return {name: part for name, part in optimizer.state_dict().items() if name != "class_name"}
+
+
 def plain_twin(class_name, **options):
     torch.manual_seed(0)
     net = Net()
@@ -128,11 +133,11 @@ def test_the_learning_rate_is_the_tensor(name):
 def test_a_step_that_is_not_finite_changes_no_bit(name, bad):
     net, optimizer = made(name)
     take_step(net, optimizer)
-    before, moments = copy.deepcopy(net.state_dict()), copy.deepcopy(optimizer.state_dict())
+    before, moments = copy.deepcopy(net.state_dict()), copy.deepcopy(numbers(optimizer))
     _, skipped = take_step(net, optimizer, scale=bad)
     assert skipped == 1.0
     assert all(torch.equal(net.state_dict()[key], value) for key, value in before.items())
-    torch.testing.assert_close(optimizer.state_dict(), moments, rtol=0, atol=0)
+    torch.testing.assert_close(numbers(optimizer), moments, rtol=0, atol=0)
     _, skipped = take_step(net, optimizer)  # and the next one is taken as usual
     assert skipped == 0.0
     assert not torch.equal(net.std, before["std"])
@@ -271,7 +276,14 @@ def test_a_restored_optimizer_continues_bit_for_bit(name):
         take_step(other, restored)
     for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-    torch.testing.assert_close(optimizer.state_dict(), restored.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(numbers(optimizer), numbers(restored), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("saved", "name"), [("SGD", "Adam"), ("Adam", "RMSprop"), ("AdamW", "Adam")])
+def test_the_state_of_another_optimizer_is_refused_with_its_name(saved, name):
+    message = f"is of {saved}, this one is {name}: set optimizer_class_name='{saved}', or .*load_optimizer=False"
+    with pytest.raises(ValueError, match=message):
+        made(name)[1].check_state(made(saved)[1].state_dict())
 
 
 @pytest.mark.parametrize("name", ["Adam", "RMSprop"])
@@ -309,12 +321,12 @@ def test_a_state_of_other_parameters_is_refused_before_anything_changes():
     (wide, other), (net, optimizer) = made(width=5), made()
     take_step(wide, other)
     take_step(net, optimizer)
-    before = copy.deepcopy(optimizer.state_dict())
+    before = copy.deepcopy(numbers(optimizer))
     with pytest.raises(RuntimeError, match=r"'exp_avg' of parameter 1 has shape \(5, 3\), this one needs \(4, 3\)"):
         optimizer.check_state(other.state_dict())
     with pytest.raises(RuntimeError, match=r"groups of sizes \[2, 1, 2\], this one has \[5\]"):
         optimizer.check_state(made(groups=GROUPS)[1].state_dict())
-    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+    torch.testing.assert_close(numbers(optimizer), before, rtol=0, atol=0)
 
 
 def test_without_trainable_parameters_an_optimizer_has_a_rate_and_a_state():

@@ -196,6 +196,13 @@ def test_a_teacher_continues_with_another_number_of_environments(make_tppo):
     assert len(other.use_teacher_act_mask) == len(other.teacher.hidden[0]["memory_a"]) == 6
 
 
+def test_a_run_without_a_teacher_continues_one_that_had_one(make_ppo, make_tppo):
+    alg, other = make_tppo()[0], make_ppo()[0]
+    alg.generators["action"].manual_seed(11)
+    other.load_resume_state(alg.resume_state())
+    assert torch.equal(other.generators["action"].get_state(), alg.generators["action"].get_state())
+
+
 def test_a_state_without_a_teacher_is_refused_in_words(make_ppo, make_tppo):
     with pytest.raises(ValueError, match="no memory of a teacher"):
         make_tppo()[0].load_resume_state(make_ppo()[0].resume_state())

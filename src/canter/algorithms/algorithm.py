@@ -435,8 +435,8 @@ class Algorithm:
 
     def load_resume_state(self, state: Mapping[str, Any]) -> None:
         """Continue exactly from a `resume_state`."""
-        for name, value in state["generators"].items():
-            self.generators[name].set_state(value.cpu())
+        for name in state["generators"].keys() & self.generators.keys():  # the other run may have had a teacher
+            self.generators[name].set_state(state["generators"][name].cpu())
 
     def runner(self) -> Any:
         """The runner that trains this algorithm; at the first call one is made, unless there is one already."""

@@ -64,6 +64,7 @@ class GuardedOptimizer:
         self.parameters = list(named.values())
         device = next((t.device for t in (*self.parameters, *module.buffers())), torch.device("cpu"))
         cls: Any = optimizer_class(class_name)
+        self.class_name: str = cls.__name__
         self.has_tensor_rate, self.is_fused = issubclass(cls, TENSOR_RATE), issubclass(cls, FUSED)
         self.lr = torch.tensor(float(learning_rate), device=device)
         options: dict[str, Any] = {"fused": True} if self.is_fused else {}
@@ -181,15 +182,19 @@ class GuardedOptimizer:
                 group["lr"] = flags["lr"] = float(self.lr)
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, by parameter."""
+        """The optimizer's state, by parameter, and its class."""
         self.take_assigned_rates()
         if not self.has_tensor_rate:
             self._set_number_rates()
         state = self.optimizer.state_dict()
-        return split_state(state, self.flats) if self.flats else state
+        return {**(split_state(state, self.flats) if self.flats else state), "class_name": self.class_name}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise an error if `state` belongs to other parameters; nothing is changed."""
+        """Raise an error if `state` belongs to another optimizer or to other parameters; nothing is changed."""
+        kind = state.get("class_name", self.class_name)  # files of other libraries do not say it
+        if kind != self.class_name:
+            way_out = f"set optimizer_class_name={kind!r}, or load without the optimizer (load_optimizer=False)"
+            raise ValueError(f"the optimizer state is of {kind}, this one is {self.class_name}: {way_out}")
         want = [len(shapes) for shapes in self.sizes]
         got = [len(group["params"]) for group in state["param_groups"]]
         if want != got:
