@@ -499,6 +499,22 @@ def test_every_scheduler_gives_the_rates_of_torch_also_after_a_checkpoint(
         assert alg.learning_rate == pytest.approx(plain.param_groups[0]["lr"], rel=1e-5)
 
 
+def test_a_scheduler_begins_anew_where_the_optimizer_is_not_loaded(make_tppo, collect):
+    settings = {"lr_scheduler_class_name": "CosineAnnealingLR", "lr_scheduler": {"T_max": 4}, "learning_rate": 0.25}
+    alg, env = make_tppo(**settings)
+    rates = []
+    for iteration in range(2):
+        collect(alg, env)
+        alg.update(iteration)
+        rates.append(alg.learning_rate)
+    other, env = make_tppo(**settings)
+    other.load_state_dict(alg.state_dict(), load_optimizer=False)
+    assert other.learning_rate == 0.25
+    collect(other, env)
+    other.update(2)
+    assert other.learning_rate == pytest.approx(rates[0])
+
+
 def test_schedulers_that_do_not_exist_or_need_more_are_refused(make_tppo):
     with pytest.raises(ValueError, match="no class 'StpLR'; did you mean 'StepLR'"):
         make_tppo(lr_scheduler_class_name="StpLR")

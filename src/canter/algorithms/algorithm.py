@@ -399,7 +399,7 @@ class Algorithm:
             warnings.warn("ignored: the checkpoint has a learning-rate scheduler, this algorithm none", stacklevel=2)
         usable = {}
         for name, part in parts.items():
-            if "optimizer" in name and not load_optimizer:
+            if ("optimizer" in name or "lr_scheduler" in name) and not load_optimizer:
                 continue
             if name not in state:
                 if name == "model_state_dict":
