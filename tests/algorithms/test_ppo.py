@@ -207,6 +207,8 @@ def test_advantages_can_be_normalised_in_each_minibatch(make_ppo, collect):
         (1.0, 1.2e-5, 1e-5),
         (1e-4, 1e-3, 1.5e-3),
         (1e-4, 9e-3, 1e-2),
+        (1.0, 3e-2, 2e-2),  # a rate outside of the bounds is not moved to the other one
+        (1e-4, 2e-6, 3e-6),
         (0.01, 1e-3, 1e-3),
         (0.0, 1e-3, 1e-3),
         (math.nan, 1e-3, 1e-3),

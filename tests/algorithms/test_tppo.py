@@ -16,6 +16,7 @@ from canter.modules.normalizer import EmpiricalNormalization
 from canter.runners import OnPolicyRunner
 from canter.storage.queue_rollout_storage import ActionLabelRollout
 from canter.storage.rollout_storage import MiniBatch
+from canter.utils.checkpoint import load_checkpoint, save_checkpoint
 
 TEACHER = {"class_name": "ActorCritic", "num_actor_obs": 5, "num_critic_obs": 5, "num_actions": 2,
            "actor_hidden_dims": [4], "critic_hidden_dims": [4]}  # fmt: skip
@@ -169,6 +170,42 @@ def test_the_teacher_forgets_episodes_that_ended(make_tppo, collect, invalid):
         params, hidden = policy.act_params(alg.rollout.privileged_observations[t], hidden)
         torch.testing.assert_close(alg.rollout.action_labels[t], params["mu"])
         hidden = {n: s.masked_fill(alg.rollout.dones[t].view(-1, 1, 1, 1), 0.0) for n, s in hidden.items()}
+
+
+def test_the_teacher_begins_anew_after_an_evaluation_that_reset_the_environments(make_tppo, noise_env, tmp_path):
+    teacher = {**TEACHER, "class_name": "ActorCriticRecurrent", "rnn_hidden_size": 4}
+    alg, env = make_tppo(teacher_policy=teacher, teacher_act_prob=0.0, num_steps=3, env_cfg={"end_prob": 0.05})
+    runner = OnPolicyRunner(env, alg, tmp_path, show_progress=False)
+    runner.learn(1)
+    assert alg.teacher.hidden[0]["memory_a"].abs().sum() > 0
+    alg.teacher.teacher_prob.fill_(1.0)
+    runner.eval(1, max_steps=10_000)
+    assert alg.teacher.hidden[0]["memory_a"].abs().sum() == 0
+    assert alg.use_teacher_act_mask.all()
+    again, env = make_tppo(teacher_policy=teacher, num_steps=3)
+    OnPolicyRunner(env, again, show_progress=False).load(tmp_path / "model_1.pt")  # of running episodes
+    assert again.teacher.hidden[0]["memory_a"].abs().sum() == 0
+
+
+def test_a_teacher_continues_with_another_number_of_environments(make_tppo):
+    teacher = {**TEACHER, "class_name": "ActorCriticRecurrent", "rnn_hidden_size": 4}
+    alg, other = (make_tppo(teacher_policy=teacher, env_cfg={"num_envs": n})[0] for n in (4, 6))
+    alg.teacher.teacher_prob.fill_(0.25)
+    other.load_resume_state(alg.resume_state())
+    assert float(other.teacher.teacher_prob) == 0.25
+    assert len(other.use_teacher_act_mask) == len(other.teacher.hidden[0]["memory_a"]) == 6
+
+
+def test_a_run_without_a_teacher_continues_one_that_had_one(make_ppo, make_tppo):
+    alg, other = make_tppo()[0], make_ppo()[0]
+    alg.generators["action"].manual_seed(11)
+    other.load_resume_state(alg.resume_state())
+    assert torch.equal(other.generators["action"].get_state(), alg.generators["action"].get_state())
+
+
+def test_a_state_without_a_teacher_is_refused_in_words(make_ppo, make_tppo):
+    with pytest.raises(ValueError, match="no memory of a teacher"):
+        make_tppo()[0].load_resume_state(make_ppo()[0].resume_state())
 
 
 def test_an_executed_teacher_action_has_its_own_log_probability(make_tppo, collect):
@@ -432,6 +469,57 @@ def test_the_learning_rate_scheduler_is_stepped_once_per_update_and_saved(make_t
     assert other.learning_rate == 0.015625
     with pytest.raises(ValueError, match="needs schedule='fixed'"):
         make_tppo(**settings, schedule="adaptive")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("MultiStepLR", {"milestones": [1, 3], "gamma": 0.5}),
+        ("CosineAnnealingLR", {"T_max": 5}),
+        ("OneCycleLR", {"max_lr": 0.1, "total_steps": 9, "cycle_momentum": False}),
+    ],
+)
+@pytest.mark.parametrize("optimizer", ["Adam", "RMSprop"])  # whose rates are a tensor, and numbers
+def test_every_scheduler_gives_the_rates_of_torch_also_after_a_checkpoint(
+    make_tppo, collect, tmp_path, name, options, optimizer
+):
+    settings = {"lr_scheduler_class_name": name, "lr_scheduler": options, "optimizer_class_name": optimizer}
+    plain = getattr(torch.optim, optimizer)([torch.nn.Parameter(torch.zeros(1))], lr=0.25)
+    scheduler = getattr(torch.optim.lr_scheduler, name)(plain, **options)
+    alg, env = make_tppo(**settings, learning_rate=0.25)
+    for iteration in range(5):
+        collect(alg, env)
+        alg.update(iteration)
+        plain.step()
+        scheduler.step()
+        assert alg.learning_rate == pytest.approx(plain.param_groups[0]["lr"], rel=1e-5)
+        save_checkpoint(tmp_path / "a.pt", alg.state_dict())
+        alg, _ = make_tppo(**settings, learning_rate=0.25)
+        alg.load_state_dict(load_checkpoint(tmp_path / "a.pt"))
+        assert alg.learning_rate == pytest.approx(plain.param_groups[0]["lr"], rel=1e-5)
+
+
+def test_a_scheduler_begins_anew_where_the_optimizer_is_not_loaded(make_tppo, collect):
+    settings = {"lr_scheduler_class_name": "CosineAnnealingLR", "lr_scheduler": {"T_max": 4}, "learning_rate": 0.25}
+    alg, env = make_tppo(**settings)
+    rates = []
+    for iteration in range(2):
+        collect(alg, env)
+        alg.update(iteration)
+        rates.append(alg.learning_rate)
+    other, env = make_tppo(**settings)
+    other.load_state_dict(alg.state_dict(), load_optimizer=False)
+    assert other.learning_rate == 0.25
+    collect(other, env)
+    other.update(2)
+    assert other.learning_rate == pytest.approx(rates[0])
+
+
+def test_schedulers_that_do_not_exist_or_need_more_are_refused(make_tppo):
+    with pytest.raises(ValueError, match="no class 'StpLR'; did you mean 'StepLR'"):
+        make_tppo(lr_scheduler_class_name="StpLR")
+    with pytest.raises(ValueError, match=r"'ReduceLROnPlateau' cannot be used: .*assign alg\.learning_rate"):
+        make_tppo(lr_scheduler_class_name="ReduceLROnPlateau")
 
 
 @pytest.mark.parametrize("kind", ["lstm", "gru"])

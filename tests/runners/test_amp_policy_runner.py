@@ -67,17 +67,23 @@ def test_plain_ppo_runs_with_a_warning():
         AmpPolicyRunner(env(), config(), None, "cpu", show_progress=False)
 
 
-def test_it_resumes_exactly(tmp_path):
+@pytest.mark.parametrize("size", [50, 1000])  # of which the first is overwritten when it is saved
+def test_it_resumes_exactly_in_a_new_runner_and_in_its_own(tmp_path, size):
     def made(directory):
-        return AmpPolicyRunner(env(), config(amp_replay_buffer_size=20), directory, "cpu", show_progress=False)
+        return AmpPolicyRunner(env(), config(amp_replay_buffer_size=size), directory, "cpu", show_progress=False)
 
     whole, first, second = (made(tmp_path / name) for name in ("whole", "first", "second"))
     whole.learn(4)
     first.learn(2)
-    second.load(tmp_path / "first" / "model_2.pt")
-    second.learn(2)
-    for (name, a), b in zip(whole.policy.state_dict().items(), second.policy.state_dict().values(), strict=True):
-        assert torch.equal(a, b), name
+    replay = first.alg.motion_prior.replay
+    assert 0 < replay.step < (size if size == 50 else replay.num_samples + 1)
+    assert (replay.num_samples == size) == (size == 50)
+    first.learn(1)
+    for resumed in (second, first):
+        resumed.load(tmp_path / "first" / "model_2.pt")
+        resumed.learn(2)
+        for (name, a), b in zip(whole.policy.state_dict().items(), resumed.policy.state_dict().values(), strict=True):
+            assert torch.equal(a, b), name
 
 
 def test_the_configuration_is_written_and_read_back(tmp_path):

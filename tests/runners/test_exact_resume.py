@@ -33,6 +33,7 @@ ITEMS = [
     "model_state_dict.critic_obs_normalizer",
     "optimizer_state_dict.state",
     "optimizer_state_dict.param_groups",
+    "optimizer_state_dict.class_name",
     "return_scaler_state_dict.returns",
     "return_scaler_state_dict.mean",
     "return_scaler_state_dict.var",
@@ -47,6 +48,7 @@ ITEMS = [
     "rnd_state_dict.reward_scaler.count",
     "rnd_optimizer_state_dict.state",
     "rnd_optimizer_state_dict.param_groups",
+    "rnd_optimizer_state_dict.class_name",
     "resume.num_envs",
     "resume.rng.python",
     "resume.rng.numpy",
@@ -76,6 +78,7 @@ ITEMS = [
 DERIVABLE = {"total_timesteps"}
 # The same with a seed, and before the first evaluation; files of earlier versions lack them.
 DERIVABLE |= {"resume.runner.eval_seed", "resume.runner.num_evals"}
+DERIVABLE |= {"optimizer_state_dict.class_name", "rnd_optimizer_state_dict.class_name"}  # the one of the settings
 DERIVABLE |= {"resume.runner.executed"}  # decides when a GPU's functions are compiled
 
 
@@ -137,6 +140,8 @@ def changed(container, key):
     if key == "python":
         version, words, gauss = container[key]
         container[key] = [version, [*words[1:-1], words[0], words[-1]], gauss]
+    elif key == "class_name":
+        container[key] = "SGD"
     elif key == "param_groups":
         container[key] = [{**group, "lr": group["lr"] * 1.5} for group in container[key]]
     else:

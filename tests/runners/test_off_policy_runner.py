@@ -245,10 +245,16 @@ def test_a_run_without_its_replay_fills_it_again_before_it_learns(kind, tmp_path
     assert second.alg.num_updates > 16
     state = torch.load(tmp_path / "half.pt", weights_only=True)
     assert "replay_buffer" not in state
-    fresh = make(kind)
+    fresh = make(kind, max_timesteps=80)
     fresh.load(tmp_path / "half.pt")
     fresh.learn(8)
     assert fresh.alg.num_updates == state["num_updates"], "no update without stored steps"
+    second.load(tmp_path / "half.pt")  # which has stored steps of its own
+    second.learn(8)
+    fresh.save(tmp_path / "fresh.pt")
+    second.save(tmp_path / "second.pt")
+    assert len(second.alg.replay) == len(fresh.alg.replay) == 8
+    assert differing(tmp_path / "fresh.pt", tmp_path / "second.pt") == ["resume.runner.executed"]
 
 
 def test_another_capacity_is_refused_before_anything_is_changed(tmp_path, weights):
@@ -304,6 +310,15 @@ def test_no_stored_step_spans_an_evaluation_that_resets():
     assert (batch.dones == 0).all(), "cut off, not ended"
     windows = buffer.take(rows, 0, 3, 0.5)
     assert ((windows.next_obs - windows.obs)[:, 0] == (windows.discounts.log2().abs())).all()
+
+
+def test_a_repeated_random_action_ends_with_an_evaluation_that_resets():
+    runner = make("dqn", Counting(), epsilon_repeats=50, learning_starts=0, epsilon_start=1.0)
+    repeated = runner.alg.repeated
+    while not repeated.left.any():
+        runner.learn(1)
+    runner.eval(1)
+    assert not repeated.left.any()
 
 
 @pytest.mark.parametrize(("ends", "gives_final"), [("truncated", True), ("truncated", False), ("terminated", True)])

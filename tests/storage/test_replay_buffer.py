@@ -90,6 +90,32 @@ def test_inserting_and_sampling_do_not_wait_for_the_device():
         buffer.sample(4)
 
 
+@pytest.mark.parametrize("count", [3, 5, 7])  # pairs in a buffer of 5
+def test_a_loaded_buffer_continues_exactly(count):
+    buffer, other = ReplayBuffer(2, 5), ReplayBuffer(2, 5)
+    buffer.insert(*pairs(0, count - 1))
+    buffer.insert(*pairs(count - 1, 1))
+    other.insert(*pairs(50, 4))
+    other.load_state_dict(buffer.state_dict())
+    for number in range(2):
+        assert (other.step, other.num_samples) == (buffer.step, buffer.num_samples)
+        assert torch.equal(other.states[: other.num_samples], buffer.states[: buffer.num_samples])
+        assert torch.equal(other.next_states[: other.num_samples], buffer.next_states[: buffer.num_samples])
+        for one in (buffer, other):
+            one.insert(*pairs(10 + number, 1))
+
+
+def test_a_buffer_of_another_size_takes_the_newest_pairs():
+    buffer = ReplayBuffer(2, 5)
+    buffer.insert(*pairs(0, 4))
+    buffer.insert(*pairs(4, 3))  # rows 5, 6, 2, 3, 4
+    for size, kept, step in ((3, [4, 5, 6], 0), (8, [2, 3, 4, 5, 6], 5)):
+        other = ReplayBuffer(2, size)
+        other.load_state_dict(buffer.state_dict())
+        assert content(other) == kept
+        assert other.step == step
+
+
 @pytest.mark.gpu
 def test_captured_inserts_go_on_where_the_last_replay_ended():
     buffer = ReplayBuffer(1, 8, "cuda")

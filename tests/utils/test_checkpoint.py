@@ -9,7 +9,7 @@ import threading
 import time
 import warnings
 import zipfile
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from pathlib import Path
 
 import numpy as np
@@ -105,11 +105,13 @@ def test_key_that_is_not_str_or_int_is_refused(tmp_path):
 
 
 def test_parameters_and_ordered_dicts_become_plain(tmp_path):
-    save_checkpoint(tmp_path / "a.pt", {"p": torch.nn.Parameter(torch.ones(2)), "o": OrderedDict(b=1)})
+    values = {"p": torch.nn.Parameter(torch.ones(2)), "o": OrderedDict(b=1), "c": Counter([7, 7])}
+    save_checkpoint(tmp_path / "a.pt", values)
     loaded = load_checkpoint(tmp_path / "a.pt")
     assert type(loaded["p"]) is torch.Tensor
     assert not loaded["p"].requires_grad
-    assert type(loaded["o"]) is dict
+    assert type(loaded["o"]) is type(loaded["c"]) is dict
+    assert loaded["c"] == {7: 2}
 
 
 def test_slice_is_saved_without_the_rest_of_its_storage(tmp_path):

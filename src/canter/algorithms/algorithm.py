@@ -20,6 +20,7 @@ from canter.execution import ACTIVE_TRACERS, runs_own_code
 from canter.execution.executor import EXECUTIONS, PRECISIONS, Executor
 from canter.execution.python_state import is_library
 from canter.modules.build import build_normalizer
+from canter.modules.normalizer import ReturnScaler
 from canter.utils.checkpoint import check_compatible
 from canter.utils.config import (
     check_settings,
@@ -373,6 +374,15 @@ class Algorithm:
             module.eval()
         self.sync_settings()
 
+    def end_episodes(self) -> None:
+        """Forget the episodes under way, because every environment begins a new one."""
+        self.policy.reset()
+        for part in (part for module in self.modules() for part in module.modules()):
+            if isinstance(part, ReturnScaler):
+                part.returns.zero_()
+        for extension in self.extensions.values():
+            extension.end_episodes()
+
     def state_dict(self) -> dict[str, Any]:
         """The state of every part, and the learning rate."""
         state: dict[str, Any] = {name: part.state_dict() for name, part in self.checkpoint_parts().items()}
@@ -401,7 +411,7 @@ class Algorithm:
             warnings.warn("ignored: the checkpoint has a learning-rate scheduler, this algorithm none", stacklevel=2)
         usable = {}
         for name, part in parts.items():
-            if "optimizer" in name and not load_optimizer:
+            if ("optimizer" in name or "lr_scheduler" in name) and not load_optimizer:
                 continue
             if name not in state:
                 if name == "model_state_dict":
@@ -438,8 +448,8 @@ class Algorithm:
 
     def load_resume_state(self, state: Mapping[str, Any]) -> None:
         """Continue exactly from a `resume_state`."""
-        for name, value in state["generators"].items():
-            self.generators[name].set_state(value.cpu())
+        for name in state["generators"].keys() & self.generators.keys():  # the other run may have had a teacher
+            self.generators[name].set_state(state["generators"][name].cpu())
 
     def runner(self) -> Any:
         """The runner that trains this algorithm; at the first call one is made, unless there is one already."""

@@ -122,6 +122,12 @@ class DQN(OffPolicyAlgorithm):
         if self.repeated is not None:
             self.repeated.end_episodes(record.done)
 
+    def end_episodes(self) -> None:
+        """Forget the episodes under way, and with them the random actions that are repeated."""
+        super().end_episodes()
+        if self.repeated is not None:
+            self.repeated.end_episodes(torch.ones_like(self.repeated.left, dtype=torch.bool))
+
     @torch.no_grad()
     def act(self, obs: Obs, deterministic: bool = False, epsilon: float | None = None) -> Tensor:
         """Actions for raw observations; `epsilon` replaces that of the schedule."""

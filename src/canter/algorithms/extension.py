@@ -101,6 +101,9 @@ class Extension:
     def after_record(self, record: StepRecord) -> None:
         """Update memories of the extension's own after a step."""
 
+    def end_episodes(self) -> None:
+        """Clear memories of the extension's own, because every environment begins a new episode. Host."""
+
     def step_metrics(self) -> dict[str, float]:
         """Entries of `infos["log"]` after `process_env_step`. Host."""
         return {}

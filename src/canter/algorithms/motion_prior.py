@@ -273,11 +273,8 @@ class MotionPrior(Extension):
 
     def resume_state(self) -> dict[str, Any]:
         """Running accuracy, step count, and the replay."""
-        state = {"accuracy": self.accuracy, "count": self.count}
-        if self.replay is not None:
-            kept = slice(0, self.replay.num_samples)
-            state |= {"states": self.replay.states[kept], "next_states": self.replay.next_states[kept]}
-        return {"motion": {name: value.clone() for name, value in state.items()}}
+        state = {"accuracy": self.accuracy.clone(), "count": self.count.clone()}
+        return {"motion": state | ({} if self.replay is None else self.replay.state_dict())}
 
     def load_resume_state(self, state: Mapping[str, Any]) -> None:
         """Continue exactly from a `resume_state`."""
@@ -286,9 +283,10 @@ class MotionPrior(Extension):
             return
         self.accuracy.copy_(saved["accuracy"])
         self.count.copy_(saved["count"])
-        if self.replay is not None and len(saved.get("states", ())):
-            self.replay.insert(saved["states"].to(self.device), saved["next_states"].to(self.device))
-            self.has_past.fill_(True)
+        if self.replay is not None:
+            none = self.replay.states[:0]  # the checkpoint may be of a run without replay, or of before "step"
+            self.replay.load_state_dict({"states": none, "next_states": none, "step": 0, **saved})
+            self.has_past.fill_(self.replay.num_samples > 0)
 
 
 def expert_bank(cfg: MotionPriorSettings, width: int, device: torch.device) -> Tensor | None:

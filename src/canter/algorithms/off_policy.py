@@ -450,6 +450,8 @@ class OffPolicyAlgorithm(Algorithm):
         super().load_state_dict(state, load_optimizer)
         if has_replay:
             self.prepare().load_state_dict(state[REPLAY])
+        elif self.replay is not None:  # its steps came after the checkpoint, or from another run
+            self.replay.clear()
         self.num_updates, self.timesteps = int(state.get("num_updates", 0)), int(state.get("timesteps", 0))
         self.num_stored = int(state["num_stored"]) if has_replay else 0
 

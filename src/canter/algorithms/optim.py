@@ -19,6 +19,7 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 FUSED = (torch.optim.Adam, torch.optim.AdamW)
 TENSOR_RATE = (*FUSED, torch.optim.SGD)
 TINY_MOMENT = 1e-30  # 1e-38 is the smallest normal number; times 0.9 per step, it is 170 steps away
+SUMMED = {"row_var": -1, "col_var": -2}  # moments of Adafactor that are sums over a dimension
 OWN_FLAGS = ("lr", "fused", "foreach", "capturable")
 UNFIT = {
     "muon": "it updates only matrices, and a policy has biases and noise parameters too",
@@ -63,6 +64,7 @@ class GuardedOptimizer:
         self.parameters = list(named.values())
         device = next((t.device for t in (*self.parameters, *module.buffers())), torch.device("cpu"))
         cls: Any = optimizer_class(class_name)
+        self.class_name: str = cls.__name__
         self.has_tensor_rate, self.is_fused = issubclass(cls, TENSOR_RATE), issubclass(cls, FUSED)
         self.lr = torch.tensor(float(learning_rate), device=device)
         options: dict[str, Any] = {"fused": True} if self.is_fused else {}
@@ -172,14 +174,19 @@ class GuardedOptimizer:
                 group["lr"] = flags["lr"] = float(self.lr)
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, by parameter."""
+        """The optimizer's state, by parameter, and its class."""
+        self.take_assigned_rates()
         if not self.has_tensor_rate:
             self._set_number_rates()
         state = self.optimizer.state_dict()
-        return split_state(state, self.flats) if self.flats else state
+        return {**(split_state(state, self.flats) if self.flats else state), "class_name": self.class_name}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise an error if `state` belongs to other parameters; nothing is changed."""
+        """Raise an error if `state` belongs to another optimizer or to other parameters; nothing is changed."""
+        kind = state.get("class_name", self.class_name)  # files of other libraries do not say it
+        if kind != self.class_name:
+            way_out = f"set optimizer_class_name={kind!r}, or load without the optimizer (load_optimizer=False)"
+            raise ValueError(f"the optimizer state is of {kind}, this one is {self.class_name}: {way_out}")
         want = [len(shapes) for shapes in self.sizes]
         got = [len(group["params"]) for group in state["param_groups"]]
         if want != got:
@@ -187,8 +194,11 @@ class GuardedOptimizer:
         order = [shape for shapes in self.sizes for shape in shapes]
         for index, moments in state["state"].items():
             for name, value in moments.items():
-                if torch.is_tensor(value) and value.dim() and value.shape != order[index]:
-                    shapes = f"{tuple(value.shape)}, this one needs {tuple(order[index])}"
+                want = list(order[index])
+                if name in SUMMED:
+                    want[SUMMED[name]] = 1
+                if torch.is_tensor(value) and value.dim() and list(value.shape) != want:
+                    shapes = f"{tuple(value.shape)}, this one needs {tuple(want)}"
                     raise RuntimeError(f"the optimizer state {name!r} of parameter {index} has shape {shapes}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

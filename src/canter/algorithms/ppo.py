@@ -625,9 +625,8 @@ class PPO(Algorithm):
     def adapt_learning_rate(self, kl: Tensor) -> None:
         """Change the learning rate so that the KL step stays near `desired_kl`; decided on the device."""
         slower, faster = kl > 2 * self.live.desired_kl, (kl < self.live.desired_kl / 2) & (kl > 0)
-        factor = torch.where(slower, 1 / 1.5, torch.where(faster, 1.5, 1.0))
-        bounded = (self.lr * factor).clamp(1e-5, 1e-2)
-        self.lr.copy_(torch.where(slower | faster, bounded, self.lr))
+        lower, higher = (self.lr / 1.5).clamp(min=1e-5), (self.lr * 1.5).clamp(max=1e-2)
+        self.lr.copy_(torch.where(slower, lower, torch.where(faster, higher, self.lr)))
 
     def adjust_learning_rate(self, progress: float) -> None:
         """Set linear schedules for the fraction of the run that is done."""
@@ -653,7 +652,8 @@ class PPO(Algorithm):
         self.lr.fill_(rate)
 
     def read_learning_rate(self) -> None:
-        """Read the learning rate from the device."""
+        """Read the learning rate from the device, or from `param_groups` if it was assigned there."""
+        self.optimizer.take_assigned_rates()
         self._learning_rate = float(self.lr)
 
     def sync_derived(self) -> tuple[Any, ...]:

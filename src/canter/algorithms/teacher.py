@@ -21,7 +21,7 @@ from canter.modules.policy import Hidden, Policy, PolicyOutput
 from canter.storage.queue_rollout_storage import ActionLabelRollout
 from canter.storage.rollout_storage import MiniBatch, RolloutStorage
 from canter.utils.checkpoint import load_checkpoint, newest_valid_checkpoint
-from canter.utils.config import build, check_settings, check_value, setting, settings
+from canter.utils.config import build, check_settings, check_value, nearest, setting, settings
 from canter.utils.reading import refuse_imports
 from canter.utils.tree import Obs
 
@@ -45,6 +45,10 @@ DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "scaled_tanh": lambda mean, label: _tanh(mean, label).mean(-1) * (mean - label).abs().mean(-1),
 }
 TARGETS = (*DISTANCES, "max_log_prob")
+UNFIT_SCHEDULERS = {
+    "ReduceLROnPlateau": "it needs a metric at every step; assign alg.learning_rate in a callback",
+    **dict.fromkeys(("ChainedScheduler", "SequentialLR"), "it is made of other schedulers; use one of them"),
+}
 TANH_TARGETS = ("tanh", "scaled_tanh")
 
 
@@ -182,7 +186,7 @@ class Teacher(Extension):
             return None
         if self.alg.cfg.schedule not in ("fixed", "constant"):
             raise ValueError(f"lr_scheduler_class_name needs schedule='fixed', got {self.alg.cfg.schedule!r}")
-        made = getattr(torch.optim.lr_scheduler, self.cfg.lr_scheduler_class_name)
+        made = lr_scheduler_class(self.cfg.lr_scheduler_class_name)
         return made(self.alg.optimizer.optimizer, **(self.cfg.lr_scheduler or {}))
 
     def _load_policies(self) -> list[Policy]:
@@ -271,6 +275,16 @@ class Teacher(Extension):
             return
         done = record.done
         self.reset(done | ~record.valid if self.alg.rollout.has_invalid_steps else done)
+        self._draw_who_acts(done)
+
+    def end_episodes(self) -> None:
+        """Reset the teachers' memories, and draw in which environments the teacher acts."""
+        everywhere = torch.ones_like(self.use_teacher_act_mask)
+        self.reset(everywhere)
+        self._draw_who_acts(everywhere)
+
+    def _draw_who_acts(self, done: Tensor) -> None:
+        """Draw whether the teacher acts in the environments (N,) that begin an episode."""
         mask = self.use_teacher_act_mask
         draws = torch.rand(mask.shape, generator=self.alg.generators["teacher"], device=self.alg.device)
         mask.copy_(torch.where(done, draws < self.teacher_prob, mask))
@@ -383,12 +397,28 @@ class Teacher(Extension):
         return own | {"teacher": memories}
 
     def load_resume_state(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly from a `resume_state`."""
+        """Continue exactly from a `resume_state`; with other environments only the probability is the saved one."""
+        if "teacher" not in state:
+            raise ValueError("the checkpoint has no memory of a teacher")
         self.teacher_prob.copy_(state["teacher_prob"])
+        if len(state["use_teacher_act_mask"]) != len(self.use_teacher_act_mask):
+            return
         self.use_teacher_act_mask.copy_(state["use_teacher_act_mask"])
         for hidden, saved in zip(self.hidden, state["teacher"], strict=True):
             for name, value in hidden.items():
                 value.copy_(saved[name])
+
+
+def lr_scheduler_class(name: str) -> Any:
+    """The class of torch.optim.lr_scheduler with this name."""
+    if name in UNFIT_SCHEDULERS:
+        raise ValueError(f"lr_scheduler_class_name={name!r} cannot be used: {UNFIT_SCHEDULERS[name]}")
+    found = getattr(torch.optim.lr_scheduler, name, None)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.lr_scheduler.LRScheduler)):
+        near = nearest(name, [other for other in vars(torch.optim.lr_scheduler) if other.endswith(("LR", "Restarts"))])
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise ValueError(f"torch.optim.lr_scheduler has no class {name!r}{hint}")
+    return found
 
 
 def build_teacher(

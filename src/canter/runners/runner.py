@@ -26,7 +26,7 @@ from canter.envs.workers import WorkerError
 from canter.envs.wrap import wrap_env
 from canter.envs.wrappers import ClipActions, FlattenObs
 from canter.modules.build import build_actor_critic
-from canter.modules.normalizer import EmpiricalNormalization, ReturnScaler
+from canter.modules.normalizer import EmpiricalNormalization
 from canter.runners.checkpoints import Checkpoints
 from canter.runners.evaluation import InferencePolicy, check_widths, compare_spaces, run_episodes
 from canter.runners.health import TrainingHealth
@@ -446,14 +446,11 @@ class Runner(ABC):
                 self.eval_env.seed(int(seed))
 
     def restart_episodes(self) -> None:
-        """Reset the environments, the memories of the policy and the statistics of unfinished episodes."""
+        """Reset the environments, the memories of the algorithm and the statistics of unfinished episodes."""
         with torch.inference_mode(self.cfg.inference_mode_rollout):
             self.obs, self.critic_obs = self.env.reset()
-        self.policy.reset()
+        self.alg.end_episodes()
         self.stats.clear_running()
-        for part in (part for module in self.alg.modules() for part in module.modules()):
-            if isinstance(part, ReturnScaler):
-                part.returns.zero_()
 
     def get_inference_policy(self, device: torch.device | str | None = None) -> InferencePolicy:
         """A callable from raw observations to deterministic actions, with `reset(dones)` for recurrent policies."""

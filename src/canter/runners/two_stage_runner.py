@@ -96,7 +96,7 @@ class TwoStageRunner(OnPolicyRunner):
             if self.is_on_dataset:
                 self.alg.check_can_learn()
                 self.is_on_dataset = False  # statistics and memories of the dataset end here
-                self.policy.reset()
+                self.alg.end_episodes()
                 self.stats.clear_running()
                 self.rewbuffer.clear()
                 self.lenbuffer.clear()

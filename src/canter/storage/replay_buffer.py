@@ -1,6 +1,7 @@
 """Replay buffer of state pairs, such as past motion features for a discriminator."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,20 @@ class ReplayBuffer:
         number = torch.rand(count, generator=generator, device=self.device, dtype=torch.float64)
         rows = (number * self._num_samples).long()
         return self.states[rows], self.next_states[rows]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The stored pairs, and the row of the next one."""
+        kept = slice(0, self.num_samples)
+        pairs = {"states": self.states[kept].clone(), "next_states": self.next_states[kept].clone()}
+        return {**pairs, "step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`, exactly if the buffers have one size, else with the newest pairs."""
+        step, count = int(state["step"]), len(state["states"])
+        oldest_first = (state[name].to(self.device).roll(-step, 0) for name in ("states", "next_states"))
+        self._num_samples.zero_()
+        self._step.fill_(step if count == self.buffer_size else 0)
+        self.insert(*oldest_first)
 
     def feed_forward_generator(
         self, num_mini_batch: int, mini_batch_size: int, generator: torch.Generator | None = None

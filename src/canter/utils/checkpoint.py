@@ -12,7 +12,7 @@ import pickletools
 import re
 import warnings
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -70,7 +70,7 @@ def _to_plain(value: Any, key: str) -> Any:
         tensor = value.detach()
         # Saving a slice would save its whole storage.
         return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
-    if kind in (dict, OrderedDict):
+    if kind in (dict, OrderedDict, Counter):
         if bad := [name for name in value if type(name) not in (str, int)]:
             raise TypeError(f"a checkpoint cannot hold the key {bad[0]!r} in {key}; use str or int")
         return {name: _to_plain(part, f"{key}[{name!r}]") for name, part in value.items()}
