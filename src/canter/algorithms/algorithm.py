@@ -4,7 +4,8 @@ import dataclasses
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import NoneType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
@@ -222,14 +223,11 @@ class Algorithm:
     def __setattr__(self, name: str, value: Any) -> None:
         """Assign an attribute; a setting is checked and takes effect at once."""
         own = self.__dict__
-        if name in own:  # no setting: a config object has those
-            object.__setattr__(self, name, value)
-            return
         fields = own.get("setting_fields", {})
-        if name not in fields or hasattr(type(self), name):
-            owner = next((cls for cls in type(self).__mro__ if name in vars(cls)), None)
-            if (owner is None or not is_library(owner)) and is_user_code():
-                if is_library(type(self)):  # a user's subclass has attributes of its own
+        is_known = name in own or hasattr(type(self), name)
+        if is_known or name not in fields:  # no setting: a config object has those
+            if is_user_code():
+                if is_library(type(self)) and not is_known:  # a user's subclass has attributes of its own
                     refuse_near_miss(self, name, fields)
                 own.setdefault("user_attributes", set()).add(name)
             object.__setattr__(self, name, value)
@@ -299,14 +297,13 @@ class Algorithm:
         if self.executor.replays:
             self.executor.watch(self.watched_objects())
 
-    def watched_objects(self) -> dict[str, Any]:
-        """Python objects that user code may change: the policy, the extensions, attributes of its own."""
-        own = {name: self.__dict__[name] for name in self.__dict__.get("user_attributes", ()) if name in self.__dict__}
-        own |= {"on_record": self.on_record} if self.on_record else {}
+    def watched_objects(self) -> Mapping[str, Any]:
+        """Python objects that user code may change: the policy, the extensions, attributes that it assigned."""
+        own = {"generators": self.generators} | ({"on_record": self.on_record} if self.on_record else {})
         own |= {} if is_library(type(self)) else {type(self).__name__: type(self)}
         parts = {name.removesuffix("_state_dict"): part for name, part in self.checkpoint_parts().items()}
-        groups = {name: part.param_groups for name, part in parts.items() if hasattr(part, "param_groups")}
-        return {"policy": self.policy, **self.extensions, **groups, **own}
+        optimizers = {name: part.optimizer for name, part in parts.items() if isinstance(part, GuardedOptimizer)}
+        return ChainMap({"policy": self.policy, **self.extensions, **optimizers, **own}, AssignedByUser(self.__dict__))
 
     def device_scalar(self, value: float) -> torch.Tensor:
         """A 0-dim tensor that recorded functions read; `fill_` changes it."""
@@ -455,6 +452,22 @@ class Algorithm:
     def load(self, path: str | Path) -> Any:
         """Read a checkpoint; see the runner's `load`."""
         return self.runner().load(path)
+
+
+class AssignedByUser(Mapping[str, Any]):
+    """The attributes of an algorithm that user code assigned, with their present values."""
+
+    def __init__(self, attributes: Mapping[str, Any]) -> None:
+        self.attributes = attributes
+
+    def __getitem__(self, name: str) -> Any:
+        return self.attributes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self.attributes.get("user_attributes", ()) if name in self.attributes)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def module_state(modules: Iterable[nn.Module]) -> list[Any]:

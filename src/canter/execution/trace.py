@@ -8,8 +8,10 @@ gives another result each time.
 from __future__ import annotations
 
 import builtins
+import datetime
 import functools
 import gc
+import os
 import random
 import sys
 import time
@@ -37,7 +39,8 @@ from canter.execution.python_state import OWN_FOLDER, TORCH_FOLDER, address, is_
 # Built-in functions whose calls a replay would leave out, or repeat with the result of the first.
 CHANGING_CALLS = {
     time.time, time.time_ns, time.monotonic, time.monotonic_ns, time.perf_counter, time.perf_counter_ns,
-    time.process_time, builtins.print, builtins.input,
+    time.process_time, time.localtime, datetime.datetime.now, datetime.datetime.utcnow, datetime.datetime.today,
+    datetime.date.today, builtins.print, builtins.input, builtins.open, os.stat, os.urandom,
 }  # fmt: skip
 # They compute their values in another way while a mode is active.
 CHANGED_BY_MODES = {"linalg_svdvals", "linalg_eigvalsh", "linalg_eigvals", "linalg_matrix_norm", "linalg_cond"}
