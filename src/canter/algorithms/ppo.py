@@ -399,7 +399,7 @@ class PPO(Algorithm):
     @property
     def can_wait(self) -> bool:
         """Whether a step may be stored after the next actions were chosen: they depend on nothing that this writes."""
-        if self.storage.hidden_shapes or self.executor.uses_graphs:
+        if self.storage.hidden_shapes or self.executor.uses_graphs or type(self).record_step is not PPO.record_step:
             return False
         hooks = ("after_act", "reward", "after_record")  # between which an extension may carry something over
         return not any(overrides(extension, hook) for extension in self.extensions.values() for hook in hooks)
