@@ -303,7 +303,8 @@ class Algorithm:
         own |= {} if is_library(type(self)) else {type(self).__name__: type(self)}
         parts = {name.removesuffix("_state_dict"): part for name, part in self.checkpoint_parts().items()}
         optimizers = {name: part.optimizer for name, part in parts.items() if isinstance(part, GuardedOptimizer)}
-        return ChainMap({"policy": self.policy, **self.extensions, **optimizers, **own}, AssignedByUser(self.__dict__))
+        assigned: Any = AssignedByUser(self.__dict__)
+        return ChainMap({"policy": self.policy, **self.extensions, **optimizers, **own}, assigned)
 
     def device_scalar(self, value: float) -> torch.Tensor:
         """A 0-dim tensor that recorded functions read; `fill_` changes it."""
