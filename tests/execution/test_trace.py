@@ -208,6 +208,7 @@ def test_walks_compare_values_and_identities():
         def __init__(self):
             super().__init__()
             self.layer, self.scale, self.table = torch.nn.Linear(2, 2), 1.0, {"a": [1, 2]}
+            self.history = [0.0] * 2000
             self.names, self.optimizer = {"a"}, torch.optim.SGD(self.layer.parameters(), lr=0.1)
             self.moments = self.optimizer.state[self.layer.weight] = {"mean": torch.zeros(2, 2)}
             self.stream, self.array, self.numbers = np.random.default_rng(1), np.zeros(3), (n for n in range(9))
@@ -225,6 +226,7 @@ def test_walks_compare_values_and_identities():
     for change in (
         lambda: setattr(mine, "scale", 2.0),
         lambda: mine.table["a"].append(3),
+        lambda: mine.history.append(0.0),
         lambda: mine.table.update(b=1),
         lambda: mine.table.update(c=mine.table.pop("b")),
         lambda: mine.names.add("b"),
