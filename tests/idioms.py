@@ -1338,6 +1338,25 @@ class SettingOfExtensionReadAsNumber(Ext):
 
 
 @idiom("either")
+class SettingReadFromTheConfig(Ext):
+    def callback(self, runner, i):
+        runner.alg.gamma = 0.99 if i < 5 else 0.5
+
+    def loss_terms(self, terms, batch, out):
+        terms.losses["mine"] = self.alg.cfg.gamma * out.mean.square().mean()
+
+
+@idiom("eager")
+class NumberOfTheEnvironmentReadThroughTheRunner(Ext):
+    def callback(self, runner, i):
+        self.runner = runner
+        runner.env.level = 1.0 if i < 5 else 9.0
+
+    def loss_terms(self, terms, batch, out):
+        terms.losses["mine"] = self.runner.env.level * out.mean.square().mean()
+
+
+@idiom("either")
 class LearningRateReadAsNumber(Alg):
     def loss_terms(self, batch, out):
         terms = super().loss_terms(batch, out)

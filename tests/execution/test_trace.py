@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from canter.envs.torch_envs import PointRobot
+from canter.envs.wrappers import ClipActions
 from canter.execution.executor import Executor
 from canter.execution.python_state import Walk, find_line, first_change
 from canter.execution.trace import Tracer, run_traced
@@ -194,6 +196,15 @@ def test_a_user_who_reads_a_counter_is_refused():
     run_traced(tracer, lambda x: x * mine.calls, (X,), {}, [(mine, ("calls",))])
     assert re.search(rf"calls reads values on the host at {HERE}", tracer.not_replayable)
     assert type(mine) is Counting
+
+
+def test_a_number_of_the_simulator_that_is_read_through_an_adapter_is_refused():
+    inner = PointRobot(2)
+    inner.level = 2.0
+    env = ClipActions(inner, 1.0)
+    assert env.level == 2.0
+    tracer = traced(lambda x: x * env.level, X)
+    assert re.match(rf"level reads values on the host at {HERE}:\d+", tracer.not_replayable)
 
 
 GAIN = 1.0

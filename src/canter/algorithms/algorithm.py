@@ -156,7 +156,6 @@ class Algorithm:
         self.holders: dict[str, Any] = {}
         self.float_settings: set[str] = set()
         self.read_as_numbers: set[str] = set()  # float settings that recorded functions read without `live`
-        self.add_settings(self.cfg, of_run)
         found = resolve_device(device if device is not None else getattr(self.cfg, "device", None))
         self.device = RANKS.start(found, getattr(self.cfg, "rank_timeout", RANK_TIMEOUT))
         self.seed = getattr(self.cfg, "seed", None) if seed is None else seed
@@ -164,6 +163,7 @@ class Algorithm:
         self.env = None if env is None else wrap_env(env, self.device)
         can_capture = self.device.type == "cpu" or RANKS.backend != "gloo"  # gloo copies from a GPU to the host
         self.executor = Executor(self.device, self.cfg.execution if can_capture else "eager", self.cfg.precision)
+        self.add_settings(self.cfg, of_run)
         self.generators: dict[str, torch.Generator] = {}
         self.live = SimpleNamespace()
         self.live_values: dict[str, Any] = {}
@@ -245,7 +245,9 @@ class Algorithm:
         fields = {f.name: f for f in dataclasses.fields(cfg) if f.name not in (left_out or ())}
         self.setting_fields |= fields
         self.holders |= dict.fromkeys(fields, cfg)
-        self.float_settings |= {name for name, f in fields.items() if "float" in declared_kinds(f)}
+        floats = {name for name, f in fields.items() if "float" in declared_kinds(f)}
+        self.float_settings |= floats
+        self.executor.counters[f"settings {id(cfg)}"] = (cfg, tuple(floats), self.read_as_numbers.add)
 
     def sync_settings(self, assigned: str = "") -> None:
         """Copy changed float settings to the device, and give the executor every other one as a recording's key.
