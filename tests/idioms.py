@@ -12,12 +12,14 @@ before every iteration i.
 """
 
 import copy
+import datetime
 import functools
 import inspect
 import itertools
 import os
 import random
 import re
+import tempfile
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -729,7 +731,78 @@ class CachedFeaturesReadInTheSameStep(Net):
         return super().head_params(features + self.last, obs, ctx)
 
 
+@idiom("eager")
+class CounterOfFunction(Net):
+    @staticmethod
+    def scale():
+        CounterOfFunction.scale.calls += 1
+        return 0.5 if CounterOfFunction.scale.calls % 31 == 0 else 1.0
+
+    def parts(self):
+        CounterOfFunction.scale.calls = 0
+
+    def actor_features(self, obs, ctx):
+        return obs * self.scale()
+
+
+@idiom("eager")
+class CounterOfAlgorithmMadeInItsFirstCall(Alg):
+    def weighted_sum(self, losses):
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().weighted_sum(losses) * (0.1 if self.calls % 7 == 0 else 1.0)
+
+
+@idiom("eager")
+class NumberReadFromFile(Ext):
+    def parts(self, alg):
+        self._folder = tempfile.TemporaryDirectory()
+        self._file = f"{self._folder.name}/weight"
+
+    def callback(self, runner, i):
+        with open(self._file, "w") as file:
+            file.write("1.0" if i < 5 else "20.0")
+
+    def loss_terms(self, terms, batch, out):
+        with open(self._file) as file:
+            terms.losses["mine"] = float(file.read()) * out.mean.square().mean()
+
+
+@idiom("eager")
+class SwitchByFile(Ext):
+    def parts(self, alg):
+        self._folder = tempfile.TemporaryDirectory()
+
+    def callback(self, runner, i):
+        if i == 5:
+            os.mkdir(f"{self._folder.name}/on")
+
+    def loss_terms(self, terms, batch, out):
+        weight = 20.0 if os.path.exists(f"{self._folder.name}/on") else 1.0
+        terms.losses["mine"] = weight * out.mean.square().mean()
+
+
+@idiom("eager")
+class SwitchByDate(Ext):
+    def loss_terms(self, terms, batch, out):
+        weight = 1.0 if datetime.datetime.now().year > 2000 else 2.0
+        terms.losses["mine"] = weight * out.mean.square().mean()
+
+
 # Random numbers.
+@idiom("eager")
+class NewNumpyGeneratorInEveryCall(Ext):
+    def loss_terms(self, terms, batch, out):
+        weight = 1.0 if np.random.default_rng().random() < 2.0 else 20.0
+        terms.losses["mine"] = weight * out.mean.square().mean()
+
+
+@idiom("either")
+class GeneratorOfTheAlgorithmReplaced(Script):
+    def callback(self, runner, i):
+        if i == 5:
+            runner.alg.generators["action"] = torch.Generator(runner.device).manual_seed(1)
+
+
 @idiom("eager")
 class PythonRandom(Net):
     def actor_features(self, obs, ctx):
@@ -1154,6 +1227,33 @@ class NumpyArrayChanged(Net):
 
 
 @idiom("either")
+class LargeNumpyArrayChanged(Ext):
+    def parts(self, alg):
+        self.table = np.ones(2000)
+
+    def callback(self, runner, i):
+        if i == 5:
+            self.table[7] = 30.0
+
+    def loss_terms(self, terms, batch, out):
+        terms.losses["mine"] = float(self.table[7]) * out.mean.square().mean()
+
+
+@idiom("either")
+class MemberOfSetReplaced(Ext):
+    def parts(self, alg):
+        self.modes = {"calm"}
+
+    def callback(self, runner, i):
+        if i == 5:
+            self.modes.remove("calm")
+            self.modes.add("wild")
+
+    def loss_terms(self, terms, batch, out):
+        terms.losses["mine"] = (10.0 if "wild" in self.modes else 1.0) * out.mean.square().mean()
+
+
+@idiom("either")
 class NumpyScalarChanged(Net):
     def parts(self):
         self.scales = np.ones(2)
@@ -1238,6 +1338,25 @@ class SettingOfExtensionReadAsNumber(Ext):
 
 
 @idiom("either")
+class SettingReadFromTheConfig(Ext):
+    def callback(self, runner, i):
+        runner.alg.gamma = 0.99 if i < 5 else 0.5
+
+    def loss_terms(self, terms, batch, out):
+        terms.losses["mine"] = self.alg.cfg.gamma * out.mean.square().mean()
+
+
+@idiom("eager")
+class NumberOfTheEnvironmentReadThroughTheRunner(Ext):
+    def callback(self, runner, i):
+        self.runner = runner
+        runner.env.level = 1.0 if i < 5 else 9.0
+
+    def loss_terms(self, terms, batch, out):
+        terms.losses["mine"] = self.runner.env.level * out.mean.square().mean()
+
+
+@idiom("either")
 class LearningRateReadAsNumber(Alg):
     def loss_terms(self, batch, out):
         terms = super().loss_terms(batch, out)
@@ -1319,6 +1438,75 @@ class DataAssigned(Net):
     def callback(self, runner, i):
         if i == 5:
             self.actor[0].weight.data = torch.ones_like(self.actor[0].weight)
+
+
+@idiom("either")
+class AllDataAssigned(Net):
+    def callback(self, runner, i):
+        if i == 5:
+            vector = torch.nn.utils.parameters_to_vector(self.parameters())
+            torch.nn.utils.vector_to_parameters(0.9 * vector, self.parameters())
+
+
+@idiom("either")
+class MomentsCleared(Net):
+    def callback(self, runner, i):
+        if i == 5:
+            runner.alg.optimizer.optimizer.state.clear()
+
+
+@idiom("either")
+class MomentsReplaced(Script):
+    def callback(self, runner, i):
+        if i == 5:
+            for moments in runner.alg.optimizer.optimizer.state.values():
+                moments["exp_avg"] = torch.zeros_like(moments["exp_avg"])
+
+
+@idiom("either")
+class OptimizerRestored(Script):
+    def callback(self, runner, i):
+        if i == 2:
+            self._saved = copy.deepcopy(runner.alg.optimizer.state_dict())
+        if i == 5:
+            runner.alg.optimizer.load_state_dict(self._saved)
+
+
+@idiom("either")
+class LossTermsOfAlgorithmReplaced(Script):
+    def callback(self, runner, i):
+        if i == 5:
+            runner.alg.loss_terms = functools.partial(self.doubled, runner.alg.loss_terms)
+
+    def doubled(self, loss_terms, batch, out):
+        terms = loss_terms(batch, out)
+        terms.losses["value_loss"] = 5.0 * terms.losses["value_loss"]
+        return terms
+
+
+@idiom("either")
+class ForwardOfAlgorithmReplaced(Script):
+    def callback(self, runner, i):
+        if i == 5:
+            forward = runner.alg.policy.forward
+            runner.alg.forward = lambda obs, *others: forward(0.5 * obs, *others)
+
+
+@idiom("either")
+class GradientHookRegisteredByCallback(Net):
+    def callback(self, runner, i):
+        if i == 5:
+            self.actor[0].weight.register_hook(lambda gradient: 0.0 * gradient)
+
+
+@idiom("either")
+class GradientHookRemoved(Net):
+    def parts(self):
+        self._hook = self.actor[0].weight.register_hook(lambda gradient: 0.0 * gradient)
+
+    def callback(self, runner, i):
+        if i == 5:
+            self._hook.remove()
 
 
 @idiom("either")

@@ -336,6 +336,24 @@ def test_without_trainable_parameters_an_optimizer_has_a_rate_and_a_state():
     assert optimizer.parameters == []
 
 
+@pytest.mark.parametrize("class_name", ["Adam", "SGD"])
+def test_a_parameter_whose_data_was_assigned_is_trained_there_and_the_old_data_stays(class_name):
+    (net, optimizer), (same, same_optimizer) = made(class_name=class_name), made(class_name=class_name)
+    take_step(net, optimizer)
+    take_step(same, same_optimizer)
+    pairs = list(zip(net.parameters(), same.parameters(), strict=True))
+    kept = [(mine.data, mine.data.clone()) for mine, _ in pairs]
+    for mine, theirs in pairs:
+        mine.data = 0.5 * mine.data
+        with torch.no_grad():
+            theirs.mul_(0.5)
+    for _ in range(2):
+        take_step(net, optimizer)
+        take_step(same, same_optimizer)
+        assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
+    assert all(torch.equal(data, before) for data, before in kept)
+
+
 def test_moments_that_decayed_to_nearly_zero_are_dropped_and_no_parameter_moves():
     net, optimizer = made()
     take_step(net, optimizer)

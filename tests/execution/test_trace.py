@@ -1,5 +1,7 @@
 """Functions are replayed only while they do the same in every run; messages say what differed, and where."""
 
+import datetime
+import os
 import random
 import re
 import sys
@@ -10,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from canter.envs.torch_envs import PointRobot
+from canter.envs.wrappers import ClipActions
 from canter.execution.executor import Executor
 from canter.execution.python_state import Walk, find_line, first_change
 from canter.execution.trace import Tracer, run_traced
@@ -152,6 +156,10 @@ def test_a_function_that_changes_an_object_is_refused_with_the_line_of_the_chang
         (lambda x: (time.time(), x + 1)[1], r"time\(\) is called"),
         (lambda x: (time.perf_counter(), x + 1)[1], r"perf_counter\(\) is called"),
         (lambda x: (print(end=""), x + 1)[1], r"print\(\) is called"),
+        (lambda x: (open(__file__).close(), x + 1)[1], r"open\(\) is called"),
+        (lambda x: (os.path.exists(__file__), x + 1)[1], r"stat\(\) is called"),
+        (lambda x: (np.random.default_rng(), x + 1)[1], r"urandom\(\) is called"),
+        (lambda x: (datetime.datetime.now(), x + 1)[1], r"now\(\) is called"),
         (lambda x: (random.random(), x + 1)[1], r"random\(\) is called"),
         (lambda x: (np.random.rand(), x + 1)[1], "it draws from np.random"),
         (lambda x: (GENERATOR.manual_seed(1), x + 1)[1], r"manual_seed\(\) is called"),
@@ -190,6 +198,15 @@ def test_a_user_who_reads_a_counter_is_refused():
     assert type(mine) is Counting
 
 
+def test_a_number_of_the_simulator_that_is_read_through_an_adapter_is_refused():
+    inner = PointRobot(2)
+    inner.level = 2.0
+    env = ClipActions(inner, 1.0)
+    assert env.level == 2.0
+    tracer = traced(lambda x: x * env.level, X)
+    assert re.match(rf"level reads values on the host at {HERE}:\d+", tracer.not_replayable)
+
+
 GAIN = 1.0
 
 
@@ -202,7 +219,9 @@ def test_walks_compare_values_and_identities():
         def __init__(self):
             super().__init__()
             self.layer, self.scale, self.table = torch.nn.Linear(2, 2), 1.0, {"a": [1, 2]}
+            self.history = [0.0] * 2000
             self.names, self.optimizer = {"a"}, torch.optim.SGD(self.layer.parameters(), lr=0.1)
+            self.moments = self.optimizer.state[self.layer.weight] = {"mean": torch.zeros(2, 2)}
             self.stream, self.array, self.numbers = np.random.default_rng(1), np.zeros(3), (n for n in range(9))
             self.scripted = torch.jit.script(torch.nn.Linear(2, 2))
 
@@ -218,10 +237,18 @@ def test_walks_compare_values_and_identities():
     for change in (
         lambda: setattr(mine, "scale", 2.0),
         lambda: mine.table["a"].append(3),
+        lambda: mine.history.append(0.0),
         lambda: mine.table.update(b=1),
         lambda: mine.table.update(c=mine.table.pop("b")),
         lambda: mine.names.add("b"),
+        lambda: (mine.names.remove("a"), mine.names.add("c")),
         lambda: mine.optimizer.param_groups[0].update(lr=0.2),
+        lambda: mine.moments.update(mean=torch.zeros(2, 2)),
+        lambda: mine.optimizer.load_state_dict(mine.optimizer.state_dict()),
+        lambda: mine.optimizer.state.clear(),
+        lambda: mine.layer.weight.register_hook(lambda gradient: gradient),
+        lambda: mine.layer.weight._backward_hooks.clear(),
+        lambda: vars(Mine.forward).update(calls=1),
         lambda: setattr(mine.layer.weight, "data", torch.zeros(2, 2)),
         lambda: setattr(mine.scripted.weight, "data", torch.zeros(2, 2)),
         lambda: mine.layer.requires_grad_(False),

@@ -5,8 +5,11 @@ import contextlib
 import pytest
 import torch
 
+from canter.algorithms import PPO
 from canter.envs.torch_envs import PointRobot
 from canter.envs.wrap import wrap_env
+from canter.modules import ActorCritic
+from canter.runners import OnPolicyRunner
 from canter.utils.metrics import NonFiniteError
 
 
@@ -129,6 +132,31 @@ def test_steps_on_which_the_next_actions_depend_are_not_delayed(make_runner):
         runner.learn(1)
         assert runner.env.calls == []
     assert make_runner(InTwoHalves(4, seed=1)).alg.steps_can_wait
+
+
+@pytest.mark.parametrize("execution", ["eager", "auto"])
+def test_a_users_step_that_the_next_actions_read_is_not_delayed(execution, differing, weights):
+    class Following(PPO):
+        """Acts on the observation shifted by the reward of the step before."""
+
+        def act_step(self, obs, critic_obs, hidden):
+            return super().act_step(obs + self.level, critic_obs, hidden)
+
+        def record_step(self, step, record):
+            self.level.copy_(record.reward.mean().tanh())
+            return super().record_step(step, record)
+
+    runners = []
+    for env_class in (PointRobot, NewRecords, InTwoHalves):
+        torch.manual_seed(0)
+        policy = ActorCritic(6, 9, 2, actor_hidden_dims=[8], critic_hidden_dims=[8])
+        alg = Following(policy, seed=1, execution=execution)
+        alg.level = torch.zeros(())
+        runners.append(OnPolicyRunner(env_class(4, seed=1), alg, show_progress=False))
+        runners[-1].learn(3)
+    first, *others = map(weights, runners)
+    for other in others:
+        assert differing(first, other) == []
 
 
 @pytest.mark.parametrize("at", [3, 4])  # in mid-rollout, and in its last step

@@ -4,7 +4,8 @@ import dataclasses
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import NoneType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
@@ -155,7 +156,6 @@ class Algorithm:
         self.holders: dict[str, Any] = {}
         self.float_settings: set[str] = set()
         self.read_as_numbers: set[str] = set()  # float settings that recorded functions read without `live`
-        self.add_settings(self.cfg, of_run)
         found = resolve_device(device if device is not None else getattr(self.cfg, "device", None))
         self.device = RANKS.start(found, getattr(self.cfg, "rank_timeout", RANK_TIMEOUT))
         self.seed = getattr(self.cfg, "seed", None) if seed is None else seed
@@ -163,6 +163,7 @@ class Algorithm:
         self.env = None if env is None else wrap_env(env, self.device)
         can_capture = self.device.type == "cpu" or RANKS.backend != "gloo"  # gloo copies from a GPU to the host
         self.executor = Executor(self.device, self.cfg.execution if can_capture else "eager", self.cfg.precision)
+        self.add_settings(self.cfg, of_run)
         self.generators: dict[str, torch.Generator] = {}
         self.live = SimpleNamespace()
         self.live_values: dict[str, Any] = {}
@@ -226,14 +227,11 @@ class Algorithm:
     def __setattr__(self, name: str, value: Any) -> None:
         """Assign an attribute; a setting is checked and takes effect at once."""
         own = self.__dict__
-        if name in own:  # no setting: a config object has those
-            object.__setattr__(self, name, value)
-            return
         fields = own.get("setting_fields", {})
-        if name not in fields or hasattr(type(self), name):
-            owner = next((cls for cls in type(self).__mro__ if name in vars(cls)), None)
-            if (owner is None or not is_library(owner)) and is_user_code():
-                if is_library(type(self)):  # a user's subclass has attributes of its own
+        is_known = name in own or hasattr(type(self), name)
+        if is_known or name not in fields:  # no setting: a config object has those
+            if is_user_code():
+                if is_library(type(self)) and not is_known:  # a user's subclass has attributes of its own
                     refuse_near_miss(self, name, fields)
                 own.setdefault("user_attributes", set()).add(name)
             object.__setattr__(self, name, value)
@@ -251,7 +249,9 @@ class Algorithm:
         fields = {f.name: f for f in dataclasses.fields(cfg) if f.name not in (left_out or ())}
         self.setting_fields |= fields
         self.holders |= dict.fromkeys(fields, cfg)
-        self.float_settings |= {name for name, f in fields.items() if "float" in declared_kinds(f)}
+        floats = {name for name, f in fields.items() if "float" in declared_kinds(f)}
+        self.float_settings |= floats
+        self.executor.counters[f"settings {id(cfg)}"] = (cfg, tuple(floats), self.read_as_numbers.add)
 
     def sync_settings(self, assigned: str = "") -> None:
         """Copy changed float settings to the device, and give the executor every other one as a recording's key.
@@ -301,14 +301,14 @@ class Algorithm:
         if self.executor.replays:
             self.executor.watch(self.watched_objects())
 
-    def watched_objects(self) -> dict[str, Any]:
-        """Python objects that user code may change: the policy, the extensions, attributes of its own."""
-        own = {name: self.__dict__[name] for name in self.__dict__.get("user_attributes", ()) if name in self.__dict__}
-        own |= {"on_record": self.on_record} if self.on_record else {}
+    def watched_objects(self) -> Mapping[str, Any]:
+        """Python objects that user code may change: the policy, the extensions, attributes that it assigned."""
+        own = {"generators": self.generators} | ({"on_record": self.on_record} if self.on_record else {})
         own |= {} if is_library(type(self)) else {type(self).__name__: type(self)}
         parts = {name.removesuffix("_state_dict"): part for name, part in self.checkpoint_parts().items()}
-        groups = {name: part.param_groups for name, part in parts.items() if hasattr(part, "param_groups")}
-        return {"policy": self.policy, **self.extensions, **groups, **own}
+        optimizers = {name: part.optimizer for name, part in parts.items() if isinstance(part, GuardedOptimizer)}
+        assigned: Any = AssignedByUser(self.__dict__)
+        return ChainMap({"policy": self.policy, **self.extensions, **optimizers, **own}, assigned)
 
     def device_scalar(self, value: float) -> torch.Tensor:
         """A 0-dim tensor that recorded functions read; `fill_` changes it."""
@@ -478,6 +478,22 @@ class Algorithm:
     def load(self, path: str | Path) -> Any:
         """Read a checkpoint; see the runner's `load`."""
         return self.runner().load(path)
+
+
+class AssignedByUser(Mapping[str, Any]):
+    """The attributes of an algorithm that user code assigned, with their present values."""
+
+    def __init__(self, attributes: Mapping[str, Any]) -> None:
+        self.attributes = attributes
+
+    def __getitem__(self, name: str) -> Any:
+        return self.attributes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self.attributes.get("user_attributes", ()) if name in self.attributes)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def module_state(modules: Iterable[nn.Module]) -> list[Any]:

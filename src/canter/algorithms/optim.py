@@ -150,7 +150,14 @@ class GuardedOptimizer:
         elif bool(skipped):
             return norms[0], not_finite
         frozen = [(p, p.detach().clone()) for flat in self.flats for p in flat.parameters if not p.requires_grad]
+        # The user may still have the memory in the vector, to assign it again: it keeps its values.
+        moved = [(p, place, place.clone()) for flat in self.flats for p, place in flat.moved()]
+        for parameter, place, _ in moved:
+            place.copy_(parameter.data)
         self.optimizer.step()
+        for parameter, place, value in moved:
+            parameter.data.copy_(place)
+            place.copy_(value)
         for parameter, value in frozen:  # which their moments would move on
             parameter.data.copy_(value)
         return norms[0], not_finite

@@ -404,7 +404,7 @@ class PPO(Algorithm):
     @property
     def steps_can_wait(self) -> bool:
         """Whether the next actions do not depend on what storing a step writes, so that it can be stored later."""
-        if self.storage.hidden_shapes or self.executor.uses_graphs:
+        if self.storage.hidden_shapes or self.executor.uses_graphs or type(self).record_step is not PPO.record_step:
             return False
         hooks = ("after_act", "reward", "after_record")  # between which an extension may carry something over
         return not any(overrides(extension, hook) for extension in self.extensions.values() for hook in hooks)

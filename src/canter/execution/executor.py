@@ -66,7 +66,7 @@ class Executor:
         self.calls: dict[Any, int] = {}  # by signature
         self.traces: dict[Any, Any] = {}  # of the last traced run and the state number then, by signature
         self.verified: set[Any] = set()  # signatures whose two traces agree, to be captured in the next call
-        self.counters: dict[str, tuple[Any, tuple[str, ...]]] = {}  # objects with attributes that the run counts up
+        self.counters: dict[str, tuple[Any, ...]] = {}  # objects with attributes that the run changes; see `watched`
         self.roots: Mapping[str, Any] = {}  # Python objects that functions read, by name
         self.state: Walk | None = None  # of these objects when they were last watched
         self.state_number = 0  # counts the changes of these objects

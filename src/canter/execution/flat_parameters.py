@@ -16,8 +16,9 @@ class FlatParameters:
         self.vector = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in parameters]))
         self.vector.grad = torch.zeros_like(self.vector)
         self.parameters, self.grads = list(parameters), self.views(self.vector.grad)
-        for p, value in zip(parameters, self.views(self.vector.data), strict=True):
-            p.data = value
+        self.places = self.views(self.vector.data)
+        for p, place in zip(parameters, self.places, strict=True):
+            p.data = place
 
     def put_grads(self, grads: Sequence[Tensor | None]) -> None:
         """Write the parameters' gradients; None counts as zero."""
@@ -32,6 +33,11 @@ class FlatParameters:
                 mine.copy_(grad)
         for p, grad in zip(self.parameters, self.grads, strict=True):
             p.grad = grad
+
+    def moved(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Parameters that lie elsewhere since their data was assigned (`p.data = x`), and their place in the vector."""
+        pairs = zip(self.parameters, self.places, strict=True)
+        return [(p, place) for p, place in pairs if p.data_ptr() != place.data_ptr()]
 
     def mask(self, chosen: Sequence[nn.Parameter]) -> Tensor:
         """Mask of the vector that is true for the chosen parameters."""

@@ -32,7 +32,7 @@ LIBRARIES = {
     "logging", "threading",
 }  # fmt: skip
 STREAMS = (random.Random, np.random.Generator, np.random.RandomState)
-MAX_BYTES = 4096  # of a NumPy array; a larger one is compared by identity
+MAX_BYTES = 1 << 20  # of a NumPy array; a larger one is compared by identity
 MAX_ITEMS = 1000  # of a container; of a longer one the length is compared
 MAX_VALUES = 20_000  # of a snapshot; what lies further down is left out
 TORCH_FOLDER = str(Path(torch.__file__).parent)
@@ -58,9 +58,9 @@ class Walk:
     """A walk over the objects that are reached from `roots`; `values` by path, and the users' `classes`."""
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
-        self.roots = roots
+        self.roots = dict(roots)  # their present values
         self.values: dict[str, Any] = {}
-        self.mappings: list[Mapping[str, Any]] = []  # attributes, classes, modules and dicts
+        self.mappings: list[Mapping[Any, Any]] = []  # attributes, classes, modules and dicts
         self.partly_read: list[tuple[Mapping[str, Any], Iterable[str]]] = []  # attributes, and the names left out
         self.lists: list[Iterable[Any]] = []
         self.sized: list[Any] = []  # containers of which the length is compared
@@ -86,6 +86,8 @@ class Walk:
             elif isinstance(value, Tensor):
                 self.tensors.append(value)
                 self.values[path] = (Same(value), address(value), value.requires_grad)
+                if hooks := value._backward_hooks:
+                    self.waiting.append((f"{path} hooks", list(hooks.values()), True))
             elif isinstance(value, SKIPPED):
                 continue
             elif id(value) in self.seen:
@@ -109,7 +111,7 @@ class Walk:
     def _read(self) -> tuple[list[Any], list[Any]]:
         """What the visited objects hold, one level deep: values that are compared, and objects, by identity."""
         numbers = [*map(len, chain(self.mappings, self.lists, self.sized))]  # pyright: ignore[reportArgumentType]
-        numbers += [(address(tensor), tensor.requires_grad) for tensor in self.tensors]
+        numbers += [(address(part), part.requires_grad, *(part._backward_hooks or ())) for part in self.tensors]
         numbers += [read(value) for read, value in self.readings]
         objects = [*chain.from_iterable(chain(self.mappings, map(operator.methodcaller("values"), self.mappings)))]
         objects += chain.from_iterable(self.lists)
@@ -141,8 +143,11 @@ class Walk:
 
     def _add_items(self, path: str, value: Any, is_deep: bool) -> None:
         self.values[f"len({path})"] = len(value)
-        if len(value) > MAX_ITEMS or isinstance(value, set | frozenset):
+        if len(value) > MAX_ITEMS:
             self.sized.append(value)
+        elif isinstance(value, set | frozenset):
+            self.values[path] = members(value)
+            self.readings.append((members, value))
         else:
             (self.mappings if isinstance(value, dict) else self.lists).append(value)
             items: Iterable[Any] = value.items() if isinstance(value, dict) else enumerate(value)
@@ -187,6 +192,8 @@ class Walk:
         if code in self.codes or not self._is_followed(code.co_filename, module):
             return
         self.codes.add(code)
+        self.mappings.append(vars(function))
+        self.waiting += [(f"{path}.{name}", part, False) for name, part in vars(function).items()]
         names = mentioned_names(code)
         self.names |= names
         used = names & function.__globals__.keys()
@@ -241,6 +248,9 @@ class Walk:
 
     def _add_optimizer(self, path: str, value: torch.optim.Optimizer) -> None:
         self.waiting.append((f"{path}.param_groups", value.param_groups, True))
+        self.chosen.append((vars(value), ("param_groups", "state")))  # loading a state replaces both
+        self.mappings.append(value.state)
+        self.waiting += [(f"{path}.state[{i}]", part, True) for i, part in enumerate(value.state.values())]
 
     def _add_stream(self, path: str, value: Any) -> None:
         self.values[path] = stream_state(value)
@@ -297,6 +307,11 @@ def address(tensor: Tensor) -> int:
 def addresses(tensors: Mapping[str, Any]) -> list[int]:
     """Addresses of the tensors among the values."""
     return [address(value) for value in tensors.values() if isinstance(value, Tensor)]
+
+
+def members(items: Iterable[Any]) -> set[Any]:
+    """Items of a set, objects by their id."""
+    return {item if isinstance(item, PLAIN) else id(item) for item in items}
 
 
 def position(generator: types.GeneratorType) -> int | None:

@@ -8,8 +8,10 @@ gives another result each time.
 from __future__ import annotations
 
 import builtins
+import datetime
 import functools
 import gc
+import os
 import random
 import sys
 import time
@@ -37,7 +39,8 @@ from canter.execution.python_state import OWN_FOLDER, TORCH_FOLDER, address, is_
 # Built-in functions whose calls a replay would leave out, or repeat with the result of the first.
 CHANGING_CALLS = {
     time.time, time.time_ns, time.monotonic, time.monotonic_ns, time.perf_counter, time.perf_counter_ns,
-    time.process_time, builtins.print, builtins.input,
+    time.process_time, time.localtime, datetime.datetime.now, datetime.datetime.utcnow, datetime.datetime.today,
+    datetime.date.today, builtins.print, builtins.input, builtins.open, os.stat, os.urandom,
 }  # fmt: skip
 # They compute their values in another way while a mode is active.
 CHANGED_BY_MODES = {"linalg_svdvals", "linalg_eigvalsh", "linalg_eigvals", "linalg_matrix_norm", "linalg_cond"}
@@ -292,12 +295,12 @@ def warm_up() -> None:
 
 
 @contextmanager
-def watched(counters: Iterable[tuple[Any, tuple[str, ...]]]) -> Iterator[None]:
-    """Note when a user's code reads one of the counters."""
-    changed = [(owner, type(owner)) for owner, _ in counters]
-    for owner, names in counters:
+def watched(counters: Iterable[tuple[Any, ...]]) -> Iterator[None]:
+    """Note when a user's code reads one of the counters: by the third entry, or by refusing the function."""
+    changed = [(owner, type(owner)) for owner, *_ in counters]
+    for owner, names, *note in counters:
         cls = type(owner)
-        body = {name: Counter(name) for name in names if name in owner.__dict__}
+        body = {name: Counter(name, *note) for name in names if name in owner.__dict__}
         owner.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__, **body})
     try:
         yield
@@ -307,14 +310,14 @@ def watched(counters: Iterable[tuple[Any, tuple[str, ...]]]) -> Iterator[None]:
 
 
 class Counter:
-    """Attribute that the run counts up: a user's function that reads it cannot be replayed."""
+    """Attribute that the run changes: a user's function that reads it cannot be replayed, unless `note` is given."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, note: Callable[[str], None] | None = None) -> None:
+        self.name, self.note = name, note
 
     def __get__(self, instance: Any, owner: type) -> Any:
         if not runs_own_code(sys._getframe(1)):
-            ACTIVE_TRACERS[-1].on_host_read(self.name)
+            (self.note or ACTIVE_TRACERS[-1].on_host_read)(self.name)
         return instance.__dict__[self.name]
 
     def __set__(self, instance: Any, value: Any) -> None:
