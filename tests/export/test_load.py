@@ -334,3 +334,24 @@ def test_predict_gives_actions_within_the_bounds_and_in_the_shape_of_a_box(tmp_p
         env.step(policy(obs))  # which the adapter clips and shapes
         assert policy.predict(obs).shape == (2, 2, 2)
         assert env.envs[1].unwrapped.last.tolist() == policy.predict(obs)[1].flatten().tolist()
+
+
+def test_predict_gives_whole_numbers_for_a_box_of_integers(tmp_path):
+    space = spaces.Box(0, 9, (2,), np.int16)
+    env = GymVecEnv([lambda: Lever(space)] * 2)
+    cfg = {"num_steps_per_env": 4, "policy": {"actor_hidden_dims": [4], "critic_hidden_dims": [4]}}
+    runner = OnPolicyRunner(env, cfg, tmp_path, "cpu", show_progress=False)
+    with torch.no_grad():
+        runner.policy.actor[-1].bias.copy_(torch.tensor([2.6, 11.0]))
+    runner.save(tmp_path / "model_1.pt")
+    for policy in (canter.load(tmp_path / "model_1.pt"), runner.get_inference_policy()):
+        assert space.contains(policy.predict(np.zeros(1, np.float32)))
+        assert policy.predict(torch.zeros(2, 1)).tolist() == [[3, 9], [3, 9]]
+        env.step(policy(torch.zeros(2, 1)))
+        assert env.envs[0].unwrapped.last.tolist() == [3, 9], "the same as in training"
+
+
+@pytest.mark.parametrize("obs", ["north", (np.zeros(3), 1)], ids=["text", "tuple"])
+def test_an_observation_that_is_no_array_is_an_error_with_the_way_out(acting, obs):
+    with pytest.raises(TypeError, match=rf"is numbers, got {type(obs).__name__} .*spaces.flatten\(env.observation_sp"):
+        acting.predict(obs)

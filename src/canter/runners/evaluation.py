@@ -19,8 +19,8 @@ class InferencePolicy:
 
     Observations are arrays or tensors, one or a batch, a dict by part or one flat vector. Actions are of the same kind.
     A call gives what the `step` of a `VecEnv` takes, `predict` what the environment itself takes: within its bounds, in
-    the shape of its Box, with discrete actions that begin at its first number. Adapters of environments do that for
-    a call.
+    the shape and the whole numbers of its Box, with discrete actions that begin at its first number. Adapters of
+    environments do that for a call.
 
     Args:
         policy: The trained policy; resetting it for some environments resets this state too.
@@ -48,6 +48,8 @@ class InferencePolicy:
             for bounds in (action_bounds, env_bounds or action_bounds)
         )
         self._shape = action_space.shape if isinstance(action_space, spaces.Box) else None
+        is_whole = self._shape is not None and np.issubdtype(action_space.dtype, np.integer)
+        self._dtype = getattr(torch, action_space.dtype.name) if is_whole else None
         start = np.ravel(getattr(action_space, "start", 0))
         self._start = torch.as_tensor(start, device=self.device) if start.any() else None
         self.generator = None if seed is None else torch.Generator(self.device).manual_seed(seed)
@@ -87,6 +89,8 @@ class InferencePolicy:
             actions = actions + self._start
         if for_env and self._shape is not None:
             actions = actions.reshape(len(actions), *self._shape)
+        if for_env and self._dtype is not None:
+            actions = actions.round().to(self._dtype)
         actions = actions[0] if is_single else actions
         return actions.numpy(force=True) if is_array else actions
 
@@ -103,7 +107,11 @@ class InferencePolicy:
         """Bytes as they are, any other numbers as floats."""
         if isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
             leaf = leaf.copy()
-        tensor = torch.as_tensor(leaf, device=self.device)
+        try:
+            tensor = torch.as_tensor(leaf, device=self.device)
+        except (TypeError, ValueError) as error:
+            way_out = "flatten it: gymnasium.spaces.flatten(env.observation_space, obs)"
+            raise TypeError(f"an observation is numbers, got {type(leaf).__name__} {leaf!r:.60}; {way_out}") from error
         keeps = tensor.dtype == torch.uint8 or (tensor.is_floating_point() and tensor.dtype != torch.float64)
         return tensor if keeps else tensor.float()
 
