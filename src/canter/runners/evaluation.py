@@ -186,6 +186,10 @@ def space_form(space: spaces.Space) -> dict[str, Any]:
     return form
 
 
+class EndlessEpisodesError(RuntimeError):
+    """Episodes of an evaluation did not end."""
+
+
 class Episodes(NamedTuple):
     """Complete episodes, in the order in which they ended."""
 
@@ -224,4 +228,5 @@ def run_episodes(
         if not left.any():
             return found
     result = f"only {len(found.returns)} of {num_episodes} evaluation episodes ended within {limit} steps"
-    raise RuntimeError(f"{result}; give max_steps, or a time limit to the environment")
+    way_out = "give the environment a time limit, by gymnasium.wrappers.TimeLimit for example, or more max_steps"
+    raise EndlessEpisodesError(f"{result}; {way_out}")

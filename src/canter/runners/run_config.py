@@ -174,7 +174,8 @@ def require_networks(algorithm: str, networks: Mapping[str, Any]) -> None:
     """Raise if an on-policy algorithm has no actor or no critic class; off-policy ones have defaults."""
     for argument in ("actor_class", "critic_class"):
         if argument not in networks and not REGISTRY[algorithm].agent_class.learns_from_replay:
-            raise ValueError(f"OnPolicyRunner needs {argument} (or train_cfg, or agent)")
+            way_out = "a training dict needs none: load_preset(task), or {'algorithm': {'learning_rate': 3e-4}}"
+            raise ValueError(f"OnPolicyRunner needs {argument} (or train_cfg, or agent); {way_out}")
 
 
 def config_of(agent: Any) -> Any:
