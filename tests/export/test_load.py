@@ -228,6 +228,25 @@ def test_networks_built_in_python_are_given(tmp_path):
     assert torch.equal(loaded.predict(obs), network.infer(obs)[0])
 
 
+class OwnQ(torch.nn.Linear):
+    """A Q network that has no name in canter."""
+
+    def __init__(self, obs_space, action_space, cfg):
+        super().__init__(obs_space.shape[0], int(action_space.n))
+
+
+def test_networks_of_a_class_of_one_s_own_are_given(tmp_path):
+    runners = [OffPolicyRunner(CartPole(2), {"seed": s}, q_network_class=OwnQ, show_progress=False) for s in (1, 2)]
+    runners[0].save(tmp_path / "model.pt")
+    with pytest.raises(ValueError, match=r"unknown network class 'OwnQ'; one of your own .* canter.load\(path, pol"):
+        canter.load(tmp_path / "model.pt")
+    obs = torch.tensor([[0.1, -0.2, 0.3, -0.4]])
+    values = runners[0].alg.q_network(obs)
+    loaded = canter.load(tmp_path / "model.pt", policy=runners[1].policy)
+    assert torch.equal(runners[1].alg.q_network(obs), values)
+    assert loaded.predict(obs).tolist() == values.argmax(1).tolist()
+
+
 def test_missing_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no run directory or checkpoint"):
         canter.load(tmp_path / "nothing")

@@ -191,7 +191,8 @@ def named_network(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     if value not in NETWORKS:
-        raise ValueError(f"unknown network class {value!r}; by name there are {', '.join(sorted(NETWORKS))}")
+        way_out = "one of your own is given as a class to a runner, or in canter.load(path, policy=<policy>)"
+        raise ValueError(f"unknown network class {value!r}; {way_out}; by name there are {', '.join(sorted(NETWORKS))}")
     return NETWORKS[value]
 
 
