@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from canter.algorithms import DQNConfig, SACConfig, TD3Config
+from canter.algorithms import SAC, TD3, TPPO, DQNConfig, SACConfig, TD3Config
 from canter.algorithms.algorithm import AlgorithmSettings, CommonRunSettings
 from canter.algorithms.estimation import EstimatorSettings
 from canter.algorithms.motion_prior import MotionPriorSettings
@@ -16,7 +16,7 @@ from canter.algorithms.symmetry import SymmetryConfig, SymmetrySettings
 from canter.algorithms.teacher import TeacherSettings
 from canter.envs import ImageReach, wrap_env
 from canter.modules.actor_critic import ActorCritic
-from canter.runners import OnPolicyRunner
+from canter.runners import OffPolicyRunner, OnPolicyRunner
 from canter.utils.config import unused_settings
 
 EXTENSIONS = [EstimatorSettings, MotionPriorSettings, RNDConfig, RNDSettings, SymmetryConfig, SymmetrySettings]
@@ -147,3 +147,23 @@ def test_an_algorithm_of_ones_own_may_have_attributes_with_names_like_those_of_s
     mine = Mine(alg.policy, cfg=alg.cfg)
     mine.learning_rates = [1, 2]
     assert mine.learning_rates == [1, 2]
+
+
+@pytest.mark.parametrize(("agent", "cfg"), [(SAC, DQNConfig()), (TD3, SACConfig()), (SAC, PPOConfig())])
+def test_the_config_of_another_algorithm_is_refused(agent, cfg):
+    name = agent.__name__
+    match = f"{name} does not have settings of {type(cfg).__name__}: .*a config such as {name}Config"
+    with pytest.raises(ValueError, match=match):
+        agent("canter/Pendulum", cfg)
+    with pytest.raises(ValueError, match=match):
+        OffPolicyRunner("canter/Pendulum", cfg, algorithm=name)
+
+
+def test_a_config_of_ppo_is_one_of_its_variants_too():
+    assert TPPO(ActorCritic(4, 4, 2), cfg=PPOConfig(gamma=0.5)).gamma == 0.5
+
+
+@pytest.mark.parametrize("cfg", [{"gamma": 0.9}, "Pendulum-v1", SACConfig])
+def test_a_cfg_that_is_no_config_object_is_named(cfg):
+    with pytest.raises(TypeError, match=r"the cfg of SAC is a config object such as SACConfig\(\), got "):
+        SAC("canter/Pendulum", cfg)

@@ -27,6 +27,14 @@ def test_collect_saves_trajectories_and_continues(trained, capsys):
     assert set(batch.action.flatten().tolist()) <= {0, 1}
 
 
+def test_collect_ends_after_the_episodes_that_are_asked_for(trained, capsys):
+    args = ["collect", str(trained), "--out", str(trained / "demos"), "--num-envs", "2", "--file-steps", "8"]
+    assert main([*args, "--episodes", "3"]) == 0
+    steps, _, episodes = capsys.readouterr().out.splitlines()[-1].split()[:3]
+    assert 3 <= int(episodes) < 10
+    assert int(steps) < 10_000, "the default of --steps alone"
+
+
 def test_collect_is_greedy_by_default(trained):
     from canter.cli.runs import find_checkpoint, load_policy, read_run
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import zipfile
 
+import gymnasium
 import pytest
 import torch
 import yaml
@@ -227,3 +228,20 @@ def test_a_reader_that_has_enough_ends_a_command_in_silence():
         process.stdout.close()  # `canter train --help | head` closes it early
         assert process.stderr.read() == b""
         assert process.wait() == 141
+
+
+class Endless(gymnasium.Wrapper):
+    """Never ends an episode, whatever its time limit."""
+
+    _max_episode_steps = 4
+
+    def step(self, action):
+        return *super().step(action)[:2], False, False, {}
+
+
+def test_evaluation_episodes_that_never_end_are_one_line_with_the_way_out(tmp_path, capsys):
+    gymnasium.register("Endless-v0", lambda: Endless(gymnasium.make("Pendulum-v1").unwrapped))
+    flags = "--num-envs 2 --num-steps-per-env 16 --total-timesteps 32 --eval-interval 0 --final-episodes 1 --no-video"
+    assert main(["train", "Endless-v0", *flags.split(), "--runs-dir", str(tmp_path)]) == 2
+    text = capsys.readouterr().err.splitlines()[-1]
+    assert text.startswith("canter: only 0 of 1 evaluation episodes ended within 6 steps; give the environment")

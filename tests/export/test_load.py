@@ -239,6 +239,25 @@ def test_networks_built_in_python_are_given(tmp_path):
     assert torch.equal(loaded.predict(obs), network.infer(obs)[0])
 
 
+class OwnQ(torch.nn.Linear):
+    """A Q network that has no name in canter."""
+
+    def __init__(self, obs_space, action_space, cfg):
+        super().__init__(obs_space.shape[0], int(action_space.n))
+
+
+def test_networks_of_a_class_of_one_s_own_are_given(tmp_path):
+    runners = [OffPolicyRunner(CartPole(2), {"seed": s}, q_network_class=OwnQ, show_progress=False) for s in (1, 2)]
+    runners[0].save(tmp_path / "model.pt")
+    with pytest.raises(ValueError, match=r"unknown network class 'OwnQ'; one of your own .* canter.load\(path, pol"):
+        canter.load(tmp_path / "model.pt")
+    obs = torch.tensor([[0.1, -0.2, 0.3, -0.4]])
+    values = runners[0].alg.q_network(obs)
+    loaded = canter.load(tmp_path / "model.pt", policy=runners[1].policy)
+    assert torch.equal(runners[1].alg.q_network(obs), values)
+    assert loaded.predict(obs).tolist() == values.argmax(1).tolist()
+
+
 def test_missing_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no run directory or checkpoint"):
         canter.load(tmp_path / "nothing")
@@ -345,3 +364,24 @@ def test_predict_gives_actions_within_the_bounds_and_in_the_shape_of_a_box(tmp_p
         env.step(policy(obs))  # which the adapter clips and shapes
         assert policy.predict(obs).shape == (2, 2, 2)
         assert env.envs[1].unwrapped.last.tolist() == policy.predict(obs)[1].flatten().tolist()
+
+
+def test_predict_gives_whole_numbers_for_a_box_of_integers(tmp_path):
+    space = spaces.Box(0, 9, (2,), np.int16)
+    env = GymVecEnv([lambda: Lever(space)] * 2)
+    cfg = {"num_steps_per_env": 4, "policy": {"actor_hidden_dims": [4], "critic_hidden_dims": [4]}}
+    runner = OnPolicyRunner(env, cfg, tmp_path, "cpu", show_progress=False)
+    with torch.no_grad():
+        runner.policy.actor[-1].bias.copy_(torch.tensor([2.6, 11.0]))
+    runner.save(tmp_path / "model_1.pt")
+    for policy in (canter.load(tmp_path / "model_1.pt"), runner.get_inference_policy()):
+        assert space.contains(policy.predict(np.zeros(1, np.float32)))
+        assert policy.predict(torch.zeros(2, 1)).tolist() == [[3, 9], [3, 9]]
+        env.step(policy(torch.zeros(2, 1)))
+        assert env.envs[0].unwrapped.last.tolist() == [3, 9], "the same as in training"
+
+
+@pytest.mark.parametrize("obs", ["north", (np.zeros(3), 1)], ids=["text", "tuple"])
+def test_an_observation_that_is_no_array_is_an_error_with_the_way_out(acting, obs):
+    with pytest.raises(TypeError, match=rf"is numbers, got {type(obs).__name__} .*spaces.flatten\(env.observation_sp"):
+        acting.predict(obs)

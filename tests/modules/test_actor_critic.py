@@ -132,6 +132,16 @@ def test_the_distribution_follows_the_action_space(space, num_actions, squash, e
     policy.clip_std(min=0.5)  # nothing to clip is no error
 
 
+@pytest.mark.parametrize(
+    ("space", "text"),
+    [(spaces.Discrete(3), "3 logits"), (spaces.MultiDiscrete([3, 2]), "5 logits"), (spaces.Box(-1, 1, (3,)), "3 num")],
+    ids=["Discrete", "MultiDiscrete", "Box"],
+)
+def test_a_number_of_actions_that_does_not_fit_the_space_is_refused(space, text):
+    with pytest.raises(ValueError, match=rf"num_actions is 2, but an action of .* has {text}.*; give {text[0]}"):
+        ActorCritic(4, 4, 2, action_space=space)
+
+
 def test_squashed_actions_stay_in_the_space_and_inference_gives_its_centre():
     space = spaces.Box(np.array([-1.0, 0.0], np.float32), np.array([1.0, 4.0], np.float32))
     policy = ActorCritic(3, 3, 2, action_space=space, squash_actions=True, actor_hidden_dims=(), init_noise_std=9.0)

@@ -185,3 +185,12 @@ def test_a_base_class_raises_with_the_method_to_implement():
         ContinuousQNetwork(OBS, ACTIONS)(torch.zeros(1, 3), torch.zeros(1, 2))
     with pytest.raises(ValueError, match="needs a Box of them, got Discrete"):
         MLPContinuousQNetwork(OBS, spaces.Discrete(2))
+
+
+def test_a_critic_of_one_s_own_may_give_its_values_in_a_column():
+    class Column(torch.nn.Module):
+        def forward(self, obs, actions):
+            return (obs.sum(-1) + actions.sum(-1)).unsqueeze(-1)
+
+    obs, actions = torch.arange(6.0).view(3, 2), torch.tensor([[10.0], [20.0], [30.0]])
+    assert ListedCritics([Column(), Column()])(obs, actions).tolist() == [[11.0, 25.0, 39.0]] * 2

@@ -7,10 +7,13 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+from canter.algorithms import DQNConfig
 from canter.envs import GymVecEnv, GymVectorEnvAdapter
 from canter.envs.torch_envs import CartPole, MaskedCartPole, Pendulum, PointRobot
+from canter.runners import OffPolicyRunner
 from canter.runners.evaluation import run_episodes, space_form
 from canter.utils.checkpoint import load_checkpoint
+from canter.utils.plots import read_metrics
 
 GRU = {"class_name": "ActorCriticRecurrent", "rnn_type": "gru", "rnn_hidden_size": 6}
 
@@ -190,6 +193,29 @@ def test_every_second_iteration_is_evaluated_in_the_evaluation_environment(make_
     lengths = [row.get("eval/mean_length") for row in runner.learn(4).history]
     assert lengths == [None, 3.5, None, 3.5]
     assert eval_env.num_resets == 2
+
+
+@pytest.mark.parametrize("kind", ["ppo", "dqn"])
+def test_an_evaluation_between_two_log_entries_is_logged(make_runner, tmp_path, kind):
+    options = {"log_dir": tmp_path, "eval_env": CartPole(1, max_episode_length=3)}
+    if kind == "ppo":
+        runner = make_runner(CartPole(1), **options, num_steps_per_env=4, log_interval=3, eval_interval=2)
+    else:
+        cfg = DQNConfig(device="cpu", seed=1, batch_size=4, learning_starts=4, buffer_size=100, log_interval=12,
+                        eval_interval=8, network_hidden_dims=(8,))  # fmt: skip
+        runner = OffPolicyRunner(CartPole(1), cfg, **options, show_progress=False)
+    history = runner.learn(total_timesteps=24).history
+    runner.close()
+    logged = read_metrics(tmp_path)
+    assert logged["eval/mean_length"][0] == [8, 16, 24]
+    assert logged["rollout/mean_reward"][0] == [12, 24]
+    assert ["eval/mean_length" in row for row in history] == [True, False, True, True]
+
+
+def test_a_run_without_log_entries_logs_no_evaluations(make_runner, tmp_path):
+    runner = make_runner(log_dir=tmp_path, eval_episodes=1, eval_interval=1, log_interval=0)
+    assert runner.learn(2).history == []
+    assert read_metrics(tmp_path) == {}
 
 
 def test_the_evaluation_environment_is_the_one_that_is_stepped(make_runner, counting):

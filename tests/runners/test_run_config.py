@@ -176,6 +176,11 @@ def test_a_missing_network_class_is_named(absent):
         OnPolicyRunner(PointRobot(2), algorithm="ppo", **{k: v for k, v in classes.items() if k != absent})
 
 
+def test_a_config_without_network_classes_is_refused_with_the_shortest_way_out():
+    with pytest.raises(ValueError, match=r"needs actor_class .*; a training dict needs none: load_preset\(task\), or "):
+        OnPolicyRunner(PointRobot(2), PPOConfig())
+
+
 # ------------------------------------------------------------------ values
 @pytest.mark.parametrize(
     ("name", "value"),

@@ -2,12 +2,14 @@
 
 import types
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
 
 from canter.algorithms import SAC, SACConfig
+from canter.envs import GymVecEnv
 from canter.envs.torch_envs import PointRobot
 from canter.runners import OffPolicyRunner
 from canter.storage.offline import Episode, episodes_from, fill_replay
@@ -164,6 +166,21 @@ class Plain(PointRobot):
         return super().observe(state)[0]
 
 
+class Still(gymnasium.Env):
+    """Observes zeros."""
+
+    observation_space = spaces.Box(-1.0, 1.0, (2,))
+
+    def __init__(self, action_space):
+        self.action_space = action_space
+
+    def reset(self, seed=None, options=None):
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(2, np.float32), 0.0, False, False, {}
+
+
 def test_a_run_starts_with_recorded_data_in_its_buffer(tmp_path):
     with TrajectoryWriter(tmp_path, {}) as writer:
         for number in range(1, 4):
@@ -179,3 +196,20 @@ def test_a_run_starts_with_recorded_data_in_its_buffer(tmp_path):
     assert isinstance(runner.alg, SAC)
     assert runner.alg.num_updates == 5 + 4
     assert len(runner.alg.replay) == 60 + 8
+
+
+def test_recorded_actions_are_those_that_the_environment_executed():
+    box = spaces.Box(np.float32([-1.0, 0.0]), np.float32([1.0, 5.0]))
+    env = GymVecEnv([lambda: Still(box)])
+    agent = SAC(env, learning_starts=0, batch_size=2, buffer_size=50)
+    chosen = np.float32([[-3.0, -3.0], [0.5, 4.0], [9.0, 9.0]])
+    agent.fill([Episode(np.zeros((4, 2)), chosen, np.zeros(3), terminated=False)])
+    assert agent.replay.data["actions"][:3].tolist() == [[-1.0, 0.0], [0.5, 4.0], [1.0, 5.0]]
+    free = SAC(GymVecEnv([lambda: Still(box)], clip_actions=False), learning_starts=0, batch_size=2, buffer_size=50)
+    free.fill([Episode(np.zeros((4, 2)), chosen, np.zeros(3), terminated=False)])
+    assert free.replay.data["actions"][:3].tolist() == chosen.tolist()
+
+
+def test_a_missing_directory_of_recordings_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no directory '.*demos' of trajectory files"):
+        fill_replay(buffer(), str(tmp_path / "demos"))

@@ -30,6 +30,13 @@ def test_run_without_metrics_is_an_error_with_its_path(tmp_path):
         read_metrics(tmp_path)
 
 
+def test_a_run_that_logged_nothing_is_an_error_that_says_why(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    for metrics in (None, ["eval/mean_reward"]):
+        with pytest.raises(ValueError, match=r"no metric was logged: .* shorter than its log_interval"):
+            plot_runs([tmp_path], tmp_path / "curve.png", metrics)
+
+
 def test_smoothing_keeps_straight_lines_and_cuts_the_window_at_the_ends():
     assert smooth(np.arange(5.0)).tolist() == [0, 1, 2, 3, 4]
     line = np.arange(100.0)  # window 3

@@ -197,6 +197,7 @@ class Algorithm:
     def _own_config(self, cfg: Any, given: Mapping[str, Any]) -> Any:
         """A config of this object's own: a copy of `cfg` with the settings it lacks, or the documented defaults."""
         wanted = self.full_settings_class()
+        self._refuse_foreign_config(cfg, wanted)
         given = check_settings(type(self).__name__, given, field_names(wanted))
         values = {} if cfg is None else {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
         for name in given.keys() & values.keys():
@@ -206,6 +207,19 @@ class Algorithm:
         for extension in self.all_extension_classes():
             extension.adjust_config(own)
         return own
+
+    def _refuse_foreign_config(self, cfg: Any, wanted: type) -> None:
+        """Raise if `cfg` is no config object, or that of an algorithm whose settings would have no effect here."""
+        owner = type(self).__name__
+        own_config = f"{getattr(type(self), 'config_class', self.settings_class).__name__}()"
+        if cfg is not None and (isinstance(cfg, type) or not dataclasses.is_dataclass(cfg)):
+            raise TypeError(f"the cfg of {owner} is a config object such as {own_config}, got {cfg!r:.80}")
+        bases = [base for base in type(cfg).__mro__ if issubclass(base, AlgorithmSettings)]
+        others = [base for base in bases if not issubclass(base, self.settings_class) and base not in wanted.__mro__]
+        declared = {name for base in others for name in vars(base).get("__annotations__", ())}
+        if unknown := sorted(declared - field_names(wanted)):
+            problem = f"{owner} does not have settings of {type(cfg).__name__}: {', '.join(unknown[:3])}"
+            raise ValueError(f"{problem}{', ...' * (len(unknown) > 3)}; give it a config such as {own_config}")
 
     def __getattr__(self, name: str) -> Any:
         """A setting, an extension by its name, or an attribute of an extension."""

@@ -222,7 +222,7 @@ class OffPolicyAlgorithm(Algorithm):
         `canter.storage.offline` describes the kinds of `source`.
         """
         replay = self.prepare()
-        added = fill_replay(replay, source, max_steps)
+        added = fill_replay(replay, source, max_steps, self.env.action_bounds)
         self.num_stored += added
         if self.cfg.empirical_normalization or self.return_scaler is not None:
             batch = replay.draw(min(added, NUM_STATISTICS), 1, self.live.gamma, self.generators["replay"])

@@ -67,13 +67,14 @@ def exit_code(error: BaseException) -> int | None:
         return INTERRUPTED
     import torch
 
+    from canter.runners.evaluation import EndlessEpisodesError
     from canter.storage.rollout_files import DatasetError, TrajectoryFileError
     from canter.utils.checkpoint import CheckpointError
     from canter.utils.files import RunLockedError
     from canter.utils.metrics import NonFiniteError
     from canter.utils.reading import FileContentError
 
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError, EndlessEpisodesError)):
         return USAGE
     storage = (CheckpointError, RunLockedError, OSError, DatasetError, TrajectoryFileError, FileContentError)
     return NUMERIC if isinstance(error, NonFiniteError) else STORAGE if isinstance(error, storage) else None

@@ -60,8 +60,8 @@ class CollectOptions:
     """The trajectories to collect."""
 
     out: Path | None = None  # Directory for the trajectories; <run>/demonstrations by default.
-    steps: int = 100_000  # Collect at least this many steps.
-    episodes: int = 1  # Collect at least this many episodes.
+    steps: int | None = None  # Collect at least this many steps; by default 100000, or with --episodes none.
+    episodes: int | None = None  # Collect at least this many episodes; by default 1.
     num_envs: int = 8  # Environments stepped together.
     sample: bool = False  # Act with exploration noise.
     success_only: bool = False  # Keep only episodes that ended by a time limit or with success.
@@ -323,8 +323,10 @@ def collect(run: TrainedPolicy, options: Collection) -> int:
     saved, checkpoint, runner = run.load(options.num_envs)
     if options.out is None:
         make_folder(saved.path / "demonstrations", saved.path)
-    settings: dict[str, Any] = {"rollout_storage_length": options.file_steps, "min_timesteps": options.steps}
-    settings |= {"min_episodes": options.episodes, "success_traj_only": options.success_only}
+    steps = (100_000 if options.episodes is None else 0) if options.steps is None else options.steps
+    episodes = 1 if options.episodes is None else options.episodes
+    settings: dict[str, Any] = {"rollout_storage_length": options.file_steps, "min_timesteps": steps}
+    settings |= {"min_episodes": episodes, "success_traj_only": options.success_only}
     settings |= {"use_critic_obs": options.critic_obs, "obs_disassemble_mapping": options.images}
     settings |= {"demo_by_sample": options.sample, "save_dir": options.out or saved.path / "demonstrations"}
     with user_errors():

@@ -218,7 +218,8 @@ def print_mujoco_warning(text: str) -> None:
 
 def nearest_task(task: str) -> str:
     """A suggestion for an unknown task."""
-    return f"; {did_you_mean(task, known_tasks(), '`canter tasks` lists the known ones')}"
+    package = "" if ":" in task else f"; if a package registers it, name that in front: package:{task}"
+    return f"; {did_you_mean(task, known_tasks(), f'`canter tasks` lists the known ones{package}')}"
 
 
 def known_tasks() -> list[str]:

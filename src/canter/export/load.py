@@ -50,11 +50,14 @@ def load(
     config = state.get("config") or read_config(file)
     if not isinstance(config, Mapping):
         raise FileContentError(f"{file} holds a {type(config).__name__} as its config, not named settings")
+    settings = {key: value for key, value in config.items() if key != "run"}  # the task is not made from it
     if policy is None:
-        settings = {key: value for key, value in config.items() if key != "run"}  # the task is not made from it
         refuse_imports(settings, file, modules, "name it: modules=[{module!r}], or --modules {module}")
     with damaged_content(file), MemoryLimit(f"the policy of {file}"):
-        plan = parse_train_cfg({key: value for key, value in config.items() if key != "run"})
+        if policy is not None:  # its networks may be of classes that have no name here
+            named = settings.get("policy") or {}
+            settings["policy"] = {key: value for key, value in named.items() if not key.endswith("_class")}
+        plan = parse_train_cfg(settings)
         environment = state.get("environment") or describe_task(config, plan, file)
         env = SpecEnv(environment, device)
         if policy is None:

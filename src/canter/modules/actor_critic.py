@@ -134,7 +134,11 @@ class ActorCritic(Policy):
                 action_space = Box(-np.inf, np.inf, (num_actions,))
             self.action_space = action_space
             self.distribution = distribution_for(self.action_space, squash, name)
-        self.num_actions = num_actions or next(iter(self.distribution.param_shapes.values()))[0]
+        self.num_actions = next(iter(self.distribution.param_shapes.values()))[0]
+        if num_actions not in (None, self.num_actions):
+            kind = "logits" if "logits" in self.distribution.param_shapes else "numbers"
+            wanted = f"an action of {self.action_space} has {self.num_actions} {kind}"
+            raise ValueError(f"num_actions is {num_actions}, but {wanted}; give {self.num_actions}")
 
     def _init_layouts(
         self, num_actor_obs: int | None, num_critic_obs: int | None, segments: Any, critic_segments: Any

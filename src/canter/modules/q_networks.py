@@ -301,8 +301,9 @@ class ListedCritics(nn.Module):
         self.critics = nn.ModuleList(critics)
 
     def forward(self, obs: Obs, actions: Tensor) -> Tensor:
-        """(E, B) values or (E, B, K) logits."""
-        return torch.stack([critic(obs, actions) for critic in self.critics])
+        """(E, B) values or (E, B, K) logits; a critic of one's own may give its values as (B, 1)."""
+        out = torch.stack([critic(obs, actions) for critic in self.critics])
+        return out.squeeze(-1) if out.dim() == 3 and out.shape[-1] == 1 else out
 
 
 def build_critics(

@@ -19,8 +19,8 @@ class InferencePolicy:
 
     Observations are arrays or tensors, one or a batch, a dict by part or one flat vector. Actions are of the same kind.
     A call gives what the `step` of a `VecEnv` takes, `predict` what the environment itself takes: within its bounds, in
-    the shape of its Box, with discrete actions that begin at its first number. Adapters of environments do that for
-    a call.
+    the shape and the whole numbers of its Box, with discrete actions that begin at its first number. Adapters of
+    environments do that for a call.
 
     Args:
         policy: The trained policy; resetting it for some environments resets this state too.
@@ -49,6 +49,8 @@ class InferencePolicy:
             for bounds in (action_bounds, env_bounds or action_bounds)
         )
         self._shape = action_space.shape if isinstance(action_space, spaces.Box) else None
+        is_whole = self._shape is not None and np.issubdtype(action_space.dtype, np.integer)
+        self._dtype = getattr(torch, action_space.dtype.name) if is_whole else None
         start = np.ravel(getattr(action_space, "start", 0))
         self._start = torch.as_tensor(start, device=self.device) if start.any() else None
         self.generator = None if seed is None else torch.Generator(self.device).manual_seed(seed)
@@ -88,6 +90,8 @@ class InferencePolicy:
             actions = actions + self._start
         if for_env and self._shape is not None:
             actions = actions.reshape(len(actions), *self._shape)
+        if for_env and self._dtype is not None:
+            actions = actions.round().to(self._dtype)
         actions = actions[0] if is_single else actions
         return actions.numpy(force=True) if is_array else actions
 
@@ -104,7 +108,11 @@ class InferencePolicy:
         """Bytes as they are, any other numbers in the precision of the policy."""
         if isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
             leaf = leaf.copy()
-        tensor = torch.as_tensor(leaf, device=self.device)
+        try:
+            tensor = torch.as_tensor(leaf, device=self.device)
+        except (TypeError, ValueError) as error:
+            way_out = "flatten it: gymnasium.spaces.flatten(env.observation_space, obs)"
+            raise TypeError(f"an observation is numbers, got {type(leaf).__name__} {leaf!r:.60}; {way_out}") from error
         return tensor if tensor.dtype == torch.uint8 else tensor.to(self.dtype)
 
     def _batched(self, obs: Any) -> tuple[Any, bool]:
@@ -178,6 +186,10 @@ def space_form(space: spaces.Space) -> dict[str, Any]:
     return form
 
 
+class EndlessEpisodesError(RuntimeError):
+    """Episodes of an evaluation did not end."""
+
+
 class Episodes(NamedTuple):
     """Complete episodes, in the order in which they ended."""
 
@@ -216,4 +228,5 @@ def run_episodes(
         if not left.any():
             return found
     result = f"only {len(found.returns)} of {num_episodes} evaluation episodes ended within {limit} steps"
-    raise RuntimeError(f"{result}; give max_steps, or a time limit to the environment")
+    way_out = "give the environment a time limit, by gymnasium.wrappers.TimeLimit for example, or more max_steps"
+    raise EndlessEpisodesError(f"{result}; {way_out}")

@@ -175,8 +175,8 @@ def require_networks(algorithm: str, networks: Mapping[str, Any]) -> None:
     for argument in ("actor_class", "critic_class"):
         if argument not in networks and not REGISTRY[algorithm].agent_class.learns_from_replay:
             example = "MLPActor" if argument == "actor_class" else "MLPCritic"
-            others = "or give a training dict such as {'policy': {'actor_hidden_dims': [64]}}, or a ready agent="
-            raise ValueError(f"OnPolicyRunner needs {argument}, such as canter.modules.{example}; {others}")
+            way_out = "a training dict needs none: load_preset(task), or {'algorithm': {'learning_rate': 3e-4}}"
+            raise ValueError(f"OnPolicyRunner needs {argument}, such as canter.modules.{example}, or agent; {way_out}")
 
 
 def config_of(agent: Any) -> Any:
@@ -192,7 +192,8 @@ def named_network(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     if value not in NETWORKS:
-        raise ValueError(f"unknown network class {value!r}; by name there are {', '.join(sorted(NETWORKS))}")
+        way_out = "one of your own is given as a class to a runner, or in canter.load(path, policy=<policy>)"
+        raise ValueError(f"unknown network class {value!r}; {way_out}; by name there are {', '.join(sorted(NETWORKS))}")
     return NETWORKS[value]
 
 

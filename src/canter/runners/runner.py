@@ -317,8 +317,10 @@ class Runner(ABC):
         if metrics:
             self.evaluation()
             metrics |= self._robot_metrics()
+        evaluated: dict[str, float] = {}
         if self.is_due(self.cfg.eval_interval):
-            metrics |= RANKS.on_first(lambda: self.eval(self.cfg.eval_episodes))
+            evaluated = RANKS.on_first(lambda: self.eval(self.cfg.eval_episodes))
+            metrics |= evaluated
         if is_logged := self.is_due(self.log_interval):
             metrics |= self.stats.extras.take() | self.stats.components.take()
             if RANKS.size > 1:
@@ -330,9 +332,10 @@ class Runner(ABC):
         try:
             self.callbacks.fire("post_iteration", self, metrics)  # what it adds to the metrics is logged
         finally:
-            if is_logged:
-                self.log({"metrics": metrics, "console": console})
-                history.append(metrics)
+            if is_logged or (evaluated and self.log_interval):  # an evaluation is logged between two entries too
+                entry = metrics if is_logged else evaluated
+                self.log({"metrics": entry, "console": console})
+                history.append(entry)
             console.update(self.iteration, self.tot_timesteps, metrics)
         if self.is_due(self.save_interval) or self.checkpoints.is_retry_due:
             self.checkpoints.save_periodic()

@@ -26,11 +26,14 @@ class Episode(NamedTuple):
     critic_obs: Any = None
 
 
-def fill_replay(replay: TransitionReplayBuffer, source: Any, max_steps: int | None = None) -> int:
+def fill_replay(
+    replay: TransitionReplayBuffer, source: Any, max_steps: int | None = None, action_bounds: Any = None
+) -> int:
     """Add the episodes of `source`, each to the environment with the fewest steps; returns the number of steps.
 
     A source is a list of directories of trajectory files, "minari:<dataset id>", a Minari dataset, `Episode`s, or steps
-    as dicts. At most `max_steps` steps are added, by default the capacity of the buffer.
+    as dicts. At most `max_steps` steps are added, by default the capacity of the buffer. Actions are clipped to the
+    `action_bounds` to which the environment clips those of a policy: recorded ones are what the policy chose.
     """
     limit = min(replay.capacity, max_steps or replay.capacity)
     counts, added = replay.count.tolist(), 0
@@ -38,7 +41,7 @@ def fill_replay(replay: TransitionReplayBuffer, source: Any, max_steps: int | No
         length = min(len(episode.rewards), limit - added, replay.num_rows - 2)
         env = counts.index(min(counts))
         if length:
-            put_episode(replay, env, episode, length)
+            put_episode(replay, env, episode, length, action_bounds)
         counts[env] += length
         added += length
         if added >= limit:
@@ -58,6 +61,9 @@ def episodes_from(source: Any) -> Iterator[Episode]:
         for e in source.iterate_episodes():
             yield Episode(e.observations, e.actions, np.asarray(e.rewards), bool(np.asarray(e.terminations)[-1]))
     elif isinstance(source, Sequence) and source and all(isinstance(part, (str, Path)) for part in source):
+        for part in source:
+            if not Path(part).is_dir():
+                raise FileNotFoundError(f"there is no directory {str(part)!r} of trajectory files")
         library = TrajectoryLibrary([Path(part) for part in source])
         for trajectory in library.scan():
             chunks = [chunk for path in trajectory.chunks if (chunk := library.load(path)) is not None]
@@ -130,7 +136,9 @@ def joined(steps: Sequence[Mapping[str, Any]]) -> Episode:
 
 
 @torch.no_grad()
-def put_episode(replay: TransitionReplayBuffer, env: int, episode: Episode, length: int) -> None:
+def put_episode(
+    replay: TransitionReplayBuffer, env: int, episode: Episode, length: int, action_bounds: Any = None
+) -> None:
     """Append the first `length` steps of an episode to the ring of one environment."""
     if replay.critic_obs_shape is not None and episode.critic_obs is None:
         raise ValueError("the critic has observations of its own, which this data does not hold")
@@ -140,5 +148,7 @@ def put_episode(replay: TransitionReplayBuffer, env: int, episode: Episode, leng
         if name not in replay.data or value.shape[1:] != replay.data[name].shape[1:]:
             known = {key: tuple(t.shape[1:]) for key, t in replay.data.items() if key.startswith(name.split(".")[0])}
             raise ValueError(f"the data has {name} of shape {tuple(value.shape[1:])}, the environment {known}")
-    actions, is_terminated = np.asarray(episode.actions), episode.terminated and length == len(episode.rewards)
-    replay.append(env, obs, torch.as_tensor(actions[:length]), episode.rewards[:length], is_terminated)
+    actions, is_terminated = np.asarray(episode.actions)[:length], episode.terminated and length == len(episode.rewards)
+    if action_bounds is not None:
+        actions = np.clip(actions.reshape(length, -1), *(np.ravel(bound) for bound in action_bounds))
+    replay.append(env, obs, torch.as_tensor(actions), episode.rewards[:length], is_terminated)

@@ -51,7 +51,9 @@ def plot_runs(
 
     groups, path = _load(run_dirs, labels), Path(path)
     there = sorted({tag for group in groups.values() for series in group for tag in series})
-    choices = ", ".join(there) or "none"
+    if not there:
+        raise ValueError("no metric was logged: the run was not trained, or is shorter than its log_interval")
+    choices = ", ".join(there)
     if missing := [tag for tag in metrics or () if tag not in there]:
         raise ValueError(f"no run has the metric {missing[0]!r}; there are {choices}")
     tags = list(dict.fromkeys(metrics)) if metrics is not None else [tag for tag in TITLES if tag in there]
