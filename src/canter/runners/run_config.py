@@ -176,7 +176,7 @@ def require_networks(algorithm: str, networks: Mapping[str, Any]) -> None:
         if argument not in networks and not REGISTRY[algorithm].agent_class.learns_from_replay:
             example = "MLPActor" if argument == "actor_class" else "MLPCritic"
             way_out = "a training dict needs none: load_preset(task), or {'algorithm': {'learning_rate': 3e-4}}"
-            raise ValueError(f"OnPolicyRunner needs {argument}, such as canter.modules.{example}, or agent; {way_out}")
+            raise ValueError(f"OnPolicyRunner needs {argument} (such as canter.modules.{example}) or agent; {way_out}")
 
 
 def config_of(agent: Any) -> Any:
