@@ -48,9 +48,11 @@ class InferencePolicy:
             bounds and [torch.as_tensor(bound, device=self.device).flatten() for bound in bounds]
             for bounds in (action_bounds, env_bounds or action_bounds)
         )
-        self._shape = action_space.shape if isinstance(action_space, spaces.Box) else None
-        is_whole = self._shape is not None and np.issubdtype(action_space.dtype, np.integer)
-        self._dtype = getattr(torch, action_space.dtype.name) if is_whole else None
+        self._shape = self._whole_dtype = None  # of a Box, and of a Box of integers
+        if isinstance(action_space, spaces.Box):
+            self._shape = action_space.shape
+            if np.issubdtype(action_space.dtype, np.integer):
+                self._whole_dtype = getattr(torch, np.dtype(action_space.dtype).name)
         start = np.ravel(getattr(action_space, "start", 0))
         self._start = torch.as_tensor(start, device=self.device) if start.any() else None
         self.generator = None if seed is None else torch.Generator(self.device).manual_seed(seed)
@@ -90,8 +92,8 @@ class InferencePolicy:
             actions = actions + self._start
         if for_env and self._shape is not None:
             actions = actions.reshape(len(actions), *self._shape)
-        if for_env and self._dtype is not None:
-            actions = actions.round().to(self._dtype)
+        if for_env and self._whole_dtype is not None:
+            actions = actions.round().to(self._whole_dtype)
         actions = actions[0] if is_single else actions
         return actions.numpy(force=True) if is_array else actions
 
