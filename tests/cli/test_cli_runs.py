@@ -585,6 +585,12 @@ def test_two_unnamed_runs_in_one_second_get_two_directories(tmp_path, monkeypatc
 
 def test_an_unknown_task_without_a_similar_one_points_to_the_list():
     assert "canter tasks" in nearest_task("qqqqqqqqqqqq")
+    assert "canter tasks" in nearest_task("Foo-v1")  # Acrobot-v1 is near by its version alone
+    assert nearest_task("HalfCheeta-v1") == "; did you mean 'HalfCheetah-v5'?"
+
+
+def test_tasks_that_gymnasium_has_removed_are_not_listed():
+    assert {name for name in known_tasks() if name.startswith("Hopper-")} == {"Hopper-v4", "Hopper-v5"}
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_with_the_same_command(train, capsys):

@@ -24,7 +24,7 @@ from canter.envs.wrap import ENV_NAMES, env_options, make_env
 from canter.runners import Runner, build_runner
 from canter.runners.run_config import find_algorithm
 from canter.utils.checkpoint import newest_valid_checkpoint
-from canter.utils.config import did_you_mean, nearest
+from canter.utils.config import nearest
 from canter.utils.distributed import RANKS
 from canter.utils.files import RunLock
 from canter.utils.logging import METRICS_NAME, loaded_settings
@@ -218,14 +218,19 @@ def print_mujoco_warning(text: str) -> None:
 
 def nearest_task(task: str) -> str:
     """A suggestion for an unknown task."""
+    newest = {known.rpartition("-v")[0] or known: known for known in known_tasks()}
+    if near := nearest(task.rpartition("-v")[0] or task, newest):  # the version alone would make names similar
+        return f"; did you mean {newest[near]!r}?"
     package = "" if ":" in task else f"; if a package registers it, name that in front: package:{task}"
-    return f"; {did_you_mean(task, known_tasks(), f'`canter tasks` lists the known ones{package}')}"
+    return f"; `canter tasks` lists the known ones{package}"
 
 
 def known_tasks() -> list[str]:
     """Every Gymnasium id, torch-native task and full name of `register_env`; a prefix names no task."""
+    removed = "_raise_mujoco_py_error"  # all that is left in Gymnasium of tasks such as Hopper-v3
+    ids = (name for name, spec in gymnasium.registry.items() if getattr(spec.entry_point, "__name__", "") != removed)
     native = [f"canter/{name}" for name in TORCH_ENVS]
-    return sorted(gymnasium.registry) + sorted({*native, *(name for name in ENV_NAMES if "/" in name)})
+    return sorted(ids) + sorted({*native, *(name for name in ENV_NAMES if "/" in name)})
 
 
 def open_runner(
