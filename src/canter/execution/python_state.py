@@ -11,6 +11,7 @@ import operator
 import os
 import random
 import re
+import sys
 import sysconfig
 import types
 from collections import deque
@@ -173,7 +174,8 @@ class Walk:
     def _add_class(self, path: str, kind: type) -> None:
         """Attributes of a user's class and of its bases, and what the methods mention."""
         for cls in kind.__mro__:
-            if is_library(cls) or cls in self.classes:
+            # Classes of the standard library keep books of their own, such as those of all finalizers.
+            if is_library(cls) or package(cls.__module__) in sys.stdlib_module_names or cls in self.classes:
                 continue
             self.classes.append(cls)
             self.mappings.append(vars(cls))
