@@ -30,9 +30,12 @@ TASK, FORWARD, WIDTH = "HalfCheetah-v5", 8, 17  # column and number of what is o
 POINTS, CLIPS, CLIP_LENGTH, JUDGES = 20, 8, 500, 8
 DISCRIMINATOR = {"style_reward_coef": 1.0, "hidden_dims": [256, 128], "discriminator_grad_pen": 1.0}
 STYLE = {
-    "class_name": "APPO", "num_learning_epochs": 5, "num_mini_batches": 16, "discriminator_learning_rate": 1e-4,
+    "class_name": "APPO",
+    "num_learning_epochs": 5,
+    "num_mini_batches": 16,
+    "discriminator_learning_rate": 1e-4,
     "amp_replay_buffer_size": 100_000,
-}  # fmt: skip
+}
 
 
 @torch.no_grad()
@@ -74,8 +77,14 @@ def train_style(args):
     curve = learn(runner, args)
     share = round(curve[-1][2] / expert, 3)
     arm = "style-separate" if args.separate_normalizers else "style"
-    return {"arm": arm, "speed": curve[-1][2], "expert": expert, "share": share, "curve": curve,
-            "grad_pen": DISCRIMINATOR["discriminator_grad_pen"]}  # fmt: skip
+    return {
+        "arm": arm,
+        "speed": curve[-1][2],
+        "expert": expert,
+        "share": share,
+        "curve": curve,
+        "grad_pen": DISCRIMINATOR["discriminator_grad_pen"],
+    }
 
 
 def learn(runner, args):

@@ -21,8 +21,14 @@ from canter.runners import OnPolicyRunner, StopTraining  # noqa: E402
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("envs", 4096), ("steps", 32), ("epochs", 4), ("minibatches", 4), ("iterations", 300),
-                          ("seed", 1)):  # fmt: skip
+    for name, default in (
+        ("envs", 4096),
+        ("steps", 32),
+        ("epochs", 4),
+        ("minibatches", 4),
+        ("iterations", 300),
+        ("seed", 1),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--execution", default="graph")
@@ -34,10 +40,16 @@ def main():
     hidden = {"actor_hidden_dims": [64, 64], "critic_hidden_dims": [64, 64]}
     policy = {**hidden, "activation": "tanh", "orthogonal_init": True}
     algorithm = {
-        "num_learning_epochs": args.epochs, "num_mini_batches": args.minibatches, "gamma": 0.99, "lam": 0.95,
-        "learning_rate": args.learning_rate, "max_grad_norm": 0.5, "value_loss_coef": 0.5, "execution": args.execution,
+        "num_learning_epochs": args.epochs,
+        "num_mini_batches": args.minibatches,
+        "gamma": 0.99,
+        "lam": 0.95,
+        "learning_rate": args.learning_rate,
+        "max_grad_norm": 0.5,
+        "value_loss_coef": 0.5,
+        "execution": args.execution,
         "normalize_rewards": True,
-    }  # fmt: skip
+    }
     cfg = {"num_steps_per_env": args.steps, "algorithm": algorithm, "policy": policy, "seed": args.seed}
     cfg["log_interval"] = 0
     runner = OnPolicyRunner(env, cfg, None, args.device, eval_env=judge, show_progress=False)

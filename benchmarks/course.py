@@ -42,11 +42,15 @@ def train(kind, seed, steps, folder):
         "num_steps_per_env": 32,
         "save_interval": 0,
         "algorithm": {
-            "num_learning_epochs": 4, "num_mini_batches": 4, "gamma": 0.97, "learning_rate": 2e-3,
-            "schedule": "adaptive", "value_normalization": "popart",
+            "num_learning_epochs": 4,
+            "num_mini_batches": 4,
+            "gamma": 0.97,
+            "learning_rate": 2e-3,
+            "schedule": "adaptive",
+            "value_normalization": "popart",
         },
         "policy": {"actor_hidden_dims": [32, 32], "critic_hidden_dims": [32, 32], "init_noise_std": 0.5, **policy},
-    }  # fmt: skip
+    }
     info = {"control": {"action_scale": scale}, "normalization": {"obs_scales": {"lin_vel": Course.lin_vel_scale}}}
     runner = OnPolicyRunner(env, cfg, folder / kind, "cpu", run_info=info, show_progress=False)
     total, begin, curve = -(-steps // runner.steps_per_iteration()), time.perf_counter(), []
@@ -65,9 +69,15 @@ def build(folder, kinds=KINDS, **settings):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="obstacles .* have no sub-policy")  # the course has two of five
         return ActorCriticFieldMutex(
-            env.num_obs, env.num_obs, env.num_actions, None, [folder / kind for kind in kinds],
-            obs_segments=env.obs_segments, env_action_scale=env.action_scale, **settings,
-        )  # fmt: skip
+            env.num_obs,
+            env.num_obs,
+            env.num_actions,
+            None,
+            [folder / kind for kind in kinds],
+            obs_segments=env.obs_segments,
+            env_action_scale=env.action_scale,
+            **settings,
+        )
 
 
 def arrivals(policy, num_envs=200, seed=7):

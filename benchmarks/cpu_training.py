@@ -34,18 +34,43 @@ from report import report
 COMMON = {"envs": 8, "clip": 0.2, "value_coef": 0.5, "max_grad_norm": 0.5, "hidden": [64, 64], "std": 1.0}
 TASKS = {
     "CartPole-v1": {
-        **COMMON, "steps": 32, "epochs": 20, "batch": 256, "gamma": 0.98, "lam": 0.8, "rate": 1e-3, "total": 100_000,
-        "clip_decays": True, "normalize": False,
+        **COMMON,
+        "steps": 32,
+        "epochs": 20,
+        "batch": 256,
+        "gamma": 0.98,
+        "lam": 0.8,
+        "rate": 1e-3,
+        "total": 100_000,
+        "clip_decays": True,
+        "normalize": False,
     },
     "Pendulum-v1": {
-        **COMMON, "steps": 256, "epochs": 10, "batch": 64, "gamma": 0.9, "lam": 0.95, "rate": 1e-3, "total": 200_000,
-        "clip_decays": False, "normalize": False,
+        **COMMON,
+        "steps": 256,
+        "epochs": 10,
+        "batch": 64,
+        "gamma": 0.9,
+        "lam": 0.95,
+        "rate": 1e-3,
+        "total": 200_000,
+        "clip_decays": False,
+        "normalize": False,
     },
     "HalfCheetah-v5": {
-        **COMMON, "steps": 256, "epochs": 10, "batch": 64, "gamma": 0.98, "lam": 0.92, "rate": 3e-4,
-        "total": 1_000_000, "clip_decays": False, "normalize": True, "std": 0.5,
+        **COMMON,
+        "steps": 256,
+        "epochs": 10,
+        "batch": 64,
+        "gamma": 0.98,
+        "lam": 0.92,
+        "rate": 3e-4,
+        "total": 1_000_000,
+        "clip_decays": False,
+        "normalize": True,
+        "std": 0.5,
     },
-}  # fmt: skip
+}
 WARM_UP = 4  # functions are recorded, and compiled, in the first iterations
 
 
@@ -77,15 +102,29 @@ def work_canter(task, prefix, execution, clock, seed, record):
 
     t = TASKS[task]
     algorithm = {
-        "num_learning_epochs": t["epochs"], "num_mini_batches": t["envs"] * t["steps"] // t["batch"],
-        "gamma": t["gamma"], "lam": t["lam"], "clip_param": t["clip"], "value_loss_coef": t["value_coef"],
-        "max_grad_norm": t["max_grad_norm"], "learning_rate": t["rate"], "schedule": "linear",
-        "clip_schedule": "linear" if t["clip_decays"] else "fixed", "use_clipped_value_loss": False,
-        "normalize_advantage_per_mini_batch": True, "empirical_normalization": t["normalize"],
-        "normalize_rewards": t["normalize"], "execution": execution,
-    }  # fmt: skip
-    policy = {"actor_hidden_dims": t["hidden"], "critic_hidden_dims": t["hidden"], "activation": "tanh",
-              "orthogonal_init": True, "init_noise_std": t["std"]}  # fmt: skip
+        "num_learning_epochs": t["epochs"],
+        "num_mini_batches": t["envs"] * t["steps"] // t["batch"],
+        "gamma": t["gamma"],
+        "lam": t["lam"],
+        "clip_param": t["clip"],
+        "value_loss_coef": t["value_coef"],
+        "max_grad_norm": t["max_grad_norm"],
+        "learning_rate": t["rate"],
+        "schedule": "linear",
+        "clip_schedule": "linear" if t["clip_decays"] else "fixed",
+        "use_clipped_value_loss": False,
+        "normalize_advantage_per_mini_batch": True,
+        "empirical_normalization": t["normalize"],
+        "normalize_rewards": t["normalize"],
+        "execution": execution,
+    }
+    policy = {
+        "actor_hidden_dims": t["hidden"],
+        "critic_hidden_dims": t["hidden"],
+        "activation": "tanh",
+        "orthogonal_init": True,
+        "init_noise_std": t["std"],
+    }
     cfg = {"num_steps_per_env": t["steps"], "algorithm": algorithm, "policy": policy, "seed": seed, "log_interval": 0}
     env = wrap_env(prefix + task, "cpu", num_envs=t["envs"], seed=seed)
     runner = OnPolicyRunner(env, cfg, None, "cpu", show_progress=False)
@@ -127,14 +166,29 @@ def work_sb3(task, clock, seed, record):
     env = make_vec_env(task, t["envs"], seed=seed)
     if t["normalize"]:
         env = VecNormalize(env, gamma=t["gamma"])
-    policy = {"net_arch": t["hidden"], "activation_fn": nn.Tanh, "optimizer_kwargs": {"eps": 1e-8},
-              "log_std_init": math.log(t["std"])}  # fmt: skip
+    policy = {
+        "net_arch": t["hidden"],
+        "activation_fn": nn.Tanh,
+        "optimizer_kwargs": {"eps": 1e-8},
+        "log_std_init": math.log(t["std"]),
+    }
     model = PPO(
-        "MlpPolicy", env, n_steps=t["steps"], batch_size=t["batch"], n_epochs=t["epochs"], gamma=t["gamma"],
-        gae_lambda=t["lam"], learning_rate=lambda left: t["rate"] * left, vf_coef=t["value_coef"],
-        clip_range=(lambda left: t["clip"] * left) if t["clip_decays"] else t["clip"], ent_coef=0.0,
-        max_grad_norm=t["max_grad_norm"], policy_kwargs=policy, seed=seed, device="cpu",
-    )  # fmt: skip
+        "MlpPolicy",
+        env,
+        n_steps=t["steps"],
+        batch_size=t["batch"],
+        n_epochs=t["epochs"],
+        gamma=t["gamma"],
+        gae_lambda=t["lam"],
+        learning_rate=lambda left: t["rate"] * left,
+        vf_coef=t["value_coef"],
+        clip_range=(lambda left: t["clip"] * left) if t["clip_decays"] else t["clip"],
+        ent_coef=0.0,
+        max_grad_norm=t["max_grad_norm"],
+        policy_kwargs=policy,
+        seed=seed,
+        device="cpu",
+    )
     clock.start()
     model.learn(t["total"], Look(), log_interval=None)
 
@@ -187,9 +241,14 @@ def measure_task(args, task):
     rows = {}
     for (library, cores), results in turns.items():
         rates = [r["rate"] for r in results]
-        row = {"cores": cores, "rate": statistics.median(rates), "low": min(rates), "high": max(rates),
-               "cpu_rate": statistics.median(r["cpu_rate"] for r in results),
-               "best": max(r["best"] for r in results)}  # fmt: skip
+        row = {
+            "cores": cores,
+            "rate": statistics.median(rates),
+            "low": min(rates),
+            "high": max(rates),
+            "cpu_rate": statistics.median(r["cpu_rate"] for r in results),
+            "best": max(r["best"] for r in results),
+        }
         if library not in rows or row["rate"] > rows[library]["rate"]:
             rows[library] = row
     return rows
@@ -206,8 +265,9 @@ def show_rates(task, rows):
 
 def show_curves(args, task, rows):
     """Mean return of the last 100 episodes at even times, by library."""
-    results = {name: measure(args, name, task, r["cores"], args.train_seconds, args.seed, True)
-               for name, r in rows.items()}  # fmt: skip
+    results = {
+        name: measure(args, name, task, r["cores"], args.train_seconds, args.seed, True) for name, r in rows.items()
+    }
     end = max(result["curve"][-1][1] for result in results.values())
     times = [end * (i + 1) / args.points for i in range(args.points)]
     print(f"\n{task}: mean return of the last 100 episodes (and steps taken) by time")
@@ -217,8 +277,11 @@ def show_curves(args, task, rows):
         print(f"{library:26}" + "".join(f"{text:>16}" for text in shown), flush=True)
     for t in times:
         reached = {library: at(result["curve"], t) for library, result in results.items()}
-        row = {f"{library}_{what}": value for library, point in reached.items()
-               for what, value in zip(("steps", "return"), point, strict=True)}  # fmt: skip
+        row = {
+            f"{library}_{what}": value
+            for library, point in reached.items()
+            for what, value in zip(("steps", "return"), point, strict=True)
+        }
         report({"task": task, "seed": args.seed, "seconds": t, **row}, args.returns)
 
 

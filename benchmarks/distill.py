@@ -29,9 +29,15 @@ from canter.runners import OnPolicyRunner
 POINTS, EPISODES = 25, 10
 STUDENT = {"class_name": "ActorCriticRecurrent", "rnn_type": "lstm", "rnn_hidden_size": 64}
 IMITATION = {
-    "class_name": "TPPO", "using_ppo": False, "distill_target": "mse_sum", "teacher_act_prob": "linear",
-    "learning_rate": 5e-4, "schedule": "linear", "num_learning_epochs": 5, "buffer_dilation_ratio": 4.0,
-}  # fmt: skip
+    "class_name": "TPPO",
+    "using_ppo": False,
+    "distill_target": "mse_sum",
+    "teacher_act_prob": "linear",
+    "learning_rate": 5e-4,
+    "schedule": "linear",
+    "num_learning_epochs": 5,
+    "buffer_dilation_ratio": 4.0,
+}
 GUIDED = {"class_name": "TPPO", "teacher_act_prob": 0.0, "distill_target": "mse_sum"}
 ARMS = {"dagger": IMITATION, "tppo": GUIDED, "scratch": {}}
 # Imitation alone does not learn the noise, and the student is judged without it.
@@ -46,8 +52,9 @@ ALONE = {"HalfCheetah-v5": (1e-3, 0.2), "Hopper-v5": (3e-4, 1.0)}  # learning ra
 def student_env(task, num_envs, seed=None):
     """The teacher's observation is the critic's; the student sees positions and what it did last."""
     parts = SEGMENTS[task]
-    return ObsComponents(wrap_env(task, num_envs=num_envs, seed=seed), parts, ["position", "last_action"], list(parts),
-                         last_action=True)  # fmt: skip
+    return ObsComponents(
+        wrap_env(task, num_envs=num_envs, seed=seed), parts, ["position", "last_action"], list(parts), last_action=True
+    )
 
 
 def configuration(arm, args):
@@ -98,8 +105,10 @@ def train(arm, args):
 
 def compare(result, teacher):
     """The student beside its teacher."""
-    reached = {f"steps_to_{share}": next((s for s, _, r in result["curve"] if r >= share / 100 * teacher), None)
-               for share in (80, 90)}  # fmt: skip
+    reached = {
+        f"steps_to_{share}": next((s for s, _, r in result["curve"] if r >= share / 100 * teacher), None)
+        for share in (80, 90)
+    }
     return {**result, "teacher": teacher, "share": round(result["eval"] / teacher, 3), **reached}
 
 

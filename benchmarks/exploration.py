@@ -48,8 +48,15 @@ class Sea(TorchEnv):
 
 def train(size, seed, rnd_cfg, steps):
     """Environment steps until most episodes end at the treasure, and the return at the end."""
-    algorithm = {"num_learning_epochs": 4, "num_mini_batches": 4, "learning_rate": 1e-3, "schedule": "fixed",
-                 "gamma": 0.99, "entropy_coef": 0.0, "rnd_cfg": rnd_cfg}  # fmt: skip
+    algorithm = {
+        "num_learning_epochs": 4,
+        "num_mini_batches": 4,
+        "learning_rate": 1e-3,
+        "schedule": "fixed",
+        "gamma": 0.99,
+        "entropy_coef": 0.0,
+        "rnd_cfg": rnd_cfg,
+    }
     policy = {"actor_hidden_dims": [64, 64], "critic_hidden_dims": [64, 64], "activation": "tanh"}
     cfg = {"num_steps_per_env": 2 * (size - 1), "seed": seed, "algorithm": algorithm, "policy": policy}
     runner = OnPolicyRunner(Sea(size, 32, seed), cfg, device="cpu", show_progress=False)

@@ -88,10 +88,18 @@ def policies():
             48, 48, 12, obs_segments=SEGMENTS, replace_state_prob=1.0, **encoders, **estimator, **BIG
         ),
     )
-    yield "Camera 48x64 + MLP 512-256-128", VisualActorCritic(
-        48 * 64 + 30, 48 * 64 + 30, 12, obs_segments=image, visual_component_name="camera",
-        visual_kwargs={"channels": (16, 32), "kernel_sizes": (5, 3), "strides": (4, 2)}, **BIG,
-    )  # fmt: skip
+    yield (
+        "Camera 48x64 + MLP 512-256-128",
+        VisualActorCritic(
+            48 * 64 + 30,
+            48 * 64 + 30,
+            12,
+            obs_segments=image,
+            visual_component_name="camera",
+            visual_kwargs={"channels": (16, 32), "kernel_sizes": (5, 3), "strides": (4, 2)},
+            **BIG,
+        ),
+    )
     yield "SAC 256-256", ActorQPolicy(MLPSquashedGaussianActor(box, actions, {}), critics)
     yield "DQN 256-256", QPolicy(MLPQNetwork(box, spaces.Discrete(4), {}), spaces.Discrete(4))
 

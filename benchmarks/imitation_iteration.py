@@ -19,8 +19,13 @@ from canter.bench import NullEnv, Workload, time_iterations
 from canter.runners import AmpPolicyRunner, OnPolicyRunner
 
 FRAMES, FEATURES = 2, 45
-DISCRIMINATOR = {"input_dim": FRAMES * FEATURES, "style_reward_coef": 2.0, "hidden_dims": [1024, 512],
-                 "discriminator_grad_pen": 10.0, "task_reward_lerp": 0.3}  # fmt: skip
+DISCRIMINATOR = {
+    "input_dim": FRAMES * FEATURES,
+    "style_reward_coef": 2.0,
+    "hidden_dims": [1024, 512],
+    "discriminator_grad_pen": 10.0,
+    "task_reward_lerp": 0.3,
+}
 VARIANTS = ("eager:tf32", "graph:tf32", "auto:tf32", "auto:bf16")
 
 
@@ -43,10 +48,15 @@ def make_runner(algorithm, work, device, execution, precision):
         policy |= {"rnn_type": work.rnn_type, "rnn_hidden_size": work.rnn_hidden_size}
     ending = "" if work.rnn_type is None else "Recurrent"
     settings = {
-        "num_learning_epochs": work.num_learning_epochs, "num_mini_batches": work.num_mini_batches, "gamma": 0.99,
-        "schedule": "adaptive", "empirical_normalization": True, "execution": execution, "precision": precision,
+        "num_learning_epochs": work.num_learning_epochs,
+        "num_mini_batches": work.num_mini_batches,
+        "gamma": 0.99,
+        "schedule": "adaptive",
+        "empirical_normalization": True,
+        "execution": execution,
+        "precision": precision,
         "timeout_bootstrap": "current_value",
-    }  # fmt: skip
+    }
     cfg = {"num_steps_per_env": work.num_steps_per_env, "log_interval": 0, "seed": 1}
     if algorithm == "appo":
         policy |= {"class_name": f"AmpActorCritic{ending}", "amp_discriminator": DISCRIMINATOR}
@@ -55,8 +65,13 @@ def make_runner(algorithm, work, device, execution, precision):
         env, runner_class = NullMotionEnv(work, device), AmpPolicyRunner
     else:
         policy |= {"class_name": f"ActorCritic{ending}"}
-        teacher = {"class_name": "ActorCritic", "num_actor_obs": work.num_critic_obs, "num_actions": work.num_actions,
-                   "num_critic_obs": work.num_critic_obs, "actor_hidden_dims": list(work.hidden_dims)}  # fmt: skip
+        teacher = {
+            "class_name": "ActorCritic",
+            "num_actor_obs": work.num_critic_obs,
+            "num_actions": work.num_actions,
+            "num_critic_obs": work.num_critic_obs,
+            "actor_hidden_dims": list(work.hidden_dims),
+        }
         settings |= {"class_name": "TPPO", "teacher_policy": teacher, "teacher_act_prob": 0.2}
         env, runner_class = NullEnv(work, device), OnPolicyRunner
     return runner_class(env, {**cfg, "policy": policy, "algorithm": settings}, None, device, show_progress=False)
@@ -76,8 +91,12 @@ def main():
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
-    work = Workload(num_envs=args.envs, num_steps_per_env=args.steps, hidden_dims=tuple(args.hidden),
-                    rnn_type="lstm" if args.recurrent else None)  # fmt: skip
+    work = Workload(
+        num_envs=args.envs,
+        num_steps_per_env=args.steps,
+        hidden_dims=tuple(args.hidden),
+        rnn_type="lstm" if args.recurrent else None,
+    )
     device = torch.device(args.device)
     print(f"{'':24}{'collect':>9}{'learn':>9}{'iteration':>11}{'steps/s':>12}{'ratio':>8}")
     for algorithm in args.algorithms:
@@ -88,8 +107,11 @@ def main():
             timing = time_iterations(runner, args.warm_up, args.iterations)
             first = first or timing.iteration
             name, ratio = f"{algorithm} {execution} {precision}", first / timing.iteration
-            print(f"{name:24}{timing.collect:9.2f}{timing.learn:9.2f}{timing.iteration:11.2f}{timing.rate:12,.0f}"
-                  f"{ratio:7.2f}x  {', '.join(sorted(runner.alg.executor.eager_only))}", flush=True)  # fmt: skip
+            print(
+                f"{name:24}{timing.collect:9.2f}{timing.learn:9.2f}{timing.iteration:11.2f}{timing.rate:12,.0f}"
+                f"{ratio:7.2f}x  {', '.join(sorted(runner.alg.executor.eager_only))}",
+                flush=True,
+            )
             how = {"algorithm": algorithm.upper(), "envs": args.envs, "execution": execution, "precision": precision}
             times = {"collect": timing.collect, "learn": timing.learn, "iteration": timing.iteration}
             report({**how, **times, "rate": timing.rate, "ratio": ratio}, args.out)

@@ -87,8 +87,11 @@ def train(args, task, seed):
         is_over = point == args.points or runner.tot_timesteps < total * point // args.points
         score = runner.eval(args.episodes if is_over else 10)
         curve.append([runner.tot_timesteps, round(secs, 1), round(score["eval/mean_reward"], 1)])
-        print(f"{task} seed {seed}: {runner.tot_timesteps:,} steps, {secs:.0f} s, return {recent:.1f}, "
-              f"without noise {curve[-1][2]:.1f}", flush=True)  # fmt: skip
+        print(
+            f"{task} seed {seed}: {runner.tot_timesteps:,} steps, {secs:.0f} s, return {recent:.1f}, "
+            f"without noise {curve[-1][2]:.1f}",
+            flush=True,
+        )
         if is_over:
             break
     network = (cfg.get("policy") or {}).get("rnn_type", "mlp")

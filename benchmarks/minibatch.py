@@ -27,9 +27,13 @@ from canter.runners import OnPolicyRunner
 TASK = "HalfCheetah-v5"
 # The last operation of each part, by name; of operations with the same name the last one counts, or the first.
 PARTS = {
-    "gathering the rows": ("index_select", -1), "forward pass": ("addmm", -1), "losses and their gradients": ("mm", 0),
-    "backward pass": ("_foreach_copy_", -1), "clipping": ("ne_", -1), "Adam": ("_foreach_sub_", -1),
-}  # fmt: skip
+    "gathering the rows": ("index_select", -1),
+    "forward pass": ("addmm", -1),
+    "losses and their gradients": ("mm", 0),
+    "backward pass": ("_foreach_copy_", -1),
+    "clipping": ("ne_", -1),
+    "Adam": ("_foreach_sub_", -1),
+}
 KERNELS = ("addmm", "mm", "tanh", "tanh_backward")
 
 
@@ -45,9 +49,14 @@ def record_minibatch():
     recording.simplify = keep
     task = TASKS[TASK]
     rows = task["envs"] * task["steps"]
-    algorithm = {"num_mini_batches": rows // task["batch"], "use_clipped_value_loss": False, "schedule": "fixed",
-                 "normalize_advantage_per_mini_batch": True, "empirical_normalization": True,
-                 "normalize_rewards": True}  # fmt: skip
+    algorithm = {
+        "num_mini_batches": rows // task["batch"],
+        "use_clipped_value_loss": False,
+        "schedule": "fixed",
+        "normalize_advantage_per_mini_batch": True,
+        "empirical_normalization": True,
+        "normalize_rewards": True,
+    }
     policy = {"actor_hidden_dims": task["hidden"], "critic_hidden_dims": task["hidden"], "activation": "tanh"}
     cfg = {"num_steps_per_env": task["steps"], "algorithm": algorithm, "policy": policy, "seed": 1, "log_interval": 0}
     env = wrap_env(TASK, "cpu", num_envs=task["envs"], seed=1)

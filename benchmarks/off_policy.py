@@ -31,10 +31,15 @@ from report import report
 DEFAULTS = {
     "sac": {"max_grad_norm": None},
     "dqn": {
-        "learning_rate": 1e-4, "batch_size": 32, "buffer_size": 1_000_000, "double_dqn": False,
-        "target_update_interval": 2_500, "network_hidden_dims": (64, 64), "epsilon_decay_steps": 0,
+        "learning_rate": 1e-4,
+        "batch_size": 32,
+        "buffer_size": 1_000_000,
+        "double_dqn": False,
+        "target_update_interval": 2_500,
+        "network_hidden_dims": (64, 64),
+        "epsilon_decay_steps": 0,
     },
-}  # fmt: skip
+}
 CHUNKS = {"sac": 100, "dqn": 1000}  # steps between two looks at the clock
 
 
@@ -118,9 +123,25 @@ def cpu(args):
         for name in list(rates)[:: -1 if repeat % 2 else 1]:  # a load that grows or falls is shared out
             library, threads = name.split()
             python = args.sb3_python if library == "sb3" else sys.executable
-            command = [python, __file__, "cpu", "--worker", library, "--threads", threads, "--task", args.task,
-                       "--algo", args.algo, "--train-freq", str(args.train_freq), "--seconds", str(args.seconds),
-                       "--seed", str(args.seed + repeat)]  # fmt: skip
+            command = [
+                python,
+                __file__,
+                "cpu",
+                "--worker",
+                library,
+                "--threads",
+                threads,
+                "--task",
+                args.task,
+                "--algo",
+                args.algo,
+                "--train-freq",
+                str(args.train_freq),
+                "--seconds",
+                str(args.seconds),
+                "--seed",
+                str(args.seed + repeat),
+            ]
             env = {**os.environ, "OMP_NUM_THREADS": threads}
             done = subprocess.run(command, capture_output=True, text=True, env=env)
             if done.returncode:
@@ -135,8 +156,15 @@ def cpu(args):
         if library not in best or row[0] > best[library][0]:
             best[library] = row
     for library, (rate, cpu_rate) in best.items():  # medians with the threads that suit each best
-        result = {"task": args.task, "algo": args.algo, "train_freq": args.train_freq, "library": library,
-                  "rate": rate, "cpu_rate": cpu_rate, "repeats": args.repeats}  # fmt: skip
+        result = {
+            "task": args.task,
+            "algo": args.algo,
+            "train_freq": args.train_freq,
+            "library": library,
+            "rate": rate,
+            "cpu_rate": cpu_rate,
+            "repeats": args.repeats,
+        }
         ratios = {"ratio": rate / best["sb3"][0], "cpu_ratio": cpu_rate / best["sb3"][1]} if "sb3" in best else {}
         report({**result, **ratios}, args.out)
 
@@ -150,9 +178,18 @@ def gpu_canter(args, batch, execution, precision):
     env = NullEnv(work, args.device)
     env.critic_obs_space = env.obs_space
     hidden = tuple(args.hidden)
-    cfg = SACConfig(batch_size=batch, learning_starts=0, buffer_size=200_000, actor_hidden_dims=hidden, seed=1,
-                    critic_hidden_dims=hidden, max_grad_norm=None, execution=execution, precision=precision,
-                    device=args.device)  # fmt: skip
+    cfg = SACConfig(
+        batch_size=batch,
+        learning_starts=0,
+        buffer_size=200_000,
+        actor_hidden_dims=hidden,
+        seed=1,
+        critic_hidden_dims=hidden,
+        max_grad_norm=None,
+        execution=execution,
+        precision=precision,
+        device=args.device,
+    )
     alg = SAC(env, cfg)
     alg.executor.compile_from = 0  # a long run is measured
     obs = env.get_observations()[0]
@@ -174,8 +211,11 @@ def gpu_skrl(args, batch):
         layers = [m for a, b in pairwise(sizes) for m in (torch.nn.Linear(a, b), torch.nn.ReLU())]
         return torch.nn.Sequential(*layers, torch.nn.Linear(sizes[-1], size_out))
 
-    spaces = {"observation_space": gymnasium.spaces.Box(-9, 9, (args.obs,)),
-              "action_space": gymnasium.spaces.Box(-1, 1, (args.actions,)), "device": args.device}  # fmt: skip
+    spaces = {
+        "observation_space": gymnasium.spaces.Box(-9, 9, (args.obs,)),
+        "action_space": gymnasium.spaces.Box(-1, 1, (args.actions,)),
+        "device": args.device,
+    }
 
     class Actor(GaussianMixin, Model):
         def __init__(self):
@@ -257,10 +297,19 @@ def massive(args):
         env, judge = (TORCH_ENVS[args.env](n, args.device, seed=args.seed) for n in (args.envs, 256))
         if algo == "ppo":
             cfg = {**load_preset("default"), "num_steps_per_env": 24, "seed": args.seed, "log_interval": 0}
-            cfg["algorithm"] |= {"num_learning_epochs": 5, "num_mini_batches": 4, "learning_rate": 1e-3,
-                                 "schedule": "adaptive", "precision": "bf16", "normalize_rewards": True}  # fmt: skip
-            cfg["policy"] |= {"actor_hidden_dims": [512, 256, 128], "critic_hidden_dims": [512, 256, 128],
-                              "activation": "elu"}  # fmt: skip
+            cfg["algorithm"] |= {
+                "num_learning_epochs": 5,
+                "num_mini_batches": 4,
+                "learning_rate": 1e-3,
+                "schedule": "adaptive",
+                "precision": "bf16",
+                "normalize_rewards": True,
+            }
+            cfg["policy"] |= {
+                "actor_hidden_dims": [512, 256, 128],
+                "critic_hidden_dims": [512, 256, 128],
+                "activation": "elu",
+            }
             runner = OnPolicyRunner(env, cfg, None, args.device, eval_env=judge, show_progress=False)
         else:
             algorithm = {"class_name": algo.upper(), "profile": "massive"}

@@ -50,11 +50,17 @@ class RslRlView:
 def workload(args):
     """What canter is given: the same sizes, in its own names."""
     return Workload(
-        num_envs=args.envs, num_steps_per_env=args.steps, num_obs=args.obs, num_critic_obs=args.critic_obs,
-        num_actions=args.actions, hidden_dims=tuple(args.hidden), num_learning_epochs=args.epochs,
-        num_mini_batches=args.minibatches, rnn_type=args.rnn_type if args.recurrent else None,
+        num_envs=args.envs,
+        num_steps_per_env=args.steps,
+        num_obs=args.obs,
+        num_critic_obs=args.critic_obs,
+        num_actions=args.actions,
+        hidden_dims=tuple(args.hidden),
+        num_learning_epochs=args.epochs,
+        num_mini_batches=args.minibatches,
+        rnn_type=args.rnn_type if args.recurrent else None,
         rnn_hidden_size=args.rnn_size,
-    )  # fmt: skip
+    )
 
 
 def time_canter(args, env, execution, precision):
@@ -85,14 +91,25 @@ def time_rsl_rl(args, env):
         model |= {"class_name": "RNNModel", **rnn}
     gaussian = {"distribution_cfg": {"class_name": "GaussianDistribution", "init_std": 1.0}}
     algorithm = {
-        "class_name": "PPO", "num_learning_epochs": args.epochs, "num_mini_batches": args.minibatches, "gamma": 0.99,
-        "lam": 0.95, "entropy_coef": 0.01, "schedule": "adaptive", "desired_kl": 0.01, "learning_rate": 1e-3,
-    }  # fmt: skip
+        "class_name": "PPO",
+        "num_learning_epochs": args.epochs,
+        "num_mini_batches": args.minibatches,
+        "gamma": 0.99,
+        "lam": 0.95,
+        "entropy_coef": 0.01,
+        "schedule": "adaptive",
+        "desired_kl": 0.01,
+        "learning_rate": 1e-3,
+    }
     cfg = {
-        "num_steps_per_env": args.steps, "save_interval": 10**9, "algorithm": algorithm,
+        "num_steps_per_env": args.steps,
+        "save_interval": 10**9,
+        "algorithm": algorithm,
         "obs_groups": {"actor": ["actor"], "critic": ["critic"]},
-        "actor": model | gaussian, "critic": dict(model), "multi_gpu": None,
-    }  # fmt: skip
+        "actor": model | gaussian,
+        "critic": dict(model),
+        "multi_gpu": None,
+    }
     torch.set_float32_matmul_precision("high" if args.precision != "fp32" else "highest")
     peer = Peer(RslRlView(env), cfg, None, str(env.device))
     rows, stamps = [], []
@@ -166,16 +183,30 @@ def time_skrl(args, env):
     sizes = {"observation": env.obs_space, "state": env.critic_obs_space}
     scaler |= {f"{k}_preprocessor_kwargs": {"size": size, "device": env.device} for k, size in sizes.items()}
     cfg = {
-        "rollouts": args.steps, "learning_epochs": args.epochs, "mini_batches": args.minibatches,
-        "discount_factor": 0.99, "gae_lambda": 0.95, "learning_rate": 1e-3, "learning_rate_scheduler": KLAdaptiveLR,
-        "learning_rate_scheduler_kwargs": {"kl_threshold": 0.01}, "grad_norm_clip": 1.0, "entropy_loss_scale": 0.01,
-        "value_loss_scale": 1.0, "time_limit_bootstrap": True, **scaler,
+        "rollouts": args.steps,
+        "learning_epochs": args.epochs,
+        "mini_batches": args.minibatches,
+        "discount_factor": 0.99,
+        "gae_lambda": 0.95,
+        "learning_rate": 1e-3,
+        "learning_rate_scheduler": KLAdaptiveLR,
+        "learning_rate_scheduler_kwargs": {"kl_threshold": 0.01},
+        "grad_norm_clip": 1.0,
+        "entropy_loss_scale": 0.01,
+        "value_loss_scale": 1.0,
+        "time_limit_bootstrap": True,
+        **scaler,
         "experiment": {"write_interval": 0, "checkpoint_interval": 0},
-    }  # fmt: skip
+    }
     torch.set_float32_matmul_precision("high" if args.precision != "fp32" else "highest")
     memory = RandomMemory(memory_size=args.steps, num_envs=env.num_envs, device=env.device)
-    peer = ppo.PPO(models={"policy": Actor().to(env.device), "value": Critic().to(env.device)}, memory=memory, cfg=cfg,
-                device=env.device, **spaces)  # fmt: skip
+    peer = ppo.PPO(
+        models={"policy": Actor().to(env.device), "value": Critic().to(env.device)},
+        memory=memory,
+        cfg=cfg,
+        device=env.device,
+        **spaces,
+    )
     peer.init()
     peer.enable_training_mode(True)
 
@@ -191,11 +222,18 @@ def time_skrl(args, env):
                 actions, _ = peer.act(obs, critic_obs, timestep=step, timesteps=args.steps)
                 record = env.step(actions)
                 peer.record_transition(
-                    observations=obs, states=critic_obs, actions=actions, rewards=record.reward.view(-1, 1).clone(),
-                    next_observations=record.obs, next_states=record.critic_obs,
-                    terminated=record.terminated.view(-1, 1), truncated=record.truncated.view(-1, 1), infos={},
-                    timestep=step, timesteps=args.steps,
-                )  # fmt: skip
+                    observations=obs,
+                    states=critic_obs,
+                    actions=actions,
+                    rewards=record.reward.view(-1, 1).clone(),
+                    next_observations=record.obs,
+                    next_states=record.critic_obs,
+                    terminated=record.terminated.view(-1, 1),
+                    truncated=record.truncated.view(-1, 1),
+                    infos={},
+                    timestep=step,
+                    timesteps=args.steps,
+                )
                 obs, critic_obs = record.obs, record.critic_obs
             if step == args.steps - 1:
                 middle = synced()
@@ -239,15 +277,31 @@ def gemm_floor(args, device, precision):
 def summary(args, collect, learn, ready, waits):
     memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
     rate = args.envs * args.steps / (collect + learn) * 1e3
-    return {"collect": collect, "learn": learn, "iteration": collect + learn, "rate": rate, "ready": ready,
-            "waits": waits, "memory": memory}  # fmt: skip
+    return {
+        "collect": collect,
+        "learn": learn,
+        "iteration": collect + learn,
+        "rate": rate,
+        "ready": ready,
+        "waits": waits,
+        "memory": memory,
+    }
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("envs", 4096), ("steps", 24), ("obs", 48), ("critic-obs", 235), ("actions", 12),
-                          ("epochs", 5), ("minibatches", 4), ("iterations", 20), ("warm-up", 8),
-                          ("rnn-size", 256)):  # fmt: skip
+    for name, default in (
+        ("envs", 4096),
+        ("steps", 24),
+        ("obs", 48),
+        ("critic-obs", 235),
+        ("actions", 12),
+        ("epochs", 5),
+        ("minibatches", 4),
+        ("iterations", 20),
+        ("warm-up", 8),
+        ("rnn-size", 256),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--hidden", type=int, nargs="*", default=[512, 256, 128])
     parser.add_argument("--recurrent", action="store_true")
@@ -299,12 +353,16 @@ def fresh(device):
 
 def show(results):
     peer = next((r["iteration"] for name, r in results.items() if not name.startswith("canter")), None)
-    print(f"{'':24}{'collect':>9}{'learn':>9}{'iteration':>11}{'steps/s':>12}{'ratio':>8}"
-          f"{'ready s':>9}{'waits':>7}{'GiB':>7}")  # fmt: skip
+    print(
+        f"{'':24}{'collect':>9}{'learn':>9}{'iteration':>11}{'steps/s':>12}{'ratio':>8}"
+        f"{'ready s':>9}{'waits':>7}{'GiB':>7}"
+    )
     for name, r in results.items():
         ratio = f"{peer / r['iteration']:.2f}x" if peer else "-"
-        print(f"{name:24}{r['collect']:9.2f}{r['learn']:9.2f}{r['iteration']:11.2f}{r['rate']:12,.0f}{ratio:>8}"
-              f"{r['ready']:9.1f}{r['waits'] if r['waits'] is not None else '-':>7}{r['memory']:7.2f}")  # fmt: skip
+        print(
+            f"{name:24}{r['collect']:9.2f}{r['learn']:9.2f}{r['iteration']:11.2f}{r['rate']:12,.0f}{ratio:>8}"
+            f"{r['ready']:9.1f}{r['waits'] if r['waits'] is not None else '-':>7}{r['memory']:7.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -40,13 +40,28 @@ MEMORY = {
     "total_timesteps": 150_000,
     "num_steps_per_env": 64,
     "algorithm": {
-        "class_name": "PPO", "num_learning_epochs": 8, "num_mini_batches": 4, "gamma": 0.99, "lam": 0.95,
-        "value_loss_coef": 0.5, "use_clipped_value_loss": False, "learning_rate": 1e-3, "schedule": "linear",
-        "max_grad_norm": 0.5, "empirical_normalization": True, "normalize_rewards": True,
+        "class_name": "PPO",
+        "num_learning_epochs": 8,
+        "num_mini_batches": 4,
+        "gamma": 0.99,
+        "lam": 0.95,
+        "value_loss_coef": 0.5,
+        "use_clipped_value_loss": False,
+        "learning_rate": 1e-3,
+        "schedule": "linear",
+        "max_grad_norm": 0.5,
+        "empirical_normalization": True,
+        "normalize_rewards": True,
     },
-    "policy": {**NET, "class_name": "ActorCriticRecurrent", "rnn_type": "lstm", "rnn_hidden_size": 64,
-               "actor_hidden_dims": [64], "critic_hidden_dims": [64]},
-}  # fmt: skip
+    "policy": {
+        **NET,
+        "class_name": "ActorCriticRecurrent",
+        "rnn_type": "lstm",
+        "rnn_hidden_size": 64,
+        "actor_hidden_dims": [64],
+        "critic_hidden_dims": [64],
+    },
+}
 
 
 def own_envs(total: int) -> int:
@@ -90,9 +105,17 @@ def tppo(seed: int, teacher: str) -> float:
     env = ObsComponents(Pendulum(num_envs, seed=seed + RANKS.rank * num_envs), parts, ["angle"])
     judge = ObsComponents(Pendulum(EPISODES, seed=98), parts, ["angle"])
     policy = {**NET, "class_name": "ActorCriticRecurrent", "rnn_type": "gru", "rnn_hidden_size": 32}
-    settings = {"class_name": "TPPO", "teacher_ac_path": teacher, "num_learning_epochs": 5, "num_mini_batches": 4,
-                "distill_target": "mse_sum", "schedule": "linear", "using_ppo": False, "teacher_act_prob": "linear",
-                "update_times_scale": 10}  # fmt: skip
+    settings = {
+        "class_name": "TPPO",
+        "teacher_ac_path": teacher,
+        "num_learning_epochs": 5,
+        "num_mini_batches": 4,
+        "distill_target": "mse_sum",
+        "schedule": "linear",
+        "using_ppo": False,
+        "teacher_act_prob": "linear",
+        "update_times_scale": 10,
+    }
     cfg = {**QUIET, "num_steps_per_env": 64, "seed": seed, "max_iterations": 40, "policy": policy}
     cfg["algorithm"] = {**PENDULUM, **settings}
     runner = OnPolicyRunner(env, cfg, None, "cpu", eval_env=judge, show_progress=False)
@@ -106,11 +129,23 @@ def appo(seed: int, teacher: str) -> float:
     noise = torch.randn(400, 2, generator=torch.Generator().manual_seed(0))
     env = MotionFeatures(PointRobot(num_envs, seed=seed + RANKS.rank), ["true_velocity"], privileged=True)
     discriminator = {"input_dim": 4, "style_reward_coef": 1.0, "hidden_dims": [64, 64]}
-    policy = {"class_name": "AmpActorCritic", "actor_hidden_dims": [64, 64], "critic_hidden_dims": [64, 64],
-              "init_noise_std": 0.5, "amp_discriminator": discriminator}  # fmt: skip
-    settings = {"class_name": "APPO", "num_learning_epochs": 4, "num_mini_batches": 4, "schedule": "adaptive",
-                "gamma": 0.99, "empirical_normalization": True, "amp_motion_loader": windows(velocity + 0.05 * noise),
-                "discriminator_learning_rate": 5e-4}  # fmt: skip
+    policy = {
+        "class_name": "AmpActorCritic",
+        "actor_hidden_dims": [64, 64],
+        "critic_hidden_dims": [64, 64],
+        "init_noise_std": 0.5,
+        "amp_discriminator": discriminator,
+    }
+    settings = {
+        "class_name": "APPO",
+        "num_learning_epochs": 4,
+        "num_mini_batches": 4,
+        "schedule": "adaptive",
+        "gamma": 0.99,
+        "empirical_normalization": True,
+        "amp_motion_loader": windows(velocity + 0.05 * noise),
+        "discriminator_learning_rate": 5e-4,
+    }
     cfg = {**QUIET, "num_steps_per_env": 24, "seed": seed, "policy": policy, "algorithm": settings}
     runner = AmpPolicyRunner(env, cfg, None, "cpu", show_progress=False)
     runner.learn(60)

@@ -28,15 +28,19 @@ def measure(args, name, sizes, execution):
     work = Workload(num_envs=args.envs, hidden_dims=tuple(args.hidden), rnn_type="lstm" if args.recurrent else None)
     how = {"device": args.device, "execution": execution, "precision": args.precision}
     how |= {"warm_up": args.warm_up, "iterations": args.iterations}
-    print(f"\n{execution} {args.precision}\n{name:>8}{'collect':>10}{'learn':>10}{'iteration':>11}{'steps/s':>13}"
-          f"{'ready s':>9}{'GiB':>8}")  # fmt: skip
+    print(
+        f"\n{execution} {args.precision}\n{name:>8}{'collect':>10}{'learn':>10}{'iteration':>11}{'steps/s':>13}"
+        f"{'ready s':>9}{'GiB':>8}"
+    )
     rows = []
     for size, t, left_out in measure_sizes(work, sizes, AXES[name], args.max_seconds, **how):
         if t is None:
             print(f"{size:>8}  {left_out}", flush=True)
             continue
-        print(f"{size:>8}{t.collect:10.2f}{t.learn:10.2f}{t.iteration:11.2f}{t.rate:13,.0f}{t.ready:9.1f}{t.memory:8.2f}",
-              flush=True)  # fmt: skip
+        print(
+            f"{size:>8}{t.collect:10.2f}{t.learn:10.2f}{t.iteration:11.2f}{t.rate:13,.0f}{t.ready:9.1f}{t.memory:8.2f}",
+            flush=True,
+        )
         rows.append({"size": size, **t._asdict(), "iteration": t.iteration, "rate": t.rate})
         report({"axis": name, "execution": execution, "precision": args.precision, **rows[-1]}, args.out)
     if rows:
@@ -54,8 +58,11 @@ def measure_processes(args, execution):
         first = first or t.rate / size
         row = {**t._asdict(), "iteration": t.iteration, "rate": t.rate, "efficiency": 100 * t.rate / size / first}
         row |= {"share": 100 * t.collectives / t.iteration, "envs": args.envs, "memory": None}
-        print(f"{size} ranks: {t.iteration:.2f} ms, {t.rate:,.0f} steps/s, efficiency {row['efficiency']:.0f} %, "
-              f"{row['share']:.0f} % in collectives", flush=True)  # fmt: skip
+        print(
+            f"{size} ranks: {t.iteration:.2f} ms, {t.rate:,.0f} steps/s, efficiency {row['efficiency']:.0f} %, "
+            f"{row['share']:.0f} % in collectives",
+            flush=True,
+        )
         kind = {"axis": "ranks", "device": args.device, "execution": execution, "precision": args.precision}
         report({**kind, "size": size, **row}, args.out)
 

@@ -29,8 +29,16 @@ STRIP = {"channels": [16, 32], "kernel_sizes": [5, 3], "strides": [4, 2], "hidde
 HEIGHT, WIDTH = 44, 120
 # Not with an adaptive rate: while an image says little the policy hardly moves, the rate rises to its bound, and the
 # first large errors of the critic, which shares the encoder, leave nothing of its rectifiers alive.
-CARTPOLE = {"gamma": 0.98, "lam": 0.9, "num_learning_epochs": 6, "num_mini_batches": 16, "learning_rate": 5e-4,
-            "entropy_coef": 0.005, "schedule": "linear", "normalize_rewards": True}  # fmt: skip
+CARTPOLE = {
+    "gamma": 0.98,
+    "lam": 0.9,
+    "num_learning_epochs": 6,
+    "num_mini_batches": 16,
+    "learning_rate": 5e-4,
+    "entropy_coef": 0.005,
+    "schedule": "linear",
+    "normalize_rewards": True,
+}
 # task -> environment steps, environments, steps per environment, settings of PPO, settings of the encoder
 TASKS = {
     "image-reach": (100_000, 32, 25, {"gamma": 0.95, "lam": 0.9, "num_learning_epochs": 6, "desired_kl": 0.02}, SMALL),

@@ -18,10 +18,16 @@ ROOT = Path(__file__).parent.parent
 RESULTS, ASSETS = ROOT / "benchmarks" / "results", ROOT / "docs" / "assets"
 BLUE, GREY, ORANGE = "#0072b2", "#999999", "#d55e00"
 ASKED = {
-    "CartPole-v1": 475, "Acrobot-v1": -90, "Pendulum-v1": -200, "LunarLanderContinuous-v3": 200,
-    "HalfCheetah-v5": 5800, "Hopper-v5": 3000, "Walker2d-v5": 4400, "Ant-v5": 3300,
+    "CartPole-v1": 475,
+    "Acrobot-v1": -90,
+    "Pendulum-v1": -200,
+    "LunarLanderContinuous-v3": 200,
+    "HalfCheetah-v5": 5800,
+    "Hopper-v5": 3000,
+    "Walker2d-v5": 4400,
+    "Ant-v5": 3300,
     "Humanoid-v5": 800,
-}  # fmt: skip
+}
 
 
 def learning() -> None:

@@ -224,10 +224,19 @@ def build_run(cls: Any, options: dict[str, Any], execution: str, device: str) ->
     options = {"execution": execution, "precision": "fp32", "save_interval": 0, **options}
     if issubclass(cls, QNet | Actor):
         return build_off_policy(cls, options, device)
-    cfg = PPOConfig(**{
-        "num_learning_epochs": 2, "num_mini_batches": 2, "learning_rate": 3e-3, "empirical_normalization": True,
-        "normalize_rewards": True, "entropy_coef": 0.01, "num_steps_per_env": NUM_STEPS, "log_interval": 1, **options,
-    })  # fmt: skip
+    cfg = PPOConfig(
+        **{
+            "num_learning_epochs": 2,
+            "num_mini_batches": 2,
+            "learning_rate": 3e-3,
+            "empirical_normalization": True,
+            "normalize_rewards": True,
+            "entropy_coef": 0.01,
+            "num_steps_per_env": NUM_STEPS,
+            "log_interval": 1,
+            **options,
+        }
+    )
     policy, extensions, alg_class, user = Net(), [], PPO, None
     if issubclass(cls, Alg):
         alg_class = cls

@@ -176,12 +176,33 @@ def test_every_name_anywhere_on_the_migration_page_exists():
 
 # Documented names and calls that differ here.
 DIFFERING = (
-    "prepare_obs_slices", "build_encoders", "embed_encoders_latent", "build_estimator", "build_adaptor",
-    "load_misaligned_state_dict", "teacher_act_prob", "APPO(cfg, env)", "discriminator_grad_len_loss", "init_writter",
-    "reccurent_mini_batch_generator", "reply_buffer", "git_status_repos", "activation_utils", "saved_hidden_states",
-    "get_minibatch_from_indices", "StatePairReplayBuffer", "ActorCriticPair", "build_mlp", "register_backend",
-    "as_vec_env", "StepResult", "success_traj_only", "`forward`", "separate_amp_normalizers", "SarsaRolloutStorage",
-)  # fmt: skip
+    "prepare_obs_slices",
+    "build_encoders",
+    "embed_encoders_latent",
+    "build_estimator",
+    "build_adaptor",
+    "load_misaligned_state_dict",
+    "teacher_act_prob",
+    "APPO(cfg, env)",
+    "discriminator_grad_len_loss",
+    "init_writter",
+    "reccurent_mini_batch_generator",
+    "reply_buffer",
+    "git_status_repos",
+    "activation_utils",
+    "saved_hidden_states",
+    "get_minibatch_from_indices",
+    "StatePairReplayBuffer",
+    "ActorCriticPair",
+    "build_mlp",
+    "register_backend",
+    "as_vec_env",
+    "StepResult",
+    "success_traj_only",
+    "`forward`",
+    "separate_amp_normalizers",
+    "SarsaRolloutStorage",
+)
 
 
 @pytest.mark.parametrize("name", DIFFERING)

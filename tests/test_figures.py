@@ -125,9 +125,16 @@ def test_a_number_typed_into_the_row_of_a_table_fails(report):
 
 @pytest.mark.parametrize(
     "text",
-    ["`4096` environments", "HalfCheetah-v5 on an H200", "bf16, float32, TD3", "1. first", "```bash\n--envs 64\n```",
-     "[page](a1/2.md)", "three seeds"],
-)  # fmt: skip
+    [
+        "`4096` environments",
+        "HalfCheetah-v5 on an H200",
+        "bf16, float32, TD3",
+        "1. first",
+        "```bash\n--envs 64\n```",
+        "[page](a1/2.md)",
+        "three seeds",
+    ],
+)
 def test_settings_in_code_font_and_names_are_no_measurements(report, text):
     assert report.problems(PAGE, text) == []
 

@@ -20,11 +20,24 @@ def style_velocity(velocity, **algorithm):
     bank = windows(torch.tensor([velocity]) + 0.05 * noise)
     env = MotionFeatures(PointRobot(64, seed=1), ["true_velocity"], privileged=True)
     discriminator = {"input_dim": 4, "style_reward_coef": 1.0, "hidden_dims": [64, 64]}
-    policy = {"class_name": "AmpActorCritic", "actor_hidden_dims": [64, 64], "critic_hidden_dims": [64, 64],
-              "init_noise_std": 0.5, "amp_discriminator": discriminator}  # fmt: skip
-    settings = {"class_name": "APPO", "num_learning_epochs": 4, "num_mini_batches": 4, "schedule": "adaptive",
-                "gamma": 0.99, "empirical_normalization": True, "amp_motion_loader": bank,
-                "discriminator_learning_rate": 5e-4, **algorithm}  # fmt: skip
+    policy = {
+        "class_name": "AmpActorCritic",
+        "actor_hidden_dims": [64, 64],
+        "critic_hidden_dims": [64, 64],
+        "init_noise_std": 0.5,
+        "amp_discriminator": discriminator,
+    }
+    settings = {
+        "class_name": "APPO",
+        "num_learning_epochs": 4,
+        "num_mini_batches": 4,
+        "schedule": "adaptive",
+        "gamma": 0.99,
+        "empirical_normalization": True,
+        "amp_motion_loader": bank,
+        "discriminator_learning_rate": 5e-4,
+        **algorithm,
+    }
     cfg = {"num_steps_per_env": 24, "seed": 3, "log_interval": 0, "policy": policy, "algorithm": settings}
     runner = AmpPolicyRunner(env, cfg, None, "cpu", show_progress=False)
     runner.learn(60)
@@ -52,8 +65,14 @@ def teacher(tmp_path_factory):
     """A half-trained teacher that sees everything: its run directory and its return."""
     path = tmp_path_factory.mktemp("teacher")
     algorithm = {**PENDULUM, "num_learning_epochs": 10, "num_mini_batches": 16, "lam": 0.95}
-    runner = OnPolicyRunner(Pendulum(32, seed=1), {**STEPS, "algorithm": algorithm, "policy": NET}, path, "cpu",
-                            eval_env=Pendulum(20, seed=99), show_progress=False)  # fmt: skip
+    runner = OnPolicyRunner(
+        Pendulum(32, seed=1),
+        {**STEPS, "algorithm": algorithm, "policy": NET},
+        path,
+        "cpu",
+        eval_env=Pendulum(20, seed=99),
+        show_progress=False,
+    )
     runner.learn(total_timesteps=150_000)
     return path, runner.eval(20)["eval/mean_reward"]
 
@@ -69,8 +88,14 @@ def test_a_student_without_velocities_comes_up_to_its_teacher(teacher, algorithm
     path, wanted = teacher
     env, judge = (ObsComponents(Pendulum(n, seed=s), PARTS, ["angle"]) for n, s in ((32, 2), (20, 98)))
     policy = {**NET, "class_name": "ActorCriticRecurrent", "rnn_type": "gru", "rnn_hidden_size": 32}
-    settings = {"class_name": "TPPO", "teacher_ac_path": str(path), "num_learning_epochs": 5, "num_mini_batches": 4,
-                "distill_target": "mse_sum", "schedule": "linear"}  # fmt: skip
+    settings = {
+        "class_name": "TPPO",
+        "teacher_ac_path": str(path),
+        "num_learning_epochs": 5,
+        "num_mini_batches": 4,
+        "distill_target": "mse_sum",
+        "schedule": "linear",
+    }
     cfg = {**STEPS, "max_iterations": 40, "algorithm": {**PENDULUM, **settings, **algorithm}, "policy": policy}
     runner = OnPolicyRunner(env, cfg, None, "cpu", eval_env=judge, show_progress=False)
     before = runner.eval(20)["eval/mean_reward"]

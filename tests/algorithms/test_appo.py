@@ -423,8 +423,13 @@ def test_a_discriminator_that_is_too_good_is_updated_less_often(make_appo, colle
     cfg = {"discriminator_grad_pen": 0.0}
     shares = {}
     for limit in (0.9, 1.0):
-        alg, env = make_appo(env=separable(noise_env), discriminator=cfg, discriminator_learning_rate=0.05,
-                             discriminator_accuracy_limit=limit, num_learning_epochs=8)  # fmt: skip
+        alg, env = make_appo(
+            env=separable(noise_env),
+            discriminator=cfg,
+            discriminator_learning_rate=0.05,
+            discriminator_accuracy_limit=limit,
+            num_learning_epochs=8,
+        )
         for iteration in range(30):
             collect(alg, env)
             _, stats = alg.update(iteration)
@@ -554,15 +559,23 @@ def test_all_extensions_work_together_and_recorded_equals_eager(noise_env, colle
         "teacher_policy": {"class_name": "ActorCritic", "num_actor_obs": 5, "num_critic_obs": 5, "num_actions": 2},
         "rnd_cfg": {"weight": 0.1, "num_outputs": 4},
         "symmetry_cfg": {"obs": mirrors, "critic_obs": {**mirrors, "c": [1, -1]}, "actions": [1, -1]},
-        "teacher_act_prob": 0.5, "num_mini_batches": 2, "empirical_normalization": True, "schedule": "adaptive",
-    }  # fmt: skip
+        "teacher_act_prob": 0.5,
+        "num_mini_batches": 2,
+        "empirical_normalization": True,
+        "schedule": "adaptive",
+    }
     results = []
     for execution in ("eager", "auto"):
         torch.manual_seed(0)
         policy = policy_class(
-            3, 5, 2, amp_discriminator=DISCRIMINATOR, critic_obs_segments={**segments, "c": 2},
-            estimator_target_components=["c"], **sizes,
-        )  # fmt: skip
+            3,
+            5,
+            2,
+            amp_discriminator=DISCRIMINATOR,
+            critic_obs_segments={**segments, "c": 2},
+            estimator_target_components=["c"],
+            **sizes,
+        )
         env, alg = amp_env(noise_env), Everything(policy, seed=3, execution=execution, **settings)
         alg.prepare(env, 6)
         assert set(alg.extensions) == {"rnd", "symmetry", "teacher", "motion_prior", "estimation"}

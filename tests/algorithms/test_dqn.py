@@ -146,8 +146,14 @@ def test_a_careful_environment_takes_fewer_random_actions():
 
 @pytest.mark.parametrize("execution", ["eager", "auto"])
 def test_repeated_random_actions_leave_few_single_ones(execution):
-    alg = make(CartPole(64, seed=0), epsilon_start=0.3, epsilon_end=0.3, learning_starts=0, epsilon_repeats=64,
-               execution=execution)  # fmt: skip
+    alg = make(
+        CartPole(64, seed=0),
+        epsilon_start=0.3,
+        epsilon_end=0.3,
+        learning_starts=0,
+        epsilon_repeats=64,
+        execution=execution,
+    )
     obs = torch.ones(64, 4)
     greedy = alg.act(obs, deterministic=True)
     other = torch.stack([alg.explore(obs, obs) != greedy for _ in range(400)]).float()
@@ -158,8 +164,13 @@ def test_repeated_random_actions_leave_few_single_ones(execution):
 
 
 def test_a_repeated_action_ends_with_its_episode():
-    alg = make(CartPole(2, seed=0, max_episode_length=3), epsilon_start=0.0, epsilon_end=0.0, learning_starts=0,
-               epsilon_repeats=64)  # fmt: skip
+    alg = make(
+        CartPole(2, seed=0, max_episode_length=3),
+        epsilon_start=0.0,
+        epsilon_end=0.0,
+        learning_starts=0,
+        epsilon_repeats=64,
+    )
     alg.repeated.set_state(torch.tensor([[1, 0], [50, 50]]))
     run(alg, 2)
     assert alg.repeated.left.tolist() == [48, 48]

@@ -220,13 +220,25 @@ def test_no_algorithm_has_more_than_five_classes_in_its_order(cls):
 # ---------------------------------------------------------------------- live settings
 # Every float that a loss, a return or a schedule reads, and another value for it.
 FLOATS = {
-    "gamma": 0.5, "lam": 0.3, "clip_param": 0.01, "value_loss_coef": 7.0, "entropy_coef": 0.7, "max_grad_norm": 0.05,
-    "desired_kl": 1e-5, "clip_min_std": 0.9, "learning_rate": 3e-4,
-}  # fmt: skip
+    "gamma": 0.5,
+    "lam": 0.3,
+    "clip_param": 0.01,
+    "value_loss_coef": 7.0,
+    "entropy_coef": 0.7,
+    "max_grad_norm": 0.05,
+    "desired_kl": 1e-5,
+    "clip_min_std": 0.9,
+    "learning_rate": 3e-4,
+}
 OTHERS = {
-    "use_clipped_value_loss": False, "normalize_advantage_per_mini_batch": True, "timeout_bootstrap": "none",
-    "num_learning_epochs": 3, "num_mini_batches": 3, "schedule": "fixed", "clip_max_std": 0.5,
-}  # fmt: skip
+    "use_clipped_value_loss": False,
+    "normalize_advantage_per_mini_batch": True,
+    "timeout_bootstrap": "none",
+    "num_learning_epochs": 3,
+    "num_mini_batches": 3,
+    "schedule": "fixed",
+    "clip_max_std": 0.5,
+}
 
 
 def run_with_change(make_ppo, collect, execution, name=None, value=None, iterations=8, change_at=5):

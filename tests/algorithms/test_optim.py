@@ -70,8 +70,10 @@ def test_what_is_separately_clipped_uses_up_nobody_elses_norm(class_name, groups
         loss = net.actor(torch.ones(5, 3)).sum() + net.std.sum() + scale * net.critic(torch.ones(5, 3)).sum()
         backward(loss, optimizer)
         norm, skipped = optimizer.step(largest)
-        sizes = [sum(p.grad.square().sum() for p in part).sqrt() for part in (
-            [*net.actor.parameters(), net.std], list(net.critic.parameters()))]  # fmt: skip
+        sizes = [
+            sum(p.grad.square().sum() for p in part).sqrt()
+            for part in ([*net.actor.parameters(), net.std], list(net.critic.parameters()))
+        ]
         return float(norm), [float(size) for size in sizes], float(skipped)
 
     plain, (others, own), _ = clipped(1.0, math.inf)

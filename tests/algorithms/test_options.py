@@ -34,11 +34,15 @@ def make_runner(name, log_dir=None, execution="auto"):
         "max_iterations": 4,
         "save_interval": 0,
         "algorithm": {
-            "num_mini_batches": 2, "num_learning_epochs": 2, "schedule": "adaptive", "empirical_normalization": True,
-            "execution": execution, **algorithm,
+            "num_mini_batches": 2,
+            "num_learning_epochs": 2,
+            "schedule": "adaptive",
+            "empirical_normalization": True,
+            "execution": execution,
+            **algorithm,
         },
         "policy": {"actor_hidden_dims": [8], "critic_hidden_dims": [8], **policy},
-    }  # fmt: skip
+    }
     return OnPolicyRunner(PointRobot(4, max_episode_length=7), cfg, log_dir=log_dir, device="cpu", show_progress=False)
 
 
@@ -149,11 +153,15 @@ def test_large_rewards_are_valued_right_with_popart_and_not_without():
             "seed": 0,
             "num_steps_per_env": 8,
             "algorithm": {
-                "num_learning_epochs": 5, "num_mini_batches": 2, "gamma": 0.9, "learning_rate": 2e-3,
-                "value_normalization": value_normalization, "use_clipped_value_loss": False,
+                "num_learning_epochs": 5,
+                "num_mini_batches": 2,
+                "gamma": 0.9,
+                "learning_rate": 2e-3,
+                "value_normalization": value_normalization,
+                "use_clipped_value_loss": False,
             },
             "policy": {"actor_hidden_dims": [16], "critic_hidden_dims": [32]},
-        }  # fmt: skip
+        }
         runner = OnPolicyRunner(Loud(16), cfg, device="cpu", show_progress=False)
         runner.learn(30)
         with torch.inference_mode():
@@ -168,12 +176,23 @@ def test_large_rewards_are_valued_right_with_popart_and_not_without():
 PENDULUM = {
     "num_steps_per_env": 32,
     "algorithm": {
-        "num_learning_epochs": 10, "num_mini_batches": 8, "gamma": 0.95, "learning_rate": 1e-3, "schedule": "fixed",
-        "use_clipped_value_loss": False, "value_loss_coef": 0.5, "normalize_rewards": True, "max_grad_norm": 0.5,
+        "num_learning_epochs": 10,
+        "num_mini_batches": 8,
+        "gamma": 0.95,
+        "learning_rate": 1e-3,
+        "schedule": "fixed",
+        "use_clipped_value_loss": False,
+        "value_loss_coef": 0.5,
+        "normalize_rewards": True,
+        "max_grad_norm": 0.5,
     },
-    "policy": {"actor_hidden_dims": [64, 64], "critic_hidden_dims": [64, 64], "activation": "tanh",
-               "orthogonal_init": True},
-}  # fmt: skip
+    "policy": {
+        "actor_hidden_dims": [64, 64],
+        "critic_hidden_dims": [64, 64],
+        "activation": "tanh",
+        "orthogonal_init": True,
+    },
+}
 SWING = {"obs": {"obs": [1, -1, -1]}, "actions": [-1], "mirror_loss_coef": 0.1}
 
 
@@ -210,11 +229,15 @@ def test_cartpole_is_balanced_with_mirrored_choices():
         "seed": 1,
         "num_steps_per_env": 64,
         "algorithm": {
-            "num_learning_epochs": 8, "num_mini_batches": 4, "gamma": 0.99, "learning_rate": 1e-3,
-            "symmetry_cfg": mirror, "value_normalization": "popart",
+            "num_learning_epochs": 8,
+            "num_mini_batches": 4,
+            "gamma": 0.99,
+            "learning_rate": 1e-3,
+            "symmetry_cfg": mirror,
+            "value_normalization": "popart",
         },
         "policy": {"actor_hidden_dims": [64], "critic_hidden_dims": [64], "activation": "tanh"},
-    }  # fmt: skip
+    }
     runner = OnPolicyRunner(CartPole(32), cfg, device="cpu", eval_env=CartPole(10, seed=7), show_progress=False)
     runner.learn(total_timesteps=80_000)
     assert runner.eval(10)["eval/mean_reward"] > 450

@@ -18,8 +18,14 @@ from canter.storage.queue_rollout_storage import ActionLabelRollout
 from canter.storage.rollout_storage import MiniBatch
 from canter.utils.checkpoint import load_checkpoint, save_checkpoint
 
-TEACHER = {"class_name": "ActorCritic", "num_actor_obs": 5, "num_critic_obs": 5, "num_actions": 2,
-           "actor_hidden_dims": [4], "critic_hidden_dims": [4]}  # fmt: skip
+TEACHER = {
+    "class_name": "ActorCritic",
+    "num_actor_obs": 5,
+    "num_critic_obs": 5,
+    "num_actions": 2,
+    "actor_hidden_dims": [4],
+    "critic_hidden_dims": [4],
+}
 ACTOR_TEACHER = {**TEACHER, "num_actor_obs": 3}
 pytestmark = pytest.mark.filterwarnings("ignore:the teacher has no teacher_ac_path")
 
@@ -44,10 +50,23 @@ def speak(alg, value):
 
 
 def test_the_documented_defaults():
-    names = ("teacher_policy_class_name", "label_action_with_critic_obs", "teacher_act_prob", "update_times_scale",
-             "using_ppo", "distillation_loss_coef", "distill_target", "distill_latent_coef", "distill_latent_target",
-             "distill_latent_obs_component_mapping", "buffer_dilation_ratio", "lr_scheduler_class_name",
-             "hidden_state_resample_prob", "action_labels_from_sample", "ppo")  # fmt: skip
+    names = (
+        "teacher_policy_class_name",
+        "label_action_with_critic_obs",
+        "teacher_act_prob",
+        "update_times_scale",
+        "using_ppo",
+        "distillation_loss_coef",
+        "distill_target",
+        "distill_latent_coef",
+        "distill_latent_target",
+        "distill_latent_obs_component_mapping",
+        "buffer_dilation_ratio",
+        "lr_scheduler_class_name",
+        "hidden_state_resample_prob",
+        "action_labels_from_sample",
+        "ppo",
+    )
     defaults = {f.name: f.default for f in dataclasses.fields(TPPO.full_settings_class())}
     wanted = ("ActorCritic", True, "exp", 100, True, 1.0, "real", 1.0, "real", None, 1.0, None, 0.0, False, None)
     assert tuple(defaults[name] for name in names) == wanted
@@ -74,8 +93,10 @@ def test_the_teacher_has_the_weights_of_its_file_and_is_frozen(make_policy, make
 
 
 def test_sizes_that_are_not_given_come_from_the_file(make_tppo, tmp_path):
-    torch.save({"model_state_dict": ActorCritic(5, 7, 2, actor_hidden_dims=[4], critic_hidden_dims=[4]).state_dict()},
-               tmp_path / "teacher.pt")  # fmt: skip
+    torch.save(
+        {"model_state_dict": ActorCritic(5, 7, 2, actor_hidden_dims=[4], critic_hidden_dims=[4]).state_dict()},
+        tmp_path / "teacher.pt",
+    )
     small = {"actor_hidden_dims": [4], "critic_hidden_dims": [4]}
     alg, _ = make_tppo(teacher_policy=small, teacher_ac_path=str(tmp_path / "teacher.pt"))
     assert alg.teacher.policies[0].critic[0].in_features == 7
@@ -86,8 +107,11 @@ def test_sizes_that_are_not_given_come_from_the_file(make_tppo, tmp_path):
 
 
 def test_a_run_directory_is_a_teacher(make_ppo, make_tppo, noise_env, tmp_path):
-    cfg = {"num_steps_per_env": 4, "policy": {"actor_hidden_dims": [6], "critic_hidden_dims": [6]},
-           "algorithm": {"empirical_normalization": True}}  # fmt: skip
+    cfg = {
+        "num_steps_per_env": 4,
+        "policy": {"actor_hidden_dims": [6], "critic_hidden_dims": [6]},
+        "algorithm": {"empirical_normalization": True},
+    }
     runner = OnPolicyRunner(noise_env("mlp"), cfg, tmp_path, "cpu", show_progress=False)
     runner.learn(2)
     alg, _ = make_tppo(teacher_policy=None, teacher_ac_path=str(tmp_path), label_action_with_critic_obs=False)
@@ -111,8 +135,12 @@ def test_a_missing_teacher_is_said(make_tppo):
 @pytest.mark.parametrize("from_sample", [True, False])
 def test_what_the_teacher_sees_and_whether_it_explores(make_tppo, collect, from_critic, from_sample):
     teacher = TEACHER if from_critic else ACTOR_TEACHER
-    alg, env = make_tppo(teacher_policy=teacher, label_action_with_critic_obs=from_critic,
-                         action_labels_from_sample=from_sample, teacher_act_prob=0.0)  # fmt: skip
+    alg, env = make_tppo(
+        teacher_policy=teacher,
+        label_action_with_critic_obs=from_critic,
+        action_labels_from_sample=from_sample,
+        teacher_act_prob=0.0,
+    )
     collect(alg, env)
     seen = alg.rollout.privileged_observations if from_critic else alg.rollout.observations
     modes = alg.teacher.policies[0].act_params(seen.flatten(0, 1))[0]["mu"].view_as(alg.rollout.action_labels)
@@ -319,8 +347,14 @@ def test_bad_targets_are_refused(make_tppo):
 
 def test_discrete_actions_are_imitated_by_likelihood(make_tppo, collect, make_policy):
     teacher = {"class_name": "ActorCritic", "num_actor_obs": 5, "num_critic_obs": 5, "actor_hidden_dims": [4]}
-    alg, env = make_tppo("discrete", teacher_policy=teacher, distill_target="max_log_prob", using_ppo=False,
-                         learning_rate=0.02, num_learning_epochs=20)  # fmt: skip
+    alg, env = make_tppo(
+        "discrete",
+        teacher_policy=teacher,
+        distill_target="max_log_prob",
+        using_ppo=False,
+        learning_rate=0.02,
+        num_learning_epochs=20,
+    )
     (policy,) = alg.teacher.policies
     torch.nn.init.zeros_(policy.actor[-1].weight)
     with torch.no_grad():
@@ -347,17 +381,36 @@ def encoder_policy(**more):
     from canter.modules.encoder_actor_critic import EncoderActorCritic
 
     segments = {"scan": (2,), "rest": (1,)}
-    return EncoderActorCritic(3, 5, 2, obs_segments=segments, critic_obs_segments={"scan": (2,), "rest": (3,)},
-                              encoder_component_names=["scan"], encoder_output_size=4, actor_hidden_dims=[4],
-                              critic_hidden_dims=[4], **more)  # fmt: skip
+    return EncoderActorCritic(
+        3,
+        5,
+        2,
+        obs_segments=segments,
+        critic_obs_segments={"scan": (2,), "rest": (3,)},
+        encoder_component_names=["scan"],
+        encoder_output_size=4,
+        actor_hidden_dims=[4],
+        critic_hidden_dims=[4],
+        **more,
+    )
 
 
 def test_latents_are_distilled(make_tppo, collect):
-    teacher = {"class_name": "EncoderActorCritic", "num_actor_obs": 5, "num_critic_obs": 5, "num_actions": 2,
-               "obs_segments": {"map": (2,), "rest": (3,)}, "encoder_component_names": ["map"],
-               "encoder_output_size": 4}  # fmt: skip
-    alg, env = make_tppo(policy=encoder_policy(), teacher_policy=teacher, distill_latent_coef=0.5,
-                         distill_latent_obs_component_mapping={"scan": "map"})  # fmt: skip
+    teacher = {
+        "class_name": "EncoderActorCritic",
+        "num_actor_obs": 5,
+        "num_critic_obs": 5,
+        "num_actions": 2,
+        "obs_segments": {"map": (2,), "rest": (3,)},
+        "encoder_component_names": ["map"],
+        "encoder_output_size": 4,
+    }
+    alg, env = make_tppo(
+        policy=encoder_policy(),
+        teacher_policy=teacher,
+        distill_latent_coef=0.5,
+        distill_latent_obs_component_mapping={"scan": "map"},
+    )
     collect(alg, env)
     terms = alg.compute_losses(next(alg.mini_batches()))
     assert alg.loss_weights["distill_latent_scan"] == 0.5
@@ -388,12 +441,22 @@ def summing_encoder(policy, mean, std):
 def test_latents_are_of_observations_normalised_once(make_tppo, sees_critic_obs):
     """Values (3, 5) are 1, 2 to the student and 1/2, 1 to the teacher: sums 3 and 1.5, in each of four features."""
     width = 5 if sees_critic_obs else 3
-    teacher = {"class_name": "EncoderActorCritic", "num_actor_obs": width, "num_critic_obs": width, "num_actions": 2,
-               "obs_segments": {"map": (2,), "rest": (width - 2,)}, "encoder_component_names": ["map"],
-               "encoder_output_size": 4}  # fmt: skip
-    alg, env = make_tppo(policy=encoder_policy(), teacher_policy=teacher, distill_latent_target="l1",
-                         distill_latent_obs_component_mapping={"scan": "map"},
-                         label_action_with_critic_obs=sees_critic_obs)  # fmt: skip
+    teacher = {
+        "class_name": "EncoderActorCritic",
+        "num_actor_obs": width,
+        "num_critic_obs": width,
+        "num_actions": 2,
+        "obs_segments": {"map": (2,), "rest": (width - 2,)},
+        "encoder_component_names": ["map"],
+        "encoder_output_size": 4,
+    }
+    alg, env = make_tppo(
+        policy=encoder_policy(),
+        teacher_policy=teacher,
+        distill_latent_target="l1",
+        distill_latent_obs_component_mapping={"scan": "map"},
+        label_action_with_critic_obs=sees_critic_obs,
+    )
     summing_encoder(alg.policy, mean=1.0, std=2.0)
     summing_encoder(alg.teacher.policies[0], mean=1.0, std=4.0)
     obs, critic_obs = torch.tensor([[3.0, 5.0, 7.0]] * 4), torch.full((4, 5), 100.0)
@@ -407,15 +470,26 @@ def test_latents_are_of_observations_normalised_once(make_tppo, sees_critic_obs)
 
 
 def test_latents_are_distilled_from_the_students_observation_through_an_update(make_tppo, collect):
-    teacher = {"class_name": "EncoderActorCritic", "num_actor_obs": 3, "num_critic_obs": 3, "num_actions": 2,
-               "obs_segments": {"map": (2,), "rest": (1,)}, "encoder_component_names": ["map"],
-               "encoder_output_size": 4}  # fmt: skip
+    teacher = {
+        "class_name": "EncoderActorCritic",
+        "num_actor_obs": 3,
+        "num_critic_obs": 3,
+        "num_actions": 2,
+        "obs_segments": {"map": (2,), "rest": (1,)},
+        "encoder_component_names": ["map"],
+        "encoder_output_size": 4,
+    }
     found = {}
     for execution in ("eager", "auto"):
         torch.manual_seed(0)
-        alg, env = make_tppo(policy=encoder_policy(), teacher_policy=teacher, execution=execution,
-                             label_action_with_critic_obs=False, empirical_normalization=True,
-                             distill_latent_obs_component_mapping={"scan": "map"})  # fmt: skip
+        alg, env = make_tppo(
+            policy=encoder_policy(),
+            teacher_policy=teacher,
+            execution=execution,
+            label_action_with_critic_obs=False,
+            empirical_normalization=True,
+            distill_latent_obs_component_mapping={"scan": "map"},
+        )
         for iteration in range(3):
             collect(alg, env)
             losses, _ = alg.update(iteration)
@@ -553,11 +627,16 @@ def test_nested_settings_of_ppo_are_merged(make_policy):
 
 def test_the_teacher_uses_its_own_normaliser(make_tppo, tmp_path):
     saved = ActorCritic(5, 5, 2, actor_hidden_dims=[4], critic_hidden_dims=[4])
-    norm = {"_mean": torch.full((1, 5), 10.0), "_var": torch.full((1, 5), 4.0), "_std": torch.full((1, 5), 2.0),
-            "count": torch.tensor(9)}  # fmt: skip
+    norm = {
+        "_mean": torch.full((1, 5), 10.0),
+        "_var": torch.full((1, 5), 4.0),
+        "_std": torch.full((1, 5), 2.0),
+        "count": torch.tensor(9),
+    }
     torch.save({"model_state_dict": saved.state_dict(), "obs_norm_state_dict": norm}, tmp_path / "teacher.pt")
-    alg, _ = make_tppo(teacher_policy={**TEACHER, "teacher_ac_path": str(tmp_path / "teacher.pt")},
-                       empirical_normalization=True)  # fmt: skip
+    alg, _ = make_tppo(
+        teacher_policy={**TEACHER, "teacher_ac_path": str(tmp_path / "teacher.pt")}, empirical_normalization=True
+    )
     x = torch.randn(4, 5)
     wanted = saved.act_inference((x - 10.0) / 2.01)
     torch.testing.assert_close(alg.teacher.label(x, alg.generators["teacher"]), wanted)
@@ -592,9 +671,12 @@ def test_only_the_critic_learns_while_it_warms_up(make_tppo, collect):
 
 def dataset_step(num_envs, label=0.7):
     return SimpleNamespace(
-        observation=torch.randn(num_envs, 3), privileged_observation=torch.randn(num_envs, 5),
-        action=torch.full((num_envs, 2), label), reward=torch.zeros(num_envs, 1), done=torch.zeros(num_envs, 1),
-    )  # fmt: skip
+        observation=torch.randn(num_envs, 3),
+        privileged_observation=torch.randn(num_envs, 5),
+        action=torch.full((num_envs, 2), label),
+        reward=torch.zeros(num_envs, 1),
+        done=torch.zeros(num_envs, 1),
+    )
 
 
 @pytest.mark.filterwarnings("ignore:TPPO has no teacher")
@@ -662,9 +744,17 @@ def test_a_student_that_estimates_learns_both(make_tppo, collect):
     from canter.modules.state_estimator import StateAc
 
     segments = {"proprio": (2,), "velocity": (1,)}
-    policy = StateAc(3, 5, 2, obs_segments=segments, critic_obs_segments={**segments, "rest": (2,)},
-                     estimator_obs_components=["proprio"], estimator_target_components=["velocity"],
-                     actor_hidden_dims=[4], critic_hidden_dims=[4])  # fmt: skip
+    policy = StateAc(
+        3,
+        5,
+        2,
+        obs_segments=segments,
+        critic_obs_segments={**segments, "rest": (2,)},
+        estimator_obs_components=["proprio"],
+        estimator_target_components=["velocity"],
+        actor_hidden_dims=[4],
+        critic_hidden_dims=[4],
+    )
     alg, env = make_tppo(policy=policy, algorithm=EstimatorTPPO)
     collect(alg, env)
     losses, _ = alg.update(0)

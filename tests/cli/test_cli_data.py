@@ -47,11 +47,14 @@ def test_collect_is_greedy_by_default(trained):
     assert not out.exists()
 
 
-@pytest.mark.parametrize(("flags", "text"), [
-    (["--num-envs", "0"], "--num-envs must be at least 1"),
-    (["--checkpoint", "model_77.pt"], "no checkpoint"),
-    (["--images", "{camera: normalized_image}"], "obs_segments"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--num-envs", "0"], "--num-envs must be at least 1"),
+        (["--checkpoint", "model_77.pt"], "no checkpoint"),
+        (["--images", "{camera: normalized_image}"], "obs_segments"),
+    ],
+)
 def test_collect_refuses_in_one_line(trained, capsys, flags, text):
     assert main(["collect", str(trained), *flags]) == 2
     assert text in capsys.readouterr().err

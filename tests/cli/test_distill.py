@@ -17,17 +17,50 @@ PARTS = "{angle: 2, velocity: 1}"
 def teacher(tmp_path_factory):
     """A teacher that was hardly trained."""
     runs = tmp_path_factory.mktemp("teacher")
-    code = main(["train", "canter/Pendulum", "--total-timesteps", "64", "--num-steps-per-env", "16",
-                 "--name", "teacher", "--runs-dir", str(runs), "--policy.actor-hidden-dims", "8",
-                 "--policy.critic-hidden-dims", "8", "--num-mini-batches", "2",
-                 "--num-learning-epochs", "1", *SMALL])  # fmt: skip
+    code = main(
+        [
+            "train",
+            "canter/Pendulum",
+            "--total-timesteps",
+            "64",
+            "--num-steps-per-env",
+            "16",
+            "--name",
+            "teacher",
+            "--runs-dir",
+            str(runs),
+            "--policy.actor-hidden-dims",
+            "8",
+            "--policy.critic-hidden-dims",
+            "8",
+            "--num-mini-batches",
+            "2",
+            "--num-learning-epochs",
+            "1",
+            *SMALL,
+        ]
+    )
     assert code == 0
     return next(runs.rglob("config.yaml")).parent
 
 
 def distill(teacher, tmp_path, *more):
-    return main(["distill", str(teacher), "--runs-dir", str(tmp_path), "--name", "s", "--total-timesteps", "128",
-                 "--num-steps-per-env", "16", *SMALL, *more])  # fmt: skip
+    return main(
+        [
+            "distill",
+            str(teacher),
+            "--runs-dir",
+            str(tmp_path),
+            "--name",
+            "s",
+            "--total-timesteps",
+            "128",
+            "--num-steps-per-env",
+            "16",
+            *SMALL,
+            *more,
+        ]
+    )
 
 
 def test_a_student_that_sees_less_is_trained_evaluated_and_can_be_played(teacher, tmp_path, capsys):

@@ -406,9 +406,13 @@ OWN_NETWORK = ["unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set l
 def canter(*args, cwd, prefix=()):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     return subprocess.Popen(
-        [*prefix, sys.executable, "-m", "canter.cli", *args], cwd=cwd, env=env, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        [*prefix, sys.executable, "-m", "canter.cli", *args],
+        cwd=cwd,
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def test_a_sweep_leaves_a_preset_that_trains_a_page_and_its_trials(tmp_path, monkeypatch, capsys):

@@ -76,14 +76,17 @@ class Attack:
         return os.mkdir, ("stolen",)
 
 
-@pytest.mark.parametrize("content", [
-    {"observations": Attack()},
-    {"observations": np.array([Attack()], dtype=object)},
-    [1, 2],
-    {"observations": "text"},
-    {"observations": torch.nn.Linear(1, 1)},
-    {"observations": np.array(["text"])},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"observations": Attack()},
+        {"observations": np.array([Attack()], dtype=object)},
+        [1, 2],
+        {"observations": "text"},
+        {"observations": torch.nn.Linear(1, 1)},
+        {"observations": np.array(["text"])},
+    ],
+)
 def test_a_pickle_with_code_is_refused_and_runs_nothing(tmp_path, monkeypatch, content):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "traj_000000_000001.pickle").write_bytes(pickle.dumps(content))

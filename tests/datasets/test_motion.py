@@ -243,24 +243,31 @@ def test_joints_without_names_are_not_matched_by_position():
     with pytest.raises(ValueError, match="does not name its joints.*give file_joint_names"):
         AMPLoader("cpu", 0.02, CLIPS, motion_files=["quadruped_trot.txt"], joint_names=QUADRUPED_JOINTS)
     data = AMPLoader(
-        "cpu", 0.02, CLIPS, motion_files=["quadruped_trot.txt"],
-        joint_names=QUADRUPED_JOINTS[:3], file_joint_names=QUADRUPED_JOINTS,
-    )  # fmt: skip
+        "cpu",
+        0.02,
+        CLIPS,
+        motion_files=["quadruped_trot.txt"],
+        joint_names=QUADRUPED_JOINTS[:3],
+        file_joint_names=QUADRUPED_JOINTS,
+    )
     assert data.clips[0].groups["joint_vel"] == 3
 
 
 # ------------------------------------------------------------------ bad input
-@pytest.mark.parametrize(("change", "text"), [
-    ({"Frames": [[1.0]]}, "no Fields"),
-    ({"Frames": [[1.0] * 61]}, "1 frame; a motion needs at least 2"),
-    ({"FrameDuration": 0.0}, "positive time apart"),
-    ({"FrameDuration": -0.1}, "positive time apart"),
-    ({"MotionWeight": 0.0}, "weight must be positive"),
-    ({"Fields": ["a.0", "a.0"], "Frames": [[1, 2], [3, 4]]}, "same name: a.0"),
-    ({"Fields": ["a.0"], "Frames": [[1, 2], [3, 4]]}, "do not fit 1 columns"),
-    ({"Fields": ["a.0"], "Frames": [[1], [float("nan")]]}, "frame 1 has nan in a.0"),
-    ({"Fields": ["a.0"], "Frames": [[1], [2, 3]]}, "spoilt.txt"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"Frames": [[1.0]]}, "no Fields"),
+        ({"Frames": [[1.0] * 61]}, "1 frame; a motion needs at least 2"),
+        ({"FrameDuration": 0.0}, "positive time apart"),
+        ({"FrameDuration": -0.1}, "positive time apart"),
+        ({"MotionWeight": 0.0}, "weight must be positive"),
+        ({"Fields": ["a.0", "a.0"], "Frames": [[1, 2], [3, 4]]}, "same name: a.0"),
+        ({"Fields": ["a.0"], "Frames": [[1, 2], [3, 4]]}, "do not fit 1 columns"),
+        ({"Fields": ["a.0"], "Frames": [[1], [float("nan")]]}, "frame 1 has nan in a.0"),
+        ({"Fields": ["a.0"], "Frames": [[1], [2, 3]]}, "spoilt.txt"),
+    ],
+)
 def test_damaged_clips_are_refused_with_the_reason(tmp_path, change, text):
     content = json.loads((CLIPS / "quadruped_trot.txt").read_text()) | change
     del content["SHA256"]  # as in a file of another program

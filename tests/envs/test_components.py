@@ -102,9 +102,11 @@ def test_a_window_begins_anew_with_every_episode(next_step):
 def test_a_last_action_of_the_environments_own_is_passed_on(last_action):
     plain = wrap_env("canter/PointRobot", num_envs=3, seed=0)
     env = ObsComponents(
-        wrap_env("canter/PointRobot", num_envs=3, seed=0), actor=["last_action", "velocity_history"],
-        history={"velocity": 2}, last_action=last_action,
-    )  # fmt: skip
+        wrap_env("canter/PointRobot", num_envs=3, seed=0),
+        actor=["last_action", "velocity_history"],
+        history={"velocity": 2},
+        last_action=last_action,
+    )
     plain.reset(), env.reset()
     action = torch.tensor([[0.5, -0.25], [1.0, 0.0], [0.0, -1.0]])
     wanted, record = plain.step(action), env.step(action)

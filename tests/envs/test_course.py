@@ -60,8 +60,13 @@ def test_obstacles_are_announced_just_before_they_begin_and_until_they_end():
     put(env, position=[[2.7, 0.0], [2.9, 0.0], [5.9, 0.0], [6.1, 0.0], [8.9, 0.0], [11.95, 0.0]], wind=[[0.25]] * 6)
     blocks = env.get_observations()[0][:, 15:]
     assert blocks[:, 1:6].tolist() == [
-        [0, 0, 0, 0, 0], [0, 1, 0, 0, 0], [0, 1, 0, 0, 0], [0, 0, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 0, 0],
-    ]  # fmt: skip
+        [0, 0, 0, 0, 0],
+        [0, 1, 0, 0, 0],
+        [0, 1, 0, 0, 0],
+        [0, 0, 0, 0, 0],
+        [0, 0, 1, 0, 0],
+        [0, 0, 1, 0, 0],
+    ]
     assert blocks[:, 0].tolist() == pytest.approx([0.3, 0.1, 0.1, 2.9, 0.1, 0.05], abs=1e-5)
     assert blocks[:, 6:].tolist()[4] == pytest.approx([0.2, 0.25])
     assert blocks[:4, 6:].abs().max() == 0
@@ -98,9 +103,11 @@ def test_trained_skills_are_switched_smoothed_commanded_and_reset(tmp_path):
     train_skills(tmp_path, 1)
     env = Course(6, seed=0)
     settings = {
-        "sub_policy_paths": [str(tmp_path / kind) for kind in KINDS], "cmd_vel_mapping": {"1": 0.5, "2": [0.3, 0.4]},
-        "action_smoothing_buffer_len": 4, "env_action_scale": env.action_scale,
-    }  # fmt: skip
+        "sub_policy_paths": [str(tmp_path / kind) for kind in KINDS],
+        "cmd_vel_mapping": {"1": 0.5, "2": [0.3, 0.4]},
+        "action_smoothing_buffer_len": 4,
+        "env_action_scale": env.action_scale,
+    }
     with pytest.warns(UserWarning, match=r"obstacles \[3, 4\]"):
         policy = build_actor_critic(env, "ActorCriticFieldMutex", settings)
     acting = InferencePolicy(policy)

@@ -107,8 +107,13 @@ def test_final_observation_is_found_under_every_name(name):
 def test_final_observation_names_are_those_in_use():
     assert FINAL_OBS_NAMES[:2] == ("final_obs", "final_observation")
     assert set(FINAL_OBS_NAMES) == {
-        "final_obs", "final_observation", "terminal", "terminal_obs", "final_observations", "terminal_observation",
-    }  # fmt: skip
+        "final_obs",
+        "final_observation",
+        "terminal",
+        "terminal_obs",
+        "final_observations",
+        "terminal_observation",
+    }
 
 
 def test_final_observation_of_playground_lies_among_the_raw_observations():

@@ -308,7 +308,7 @@ class AgentCfg:
             "actor_hidden_dims": [8],
             "critic_hidden_dims": [8],
             "activation": "elu",
-        }  # fmt: skip
+        }
     )
     algorithm: dict = dataclasses.field(
         default_factory=lambda: {"class_name": "PPO", "num_learning_epochs": 2, "num_mini_batches": 2}
@@ -323,15 +323,17 @@ OLD_CFG = {  # of rsl_rl 1.x, with its sections
     | {"max_iterations": 1500, "experiment_name": "flat_anymal_c", "run_name": ""},
     "algorithm": {"num_learning_epochs": 2, "num_mini_batches": 2, "schedule": "adaptive"},
     "policy": {"init_noise_std": 1.0, "actor_hidden_dims": [8], "critic_hidden_dims": [8], "activation": "elu"},
-    "seed": 1, "runner_class_name": "OnPolicyRunner",
-}  # fmt: skip
+    "seed": 1,
+    "runner_class_name": "OnPolicyRunner",
+}
 
 
 def train_cfg(name, iterations):
     """The training dict of Genesis' example, for rsl_rl 2.x."""
     return {**OLD_CFG["runner"], "max_iterations": iterations, "algorithm": OLD_CFG["algorithm"], "seed": 1} | {
-        "policy": {"class_name": "ActorCritic", **OLD_CFG["policy"]}, "obs_groups": {"policy": ["policy"]},
-    }  # fmt: skip
+        "policy": {"class_name": "ActorCritic", **OLD_CFG["policy"]},
+        "obs_groups": {"policy": ["policy"]},
+    }
 
 
 def modules():

@@ -127,8 +127,9 @@ def test_gymnasium_states_periods_actuators_and_terms():
     robot = describe_robot(make_env("HalfCheetah-v5"))
     assert robot["control_period"] == pytest.approx(0.05)
     assert robot["observation"] == [
-        {"name": "qpos", "width": 8, "term": "qpos[1:]"}, {"name": "qvel", "width": 9, "term": "qvel"},
-    ]  # fmt: skip
+        {"name": "qpos", "width": 8, "term": "qpos[1:]"},
+        {"name": "qvel", "width": 9, "term": "qvel"},
+    ]
     assert robot["action"]["names"] == ["bthigh", "bshin", "bfoot", "fthigh", "fshin", "ffoot"]
     assert describe_robot(make_env("CartPole-v1")) == {"control_period": 0.02}
     assert describe_robot(make_env("canter/Pendulum")) == {"control_period": 0.05}

@@ -274,9 +274,16 @@ def test_compiled_recordings_learn_the_same_up_to_rounding(make_ppo, collect, sn
     results = []
     for execution in ("eager", "compile"):
         alg, env = make_ppo(
-            kind, num_learning_epochs=2, num_mini_batches=2, execution=execution, seed=5, empirical_normalization=True,
-            normalize_rewards=True, learning_rate=1e-4, schedule="fixed",
-        )  # fmt: skip
+            kind,
+            num_learning_epochs=2,
+            num_mini_batches=2,
+            execution=execution,
+            seed=5,
+            empirical_normalization=True,
+            normalize_rewards=True,
+            learning_rate=1e-4,
+            schedule="fixed",
+        )
         for iteration in range(6):
             collect(alg, env)
             rollout = {name: value.clone() for name, value in alg.rollout.data.items()}
@@ -293,9 +300,15 @@ def test_recorded_training_equals_eager_bit_for_bit(make_ppo, collect, snapshot,
     results = []
     for execution in ("eager", "auto"):
         alg, env = make_ppo(
-            kind, num_learning_epochs=2, num_mini_batches=num_mini_batches, execution=execution, seed=5,
-            empirical_normalization=True, normalize_rewards=True, schedule="adaptive",
-        )  # fmt: skip
+            kind,
+            num_learning_epochs=2,
+            num_mini_batches=num_mini_batches,
+            execution=execution,
+            seed=5,
+            empirical_normalization=True,
+            normalize_rewards=True,
+            schedule="adaptive",
+        )
         reports = []
         for iteration in range(6):
             collect(alg, env)

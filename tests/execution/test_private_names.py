@@ -42,31 +42,64 @@ USES = {
 }
 OPERATIONS = {
     "results that depend on shapes only": (
-        "ones_like.default", "zeros_like.default", "full_like.default", "new_zeros.default", "new_ones.default",
+        "ones_like.default",
+        "zeros_like.default",
+        "full_like.default",
+        "new_zeros.default",
+        "new_ones.default",
         "new_full.default",
     ),
     "identities and products with one": (
-        "detach.default", "alias.default", "t.default", "mul.Tensor", "mul.Scalar", "pow.Tensor_Scalar",
+        "detach.default",
+        "alias.default",
+        "t.default",
+        "mul.Tensor",
+        "mul.Scalar",
+        "pow.Tensor_Scalar",
         "view.default",
     ),
     "layers whose weights are transposed once": ("linear.default",),
     "stacks that are copied part by part": ("stack.default", "select.int", "_to_copy.default"),
     "writes that can be compiled": (
-        "copy_.default", "index_copy_.default", "add_.Tensor", "mul_.Tensor", "__ior__.Tensor", "empty.memory_format",
+        "copy_.default",
+        "index_copy_.default",
+        "add_.Tensor",
+        "mul_.Tensor",
+        "__ior__.Tensor",
+        "empty.memory_format",
     ),
     "list operations to decompose": (
-        "_foreach_add_.Scalar", "_foreach_add_.List", "_foreach_sub_.Scalar", "_foreach_sub_.List",
-        "_foreach_mul_.Scalar", "_foreach_mul_.List", "_foreach_copy_.default", "cat.default", "reshape.default",
+        "_foreach_add_.Scalar",
+        "_foreach_add_.List",
+        "_foreach_sub_.Scalar",
+        "_foreach_sub_.List",
+        "_foreach_mul_.Scalar",
+        "_foreach_mul_.List",
+        "_foreach_copy_.default",
+        "cat.default",
+        "reshape.default",
     ),
     "fused optimizer steps to decompose": ("_fused_adam_.tensor_lr", "_fused_adamw_.tensor_lr"),
     "arithmetic of decomposed steps": (
-        "add.Tensor", "sub.Tensor", "div.Tensor", "neg.default", "rsub.Scalar", "pow.Scalar", "sqrt.default",
-        "where.self", "eq.Scalar", "_to_copy.default",
+        "add.Tensor",
+        "sub.Tensor",
+        "div.Tensor",
+        "neg.default",
+        "rsub.Scalar",
+        "pow.Scalar",
+        "sqrt.default",
+        "where.self",
+        "eq.Scalar",
+        "_to_copy.default",
     ),
     "rewrites of compiled graphs": (
-        "addmm.default", "mm.default", "tanh.default", "sigmoid.default", "as_strided.default",
+        "addmm.default",
+        "mm.default",
+        "tanh.default",
+        "sigmoid.default",
+        "as_strided.default",
     ),
-}  # fmt: skip
+}
 NAMES = [(name, use) for use, name in USES.items()]
 NAMES += [(f"torch.ops.aten.{name}", use) for use, names in OPERATIONS.items() for name in names]
 

@@ -64,9 +64,18 @@ RUNNERS = {
     "dict": lambda: on_policy([Parts] * 2, {}, empirical_normalization=True),
     "visual": lambda: on_policy([lambda: Parts(image=True)] * 2, VISUAL, empirical_normalization=True),
     "image": lambda: OnPolicyRunner(
-        ImageReach(2), {"num_steps_per_env": 4, "policy": {
-            "actor_class": "CNNActor", "critic_class": "CNNCritic", "actor_cfg": CNN, "critic_cfg": CNN,
-        }}, device="cpu", show_progress=False,
+        ImageReach(2),
+        {
+            "num_steps_per_env": 4,
+            "policy": {
+                "actor_class": "CNNActor",
+                "critic_class": "CNNCritic",
+                "actor_cfg": CNN,
+                "critic_cfg": CNN,
+            },
+        },
+        device="cpu",
+        show_progress=False,
     ),
     "apexrl": lambda: OnPolicyRunner(
         PointRobot(2), algorithm="ppo", actor_class=MLPActor, critic_class=MLPCritic, device="cpu", show_progress=False
@@ -74,7 +83,7 @@ RUNNERS = {
     "dqn": lambda: off_policy("DQN", "CartPole-v1"),
     "sac": lambda: off_policy("SAC", "Pendulum-v1"),
     "td3": lambda: off_policy("TD3", "Pendulum-v1"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", RUNNERS)
@@ -193,9 +202,13 @@ def test_a_reset_clears_the_memory_of_finished_rows_alone(tmp_path):
 
 def test_a_checkpoint_of_an_earlier_version_makes_its_task_once(tmp_path):
     runner = OnPolicyRunner(
-        GymVecEnv([lambda: gymnasium.make("Pendulum-v1")] * 2), {"num_steps_per_env": 4, "policy": SMALL}, tmp_path,
-        "cpu", run_info={"task": "Pendulum-v1"}, show_progress=False,
-    )  # fmt: skip
+        GymVecEnv([lambda: gymnasium.make("Pendulum-v1")] * 2),
+        {"num_steps_per_env": 4, "policy": SMALL},
+        tmp_path,
+        "cpu",
+        run_info={"task": "Pendulum-v1"},
+        show_progress=False,
+    )
     runner.write_config()
     runner.save(tmp_path / "model_1.pt")
     state = load_checkpoint(tmp_path / "model_1.pt")
@@ -213,9 +226,13 @@ def test_a_checkpoint_of_an_earlier_version_makes_its_task_once(tmp_path):
 def test_a_stranger_s_task_imports_no_module(tmp_path):
     task = "antigravity:Pendulum-v1"
     runner = OnPolicyRunner(
-        GymVecEnv([lambda: gymnasium.make("Pendulum-v1")] * 2), {"num_steps_per_env": 4, "policy": SMALL}, tmp_path,
-        "cpu", run_info={"task": task}, show_progress=False,
-    )  # fmt: skip
+        GymVecEnv([lambda: gymnasium.make("Pendulum-v1")] * 2),
+        {"num_steps_per_env": 4, "policy": SMALL},
+        tmp_path,
+        "cpu",
+        run_info={"task": task},
+        show_progress=False,
+    )
     runner.save(tmp_path / "model_1.pt")
     canter.load(tmp_path)  # the checkpoint describes the environment
     state = load_checkpoint(tmp_path / "model_1.pt")

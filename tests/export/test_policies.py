@@ -77,8 +77,16 @@ def test_a_window_as_the_only_segment_is_exported_for_any_batch(tmp_path):
 
 
 def test_an_estimate_is_in_physical_units():
-    policy = StateAc(5, 7, 2, obs_segments={"a": 5}, critic_obs_segments={"a": 5, "v": 2}, append_estimate=True,
-                     estimator_target_components=("v",), **SMALL).eval()  # fmt: skip
+    policy = StateAc(
+        5,
+        7,
+        2,
+        obs_segments={"a": 5},
+        critic_obs_segments={"a": 5, "v": 2},
+        append_estimate=True,
+        estimator_target_components=("v",),
+        **SMALL,
+    ).eval()
     policy.obs_normalizer, policy.critic_obs_normalizer = build_normalizer(5), build_normalizer(7)
     policy.critic_obs_normalizer._mean[:, 5:] = torch.tensor([10.0, -3.0])
     policy.critic_obs_normalizer._std[:, 5:] = torch.tensor([2.0, 4.0])
@@ -122,9 +130,15 @@ def test_bytes_of_images_are_scaled_inside(tmp_path):
 def test_dicts_have_one_input_for_each_part(tmp_path):
     segments = {"camera": (1, 8, 8), "arm": (3,)}
     policy = EncoderActorCritic(
-        67, 67, 2, obs_segments=segments, encoder_component_names=("camera",), encoder_class_name="Conv2dHeadModel",
-        encoder_kwargs={"channels": (3,), "kernel_sizes": (3,), "strides": (2,), "hidden_sizes": (4,)}, **SMALL,
-    )  # fmt: skip
+        67,
+        67,
+        2,
+        obs_segments=segments,
+        encoder_component_names=("camera",),
+        encoder_class_name="Conv2dHeadModel",
+        encoder_kwargs={"channels": (3,), "kernel_sizes": (3,), "strides": (2,), "hidden_sizes": (4,)},
+        **SMALL,
+    )
     space = spaces.Dict({"camera": spaces.Box(0, 255, (1, 8, 8), np.uint8), "arm": spaces.Box(-1, 1, (3,))})
     made = check(InferencePolicy(policy.eval(), space), tmp_path)
     inputs = Bundle(made.path).spec["inputs"]
@@ -165,9 +179,15 @@ def test_a_mutex_of_recurrent_policies_keeps_choices_and_memories(tmp_path):
     subs = [runs.constant_policy(float(i), ActorCriticRecurrent, **runs.RNN) for i in range(3)]
     paths = [runs.write_run(tmp_path / str(i), policy) for i, policy in enumerate(subs)]
     policy = ActorCriticFieldMutex(
-        runs.NUM_OBS, runs.NUM_OBS, runs.NUM_ACTIONS, None, sub_policy_paths=paths, obs_segments=runs.SEGMENTS,
-        action_smoothing_buffer_len=2, cmd_vel_mapping={1: (1.0, 3.0)},
-    )  # fmt: skip
+        runs.NUM_OBS,
+        runs.NUM_OBS,
+        runs.NUM_ACTIONS,
+        None,
+        sub_policy_paths=paths,
+        obs_segments=runs.SEGMENTS,
+        action_smoothing_buffer_len=2,
+        cmd_vel_mapping={1: (1.0, 3.0)},
+    )
     made = check(InferencePolicy(policy), tmp_path)
     names = [memory["name"] for memory in Bundle(made.path).spec["memories"]]
     assert names == ["selections", "velocities", "memory_a_0", "memory_a_1", "memory_a_2"]

@@ -62,9 +62,16 @@ def collect(data, run):
     """Collect for ever with the newest student."""
     env = PointRobot(NUM_ENVS, max_episode_length=11)
     saver = DaggerSaver(
-        env, Teacher(), data, 4, training_policy_logdir=run, min_timesteps=10**12, teacher_act_prob="exp",
-        update_times_scale=20, show_progress=False,
-    )  # fmt: skip
+        env,
+        Teacher(),
+        data,
+        4,
+        training_policy_logdir=run,
+        min_timesteps=10**12,
+        teacher_act_prob="exp",
+        update_times_scale=20,
+        show_progress=False,
+    )
     saver.collect_and_save()
 
 

@@ -117,36 +117,75 @@ class Kind:
 
 KINDS = [
     Kind("model_1.pt", lambda path: save_checkpoint(path, STATE), load_checkpoint, CheckpointError),
-    Kind("rsl_rl/model_1.pt", lambda path: torch.save({**STATE, "infos": None}, path),
-         lambda path: import_state(load_checkpoint(path)), CheckpointError),
+    Kind(
+        "rsl_rl/model_1.pt",
+        lambda path: torch.save({**STATE, "infos": None}, path),
+        lambda path: import_state(load_checkpoint(path)),
+        CheckpointError,
+    ),
     # Anyone may edit it; `canter resume` names the settings that are not the checkpoint's.
-    Kind("config.yaml", lambda path: path.write_text(yaml.safe_dump(CONFIG)), use_config, UserError,
-         lambda result, sound: same(result, sound) or bool(changed_settings(result, sound))),
-    Kind("config.json", lambda path: path.write_text(json.dumps(CONFIG)), read_json, FileContentError,
-         lambda result, sound: isinstance(result, dict)),
-    Kind("preset.yaml", lambda path: path.write_text(yaml.safe_dump(CONFIG)), read_yaml, FileContentError,
-         lambda result, sound: isinstance(result, dict)),
+    Kind(
+        "config.yaml",
+        lambda path: path.write_text(yaml.safe_dump(CONFIG)),
+        use_config,
+        UserError,
+        lambda result, sound: same(result, sound) or bool(changed_settings(result, sound)),
+    ),
+    Kind(
+        "config.json",
+        lambda path: path.write_text(json.dumps(CONFIG)),
+        read_json,
+        FileContentError,
+        lambda result, sound: isinstance(result, dict),
+    ),
+    Kind(
+        "preset.yaml",
+        lambda path: path.write_text(yaml.safe_dump(CONFIG)),
+        read_yaml,
+        FileContentError,
+        lambda result, sound: isinstance(result, dict),
+    ),
     Kind("clip.npz", lambda path: write_clip(path, CLIP), clip_content, FileContentError),
     Kind("clip.txt", lambda path: write_clip(path, CLIP), clip_content, FileContentError),
     Kind("clip.csv", lambda path: write_clip(path, CLIP), clip_content, FileContentError),
-    Kind("plain/clip.csv", lambda path: write_clip(path, ROBOT, with_names=False),
-         lambda path: vars(read_clip(path)), FileContentError, is_finite_clip),
+    Kind(
+        "plain/clip.csv",
+        lambda path: write_clip(path, ROBOT, with_names=False),
+        lambda path: vars(read_clip(path)),
+        FileContentError,
+        is_finite_clip,
+    ),
     Kind("arrays.npz", lambda path: np.savez(path, **ARRAYS), read_npz, FileContentError),
     Kind("small/arrays.npz", lambda path: np.savez_compressed(path, **ARRAYS), read_npz, FileContentError),
-    Kind("traj_000000_000010.pickle", lambda path: path.write_bytes(pickle.dumps(STEPS)), read_pickle, ValueError,
-         lambda result, sound: all(isinstance(array, np.ndarray) for array in result.values())),
+    Kind(
+        "traj_000000_000010.pickle",
+        lambda path: path.write_bytes(pickle.dumps(STEPS)),
+        read_pickle,
+        ValueError,
+        lambda result, sound: all(isinstance(array, np.ndarray) for array in result.values()),
+    ),
     Kind("data/trajectory_0/traj_000000_000005.safetensors", make_trajectory, read_chunk, TrajectoryFileError),
     # A last line that is cut short is what a crash leaves.
-    Kind("many/manifest.jsonl", make_dataset, lambda path: read_manifest(path.parent),
-         (TrajectoryFileError, FileContentError), lambda result, sound: result == sound[: len(result)]),
+    Kind(
+        "many/manifest.jsonl",
+        make_dataset,
+        lambda path: read_manifest(path.parent),
+        (TrajectoryFileError, FileContentError),
+        lambda result, sound: result == sound[: len(result)],
+    ),
     Kind("many/metadata.json", make_dataset, lambda path: read_metadata(path.parent), TrajectoryFileError),
     # A damaged row is left out of a plot, or shows a wrong point in it.
-    Kind("metrics.jsonl", make_metrics, read_metrics, (),
-         lambda result, sound: all(np.isfinite(values).all() for _, values in result.values())),
+    Kind(
+        "metrics.jsonl",
+        make_metrics,
+        read_metrics,
+        (),
+        lambda result, sound: all(np.isfinite(values).all() for _, values in result.values()),
+    ),
     Kind("bundle/policy.json", make_bundle, bundle_content, BundleError),
     Kind("bundle/policy.onnx", make_bundle, bundle_content, BundleError),
     Kind("bundle/samples.safetensors", make_bundle, bundle_content, BundleError),
-]  # fmt: skip
+]
 
 
 def try_damages(kind: Kind, folder: Path, how_many: Any) -> Counter[str]:

@@ -33,9 +33,13 @@ def num_envs(device):
 
 def config(execution, policy, **algorithm):
     shared = {
-        "num_learning_epochs": 1, "num_mini_batches": 3, "schedule": "adaptive", "empirical_normalization": True,
-        "execution": execution, "precision": "fp32",
-    }  # fmt: skip
+        "num_learning_epochs": 1,
+        "num_mini_batches": 3,
+        "schedule": "adaptive",
+        "empirical_normalization": True,
+        "execution": execution,
+        "precision": "fp32",
+    }
     return {"num_steps_per_env": 6, "seed": 3, "policy": {**SIZES, **policy}, "algorithm": shared | algorithm}
 
 

@@ -20,12 +20,18 @@ def trained(task, execution, iterations=12, policy=None, algorithm=None, num_env
         "num_steps_per_env": 16,
         "seed": 3,
         "algorithm": {
-            "num_learning_epochs": 2, "num_mini_batches": 3, "schedule": "adaptive", "empirical_normalization": True,
-            "normalize_rewards": True, "execution": execution, "precision": "fp32", **(algorithm or {}),
+            "num_learning_epochs": 2,
+            "num_mini_batches": 3,
+            "schedule": "adaptive",
+            "empirical_normalization": True,
+            "normalize_rewards": True,
+            "execution": execution,
+            "precision": "fp32",
+            **(algorithm or {}),
         },
         "policy": {"actor_hidden_dims": [64, 64], "critic_hidden_dims": [64, 64], **(policy or {})},
         **run,
-    }  # fmt: skip
+    }
     runner = OnPolicyRunner(env, cfg, None, CUDA, show_progress=False)
     runner.learn(iterations)
     return runner

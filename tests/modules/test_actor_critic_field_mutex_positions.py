@@ -11,11 +11,18 @@ LAYOUT = ObsLayout({"a": (4,), "b": (8,)})
 @pytest.mark.parametrize(
     ("text", "columns"),
     [
-        ("a", slice(0, 4)), ("b", slice(4, 12)), ("b[0]", slice(4, 5)), ("b[-1]", slice(11, 12)),
-        ("b[1:6]", slice(5, 10)), ("b[-2:]", slice(10, 12)), ("b[:3]", slice(4, 7)), ("b[:]", slice(4, 12)),
-        ("b[2:-1]", slice(6, 11)), ("a[3]", slice(3, 4)),
+        ("a", slice(0, 4)),
+        ("b", slice(4, 12)),
+        ("b[0]", slice(4, 5)),
+        ("b[-1]", slice(11, 12)),
+        ("b[1:6]", slice(5, 10)),
+        ("b[-2:]", slice(10, 12)),
+        ("b[:3]", slice(4, 7)),
+        ("b[:]", slice(4, 12)),
+        ("b[2:-1]", slice(6, 11)),
+        ("a[3]", slice(3, 4)),
     ],
-)  # fmt: skip
+)
 def test_text_means_columns_of_the_whole_observation(text, columns):
     assert find_positions(LAYOUT, text) == columns
 

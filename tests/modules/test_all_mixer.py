@@ -22,12 +22,22 @@ def make(cls=EncoderStateAc, segments=SEGMENTS, critic=CRITIC, seed=0, names=("s
     if cls is EncoderStateAcRecurrent:
         settings["rnn_hidden_size"] = 4
     return cls(
-        width(segments), width(critic), 2, obs_segments=segments, critic_obs_segments=critic,
-        actor_hidden_dims=[8], critic_hidden_dims=[8], encoder_component_names=names,
-        encoder_kwargs={"hidden_sizes": [5]}, encoder_output_size=4, critic_encoder_component_names=["scan"],
-        estimator_obs_components=["pos", "scan"], estimator_target_components=["vel"],
-        estimator_kwargs={"hidden_sizes": [7]}, **settings,
-    )  # fmt: skip
+        width(segments),
+        width(critic),
+        2,
+        obs_segments=segments,
+        critic_obs_segments=critic,
+        actor_hidden_dims=[8],
+        critic_hidden_dims=[8],
+        encoder_component_names=names,
+        encoder_kwargs={"hidden_sizes": [5]},
+        encoder_output_size=4,
+        critic_encoder_component_names=["scan"],
+        estimator_obs_components=["pos", "scan"],
+        estimator_target_components=["vel"],
+        estimator_kwargs={"hidden_sizes": [7]},
+        **settings,
+    )
 
 
 def test_the_estimator_gets_raw_components_and_the_next_stages_features():

@@ -107,16 +107,23 @@ def test_both_losses_fall_towards_the_right_answer(loss_type):
 def test_the_least_squares_losses_by_hand():
     made = linear([1.0], discriminator_grad_pen=10.0)
     nn.init.zeros_(made.head.bias)
-    losses, stats = made.adversarial_losses(torch.tensor([[2.0], [0.5]]), torch.tensor([[-2.0], [1.0], [50.0]]),
-                                            torch.tensor([True, True, False]))  # fmt: skip
+    losses, stats = made.adversarial_losses(
+        torch.tensor([[2.0], [0.5]]), torch.tensor([[-2.0], [1.0], [50.0]]), torch.tensor([True, True, False])
+    )
     assert float(losses["discriminator_expert_loss"]) == pytest.approx(0.5 * (1.0 + 0.25) / 2)
     assert float(losses["discriminator_policy_loss"]) == pytest.approx(0.5 * (1.0 + 4.0) / 2)
     assert float(losses["discriminator_grad_pen_loss"]) == pytest.approx(10.0)
     got = {name: float(value) for name, value in stats.items()}
     assert got == pytest.approx(
-        {"amp/expert_d": 1.25, "amp/policy_d": -0.5, "amp/expert_accuracy": 1.0, "amp/policy_accuracy": 0.5,
-         "amp/accuracy": 0.75, "amp/saturation": 0.5}
-    )  # fmt: skip
+        {
+            "amp/expert_d": 1.25,
+            "amp/policy_d": -0.5,
+            "amp/expert_accuracy": 1.0,
+            "amp/policy_accuracy": 0.5,
+            "amp/accuracy": 0.75,
+            "amp/saturation": 0.5,
+        }
+    )
 
 
 def test_the_same_features_get_the_same_reward_alone_and_among_experts():  # no statistics of a batch

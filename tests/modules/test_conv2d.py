@@ -112,9 +112,15 @@ def test_it_is_an_encoder_of_a_component():
     segments = {"joints": (2,), "joints_history": (5, 2)}
     for kind in ("conv", "attention"):
         policy = EncoderActorCritic(
-            12, 12, 1, obs_segments=segments, encoder_component_names=["joints_history"],
-            encoder_class_name="HistoryEncoder", encoder_kwargs={"kind": kind}, encoder_output_size=7,
-        )  # fmt: skip
+            12,
+            12,
+            1,
+            obs_segments=segments,
+            encoder_component_names=["joints_history"],
+            encoder_class_name="HistoryEncoder",
+            encoder_kwargs={"kind": kind},
+            encoder_output_size=7,
+        )
         assert policy.actor[0].in_features == 9
         assert policy(torch.randn(3, 12)).mean.shape == (3, 1)
 

@@ -123,8 +123,11 @@ def test_a_checkpoint_of_rsl_rl_is_loaded_with_its_moments(stand_in, tmp_path, s
         state[f"{side}_state_dict"] |= own | model.state_dict()
         theirs += [*([policy.std] if own else []), *model.parameters()]
     numbers = [next(i for i, other in enumerate(theirs) if other is one) for one in theirs]
-    moments = {i: {"step": torch.tensor(3.0), "exp_avg": p.detach() + 1, "exp_avg_sq": p.detach() ** 2}
-               for i, p in enumerate(theirs) if i in numbers}  # fmt: skip
+    moments = {
+        i: {"step": torch.tensor(3.0), "exp_avg": p.detach() + 1, "exp_avg_sq": p.detach() ** 2}
+        for i, p in enumerate(theirs)
+        if i in numbers
+    }
     group = {**source.alg.optimizer.state_dict()["param_groups"][0], "params": numbers}
     torch.save(
         {**state, "optimizer_state_dict": {"state": moments, "param_groups": [group]}, "iter": 1}, tmp_path / "m.pt"

@@ -170,9 +170,18 @@ def twin_critics(directory, rank):
 
 def sac_runner(log_dir=None):
     cfg = SACConfig(
-        seed=5, batch_size=8, learning_starts=18, save_replay_buffer=True, empirical_normalization=True, buffer_size=60,
-        normalize_rewards=True, actor_hidden_dims=(8,), critic_hidden_dims=(8,), log_interval=12, save_interval=0,
-    )  # fmt: skip
+        seed=5,
+        batch_size=8,
+        learning_starts=18,
+        save_replay_buffer=True,
+        empirical_normalization=True,
+        buffer_size=60,
+        normalize_rewards=True,
+        actor_hidden_dims=(8,),
+        critic_hidden_dims=(8,),
+        log_interval=12,
+        save_interval=0,
+    )
     return OffPolicyRunner(PointRobot(3, max_episode_length=7), cfg, log_dir=log_dir, show_progress=False)
 
 

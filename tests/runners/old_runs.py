@@ -18,11 +18,19 @@ TEACHER = {"class_name": "ActorCritic", "num_actor_obs": 9, "num_critic_obs": 9,
 CASES = {
     "ppo": ({"class_name": "PPO", "normalize_rewards": True, "rnd_cfg": RND, "value_normalization": "popart"}, {}),
     "ppo_lstm": ({"class_name": "PPO"}, {"class_name": "ActorCriticRecurrent", "rnn_hidden_size": 4}),
-    "tppo": ({"class_name": "TPPO", "teacher_policy": TEACHER, "lr_scheduler_class_name": "ExponentialLR",
-              "lr_scheduler": {"gamma": 0.9}, "schedule": "fixed"}, {}),
+    "tppo": (
+        {
+            "class_name": "TPPO",
+            "teacher_policy": TEACHER,
+            "lr_scheduler_class_name": "ExponentialLR",
+            "lr_scheduler": {"gamma": 0.9},
+            "schedule": "fixed",
+        },
+        {},
+    ),
     "sac": ({"class_name": "SAC", "batch_size": 8, "learning_starts": 8, "buffer_size": 64, **NETWORKS}, {}),
     "td3": ({"class_name": "TD3", "batch_size": 8, "learning_starts": 8, "buffer_size": 64, **NETWORKS}, {}),
-}  # fmt: skip
+}
 
 
 def make_runner(case):

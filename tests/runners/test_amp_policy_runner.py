@@ -12,9 +12,11 @@ from canter.modules.all_mixer import AmpActorCritic
 from canter.runners import RUNNERS, AmpPolicyRunner
 
 POLICY = {
-    "class_name": "AmpActorCritic", "actor_hidden_dims": [8], "critic_hidden_dims": [8],
+    "class_name": "AmpActorCritic",
+    "actor_hidden_dims": [8],
+    "critic_hidden_dims": [8],
     "amp_discriminator": {"input_dim": 4, "style_reward_coef": 1.0, "hidden_dims": [8], "task_reward_lerp": 0.5},
-}  # fmt: skip
+}
 BANK = torch.randn(50, 4)
 
 
@@ -31,8 +33,16 @@ def test_it_trains_and_logs_style_and_task(tmp_path):
     runner = AmpPolicyRunner(env(), config(), tmp_path, "cpu", show_progress=False)
     history = runner.learn(3).history
     assert len(history) == 3
-    wanted = {"Episode_Reward/style_reward", "Episode_Reward/task_reward", "amp/accuracy", "amp/expert_d",
-              "amp/policy_d", "amp/saturation", "amp/updates", "train/discriminator_grad_pen_loss"}  # fmt: skip
+    wanted = {
+        "Episode_Reward/style_reward",
+        "Episode_Reward/task_reward",
+        "amp/accuracy",
+        "amp/expert_d",
+        "amp/policy_d",
+        "amp/saturation",
+        "amp/updates",
+        "train/discriminator_grad_pen_loss",
+    }
     assert wanted <= history[-1].keys()
     assert 0.0 < history[-1]["Episode_Reward/style_reward"] <= 1.0
     assert "Episode_Reward/style_reward" in (tmp_path / "metrics.jsonl").read_text()

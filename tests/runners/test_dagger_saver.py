@@ -204,8 +204,10 @@ def test_statistics_are_merged_by_their_names(saver, run, capsys):
     text = one.print_log()
     assert capsys.readouterr().out == f"{text}\n"
     assert sorted(logged) == [
-        ("Episode/height_max", 5.0, 6), ("Episode/height_min", -2.0, 6), ("Episode/reward", 1.5, 6),
-    ]  # fmt: skip
+        ("Episode/height_max", 5.0, 6),
+        ("Episode/height_min", -2.0, 6),
+        ("Episode/reward", 1.5, 6),
+    ]
     assert "Episode/reward: 1.5" in text
     assert "8 timesteps" in text
 

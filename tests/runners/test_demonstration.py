@@ -59,9 +59,17 @@ def trajectories(directory):
 def test_the_documented_signature_and_defaults():
     parameters = inspect.signature(DemonstrationSaver).parameters
     assert list(parameters)[:10] == [
-        "env", "policy", "save_dir", "rollout_storage_length", "min_timesteps", "min_episodes", "success_traj_only",
-        "use_critic_obs", "obs_disassemble_mapping", "demo_by_sample",
-    ]  # fmt: skip
+        "env",
+        "policy",
+        "save_dir",
+        "rollout_storage_length",
+        "min_timesteps",
+        "min_episodes",
+        "success_traj_only",
+        "use_critic_obs",
+        "obs_disassemble_mapping",
+        "demo_by_sample",
+    ]
     assert [parameters[n].default for n in list(parameters)[3:10]] == [64, 1e6, 10000, False, False, None, False]
 
 
@@ -189,10 +197,13 @@ def test_images_are_bytes_on_disk_and_floats_when_read(counting, tmp_path):
     assert torch.allclose(batch.observation[:, 0], torch.tensor([[0.0, 0], [0.1, 1], [0.2, 2]]), atol=0.5 / 255 + 1e-6)
 
 
-@pytest.mark.parametrize(("mapping", "error", "text"), [
-    ({"camera": "jpeg"}, ValueError, "jpeg"),
-    ({"nose": "normalized_image"}, KeyError, "nose"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mapping", "error", "text"),
+    [
+        ({"camera": "jpeg"}, ValueError, "jpeg"),
+        ({"nose": "normalized_image"}, KeyError, "nose"),
+    ],
+)
 def test_images_that_cannot_be_kept_are_refused_at_once(counting, tmp_path, mapping, error, text):
     env = counting()
     env.obs_segments = {"camera": (1, 1), "t": (1,)}

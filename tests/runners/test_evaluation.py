@@ -201,8 +201,16 @@ def test_an_evaluation_between_two_log_entries_is_logged(make_runner, tmp_path, 
     if kind == "ppo":
         runner = make_runner(CartPole(1), **options, num_steps_per_env=4, log_interval=3, eval_interval=2)
     else:
-        cfg = DQNConfig(device="cpu", seed=1, batch_size=4, learning_starts=4, buffer_size=100, log_interval=12,
-                        eval_interval=8, network_hidden_dims=(8,))  # fmt: skip
+        cfg = DQNConfig(
+            device="cpu",
+            seed=1,
+            batch_size=4,
+            learning_starts=4,
+            buffer_size=100,
+            log_interval=12,
+            eval_interval=8,
+            network_hidden_dims=(8,),
+        )
         runner = OffPolicyRunner(CartPole(1), cfg, **options, show_progress=False)
     history = runner.learn(total_timesteps=24).history
     runner.close()
@@ -268,8 +276,9 @@ def evaluated_run(make_runner, eval_env, log_dir, iterations, checkpoint=None, s
     """Evaluations of a run, its best one saved; the files in `log_dir`."""
     env = PointRobot(3, max_episode_length=7) if isinstance(eval_env, PointRobot) else Pendulum(3, max_episode_length=7)
     found, best = [], [-np.inf]
-    runner = make_runner(env, eval_env=eval_env, eval_interval=1, eval_episodes=4, log_dir=log_dir, seed=seed,
-                         save_interval=1)  # fmt: skip
+    runner = make_runner(
+        env, eval_env=eval_env, eval_interval=1, eval_episodes=4, log_dir=log_dir, seed=seed, save_interval=1
+    )
     if checkpoint is not None:
         runner.load(checkpoint)
         best[0] = max(row["eval/mean_reward"] for row in load_checkpoint(checkpoint)["infos"])

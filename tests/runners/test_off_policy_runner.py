@@ -205,8 +205,11 @@ def test_checkpoints_come_at_multiples_and_restore_the_counters(tmp_path):
     runner = make("dqn", log_dir=tmp_path, save_interval=20, keep_checkpoints=None, epsilon_decay_steps=100)
     runner.learn(50)
     assert sorted(p.name for p in tmp_path.glob("*.pt")) == [
-        "checkpoint_final.pt", "model_10.pt", "model_20.pt", "model_25.pt"
-    ]  # fmt: skip
+        "checkpoint_final.pt",
+        "model_10.pt",
+        "model_20.pt",
+        "model_25.pt",
+    ]
     other = make("dqn", epsilon_decay_steps=100)
     other.load(tmp_path / "model_20.pt")
     assert (other.iteration, other.tot_timesteps, other.alg.timesteps) == (20, 40, 40)

@@ -86,7 +86,9 @@ def test_steps_that_wait_are_stored_in_their_order(make_runner, differing, weigh
         act, store, calls = runner.alg.act, runner.alg.store_waiting_steps, []
         runner.alg.act = lambda *obs, act=act, calls=calls: (calls.append("act"), act(*obs))[1]
         runner.alg.store_waiting_steps = lambda runner=runner, store=store, calls=calls: (
-            calls.append(len(runner.alg.waiting_steps)), store())  # fmt: skip
+            calls.append(len(runner.alg.waiting_steps)),
+            store(),
+        )
         runner.learn(4)
         assert runner.alg.executor.iteration == (4 if execution == "auto" else 0)
         runners.append(runner)

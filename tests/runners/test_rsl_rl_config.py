@@ -33,16 +33,44 @@ REFUSED = {  # what only classes of a task can do
     "3.0.0 contrib/ur10_particle_push:UR10ParticlePushPPORunnerCfg": "'UR10ParticlePushGaussianDistribution' is not",
 }
 LEGGED_GYM = {
-    "seed": 1, "runner_class_name": "OnPolicyRunner", "init_member_classes": {},
-    "policy": {"init_noise_std": 1.0, "actor_hidden_dims": [12], "critic_hidden_dims": [12], "activation": "elu",
-               "init_member_classes": {}},
-    "algorithm": {"value_loss_coef": 1.0, "use_clipped_value_loss": True, "clip_param": 0.2, "entropy_coef": 0.01,
-                  "num_learning_epochs": 5, "num_mini_batches": 4, "learning_rate": 1e-3, "schedule": "adaptive",
-                  "gamma": 0.99, "lam": 0.95, "desired_kl": 0.01, "max_grad_norm": 1.0},
-    "runner": {"policy_class_name": "ActorCritic", "algorithm_class_name": "PPO", "num_steps_per_env": 24,
-               "max_iterations": 1500, "save_interval": 50, "experiment_name": "test", "run_name": "",
-               "resume": False, "load_run": -1, "checkpoint": -1, "resume_path": None},
-}  # fmt: skip
+    "seed": 1,
+    "runner_class_name": "OnPolicyRunner",
+    "init_member_classes": {},
+    "policy": {
+        "init_noise_std": 1.0,
+        "actor_hidden_dims": [12],
+        "critic_hidden_dims": [12],
+        "activation": "elu",
+        "init_member_classes": {},
+    },
+    "algorithm": {
+        "value_loss_coef": 1.0,
+        "use_clipped_value_loss": True,
+        "clip_param": 0.2,
+        "entropy_coef": 0.01,
+        "num_learning_epochs": 5,
+        "num_mini_batches": 4,
+        "learning_rate": 1e-3,
+        "schedule": "adaptive",
+        "gamma": 0.99,
+        "lam": 0.95,
+        "desired_kl": 0.01,
+        "max_grad_norm": 1.0,
+    },
+    "runner": {
+        "policy_class_name": "ActorCritic",
+        "algorithm_class_name": "PPO",
+        "num_steps_per_env": 24,
+        "max_iterations": 1500,
+        "save_interval": 50,
+        "experiment_name": "test",
+        "run_name": "",
+        "resume": False,
+        "load_run": -1,
+        "checkpoint": -1,
+        "resume_path": None,
+    },
+}
 
 
 def runner_on(cfg, style=5, **given):
@@ -102,9 +130,17 @@ def test_dicts_of_isaac_lab_are_taken_as_they_are_or_refused_by_name(task):
     is_normalized += [first.get("student_obs_normalization"), given.get("empirical_normalization")]
     assert cfg.empirical_normalization == any(is_normalized)  # {} is a field that was left out
     assert set(listed(given)) <= {
-        "experiment_name", "run_name", "load_run", "load_checkpoint", "class_name", "check_for_nan",
-        "init_at_random_ep_len", "store_code_state", "teacher.obs_normalization", "teacher.init_noise_std",
-    }  # fmt: skip
+        "experiment_name",
+        "run_name",
+        "load_run",
+        "load_checkpoint",
+        "class_name",
+        "check_for_nan",
+        "init_at_random_ep_len",
+        "store_code_state",
+        "teacher.obs_normalization",
+        "teacher.init_noise_std",
+    }
 
 
 def test_a_dict_of_legged_gym_trains():

@@ -117,16 +117,29 @@ def test_the_real_factory_of_isaac_lab_makes_canters_runner_which_resumes_as_its
     monkeypatch.setattr(utils, "OnPolicyRunner", OnPolicyRunner)
     noise = rsl_rl.RslRlMLPModelCfg.GaussianDistributionCfg(init_std=0.5)
     cfg = rsl_rl.RslRlOnPolicyRunnerCfg(
-        device="cpu", num_steps_per_env=6, max_iterations=2, save_interval=1, experiment_name="peer",
+        device="cpu",
+        num_steps_per_env=6,
+        max_iterations=2,
+        save_interval=1,
+        experiment_name="peer",
         obs_groups={"actor": ["proprio", "command"], "critic": ["critic"]},
         actor=rsl_rl.RslRlMLPModelCfg(hidden_dims=[6], activation="elu", distribution_cfg=noise),
         critic=rsl_rl.RslRlMLPModelCfg(hidden_dims=[5], activation="elu"),
         algorithm=rsl_rl.RslRlPpoAlgorithmCfg(
-            num_learning_epochs=2, num_mini_batches=2, learning_rate=1e-3, schedule="adaptive", gamma=0.99, lam=0.95,
-            entropy_coef=0.01, desired_kl=0.01, max_grad_norm=1.0, value_loss_coef=1.0, use_clipped_value_loss=True,
+            num_learning_epochs=2,
+            num_mini_batches=2,
+            learning_rate=1e-3,
+            schedule="adaptive",
+            gamma=0.99,
+            lam=0.95,
+            entropy_coef=0.01,
+            desired_kl=0.01,
+            max_grad_norm=1.0,
+            value_loss_coef=1.0,
+            use_clipped_value_loss=True,
             clip_param=0.2,
         ),
-    )  # fmt: skip
+    )
     cfg = utils.handle_deprecated_rsl_rl_cfg(cfg, utils.check_rsl_rl_version())
     runner = utils.create_rsl_rl_runner(PeerEnv(5), cfg, log_dir=str(tmp_path))
     assert type(runner) is OnPolicyRunner

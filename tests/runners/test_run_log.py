@@ -413,8 +413,17 @@ def test_nothing_in_memory_grows_with_the_iterations(make_runner, tmp_path, kind
     if kind == "ppo":
         runner = make_runner(env, **options, save_interval=10, keep_checkpoints=2)
     else:
-        cfg = DQNConfig(device="cpu", seed=1, batch_size=8, learning_starts=8, buffer_size=100, save_interval=40,
-                        keep_checkpoints=2, network_hidden_dims=(8,), eval_episodes=2)  # fmt: skip
+        cfg = DQNConfig(
+            device="cpu",
+            seed=1,
+            batch_size=8,
+            learning_starts=8,
+            buffer_size=100,
+            save_interval=40,
+            keep_checkpoints=2,
+            network_hidden_dims=(8,),
+            eval_episodes=2,
+        )
         runner = OffPolicyRunner(env, cfg, **options, show_progress=False)
     sizes = []
 

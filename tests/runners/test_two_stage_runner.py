@@ -195,17 +195,24 @@ def test_a_run_that_was_interrupted_in_stage_one_ends_as_one_that_was_not(make, 
 
 
 def test_nested_settings_and_the_dataset_are_built_as_documented(make, demos):
-    runner = make(pretrain_iterations=None, pretrain_dataset=None, runner={
-        "pretrain_dataset": {"data_dir": str(demos)}, "pretrain_iterations": 1,
-    })  # fmt: skip
+    runner = make(
+        pretrain_iterations=None,
+        pretrain_dataset=None,
+        runner={
+            "pretrain_dataset": {"data_dir": str(demos)},
+            "pretrain_iterations": 1,
+        },
+    )
     assert isinstance(runner.rollout_dataset, RolloutDataset)
     assert (runner.rollout_dataset.num_envs, runner.rollout_dataset.device) == (2, runner.device)
     assert runner.pretrain_iterations == 1
 
 
 # ---------------------------------------------------------------------- with a motion prior
-AMP_POLICY = {"class_name": "AmpActorCritic", "amp_discriminator": {
-    "input_dim": 2, "style_reward_coef": 1.0, "hidden_dims": [8], "task_reward_lerp": 0.5}}  # fmt: skip
+AMP_POLICY = {
+    "class_name": "AmpActorCritic",
+    "amp_discriminator": {"input_dim": 2, "style_reward_coef": 1.0, "hidden_dims": [8], "task_reward_lerp": 0.5},
+}
 
 
 def motion(step):

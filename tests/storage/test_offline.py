@@ -189,8 +189,16 @@ def test_a_run_starts_with_recorded_data_in_its_buffer(tmp_path):
             arrays = {"observations": np.random.rand(20, 6).astype(np.float32), "dones": dones}
             arrays |= {"actions": np.zeros((20, 2), np.float32), "rewards": np.ones((20, 1), np.float32)}
             writer.add(number, arrays, 0, "terminated")
-    cfg = SACConfig(batch_size=8, learning_starts=0, buffer_size=200, offline_data=str(tmp_path), seed=1,
-                    offline_gradient_steps=5, actor_hidden_dims=(8,), critic_hidden_dims=(8,))  # fmt: skip
+    cfg = SACConfig(
+        batch_size=8,
+        learning_starts=0,
+        buffer_size=200,
+        offline_data=str(tmp_path),
+        seed=1,
+        offline_gradient_steps=5,
+        actor_hidden_dims=(8,),
+        critic_hidden_dims=(8,),
+    )
     runner = OffPolicyRunner(Plain(2), cfg, device="cpu", show_progress=False)
     runner.learn(8)
     assert isinstance(runner.alg, SAC)

@@ -18,9 +18,14 @@ def row(t, **more):
     """Step t of N environments: every number is 100 * env + t."""
     number = (100.0 * torch.arange(N) + t).unsqueeze(1)
     base = {
-        "observations": number.expand(N, 2), "actions": number, "rewards": number.squeeze(1), "dones": torch.zeros(N),
-        "values": number + 0.5, "actions_log_prob": torch.zeros(N), "params": {"mu": number, "sigma": torch.ones(N, 1)},
-    }  # fmt: skip
+        "observations": number.expand(N, 2),
+        "actions": number,
+        "rewards": number.squeeze(1),
+        "dones": torch.zeros(N),
+        "values": number + 0.5,
+        "actions_log_prob": torch.zeros(N),
+        "params": {"mu": number, "sigma": torch.ones(N, 1)},
+    }
     return base | more
 
 

@@ -459,11 +459,14 @@ def test_foreign_names_in_a_trajectory_are_bad_files(record):
         dataset(directory).get_batch()
 
 
-@pytest.mark.parametrize(("given", "message"), [
-    ({"num_envs": 0}, "num_envs"),
-    ({"starting_frame_range": [2, 2]}, "starting_frame_range"),
-    ({"max_bad_fraction": 1.5}, "max_bad_fraction"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_envs": 0}, "num_envs"),
+        ({"starting_frame_range": [2, 2]}, "starting_frame_range"),
+        ({"max_bad_fraction": 1.5}, "max_bad_fraction"),
+    ],
+)
 def test_arguments_out_of_range_are_refused(tmp_path, given, message):
     with pytest.raises(ValueError, match=message):
         dataset(tmp_path, **given)

@@ -97,8 +97,17 @@ def test_an_archive_that_unpacks_to_more_than_the_limit_is_refused(tmp_path):
     assert read_npz(tmp_path / "a.npz")["a"].shape == (1_000_000,)
 
 
-@pytest.mark.parametrize("array", [np.arange(6.0).reshape(2, 3), np.arange(6).reshape(2, 3).T, np.array(["a", "bc"]),
-                                   np.zeros((0, 3)), np.float64(2.5), np.array([True, False])])  # fmt: skip
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6.0).reshape(2, 3),
+        np.arange(6).reshape(2, 3).T,
+        np.array(["a", "bc"]),
+        np.zeros((0, 3)),
+        np.float64(2.5),
+        np.array([True, False]),
+    ],
+)
 def test_arrays_are_read_as_numpy_reads_them(tmp_path, array):
     for save in (np.savez, np.savez_compressed):
         save(tmp_path / "a.npz", a=array)

@@ -12,7 +12,7 @@ from canter.algorithms.estimator import (
     EstimatorPPOConfig,
     EstimatorTPPO,
     EstimatorTPPOConfig,
-)  # fmt: skip
+)
 from canter.algorithms.extension import Extension
 from canter.algorithms.motion_prior import MotionPrior
 from canter.algorithms.ppo import PPO, PPOConfig
@@ -53,8 +53,36 @@ def register_algorithm(name: str, agent_class: type, config_class: type, presets
 
 
 __all__ = [
-    "APPO", "ATPPO", "DQN", "GET_PROB_FUNC", "PPO", "REGISTRY", "RND", "SAC", "TD3", "TPPO", "APPOAlgoMixin",
-    "APPOConfig", "ATPPOConfig", "DQNConfig", "Entry", "Estimation", "EstimatorAlgoMixin", "EstimatorPPO",
-    "EstimatorPPOConfig", "EstimatorTPPO", "EstimatorTPPOConfig", "Extension", "MotionPrior", "PPOConfig",
-    "RNDConfig", "SACConfig", "Symmetry", "TD3Config", "TPPOConfig", "Teacher", "Terms", "register_algorithm",
-]  # fmt: skip
+    "APPO",
+    "ATPPO",
+    "DQN",
+    "GET_PROB_FUNC",
+    "PPO",
+    "REGISTRY",
+    "RND",
+    "SAC",
+    "TD3",
+    "TPPO",
+    "APPOAlgoMixin",
+    "APPOConfig",
+    "ATPPOConfig",
+    "DQNConfig",
+    "Entry",
+    "Estimation",
+    "EstimatorAlgoMixin",
+    "EstimatorPPO",
+    "EstimatorPPOConfig",
+    "EstimatorTPPO",
+    "EstimatorTPPOConfig",
+    "Extension",
+    "MotionPrior",
+    "PPOConfig",
+    "RNDConfig",
+    "SACConfig",
+    "Symmetry",
+    "TD3Config",
+    "TPPOConfig",
+    "Teacher",
+    "Terms",
+    "register_algorithm",
+]

@@ -403,9 +403,12 @@ class Algorithm:
         return state | {"learning_rate": self.learning_rate}
 
     def load_state_dict(
-        self, state: Mapping[str, Any], load_optimizer: bool = True, load_cfg: Mapping[str, bool] | None = None,
+        self,
+        state: Mapping[str, Any],
+        load_optimizer: bool = True,
+        load_cfg: Mapping[str, bool] | None = None,
         strict: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Load a saved state: all of it, or nothing and an error that names every difference.
 
         `load_cfg` selects "actor", "critic", "optimizer" and "rnd". Without `strict`, tensors of the policy that one

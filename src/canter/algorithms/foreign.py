@@ -23,11 +23,16 @@ NORMALIZERS = {
 # Prefixes of a model of rsl_rl 4.x and 5.x -> ours, for the actor and for the critic.
 MODELS = {
     "actor_state_dict": {
-        "mlp": "actor", "rnn": "memory_a", "obs_normalizer": "obs_normalizer", "distribution.std_param": "std",
-        "distribution.log_std_param": "log_std", "std": "std", "log_std": "log_std",
+        "mlp": "actor",
+        "rnn": "memory_a",
+        "obs_normalizer": "obs_normalizer",
+        "distribution.std_param": "std",
+        "distribution.log_std_param": "log_std",
+        "std": "std",
+        "log_std": "log_std",
     },
     "critic_state_dict": {"mlp": "critic", "rnn": "memory_c", "obs_normalizer": "critic_obs_normalizer"},
-}  # fmt: skip
+}
 # Prefixes of the policy of a distillation in rsl_rl 2.x and 3.x -> ours.
 DISTILLED = {
     "student": {"student": "actor", "memory_s": "memory_a", "student_obs_normalizer": "obs_normalizer"},

@@ -115,9 +115,17 @@ class OffPolicyAlgorithm(Algorithm):
     action_space: Any
 
     def __init__(
-        self, env: Any = None, cfg: Any = None, *, device: Any = None, seed: int | None = None, obs_space: Any = None,
-        action_space: Any = None, log_dir: str | None = None, **given: Any,
-    ) -> None:  # fmt: skip
+        self,
+        env: Any = None,
+        cfg: Any = None,
+        *,
+        device: Any = None,
+        seed: int | None = None,
+        obs_space: Any = None,
+        action_space: Any = None,
+        log_dir: str | None = None,
+        **given: Any,
+    ) -> None:
         networks = {name: given.pop(name, None) for name in self.network_names}
         self.optimizers: dict[str, GuardedOptimizer] = {}
         self.targets: list[TargetNetwork] = []
@@ -207,10 +215,15 @@ class OffPolicyAlgorithm(Algorithm):
             (obs_shape, critic_shape), distribution = env_shapes(self.env), self.policy.distribution
             with torch.inference_mode(False):
                 self.replay = self.replay_class(
-                    capacity=max(capacity, self.num_envs), num_envs=self.num_envs, device=self.device,
-                    obs_shape=obs_shape, critic_obs_shape=critic_shape, action_shape=distribution.action_shape,
-                    action_dtype=distribution.action_dtype, has_invalid_steps=self.env.has_invalid_steps,
-                )  # fmt: skip
+                    capacity=max(capacity, self.num_envs),
+                    num_envs=self.num_envs,
+                    device=self.device,
+                    obs_shape=obs_shape,
+                    critic_obs_shape=critic_shape,
+                    action_shape=distribution.action_shape,
+                    action_dtype=distribution.action_dtype,
+                    has_invalid_steps=self.env.has_invalid_steps,
+                )
             self.adds_one = getattr(self.replay, "can_add_one", False)
             self.executor.forget()
             self.sync_settings()
@@ -267,9 +280,16 @@ class OffPolicyAlgorithm(Algorithm):
         """Write one step of every environment, and learn statistics from it."""
         after, critic_after = self.next_observations(obs, critic_obs, record)
         self.replay.add(
-            obs, actions, record.reward, after, record.terminated, truncated=record.truncated, critic_obs=critic_obs,
-            next_critic_obs=critic_after, valid=record.valid,
-        )  # fmt: skip
+            obs,
+            actions,
+            record.reward,
+            after,
+            record.terminated,
+            truncated=record.truncated,
+            critic_obs=critic_obs,
+            next_critic_obs=critic_after,
+            valid=record.valid,
+        )
         self.learn_statistics(obs, critic_obs, record)
         for note in self.on_record:
             note(record)
@@ -280,9 +300,16 @@ class OffPolicyAlgorithm(Algorithm):
         following = (record.obs, record.critic_obs)
         after, critic_after = self.next_observations(obs, critic_obs, record) if has_ended else following
         self.replay.add_one(
-            obs, actions, record.reward, after, record.terminated, truncated=record.truncated, critic_obs=critic_obs,
-            next_critic_obs=critic_after, valid=record.valid,
-        )  # fmt: skip
+            obs,
+            actions,
+            record.reward,
+            after,
+            record.terminated,
+            truncated=record.truncated,
+            critic_obs=critic_obs,
+            next_critic_obs=critic_after,
+            valid=record.valid,
+        )
         if self.cfg.empirical_normalization or self.return_scaler is not None:
             self.executor.run("statistics", self.learn_statistics, obs, critic_obs, needed_parts(record))
         for note in self.on_record:
@@ -437,9 +464,12 @@ class OffPolicyAlgorithm(Algorithm):
         return state
 
     def load_state_dict(
-        self, state: Mapping[str, Any], load_optimizer: bool = True, load_cfg: Mapping[str, bool] | None = None,
+        self,
+        state: Mapping[str, Any],
+        load_optimizer: bool = True,
+        load_cfg: Mapping[str, bool] | None = None,
         strict: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Load a saved state, and the replay buffer if there is one and the optimizers are loaded too."""
         if load_cfg is not None or not strict:
             owner = type(self).__name__

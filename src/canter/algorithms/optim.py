@@ -53,10 +53,14 @@ class GuardedOptimizer:
     """
 
     def __init__(
-        self, module: nn.Module, class_name: str, learning_rate: float,
-        groups: Mapping[str, Mapping[str, Any]] | None = None, separate: Sequence[str] = (),
+        self,
+        module: nn.Module,
+        class_name: str,
+        learning_rate: float,
+        groups: Mapping[str, Mapping[str, Any]] | None = None,
+        separate: Sequence[str] = (),
         excluded: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         named = {name: p for name, p in module.named_parameters() if p.requires_grad and not has_prefix(name, excluded)}
         if lazy := [name for name, p in named.items() if isinstance(p, nn.parameter.UninitializedParameter)]:
             way_out = "call the lazy layer once with an example when the policy is made"

@@ -129,9 +129,17 @@ class PPO(Algorithm):
     extension_classes = (RND, Symmetry)
 
     def __init__(
-        self, actor_critic: Policy | None = None, *, cfg: Any = None, env: Any = None, device: Any = None,
-        seed: int | None = None, extensions: Sequence[Extension] = (), log_dir: str | None = None, **given: Any,
-    ) -> None:  # fmt: skip
+        self,
+        actor_critic: Policy | None = None,
+        *,
+        cfg: Any = None,
+        env: Any = None,
+        device: Any = None,
+        seed: int | None = None,
+        extensions: Sequence[Extension] = (),
+        log_dir: str | None = None,
+        **given: Any,
+    ) -> None:
         networks = {name: given.pop(name) for name in NETWORK_ARGUMENTS if name in given}
         super().__init__(cfg, given, device or getattr(cfg, "device", None) or "cpu", seed, env)
         self.log_dir = log_dir
@@ -256,9 +264,14 @@ class PPO(Algorithm):
             setattr(self.policy, name, made.to(self.device))
 
     def init_storage(
-        self, num_envs: int, num_transitions_per_env: int, actor_obs_shape: Any, critic_obs_shape: Any,
-        action_shape: Any, **kwargs: Any,
-    ) -> None:  # fmt: skip
+        self,
+        num_envs: int,
+        num_transitions_per_env: int,
+        actor_obs_shape: Any,
+        critic_obs_shape: Any,
+        action_shape: Any,
+        **kwargs: Any,
+    ) -> None:
         """Allocate the rollout, with the fields of the extensions."""
         self.executor.forget()  # recordings hold the tensors of the old storage
         extensions = self.extensions.values()

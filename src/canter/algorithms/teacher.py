@@ -422,9 +422,13 @@ def lr_scheduler_class(name: str) -> Any:
 
 
 def build_teacher(
-    class_name: str, given: Mapping[str, Any], path: str | Path | None, student: Policy, device: torch.device,
+    class_name: str,
+    given: Mapping[str, Any],
+    path: str | Path | None,
+    student: Policy,
+    device: torch.device,
     state: Mapping[str, Any] | None = None,
-) -> Policy:  # fmt: skip
+) -> Policy:
     """A frozen policy with the weights and normaliser of a checkpoint, or of the newest one of a run.
 
     Settings that `given` leaves out come from the configuration in the checkpoint, from its weights, and from the

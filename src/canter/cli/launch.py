@@ -28,9 +28,15 @@ def launch(num_ranks: int, args: Sequence[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ[LAUNCHER] = "1"
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, run_id=str(uuid.uuid4()), rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=0,
-    )  # fmt: skip
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+    )
     try:
         elastic_launch(config, sys.executable)("-m", "canter", *args)
     except ChildFailedError as error:

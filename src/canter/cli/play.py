@@ -185,9 +185,15 @@ def play_bundle(
         if options.mujoco is not None:
             length = 20.0 if math.isinf(seconds) else seconds
             task: Any = MujocoScene(
-                options.mujoco, policy, run.seed, options.command, options.terms, options.reset_noise, length,
+                options.mujoco,
+                policy,
+                run.seed,
+                options.command,
+                options.terms,
+                options.reset_noise,
+                length,
                 options.period,
-            )  # fmt: skip
+            )
         else:
             render_mode = None if video is None and not has_window else "human" if video is None else "rgb_array"
             task = make_task(policy, options.task, run.seed, render_mode)

@@ -180,9 +180,13 @@ def find_checkpoint(run: Path, wanted: str | None) -> Path:
 
 
 def open_env(
-    task: str, num_envs: int, device: str | None = None, seed: int | None = None, render_mode: str | None = None,
+    task: str,
+    num_envs: int,
+    device: str | None = None,
+    seed: int | None = None,
+    render_mode: str | None = None,
     **options: Any,
-) -> VecEnv:  # fmt: skip
+) -> VecEnv:
     """Environments by the name of their task, with the `env_options` of a run."""
     spec = gymnasium.registry.get(task)
     if spec is None and (versions := [known for known in gymnasium.registry if known.rpartition("-v")[0] == task]):

@@ -86,10 +86,15 @@ def summarise(task: str, trained: dict[int, TrainingRun]) -> int:
     failed = [run for run in trained.values() if run.exit_code]
     if done:
         rows = [
-            [str(seed), f"{run.evaluation['eval/mean_reward']:.1f}", f"{run.evaluation['eval/std_reward']:.1f}",
-             f"{run.steps[-1]:,}", f"{trained[seed].seconds:.0f} s"]
+            [
+                str(seed),
+                f"{run.evaluation['eval/mean_reward']:.1f}",
+                f"{run.evaluation['eval/std_reward']:.1f}",
+                f"{run.steps[-1]:,}",
+                f"{trained[seed].seconds:.0f} s",
+            ]
             for seed, run in done.items()
-        ]  # fmt: skip
+        ]
         rich_print(make_table(f"{task}: return without noise", HEAD, rows))
         scores = np.array([run.evaluation["eval/mean_reward"] for run in done.values()])
         estimate = iqm_estimate([scores])

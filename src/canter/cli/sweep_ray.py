@@ -52,21 +52,28 @@ def run_ray(plan: Plan) -> optuna.Study:
         start = starting_point(plan.space, plan.train)
         total = plan.train.total_timesteps
         search = OptunaSearch(
-            partial(define_by_run, space=plan.space), metric="score", mode=mode, sampler=sampler,
+            partial(define_by_run, space=plan.space),
+            metric="score",
+            mode=mode,
+            sampler=sampler,
             points_to_evaluate=None if start is None else [start],
-        )  # fmt: skip
+        )
         asha = ASHAScheduler("timesteps", max_t=total + 1, grace_period=max(1, total // 3), metric="score", mode=mode)
         tuner = tune.Tuner(
             trainable,
             tune_config=tune.TuneConfig(
-                num_samples=options.trials, search_alg=search, max_concurrent_trials=options.jobs,
+                num_samples=options.trials,
+                search_alg=search,
+                max_concurrent_trials=options.jobs,
                 scheduler=None if options.pruner in ("nop", "none") else asha,
             ),
             run_config=tune.RunConfig(
-                name=place.name, storage_path=str(place.parent), verbose=1,
+                name=place.name,
+                storage_path=str(place.parent),
+                verbose=1,
                 failure_config=tune.FailureConfig(max_failures=MAX_FAILURES),
             ),
-        )  # fmt: skip
+        )
     results = tuner.fit()
     ray.shutdown()
     return to_study(plan, results)
@@ -123,8 +130,11 @@ def to_study(plan: Plan, results: Any) -> optuna.Study:
             attrs["error"] = str(result.error).strip().splitlines()[-1]
         study.add_trial(
             optuna.trial.create_trial(
-                state=state, value=metrics["score"] if state == states.COMPLETE else None, params=fixed.params,
-                distributions=fixed.distributions, user_attrs=attrs,
+                state=state,
+                value=metrics["score"] if state == states.COMPLETE else None,
+                params=fixed.params,
+                distributions=fixed.distributions,
+                user_attrs=attrs,
             )
-        )  # fmt: skip
+        )
     return study

@@ -19,8 +19,15 @@ ROOT_POS, ROOT_ROT, JOINT_POS, JOINT_VEL = "root_pos", "root_rot", "joint_pos", 
 JOINTS = (JOINT_POS, JOINT_VEL)
 # Columns of the AMP text format, which does not name them.
 DOCUMENTED = {
-    ROOT_POS: 3, ROOT_ROT: 4, JOINT_POS: 12, "toe_pos": 12, "lin_vel": 3, "ang_vel": 3, JOINT_VEL: 12, "toe_vel": 12,
-}  # fmt: skip
+    ROOT_POS: 3,
+    ROOT_ROT: 4,
+    JOINT_POS: 12,
+    "toe_pos": 12,
+    "lin_vel": 3,
+    "ang_vel": 3,
+    JOINT_VEL: 12,
+    "toe_vel": 12,
+}
 AXES = ("x", "y", "z", "w")
 SUFFIXES = (".txt", ".json", ".npz", ".csv")
 LAFAN1_FPS = 30.0

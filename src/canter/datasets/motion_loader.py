@@ -29,12 +29,21 @@ class AMPLoader:
     """
 
     def __init__(
-        self, device: torch.device | str, time_between_frames: float, data_dir: str | Path = "",
-        preload_transitions: bool = False, num_preload_transitions: int = 1_000_000,
-        motion_files: Sequence[str | Path | MotionClip] = (), *, fields: Sequence[str] | None = None,
-        joint_names: Sequence[str] | None = None, file_joint_names: Sequence[str] | None = None,
-        weights: Sequence[float] | None = None, fps: float | None = None, seed: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        device: torch.device | str,
+        time_between_frames: float,
+        data_dir: str | Path = "",
+        preload_transitions: bool = False,
+        num_preload_transitions: int = 1_000_000,
+        motion_files: Sequence[str | Path | MotionClip] = (),
+        *,
+        fields: Sequence[str] | None = None,
+        joint_names: Sequence[str] | None = None,
+        file_joint_names: Sequence[str] | None = None,
+        weights: Sequence[float] | None = None,
+        fps: float | None = None,
+        seed: int | None = None,
+    ) -> None:
         self.device, self.time_between_frames = torch.device(device), float(time_between_frames)
         if self.time_between_frames <= 0:
             raise ValueError(f"time_between_frames must be positive, got {time_between_frames}")

@@ -50,9 +50,14 @@ class ObsComponents(VecEnvWrapper):
     """
 
     def __init__(
-        self, env: VecEnv, segments: Segments | None = None, actor: Sequence[str] | None = None,
-        critic: Sequence[str] | None = None, history: Mapping[str, int] | None = None, last_action: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        env: VecEnv,
+        segments: Segments | None = None,
+        actor: Sequence[str] | None = None,
+        critic: Sequence[str] | None = None,
+        history: Mapping[str, int] | None = None,
+        last_action: bool = False,
+    ) -> None:
         super().__init__(env)
         layouts, critic_segments = [], env.critic_obs_segments
         for box, names in ((env.obs_space, segments or env.obs_segments), (env.critic_obs_space, critic_segments)):

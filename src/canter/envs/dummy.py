@@ -20,9 +20,15 @@ class DummyVecEnv(VecEnv):
     """
 
     def __init__(
-        self, num_envs: int = 4096, num_obs: int = 48, num_actions: int = 12, device: Device = "cpu",
-        max_episode_length: int = 1000, num_privileged_obs: int | None = None, seed: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        num_envs: int = 4096,
+        num_obs: int = 48,
+        num_actions: int = 12,
+        device: Device = "cpu",
+        max_episode_length: int = 1000,
+        num_privileged_obs: int | None = None,
+        seed: int = 0,
+    ) -> None:
         self.num_envs, self.device, self.max_episode_length = num_envs, torch.device(device), max_episode_length
         boxes = [spaces.Box(-np.inf, np.inf, (width,)) for width in (num_obs, num_privileged_obs) if width]
         self.obs_space, self.critic_obs_space = boxes[0], boxes[-1]

@@ -33,9 +33,14 @@ class MjlabAdapter(RslRlAdapter):
     adapter = "mjlab"
 
     def __init__(
-        self, env: Any, device: Device | None = None, seed: int | None = None, obs_groups: ObsGroups | None = None, *,
+        self,
+        env: Any,
+        device: Device | None = None,
+        seed: int | None = None,
+        obs_groups: ObsGroups | None = None,
+        *,
         final_obs: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.simulator = env.unwrapped
         self.simulator.cfg.auto_reset = not final_obs
         super().__init__(env, device, seed, obs_groups)

@@ -207,10 +207,17 @@ def _stack_rows(rows: Sequence[Any], done: Tensor) -> Any:
 
 
 def step_record(
-    obs: Any, critic_obs: Any, rewards: Any, dones: Any,
-    extras: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, valid: Tensor | None = None, *,
-    device: torch.device | None = None, split: Callable[[Any], tuple[Any, Any]] = split_groups, copy: bool = False,
-) -> StepRecord:  # fmt: skip
+    obs: Any,
+    critic_obs: Any,
+    rewards: Any,
+    dones: Any,
+    extras: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+    valid: Tensor | None = None,
+    *,
+    device: torch.device | None = None,
+    split: Callable[[Any], tuple[Any, Any]] = split_groups,
+    copy: bool = False,
+) -> StepRecord:
     """Build a step record from the results of any environment.
 
     `obs` and `critic_obs` may be None where only the rest is needed. A final observation without a critic's part

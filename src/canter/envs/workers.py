@@ -97,9 +97,15 @@ class WorkerVecEnv(GymVecEnv):
     steps_in_process = False
 
     def __init__(
-        self, env_fns: Sequence[Callable[[], gymnasium.Env]], num_workers: int, device: Device = "cpu",
-        seed: int | None = None, clip_actions: bool = True, timeout: float = TIMEOUT_SECONDS, restart: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        env_fns: Sequence[Callable[[], gymnasium.Env]],
+        num_workers: int,
+        device: Device = "cpu",
+        seed: int | None = None,
+        clip_actions: bool = True,
+        timeout: float = TIMEOUT_SECONDS,
+        restart: bool = False,
+    ) -> None:
         if not 1 <= num_workers <= len(env_fns):
             raise ValueError(f"num_workers must be from 1 to the {len(env_fns)} environments, got {num_workers}")
         if num_workers > (cores := usable_cores()):
@@ -113,8 +119,10 @@ class WorkerVecEnv(GymVecEnv):
         flags = np.zeros(self.num_envs, np.bool_)
         rows = create_empty_array(self._stored, self.num_envs)
         parts = (rows, rows, actions, np.zeros(self.num_envs, np.float32), flags, flags)
-        self._memory = [(name, RawArray("b", max(1, leaf.nbytes)), leaf.shape, leaf.dtype.str)
-                        for name, leaf in tree_leaves(dict(zip(PARTS, parts, strict=True)))]  # fmt: skip
+        self._memory = [
+            (name, RawArray("b", max(1, leaf.nbytes)), leaf.shape, leaf.dtype.str)
+            for name, leaf in tree_leaves(dict(zip(PARTS, parts, strict=True)))
+        ]
         self._views = shared_arrays(self._memory)
         self._stacks = tempfile.TemporaryDirectory(prefix="canter-workers-")
         bounds = np.linspace(0, self.num_envs, num_workers + 1).astype(int).tolist()

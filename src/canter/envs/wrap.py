@@ -73,9 +73,13 @@ def find_adapter(env: Any) -> Adapter | None:
 
 
 def wrap_env(
-    env: Any, device: Device | None = None, num_envs: int | None = None, seed: int | None = None,
-    obs_groups: ObsGroups | None = None, render_mode: str | None = None,
-) -> VecEnv:  # fmt: skip
+    env: Any,
+    device: Device | None = None,
+    num_envs: int | None = None,
+    seed: int | None = None,
+    obs_groups: ObsGroups | None = None,
+    render_mode: str | None = None,
+) -> VecEnv:
     """Adapt environments of any registered family to a `VecEnv`.
 
     Args:
@@ -128,10 +132,17 @@ def on_device(env: VecEnv, device: Device | None) -> VecEnv:
 
 
 def make_env(
-    name: str, device: Device | None = None, num_envs: int = 1, seed: int | None = None, render_mode: str | None = None,
-    env_kwargs: Mapping[str, Any] | None = None, wrappers: Any = None, components: Mapping[str, Any] | None = None,
-    num_workers: int = 0, **worker_options: Any,
-) -> VecEnv:  # fmt: skip
+    name: str,
+    device: Device | None = None,
+    num_envs: int = 1,
+    seed: int | None = None,
+    render_mode: str | None = None,
+    env_kwargs: Mapping[str, Any] | None = None,
+    wrappers: Any = None,
+    components: Mapping[str, Any] | None = None,
+    num_workers: int = 0,
+    **worker_options: Any,
+) -> VecEnv:
     """Make environments by a registered name or a Gymnasium id.
 
     Args:

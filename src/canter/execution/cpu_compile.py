@@ -32,13 +32,20 @@ FEWEST = 8  # operations of arithmetic after the first that are worth a compilat
 LONG_LOOP = 1024  # elements; in shorter loops a scalar computed beforehand saves nothing
 ADAMS = {aten._fused_adam_.tensor_lr, aten._fused_adamw_.tensor_lr}
 FOREACH = {
-    aten._foreach_add_.Scalar: aten.add.Tensor, aten._foreach_add_.List: aten.add.Tensor,
-    aten._foreach_sub_.Scalar: aten.sub.Tensor, aten._foreach_sub_.List: aten.sub.Tensor,
-    aten._foreach_mul_.Scalar: aten.mul.Tensor, aten._foreach_mul_.List: aten.mul.Tensor,
-}  # fmt: skip
+    aten._foreach_add_.Scalar: aten.add.Tensor,
+    aten._foreach_add_.List: aten.add.Tensor,
+    aten._foreach_sub_.Scalar: aten.sub.Tensor,
+    aten._foreach_sub_.List: aten.sub.Tensor,
+    aten._foreach_mul_.Scalar: aten.mul.Tensor,
+    aten._foreach_mul_.List: aten.mul.Tensor,
+}
 COMPILED_WRITES = {
-    aten.copy_.default, aten.index_copy_.default, aten.add_.Tensor, aten.mul_.Tensor, aten.__ior__.Tensor,
-}  # fmt: skip
+    aten.copy_.default,
+    aten.index_copy_.default,
+    aten.add_.Tensor,
+    aten.mul_.Tensor,
+    aten.__ior__.Tensor,
+}
 # The executor compares shapes and strides already, so no asserts; a C++ wrapper, because between small kernels even the
 # generated Python takes time; one thread, because a pool of compilers takes longer to start than these graphs need.
 INDUCTOR_OPTIONS = {"size_asserts": False, "alignment_asserts": False, "cpp_wrapper": True, "compile_threads": 1}

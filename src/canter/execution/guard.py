@@ -22,11 +22,20 @@ HOST_READ_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shap
 # Host reads without such a tag: composite operations, which are not decomposed under inference_mode, and lift_fresh,
 # with which torch.tensor(1.0), as_tensor and from_numpy end.
 UNTAGGED_HOST_READS = {
-    "aten::is_nonzero", "aten::where", "aten::nonzero_numpy", "aten::repeat_interleave.self_Tensor",
-    "aten::tensor_split.tensor_indices_or_sections", "aten::lift_fresh", "aten::_linalg_check_errors",
+    "aten::is_nonzero",
+    "aten::where",
+    "aten::nonzero_numpy",
+    "aten::repeat_interleave.self_Tensor",
+    "aten::tensor_split.tensor_indices_or_sections",
+    "aten::lift_fresh",
+    "aten::_linalg_check_errors",
     "aten::_nested_tensor_from_mask_left_aligned",
-    "aten::linalg_cholesky", "aten::linalg_inv", "aten::linalg_solve", "aten::linalg_eig", "aten::inverse",
-}  # fmt: skip
+    "aten::linalg_cholesky",
+    "aten::linalg_inv",
+    "aten::linalg_solve",
+    "aten::linalg_eig",
+    "aten::inverse",
+}
 # Tagged, although only masks make their shapes depend on values.
 INDEXING = {"aten::index.Tensor", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 # Reads that dispatch no operation if the tensor is on a CPU.

@@ -29,9 +29,20 @@ PLAIN = (int, float, str, types.NoneType, complex, bytes, torch.dtype, torch.dev
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 SKIPPED = (types.BuiltinFunctionType,)
 LIBRARIES = {
-    "canter", "torch", "numpy", "gymnasium", "mujoco", "warp", "builtins", "collections", "typing", "abc", "functools",
-    "logging", "threading",
-}  # fmt: skip
+    "canter",
+    "torch",
+    "numpy",
+    "gymnasium",
+    "mujoco",
+    "warp",
+    "builtins",
+    "collections",
+    "typing",
+    "abc",
+    "functools",
+    "logging",
+    "threading",
+}
 STREAMS = (random.Random, np.random.Generator, np.random.RandomState)
 MAX_BYTES = 1 << 20  # of a NumPy array; a larger one is compared by identity
 MAX_ITEMS = 1000  # of a container; of a longer one the length is compared

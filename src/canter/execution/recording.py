@@ -36,9 +36,13 @@ RESHAPES = {aten.view.default, aten.reshape.default}
 TIMES_ONE = {aten.mul.Tensor, aten.mul.Scalar, aten.pow.Tensor_Scalar}  # the gradient of a square has a power of one
 # Their results depend only on the shape of their argument.
 SHAPE_ONLY = {
-    aten.ones_like.default, aten.zeros_like.default, aten.full_like.default, aten.new_zeros.default,
-    aten.new_ones.default, aten.new_full.default,
-}  # fmt: skip
+    aten.ones_like.default,
+    aten.zeros_like.default,
+    aten.full_like.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+}
 
 
 class Recording:
@@ -52,9 +56,14 @@ class Recording:
     """Number of the executor's last look at the function."""
 
     def __init__(
-        self, fn: Callable[..., Any], args: Any, leaves: Sequence[Tensor], compiles: bool = False,
-        roots: Mapping[str, Any] | None = None, counters: Iterable[Any] = (),
-    ) -> None:  # fmt: skip
+        self,
+        fn: Callable[..., Any],
+        args: Any,
+        leaves: Sequence[Tensor],
+        compiles: bool = False,
+        roots: Mapping[str, Any] | None = None,
+        counters: Iterable[Any] = (),
+    ) -> None:
         recorder, self.grad_mode = Recorder(leaves), torch.is_grad_enabled()
         self.result = run_traced(recorder, fn, args, roots or {}, counters)
         self.trace, self.not_replayable = recorder.trace, recorder.not_replayable

@@ -33,15 +33,29 @@ from canter.execution.guard import (
     HOST_READ_FUNCTIONS,
     HostReadMode,
     calling_frame,
-)  # fmt: skip
+)
 from canter.execution.python_state import OWN_FOLDER, TORCH_FOLDER, address, is_plain, is_user_file
 
 # Built-in functions whose calls a replay would leave out, or repeat with the result of the first.
 CHANGING_CALLS = {
-    time.time, time.time_ns, time.monotonic, time.monotonic_ns, time.perf_counter, time.perf_counter_ns,
-    time.process_time, time.localtime, datetime.datetime.now, datetime.datetime.utcnow, datetime.datetime.today,
-    datetime.date.today, builtins.print, builtins.input, builtins.open, os.stat, os.urandom,
-}  # fmt: skip
+    time.time,
+    time.time_ns,
+    time.monotonic,
+    time.monotonic_ns,
+    time.perf_counter,
+    time.perf_counter_ns,
+    time.process_time,
+    time.localtime,
+    datetime.datetime.now,
+    datetime.datetime.utcnow,
+    datetime.datetime.today,
+    datetime.date.today,
+    builtins.print,
+    builtins.input,
+    builtins.open,
+    os.stat,
+    os.urandom,
+}
 # They compute their values in another way while a mode is active.
 CHANGED_BY_MODES = {"linalg_svdvals", "linalg_eigvalsh", "linalg_eigvals", "linalg_matrix_norm", "linalg_cond"}
 HOST_READ_METHODS = {function.__name__ for function in HOST_READ_FUNCTIONS}

@@ -12,19 +12,45 @@ import torch
 from canter.export.c_writer import NotInCError, Value, Writer, literal
 
 UNARY = {
-    "relu": "{0} > 0.0f ? {0} : 0.0f", "tanh": "tanhf({0})", "sigmoid": "1.0f / (1.0f + expf(-{0}))",
-    "exp": "expf({0})", "expm1": "expm1f({0})", "log": "logf({0})", "log1p": "log1pf({0})", "neg": "-{0}",
-    "abs": "fabsf({0})", "sqrt": "sqrtf({0})", "rsqrt": "1.0f / sqrtf({0})", "sin": "sinf({0})", "cos": "cosf({0})",
-    "erf": "erff({0})", "reciprocal": "1.0f / {0}", "logical_not": "{0} == 0.0f ? 1.0f : 0.0f",
-    "bitwise_not": "{0} == 0.0f ? 1.0f : 0.0f", "floor": "floorf({0})", "sign": "({0} > 0.0f) - ({0} < 0.0f)",
-}  # fmt: skip
+    "relu": "{0} > 0.0f ? {0} : 0.0f",
+    "tanh": "tanhf({0})",
+    "sigmoid": "1.0f / (1.0f + expf(-{0}))",
+    "exp": "expf({0})",
+    "expm1": "expm1f({0})",
+    "log": "logf({0})",
+    "log1p": "log1pf({0})",
+    "neg": "-{0}",
+    "abs": "fabsf({0})",
+    "sqrt": "sqrtf({0})",
+    "rsqrt": "1.0f / sqrtf({0})",
+    "sin": "sinf({0})",
+    "cos": "cosf({0})",
+    "erf": "erff({0})",
+    "reciprocal": "1.0f / {0}",
+    "logical_not": "{0} == 0.0f ? 1.0f : 0.0f",
+    "bitwise_not": "{0} == 0.0f ? 1.0f : 0.0f",
+    "floor": "floorf({0})",
+    "sign": "({0} > 0.0f) - ({0} < 0.0f)",
+}
 BINARY = {
-    "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}", "pow": "powf({0}, {1})",
-    "maximum": "{0} > {1} ? {0} : {1}", "minimum": "{0} < {1} ? {0} : {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}",
-    "lt": "{0} < {1}", "le": "{0} <= {1}", "eq": "{0} == {1}", "ne": "{0} != {1}",
-    "logical_and": "{0} != 0.0f && {1} != 0.0f", "logical_or": "{0} != 0.0f || {1} != 0.0f",
-    "bitwise_and": "{0} != 0.0f && {1} != 0.0f", "bitwise_or": "{0} != 0.0f || {1} != 0.0f",
-}  # fmt: skip
+    "add": "{0} + {1}",
+    "sub": "{0} - {1}",
+    "mul": "{0} * {1}",
+    "div": "{0} / {1}",
+    "pow": "powf({0}, {1})",
+    "maximum": "{0} > {1} ? {0} : {1}",
+    "minimum": "{0} < {1} ? {0} : {1}",
+    "gt": "{0} > {1}",
+    "ge": "{0} >= {1}",
+    "lt": "{0} < {1}",
+    "le": "{0} <= {1}",
+    "eq": "{0} == {1}",
+    "ne": "{0} != {1}",
+    "logical_and": "{0} != 0.0f && {1} != 0.0f",
+    "logical_or": "{0} != 0.0f || {1} != 0.0f",
+    "bitwise_and": "{0} != 0.0f && {1} != 0.0f",
+    "bitwise_or": "{0} != 0.0f || {1} != 0.0f",
+}
 
 
 def squeezed(value: Value, dims: Sequence[int], keep: bool) -> Value:
@@ -253,8 +279,12 @@ def write_layer_norm(w: Writer, n: Node) -> list[Any]:
     value, shape, weight, bias, eps = n.args
     value = w.value(value)
     dims, count = list(range(-len(shape), 0)), math.prod(shape)
-    mean = w.pointwise((*value.shape[: -len(shape)], *[1] * len(shape)), "{0} * {1}",
-                       w.reduce(value, dims, "0.0f", "{0} + {1}"), 1.0 / count)  # fmt: skip
+    mean = w.pointwise(
+        (*value.shape[: -len(shape)], *[1] * len(shape)),
+        "{0} * {1}",
+        w.reduce(value, dims, "0.0f", "{0} + {1}"),
+        1.0 / count,
+    )
     centred = w.pointwise(value.shape, "{0} - {1}", value, mean)
     squares = w.reduce(w.pointwise(value.shape, "{0} * {0}", centred), dims, "0.0f", "{0} + {1}")
     scale = w.pointwise(squares.shape, f"1.0f / sqrtf({{0}} * {literal(1.0 / count)} + {literal(eps)})", squares)
@@ -317,24 +347,62 @@ def same(w: Writer, n: Node) -> Value:
 
 
 WRITERS: dict[str, Callable[[Writer, Node], Any]] = {
-    "view": lambda w, n: w.view(n.args[0], n.shape), "reshape": lambda w, n: w.view(n.args[0], n.shape),
-    "_unsafe_view": lambda w, n: w.view(n.args[0], n.shape), "slice": write_slice, "select": write_select,
-    "split_with_sizes": write_split, "split": write_split, "unsqueeze": write_unsqueeze, "squeeze": write_squeeze,
-    "permute": write_permute, "expand": write_expand, "cat": write_cat, "slice_scatter": write_slice_scatter,
-    "clone": same, "alias": same, "detach": same, "lift_fresh_copy": same, "_to_copy": write_copy,
-    "clamp": write_clamp, "elu": write_elu, "gelu": write_gelu, "softplus": write_softplus,
-    "leaky_relu": write_leaky_relu, "addmm": write_addmm, "mm": write_mm, "bmm": write_mm,
-    "constant_pad_nd": write_pad, "full_like": write_full(None), "zeros_like": write_full(0.0),
-    "ones_like": write_full(1.0), "convolution": write_convolution,
+    "view": lambda w, n: w.view(n.args[0], n.shape),
+    "reshape": lambda w, n: w.view(n.args[0], n.shape),
+    "_unsafe_view": lambda w, n: w.view(n.args[0], n.shape),
+    "slice": write_slice,
+    "select": write_select,
+    "split_with_sizes": write_split,
+    "split": write_split,
+    "unsqueeze": write_unsqueeze,
+    "squeeze": write_squeeze,
+    "permute": write_permute,
+    "expand": write_expand,
+    "cat": write_cat,
+    "slice_scatter": write_slice_scatter,
+    "clone": same,
+    "alias": same,
+    "detach": same,
+    "lift_fresh_copy": same,
+    "_to_copy": write_copy,
+    "clamp": write_clamp,
+    "elu": write_elu,
+    "gelu": write_gelu,
+    "softplus": write_softplus,
+    "leaky_relu": write_leaky_relu,
+    "addmm": write_addmm,
+    "mm": write_mm,
+    "bmm": write_mm,
+    "constant_pad_nd": write_pad,
+    "full_like": write_full(None),
+    "zeros_like": write_full(0.0),
+    "ones_like": write_full(1.0),
+    "convolution": write_convolution,
     "copy": lambda w, n: w.pointwise(n.shape, "{0}", n.args[1]),
-    "linalg_vector_norm": write_norm, "argmax": write_argmax, "max": write_max, "_softmax": write_softmax,
+    "linalg_vector_norm": write_norm,
+    "argmax": write_argmax,
+    "max": write_max,
+    "_softmax": write_softmax,
     "native_layer_norm": write_layer_norm,
     "where": lambda w, n: w.pointwise(n.shape, "{0} != 0.0f ? {1} : {2}", *n.args),
-    "sum": write_reduction("0.0f", "{0} + {1}"), "mean": write_reduction("0.0f", "{0} + {1}", is_mean=True),
-    "amax": write_reduction("{0}", "{1} > {0} ? {1} : {0}"), "amin": write_reduction("{0}", "{1} < {0} ? {1} : {0}"),
+    "sum": write_reduction("0.0f", "{0} + {1}"),
+    "mean": write_reduction("0.0f", "{0} + {1}", is_mean=True),
+    "amax": write_reduction("{0}", "{1} > {0} ? {1} : {0}"),
+    "amin": write_reduction("{0}", "{1} < {0} ? {1} : {0}"),
     "any": write_reduction("0.0f", "{0} != 0.0f || {1} != 0.0f"),
     **{name: write_binary(name) for name in BINARY},
     **{name: (lambda w, n, text=text: w.pointwise(n.shape, text, n.args[0])) for name, text in UNARY.items()},
-}  # fmt: skip
-VIEWS = ("view", "reshape", "_unsafe_view", "slice", "select", "split_with_sizes", "split", "unsqueeze", "squeeze",
-         "permute", "expand")  # fmt: skip
+}
+VIEWS = (
+    "view",
+    "reshape",
+    "_unsafe_view",
+    "slice",
+    "select",
+    "split_with_sizes",
+    "split",
+    "unsqueeze",
+    "squeeze",
+    "permute",
+    "expand",
+)

@@ -202,9 +202,14 @@ def onnx_bytes(module: Any, metadata: Mapping[str, Any]) -> bytes:
     program = exported_program(module)
     with quiet():
         made: Any = torch.onnx.export(
-            program, (), dynamo=True, opset_version=OPSET, verbose=False, input_names=module.input_names,
+            program,
+            (),
+            dynamo=True,
+            opset_version=OPSET,
+            verbose=False,
+            input_names=module.input_names,
             output_names=module.output_names,
-        )  # fmt: skip
+        )
     model = made.model_proto
     del model.metadata_props[:]
     for part in (*model.graph.input, *model.graph.output):

@@ -28,9 +28,13 @@ BEST = "checkpoint_best.pt"
 
 
 def load(
-    path: str | Path, checkpoint: str | None = None, device: torch.device | str = "cpu", policy: Policy | None = None,
-    seed: int | None = None, modules: Collection[str] = (),
-) -> InferencePolicy:  # fmt: skip
+    path: str | Path,
+    checkpoint: str | None = None,
+    device: torch.device | str = "cpu",
+    policy: Policy | None = None,
+    seed: int | None = None,
+    modules: Collection[str] = (),
+) -> InferencePolicy:
     """The trained policy of a run directory or a checkpoint file: `actions = canter.load(run).predict(obs)`.
 
     Args:

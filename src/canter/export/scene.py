@@ -14,9 +14,15 @@ from canter.export.runtime import BundleError, Policy
 TERM = re.compile(r"(?P<name>[A-Za-z0-9_:./\-]+)(?:\[(?P<first>\d*):(?P<last>\d*)\])?")
 ARRAYS = ("qpos", "qvel", "qacc", "act", "ctrl", "sensordata", "cfrc_ext", "actuator_force", "xpos", "xquat")
 SYNONYMS = {
-    "joint_pos_rel": "joint_pos", "joint_vel_rel": "joint_vel", "dof_pos": "joint_pos", "dof_vel": "joint_vel",
-    "last_action": "actions", "commands": "command", "velocity_commands": "command", "gravity": "projected_gravity",
-}  # fmt: skip
+    "joint_pos_rel": "joint_pos",
+    "joint_vel_rel": "joint_vel",
+    "dof_pos": "joint_pos",
+    "dof_vel": "joint_vel",
+    "last_action": "actions",
+    "commands": "command",
+    "velocity_commands": "command",
+    "gravity": "projected_gravity",
+}
 UPRIGHT = -0.5  # projected gravity above it: tilted by more than 60 degrees
 # Keys of MuJoCo's window -> index and change of the command: up, down, left, right, comma, full stop.
 KEYS = {265: (0, 0.1), 264: (0, -0.1), 263: (2, 0.1), 262: (2, -0.1), 44: (1, 0.1), 46: (1, -0.1)}
@@ -32,10 +38,16 @@ class MujocoScene:
     """
 
     def __init__(
-        self, scene: Any, policy: Policy, seed: int | None = None, command: Sequence[float] = (),
-        terms: Mapping[str, str] | None = None, reset_noise: float = 0.01, seconds: float = 20.0,
+        self,
+        scene: Any,
+        policy: Policy,
+        seed: int | None = None,
+        command: Sequence[float] = (),
+        terms: Mapping[str, str] | None = None,
+        reset_noise: float = 0.01,
+        seconds: float = 20.0,
         period: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         mujoco = import_mujoco()
         self.mujoco, self.spec = mujoco, policy.spec
         if not Path(scene).is_file():

@@ -60,9 +60,13 @@ class GymnasiumTask:
     """One Gymnasium environment, with observations in the form of the bundle."""
 
     def __init__(
-        self, task: str, policy: Policy, seed: int | None = None, render_mode: str | None = None,
+        self,
+        task: str,
+        policy: Policy,
+        seed: int | None = None,
+        render_mode: str | None = None,
         env_kwargs: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         import gymnasium
 
         options = {**(env_kwargs or {}), **({} if render_mode is None else {"render_mode": render_mode})}
@@ -305,9 +309,13 @@ def add_noise(obs: Mapping[str, np.ndarray], scale: float, generator: np.random.
 
 
 def simulate(
-    policy: Policy, task: Any, episodes: int = 1, disturbance: Disturbance | None = None, seed: int | None = None,
+    policy: Policy,
+    task: Any,
+    episodes: int = 1,
+    disturbance: Disturbance | None = None,
+    seed: int | None = None,
     on_step: Callable[[Any], bool | None] | None = None,
-) -> Report:  # fmt: skip
+) -> Report:
     """Run episodes of a task with a policy; `on_step(task)` is called after every step and ends it all by True."""
     given, generator, meter = disturbance or Disturbance(), np.random.default_rng(seed), Meter()
     if min(given.delay, given.noise, given.push, episodes - 1) < 0 or given.push_interval <= 0:

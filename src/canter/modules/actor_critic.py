@@ -63,16 +63,33 @@ class ActorCritic(Policy):
     """
 
     def __init__(
-        self, num_actor_obs: int | None = None, num_critic_obs: int | None = None, num_actions: int | None = None, *,
-        actor: nn.Module | None = None, critic: nn.Module | None = None,
-        actor_hidden_dims: Sequence[int] = (256, 256, 256), critic_hidden_dims: Sequence[int] = (256, 256, 256),
-        activation: str = "elu", actor_activation: str | None = None, critic_activation: str | None = None,
-        actor_layer_norm: bool = False, critic_layer_norm: bool = False,
-        init_noise_std: float | Sequence[float] = 1.0, noise_std_type: str = "scalar", learn_noise_std: bool = True,
-        state_dependent_std: bool = False, mu_activation: str | None = None, orthogonal_init: bool = False,
-        squash_actions: bool = False, action_distribution: str | None = None, action_space: Any = None,
-        obs_segments: Segments | None = None, critic_obs_segments: Segments | None = None, **unknown: Any,
-    ) -> None:  # fmt: skip
+        self,
+        num_actor_obs: int | None = None,
+        num_critic_obs: int | None = None,
+        num_actions: int | None = None,
+        *,
+        actor: nn.Module | None = None,
+        critic: nn.Module | None = None,
+        actor_hidden_dims: Sequence[int] = (256, 256, 256),
+        critic_hidden_dims: Sequence[int] = (256, 256, 256),
+        activation: str = "elu",
+        actor_activation: str | None = None,
+        critic_activation: str | None = None,
+        actor_layer_norm: bool = False,
+        critic_layer_norm: bool = False,
+        init_noise_std: float | Sequence[float] = 1.0,
+        noise_std_type: str = "scalar",
+        learn_noise_std: bool = True,
+        state_dependent_std: bool = False,
+        mu_activation: str | None = None,
+        orthogonal_init: bool = False,
+        squash_actions: bool = False,
+        action_distribution: str | None = None,
+        action_space: Any = None,
+        obs_segments: Segments | None = None,
+        critic_obs_segments: Segments | None = None,
+        **unknown: Any,
+    ) -> None:
         refuse_unknown(type(self), (name for name, value in unknown.items() if value is not None))
         super().__init__()
         if num_actions is None:

@@ -95,11 +95,16 @@ class ActorCriticFieldMutex(ActorCriticMutex):
     """Number of sub-policies, at the end of the list, that no obstacle number selects."""
 
     def __init__(
-        self, *args: Any, cmd_vel_mapping: Mapping[int | str, Velocity] | None = None,
-        reset_non_selected: str | bool = "all", action_smoothing_buffer_len: int = 1,
-        selection: str = "engaging_block[1:6]", command: str = "proprioception[9]", last_action: str | None = None,
+        self,
+        *args: Any,
+        cmd_vel_mapping: Mapping[int | str, Velocity] | None = None,
+        reset_non_selected: str | bool = "all",
+        action_smoothing_buffer_len: int = 1,
+        selection: str = "engaging_block[1:6]",
+        command: str = "proprioception[9]",
+        last_action: str | None = None,
         **kwargs: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.reset_non_selected = {True: "all", False: "none"}.get(reset_non_selected, reset_non_selected)  # pyright: ignore[reportArgumentType, reportCallIssue]
         if self.reset_non_selected not in RESETS:
@@ -250,11 +255,19 @@ class ActorCriticClimbMutex(ActorCriticFieldMutex):
     num_not_selectable = 1
 
     def __init__(
-        self, num_actor_obs: int, num_critic_obs: int, num_actions: int, sub_policy_class_name: str | None = None,
-        sub_policy_paths: Sequence[str | Path] = (), *args: Any, jump_down_policy_path: str | Path,
-        jump_down_vel: Velocity | None = None, jump_up: str = "engaging_block[-1]",
-        cmd_vel_mapping: Mapping[int | str, Velocity] | None = None, **kwargs: Any,
-    ) -> None:  # fmt: skip
+        self,
+        num_actor_obs: int,
+        num_critic_obs: int,
+        num_actions: int,
+        sub_policy_class_name: str | None = None,
+        sub_policy_paths: Sequence[str | Path] = (),
+        *args: Any,
+        jump_down_policy_path: str | Path,
+        jump_down_vel: Velocity | None = None,
+        jump_up: str = "engaging_block[-1]",
+        cmd_vel_mapping: Mapping[int | str, Velocity] | None = None,
+        **kwargs: Any,
+    ) -> None:
         jump, down = self.JUMP_OBSTACLE_ID, len(sub_policy_paths)
         if down <= jump:
             raise ValueError(f"sub-policy {jump} climbs, but sub_policy_paths has only {down} entries")

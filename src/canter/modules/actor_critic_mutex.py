@@ -38,11 +38,19 @@ class ActorCriticMutex(Policy):
     has_entropy = False
 
     def __init__(
-        self, num_actor_obs: int, num_critic_obs: int, num_actions: int, sub_policy_class_name: str | None = None,
-        sub_policy_paths: Sequence[str | Path] = (), obs_segments: Mapping[str, Any] | None = None,
-        critic_obs_segments: Mapping[str, Any] | None = None, env_action_scale: float | Sequence[float] = 0.5, *,
-        action_space: Any = None, **unknown: Any,
-    ) -> None:  # fmt: skip
+        self,
+        num_actor_obs: int,
+        num_critic_obs: int,
+        num_actions: int,
+        sub_policy_class_name: str | None = None,
+        sub_policy_paths: Sequence[str | Path] = (),
+        obs_segments: Mapping[str, Any] | None = None,
+        critic_obs_segments: Mapping[str, Any] | None = None,
+        env_action_scale: float | Sequence[float] = 0.5,
+        *,
+        action_space: Any = None,
+        **unknown: Any,
+    ) -> None:
         refuse_unknown(type(self), (name for name, value in unknown.items() if value is not None))
         super().__init__()
         self.num_actions, self.distribution = num_actions, Gaussian(num_actions)

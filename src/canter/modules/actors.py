@@ -27,12 +27,19 @@ Cfg = Mapping[str, Any]
 MLP_SETTINGS: Cfg = {"hidden_dims": [256, 256], "activation": "elu", "layer_norm": False}
 MLP_Q_SETTINGS: Cfg = {**MLP_SETTINGS, "activation": "relu"}
 CNN_SETTINGS: Cfg = {
-    "conv_channels": [32, 64, 64], "conv_kernels": [8, 4, 3], "conv_strides": [4, 2, 1],
-    "hidden_dims": [512], "activation": "relu",
-}  # fmt: skip
+    "conv_channels": [32, 64, 64],
+    "conv_kernels": [8, 4, 3],
+    "conv_strides": [4, 2, 1],
+    "hidden_dims": [512],
+    "activation": "relu",
+}
 NOISE_SETTINGS: Cfg = {
-    "learn_std": True, "init_std": 1.0, "min_log_std": -5.0, "max_log_std": 2.0, "use_tanh_squash": False,
-}  # fmt: skip
+    "learn_std": True,
+    "init_std": 1.0,
+    "min_log_std": -5.0,
+    "max_log_std": 2.0,
+    "use_tanh_squash": False,
+}
 SQUASHED_SETTINGS: Cfg = {"min_log_std": -20.0, "max_log_std": 2.0, "init_std": 1.0, "use_tanh_squash": True}
 
 

@@ -31,9 +31,12 @@ class MisalignedLoadMixin(ActorCritic):
 
     @torch.no_grad()
     def load_misaligned_state_dict(
-        self, module_or_state_dict: nn.Module | Mapping[str, Tensor], obs_segments: Segments,
-        critic_obs_segments: Segments | None = None, zero_new: bool = False,
-    ) -> LoadReport:  # fmt: skip
+        self,
+        module_or_state_dict: nn.Module | Mapping[str, Tensor],
+        obs_segments: Segments,
+        critic_obs_segments: Segments | None = None,
+        zero_new: bool = False,
+    ) -> LoadReport:
         """Copy the weights of a policy of this kind with the given segments; returns the names that were copied.
 
         Columns of components that both have with the same shape are copied; the others keep their initial values, or

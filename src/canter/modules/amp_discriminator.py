@@ -32,18 +32,24 @@ class AdversarialLoss(NamedTuple):
 # wgan: difference of means of tanh(0.3 d), reward in [1/e, e].
 LOSSES: dict[str, AdversarialLoss] = {
     "lsgan": AdversarialLoss(
-        expert=lambda d: 0.5 * (d - 1.0).square(), policy=lambda d: 0.5 * (d + 1.0).square(),
-        reward=lambda d: (1.0 - 0.25 * (d - 1.0).square()).clamp(min=0.0), floor=-1.0,
+        expert=lambda d: 0.5 * (d - 1.0).square(),
+        policy=lambda d: 0.5 * (d + 1.0).square(),
+        reward=lambda d: (1.0 - 0.25 * (d - 1.0).square()).clamp(min=0.0),
+        floor=-1.0,
     ),
     "bce": AdversarialLoss(
-        expert=lambda d: 0.5 * F.softplus(-d), policy=lambda d: 0.5 * F.softplus(d),
-        reward=lambda d: -torch.sigmoid(-d).clamp(min=1e-4).log(), floor=-4.0,
+        expert=lambda d: 0.5 * F.softplus(-d),
+        policy=lambda d: 0.5 * F.softplus(d),
+        reward=lambda d: -torch.sigmoid(-d).clamp(min=1e-4).log(),
+        floor=-4.0,
     ),
     "wgan": AdversarialLoss(
-        expert=lambda d: -torch.tanh(WGAN_SLOPE * d), policy=lambda d: torch.tanh(WGAN_SLOPE * d),
-        reward=lambda d: torch.tanh(WGAN_SLOPE * d).exp(), floor=-8.0,
+        expert=lambda d: -torch.tanh(WGAN_SLOPE * d),
+        policy=lambda d: torch.tanh(WGAN_SLOPE * d),
+        reward=lambda d: torch.tanh(WGAN_SLOPE * d).exp(),
+        floor=-8.0,
     ),
-}  # fmt: skip
+}
 
 
 class AMPDiscriminator(nn.Module):
@@ -61,10 +67,17 @@ class AMPDiscriminator(nn.Module):
     """
 
     def __init__(
-        self, input_dim: int, style_reward_coef: float, hidden_dims: Sequence[int], task_reward_lerp: float = 0.0,
-        discriminator_grad_pen: float = 5.0, *, loss_type: str = "lsgan", style_dt: float = 1.0,
+        self,
+        input_dim: int,
+        style_reward_coef: float,
+        hidden_dims: Sequence[int],
+        task_reward_lerp: float = 0.0,
+        discriminator_grad_pen: float = 5.0,
+        *,
+        loss_type: str = "lsgan",
+        style_dt: float = 1.0,
         amp_obs_dim: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         if not 0.0 <= task_reward_lerp <= 1.0:
             raise ValueError(f"task_reward_lerp must be from 0 (style alone) to 1, got {task_reward_lerp}")

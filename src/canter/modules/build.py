@@ -65,19 +65,30 @@ def segments_of(env: Any, which: str) -> Mapping[str, Any] | None:
 
 
 def build_pair(
-    obs_space: spaces.Space, critic_obs_space: spaces.Space, action_space: spaces.Space, actor_class: type,
-    critic_class: type, actor_cfg: Mapping[str, Any] | None = None, critic_cfg: Mapping[str, Any] | None = None,
-) -> ActorCritic:  # fmt: skip
+    obs_space: spaces.Space,
+    critic_obs_space: spaces.Space,
+    action_space: spaces.Space,
+    actor_class: type,
+    critic_class: type,
+    actor_cfg: Mapping[str, Any] | None = None,
+    critic_cfg: Mapping[str, Any] | None = None,
+) -> ActorCritic:
     """An ApexRL-style actor and critic as one policy."""
     actor = actor_class(obs_space=obs_space, action_space=action_space, cfg=dict(actor_cfg or {}))
     return ActorCritic(actor=actor, critic=critic_class(obs_space=critic_obs_space, cfg=dict(critic_cfg or {})))
 
 
 def build_policy(
-    env: Any, actor: Any = None, critic: Any = None, actor_class: Any = None, critic_class: Any = None,
-    actor_cfg: Mapping[str, Any] | None = None, critic_cfg: Mapping[str, Any] | None = None, obs_space: Any = None,
+    env: Any,
+    actor: Any = None,
+    critic: Any = None,
+    actor_class: Any = None,
+    critic_class: Any = None,
+    actor_cfg: Mapping[str, Any] | None = None,
+    critic_cfg: Mapping[str, Any] | None = None,
+    obs_space: Any = None,
     action_space: Any = None,
-) -> Policy:  # fmt: skip
+) -> Policy:
     """A policy from two networks, or from their classes and settings; spaces not given are the environment's."""
     if actor is not None and critic is not None:
         return ActorCritic(actor=actor, critic=critic)

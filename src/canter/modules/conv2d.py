@@ -25,10 +25,16 @@ class Conv2dModel(nn.Module):
     """
 
     def __init__(
-        self, in_channels: int, channels: Sequence[int], kernel_sizes: Sequence[Size], strides: Sequence[Size],
-        paddings: Sequence[Size] | None = None, nonlinearity: str | type[nn.Module] = nn.ReLU,
-        use_maxpool: bool = False, normlayer: str | Callable[[int], nn.Module] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        in_channels: int,
+        channels: Sequence[int],
+        kernel_sizes: Sequence[Size],
+        strides: Sequence[Size],
+        paddings: Sequence[Size] | None = None,
+        nonlinearity: str | type[nn.Module] = nn.ReLU,
+        use_maxpool: bool = False,
+        normlayer: str | Callable[[int], nn.Module] | None = None,
+    ) -> None:
         super().__init__()
         pads = [0] * len(channels) if paddings is None else paddings
         lists = {"channels": channels, "kernel_sizes": kernel_sizes, "strides": strides, "paddings": pads}
@@ -70,11 +76,18 @@ class Conv2dHeadModel(nn.Module):
     """A `Conv2dModel`, flattened, and an MLP on top if it has any layer; the other arguments are those of the two."""
 
     def __init__(
-        self, image_shape: Sequence[int], channels: Sequence[int], kernel_sizes: Sequence[Size],
-        strides: Sequence[Size], hidden_sizes: int | Sequence[int] | None = None, output_size: int | None = None,
-        paddings: Sequence[Size] | None = None, nonlinearity: str | type[nn.Module] = nn.ReLU,
-        use_maxpool: bool = False, normlayer: str | Callable[[int], nn.Module] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        image_shape: Sequence[int],
+        channels: Sequence[int],
+        kernel_sizes: Sequence[Size],
+        strides: Sequence[Size],
+        hidden_sizes: int | Sequence[int] | None = None,
+        output_size: int | None = None,
+        paddings: Sequence[Size] | None = None,
+        nonlinearity: str | type[nn.Module] = nn.ReLU,
+        use_maxpool: bool = False,
+        normlayer: str | Callable[[int], nn.Module] | None = None,
+    ) -> None:
         super().__init__()
         c, h, w = (int(n) for n in image_shape)
         self.image_shape = (c, h, w)
@@ -105,10 +118,17 @@ class HistoryEncoder(nn.Module):
     """
 
     def __init__(
-        self, window_shape: Sequence[int], output_size: int | None = None, kind: str = "conv",
-        channels: Sequence[int] = (32, 32), kernel_sizes: Sequence[int] = (3, 3), strides: Sequence[int] = (1, 1),
-        hidden_sizes: Sequence[int] = (64,), num_heads: int = 2, nonlinearity: str | type[nn.Module] = nn.ReLU,
-    ) -> None:  # fmt: skip
+        self,
+        window_shape: Sequence[int],
+        output_size: int | None = None,
+        kind: str = "conv",
+        channels: Sequence[int] = (32, 32),
+        kernel_sizes: Sequence[int] = (3, 3),
+        strides: Sequence[int] = (1, 1),
+        hidden_sizes: Sequence[int] = (64,),
+        num_heads: int = 2,
+        nonlinearity: str | type[nn.Module] = nn.ReLU,
+    ) -> None:
         super().__init__()
         if len(window_shape) != 2:
             raise ValueError(f"a window has the shape (steps, values), got {tuple(window_shape)}")

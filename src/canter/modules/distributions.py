@@ -128,9 +128,14 @@ class SquashedGaussian(Gaussian):
         nodes, weights = np.polynomial.hermite_e.hermegauss(16)
         scale, bias = (self.high - self.low) / 2, (self.high + self.low) / 2
         self._constants = DeviceConstants(
-            low=self.low, high=self.high, scale=scale, bias=bias,
-            log_scale=np.log(scale), nodes=nodes, weights=weights / weights.sum(),
-        )  # fmt: skip
+            low=self.low,
+            high=self.high,
+            scale=scale,
+            bias=bias,
+            log_scale=np.log(scale),
+            nodes=nodes,
+            weights=weights / weights.sum(),
+        )
 
     def log_prob(self, params: Params, actions: Tensor) -> Tensor:
         """Log-density of the environment's action `tanh(u) * scale + bias`, (...,)."""

@@ -99,12 +99,17 @@ class EncoderActorCriticMixin(ActorCritic):
     """
 
     def __init__(
-        self, *args: Any, encoder_component_names: Sequence[str] = (),
-        encoder_class_name: str | Sequence[str] = "MlpModel", encoder_kwargs: Any = None,
-        encoder_output_size: int | None = None, critic_encoder_component_names: str | Sequence[str] | None = None,
-        critic_encoder_class_name: str | Sequence[str] | None = None, critic_encoder_kwargs: Any = None,
+        self,
+        *args: Any,
+        encoder_component_names: Sequence[str] = (),
+        encoder_class_name: str | Sequence[str] = "MlpModel",
+        encoder_kwargs: Any = None,
+        encoder_output_size: int | None = None,
+        critic_encoder_component_names: str | Sequence[str] | None = None,
+        critic_encoder_class_name: str | Sequence[str] | None = None,
+        critic_encoder_kwargs: Any = None,
         **kwargs: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         names = self.encoder_component_names = names_of(encoder_component_names)
         self.shares_encoders = critic_encoder_component_names == "shared"
         critic_names = names_of(names if self.shares_encoders else critic_encoder_component_names or ())

@@ -38,9 +38,11 @@ def layer_sizes(name: str, sizes: Any) -> list[Any]:
 
 
 def mlp(
-    sizes: Sequence[int], activation: Activation = "elu", output_activation: Activation | None = None,
+    sizes: Sequence[int],
+    activation: Activation = "elu",
+    output_activation: Activation | None = None,
     layer_norm: bool = False,
-) -> nn.Sequential:  # fmt: skip
+) -> nn.Sequential:
     """Linear layers of the sizes, input and output included, with layer norms if set and activations between."""
     if len(sizes) < 2:
         raise ValueError(f"an MLP needs an input and an output size, got {list(sizes)}")
@@ -60,9 +62,12 @@ class MlpModel(nn.Module):
     """Hidden layers, each followed by the nonlinearity, and a plain linear layer to `output_size` if one is given."""
 
     def __init__(
-        self, input_size: int, hidden_sizes: int | Sequence[int] | None, output_size: int | None = None,
+        self,
+        input_size: int,
+        hidden_sizes: int | Sequence[int] | None,
+        output_size: int | None = None,
         nonlinearity: str | type[nn.Module] = nn.ReLU,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         hidden = [hidden_sizes] if isinstance(hidden_sizes, int) else list(hidden_sizes or [])
         if not hidden and output_size is None:

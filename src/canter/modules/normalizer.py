@@ -60,9 +60,13 @@ class EmpiricalNormalization(nn.Module):
     """
 
     def __init__(
-        self, shape: int | Sequence[int], eps: float = 1e-2, until: float | None = None, min_std: float = 0.0,
+        self,
+        shape: int | Sequence[int],
+        eps: float = 1e-2,
+        until: float | None = None,
+        min_std: float = 0.0,
         clip: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.shape = tuple(int(n) for n in np.ravel(shape))
         self.eps, self.until, self.min_std, self.clip = eps, until, min_std, clip

@@ -175,9 +175,13 @@ class Policy(nn.Module):
 
     @final
     def forward(
-        self, obs: Obs, critic_obs: Obs | None = None, hidden: Mapping[str, Tensor] | None = None,
-        trajectories: Trajectories | None = None, random_masks: Mapping[str, Tensor] | None = None,
-    ) -> PolicyOutput:  # fmt: skip
+        self,
+        obs: Obs,
+        critic_obs: Obs | None = None,
+        hidden: Mapping[str, Tensor] | None = None,
+        trajectories: Trajectories | None = None,
+        random_masks: Mapping[str, Tensor] | None = None,
+    ) -> PolicyOutput:
         """Actor and critic in one pass; nothing is kept on the policy."""
         hidden = self.initial_hidden(batch_size(obs)) if hidden is None else dict(hidden)
         ctx = Context(hidden, {}, trajectories, random_masks or {})

@@ -68,17 +68,31 @@ class RslRlModels(ActorCritic):
     """
 
     replaced_settings = (
-        "actor_hidden_dims", "critic_hidden_dims", "activation", "actor_activation", "critic_activation",
-        "mu_activation", "actor_layer_norm", "critic_layer_norm", "orthogonal_init",
-    )  # fmt: skip
+        "actor_hidden_dims",
+        "critic_hidden_dims",
+        "activation",
+        "actor_activation",
+        "critic_activation",
+        "mu_activation",
+        "actor_layer_norm",
+        "critic_layer_norm",
+        "orthogonal_init",
+    )
     """Settings of an `ActorCritic` that have no effect here, since the networks are rsl_rl's."""
 
     def __init__(
-        self, num_actor_obs: int | None = None, num_critic_obs: int | None = None, num_actions: int = 0, *,
-        actor_model: Mapping[str, Any], critic_model: Mapping[str, Any], share_cnn_encoders: bool = False,
+        self,
+        num_actor_obs: int | None = None,
+        num_critic_obs: int | None = None,
+        num_actions: int = 0,
+        *,
+        actor_model: Mapping[str, Any],
+        critic_model: Mapping[str, Any],
+        share_cnn_encoders: bool = False,
         obs_segments: Mapping[str, Sequence[int]] | None = None,
-        critic_obs_segments: Mapping[str, Sequence[int]] | None = None, **kwargs: Any,
-    ) -> None:  # fmt: skip
+        critic_obs_segments: Mapping[str, Sequence[int]] | None = None,
+        **kwargs: Any,
+    ) -> None:
         obs = obs_segments or {"actor": (num_actor_obs,)}
         critic_obs = critic_obs_segments or ({"critic": (num_critic_obs,)} if num_critic_obs else obs)
         actor = GroupModel(actor_model, "actor", obs, num_actions)

@@ -27,14 +27,25 @@ class PrivilegeEstimatorMixin(EstimatingActorCritic):
     """
 
     def __init__(
-        self, *args: Any, adaptor_obs_components: Sequence[str] | None = None,
-        adaptor_target_components: Sequence[str] | None = None, adaptor_kwargs: Any = None,
-        privilege_replace_state_prob: float = 0.0, append_adapted_state: bool = False, **kwargs: Any,
-    ) -> None:  # fmt: skip
+        self,
+        *args: Any,
+        adaptor_obs_components: Sequence[str] | None = None,
+        adaptor_target_components: Sequence[str] | None = None,
+        adaptor_kwargs: Any = None,
+        privilege_replace_state_prob: float = 0.0,
+        append_adapted_state: bool = False,
+        **kwargs: Any,
+    ) -> None:
         self.adaptor_stage = Estimate(
-            "adaptor", "adapted_state", ("adaptor", "memory_p"), AdaptorActorHiddenState,
-            adaptor_obs_components, adaptor_target_components, privilege_replace_state_prob, append_adapted_state,
-        )  # fmt: skip
+            "adaptor",
+            "adapted_state",
+            ("adaptor", "memory_p"),
+            AdaptorActorHiddenState,
+            adaptor_obs_components,
+            adaptor_target_components,
+            privilege_replace_state_prob,
+            append_adapted_state,
+        )
         super().__init__(*args, **kwargs)
         self.adaptor_stage.build(self, adaptor_kwargs)
 

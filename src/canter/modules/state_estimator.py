@@ -157,10 +157,16 @@ class EstimatorMixin(EstimatingActorCritic):
     state_estimator: MlpModel
 
     def __init__(
-        self, *args: Any, estimator_obs_components: Sequence[str] | None = None,
-        estimator_target_components: Sequence[str] | None = None, estimator_kwargs: Any = None,
-        use_actor_rnn: bool = False, replace_state_prob: float = 0.0, append_estimate: bool = False, **kwargs: Any,
-    ) -> None:  # fmt: skip
+        self,
+        *args: Any,
+        estimator_obs_components: Sequence[str] | None = None,
+        estimator_target_components: Sequence[str] | None = None,
+        estimator_kwargs: Any = None,
+        use_actor_rnn: bool = False,
+        replace_state_prob: float = 0.0,
+        append_estimate: bool = False,
+        **kwargs: Any,
+    ) -> None:
         name = "append_estimate" if append_estimate else "replace_state_prob"
         if use_actor_rnn and (replace_state_prob > 0 or append_estimate):
             raise IncompatibleSettingsError(f"{name} needs the estimate before the actor's memory: use_actor_rnn=False")
@@ -170,9 +176,15 @@ class EstimatorMixin(EstimatingActorCritic):
             raise IncompatibleSettingsError(f"use_actor_rnn: {type(self).__name__} has no memory; take a recurrent one")
         self.use_actor_rnn = use_actor_rnn
         self.estimator_stage = Estimate(
-            "estimator", "estimated_state", ("state_estimator", "memory_s"), EstimatorActorHiddenState,
-            estimator_obs_components, estimator_target_components, replace_state_prob, append_estimate,
-        )  # fmt: skip
+            "estimator",
+            "estimated_state",
+            ("state_estimator", "memory_s"),
+            EstimatorActorHiddenState,
+            estimator_obs_components,
+            estimator_target_components,
+            replace_state_prob,
+            append_estimate,
+        )
         super().__init__(*args, **kwargs)
         self.estimator_stage.build(self, estimator_kwargs, use_actor_rnn)
 

@@ -9,10 +9,20 @@ from torch import nn
 from canter.utils.config import nearest
 
 ALIASES: dict[str, type[nn.Module]] = {
-    "elu": nn.ELU, "selu": nn.SELU, "relu": nn.ReLU, "crelu": nn.ReLU, "lrelu": nn.LeakyReLU,
-    "leaky_relu": nn.LeakyReLU, "gelu": nn.GELU, "silu": nn.SiLU, "mish": nn.Mish, "softplus": nn.Softplus,
-    "tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "identity": nn.Identity,
-}  # fmt: skip
+    "elu": nn.ELU,
+    "selu": nn.SELU,
+    "relu": nn.ReLU,
+    "crelu": nn.ReLU,
+    "lrelu": nn.LeakyReLU,
+    "leaky_relu": nn.LeakyReLU,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+    "mish": nn.Mish,
+    "softplus": nn.Softplus,
+    "tanh": nn.Tanh,
+    "sigmoid": nn.Sigmoid,
+    "identity": nn.Identity,
+}
 
 
 def get_activation_Cls(name: str) -> type[nn.Module] | None:  # noqa: N802, the documented name
@@ -48,9 +58,13 @@ def orthogonal_init(module: nn.Module, last_gain: float = math.sqrt(2.0)) -> Non
 
 
 def conv2d_output_shape(
-    h: int, w: int, kernel_size: int | tuple[int, int] = 1, stride: int | tuple[int, int] = 1,
-    padding: int | tuple[int, int] = 0, dilation: int | tuple[int, int] = 1,
-) -> tuple[int, int]:  # fmt: skip
+    h: int,
+    w: int,
+    kernel_size: int | tuple[int, int] = 1,
+    stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] = 0,
+    dilation: int | tuple[int, int] = 1,
+) -> tuple[int, int]:
     """Height and width after a convolution or pooling."""
     k, s, p, d = (np.broadcast_to(value, 2) for value in (kernel_size, stride, padding, dilation))
     out = (np.array((h, w)) + 2 * p - d * (k - 1) - 1) // s + 1

@@ -13,8 +13,11 @@ from canter.modules.policy import Context
 from canter.modules.utils import orthogonal_init
 
 VISUAL_DEFAULTS: dict[str, Any] = {
-    "channels": (64, 64), "kernel_sizes": (3, 3), "strides": (1, 1), "hidden_sizes": (256,),
-}  # fmt: skip
+    "channels": (64, 64),
+    "kernel_sizes": (3, 3),
+    "strides": (1, 1),
+    "hidden_sizes": (256,),
+}
 
 
 class VisualActorCriticMixin(ActorCritic):
@@ -29,9 +32,14 @@ class VisualActorCriticMixin(ActorCritic):
     """
 
     def __init__(
-        self, *args: Any, visual_component_name: str = "forward_depth", visual_kwargs: Any = None,
-        visual_latent_size: int = 256, visual_critic: bool = False, **kwargs: Any,
-    ) -> None:  # fmt: skip
+        self,
+        *args: Any,
+        visual_component_name: str = "forward_depth",
+        visual_kwargs: Any = None,
+        visual_latent_size: int = 256,
+        visual_critic: bool = False,
+        **kwargs: Any,
+    ) -> None:
         self.visual_component_name, self.visual_latent_size = visual_component_name, visual_latent_size
         self.visual_critic = visual_critic
         super().__init__(*args, **kwargs)

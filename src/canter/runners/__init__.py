@@ -22,7 +22,20 @@ def build_runner(name: str, *args: object, **kwargs: object) -> Runner:
 
 
 __all__ = [
-    "RUNNERS", "AmpPolicyRunner", "DaggerSaver", "DemonstrationSaver", "LearnResult", "MjlabRunner",
-    "OffPolicyRunner", "OnPolicyRunner", "PolicyReport", "Runner", "StopTraining", "TrialPruned", "TwoStageRunner",
-    "build_runner", "check_policy", "log_histograms",
-]  # fmt: skip
+    "RUNNERS",
+    "AmpPolicyRunner",
+    "DaggerSaver",
+    "DemonstrationSaver",
+    "LearnResult",
+    "MjlabRunner",
+    "OffPolicyRunner",
+    "OnPolicyRunner",
+    "PolicyReport",
+    "Runner",
+    "StopTraining",
+    "TrialPruned",
+    "TwoStageRunner",
+    "build_runner",
+    "check_policy",
+    "log_histograms",
+]

@@ -40,10 +40,16 @@ class DaggerSaver(DemonstrationSaver):
     """
 
     def __init__(
-        self, *args: Any, training_policy_logdir: str | Path, teacher_act_prob: str | float | Schedule = "exp",
-        update_times_scale: float = 5000, action_sample_std: float = 0.0, log_to_tensorboard: bool = False,
-        stop_when_alone: bool = False, **kwargs: Any,
-    ) -> None:  # fmt: skip
+        self,
+        *args: Any,
+        training_policy_logdir: str | Path,
+        teacher_act_prob: str | float | Schedule = "exp",
+        update_times_scale: float = 5000,
+        action_sample_std: float = 0.0,
+        log_to_tensorboard: bool = False,
+        stop_when_alone: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.training_policy_logdir = Path(training_policy_logdir)
         self.teacher_act_prob = GET_PROB_FUNC(teacher_act_prob, update_times_scale)

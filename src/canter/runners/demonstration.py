@@ -46,11 +46,20 @@ class DemonstrationSaver:
     """
 
     def __init__(
-        self, env: Any, policy: Any, save_dir: str | Path, rollout_storage_length: int = 64,
-        min_timesteps: float = 1e6, min_episodes: float = 10000, success_traj_only: bool = False,
-        use_critic_obs: bool = False, obs_disassemble_mapping: Mapping[str, str] | None = None,
-        demo_by_sample: bool = False, *, show_progress: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        env: Any,
+        policy: Any,
+        save_dir: str | Path,
+        rollout_storage_length: int = 64,
+        min_timesteps: float = 1e6,
+        min_episodes: float = 10000,
+        success_traj_only: bool = False,
+        use_critic_obs: bool = False,
+        obs_disassemble_mapping: Mapping[str, str] | None = None,
+        demo_by_sample: bool = False,
+        *,
+        show_progress: bool = True,
+    ) -> None:
         self.writer: TrajectoryWriter | None = None
         self.storage: DemonstrationStorage | None = None
         self.env, self.policy, self.save_dir = wrap_env(env), policy, Path(save_dir)

@@ -34,10 +34,16 @@ class InferencePolicy:
     """
 
     def __init__(
-        self, policy: Policy, obs_space: spaces.Space | None = None, segments: Mapping[str, Any] | None = None,
-        action_bounds: Any = None, info: Mapping[str, Any] | None = None, seed: int | None = None,
-        action_space: spaces.Space | None = None, env_bounds: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        policy: Policy,
+        obs_space: spaces.Space | None = None,
+        segments: Mapping[str, Any] | None = None,
+        action_bounds: Any = None,
+        info: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        action_space: spaces.Space | None = None,
+        env_bounds: Any = None,
+    ) -> None:
         self.policy, self.obs_space, self.info = policy, obs_space, dict(info or {})
         first = next(policy.parameters())
         self.device, self.dtype = first.device, first.dtype

@@ -17,9 +17,21 @@ MOST_STEPS = 1000  # vector steps between two reads of the episode statistics
 
 # Positional arguments after `algorithm`, as documented.
 DOCUMENTED_ORDER = (
-    "q_network_class", "obs_space", "action_space", "q_network_cfg", "agent", "log_dir", "save_dir", "device",
-    "log_interval", "save_interval", "actor_class", "critic_class", "actor_cfg", "critic_cfg",
-)  # fmt: skip
+    "q_network_class",
+    "obs_space",
+    "action_space",
+    "q_network_cfg",
+    "agent",
+    "log_dir",
+    "save_dir",
+    "device",
+    "log_interval",
+    "save_interval",
+    "actor_class",
+    "critic_class",
+    "actor_cfg",
+    "critic_cfg",
+)
 
 
 class OffPolicyRunner(Runner):

@@ -85,8 +85,12 @@ TABLE["student"] = TABLE["actor"] | {"init_member_classes": UNUSED}
 TABLE["teacher"] = TABLE["student"] | dict.fromkeys((*NOISE, "obs_normalization"), UNUSED)
 # Defaults of PPO in rsl_rl 3.0 and later; those of 1.x and 2.x are canter's documented ones.
 DEFAULTS: dict[str, Any] = {
-    "num_learning_epochs": 5, "num_mini_batches": 4, "gamma": 0.99, "entropy_coef": 0.01, "schedule": "adaptive",
-}  # fmt: skip
+    "num_learning_epochs": 5,
+    "num_mini_batches": 4,
+    "gamma": 0.99,
+    "entropy_coef": 0.01,
+    "schedule": "adaptive",
+}
 # Defaults of its Distillation; a norm that is left out, or 0, clips nothing.
 DISTILLATION: dict[str, Any] = {"num_learning_epochs": 1, "learning_rate": 1e-3, "gradient_length": 15}
 PER_SECOND = "weight_per_second"  # of RND, until the environment has said how long its step is
@@ -299,10 +303,17 @@ class Translation:
         self._move("distillation", given)
         # rsl_rl adds up the losses of `gradient_length` steps before each step of the optimizer.
         self.out["algorithm"] |= {
-            "class_name": "TPPO", "using_ppo": False, "teacher_from_load": True, "teacher_act_prob": 0.0,
-            "teacher_policy": teacher.out["policy"], "num_mini_batches": steps // length, "schedule": "fixed",
-            "distillation_loss_coef": float(length), "critic_obs_normalization": False, "timeout_bootstrap": "none",
-        }  # fmt: skip
+            "class_name": "TPPO",
+            "using_ppo": False,
+            "teacher_from_load": True,
+            "teacher_act_prob": 0.0,
+            "teacher_policy": teacher.out["policy"],
+            "num_mini_batches": steps // length,
+            "schedule": "fixed",
+            "distillation_loss_coef": float(length),
+            "critic_obs_normalization": False,
+            "timeout_bootstrap": "none",
+        }
         sets = self.top.get("obs_groups") or {}
         student = sets.get("student") or sets.get("policy") or sets.get("actor") or []
         self.top["obs_groups"] = {"student": student, "teacher": sets.get("teacher") or []}

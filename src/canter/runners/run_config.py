@@ -79,9 +79,11 @@ def display_name(name: str) -> str:
 
 
 def parse_train_cfg(
-    train_cfg: Mapping[str, Any], networks: Mapping[str, Any] | None = None, algorithm_name: str | None = None,
+    train_cfg: Mapping[str, Any],
+    networks: Mapping[str, Any] | None = None,
+    algorithm_name: str | None = None,
     default: str = "PPO",
-) -> RunPlan:  # fmt: skip
+) -> RunPlan:
     """A plan from a training dict, flat or with a `runner` section; an unknown key is an error at every level.
 
     Network classes and their settings, and the algorithm's name, may be given beside the dict; they must not contradict
@@ -120,9 +122,14 @@ def plan_for(agent_class: type, train_cfg: Mapping[str, Any]) -> RunPlan:
 
 
 def make_plan(
-    train_cfg: Any, cfg: Any, algorithm: str | None, agent: Any, networks: Mapping[str, Any], default: str = "ppo",
+    train_cfg: Any,
+    cfg: Any,
+    algorithm: str | None,
+    agent: Any,
+    networks: Mapping[str, Any],
+    default: str = "ppo",
     uses_replay: bool | None = None,
-) -> RunPlan:  # fmt: skip
+) -> RunPlan:
     """The plan of a run from a training dict, a config object, an algorithm's name or a ready algorithm.
 
     With `uses_replay`, an algorithm that needs the other kind of runner is refused.

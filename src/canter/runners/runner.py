@@ -105,16 +105,32 @@ class Runner(ABC):
     _has_stored_code = False
 
     def __init__(
-        self, env: Any, train_cfg: Any = None, log_dir: str | Path | None = None,
-        device: torch.device | str | None = None, *, cfg: Any = None, algorithm: str | None = None,
-        actor_class: Any = None, critic_class: Any = None, actor_cfg: Mapping[str, Any] | None = None,
-        critic_cfg: Mapping[str, Any] | None = None, obs_space: spaces.Space | None = None,
-        action_space: spaces.Space | None = None, agent: Any = None, save_dir: str | Path | None = None,
-        log_interval: int | None = None, save_interval: int | None = None, eval_env: Any = None,
-        eval_interval: int | None = None, eval_episodes: int | None = None,
-        run_info: Mapping[str, Any] | None = None, show_progress: bool = True, q_network_class: Any = None,
+        self,
+        env: Any,
+        train_cfg: Any = None,
+        log_dir: str | Path | None = None,
+        device: torch.device | str | None = None,
+        *,
+        cfg: Any = None,
+        algorithm: str | None = None,
+        actor_class: Any = None,
+        critic_class: Any = None,
+        actor_cfg: Mapping[str, Any] | None = None,
+        critic_cfg: Mapping[str, Any] | None = None,
+        obs_space: spaces.Space | None = None,
+        action_space: spaces.Space | None = None,
+        agent: Any = None,
+        save_dir: str | Path | None = None,
+        log_interval: int | None = None,
+        save_interval: int | None = None,
+        eval_env: Any = None,
+        eval_interval: int | None = None,
+        eval_episodes: int | None = None,
+        run_info: Mapping[str, Any] | None = None,
+        show_progress: bool = True,
+        q_network_class: Any = None,
         q_network_cfg: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if isinstance(train_cfg, Algorithm):
             train_cfg, agent = None, train_cfg
         networks = {"actor_class": actor_class, "critic_class": critic_class, "q_network_class": q_network_class}
@@ -225,9 +241,13 @@ class Runner(ABC):
         return self.num_steps_per_env * self.num_envs
 
     def learn(
-        self, num_learning_iterations: int | None = None, init_at_random_ep_len: bool = False, trial: Any = None, *,
+        self,
+        num_learning_iterations: int | None = None,
+        init_at_random_ep_len: bool = False,
+        trial: Any = None,
+        *,
         total_timesteps: int | None = None,
-    ) -> LearnResult:  # fmt: skip
+    ) -> LearnResult:
         """Train for more iterations, or for more environment steps rounded up to whole iterations.
 
         With `init_at_random_ep_len` episodes start at random ages, so that they do not all end together. Metrics are
@@ -539,9 +559,14 @@ class Runner(ABC):
         self.checkpoints.save(self.checkpoints.numbered() if path is None else Path(path), infos)
 
     def load(
-        self, path: str | Path, load_optimizer: bool | Mapping[str, bool] | None = True, map_location: Any = None,
-        *others: Any, load_cfg: Mapping[str, bool] | None = None, strict: bool = True,
-    ) -> Any:  # fmt: skip
+        self,
+        path: str | Path,
+        load_optimizer: bool | Mapping[str, bool] | None = True,
+        map_location: Any = None,
+        *others: Any,
+        load_cfg: Mapping[str, bool] | None = None,
+        strict: bool = True,
+    ) -> Any:
         """Continue from a checkpoint of canter or of rsl_rl; returns the `infos` saved with it.
 
         `load_cfg` selects parts, as in rsl_rl 5.x: `{"actor": True}` loads the actor with its normaliser alone;

@@ -29,9 +29,14 @@ class TwoStageRunner(OnPolicyRunner):
     """
 
     def __init__(
-        self, env: Any, train_cfg: Any = None, *args: Any, pretrain_iterations: int | None = None,
-        pretrain_dataset: Mapping[str, Any] | None = None, **kwargs: Any,
-    ) -> None:  # fmt: skip
+        self,
+        env: Any,
+        train_cfg: Any = None,
+        *args: Any,
+        pretrain_iterations: int | None = None,
+        pretrain_dataset: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
         given = dict(train_cfg) if isinstance(train_cfg, Mapping) else {}
         given |= given.pop("runner", None) or {}
         iterations, source = given.pop("pretrain_iterations", None), given.pop("pretrain_dataset", None)

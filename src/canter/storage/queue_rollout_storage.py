@@ -19,9 +19,14 @@ class QueueRolloutStorage(RolloutStorage):
     """
 
     def __init__(
-        self, num_envs: int, num_transitions_per_env: int, *args: Any, buffer_dilation_ratio: float = 1.0,
-        max_length: int | None = None, **kwargs: Any,
-    ) -> None:  # fmt: skip
+        self,
+        num_envs: int,
+        num_transitions_per_env: int,
+        *args: Any,
+        buffer_dilation_ratio: float = 1.0,
+        max_length: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         if buffer_dilation_ratio < 1.0:
             raise ValueError(f"buffer_dilation_ratio must be at least 1, got {buffer_dilation_ratio}")
         self.target = int(buffer_dilation_ratio * num_transitions_per_env)

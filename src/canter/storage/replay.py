@@ -58,10 +58,18 @@ class TransitionReplayBuffer:
     state_names: tuple[str, ...] = ("head", "count", "size", "is_started")
 
     def __init__(
-        self, capacity: int, obs_shape: Any, action_shape: Any = (), device: torch.device | str = "cpu",
-        obs_dtype: torch.dtype = torch.float32, action_dtype: torch.dtype = torch.long, critic_obs_shape: Any = None,
-        *, num_envs: int = 1, has_invalid_steps: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        capacity: int,
+        obs_shape: Any,
+        action_shape: Any = (),
+        device: torch.device | str = "cpu",
+        obs_dtype: torch.dtype = torch.float32,
+        action_dtype: torch.dtype = torch.long,
+        critic_obs_shape: Any = None,
+        *,
+        num_envs: int = 1,
+        has_invalid_steps: bool = False,
+    ) -> None:
         if capacity < num_envs or num_envs < 1:
             raise ValueError(f"capacity must be at least one step of each of {num_envs} environments, got {capacity}")
         self.capacity, self.num_envs, self.device = int(capacity), num_envs, torch.device(device)
@@ -98,10 +106,18 @@ class TransitionReplayBuffer:
         return fields | {"order": Field((), dtype=torch.int32)}
 
     def add(
-        self, obs: Obs, action: Tensor, reward: Tensor, next_obs: Obs, done: Tensor, *,
-        truncated: Tensor | None = None, critic_obs: Obs | None = None, next_critic_obs: Obs | None = None,
+        self,
+        obs: Obs,
+        action: Tensor,
+        reward: Tensor,
+        next_obs: Obs,
+        done: Tensor,
+        *,
+        truncated: Tensor | None = None,
+        critic_obs: Obs | None = None,
+        next_critic_obs: Obs | None = None,
         valid: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Store one step of every environment. Tensor code only, so that it can be captured.
 
         `next_obs` is before any reset, `done` marks terminal states, `valid` is false where a step only reset.
@@ -143,9 +159,18 @@ class TransitionReplayBuffer:
         return self.num_envs == 1 and self.device.type == "cpu" and is_numpy and is_plain
 
     def add_one(
-        self, obs: Obs, action: Tensor, reward: Tensor, next_obs: Obs, done: Tensor, *, truncated: Tensor,
-        critic_obs: Obs | None = None, next_critic_obs: Obs | None = None, valid: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        obs: Obs,
+        action: Tensor,
+        reward: Tensor,
+        next_obs: Obs,
+        done: Tensor,
+        *,
+        truncated: Tensor,
+        critic_obs: Obs | None = None,
+        next_critic_obs: Obs | None = None,
+        valid: Tensor | None = None,
+    ) -> None:
         """Store what `add` stores, by writes to arrays: on a CPU much faster than fifty small tensor operations."""
         if valid is not None and self.has_invalid_steps and not valid.item():
             return

@@ -115,12 +115,21 @@ class RolloutStorage:
     older = 0  # rows of earlier rollouts
 
     def __init__(
-        self, num_envs: int, num_transitions_per_env: int, obs_shape: Any, privileged_obs_shape: Any,
-        actions_shape: Any, device: torch.device | str = "cpu", *,
-        param_shapes: Mapping[str, tuple[int, ...]] | None = None, action_dtype: torch.dtype = torch.float32,
-        hidden_shapes: Mapping[str, tuple[int, ...]] | None = None, random_masks: Iterable[str] = (),
-        has_invalid_steps: bool = False, extra_fields: Mapping[str, Field] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        num_envs: int,
+        num_transitions_per_env: int,
+        obs_shape: Any,
+        privileged_obs_shape: Any,
+        actions_shape: Any,
+        device: torch.device | str = "cpu",
+        *,
+        param_shapes: Mapping[str, tuple[int, ...]] | None = None,
+        action_dtype: torch.dtype = torch.float32,
+        hidden_shapes: Mapping[str, tuple[int, ...]] | None = None,
+        random_masks: Iterable[str] = (),
+        has_invalid_steps: bool = False,
+        extra_fields: Mapping[str, Field] | None = None,
+    ) -> None:
         self.num_envs, self.num_transitions_per_env = num_envs, num_transitions_per_env
         self.device = torch.device(device)
         self.obs_shape, self.actions_shape, self.action_dtype = obs_shape, tuple(actions_shape), action_dtype

@@ -14,8 +14,13 @@ from typing_extensions import dataclass_transform
 
 T = TypeVar("T", bound=type)
 KINDS: dict[str, tuple[type, ...]] = {
-    "bool": (bool,), "int": (int,), "float": (float, int), "str": (str,), "None": (type(None),), "dict": (Mapping,),
-}  # fmt: skip
+    "bool": (bool,),
+    "int": (int,),
+    "float": (float, int),
+    "str": (str,),
+    "None": (type(None),),
+    "dict": (Mapping,),
+}
 
 NEAR = 0.85  # similarity of two names of which one is taken for a typo of the other
 
@@ -39,23 +44,50 @@ OTHER_SPELLINGS = {
 
 # Short forms, and names of other libraries -> settings, of which the first that exists is suggested.
 SHORT_FORMS = {
-    "lr": ("learning_rate", "actor_learning_rate"), "steps": ("total_timesteps",), "timesteps": ("total_timesteps",),
-    "n_envs": ("num_envs",), "envs": ("num_envs",), "n_steps": ("num_steps_per_env", "n_step"),
-    "rollout_length": ("num_steps_per_env",), "iterations": ("max_iterations", "total_timesteps"),
-    "epochs": ("num_learning_epochs",), "n_epochs": ("num_learning_epochs",), "minibatches": ("num_mini_batches",),
-    "num_minibatches": ("num_mini_batches",), "clip": ("clip_param",), "clip_coef": ("clip_param",),
-    "entropy": ("entropy_coef", "init_alpha"), "ent_coef": ("entropy_coef", "init_alpha"), "lambda": ("lam",),
-    "discount": ("gamma",), "grad_clip": ("max_grad_norm",), "kl": ("desired_kl",), "normalize":
-    ("empirical_normalization",), "hidden": ("policy.actor_hidden_dims", "actor_hidden_dims"),
-    "hidden_dims": ("policy.actor_hidden_dims", "actor_hidden_dims"), "hidden_sizes": ("policy.actor_hidden_dims",
-    "actor_hidden_dims"), "net_arch": ("policy.actor_hidden_dims", "actor_hidden_dims"),
-    "nsteps": ("num_steps_per_env", "n_step"), "num_env": ("num_envs",),
-    "policy": ("policy.class_name",), "activation": ("policy.activation",),
-    "logger": ("logger_backend",), "log_dir": ("runs_dir",), "output": ("runs_dir",), "wandb": ("logger_backend",),
-    "render": ("film_interval",), "gpu": ("device",), "cuda": ("device",), "preset": ("config",),
-    "buffer": ("buffer_size",), "warmup": ("learning_starts",), "env": ("task",), "kwargs": ("env_kwargs",),
-    "alpha": ("init_alpha",), "batch": ("batch_size", "num_mini_batches"),
-}  # fmt: skip
+    "lr": ("learning_rate", "actor_learning_rate"),
+    "steps": ("total_timesteps",),
+    "timesteps": ("total_timesteps",),
+    "n_envs": ("num_envs",),
+    "envs": ("num_envs",),
+    "n_steps": ("num_steps_per_env", "n_step"),
+    "rollout_length": ("num_steps_per_env",),
+    "iterations": ("max_iterations", "total_timesteps"),
+    "epochs": ("num_learning_epochs",),
+    "n_epochs": ("num_learning_epochs",),
+    "minibatches": ("num_mini_batches",),
+    "num_minibatches": ("num_mini_batches",),
+    "clip": ("clip_param",),
+    "clip_coef": ("clip_param",),
+    "entropy": ("entropy_coef", "init_alpha"),
+    "ent_coef": ("entropy_coef", "init_alpha"),
+    "lambda": ("lam",),
+    "discount": ("gamma",),
+    "grad_clip": ("max_grad_norm",),
+    "kl": ("desired_kl",),
+    "normalize": ("empirical_normalization",),
+    "hidden": ("policy.actor_hidden_dims", "actor_hidden_dims"),
+    "hidden_dims": ("policy.actor_hidden_dims", "actor_hidden_dims"),
+    "hidden_sizes": ("policy.actor_hidden_dims", "actor_hidden_dims"),
+    "net_arch": ("policy.actor_hidden_dims", "actor_hidden_dims"),
+    "nsteps": ("num_steps_per_env", "n_step"),
+    "num_env": ("num_envs",),
+    "policy": ("policy.class_name",),
+    "activation": ("policy.activation",),
+    "logger": ("logger_backend",),
+    "log_dir": ("runs_dir",),
+    "output": ("runs_dir",),
+    "wandb": ("logger_backend",),
+    "render": ("film_interval",),
+    "gpu": ("device",),
+    "cuda": ("device",),
+    "preset": ("config",),
+    "buffer": ("buffer_size",),
+    "warmup": ("learning_starts",),
+    "env": ("task",),
+    "kwargs": ("env_kwargs",),
+    "alpha": ("init_alpha",),
+    "batch": ("batch_size", "num_mini_batches"),
+}
 
 
 def names_meant(name: str) -> tuple[str, ...]:
@@ -111,10 +143,18 @@ def refuse_unknown(cls: type, unknown: Iterable[str]) -> None:
 
 
 def setting(
-    default: Any, *, low: float | None = None, above: float | None = None, high: float | None = None,
-    below: str | None = None, at_most: str | None = None, choices: tuple[str, ...] | None = None, fixed: bool = False,
-    host: bool = False, unused_if: Mapping[str, Callable[[Any], bool]] | None = None,
-) -> Any:  # fmt: skip
+    default: Any,
+    *,
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
+    below: str | None = None,
+    at_most: str | None = None,
+    choices: tuple[str, ...] | None = None,
+    fixed: bool = False,
+    host: bool = False,
+    unused_if: Mapping[str, Callable[[Any], bool]] | None = None,
+) -> Any:
     """Declare a setting with its range or choices.
 
     Args:

@@ -14,8 +14,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Text stays text, so that a drawing is small and can be searched.
-SVG_STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "canter", "font.family": "sans-serif",
-                             "font.sans-serif": ["DejaVu Sans"]}  # fmt: skip
+SVG_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "canter",
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+}
 _STYLE = """
 :root{color-scheme:light}
 body{font:15px/1.5 system-ui,"DejaVu Sans",sans-serif;color:#1c2430;background:#f5f6f8;margin:0}
@@ -57,8 +61,10 @@ class Page:
     def table(self, head: Sequence[str], rows: Sequence[Sequence[str]], colors: Sequence[str] = ()) -> None:
         """Add a table; `colors` are dots before the rows, the colours of their lines in the drawings."""
         dots = [f'<i class="dot" style="background:{color}"></i>' for color in colors] or [""] * len(rows)
-        cells = ["".join(f"<td>{dot if i == 0 else ''}{html.escape(cell)}</td>" for i, cell in enumerate(row))
-                 for row, dot in zip(rows, dots, strict=True)]  # fmt: skip
+        cells = [
+            "".join(f"<td>{dot if i == 0 else ''}{html.escape(cell)}</td>" for i, cell in enumerate(row))
+            for row, dot in zip(rows, dots, strict=True)
+        ]
         top = "".join(f"<th>{html.escape(name)}</th>" for name in head)
         body = "".join(f"<tr>{row}</tr>" for row in cells)
         self.parts.append(f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>")

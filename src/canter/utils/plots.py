@@ -31,12 +31,24 @@ TITLES = {
     "time/fps": "Steps per second",
 }
 STYLE: dict[Any, Any] = {
-    "font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
-    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#888888", "axes.axisbelow": True,
-    "axes.grid": True, "grid.color": "#E4E4E4", "grid.linewidth": 0.8, "xtick.color": "#444444",
-    "ytick.color": "#444444", "legend.frameon": False, "figure.facecolor": "white", "savefig.facecolor": "white",
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": "#E4E4E4",
+    "grid.linewidth": 0.8,
+    "xtick.color": "#444444",
+    "ytick.color": "#444444",
+    "legend.frameon": False,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
     "text.parse_math": False,  # names may have dollars
-}  # fmt: skip
+}
 
 
 def plot_runs(

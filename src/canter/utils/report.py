@@ -157,11 +157,16 @@ class Comparison:
             "thresholds": self.thresholds.tolist(),
             "improvement": [{"of": x, "over": y, **plain(e)} for (x, y), e in self.improvement.items()],
             "sample_efficiency": [
-                {"task": task, "group": label, "target": target, "steps": reached and reached[0],
-                 "seconds": reached and reached[1]}
+                {
+                    "task": task,
+                    "group": label,
+                    "target": target,
+                    "steps": reached and reached[0],
+                    "seconds": reached and reached[1],
+                }
                 for task, label, target, reached in self.efficiency()
             ],
-        }  # fmt: skip
+        }
 
     def _run_row(self, run: RunData) -> dict[str, Any]:
         row = {"path": str(run.path), "task": run.task, "seed": run.settings.get("seed")}

@@ -17,9 +17,23 @@ MAX_VALUE = 1e300  # larger ones, and NaN, are damage, and cannot be drawn
 MACHINE_NAME = "machine.json"
 EVALUATION_NAME = "evaluation.json"
 # Settings in which runs of one group may differ.
-_NOT_COMPARED = ("seed", "device", "git_diff", "upload_model", "keep_checkpoints", "save_interval", "log_interval",
-                 "run.video", "run.final_episodes", "run.threads", "run.task", "run.launch", "run.film_interval",
-                 "run.histogram_interval", "rank_timeout")  # fmt: skip
+_NOT_COMPARED = (
+    "seed",
+    "device",
+    "git_diff",
+    "upload_model",
+    "keep_checkpoints",
+    "save_interval",
+    "log_interval",
+    "run.video",
+    "run.final_episodes",
+    "run.threads",
+    "run.task",
+    "run.launch",
+    "run.film_interval",
+    "run.histogram_interval",
+    "rank_timeout",
+)
 _PAUSE_S = 60.0  # a longer time between two rows, if it is unusual too, is a pause: the run was resumed
 
 

@@ -42,7 +42,7 @@ CASES = {
         "state_dependent": model_cfg(distribution={"class_name": "HeteroscedasticGaussianDistribution"}),
         "beta": model_cfg(distribution={"class_name": "BetaDistribution", "action_range": [-2.0, 1.0]}),
     },
-}  # fmt: skip
+}
 
 
 def values_of(runner, env):

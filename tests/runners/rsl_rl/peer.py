@@ -45,10 +45,20 @@ class PeerEnv:
 
 
 PPO = {
-    "class_name": "PPO", "num_learning_epochs": 2, "num_mini_batches": 2, "learning_rate": 0.01, "schedule": "fixed",
-    "gamma": 0.99, "lam": 0.95, "entropy_coef": 0.01, "desired_kl": 0.01, "max_grad_norm": 1.0,
-    "value_loss_coef": 1.0, "use_clipped_value_loss": True, "clip_param": 0.2,
-}  # fmt: skip
+    "class_name": "PPO",
+    "num_learning_epochs": 2,
+    "num_mini_batches": 2,
+    "learning_rate": 0.01,
+    "schedule": "fixed",
+    "gamma": 0.99,
+    "lam": 0.95,
+    "entropy_coef": 0.01,
+    "desired_kl": 0.01,
+    "max_grad_norm": 1.0,
+    "value_loss_coef": 1.0,
+    "use_clipped_value_loss": True,
+    "clip_param": 0.2,
+}
 RUN = {"num_steps_per_env": 6, "save_interval": 50, "max_iterations": 2, "experiment_name": "peer"}
 
 

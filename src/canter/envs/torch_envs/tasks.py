@@ -277,10 +277,15 @@ class Course(TorchEnv):
     action_space = spaces.Box(-10.0, 10.0, (2,))
 
     def __init__(
-        self, num_envs: int, device: Device = "cpu", seed: int | None = None, max_episode_length: int | None = None,
-        segments: Sequence[str] = ("flat", "mud", "flat", "beam", "flat"), action_scale: float = 0.5,
+        self,
+        num_envs: int,
+        device: Device = "cpu",
+        seed: int | None = None,
+        max_episode_length: int | None = None,
+        segments: Sequence[str] = ("flat", "mud", "flat", "beam", "flat"),
+        action_scale: float = 0.5,
         command_range: tuple[float, float] = (1.0, 1.0),
-    ) -> None:  # fmt: skip
+    ) -> None:
         unknown = [kind for kind in segments if kind not in KINDS]
         if unknown or not segments:
             raise ValueError(f"segments are of the kinds {', '.join(KINDS)}, got {list(segments)}")

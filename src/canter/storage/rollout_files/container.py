@@ -25,9 +25,19 @@ _NO_CRC = "0" * 8
 _CRC = re.compile(rb'"crc32"\s*:\s*"([0-9a-f]{8})"')
 _NAME = re.compile(r"traj_([0-9]{1,18})_([0-9]{1,18})\.(safetensors|pickle|pkl)")
 KINDS = {
-    "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1",
-    "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1", "BOOL": "?",
-}  # fmt: skip
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "i1",
+    "U64": "<u8",
+    "U32": "<u4",
+    "U16": "<u2",
+    "U8": "u1",
+    "BOOL": "?",
+}
 
 
 class TrajectoryFileError(RuntimeError):

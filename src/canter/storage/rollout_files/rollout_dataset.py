@@ -49,12 +49,21 @@ class RolloutDataset(RolloutFileBase):
     get_frame_range = staticmethod(frame_range)
 
     def __init__(
-        self, data_dir: str | Path | Sequence[str | Path], num_envs: int, dataset_loops: int = 1,
-        random_shuffle_traj_order: bool = False, keep_latest_n_trajs: int = 0,
-        starting_frame_range: Sequence[int] = (0, 1), device: torch.device | str | None = None, *,
-        mark_first_frame_done: bool = False, max_bad_fraction: float = 0.0, wait_interval_s: float = 5.0,
-        wait_timeout_s: float | None = None, seed: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        data_dir: str | Path | Sequence[str | Path],
+        num_envs: int,
+        dataset_loops: int = 1,
+        random_shuffle_traj_order: bool = False,
+        keep_latest_n_trajs: int = 0,
+        starting_frame_range: Sequence[int] = (0, 1),
+        device: torch.device | str | None = None,
+        *,
+        mark_first_frame_done: bool = False,
+        max_bad_fraction: float = 0.0,
+        wait_interval_s: float = 5.0,
+        wait_timeout_s: float | None = None,
+        seed: int | None = None,
+    ) -> None:
         super().__init__(data_dir, num_envs, device)
         low, high = starting_frame_range
         if not 0 <= low < high:

@@ -4,6 +4,12 @@ from canter.utils.logging.backends import METRICS_NAME, Backend, read_rows, regi
 from canter.utils.logging.logger import Logger, loaded_settings, redact, sanitize_tag
 
 __all__ = [
-    "METRICS_NAME", "Backend", "Logger", "loaded_settings", "read_rows", "redact", "register_logger",
+    "METRICS_NAME",
+    "Backend",
+    "Logger",
+    "loaded_settings",
+    "read_rows",
+    "redact",
+    "register_logger",
     "sanitize_tag",
-]  # fmt: skip
+]
