@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from no_host_sync import NoHostSync
 
 from canter.algorithms import DQN, SAC, TD3, off_policy
 from canter.algorithms.actor_q import profile_settings
@@ -15,7 +16,6 @@ from canter.algorithms.off_policy import TargetNetwork
 from canter.algorithms.optim import GuardedOptimizer
 from canter.envs.torch_envs import CartPole, PointRobot
 from canter.envs.vec_env import StepRecord, VecEnv
-from canter.execution.guard import NoHostSync
 
 SMALL = {"batch_size": 16, "learning_starts": 8, "buffer_size": 400}
 SMALL_NETWORKS = {"actor_hidden_dims": (8,), "critic_hidden_dims": (8,)}

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from no_host_sync import NoHostSync
 from torch import nn
 
 from canter.algorithms import SAC, TD3, SACConfig, TD3Config
 from canter.algorithms.actor_q import frozen, joint_limit_bounds, profile_settings
 from canter.envs.torch_envs import CartPole, Pendulum, PointRobot
 from canter.envs.torch_envs.base import TorchEnv
-from canter.execution.guard import NoHostSync
 from canter.modules.actors import ContinuousActor
 from canter.modules.q_networks import ListedCritics, find_normalized_layers, normalize_weights
 from canter.storage.offline import Episode

@@ -8,9 +8,9 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from no_host_sync import NoHostSync
 
 from canter.envs.wrap import wrap_env
-from canter.execution.guard import NoHostSync
 from canter.storage.replay import PrioritizedReplayBuffer, SumTree, TransitionReplayBuffer
 from canter.storage.rollout_storage import Field
 from canter.utils.memory import check_memory, readable

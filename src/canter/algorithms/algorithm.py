@@ -2,10 +2,8 @@
 
 import dataclasses
 import operator
-import sys
 import warnings
-from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import NoneType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
@@ -15,11 +13,10 @@ from torch import Tensor, nn
 
 from canter.algorithms.foreign import import_state
 from canter.algorithms.optim import GuardedOptimizer
+from canter.algorithms.user_code import attributes, has_user_code, is_users
 from canter.envs.vec_env import StepRecord
 from canter.envs.wrap import wrap_env
-from canter.execution import ACTIVE_TRACERS, runs_own_code
 from canter.execution.executor import EXECUTIONS, PRECISIONS, Executor
-from canter.execution.python_state import is_library
 from canter.modules.build import build_normalizer
 from canter.modules.normalizer import ReturnScaler
 from canter.utils.checkpoint import check_compatible
@@ -141,8 +138,6 @@ class Algorithm:
     """Whether the algorithm is off-policy."""
     skipped_share: float = 0.0
     """Share of the updates in the last report that were skipped, because the gradient was not finite."""
-    host_state: ClassVar[None] = None
-    """Snapshots of Python objects leave out all attributes: `watched_objects` names those of users."""
     cfg: Any
     extensions: dict[str, Any]
     policy: Any
@@ -155,7 +150,6 @@ class Algorithm:
         self.setting_fields: dict[str, Any] = {}
         self.holders: dict[str, Any] = {}
         self.float_settings: set[str] = set()
-        self.read_as_numbers: set[str] = set()  # float settings that recorded functions read without `live`
         found = resolve_device(device if device is not None else getattr(self.cfg, "device", None))
         self.device = RANKS.start(found, getattr(self.cfg, "rank_timeout", RANK_TIMEOUT))
         self.seed = getattr(self.cfg, "seed", None) if seed is None else seed
@@ -176,8 +170,7 @@ class Algorithm:
         self.on_step: list[Callable[[StepRecord], None]] = []
         """Functions called with every record after the recorded step."""
         self.current_learning_iteration = 0
-        counters = ("current_learning_iteration", "timesteps", "num_updates")
-        self.executor.counters["algorithm"] = (self, counters)
+        self.executor.attributes = self.plain_attributes
         self.trained_by: Any = None
         """The runner that was made for this algorithm last."""
         self.untrained: dict[int, nn.Parameter] | None = None  # by id, which stays theirs while they are held
@@ -227,8 +220,6 @@ class Algorithm:
         holders = [state.get("cfg"), *(e.cfg for e in state.get("extensions", {}).values())]
         for holder in holders:
             if name in getattr(holder, "__dataclass_fields__", ()):
-                if ACTIVE_TRACERS and name in self.float_settings:
-                    self.read_as_numbers.add(name)
                 return getattr(holder, name)
         if not name.startswith("_"):
             for extension in state.get("extensions", {}).values():
@@ -244,10 +235,8 @@ class Algorithm:
         fields = own.get("setting_fields", {})
         is_known = name in own or hasattr(type(self), name)
         if is_known or name not in fields:  # no setting: a config object has those
-            if is_user_code():
-                if is_library(type(self)) and not is_known:  # a user's subclass has attributes of its own
-                    refuse_near_miss(self, name, fields)
-                own.setdefault("user_attributes", set()).add(name)
+            if own.get("is_built") and not is_users(self) and not is_known:
+                refuse_near_miss(self, name, fields)
             object.__setattr__(self, name, value)
             return
         field = fields[name]
@@ -265,7 +254,6 @@ class Algorithm:
         self.holders |= dict.fromkeys(fields, cfg)
         floats = {name for name, f in fields.items() if "float" in declared_kinds(f)}
         self.float_settings |= floats
-        self.executor.counters[f"settings {id(cfg)}"] = (cfg, tuple(floats), self.read_as_numbers.add)
 
     def sync_settings(self, assigned: str = "") -> None:
         """Copy changed float settings to the device, and give the executor every other one as a recording's key.
@@ -277,7 +265,7 @@ class Algorithm:
             value = getattr(self.holders[name], name)
             if isinstance(value, float | int | NoneType) and name in self.float_settings:
                 # None, zero, or neither: a loss of weight zero is left out.
-                key.append(value if name in self.read_as_numbers else value and True)
+                key.append(value and True)
                 if value is not None and self.live_values.get(name) != value:
                     self.live_values[name] = value
                     if hasattr(self.live, name):
@@ -310,19 +298,25 @@ class Algorithm:
             warnings.warn(f"{problem}: {reason}; {way_out}", stacklevel=2)
 
     def notice_changes(self) -> None:
-        """Take over what user code changed: settings, and Python objects that recorded functions may read."""
+        """Take over what a callback changed: settings, and attributes that replayed functions may read."""
         self.sync_settings()
-        if self.executor.replays:
-            self.executor.watch(self.watched_objects())
+        self.executor.notice_changes()
 
-    def watched_objects(self) -> Mapping[str, Any]:
-        """Python objects that user code may change: the policy, the extensions, attributes that it assigned."""
-        own = {"generators": self.generators} | ({"on_record": self.on_record} if self.on_record else {})
-        own |= {} if is_library(type(self)) else {type(self).__name__: type(self)}
-        parts = {name.removesuffix("_state_dict"): part for name, part in self.checkpoint_parts().items()}
-        optimizers = {name: part.optimizer for name, part in parts.items() if isinstance(part, GuardedOptimizer)}
-        assigned: Any = AssignedByUser(self.__dict__)
-        return ChainMap({"policy": self.policy, **self.extensions, **optimizers, **own}, assigned)
+    def code_owners(self) -> list[Any]:
+        """Objects whose code runs in the replayed functions."""
+        parts = [part for part in self.checkpoint_parts().values() if not isinstance(part, GuardedOptimizer)]
+        return [self, *parts, *self.extensions.values(), *([self.env] if self.executor.uses_graphs else [])]
+
+    def has_user_code(self) -> bool:
+        """Whether a user's class, method or hook takes part in training."""
+        return has_user_code(self.code_owners())
+
+    def plain_attributes(self) -> dict[tuple[str, int], Any]:
+        """Attributes of the policy, of the extensions, and those that a subclass or a user added to the algorithm."""
+        if not self.is_built:
+            return {}
+        found = attributes(self.code_owners(), {id(self): self.own_attributes})
+        return found | {(f"the setting {name}", 0): value for name, value in self.live_values.items()}
 
     def device_scalar(self, value: float) -> torch.Tensor:
         """A 0-dim tensor that recorded functions read; `fill_` changes it."""
@@ -497,22 +491,6 @@ class Algorithm:
         return self.runner().load(path)
 
 
-class AssignedByUser(Mapping[str, Any]):
-    """The attributes of an algorithm that user code assigned, with their present values."""
-
-    def __init__(self, attributes: Mapping[str, Any]) -> None:
-        self.attributes = attributes
-
-    def __getitem__(self, name: str) -> Any:
-        return self.attributes[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self.attributes.get("user_attributes", ()) if name in self.attributes)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
 def module_state(modules: Iterable[nn.Module]) -> list[Any]:
     """Addresses and `requires_grad` of all parameters, and training modes: faster than `Module.parameters()`."""
     found: list[Any] = []
@@ -528,14 +506,6 @@ def module_state(modules: Iterable[nn.Module]) -> list[Any]:
                 found += (parameter.data_ptr(), parameter.requires_grad)
         waiting.extend(module._modules.values())
     return found
-
-
-def is_user_code() -> bool:
-    """Whether the code that assigns an attribute is outside canter."""
-    frame: Any = sys._getframe(1)
-    while frame.f_code.co_name == "__setattr__":
-        frame = frame.f_back
-    return not runs_own_code(frame)
 
 
 def chosen_weights(

@@ -12,9 +12,9 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from canter.algorithms.algorithm import Algorithm, AlgorithmSettings, CommonRunSettings, module_state
+from canter.algorithms.flat_parameters import FlatParameters
 from canter.algorithms.optim import GuardedOptimizer, backward
 from canter.envs.vec_env import StepRecord
-from canter.execution.flat_parameters import FlatParameters
 from canter.modules.build import env_shapes
 from canter.modules.normalizer import ReturnScaler
 from canter.storage.offline import fill_replay
@@ -25,6 +25,7 @@ from canter.utils.metrics import MeanMeter
 from canter.utils.tree import Obs, tree_map, tree_where
 
 MAX_STEPS_PER_GRAPH = 8  # gradient steps
+MAX_STALE_STEPS = 20  # gradient steps after which functions with a user's code are compared with their replays again
 MOMENT_INTERVAL = 128  # gradient steps after which the optimizers drop tiny moments
 REPLAY = "replay_buffer"
 NUM_STATISTICS = 10_000  # offline steps from which normalisers start
@@ -154,6 +155,7 @@ class OffPolicyAlgorithm(Algorithm):
         self.acted: tuple[Any, Any, Tensor] | None = None  # observations and actions of the step that was begun
         self.timesteps = self.num_updates = self.num_stored = 0
         self.fraction_left = 1.0  # of the run, for schedules
+        self.own_attributes = frozenset(vars(self))
         self.is_built = True
         self.sync_settings()
 
@@ -358,7 +360,7 @@ class OffPolicyAlgorithm(Algorithm):
 
     def update(self, gradient_steps: int | None = None) -> dict[str, float]:
         """Take gradient steps and return their metrics; {} while too few steps are stored."""
-        self.notice_changes()
+        self.sync_settings()
         if not self.can_learn:
             return {}
         self.train(self.cfg.gradient_steps if gradient_steps is None else gradient_steps)
@@ -367,6 +369,7 @@ class OffPolicyAlgorithm(Algorithm):
     def train(self, gradient_steps: int) -> None:
         """Take gradient steps; nothing is read from the device."""
         self.prepare()
+        self.executor.period_length = max(1, MAX_STALE_STEPS // max(1, gradient_steps))
         self.executor.begin_iteration()
         for optimizer in self.optimizers.values():
             optimizer.take_assigned_rates()
@@ -430,7 +433,7 @@ class OffPolicyAlgorithm(Algorithm):
 
     def report(self) -> dict[str, float]:
         """Mean metrics of the gradient steps since the last report, and the learning rates."""
-        self.notice_changes()
+        self.sync_settings()
         if not self.has_warned and self.used_current_value:  # a host read, until it was true
             self.warn_of_current_value()
         found: dict[str, float] = {}

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from canter.execution.flat_parameters import FlatParameters, join_state, split_state
+from canter.algorithms.flat_parameters import FlatParameters, join_state, split_state
+from canter.execution.torch_private import address
 from canter.utils.config import nearest
 from canter.utils.distributed import RANKS
 
@@ -119,8 +120,8 @@ class GuardedOptimizer:
         taken: set[int] = set()  # two parameters that are added have one gradient, which clipping would scale twice
         for parameter, grad in zip(self.parameters, grads, strict=True):
             if grad is not None:
-                grad = grad.clone() if grad.data_ptr() in taken else grad.contiguous()
-                taken.add(grad.data_ptr())
+                grad = grad.clone() if address(grad) in taken else grad.contiguous()
+                taken.add(address(grad))
             parameter.grad = grad
 
     def grads(self) -> list[Tensor]:

@@ -15,7 +15,6 @@ from canter.algorithms.rnd import RND, RNDSettings
 from canter.algorithms.symmetry import Symmetry, SymmetrySettings
 from canter.envs.records import step_record
 from canter.envs.vec_env import StepRecord
-from canter.execution import ACTIVE_TRACERS, note_host_read
 from canter.modules.build import NETWORK_ARGUMENTS, build_actor_critic, build_policy, env_shapes
 from canter.modules.normalizer import VALUE_NORMALIZATIONS, NoNormalization, ReturnScaler, install_value_normalizer
 from canter.modules.policy import Hidden, Policy, PolicyOutput
@@ -197,6 +196,7 @@ class PPO(Algorithm):
         if self.executor.compiles and not self.executor.records and can_compile:
             self.forward = self.executor.compile(self.policy.forward)
             self.minibatch_loss = self.executor.compile(self.minibatch_loss)
+        self.own_attributes = frozenset(vars(self))
         self.is_built = True
         self.sync_settings()
         if self.env is not None:
@@ -293,7 +293,6 @@ class PPO(Algorithm):
         )
         if self.cfg.normalize_rewards:
             self.return_scaler = ReturnScaler(num_envs, self.live.gamma).to(self.device)
-        self.executor.counters["storage"] = (self.storage, ("step",))
         for extension in extensions:
             extension.begin(self.storage)
 
@@ -310,11 +309,8 @@ class PPO(Algorithm):
         """Sample actions for N environments and begin their transition."""
         storage = self.rollout if self.storage is None else self.storage
         if storage.step == 0 and not self.waiting_steps:
-            if self.executor.replays:
-                self.executor.begin_iteration()
-                self.notice_changes()
-            else:
-                self.sync_settings()
+            self.sync_settings()
+            self.executor.begin_iteration()
         hidden = self.policy.hidden(storage.num_envs) if storage.hidden_shapes else {}
         step = self.executor.run("act", self.act_step, obs, None if critic_obs is obs else critic_obs, hidden)
         self.transition.__dict__ = step
@@ -445,8 +441,8 @@ class PPO(Algorithm):
         generator = getattr(env, "generator", None)
         if generator is not None and generator not in self.executor.generators:
             self.executor.generators.append(generator)
+        self.sync_settings()
         self.executor.begin_iteration()
-        self.notice_changes()
         storage, given = self.rollout, None if critic_obs is obs else critic_obs
         storage.step = storage.num_transitions_per_env
         hidden = self.policy.hidden(storage.num_envs)
@@ -476,10 +472,7 @@ class PPO(Algorithm):
         extensions, storage = self.extensions.values(), self.storage
         for extension in extensions:
             extension.begin_update(self.current_learning_iteration)
-        if extensions and self.executor.replays:
-            self.notice_changes()
-        else:
-            self.sync_settings()
+        self.notice_changes()
         self.meter = self.meters[self.executor.constants_number]  # other settings, other names
         self.meter.reset()
         target_kl = self.cfg.target_kl if self.uses_rewards else None
@@ -654,8 +647,6 @@ class PPO(Algorithm):
     @property
     def learning_rate(self) -> float:
         """The learning rate as of the last report; assign it to change it."""
-        if ACTIVE_TRACERS:
-            note_host_read("learning_rate")  # recorded functions read `lr`
         return self._learning_rate
 
     @learning_rate.setter

@@ -16,7 +16,7 @@ from gymnasium import spaces
 from torch import Generator, Tensor, nn, promote_types
 from torch import distributions as td
 
-from canter.execution.flat_parameters import sample_dirichlet
+from canter.execution.torch_private import sample_dirichlet
 
 Params = dict[str, Tensor]
 Bounds = np.ndarray | Sequence[float]

@@ -1,4 +1,4 @@
-"""Parameters stored in one vector, and tensor functions that torch offers only under private names."""
+"""Parameters stored in one vector, because each tensor slows an optimizer step down."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from canter.execution.torch_private import address, copy_all
+
 
 class FlatParameters:
-    """Stores parameters and gradients as views of one vector each, because each tensor slows an optimizer step down."""
+    """Stores parameters and gradients as views of one vector each."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.shapes = [p.shape for p in parameters]
@@ -26,18 +28,15 @@ class FlatParameters:
         present = [(mine, grad) for mine, grad in zip(self.grads, grads, strict=True) if grad is not None]
         if len(present) < len(self.grads):
             self.vector.grad.zero_()
-        if hasattr(torch, "_foreach_copy_") and present:
-            torch._foreach_copy_([mine for mine, _ in present], [grad for _, grad in present])  # pyright: ignore
-        else:
-            for mine, grad in present:
-                mine.copy_(grad)
+        if present:
+            copy_all([mine for mine, _ in present], [grad for _, grad in present])
         for p, grad in zip(self.parameters, self.grads, strict=True):
             p.grad = grad
 
     def moved(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Parameters that lie elsewhere since their data was assigned (`p.data = x`), and their place in the vector."""
         pairs = zip(self.parameters, self.places, strict=True)
-        return [(p, place) for p, place in pairs if p.data_ptr() != place.data_ptr()]
+        return [(p, place) for p, place in pairs if address(p) != address(place)]
 
     def mask(self, chosen: Sequence[nn.Parameter]) -> Tensor:
         """Mask of the vector that is true for the chosen parameters."""
@@ -77,13 +76,3 @@ def join_state(state: Mapping[str, Any], flats: Sequence[FlatParameters]) -> dic
                     joined[name] = torch.cat([share[name].reshape(-1) for share in shares])
         result["param_groups"].append({**group, "params": [number]})
     return result
-
-
-def sample_dirichlet(concentration: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Draw from Dirichlet distributions (..., K) with a generator, without gradient."""
-    if hasattr(torch, "_sample_dirichlet"):  # the public class takes no generator
-        return torch._sample_dirichlet(concentration, generator=generator)  # pyright: ignore
-    device = concentration.device  # the host reads a seed, so this cannot be captured or recorded
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device=device)))
-        return torch.distributions.Dirichlet(concentration, validate_args=False).sample()
