@@ -171,6 +171,8 @@ class Algorithm:
         """Functions called with every record after the recorded step."""
         self.current_learning_iteration = 0
         self.executor.attributes = self.plain_attributes
+        if RANKS.size > 1:
+            self.executor.error_of_ranks = lambda: RANKS.error
         self.trained_by: Any = None
         """The runner that was made for this algorithm last."""
         self.untrained: dict[int, nn.Parameter] | None = None  # by id, which stays theirs while they are held

@@ -71,6 +71,8 @@ class Executor:
         """Whether only the first replay of a recording is compared with the function."""
         self.has_user_code = not self.is_trusted
         """Whether functions are compared in every period, because a user's code enters them or runs between them."""
+        self.error_of_ranks: Callable[[], Exception | None] | None = None
+        """The error of a collective, where several ranks run the functions; None in a single process."""
         self.attributes: Callable[[], Mapping[tuple[str, int], Any]] = dict
         """Python values of the objects that functions read; a function that changes them cannot be replayed."""
         self.period_length = 1  # iterations
@@ -118,7 +120,7 @@ class Executor:
 
     def run(self, name: str, fn: Callable[..., T], *args: Any) -> T:
         """Return `fn(*args)`; the next run of the same function overwrites the tensors that a CUDA graph returned."""
-        if not self.replays or name in self.eager_only:
+        if not self.replays or name in self.eager_only or (self.has_user_code and self.error_of_ranks):
             return self._run_eagerly(fn, *args)
         leaves: list[Tensor] = []
         parts = []
@@ -141,9 +143,18 @@ class Executor:
         is_new_period = self.has_user_code and self.compared_in.get(name) != self.period
         if is_new_period or graph.calls >= graph.next_comparison:
             return self._compare(signature, graph, fn, args, leaves)
-        if self.records and self.compiles:
-            return graph.replay_timed(leaves, self.progress)
-        return graph.replay(leaves)
+        return self._replay(graph, leaves)
+
+    def _replay(self, graph: Any, leaves: list[Tensor]) -> Any:
+        try:
+            if self.records and self.compiles:
+                return graph.replay_timed(leaves, self.progress)
+            return graph.replay(leaves)
+        except RuntimeError as error:  # what an operator of ours raises comes out of the interpreter as another error
+            found = self.error_of_ranks and self.error_of_ranks()
+            if found is None:
+                raise
+            raise found from error
 
     def set_constants(self, constants: Any) -> None:
         """Set the hashable values that functions read from attributes; with other values they need other graphs."""
@@ -176,6 +187,10 @@ class Executor:
     def expect_user_code(self, expected: bool) -> None:
         """Set whether a user's code enters the functions or runs between them."""
         self.has_user_code = expected and not self.is_trusted
+        if self.has_user_code and self.error_of_ranks and self.replays:
+            reason = "replays cannot be compared on several ranks"
+            way_out = "if it changes nothing but tensors, set execution='graph'"
+            warnings.warn(f"your own code runs eagerly, slower, because {reason}; {way_out}", stacklevel=3)
 
     def forget(self) -> None:
         """Drop every graph; needed when tensors that they refer to were replaced."""
@@ -246,6 +261,9 @@ class Executor:
         self.compared_in[name] = self.called_in[name] = self.period
         if isinstance(graph, Graph) and not self._capture(signature, graph, fn, args, leaves):
             return self._run_eagerly(fn, *args)
+        if self.error_of_ranks:  # a comparison would repeat collectives that other ranks do not
+            graph.next_comparison = math.inf
+            return self._replay(graph, leaves)
         before = self.attributes()
         result, difference = graph.compare(functools.partial(self._run_eagerly, fn, *args), leaves)
         if changed := self._changed(before):

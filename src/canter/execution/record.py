@@ -17,6 +17,7 @@ import random
 import sysconfig
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -330,9 +331,7 @@ class Recording:
         result = self.replay(leaves)
         self.seconds += time.perf_counter() - begin
         if self.to_compile is not None and self.seconds * (1.0 - progress) > PAYING_SECONDS * progress:
-            from canter.execution.compile import Compilation  # imports the compiler, which takes seconds
-
-            self.compilation, self.to_compile = Compilation(self.to_compile, (*self.outside, *leaves)), None
+            self.compilation, self.to_compile = start_compiling(self.to_compile, (*self.outside, *leaves)), None
             self.compiled_strides = [leaf.stride() for leaf in leaves]
         elif self.compilation is not None and self.compilation.run is not None:
             self.run, self.compilation, self.strides = self.compilation.run, None, self.compiled_strides
@@ -423,6 +422,17 @@ def record(
     if isinstance(made, str) or recorder.not_replayable:
         return result, recorder.not_replayable or made
     return result, Recording(recorder, result, compiles)
+
+
+def start_compiling(recorded: RecordedGraph, args: Sequence[Any]) -> Any:
+    """Compile a recorded graph in a thread; None if this torch cannot."""
+    try:
+        from canter.execution.compile import Compilation  # private names
+    except (ImportError, AttributeError) as error:
+        problem = f"recordings cannot be compiled ({first_line(error)})"
+        warnings.warn(f"{problem}; they are replayed uncompiled", stacklevel=3)
+        return None
+    return Compilation(recorded, args)
 
 
 def to_function(graph: fx.Graph) -> Callable[..., Any]:

@@ -2,16 +2,25 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["TorchDispatchMode"]
+if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 script: Any = torch._C  # the graphs and types of TorchScript
-no_function_modes = torch._C.DisableTorchFunction
+no_function_modes: Any = getattr(torch._C, "DisableTorchFunction", nullcontext)
+
+
+def __getattr__(name: str) -> Any:
+    """A class that is imported when it is needed, so that canter can be imported without it."""
+    if name != "TorchDispatchMode":
+        raise AttributeError(name)
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    return TorchDispatchMode
 
 
 def address(tensor: Tensor) -> int:

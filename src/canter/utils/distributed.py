@@ -71,6 +71,8 @@ class Ranks:
         self.store: Any = None
         self.has_ended = threading.Event()
         self.num_waits = 0
+        self.error: RankError | None = None
+        """What a collective ended with."""
         self.seconds = 0.0
         """Seconds that the host spent in collectives."""
         self.is_stopping: Callable[[], bool] = bool
@@ -291,7 +293,8 @@ class Ranks:
                     raise TimeoutError(f"timed out after {now - begin:.0f} s")
                 time.sleep(POLL_SECONDS)
         except (RuntimeError, TimeoutError) as error:
-            raise self._lost(error) from error
+            self.error = self._lost(error)
+            raise self.error from error
 
     # Faults.
     @contextmanager
@@ -321,7 +324,8 @@ class Ranks:
         try:
             collective()
         except RuntimeError as error:
-            raise self._lost(error) from error
+            self.error = self._lost(error)
+            raise self.error from error
         self.seconds += time.perf_counter() - begin
 
     def _ask_others(self) -> Answers:
