@@ -1,11 +1,9 @@
-"""Base of every algorithm: settings that stay live while it trains, loss weights, saving and loading."""
+"""Base of every algorithm: settings that stay live while it trains, saving and loading."""
 
 import dataclasses
 import operator
-import sys
 import warnings
-from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import NoneType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
@@ -17,9 +15,7 @@ from canter.algorithms.foreign import import_state
 from canter.algorithms.optim import GuardedOptimizer
 from canter.envs.vec_env import StepRecord
 from canter.envs.wrap import wrap_env
-from canter.execution import ACTIVE_TRACERS, runs_own_code
 from canter.execution.executor import EXECUTIONS, PRECISIONS, Executor
-from canter.execution.python_state import is_library
 from canter.modules.build import build_normalizer
 from canter.modules.normalizer import ReturnScaler
 from canter.utils.checkpoint import check_compatible
@@ -95,6 +91,22 @@ class CommonRunSettings:
 
 
 @settings
+class RunSettings(CommonRunSettings):
+    """Settings of a run of rollouts: lengths, logging, saving, evaluation."""
+
+    num_steps_per_env: int = setting(24, low=1)
+    """Steps of each environment between two updates."""
+    max_iterations: int | None = setting(None, low=0)
+    """Iterations of the whole run, where `learn` is given none; linear schedules end here."""
+    log_interval: int = setting(1, low=0)
+    """Iterations between two log entries."""
+    save_interval: int = setting(100, low=0)
+    """Iterations between two checkpoints; 0 saves only at the end."""
+    eval_interval: int | None = setting(None, low=0)
+    """Iterations between two evaluations; 0 runs none. None is 0, or a tenth of the run in `canter train`."""
+
+
+@settings
 class AlgorithmSettings:
     """Settings of every algorithm."""
 
@@ -123,6 +135,35 @@ class Terms(NamedTuple):
     stats: dict[str, Tensor]
 
 
+class Setting:
+    """A setting of an algorithm as its attribute: it is read from the config, and checked when it is assigned."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, alg: Any, owner: type | None = None) -> Any:
+        if alg is None:
+            return self
+        holder = alg.holders.get(self.name)
+        if holder is not None:
+            return getattr(holder, self.name)
+        if self.name not in vars(alg):  # another object of the class has the extension that declares it
+            raise AttributeError(f"{type(alg).__name__} has no setting {self.name!r}")
+        return vars(alg)[self.name]
+
+    def __set__(self, alg: Any, value: Any) -> None:
+        holder, owner = alg.holders.get(self.name), type(alg).__name__
+        if holder is None:
+            vars(alg)[self.name] = value
+            return
+        field = alg.setting_fields[self.name]
+        if field.metadata.get("fixed"):
+            built = f"{self.name}={getattr(alg, self.name)!r}"
+            raise AttributeError(f"{owner} was built with {built}; make a new {owner} to change it")
+        setattr(holder, self.name, check_value(owner, field, value))
+        alg.sync_settings()
+
+
 class Algorithm:
     """Holds its settings as `cfg`; a setting is read and assigned as an attribute, `alg.gamma = 0.98`.
 
@@ -141,8 +182,6 @@ class Algorithm:
     """Whether the algorithm is off-policy."""
     skipped_share: float = 0.0
     """Share of the updates in the last report that were skipped, because the gradient was not finite."""
-    host_state: ClassVar[None] = None
-    """Snapshots of Python objects leave out all attributes: `watched_objects` names those of users."""
     cfg: Any
     extensions: dict[str, Any]
     policy: Any
@@ -153,9 +192,11 @@ class Algorithm:
         self.cfg = self._own_config(cfg, given)
         of_run = {name for base in type(self.cfg).__mro__ if is_run_settings(base) for name in field_names(base)}
         self.setting_fields: dict[str, Any] = {}
-        self.holders: dict[str, Any] = {}
+        self.holders: dict[str, Any] = {}  # the config that has each setting
         self.float_settings: set[str] = set()
-        self.read_as_numbers: set[str] = set()  # float settings that recorded functions read without `live`
+        self.live = SimpleNamespace()
+        self.live_values: dict[str, Any] = {}
+        self.add_settings(self.cfg, of_run)
         found = resolve_device(device if device is not None else getattr(self.cfg, "device", None))
         self.device = RANKS.start(found, getattr(self.cfg, "rank_timeout", RANK_TIMEOUT))
         self.seed = getattr(self.cfg, "seed", None) if seed is None else seed
@@ -163,30 +204,39 @@ class Algorithm:
         self.env = None if env is None else wrap_env(env, self.device)
         can_capture = self.device.type == "cpu" or RANKS.backend != "gloo"  # gloo copies from a GPU to the host
         self.executor = Executor(self.device, self.cfg.execution if can_capture else "eager", self.cfg.precision)
-        self.add_settings(self.cfg, of_run)
+        self.constants: tuple[Any, ...] = ()
+        """What recorded functions depend on besides tensors, as of the last `sync_settings`."""
         self.generators: dict[str, torch.Generator] = {}
-        self.live = SimpleNamespace()
-        self.live_values: dict[str, Any] = {}
         self.sync_settings()
         self.used_current_value = torch.zeros((), dtype=torch.bool, device=self.device)
         """Whether an episode was cut off without a final observation, and valued by the state before its last step."""
         self.has_warned = False  # of that
-        self.on_record: list[Callable[[StepRecord], None]] = []
-        """Tensor functions called with every record, inside the recorded step."""
-        self.on_step: list[Callable[[StepRecord], None]] = []
-        """Functions called with every record after the recorded step."""
         self.current_learning_iteration = 0
-        counters = ("current_learning_iteration", "timesteps", "num_updates")
-        self.executor.counters["algorithm"] = (self, counters)
         self.trained_by: Any = None
         """The runner that was made for this algorithm last."""
         self.untrained: dict[int, nn.Parameter] | None = None  # by id, which stays theirs while they are held
+        self.on_record: list[Callable[[StepRecord], None]] = []
+        """Tensor functions called with every record, inside the recorded step of an off-policy algorithm."""
+        self.on_step: list[Callable[[StepRecord], None]] = []
+        """Functions called with every record after the recorded step of an off-policy algorithm."""
+        self.known_attributes: set[str] = set()  # those that are no misspelt settings
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.declare_settings(field_names(cls.full_settings_class()))
+
+    @classmethod
+    def declare_settings(cls, names: Iterable[str]) -> None:
+        """Make settings attributes of the class, unless it has attributes of these names."""
+        for name in names:
+            if not hasattr(cls, name):
+                setattr(cls, name, Setting(name))
 
     @classmethod
     def all_extension_classes(cls) -> tuple[Any, ...]:
         """Extensions named by the class and its bases, those of the bases first."""
         named = (e for base in reversed(cls.__mro__) for e in vars(base).get("extension_classes", ()))
-        return tuple(dict.fromkeys(named))
+        return tuple(dict.fromkeys(reversed([*named])))[::-1]  # of one that is named twice the last place counts
 
     @classmethod
     def full_settings_class(cls) -> type:
@@ -221,63 +271,24 @@ class Algorithm:
             problem = f"{owner} does not have settings of {type(cfg).__name__}: {', '.join(unknown[:3])}"
             raise ValueError(f"{problem}{', ...' * (len(unknown) > 3)}; give it a config such as {own_config}")
 
-    def __getattr__(self, name: str) -> Any:
-        """A setting, an extension by its name, or an attribute of an extension."""
-        state = self.__dict__
-        holders = [state.get("cfg"), *(e.cfg for e in state.get("extensions", {}).values())]
-        for holder in holders:
-            if name in getattr(holder, "__dataclass_fields__", ()):
-                if ACTIVE_TRACERS and name in self.float_settings:
-                    self.read_as_numbers.add(name)
-                return getattr(holder, name)
-        if not name.startswith("_"):
-            for extension in state.get("extensions", {}).values():
-                if extension.name == name:
-                    return extension
-                if hasattr(extension, name):
-                    return getattr(extension, name)
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Assign an attribute; a setting is checked and takes effect at once."""
-        own = self.__dict__
-        fields = own.get("setting_fields", {})
-        is_known = name in own or hasattr(type(self), name)
-        if is_known or name not in fields:  # no setting: a config object has those
-            if is_user_code():
-                if is_library(type(self)) and not is_known:  # a user's subclass has attributes of its own
-                    refuse_near_miss(self, name, fields)
-                own.setdefault("user_attributes", set()).add(name)
-            object.__setattr__(self, name, value)
-            return
-        field = fields[name]
-        if field.metadata.get("fixed"):
-            owner = type(self).__name__
-            built = f"{name}={getattr(self, name)!r}"
-            raise AttributeError(f"{owner} was built with {built}; make a new {owner} to change it")
-        setattr(self.holders[name], name, check_value(type(self).__name__, field, value))
-        self.sync_settings(name)
-
     def add_settings(self, cfg: Any, left_out: set[str] | None = None) -> None:
         """Make the fields of a config live: the algorithm's own, or that of an extension given as an object."""
         fields = {f.name: f for f in dataclasses.fields(cfg) if f.name not in (left_out or ())}
         self.setting_fields |= fields
         self.holders |= dict.fromkeys(fields, cfg)
-        floats = {name for name, f in fields.items() if "float" in declared_kinds(f)}
-        self.float_settings |= floats
-        self.executor.counters[f"settings {id(cfg)}"] = (cfg, tuple(floats), self.read_as_numbers.add)
+        self.float_settings |= {name for name, f in fields.items() if "float" in declared_kinds(f)}
+        self.declare_settings(fields)
 
-    def sync_settings(self, assigned: str = "") -> None:
+    def sync_settings(self) -> None:
         """Copy changed float settings to the device, and give the executor every other one as a recording's key.
 
-        `assigned` is the setting that was assigned, if this is the reason of the call.
+        A runner calls it after every callback, PPO before every rollout and update.
         """
         key: list[Any] = []
         for name, field in self.setting_fields.items():
             value = getattr(self.holders[name], name)
             if isinstance(value, float | int | NoneType) and name in self.float_settings:
-                # None, zero, or neither: a loss of weight zero is left out.
-                key.append(value if name in self.read_as_numbers else value and True)
+                key.append(value and True)  # None and zero may decide what is computed, other numbers do not
                 if value is not None and self.live_values.get(name) != value:
                     self.live_values[name] = value
                     if hasattr(self.live, name):
@@ -287,10 +298,21 @@ class Algorithm:
             elif not (field.metadata.get("host") or field.metadata.get("fixed")):
                 key.append(value if isinstance(value, str | int | tuple | NoneType) else repr(value))
         constants = (*key, *(self.sync_derived() if self.is_built else ()))
-        if constants != self.executor.constants:
+        if constants != self.constants:
+            self.constants = constants
             self.executor.set_constants(constants)
             if self.is_built:
                 self._notice_untrained()
+        if self.is_built and vars(self).keys() != self.known_attributes:
+            self._refuse_misspelt_settings()
+
+    def _refuse_misspelt_settings(self) -> None:
+        """Raise if an attribute was assigned whose name is a setting's but for a letter or two."""
+        new, known = vars(self).keys() - self.known_attributes, bool(self.known_attributes)
+        self.known_attributes = set(vars(self))
+        if known and type(self).__module__.startswith("canter."):  # a user's subclass has attributes of its own
+            for name in new:
+                refuse_near_miss(self, name, self.setting_fields)
 
     def _notice_untrained(self) -> None:
         """Warn of trainable parameters that came after the optimizers were made, which therefore lack them."""
@@ -308,21 +330,6 @@ class Algorithm:
             reason = f"they were frozen, replaced or not there when {owner} was made, and its optimizer lacks them"
             way_out = f"make a new {owner} with them, and freeze layers after that; load weights by load_state_dict"
             warnings.warn(f"{problem}: {reason}; {way_out}", stacklevel=2)
-
-    def notice_changes(self) -> None:
-        """Take over what user code changed: settings, and Python objects that recorded functions may read."""
-        self.sync_settings()
-        if self.executor.replays:
-            self.executor.watch(self.watched_objects())
-
-    def watched_objects(self) -> Mapping[str, Any]:
-        """Python objects that user code may change: the policy, the extensions, attributes that it assigned."""
-        own = {"generators": self.generators} | ({"on_record": self.on_record} if self.on_record else {})
-        own |= {} if is_library(type(self)) else {type(self).__name__: type(self)}
-        parts = {name.removesuffix("_state_dict"): part for name, part in self.checkpoint_parts().items()}
-        optimizers = {name: part.optimizer for name, part in parts.items() if isinstance(part, GuardedOptimizer)}
-        assigned: Any = AssignedByUser(self.__dict__)
-        return ChainMap({"policy": self.policy, **self.extensions, **optimizers, **own}, assigned)
 
     def device_scalar(self, value: float) -> torch.Tensor:
         """A 0-dim tensor that recorded functions read; `fill_` changes it."""
@@ -497,22 +504,6 @@ class Algorithm:
         return self.runner().load(path)
 
 
-class AssignedByUser(Mapping[str, Any]):
-    """The attributes of an algorithm that user code assigned, with their present values."""
-
-    def __init__(self, attributes: Mapping[str, Any]) -> None:
-        self.attributes = attributes
-
-    def __getitem__(self, name: str) -> Any:
-        return self.attributes[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self.attributes.get("user_attributes", ()) if name in self.attributes)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
 def module_state(modules: Iterable[nn.Module]) -> list[Any]:
     """Addresses and `requires_grad` of all parameters, and training modes: faster than `Module.parameters()`."""
     found: list[Any] = []
@@ -528,14 +519,6 @@ def module_state(modules: Iterable[nn.Module]) -> list[Any]:
                 found += (parameter.data_ptr(), parameter.requires_grad)
         waiting.extend(module._modules.values())
     return found
-
-
-def is_user_code() -> bool:
-    """Whether the code that assigns an attribute is outside canter."""
-    frame: Any = sys._getframe(1)
-    while frame.f_code.co_name == "__setattr__":
-        frame = frame.f_back
-    return not runs_own_code(frame)
 
 
 def chosen_weights(

@@ -358,7 +358,7 @@ class OffPolicyAlgorithm(Algorithm):
 
     def update(self, gradient_steps: int | None = None) -> dict[str, float]:
         """Take gradient steps and return their metrics; {} while too few steps are stored."""
-        self.notice_changes()
+        self.sync_settings()
         if not self.can_learn:
             return {}
         self.train(self.cfg.gradient_steps if gradient_steps is None else gradient_steps)
@@ -430,7 +430,7 @@ class OffPolicyAlgorithm(Algorithm):
 
     def report(self) -> dict[str, float]:
         """Mean metrics of the gradient steps since the last report, and the learning rates."""
-        self.notice_changes()
+        self.sync_settings()
         if not self.has_warned and self.used_current_value:  # a host read, until it was true
             self.warn_of_current_value()
         found: dict[str, float] = {}

@@ -169,9 +169,7 @@ class Runner(ABC):
             check_widths(alg.policy, self.env)
             alg.trained_by = self
             alg.policy.obs_sets = getattr(self.env, "sets", None)
-            names = ("iteration", "tot_timesteps", "env", "cfg", "rewbuffer", "lenbuffer")
-            alg.executor.counters["runner"] = (self, names)
-            self.callbacks.sync = alg.notice_changes if alg.executor.replays else alg.sync_settings
+            self.callbacks.sync = alg.sync_settings
             self.eval_seed: int = alg.stream_seed
             self.set_up()
         if RANKS.size > 1:

@@ -1,0 +1,284 @@
+"""What PPO needs around its algorithm: construction, storage and normalisers, documented overrides, reports."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canter.algorithms.algorithm import Algorithm
+from canter.algorithms.extension import Extension, Offered
+from canter.algorithms.optim import GuardedOptimizer
+from canter.envs.vec_env import StepRecord
+from canter.modules.build import NETWORK_ARGUMENTS, build_actor_critic, build_policy, env_shapes
+from canter.modules.normalizer import NoNormalization, ReturnScaler, install_value_normalizer
+from canter.storage.rollout_storage import RolloutStorage, masked_mean
+from canter.utils.distributed import RANKS
+from canter.utils.metrics import MeanMeter
+from canter.utils.runtime import resolve_device
+
+
+def from_cfg(cls: Any, cfg: Any, env: Any, device: Any = None, **networks: Any) -> Any:
+    """The algorithm and its policy for an environment, from a training dict, or from a config object and networks.
+
+    The dict has the sections `policy` and `algorithm`; `networks` are the arguments of `build_policy`.
+    """
+    if not isinstance(cfg, Mapping):
+        return cls(env=env, cfg=cfg, device=device, **networks)
+    from canter.runners.rsl_rl_config import complete  # which imports the algorithms
+    from canter.runners.run_config import plan_for
+    from canter.runners.runner import open_env
+
+    plan = plan_for(cls, cfg)
+    opened = open_env(env, resolve_device(device or plan.cfg.device), plan)
+    complete(plan, opened)
+    common = {"env": opened, "cfg": plan.cfg}
+    if "class_name" not in plan.policy:
+        return cls(device=device, **common, **plan.policy)
+    policy = build_actor_critic(opened, plan.policy["class_name"], plan.policy)
+    return cls(policy, device=device, **common)
+
+
+def own_policy(alg: Any, actor_critic: Any, given: dict[str, Any]) -> Any:
+    """The policy that was given, or one of the networks in `given`, which are taken out of it; on the device."""
+    networks = {name: given.pop(name) for name in NETWORK_ARGUMENTS if name in given}
+    policy = (actor_critic or build_policy(alg.env, **networks)).to(alg.device)
+    install_value_normalizer(policy, alg.cfg.value_normalization)
+    return policy
+
+
+def enabled_extensions(alg: Any, given: Sequence[Extension]) -> dict[str, Extension]:
+    """The extensions of the class and the given ones, by name; their settings become the algorithm's attributes."""
+    declared = [cls(alg.cfg) for cls in alg.all_extension_classes()]
+    enabled = [e for e in (*declared, *given) if not e.switch or getattr(e.cfg, e.switch) is not None]
+    for extension in given:
+        alg.add_settings(extension.cfg)
+    for extension in enabled:
+        setattr(alg, extension.name, extension)
+        for name in extension.offered:
+            if not hasattr(type(alg), name):
+                setattr(type(alg), name, Offered(name))
+    return {extension.name: extension for extension in enabled}
+
+
+def build_optimizer(alg: Any) -> GuardedOptimizer:
+    """The policy's optimizer, without the parts that an extension trains."""
+    names: dict[str, list[str]] = {"separate": [], "excluded": []}
+    for extension in alg.extensions.values():
+        for role, parts in extension.own_parameters(alg.policy).items():
+            names[role] += parts
+    names["separate"] += ["critic", "memory_c"] if alg.cfg.clip_grads_separately else []
+    cfg = alg.cfg
+    return GuardedOptimizer(alg.policy, cfg.optimizer_class_name, cfg.learning_rate, cfg.parameter_groups, **names)
+
+
+def check_can_learn(alg: Any, has_labels: bool = False) -> None:
+    """Raise an error if the policy has nothing to train, or takes its mean and has no actions to imitate."""
+    name = type(alg.policy).__name__
+    if not alg.optimizer.parameters:
+        raise TypeError(f"{name} cannot learn: it has no parameters to train. Use get_inference_policy, eval, play")
+    teacher: Any = alg.extensions.get("teacher")
+    has_labels = has_labels or bool(getattr(teacher, "policies", ()))
+    if getattr(teacher, "cfg", None) and teacher.cfg.teacher_from_load and not has_labels:
+        raise ValueError("no teacher was loaded to learn from: call load(path) with the teacher's checkpoint first")
+    if alg.uses_rewards and not alg.policy.has_entropy and not has_labels:
+        way_out = "train it with a teacher (TPPO), or train a policy that samples"
+        raise TypeError(f"{name} cannot learn from rewards: it takes the mean and never explores; {way_out}")
+
+
+# Storage: made for an environment before the first step.
+def prepare(alg: Any, env: Any, num_steps_per_env: int, **storage_cfg: Any) -> None:
+    """Allocate storage for an environment, and install normalisers in a policy that has none."""
+    obs_shape, critic_shape = env_shapes(env)
+    present = (alg.policy.obs_normalizer, alg.policy.critic_obs_normalizer)
+    if all(isinstance(normalizer, NoNormalization) for normalizer in present):  # others may have statistics already
+        alg.init_obs_norm(obs_shape, obs_shape if critic_shape is None else critic_shape)
+    options = {**storage_options(alg), "has_invalid_steps": env.has_invalid_steps, **storage_cfg}
+    shapes = (obs_shape, critic_shape, alg.policy.distribution.action_shape)
+    alg.init_storage(env.num_envs, num_steps_per_env, *shapes, **options)
+    use_storage(alg)
+
+
+def init_obs_norm(alg: Any, num_obs: Any, num_critic_obs: Any) -> None:
+    """Install the policy's normalisers for widths or shapes; identities where normalisation is off."""
+    alg.executor.forget()
+    actor, critic = alg.cfg.empirical_normalization, alg.cfg.critic_obs_normalization
+    both = {"obs_normalizer": (num_obs, actor)}
+    both["critic_obs_normalizer"] = (num_critic_obs, actor if critic is None else critic)
+    for name, (shape, is_normalized) in both.items():
+        made = alg.new_normalizer(shape) if is_normalized else NoNormalization()
+        setattr(alg.policy, name, made.to(alg.device))
+
+
+def init_storage(
+    alg: Any,
+    num_envs: int,
+    num_transitions_per_env: int,
+    actor_obs_shape: Any,
+    critic_obs_shape: Any,
+    action_shape: Any,
+    **kwargs: Any,
+) -> None:
+    """Allocate the rollout, with the fields of the extensions."""
+    classes = (RolloutStorage, *(e.storage_class for e in alg.extensions.values()))
+    storage_class = max(classes, key=lambda cls: len(cls.__mro__))
+    shapes = (actor_obs_shape, critic_obs_shape, action_shape)
+    options = {**storage_options(alg), **kwargs}
+    alg.storage = storage_class(num_envs, num_transitions_per_env, *shapes, device=alg.device, **options)
+    use_storage(alg)
+
+
+def storage_options(alg: Any) -> dict[str, Any]:
+    """Keyword arguments of the storage that follow from the policy and the extensions."""
+    policy, extensions = alg.policy, alg.extensions.values()
+    return {
+        "param_shapes": policy.distribution.param_shapes,
+        "action_dtype": policy.distribution.action_dtype,
+        "hidden_shapes": {name: memory.state_shape for name, memory in policy.memories.items()},
+        "random_masks": policy.random_mask_probs,
+        "extra_fields": {name: field for e in extensions for name, field in e.fields().items()},
+        **{name: value for e in extensions for name, value in e.storage_options.items()},
+    }
+
+
+def use_storage(alg: Any) -> None:
+    """Begin with a new `alg.storage`, which an override of `init_storage` may have made."""
+    if alg.storage is alg.storage_in_use:
+        return
+    alg.executor.forget()  # recordings hold the tensors of the old storage
+    alg.storage_in_use = alg.storage
+    if alg.cfg.normalize_rewards:
+        alg.return_scaler = ReturnScaler(alg.storage.num_envs, alg.live.gamma).to(alg.device)
+    for extension in alg.extensions.values():
+        extension.begin(alg.storage)
+
+
+# Steps: what overrides of the documented methods get and leave behind.
+def begun_step(alg: Any) -> Mapping[str, Any]:
+    """The step that acting began; an `act` as documented leaves the memories in the documented form."""
+    step = vars(alg.transition)
+    given = step.get("hidden_states")
+    if given is None:
+        return step
+    hidden = {n: s for branch in ("actor", "critic") for n, s in alg.policy.unpack_hidden(given, branch).items()}
+    return {**step, "hidden": hidden}
+
+
+def process_as_documented(alg: Any, record: StepRecord) -> StepRecord:
+    """Store a step by a user's `process_env_step(rewards, dones, infos)`; the record with what it added to the infos."""
+    infos = {"log": {}, **record.extras, "terminated": record.terminated, "truncated": record.truncated}
+    infos |= {"time_outs": record.truncated, "valid": record.valid}
+    if record.final_obs is not None:
+        infos |= {"final_obs": record.final_obs, "final_critic_obs": record.final_critic_obs}
+    step, dones = alg.storage.step, record.terminated | record.truncated
+    alg.process_env_step(record.reward, dones, infos)
+    if alg.storage.step != step + 1:
+        name, way_out = f"{type(alg).__name__}.process_env_step", "call super().process_env_step(...)"
+        raise RuntimeError(f"{name} stored {alg.storage.step - step} steps instead of one; {way_out}")
+    row = alg.storage.rows[step]  # episode statistics are of the environment's own rewards
+    alg.storage.data["env_rewards"].index_copy_(0, row, record.reward.view(1, -1, 1))
+    return record._replace(extras={**record.extras, "log": infos["log"]} if infos["log"] else record.extras)
+
+
+def add_transition(storage: Any, values: Mapping[str, Any]) -> None:
+    """Store a step by a user's `add_transitions`."""
+    transition = storage.Transition()
+    transition.__dict__ = dict(values)
+    storage.add_transitions(transition)
+
+
+def tensor_extras(extras: Mapping[str, Any], extensions: Iterable[Extension]) -> dict[str, Any]:
+    """The entries of the extras that extensions read, as tensors."""
+    names = [name for extension in extensions for name in extension.extras if extras.get(name) is not None]
+    return {name: tensors_of(extras[name]) for name in names}
+
+
+def tensors_of(value: Any) -> Any:
+    """A number, an array or a tensor as a tensor, or those in a mapping."""
+    if not isinstance(value, Mapping):
+        return torch.as_tensor(value)
+    return {n: tensors_of(v) for n, v in value.items() if isinstance(v, Mapping | Tensor) or hasattr(v, "__array__")}
+
+
+# Settings and reports: once per iteration.
+def sync_weights(alg: Any) -> tuple[Any, ...]:
+    """Copy the weights of all known losses to the device; which of them are zero, and the names."""
+    known = {name.removesuffix("_coef") for name in alg.setting_fields if name.endswith("_coef")}
+    known |= {*alg.loss_weights, *(n.removeprefix("losses/") for n in alg.meter.names if n.startswith("losses/"))}
+    key = []
+    for name in sorted(known):
+        weight, present = alg.loss_weight(name), alg.weights.get(name)
+        if torch.is_tensor(weight) or weight == 0.0:
+            alg.weights[name] = weight
+        elif not isinstance(weight, int | float):  # a schedule, which its extension turns into a number
+            continue
+        elif name in alg.own_scalars:
+            alg.weights[name] = alg.own_scalars[name].fill_(weight)
+        else:
+            alg.weights[name] = alg.own_scalars[name] = alg.device_scalar(weight)
+        key.append((name, weight.data_ptr() if torch.is_tensor(weight) else weight == 0.0))
+        del present
+    return tuple(key)
+
+
+def epoch_kl(meter: MeanMeter, before: Mapping[str, float]) -> float:
+    """Mean KL of the pass since `before`, from the running means."""
+    now, name = meter.means(), "stats/approx_kl"
+    added = now["count"] - before.get("count", 0.0)
+    mean = (now[name] * now["count"] - before.get(name, 0.0) * before.get("count", 0.0)) / added
+    return RANKS.mean_metrics({name: mean})[name]
+
+
+def report(alg: Any) -> tuple[dict[str, float], dict[str, float]]:
+    """Mean losses and statistics of the update, read from the device at once."""
+    storage = alg.storage
+    used, valid = storage.newest, storage.newest_valid
+    scalars = alg.meter.averages() | {
+        "stats/learning_rate": alg.lr,
+        "stats/used_current_value": alg.used_current_value,
+        "stats/rollout/mean_value": masked_mean(storage.data["values"][used], valid),
+    }
+    if "sigma" in storage.param_shapes:
+        scalars["stats/policy/mean_noise_std"] = masked_mean(storage.data["sigma"][used], valid)
+    for extension in alg.extensions.values():
+        scalars |= {f"stats/{name}": value for name, value in extension.metrics().items()}
+    read = dict(zip(scalars, torch.stack([v.float() for v in scalars.values()]).tolist(), strict=True))
+    losses: dict[str, float] = defaultdict(float)
+    stats: dict[str, float] = defaultdict(float)
+    count = read.pop("count")
+    for name, value in read.items():
+        kind, _, rest = name.partition("/")
+        (losses if kind == "losses" else stats)[rest] = value
+    alg.skipped_share = stats["nonfinite_updates"]
+    stats["nonfinite_updates"] *= count
+    alg._learning_rate = stats["learning_rate"]
+    if stats.pop("used_current_value", 0.0):
+        alg.warn_of_current_value()
+    return losses, stats
+
+
+# Saving and continuing.
+def checkpoint_parts(alg: Any) -> dict[str, Any]:
+    """Policy with its normalisers, optimizer, and the parts of the extensions."""
+    parts: dict[str, Any] = {"model_state_dict": alg.policy, "optimizer_state_dict": alg.optimizer}
+    if alg.return_scaler is not None:
+        parts["return_scaler_state_dict"] = alg.return_scaler
+    for extension in alg.extensions.values():
+        parts |= extension.checkpoint_parts()
+    return parts
+
+
+def resume_state(alg: Any) -> dict[str, Any]:
+    """Random streams, the state of the memories, and the extensions' state."""
+    hidden = {name: memory.state for name, memory in alg.policy.memories.items() if memory.state is not None}
+    own = {name: value for e in alg.extensions.values() for name, value in e.resume_state().items()}
+    return Algorithm.resume_state(alg) | {"hidden": hidden} | own
+
+
+def load_resume_state(alg: Any, state: Mapping[str, Any]) -> None:
+    """Continue exactly from a `resume_state`."""
+    Algorithm.load_resume_state(alg, state)
+    alg.policy.set_hidden({name: value.to(alg.device) for name, value in state["hidden"].items()})
+    for extension in alg.extensions.values():
+        extension.load_resume_state(state)
