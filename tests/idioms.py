@@ -372,7 +372,7 @@ class ScaleByItem(Net):
 
 @idiom("eager")
 class BooleanSelection(Ext):
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         chosen = out.mean[batch.obs[..., 0] > 0]
         terms.losses["mine"] = chosen.square().sum() / max(len(chosen), 1)
 
@@ -399,7 +399,7 @@ class PrintedLoss(Ext):
     def parts(self, alg):
         self.lines = []
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         self.lines.append(f"value loss {terms.losses['value_loss']:.3f}")
         terms.losses["mine"] = out.mean.square().mean()
 
@@ -435,7 +435,7 @@ class RewardClippedByBranch(Ext):
     def reward(self, reward, record):
         return reward.clamp(-3.0, 3.0) if float(reward.min()) < -6.0 else reward
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = out.mean.square().mean()
 
 
@@ -452,7 +452,7 @@ class LossFromTensor(Alg):
 
 @idiom("recorded")
 class LossFromZeros(Ext):
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         loss = torch.zeros((), device=batch.obs.device)
         for column in out.mean.unbind(-1):
             loss += column.square().mean()
@@ -461,13 +461,13 @@ class LossFromZeros(Ext):
 
 @idiom("recorded")
 class LossFromPythonZero(Ext):
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = sum(column.square().mean() for column in out.mean.unbind(-1))
 
 
 @idiom("either")
 class LegacyTensorConstructor(Ext):
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         total = torch.Tensor([0.0]).to(batch.obs.device)
         total += out.mean.square().mean()
         terms.losses["mine"] = total.sum()
@@ -475,7 +475,7 @@ class LegacyTensorConstructor(Ext):
 
 @idiom("either")
 class StatisticsFromNumpyZeros(Ext):
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         total = torch.from_numpy(np.zeros(2, np.float32)).to(batch.obs.device)
         total.add_(out.mean.mean(0).detach())
         terms.losses["mine"] = (out.mean - total).square().mean()
@@ -484,7 +484,7 @@ class StatisticsFromNumpyZeros(Ext):
 # The iteration, and other Python state.
 @idiom("either")
 class AnnealByIteration(Ext):
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         left = max(0.0, 1.0 - self.alg.current_learning_iteration / 10)
         terms.losses["mine"] = left * out.mean.square().mean()
 
@@ -503,7 +503,7 @@ class SwitchByIterationOfTheRunner(Ext):
     def callback(self, runner, i):
         self.runner = runner
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         weight = 1.0 if self.runner.iteration < 5 else 20.0
         terms.losses["mine"] = weight * out.mean.square().mean()
 
@@ -516,14 +516,15 @@ class NumberSetInBeginUpdate(Ext):
     def begin_update(self, iteration):
         self.weight = 3.0 if iteration >= 5 else 0.1
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = self.weight * out.mean.square().mean()
 
 
 @idiom("recorded")
 class NumberInRecordingKey(NumberSetInBeginUpdate):
-    def recording_key(self):
-        return (self.weight,)
+    def begin_update(self, iteration):
+        super().begin_update(iteration)
+        return self.weight
 
 
 @idiom("recorded")
@@ -534,7 +535,7 @@ class DeviceNumberSetInBeginUpdate(Ext):
     def begin_update(self, iteration):
         self.weight.fill_(0.3 * iteration)
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = self.weight * out.mean.square().mean()
 
 
@@ -543,14 +544,14 @@ class ReboundAverage(Ext):
     def begin(self, storage):
         self.ema = torch.zeros(WIDTH, device=storage.device)
 
-    def declare_fields(self):
+    def fields(self):
         return {"average": Field((WIDTH,))}
 
     def after_act(self, step, obs, critic_obs):
         self.ema = 0.9 * self.ema + 0.1 * obs.mean(0)
         step["average"] = self.ema.expand_as(obs).clone()
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = (out.mean * batch.average[..., :2]).mean()
 
 
@@ -576,7 +577,7 @@ class BufferAverageInPlace(Net):
 
 @idiom("eager")
 class DequeOfObservations(Ext):
-    def declare_fields(self):
+    def fields(self):
         return {"older": Field((WIDTH,))}
 
     def begin(self, storage):
@@ -586,13 +587,13 @@ class DequeOfObservations(Ext):
         self.past.append(obs.clone())
         step["older"] = self.past[0]
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = (out.mean * batch.older[..., :2]).mean()
 
 
 @idiom("recorded")
 class FrameStackInBuffer(Ext):
-    def declare_fields(self):
+    def fields(self):
         return {"older": Field((3, WIDTH))}
 
     def begin(self, storage):
@@ -602,10 +603,10 @@ class FrameStackInBuffer(Ext):
         self.frames.copy_(torch.cat([self.frames[:, 1:], obs.unsqueeze(1)], 1))
         step["older"] = self.frames.clone()
 
-    def after_record(self, record):
-        self.frames.masked_fill_(record.done.view(-1, 1, 1), 0.0)
+    def reset(self, ends):
+        self.frames.masked_fill_(ends.view(-1, 1, 1), 0.0)
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = (out.mean * batch.older.mean(-2)[..., :2]).mean()
 
 
@@ -642,7 +643,7 @@ class CounterThatActsLate(Ext):
     def parts(self, alg):
         self.calls = 0
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         self.calls += 1
         terms.losses["mine"] = (5.0 if self.calls > 21 else 0.5) * out.mean.square().mean()
 
@@ -660,7 +661,7 @@ class CounterInNestedObject(Ext):
     def parts(self, alg):
         self.schedule = self.Schedule()
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = self.schedule.value() * out.mean.square().mean()
 
 
@@ -669,7 +670,7 @@ class GeneratorFunction(Ext):
     def parts(self, alg):
         self.weights = itertools.chain([0.5] * 21, itertools.repeat(5.0))
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = next(self.weights) * out.mean.square().mean()
 
 
@@ -680,7 +681,7 @@ class DelayedUpdate(Ext):
     def parts(self, alg):
         self.calls = 0
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         self.calls += 1
         terms.losses["mine"] = out.mean.square().mean() * (3.0 if self.calls % 3 == 0 else 0.0)
 
@@ -772,7 +773,7 @@ class NumberReadFromFile(Ext):
         with open(self._file, "w") as file:
             file.write("1.0" if i < 5 else "20.0")
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         with open(self._file) as file:
             terms.losses["mine"] = float(file.read()) * out.mean.square().mean()
 
@@ -786,7 +787,7 @@ class SwitchByFile(Ext):
         if i == 5:
             os.mkdir(f"{self._folder.name}/on")
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         weight = 20.0 if os.path.exists(f"{self._folder.name}/on") else 1.0
         terms.losses["mine"] = weight * out.mean.square().mean()
 
@@ -798,14 +799,14 @@ class FinalizerInEveryCall(Ext):
     def parts(self, alg):
         self._folder = tempfile.TemporaryDirectory()  # has a finalizer
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         weakref.finalize(self._folder, int)
         terms.losses["mine"] = out.mean.square().mean()
 
 
 @idiom("eager")
 class SwitchByDate(Ext):
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         weight = 1.0 if datetime.datetime.now().year > 2000 else 2.0
         terms.losses["mine"] = weight * out.mean.square().mean()
 
@@ -813,7 +814,7 @@ class SwitchByDate(Ext):
 # Random numbers.
 @idiom("eager")
 class NewNumpyGeneratorInEveryCall(Ext):
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         weight = 1.0 if np.random.default_rng().random() < 2.0 else 20.0
         terms.losses["mine"] = weight * out.mean.square().mean()
 
@@ -833,7 +834,7 @@ class PythonRandom(Net):
 
 @idiom("eager")
 class RarePythonRandom(Ext):
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = out.mean.square().mean() * (10.0 if random.random() > 0.9 else 1.0)
 
 
@@ -848,7 +849,7 @@ class RareNumpyGenerator(Ext):
     def parts(self, alg):
         self.rng = np.random.default_rng(3)
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = out.mean.square().mean() * (10.0 if self.rng.random() > 0.85 else 1.0)
 
 
@@ -857,7 +858,7 @@ class RareRandomObject(Ext):
     def parts(self, alg):
         self.rng = random.Random(3)
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = out.mean.square().mean() * (10.0 if self.rng.random() > 0.85 else 1.0)
 
 
@@ -880,14 +881,14 @@ class GeneratorOfTheAlgorithm(Ext):
     def parts(self, alg):
         self.noise = alg.new_generator("mine")
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         drawn = torch.randn(out.mean.shape, generator=self.noise, device=out.mean.device)
         terms.losses["mine"] = (out.mean * drawn).mean()
 
 
 @idiom("eager")
 class ReseededEveryStep(Ext):
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         torch.manual_seed(7)
         terms.losses["mine"] = (out.mean * torch.randn_like(out.mean)).mean()
 
@@ -1257,7 +1258,7 @@ class LargeNumpyArrayChanged(Ext):
         if i == 5:
             self.table[7] = 30.0
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = float(self.table[7]) * out.mean.square().mean()
 
 
@@ -1271,7 +1272,7 @@ class MemberOfSetReplaced(Ext):
             self.modes.remove("calm")
             self.modes.add("wild")
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = (10.0 if "wild" in self.modes else 1.0) * out.mean.square().mean()
 
 
@@ -1295,7 +1296,7 @@ class WeightAttributeOfExtension(Ext):
     def callback(self, runner, i):
         self.weight = 1.0 if i < 5 else 20.0
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = self.weight * out.mean.square().mean()
 
 
@@ -1307,10 +1308,10 @@ class RewardWeightOfExtension(Ext):
     def callback(self, runner, i):
         self.weight = 0.1 if i < 5 else 2.0
 
-    def bonus(self, record):
-        return self.weight * record.reward.tanh()
+    def bonus(self, rollout):
+        return self.weight * rollout.column("env_rewards").tanh()
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = out.mean.square().mean()
 
 
@@ -1355,7 +1356,7 @@ class SettingOfExtensionReadAsNumber(Ext):
     def callback(self, runner, i):
         runner.alg.strength = 0.1 if i < 5 else 5.0
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = self.cfg.strength * out.mean.square().mean()
 
 
@@ -1364,7 +1365,7 @@ class SettingReadFromTheConfig(Ext):
     def callback(self, runner, i):
         runner.alg.gamma = 0.99 if i < 5 else 0.5
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = self.alg.cfg.gamma * out.mean.square().mean()
 
 
@@ -1374,7 +1375,7 @@ class NumberOfTheEnvironmentReadThroughTheRunner(Ext):
         self.runner = runner
         runner.env.level = 1.0 if i < 5 else 9.0
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = self.runner.env.level * out.mean.square().mean()
 
 
@@ -1388,14 +1389,14 @@ class LearningRateReadAsNumber(Alg):
 
 @idiom("eager")
 class StepOfTheRollout(Ext):
-    def declare_fields(self):
+    def fields(self):
         return {"is_last": Field((1,))}
 
     def after_act(self, step, obs, critic_obs):
         is_last = self.alg.rollout.step == NUM_STEPS - 1
         step["is_last"] = torch.full((len(obs), 1), float(is_last), device=obs.device)
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = (out.mean * batch.is_last).mean()
 
 
@@ -1432,7 +1433,7 @@ class LossWeightAnnealed(Ext):
     def callback(self, runner, i):
         runner.alg.loss_weights["mine"] = 0.1 * (i + 1)
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = out.mean.square().mean()
 
 
@@ -1632,7 +1633,7 @@ class SwitchByClock(Clock, Ext):
     def parts(self, alg):
         TICKS[0] = 0
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         weight = 10.0 if self.elapsed_time() > 0.215 else 1.0
         terms.losses["mine"] = weight * out.mean.square().mean()
 
@@ -1788,7 +1789,7 @@ class VmappedEnsemble(Net):
 
 @idiom("either")
 class JacobianByFunctionalTransforms(Ext):
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         jacobian = torch.vmap(torch.func.jacrev(self.alg.policy.actor))(batch.obs)
         terms.losses["mine"] = jacobian.square().mean()
 
@@ -2038,7 +2039,7 @@ class TargetNetworkInPlace(Ext):
         for own, trained in zip(self.target.parameters(), self.alg.policy.critic.parameters(), strict=True):
             own.lerp_(trained, 0.1)
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         self.follow()
         terms.losses["mine"] = (out.value - self.target(batch.critic_obs)).square().mean()
 
@@ -2048,7 +2049,7 @@ class TargetNetworkInEndUpdate(Ext):
     def parts(self, alg):
         self.target = copy.deepcopy(alg.policy.critic).requires_grad_(False)
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = (out.value - self.target(batch.critic_obs)).square().mean()
 
     def end_update(self, rollout):
@@ -2068,7 +2069,7 @@ class OwnNetworkAndOptimizer(Ext):
             self.model = nn.Linear(WIDTH, WIDTH).to(alg.device)
         self.optimizer = GuardedOptimizer(self.model, "Adam", 1e-2)
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = (self.model(batch.obs) - batch.obs).square().mean()
 
     def checkpoint_parts(self):
@@ -2083,7 +2084,7 @@ class OwnTorchOptimizer(Ext):
             self.model = nn.Linear(WIDTH, WIDTH).to(alg.device)
         self.own = self.make()
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.inter_vars["obs"] = batch.obs
 
     def checkpoint_parts(self):
@@ -2136,7 +2137,7 @@ class TorchSGD(OwnTorchOptimizer):
 
 @idiom("recorded")
 class GradientPenalty(Ext):
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         obs = batch.obs.detach().clone().requires_grad_()
         (grad,) = torch.autograd.grad(self.alg.policy.critic(obs).sum(), obs, create_graph=True)
         terms.losses["mine"] = grad.square().sum(-1).mean()
@@ -2144,30 +2145,29 @@ class GradientPenalty(Ext):
 
 @idiom("recorded")
 class LatePenalty(Ext):
-    def loss_terms(self, terms, batch, out):
-        terms.inter_vars["obs"] = batch.obs
+    can_compile = False
 
-    def late_terms(self, terms):
-        obs = terms.inter_vars["obs"].detach().clone().requires_grad_()
+    def losses(self, terms, batch, out):
+        obs = batch.obs.detach().clone().requires_grad_()
         (grad,) = torch.autograd.grad(self.alg.policy.critic(obs).sum(), obs, create_graph=True)
         terms.losses["mine"] = grad.square().sum(-1).mean()
 
 
 @idiom("recorded", on_gpu="either")
 class CounterInHostHook(Ext):
-    """`record_fields` is a host hook, but part of a rollout that is captured as a whole."""
+    """A hook that should be tensor code counts the steps."""
 
     def parts(self, alg):
         self.steps = 0
 
-    def declare_fields(self):
+    def fields(self):
         return {"age": Field((1,))}
 
-    def record_fields(self, record):
+    def record(self, record):
         self.steps += 1
         return {"age": torch.full((NUM_ENVS, 1), 0.1 * self.steps, device=record.reward.device)}
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = (out.mean * batch.age).mean()
 
 
@@ -2234,7 +2234,7 @@ class SharedContextOfPolicyAndExtension(Ext):
     def callback(self, runner, i):
         self.scale = 1.0 if i < 5 else 0.5
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = out.mean.square().mean()
 
 

@@ -202,23 +202,35 @@ def tensors_of(value: Any) -> Any:
 
 
 # Settings and reports: once per iteration.
+class LossWeights(dict[str, Any]):
+    """Weights of losses by name; of a loss that is not in it, the attribute or setting `<name>_coef`, or else 1."""
+
+    def __init__(self, alg: Any) -> None:
+        super().__init__()
+        self.alg = alg
+
+    def __missing__(self, name: str) -> Any:
+        return getattr(self.alg, f"{name}_coef", 1.0)
+
+
 def sync_weights(alg: Any) -> tuple[Any, ...]:
-    """Copy the weights of all known losses to the device; which of them are zero, and the names."""
+    """Copy the weights of all known losses to the device; returns their names, and which of them are zero."""
     known = {name.removesuffix("_coef") for name in alg.setting_fields if name.endswith("_coef")}
-    known |= {*alg.loss_weights, *(n.removeprefix("losses/") for n in alg.meter.names if n.startswith("losses/"))}
+    known |= {*alg.loss_weights, "surrogate_loss", *alg.weights}
+    known |= {name.removeprefix("losses/") for name in alg.meter.names if name.startswith("losses/")}
     key = []
     for name in sorted(known):
-        weight, present = alg.loss_weight(name), alg.weights.get(name)
-        if torch.is_tensor(weight) or weight == 0.0:
-            alg.weights[name] = weight
-        elif not isinstance(weight, int | float):  # a schedule, which its extension turns into a number
-            continue
-        elif name in alg.own_scalars:
-            alg.weights[name] = alg.own_scalars[name].fill_(weight)
-        else:
-            alg.weights[name] = alg.own_scalars[name] = alg.device_scalar(weight)
-        key.append((name, weight.data_ptr() if torch.is_tensor(weight) else weight == 0.0))
-        del present
+        weight = alg.loss_weights[name]
+        if isinstance(weight, int | float):
+            before, scalar = alg.weights.get(name, (None, None))
+            if scalar is None:
+                scalar = alg.device_scalar(weight)
+            elif weight != before:
+                scalar.fill_(weight)
+            alg.weights[name] = (weight, scalar)
+            key.append((name, weight == 0.0))
+        elif torch.is_tensor(weight):
+            key.append((name, weight.data_ptr()))
     return tuple(key)
 
 
@@ -246,7 +258,7 @@ def report(alg: Any) -> tuple[dict[str, float], dict[str, float]]:
     read = dict(zip(scalars, torch.stack([v.float() for v in scalars.values()]).tolist(), strict=True))
     losses: dict[str, float] = defaultdict(float)
     stats: dict[str, float] = defaultdict(float)
-    count = read.pop("count")
+    count = read.pop("count", 0.0)
     for name, value in read.items():
         kind, _, rest = name.partition("/")
         (losses if kind == "losses" else stats)[rest] = value

@@ -63,7 +63,7 @@ class Extension:
     """Whether `losses` can be compiled; a gradient of a gradient cannot."""
     optimizer: Any = None
     """A `GuardedOptimizer` that takes a step on the total loss together with the policy's."""
-    storage_options: Mapping[str, Any] = {}  # noqa: RUF012 (nobody writes to it)
+    storage_options: Mapping[str, Any] = {}
     """Keyword arguments of the storage."""
     uses_rewards: bool = True
     """Whether returns and PPO's own losses are needed."""

@@ -19,7 +19,7 @@ from canter.envs.vec_env import StepRecord
 from canter.modules.build import NETWORK_ARGUMENTS
 from canter.modules.normalizer import VALUE_NORMALIZATIONS, ReturnScaler
 from canter.modules.policy import Hidden, Policy, PolicyOutput
-from canter.storage.rollout_storage import MiniBatch, RolloutStorage, Transition, masked_mean, normalize_advantages
+from canter.storage.rollout_storage import MiniBatch, RolloutStorage, Transition, normalize_advantages
 from canter.utils.config import setting, settings
 from canter.utils.metrics import MeanMeter
 from canter.utils.tree import Obs, tree_map
@@ -136,8 +136,8 @@ class PPO(Algorithm):
         self.policy: Any = building.own_policy(self, actor_critic, networks)
         self.new_generator("action")
         self.new_generator("shuffle", is_recorded=False)
-        self.loss_weights: dict[str, Any] = {}
-        """Weights of losses by name; of a loss that is not in it `<name>_coef`, or 1."""
+        self.loss_weights = building.LossWeights(self)
+        """Weight of each loss by name: a number, or a tensor on the device."""
         self.storage: Any = None
         """The rollout, once `prepare` or `init_storage` allocated it."""
         self.storage_in_use: Any = None
@@ -147,8 +147,7 @@ class PPO(Algorithm):
         self._learning_rate = self.cfg.learning_rate  # as it was last read from there
         self.clip = self.device_scalar(self.cfg.clip_param)  # the clip range
         self.clip_fraction_left = 1.0  # of a linear schedule
-        self.weights: dict[str, Any] = {}  # of every known loss, on the device, or 0.0
-        self.own_scalars: dict[str, Tensor] = {}  # those of them that were numbers
+        self.weights: dict[str, tuple[float, Tensor]] = {}  # by loss, as a number and on the device
         self.shows_pass = False  # whether a user's losses may read the policy's properties
         self.bounds_by_action: dict[tuple[float, ...], Tensor] = {}  # of settings with one bound per action
         self.std_bounds: dict[str, Tensor | None] = {}  # by setting, on the device
@@ -212,6 +211,7 @@ class PPO(Algorithm):
         self.compute_returns(critic_obs)
         return obs, critic_obs
 
+    @torch.no_grad()
     def collect_whole(self, env: Any, obs: Obs, critic_obs: Obs) -> tuple[Obs, Obs]:
         """Collect a rollout and compute its returns in one function, for an environment whose step is tensor code."""
         generator = getattr(env, "generator", None)
@@ -349,32 +349,31 @@ class PPO(Algorithm):
         self.executor.run("returns", self.returns_step, last_critic_obs, hidden, storage.step)
 
     def finish_rewards(self, run: Callable[..., Any]) -> None:
-        """Turn the environment's rewards into those to learn from, once per rollout; `run` is the executor's."""
+        """Turn the environment's rewards into those to learn from; `run` is the executor's, or calls."""
         storage = self.storage
         storage.untie_buffer_loop()
-        if storage.num_finished == storage.step:
+        first, last = storage.num_finished, storage.step
+        if first == last:
             return
-        if storage.num_finished:
-            raise RuntimeError("the rollout was finished before its last steps were stored; call storage.clear() first")
-        storage.num_finished = storage.step
         if any(overrides(extension, "reward") for extension in self.extensions.values()):
-            run("rewards", self.change_rewards, storage.step)
+            run("rewards", self.change_rewards, first, last)
         if self.return_scaler is not None:  # its statistics move with every step
             rewards, ends = storage.column("rewards"), storage.column("dones")
-            valid = storage.column("valid") if storage.has_invalid_steps else [None] * storage.step
-            for step in range(storage.step):
+            valid = storage.column("valid") if storage.has_invalid_steps else [None] * last
+            for step in range(first, last):
                 rewards[step].copy_(run("scale", self.return_scaler, rewards[step], ends[step], valid[step]))
-        run("finish", self.add_final_values, storage.step)
+        run("finish", self.add_final_values, first, last)
+        storage.num_finished = last
 
-    def change_rewards(self, num_steps: int) -> None:
-        """Let the extensions change the rewards of the rollout."""
-        rewards = self.storage.column("rewards")
-        changed = rewards
+    def change_rewards(self, first: int, last: int) -> None:
+        """Let the extensions change the rewards of the steps from `first` on."""
+        stored = self.storage.column("rewards")
+        rewards = stored
         for extension in self.extensions.values():
-            changed = extension.reward(changed, self.storage)
-        rewards.copy_(changed)
+            rewards = extension.reward(rewards, self.storage)
+        stored[first:].copy_(rewards[first:])
 
-    def add_final_values(self, num_steps: int) -> None:
+    def add_final_values(self, first: int, last: int) -> None:
         """Add the bonuses and, where an episode was cut off, the value of the state that it had reached."""
         storage, mode = self.storage, self.cfg.timeout_bootstrap
         stored = storage.column("rewards")
@@ -389,7 +388,7 @@ class PPO(Algorithm):
             final = torch.where(final.isnan(), before, final)
             rewards = torch.where(truncated, rewards + self.live.gamma * final, rewards)
         if rewards is not stored:
-            stored.copy_(rewards)
+            stored[first:].copy_(rewards[first:])
 
     def returns_step(self, last_critic_obs: Obs, hidden: Hidden, num_steps: int) -> None:
         """Fill returns and advantages of the `num_steps` steps that were stored."""
@@ -470,25 +469,22 @@ class PPO(Algorithm):
         """Whether PPO's own losses are part of the total."""
         return all(extension.uses_rewards for extension in self.extensions.values())
 
-    def loss_weight(self, name: str) -> Any:
-        """Weight of a loss: its entry in `loss_weights`, else the attribute or setting `<name>_coef`, else 1."""
-        weight = self.loss_weights.get(name)
-        return getattr(self, f"{name}_coef", 1.0) if weight is None else weight
-
     def weighted_sum(self, losses: Mapping[str, Tensor]) -> Tensor:
         """The sum of the losses, each times its weight."""
         total = None
         for name, loss in losses.items():
-            weight = self.weights[name] if name in self.weights else self.loss_weight(name)
+            weight = self.loss_weights[name]
+            number, on_device = self.weights.get(name, (None, None))
             # A loss of weight zero is only reported: without its gradient the backward pass is shorter.
             if torch.is_tensor(weight) or weight != 0.0:
+                weight = weight if torch.is_tensor(weight) or weight != number else on_device
                 total = loss * weight if total is None else total + loss * weight
         return next(iter(losses.values())) * 0.0 if total is None else total
 
     # Learn: `learn_step` is the tensor function.
     def learn_step(self, index: Tensor, total: int | None = None, num_steps: int | None = None) -> None:
         """Take one gradient step on flat steps `index`, or on the `total` trajectories of environments `index`."""
-        self.learn_from(*self.minibatch_loss(index, total))
+        self.meter.add(self.optimizer_step(*self.minibatch_loss(index, total)))
 
     def minibatch_loss(self, index: Any, total: int | None = None) -> tuple[Terms, Tensor]:
         """Loss terms of a minibatch and their weighted sum, compiled as a whole on a GPU."""
@@ -500,8 +496,8 @@ class PPO(Algorithm):
             self.policy.last_pass = kept
         return terms, self.weighted_sum(terms.losses)
 
-    def learn_from(self, terms: Terms, total: Tensor) -> None:
-        """Minimise the total loss by one step of every optimizer, and add the results to the meter."""
+    def optimizer_step(self, terms: Terms, total: Tensor) -> dict[str, Tensor]:
+        """Minimise the total loss by one step of every optimizer; returns the losses and statistics."""
         extensions = self.extensions.values()
         others = [extension.optimizer for extension in extensions if extension.optimizer is not None]
         is_adaptive = self.cfg.schedule == "adaptive"
@@ -520,7 +516,7 @@ class PPO(Algorithm):
             if own is not None:
                 losses, stats = losses | own.losses, stats | own.stats
         report = {f"losses/{name}": loss for name, loss in losses.items()}
-        self.meter.add(report | {f"stats/{name}": value for name, value in stats.items()})
+        return report | {f"stats/{name}": value for name, value in stats.items()}
 
     @torch.no_grad()
     def adapt_learning_rate(self, kl: Tensor) -> None:
@@ -544,7 +540,7 @@ class PPO(Algorithm):
             before = {} if target_kl is None else self.meter.means()
             for minibatch in minibatches:
                 if isinstance(minibatch, MiniBatch):  # from a generator that a user replaced
-                    self.learn_from(*self.minibatch_loss(minibatch))
+                    self.meter.add(self.optimizer_step(*self.minibatch_loss(minibatch)))
                 else:
                     self.executor.run("learn", self.learn_step, *minibatch)
             if target_kl is not None and building.epoch_kl(self.meter, before) > target_kl:
@@ -584,6 +580,16 @@ class PPO(Algorithm):
             self.policy.update_normalizers(obs, critic_obs, storage.newest_valid)
         if self.cfg.value_normalization != "off":
             self.policy.value_normalizer.update(storage.data["returns"][storage.newest], storage.newest_valid)
+
+    @property
+    def obs_normalizer(self) -> Any:
+        """The policy's observation normaliser."""
+        return self.policy.obs_normalizer
+
+    @property
+    def critic_obs_normalizer(self) -> Any:
+        """The policy's critic observation normaliser."""
+        return self.policy.critic_obs_normalizer
 
     def newest_observations(self) -> tuple[Any, Any]:
         """(T, N, ...) observations of the last rollout, the actor's and the critic's."""

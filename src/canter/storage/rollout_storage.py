@@ -153,7 +153,8 @@ class RolloutStorage:
         """Steps whose rewards are those to learn from; the others have the environment's."""
         self.rows = torch.arange(num_transitions_per_env, device=self.device).view(-1, 1)
         """(T, 1) row of each step of the rollout."""
-        self._written = []  # of each field: name, entry of a transition, rest of the path, default, shape and size of a row
+        # Of each field: name, entry of a transition and the rest of the path to it, default, shape and size of a row.
+        self._written = []
         for name, field in self.fields.items():
             if field.source:
                 default = None if field.default is None else self.data[name].new_full((), field.default)
@@ -170,7 +171,7 @@ class RolloutStorage:
         fields |= {
             "actions": Field(self.actions_shape, "actions", "actions", self.action_dtype),
             "rewards": Field((1,), None, "rewards"),
-            "env_rewards": Field((1,), None, "env_rewards"),  # which episode statistics are of
+            "env_rewards": Field((1,), None, "env_rewards", default=math.nan),  # which episode statistics are of
             "dones": Field((1,), None, "dones", torch.bool),
             "truncated": Field((1,), None, "truncated", torch.bool, default=False),
             "final_values": Field((1,), None, "final_values", default=math.nan),  # NaN without a final observation
