@@ -401,8 +401,9 @@ class Algorithm:
         for part in (part for module in self.modules() for part in module.modules()):
             if isinstance(part, ReturnScaler):
                 part.returns.zero_()
-        for extension in self.extensions.values():
-            extension.end_episodes()
+        storage: Any = getattr(self, "storage", None)
+        for extension in self.extensions.values() if storage is not None else ():
+            extension.reset(torch.ones(storage.num_envs, dtype=torch.bool, device=self.device))
 
     def state_dict(self) -> dict[str, Any]:
         """The state of every part, and the learning rate."""

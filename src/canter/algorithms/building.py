@@ -148,10 +148,18 @@ def use_storage(alg: Any) -> None:
         return
     alg.executor.forget()  # recordings hold the tensors of the old storage
     alg.storage_in_use = alg.storage
+    alg.storage.unpack_hidden = lambda given: unpack_hidden(alg.policy, given, alg.storage.num_envs)
     if alg.cfg.normalize_rewards:
         alg.return_scaler = ReturnScaler(alg.storage.num_envs, alg.live.gamma).to(alg.device)
     for extension in alg.extensions.values():
         extension.begin(alg.storage)
+
+
+def unpack_hidden(policy: Any, given: Any, num_envs: int) -> dict[str, Tensor]:
+    """The memories by name of the documented `get_hidden_states()`, which has None before the first step."""
+    if any(state is None for state in given):
+        return policy.initial_hidden(num_envs)
+    return {**policy.unpack_hidden(given, "actor"), **policy.unpack_hidden(given, "critic")}
 
 
 # Steps: what overrides of the documented methods get and leave behind.
@@ -159,14 +167,11 @@ def begun_step(alg: Any) -> Mapping[str, Any]:
     """The step that acting began; an `act` as documented leaves the memories in the documented form."""
     step = vars(alg.transition)
     given = step.get("hidden_states")
-    if given is None:
-        return step
-    hidden = {n: s for branch in ("actor", "critic") for n, s in alg.policy.unpack_hidden(given, branch).items()}
-    return {**step, "hidden": hidden}
+    return step if given is None else {**step, "hidden": alg.storage.unpack_hidden(given)}
 
 
 def process_as_documented(alg: Any, record: StepRecord) -> StepRecord:
-    """Store a step by a user's `process_env_step(rewards, dones, infos)`; the record with what it added to the infos."""
+    """Store a step by a user's `process_env_step(rewards, dones, infos)`; the record with what it added to a log."""
     infos = {"log": {}, **record.extras, "terminated": record.terminated, "truncated": record.truncated}
     infos |= {"time_outs": record.truncated, "valid": record.valid}
     if record.final_obs is not None:

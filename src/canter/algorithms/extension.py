@@ -1,6 +1,6 @@
 """Extensions of PPO: objects with hooks that add stored fields, rewards, loss terms and learning of their own."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -61,6 +61,8 @@ class Extension:
     """Attributes that the algorithm offers too, as `alg.<name>`."""
     can_compile: bool = True
     """Whether `losses` can be compiled; a gradient of a gradient cannot."""
+    own_losses: Collection[str] = ()
+    """Names of the losses that `learn` minimises, so that they are not part of the total loss."""
     optimizer: Any = None
     """A `GuardedOptimizer` that takes a step on the total loss together with the policy's."""
     storage_options: Mapping[str, Any] = {}

@@ -75,12 +75,14 @@ class MotionPrior(Extension):
     name = "motion_prior"
     settings_class = MotionPriorSettings
     storage_class = AmpRolloutStorage
+    can_compile = False
     extras = ("observations", "final_observation", "ref_motion")
     offered = ("ref_obs_normalizer", "ref_motion_normalizer")
 
     def __init__(self, cfg: Any = None, **given: Any) -> None:
         super().__init__(cfg, **given)
-        self.has_own_optimizer = self.can_compile = self.cfg.discriminator_optimizer == "own"
+        self.has_own_optimizer = self.cfg.discriminator_optimizer == "own"
+        self.own_losses = LOSS_NAMES if self.has_own_optimizer else ()
 
     def own_parameters(self, policy: Any) -> dict[str, list[str]]:
         """The discriminator, where it has an optimizer of its own."""
@@ -221,13 +223,11 @@ class MotionPrior(Extension):
             terms.losses["dagger_loss"] = batch.mean(torch.linalg.vector_norm(difference, dim=-1))
         has_motion = batch.ref_motion_valid.squeeze(-1)  # pyright: ignore[reportAttributeAccessIssue]
         terms.inter_vars.update(rows, ref_valid=valid, ref_motion_valid=has_motion)
-        if not self.has_own_optimizer:
+        if self.cfg.discriminator_loss_coef:
             self.add_adversarial_losses(terms)
 
     def add_adversarial_losses(self, terms: Terms) -> None:
         """Add the discriminator's losses on fresh and replayed features."""
-        if not self.cfg.discriminator_loss_coef:
-            return
         expert, policy = (terms.inter_vars[name].reshape(-1, self.width) for name in ("ref_motion", "ref_obs"))
         valid, has_motion = (terms.inter_vars[name].reshape(-1) for name in ("ref_valid", "ref_motion_valid"))
         if self.replay is not None:
@@ -243,19 +243,17 @@ class MotionPrior(Extension):
         """Take a step of the discriminator's own optimizer, skipped now and then while it is too accurate."""
         if self.own_optimizer is None or not self.cfg.discriminator_loss_coef:
             return None
-        own = Terms({}, terms.inter_vars, {})
-        self.add_adversarial_losses(own)
-        accuracy = own.stats["amp/accuracy"]
+        accuracy = terms.stats["amp/accuracy"]
         has_data = terms.inter_vars["ref_valid"].any().to(accuracy.dtype)  # 0 while learning from a dataset
-        backward(self.alg.weighted_sum(own.losses), self.own_optimizer, scalars=[accuracy, has_data])
+        own = {name: terms.losses[name] for name in self.own_losses}
+        backward(self.alg.weighted_sum(own), self.own_optimizer, scalars=[accuracy, has_data])
         self.accuracy.lerp_(accuracy, ACCURACY_RATE * has_data)
         self.count += has_data
         is_off_beat = self.count.remainder(self.cfg.discriminator_slow_down) != 0
         paused = (self.accuracy > self.alg.live.discriminator_accuracy_limit) & is_off_beat
         paused = torch.maximum(paused.to(has_data.dtype), 1.0 - has_data)
         norm, _ = self.own_optimizer.step(self.alg.live.discriminator_max_grad_norm, paused)
-        own.stats.update({"amp/grad_norm": norm, "amp/updates": 1.0 - paused})
-        return own
+        return Terms({}, {}, {"amp/grad_norm": norm, "amp/updates": 1.0 - paused})
 
     def end_update(self, rollout: RolloutStorage) -> None:
         """Take the rollout's features into the statistics, and its valid windows into the replay."""

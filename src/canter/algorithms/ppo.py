@@ -494,7 +494,8 @@ class PPO(Algorithm):
         terms = Terms(*self.compute_losses(index))
         if self.shows_pass:
             self.policy.last_pass = kept
-        return terms, self.weighted_sum(terms.losses)
+        apart = {name for extension in self.extensions.values() for name in extension.own_losses}
+        return terms, self.weighted_sum({name: loss for name, loss in terms.losses.items() if name not in apart})
 
     def optimizer_step(self, terms: Terms, total: Tensor) -> dict[str, Tensor]:
         """Minimise the total loss by one step of every optimizer; returns the losses and statistics."""
@@ -553,6 +554,7 @@ class PPO(Algorithm):
         storage.clear()
         if len(storage.data["rewards"]) != size:
             self.executor.forget()  # recordings hold the tensors of the smaller ring
+        self.sync_settings()  # losses of new names get their weights
         return report
 
     def sample_minibatches(self, num_epochs: int = 1) -> list[Any]:

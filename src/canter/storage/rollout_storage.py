@@ -114,6 +114,7 @@ class RolloutStorage:
 
     Transition = Transition
     older = 0  # rows of earlier rollouts
+    unpack_hidden: Any = None  # gives memories by name for what `policy.get_hidden_states()` returns
 
     def __init__(
         self,
@@ -199,7 +200,10 @@ class RolloutStorage:
     def add(self, transition: Mapping[str, Any]) -> None:
         """Store one transition, given as a mapping from the fields' sources to (N, ...) tensors."""
         self.check_space()
-        self.put(self.next_row, {"env_rewards": transition.get("rewards"), **transition})
+        transition = {"env_rewards": transition.get("rewards"), **transition}
+        if transition.get("hidden_states") is not None:
+            transition["hidden"] = self.unpack_hidden(transition["hidden_states"])
+        self.put(self.next_row, transition)
         self.step += 1
 
     def check_space(self) -> None:
