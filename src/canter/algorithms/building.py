@@ -73,46 +73,46 @@ def build_optimizer(alg: Any) -> GuardedOptimizer:
     return GuardedOptimizer(alg.policy, cfg.optimizer_class_name, cfg.learning_rate, cfg.parameter_groups, **names)
 
 
-def check_can_learn(alg: Any, has_labels: bool = False) -> None:
+def check_can_learn(self: Any, has_labels: bool = False) -> None:
     """Raise an error if the policy has nothing to train, or takes its mean and has no actions to imitate."""
-    name = type(alg.policy).__name__
-    if not alg.optimizer.parameters:
+    name = type(self.policy).__name__
+    if not self.optimizer.parameters:
         raise TypeError(f"{name} cannot learn: it has no parameters to train. Use get_inference_policy, eval, play")
-    teacher: Any = alg.extensions.get("teacher")
+    teacher: Any = self.extensions.get("teacher")
     has_labels = has_labels or bool(getattr(teacher, "policies", ()))
     if getattr(teacher, "cfg", None) and teacher.cfg.teacher_from_load and not has_labels:
         raise ValueError("no teacher was loaded to learn from: call load(path) with the teacher's checkpoint first")
-    if alg.uses_rewards and not alg.policy.has_entropy and not has_labels:
+    if self.uses_rewards and not self.policy.has_entropy and not has_labels:
         way_out = "train it with a teacher (TPPO), or train a policy that samples"
         raise TypeError(f"{name} cannot learn from rewards: it takes the mean and never explores; {way_out}")
 
 
 # Storage: made for an environment before the first step.
-def prepare(alg: Any, env: Any, num_steps_per_env: int, **storage_cfg: Any) -> None:
+def prepare(self: Any, env: Any, num_steps_per_env: int, **storage_cfg: Any) -> None:
     """Allocate storage for an environment, and install normalisers in a policy that has none."""
     obs_shape, critic_shape = env_shapes(env)
-    present = (alg.policy.obs_normalizer, alg.policy.critic_obs_normalizer)
+    present = (self.policy.obs_normalizer, self.policy.critic_obs_normalizer)
     if all(isinstance(normalizer, NoNormalization) for normalizer in present):  # others may have statistics already
-        alg.init_obs_norm(obs_shape, obs_shape if critic_shape is None else critic_shape)
-    options = {**storage_options(alg), "has_invalid_steps": env.has_invalid_steps, **storage_cfg}
-    shapes = (obs_shape, critic_shape, alg.policy.distribution.action_shape)
-    alg.init_storage(env.num_envs, num_steps_per_env, *shapes, **options)
-    use_storage(alg)
+        self.init_obs_norm(obs_shape, obs_shape if critic_shape is None else critic_shape)
+    options = {**storage_options(self), "has_invalid_steps": env.has_invalid_steps, **storage_cfg}
+    shapes = (obs_shape, critic_shape, self.policy.distribution.action_shape)
+    self.init_storage(env.num_envs, num_steps_per_env, *shapes, **options)
+    use_storage(self)
 
 
-def init_obs_norm(alg: Any, num_obs: Any, num_critic_obs: Any) -> None:
+def init_obs_norm(self: Any, num_obs: Any, num_critic_obs: Any) -> None:
     """Install the policy's normalisers for widths or shapes; identities where normalisation is off."""
-    alg.executor.forget()
-    actor, critic = alg.cfg.empirical_normalization, alg.cfg.critic_obs_normalization
+    self.executor.forget()
+    actor, critic = self.cfg.empirical_normalization, self.cfg.critic_obs_normalization
     both = {"obs_normalizer": (num_obs, actor)}
     both["critic_obs_normalizer"] = (num_critic_obs, actor if critic is None else critic)
     for name, (shape, is_normalized) in both.items():
-        made = alg.new_normalizer(shape) if is_normalized else NoNormalization()
-        setattr(alg.policy, name, made.to(alg.device))
+        made = self.new_normalizer(shape) if is_normalized else NoNormalization()
+        setattr(self.policy, name, made.to(self.device))
 
 
 def init_storage(
-    alg: Any,
+    self: Any,
     num_envs: int,
     num_transitions_per_env: int,
     actor_obs_shape: Any,
@@ -121,12 +121,12 @@ def init_storage(
     **kwargs: Any,
 ) -> None:
     """Allocate the rollout, with the fields of the extensions."""
-    classes = (RolloutStorage, *(e.storage_class for e in alg.extensions.values()))
+    classes = (RolloutStorage, *(e.storage_class for e in self.extensions.values()))
     storage_class = max(classes, key=lambda cls: len(cls.__mro__))
     shapes = (actor_obs_shape, critic_obs_shape, action_shape)
-    options = {**storage_options(alg), **kwargs}
-    alg.storage = storage_class(num_envs, num_transitions_per_env, *shapes, device=alg.device, **options)
-    use_storage(alg)
+    options = {**storage_options(self), **kwargs}
+    self.storage = storage_class(num_envs, num_transitions_per_env, *shapes, device=self.device, **options)
+    use_storage(self)
 
 
 def storage_options(alg: Any) -> dict[str, Any]:
@@ -223,6 +223,7 @@ def sync_weights(alg: Any) -> tuple[Any, ...]:
     known = {name.removesuffix("_coef") for name in alg.setting_fields if name.endswith("_coef")}
     known |= {*alg.loss_weights, "surrogate_loss", *alg.weights}
     known |= {name.removeprefix("losses/") for name in alg.meter.names if name.startswith("losses/")}
+    known.discard("total_loss")
     key = []
     for name in sorted(known):
         weight = alg.loss_weights[name]
@@ -276,26 +277,26 @@ def report(alg: Any) -> tuple[dict[str, float], dict[str, float]]:
 
 
 # Saving and continuing.
-def checkpoint_parts(alg: Any) -> dict[str, Any]:
+def checkpoint_parts(self: Any) -> dict[str, Any]:
     """Policy with its normalisers, optimizer, and the parts of the extensions."""
-    parts: dict[str, Any] = {"model_state_dict": alg.policy, "optimizer_state_dict": alg.optimizer}
-    if alg.return_scaler is not None:
-        parts["return_scaler_state_dict"] = alg.return_scaler
-    for extension in alg.extensions.values():
+    parts: dict[str, Any] = {"model_state_dict": self.policy, "optimizer_state_dict": self.optimizer}
+    if self.return_scaler is not None:
+        parts["return_scaler_state_dict"] = self.return_scaler
+    for extension in self.extensions.values():
         parts |= extension.checkpoint_parts()
     return parts
 
 
-def resume_state(alg: Any) -> dict[str, Any]:
+def resume_state(self: Any) -> dict[str, Any]:
     """Random streams, the state of the memories, and the extensions' state."""
-    hidden = {name: memory.state for name, memory in alg.policy.memories.items() if memory.state is not None}
-    own = {name: value for e in alg.extensions.values() for name, value in e.resume_state().items()}
-    return Algorithm.resume_state(alg) | {"hidden": hidden} | own
+    hidden = {name: memory.state for name, memory in self.policy.memories.items() if memory.state is not None}
+    own = {name: value for e in self.extensions.values() for name, value in e.resume_state().items()}
+    return Algorithm.resume_state(self) | {"hidden": hidden} | own
 
 
-def load_resume_state(alg: Any, state: Mapping[str, Any]) -> None:
+def load_resume_state(self: Any, state: Mapping[str, Any]) -> None:
     """Continue exactly from a `resume_state`."""
-    Algorithm.load_resume_state(alg, state)
-    alg.policy.set_hidden({name: value.to(alg.device) for name, value in state["hidden"].items()})
-    for extension in alg.extensions.values():
+    Algorithm.load_resume_state(self, state)
+    self.policy.set_hidden({name: value.to(self.device) for name, value in state["hidden"].items()})
+    for extension in self.extensions.values():
         extension.load_resume_state(state)

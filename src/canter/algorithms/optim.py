@@ -167,15 +167,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
             max_grad_norm = math.inf
             self.take_assigned_rates()
             self.take_grads([parameter.grad for parameter in self.parameters])
-        grads: list[Any] = [flat.vector.grad for flat in self.flats]
-        if not self.flats:
-            norms = [clip_gradients(part, max_grad_norm) for part in (self.others, self.separate) if part]
-        elif self.separate:
-            norms = clip_apart(grads, self.masks, max_grad_norm)
-        else:
-            norms = [torch.linalg.vector_norm(grads[0]) if len(grads) == 1 else total_norm(grads)]
-            for grad in grads:
-                grad.mul_((max_grad_norm / (norms[0] + 1e-6)).clamp(max=1.0))
+        norms = self._clip(max_grad_norm)
         whole = norms[0] if len(norms) == 1 else norms[0] + norms[1]
         whole = whole.float()  # fused optimizers read no double
         not_finite = (whole - whole).ne_(0.0)  # in fewer operations than isfinite takes
@@ -199,6 +191,18 @@ class GuardedOptimizer(torch.optim.Optimizer):
         for parameter, value in frozen:  # which their moments would move on
             parameter.data.copy_(value)
         return norms[0], not_finite
+
+    def _clip(self, max_grad_norm: Tensor | float) -> list[Tensor]:
+        """Scale the gradients down to a norm; returns the norms before, of the separately clipped ones the second."""
+        grads: list[Any] = [flat.vector.grad for flat in self.flats]
+        if not self.flats:
+            return [clip_gradients(part, max_grad_norm) for part in (self.others, self.separate) if part]
+        if self.separate:
+            return clip_apart(grads, self.masks, max_grad_norm)
+        norm = torch.linalg.vector_norm(grads[0]) if len(grads) == 1 else total_norm(grads)
+        for grad in grads:
+            grad.mul_((max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+        return [norm]
 
     @torch.no_grad()
     def drop_tiny_moments(self) -> None:
@@ -246,7 +250,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
                     shapes = f"{tuple(value.shape)}, this one needs {tuple(want)}"
                     raise RuntimeError(f"the optimizer state {name!r} of parameter {index} has shape {shapes}")
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Load moments and rates; the rate tensors and device flags stay this optimizer's own."""
         rates = [torch.as_tensor(group["lr"]) for group in state["param_groups"]]
         self.optimizer.load_state_dict(join_state(state, self.flats) if self.flats else dict(state))

@@ -474,11 +474,11 @@ class PPO(Algorithm):
         total = None
         for name, loss in losses.items():
             weight = self.loss_weights[name]
-            number, on_device = self.weights.get(name, (None, None))
-            # A loss of weight zero is only reported: without its gradient the backward pass is shorter.
-            if torch.is_tensor(weight) or weight != 0.0:
-                weight = weight if torch.is_tensor(weight) or weight != number else on_device
-                total = loss * weight if total is None else total + loss * weight
+            if not torch.is_tensor(weight) and weight == 0.0:
+                continue  # it is only reported: without its gradient the backward pass is shorter
+            number, on_device = self.weights.get(name, (math.nan, weight))
+            weight = weight if torch.is_tensor(weight) or weight != number else on_device
+            total = loss * weight if total is None else total + loss * weight
         return next(iter(losses.values())) * 0.0 if total is None else total
 
     # Learn: `learn_step` is the tensor function.

@@ -124,6 +124,7 @@ class RND(Extension):
     def attach(self, alg: Any) -> None:
         """Networks are built with the storage, which knows the observation's width."""
         super().attach(alg)
+        alg.loss_weights["rnd_loss"] = 1.0
         self.rewards = MeanMeter()
 
     def fields(self) -> dict[str, Field]:
