@@ -1,22 +1,27 @@
 """What PPO needs around its algorithm: construction, storage and normalisers, documented overrides, reports."""
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from canter.algorithms.algorithm import Algorithm
+from canter.algorithms.algorithm import Algorithm, module_state
 from canter.algorithms.extension import Extension, Offered
 from canter.algorithms.optim import GuardedOptimizer
+from canter.algorithms.overriding import call
+from canter.envs.records import step_record
 from canter.envs.vec_env import StepRecord
 from canter.modules.build import NETWORK_ARGUMENTS, build_actor_critic, build_policy, env_shapes
 from canter.modules.normalizer import NoNormalization, ReturnScaler, install_value_normalizer
-from canter.storage.rollout_storage import RolloutStorage, masked_mean
+from canter.modules.policy import Hidden
+from canter.storage.rollout_storage import MiniBatch, RolloutStorage, masked_mean
 from canter.utils.distributed import RANKS
 from canter.utils.metrics import MeanMeter
 from canter.utils.runtime import resolve_device
+from canter.utils.tree import Obs, tree_map
 
 
 def from_cfg(cls: Any, cfg: Any, env: Any, device: Any = None, **networks: Any) -> Any:
@@ -71,6 +76,15 @@ def build_optimizer(alg: Any) -> GuardedOptimizer:
     names["separate"] += ["critic", "memory_c"] if alg.cfg.clip_grads_separately else []
     cfg = alg.cfg
     return GuardedOptimizer(alg.policy, cfg.optimizer_class_name, cfg.learning_rate, cfg.parameter_groups, **names)
+
+
+def compile_passes(alg: Any) -> None:
+    """Let the executor compile the policy's pass and the loss of a minibatch, on a GPU."""
+    can_compile = not alg.policy.is_recurrent  # LSTM and GRU cannot be compiled
+    if alg.executor.compiles and not alg.executor.records and can_compile:
+        alg.forward = alg.executor.compile(alg.policy.forward)
+        if all(extension.can_compile for extension in alg.extensions.values()):
+            alg.minibatch_loss = alg.executor.compile(alg.minibatch_loss)
 
 
 def check_can_learn(self: Any, has_labels: bool = False) -> None:
@@ -162,12 +176,52 @@ def unpack_hidden(policy: Any, given: Any, num_envs: int) -> dict[str, Tensor]:
     return {**policy.unpack_hidden(given, "actor"), **policy.unpack_hidden(given, "critic")}
 
 
+# Collecting with an environment whose step is tensor code: a rollout is one function.
+@torch.no_grad()
+def collect_whole(self: Any, env: Any, obs: Obs, critic_obs: Obs) -> tuple[Obs, Obs]:
+    """Collect a rollout and compute its returns in one function, for an environment whose step is tensor code."""
+    generator = getattr(env, "generator", None)
+    if generator is not None and generator not in self.executor.generators:
+        self.executor.generators.append(generator)
+    self.begin_rollout()
+    given, hidden = None if critic_obs is obs else critic_obs, self.policy.hidden(self.storage.num_envs)
+    obs, given, hidden = self.executor.run("rollout", self.rollout_steps, env, obs, given, hidden)
+    self.storage.step = self.storage.num_finished = self.storage.num_transitions_per_env
+    self.policy.set_hidden(hidden)
+    return obs, obs if given is None else given
+
+
+def rollout_steps(self: Any, env: Any, obs: Obs, critic_obs: Obs | None, hidden: Hidden) -> tuple[Any, Any, Hidden]:
+    """Act, step and store T times; then finish the rollout."""
+    storage = self.storage
+    for row in storage.rows:
+        step = self.act_step(obs, critic_obs, hidden)
+        record = env.step(step["for_env"].clone())  # it may write to what it gets
+        hidden = self.store_step(row, step, self.needed(record), step["next_hidden"])
+        obs, critic_obs = record.obs, None if record.critic_obs is record.obs else record.critic_obs
+    storage.step, storage.num_finished = len(storage.rows), 0
+    self.finish_rewards(call)
+    self.returns_step(obs if critic_obs is None else critic_obs, hidden, storage.step)
+    return obs, critic_obs, hidden
+
+
 # Steps: what overrides of the documented methods get and leave behind.
 def begun_step(alg: Any) -> Mapping[str, Any]:
     """The step that acting began; an `act` as documented leaves the memories in the documented form."""
     step = vars(alg.transition)
     given = step.get("hidden_states")
     return step if given is None else {**step, "hidden": alg.storage.unpack_hidden(given)}
+
+
+def process_env_step(
+    self: Any, rewards: Tensor, dones: Tensor, infos: dict[str, Any], next_obs: Any = None, next_critic_obs: Any = None
+) -> None:
+    """Store the step that `act` began, with the values that an environment's step returned."""
+    begun = self.transition
+    obs = begun.observations if next_obs is None else next_obs  # for their shapes, if the next ones are not given
+    critic_obs = begun.critic_observations if next_critic_obs is None else next_critic_obs
+    record = step_record(obs, critic_obs, rewards, dones, infos)
+    self.process_step(record if next_obs is not None else record._replace(obs=None, critic_obs=None))  # pyright: ignore[reportArgumentType]
 
 
 def process_as_documented(alg: Any, record: StepRecord) -> StepRecord:
@@ -184,6 +238,17 @@ def process_as_documented(alg: Any, record: StepRecord) -> StepRecord:
     row = alg.storage.rows[step]  # episode statistics are of the environment's own rewards
     alg.storage.data["env_rewards"].index_copy_(0, row, record.reward.view(1, -1, 1))
     return record._replace(extras={**record.extras, "log": infos["log"]} if infos["log"] else record.extras)
+
+
+def needed(self: Any, record: StepRecord) -> StepRecord:
+    """The parts of a record that are stored or read by extensions."""
+    extras = tensor_extras(record.extras, self.extensions.values()) if self.uses_step_hooks else {}
+    has_final = self.uses_step_hooks or self.cfg.timeout_bootstrap in ("auto", "final_obs")
+    final_critic_obs: Any = record.final_critic_obs if has_final else None
+    reached: Any = record.critic_obs if self.uses_step_hooks else None
+    return record._replace(  # pyright: ignore[reportArgumentType]
+        obs=None, critic_obs=reached, final_obs=None, final_critic_obs=final_critic_obs, extras=extras
+    )
 
 
 def add_transition(storage: Any, values: Mapping[str, Any]) -> None:
@@ -206,7 +271,59 @@ def tensors_of(value: Any) -> Any:
     return {n: tensors_of(v) for n, v in value.items() if isinstance(v, Mapping | Tensor) or hasattr(v, "__array__")}
 
 
-# Settings and reports: once per iteration.
+# Settings, statistics and reports: once per iteration.
+def sync_derived(self: Any) -> tuple[Any, ...]:
+    """Update rates, bounds and loss weights; returns what else recorded functions depend on."""
+    self.optimizer.take_assigned_rates()
+    self.clip.fill_(self.cfg.clip_param * self.clip_fraction_left)
+    for name in ("clip_min_std", "clip_max_std"):
+        bound = getattr(self.cfg, name)
+        if isinstance(bound, tuple):
+            self.std_bounds[name] = self.bounds_by_action.setdefault(bound, torch.tensor(bound, device=self.device))
+        else:
+            self.std_bounds[name] = None if bound is None else getattr(self.live, name)
+    weights = sync_weights(self)
+    parts = [part for part in (self.policy, self.return_scaler) if part is not None]
+    return (weights, tuple(module_state(parts)), self.uses_rewards, self.extension_keys)
+
+
+def adjust_learning_rate(self: Any, progress: float) -> None:
+    """Set linear schedules for the fraction of the run that is done."""
+    left = max(0.0, 1.0 - progress)
+    if self.cfg.schedule == "linear":
+        self._learning_rate = self.cfg.learning_rate * left
+        self.lr.fill_(self._learning_rate)
+    if self.cfg.clip_schedule == "linear":
+        self.clip_fraction_left = left
+        self.clip.fill_(self.cfg.clip_param * left)
+
+
+@torch.no_grad()
+def adapt_learning_rate(self: Any, kl: Tensor) -> None:
+    """Change the learning rate so that the KL step stays near `desired_kl`; decided on the device."""
+    slower, faster = kl > 2 * self.live.desired_kl, (kl < self.live.desired_kl / 2) & (kl > 0)
+    lower, higher = (self.lr / 1.5).clamp(min=1e-5), (self.lr * 1.5).clamp(max=1e-2)
+    self.lr.copy_(torch.where(slower, lower, torch.where(faster, higher, self.lr)))
+
+
+def get_learning_rate(self: Any) -> float:
+    """The learning rate as of the last report; assign it to change it."""
+    return self._learning_rate
+
+
+def set_learning_rate(self: Any, rate: float) -> None:
+    """Set the learning rate."""
+    self.cfg.learning_rate = rate
+    self._learning_rate = self.cfg.learning_rate
+    self.lr.fill_(self._learning_rate)
+
+
+def read_learning_rate(self: Any) -> None:
+    """Read the learning rate from the device, or from `param_groups` if it was assigned there."""
+    self.optimizer.take_assigned_rates()
+    self._learning_rate = float(self.lr)
+
+
 class LossWeights(dict[str, Any]):
     """Weights of losses by name; of a loss that is not in it, the attribute or setting `<name>_coef`, or else 1."""
 
@@ -216,6 +333,19 @@ class LossWeights(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         return getattr(self.alg, f"{name}_coef", 1.0)
+
+
+def weighted_sum(self: Any, losses: Mapping[str, Tensor]) -> Tensor:
+    """The sum of the losses, each times its weight."""
+    total = None
+    for name, loss in losses.items():
+        weight = self.loss_weights[name]
+        if not torch.is_tensor(weight) and weight == 0.0:
+            continue  # it is only reported: without its gradient the backward pass is shorter
+        number, on_device = self.weights.get(name, (math.nan, weight))
+        weight = weight if torch.is_tensor(weight) or weight != number else on_device
+        total = loss * weight if total is None else total + loss * weight
+    return next(iter(losses.values())) * 0.0 if total is None else total
 
 
 def sync_weights(alg: Any) -> tuple[Any, ...]:
@@ -238,6 +368,29 @@ def sync_weights(alg: Any) -> tuple[Any, ...]:
         elif torch.is_tensor(weight):
             key.append((name, weight.data_ptr()))
     return tuple(key)
+
+
+def update_normalizers(self: Any) -> None:
+    """Update the normalisers of observations and values from the newest rollout."""
+    storage = self.storage
+    if self.cfg.empirical_normalization or self.cfg.critic_obs_normalization:
+        obs, critic_obs = self.newest_observations()
+        self.policy.update_normalizers(obs, critic_obs, storage.newest_valid)
+    if self.cfg.value_normalization != "off":
+        self.policy.value_normalizer.update(storage.data["returns"][storage.newest], storage.newest_valid)
+
+
+def newest_observations(self: Any) -> tuple[Any, Any]:
+    """(T, N, ...) observations of the last rollout, the actor's and the critic's."""
+    used, critic = self.rollout.newest, self.rollout.privileged_observations
+    obs = tree_map(lambda leaf: leaf[used], self.rollout.observations)
+    return obs, obs if critic is None else tree_map(lambda leaf: leaf[used], critic)
+
+
+def mini_batches(self: Any) -> Iterator[MiniBatch]:
+    """The minibatches of one pass."""
+    for index, *trajectories in self.sample_minibatches()[0]:
+        yield self.rollout.take_envs(index, trajectories[0]) if trajectories else self.rollout.take(index)
 
 
 def epoch_kl(meter: MeanMeter, before: Mapping[str, float]) -> float:
@@ -292,6 +445,12 @@ def resume_state(self: Any) -> dict[str, Any]:
     hidden = {name: memory.state for name, memory in self.policy.memories.items() if memory.state is not None}
     own = {name: value for e in self.extensions.values() for name, value in e.resume_state().items()}
     return Algorithm.resume_state(self) | {"hidden": hidden} | own
+
+
+def after_load(self: Any, load_optimizer: bool) -> None:
+    """Read the learning rate that was loaded with the optimizer."""
+    if load_optimizer:
+        self.read_learning_rate()
 
 
 def load_resume_state(self: Any, state: Mapping[str, Any]) -> None:

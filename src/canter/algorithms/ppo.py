@@ -1,20 +1,19 @@
 """Proximal policy optimisation (Schulman 2017): collect, act, finish, losses, learn, update."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from canter.algorithms import building
-from canter.algorithms.algorithm import Algorithm, AlgorithmSettings, RunSettings, Terms, module_state
+from canter.algorithms.algorithm import Algorithm, AlgorithmSettings, RunSettings, Terms
 from canter.algorithms.extension import Extension, overrides
 from canter.algorithms.optim import backward
-from canter.algorithms.overriding import call, is_replaced
+from canter.algorithms.overriding import is_replaced
 from canter.algorithms.rnd import RND, RNDSettings
 from canter.algorithms.symmetry import Symmetry, SymmetrySettings
-from canter.envs.records import step_record
 from canter.envs.vec_env import StepRecord
 from canter.modules.build import NETWORK_ARGUMENTS
 from canter.modules.normalizer import VALUE_NORMALIZATIONS, ReturnScaler
@@ -22,7 +21,7 @@ from canter.modules.policy import Hidden, Policy, PolicyOutput
 from canter.storage.rollout_storage import MiniBatch, RolloutStorage, Transition, normalize_advantages
 from canter.utils.config import setting, settings
 from canter.utils.metrics import MeanMeter
-from canter.utils.tree import Obs, tree_map
+from canter.utils.tree import Obs
 
 SCHEDULES = ("fixed", "constant", "linear", "adaptive")
 BOOTSTRAPS = ("auto", "final_obs", "current_value", "none")
@@ -117,6 +116,22 @@ class PPO(Algorithm):
     checkpoint_parts = building.checkpoint_parts
     resume_state = building.resume_state
     load_resume_state = building.load_resume_state
+    _after_load = building.after_load
+    sync_derived = building.sync_derived
+    adjust_learning_rate = building.adjust_learning_rate
+    read_learning_rate = building.read_learning_rate
+    learning_rate = property(building.get_learning_rate, building.set_learning_rate)
+    obs_normalizer = property(lambda self: self.policy.obs_normalizer)
+    critic_obs_normalizer = property(lambda self: self.policy.critic_obs_normalizer)
+    newest_observations = building.newest_observations
+    _update_normalizers = building.update_normalizers
+    mini_batches = building.mini_batches
+    collect_whole = building.collect_whole
+    rollout_steps = building.rollout_steps
+    needed = building.needed
+    process_env_step = building.process_env_step
+    adapt_learning_rate = building.adapt_learning_rate
+    weighted_sum = building.weighted_sum
 
     def __init__(
         self,
@@ -148,7 +163,6 @@ class PPO(Algorithm):
         self.clip = self.device_scalar(self.cfg.clip_param)  # the clip range
         self.clip_fraction_left = 1.0  # of a linear schedule
         self.weights: dict[str, tuple[float, Tensor]] = {}  # by loss, as a number and on the device
-        self.shows_pass = False  # whether a user's losses may read the policy's properties
         self.bounds_by_action: dict[tuple[float, ...], Tensor] = {}  # of settings with one bound per action
         self.std_bounds: dict[str, Tensor | None] = {}  # by setting, on the device
         self.transition = Transition()
@@ -162,11 +176,8 @@ class PPO(Algorithm):
         self.uses_step_hooks = any(overrides(e, hook) for e in self.extensions.values() for hook in ("record", "reset"))
         self.forward: Any = self.policy
         """The policy's pass while acting, compiled on a GPU."""
-        can_compile = not self.policy.is_recurrent  # LSTM and GRU cannot be compiled
-        if self.executor.compiles and not self.executor.records and can_compile:
-            self.forward = self.executor.compile(self.policy.forward)
-            if all(extension.can_compile for extension in self.extensions.values()):
-                self.minibatch_loss = self.executor.compile(self.minibatch_loss)
+        self.shows_pass = is_replaced(self, PPO, "compute_losses", "loss_terms")
+        building.compile_passes(self)
         self.is_built = True
         self.sync_settings()
         if self.env is not None:
@@ -210,32 +221,6 @@ class PPO(Algorithm):
             self.finish_rewards(self.executor.run)
         self.compute_returns(critic_obs)
         return obs, critic_obs
-
-    @torch.no_grad()
-    def collect_whole(self, env: Any, obs: Obs, critic_obs: Obs) -> tuple[Obs, Obs]:
-        """Collect a rollout and compute its returns in one function, for an environment whose step is tensor code."""
-        generator = getattr(env, "generator", None)
-        if generator is not None and generator not in self.executor.generators:
-            self.executor.generators.append(generator)
-        self.begin_rollout()
-        given, hidden = None if critic_obs is obs else critic_obs, self.policy.hidden(self.storage.num_envs)
-        obs, given, hidden = self.executor.run("rollout", self.rollout_steps, env, obs, given, hidden)
-        self.storage.step = self.storage.num_finished = self.storage.num_transitions_per_env
-        self.policy.set_hidden(hidden)
-        return obs, obs if given is None else given
-
-    def rollout_steps(self, env: Any, obs: Obs, critic_obs: Obs | None, hidden: Hidden) -> tuple[Any, Any, Hidden]:
-        """Act, step and store T times; then finish the rollout."""
-        storage = self.storage
-        for row in storage.rows:
-            step = self.act_step(obs, critic_obs, hidden)
-            record = env.step(step["for_env"].clone())  # it may write to what it gets
-            hidden = self.store_step(row, step, self.needed(record), step["next_hidden"])
-            obs, critic_obs = record.obs, None if record.critic_obs is record.obs else record.critic_obs
-        storage.step, storage.num_finished = len(storage.rows), 0
-        self.finish_rewards(call)
-        self.returns_step(obs if critic_obs is None else critic_obs, hidden, storage.step)
-        return obs, critic_obs, hidden
 
     def begin_rollout(self) -> None:
         """Take over changed settings before the first step of a rollout."""
@@ -281,16 +266,6 @@ class PPO(Algorithm):
             extension.after_act(step, obs, step["critic_observations"])
         return step
 
-    def process_env_step(
-        self, rewards: Tensor, dones: Tensor, infos: dict[str, Any], next_obs: Any = None, next_critic_obs: Any = None
-    ) -> None:
-        """Store the step that `act` began, with the values that an environment's step returned."""
-        begun = self.transition
-        obs = begun.observations if next_obs is None else next_obs  # for their shapes, if the next ones are not given
-        critic_obs = begun.critic_observations if next_critic_obs is None else next_critic_obs
-        record = step_record(obs, critic_obs, rewards, dones, infos)
-        self.process_step(record if next_obs is not None else record._replace(obs=None, critic_obs=None))  # pyright: ignore[reportArgumentType]
-
     @torch.no_grad()
     def process_step(self, record: StepRecord) -> None:
         """Store the step that `act` began, with the record of what it led to."""
@@ -307,16 +282,6 @@ class PPO(Algorithm):
         if hidden:
             self.policy.set_hidden(hidden)
         self.transition.__dict__ = {}
-
-    def needed(self, record: StepRecord) -> StepRecord:
-        """The parts of a record that are stored or read by extensions."""
-        extras = building.tensor_extras(record.extras, self.extensions.values()) if self.uses_step_hooks else {}
-        has_final = self.uses_step_hooks or self.cfg.timeout_bootstrap in ("auto", "final_obs")
-        final_critic_obs: Any = record.final_critic_obs if has_final else None
-        reached: Any = record.critic_obs if self.uses_step_hooks else None
-        return record._replace(  # pyright: ignore[reportArgumentType]
-            obs=None, critic_obs=reached, final_obs=None, final_critic_obs=final_critic_obs, extras=extras
-        )
 
     def store_step(self, row: Any, step: Mapping[str, Any], record: StepRecord, hidden: Hidden) -> Hidden:
         """Copy a step into a row of the storage; returns the state of the memories for the next step."""
@@ -469,18 +434,6 @@ class PPO(Algorithm):
         """Whether PPO's own losses are part of the total."""
         return all(extension.uses_rewards for extension in self.extensions.values())
 
-    def weighted_sum(self, losses: Mapping[str, Tensor]) -> Tensor:
-        """The sum of the losses, each times its weight."""
-        total = None
-        for name, loss in losses.items():
-            weight = self.loss_weights[name]
-            if not torch.is_tensor(weight) and weight == 0.0:
-                continue  # it is only reported: without its gradient the backward pass is shorter
-            number, on_device = self.weights.get(name, (math.nan, weight))
-            weight = weight if torch.is_tensor(weight) or weight != number else on_device
-            total = loss * weight if total is None else total + loss * weight
-        return next(iter(losses.values())) * 0.0 if total is None else total
-
     # Learn: `learn_step` is the tensor function.
     def learn_step(self, index: Tensor, total: int | None = None, num_steps: int | None = None) -> None:
         """Take one gradient step on flat steps `index`, or on the `total` trajectories of environments `index`."""
@@ -519,19 +472,13 @@ class PPO(Algorithm):
         report = {f"losses/{name}": loss for name, loss in losses.items()}
         return report | {f"stats/{name}": value for name, value in stats.items()}
 
-    @torch.no_grad()
-    def adapt_learning_rate(self, kl: Tensor) -> None:
-        """Change the learning rate so that the KL step stays near `desired_kl`; decided on the device."""
-        slower, faster = kl > 2 * self.live.desired_kl, (kl < self.live.desired_kl / 2) & (kl > 0)
-        lower, higher = (self.lr / 1.5).clamp(min=1e-5), (self.lr * 1.5).clamp(max=1e-2)
-        self.lr.copy_(torch.where(slower, lower, torch.where(faster, higher, self.lr)))
-
     # Update: passes over the rollout in minibatches.
     def update(self, current_learning_iteration: int | None = None) -> tuple[dict[str, float], dict[str, float]]:
         """Learn from the rollout; returns mean losses and mean statistics."""
         if current_learning_iteration is not None:
             self.current_learning_iteration = current_learning_iteration
         extensions, storage, cfg = self.extensions.values(), self.rollout, self.cfg
+        self.shows_pass = is_replaced(self, PPO, "compute_losses", "loss_terms")
         self.extension_keys = tuple(e.begin_update(self.current_learning_iteration) for e in extensions)
         self.sync_settings()
         self.meter = self.meters.setdefault(self.constants, MeanMeter())
@@ -568,78 +515,3 @@ class PPO(Algorithm):
         sampled = storage.env_minibatches(count, num_epochs, shuffle)
         args = [(envs, self.executor.bucket(total, len(envs)), storage.filled) for envs, total in sampled]
         return [args[i : i + count] for i in range(0, len(args), count)]
-
-    def mini_batches(self) -> Iterator[MiniBatch]:
-        """The minibatches of one pass."""
-        for index, *trajectories in self.sample_minibatches()[0]:
-            yield self.rollout.take_envs(index, trajectories[0]) if trajectories else self.rollout.take(index)
-
-    def _update_normalizers(self) -> None:
-        """Update the normalisers of observations and values from the newest rollout."""
-        storage = self.storage
-        if self.cfg.empirical_normalization or self.cfg.critic_obs_normalization:
-            obs, critic_obs = self.newest_observations()
-            self.policy.update_normalizers(obs, critic_obs, storage.newest_valid)
-        if self.cfg.value_normalization != "off":
-            self.policy.value_normalizer.update(storage.data["returns"][storage.newest], storage.newest_valid)
-
-    @property
-    def obs_normalizer(self) -> Any:
-        """The policy's observation normaliser."""
-        return self.policy.obs_normalizer
-
-    @property
-    def critic_obs_normalizer(self) -> Any:
-        """The policy's critic observation normaliser."""
-        return self.policy.critic_obs_normalizer
-
-    def newest_observations(self) -> tuple[Any, Any]:
-        """(T, N, ...) observations of the last rollout, the actor's and the critic's."""
-        used, critic = self.rollout.newest, self.rollout.privileged_observations
-        obs = tree_map(lambda leaf: leaf[used], self.rollout.observations)
-        return obs, obs if critic is None else tree_map(lambda leaf: leaf[used], critic)
-
-    # Settings that change in the course of a run.
-    def adjust_learning_rate(self, progress: float) -> None:
-        """Set linear schedules for the fraction of the run that is done."""
-        left = max(0.0, 1.0 - progress)
-        if self.cfg.schedule == "linear":
-            self._learning_rate = self.cfg.learning_rate * left
-            self.lr.fill_(self._learning_rate)
-        if self.cfg.clip_schedule == "linear":
-            self.clip_fraction_left = left
-            self.clip.fill_(self.cfg.clip_param * left)
-
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate as of the last report; assign it to change it."""
-        return self._learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, rate: float) -> None:
-        self.cfg.learning_rate = rate
-        self._learning_rate = self.cfg.learning_rate
-        self.lr.fill_(self._learning_rate)
-
-    def read_learning_rate(self) -> None:
-        """Read the learning rate from the device, or from `param_groups` if it was assigned there."""
-        self.optimizer.take_assigned_rates()
-        self._learning_rate = float(self.lr)
-
-    def _after_load(self, load_optimizer: bool) -> None:
-        if load_optimizer:
-            self.read_learning_rate()
-
-    def sync_derived(self) -> tuple[Any, ...]:
-        """Update rates, bounds and loss weights; returns what else recorded functions depend on."""
-        self.optimizer.take_assigned_rates()
-        self.clip.fill_(self.cfg.clip_param * self.clip_fraction_left)
-        for name in ("clip_min_std", "clip_max_std"):
-            bound = getattr(self.cfg, name)
-            if isinstance(bound, tuple):
-                self.std_bounds[name] = self.bounds_by_action.setdefault(bound, torch.tensor(bound, device=self.device))
-            else:
-                self.std_bounds[name] = None if bound is None else getattr(self.live, name)
-        weights, self.shows_pass = building.sync_weights(self), is_replaced(self, PPO, "compute_losses", "loss_terms")
-        parts = [part for part in (self.policy, self.return_scaler) if part is not None]
-        return (weights, tuple(module_state(parts)), self.uses_rewards, self.extension_keys)
