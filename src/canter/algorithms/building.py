@@ -283,6 +283,7 @@ def sync_derived(self: Any) -> tuple[Any, ...]:
         else:
             self.std_bounds[name] = None if bound is None else getattr(self.live, name)
     weights = sync_weights(self)
+    self.uses_rewards = all(extension.uses_rewards for extension in self.extensions.values())
     parts = [part for part in (self.policy, self.return_scaler) if part is not None]
     return (weights, tuple(module_state(parts)), self.uses_rewards, self.extension_keys)
 

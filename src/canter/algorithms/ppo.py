@@ -171,6 +171,8 @@ class PPO(Algorithm):
         self.meters: dict[Any, MeanMeter] = {}  # by the key of recordings: other settings, other names
         self.meter = MeanMeter()
         self.extension_keys: tuple[Any, ...] = ()
+        self.uses_rewards = True
+        """Whether returns and PPO's own losses are needed, as of the last `sync_settings`."""
         for extension in self.extensions.values():
             extension.attach(self)
         self.uses_step_hooks = any(overrides(e, hook) for e in self.extensions.values() for hook in ("record", "reset"))
@@ -428,11 +430,6 @@ class PPO(Algorithm):
                 kl = distribution.kl(batch.old_params, out.params)
                 inter_vars["kl"], stats["kl"] = kl, batch.mean(kl)
         return Terms(losses, inter_vars, stats)
-
-    @property
-    def uses_rewards(self) -> bool:
-        """Whether PPO's own losses are part of the total."""
-        return all(extension.uses_rewards for extension in self.extensions.values())
 
     # Learn: `learn_step` is the tensor function.
     def learn_step(self, index: Tensor, total: int | None = None, num_steps: int | None = None) -> None:
