@@ -2,8 +2,8 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from torch import Tensor
 from canter.algorithms.algorithm import Algorithm, module_state
 from canter.algorithms.extension import Extension, Offered
 from canter.algorithms.optim import GuardedOptimizer
-from canter.algorithms.overriding import call
 from canter.envs.records import step_record
 from canter.envs.vec_env import StepRecord
 from canter.modules.build import NETWORK_ARGUMENTS, build_actor_critic, build_policy, env_shapes
@@ -22,6 +21,8 @@ from canter.utils.distributed import RANKS
 from canter.utils.metrics import MeanMeter
 from canter.utils.runtime import resolve_device
 from canter.utils.tree import Obs, tree_map
+
+T = TypeVar("T")
 
 
 def from_cfg(cls: Any, cfg: Any, env: Any, device: Any = None, **networks: Any) -> Any:
@@ -205,14 +206,23 @@ def rollout_steps(self: Any, env: Any, obs: Obs, critic_obs: Obs | None, hidden:
     return obs, critic_obs, hidden
 
 
+# Methods that a user may replace: who replaces one is called, also where canter has a faster way.
+def is_replaced(owner: Any, base: type, *names: str) -> bool:
+    """Whether code outside canter replaces a method of `base`, in a subclass or on the object itself."""
+    for name in names:
+        method = getattr(owner, name)
+        function = getattr(method, "__func__", method)
+        if function is not getattr(base, name) and not str(getattr(function, "__module__", "")).startswith("canter."):
+            return True
+    return False
+
+
+def call(name: str, fn: Callable[..., T], *args: Any) -> T:
+    """`fn(*args)`: stands for `Executor.run` inside a function that is itself run by it."""
+    return fn(*args)
+
+
 # Steps: what overrides of the documented methods get and leave behind.
-def begun_step(alg: Any) -> Mapping[str, Any]:
-    """The step that acting began; an `act` as documented leaves the memories in the documented form."""
-    step = vars(alg.transition)
-    given = step.get("hidden_states")
-    return step if given is None else {**step, "hidden": alg.storage.unpack_hidden(given)}
-
-
 def process_env_step(
     self: Any, rewards: Tensor, dones: Tensor, infos: dict[str, Any], next_obs: Any = None, next_critic_obs: Any = None
 ) -> None:
@@ -282,10 +292,26 @@ def sync_derived(self: Any) -> tuple[Any, ...]:
             self.std_bounds[name] = self.bounds_by_action.setdefault(bound, torch.tensor(bound, device=self.device))
         else:
             self.std_bounds[name] = None if bound is None else getattr(self.live, name)
-    weights = sync_weights(self)
+    known = {name.removesuffix("_coef") for name in self.setting_fields if name.endswith("_coef")}
+    known |= {*self.loss_weights, "surrogate_loss", *self.weights}
+    known |= {name.removeprefix("losses/") for name in self.meter.names if name.startswith("losses/")}
+    known.discard("total_loss")
+    weights: list[Any] = []
+    for name in sorted(known):
+        weight = self.loss_weights[name]
+        if isinstance(weight, int | float):
+            before, scalar = self.weights.get(name, (None, None))
+            if scalar is None:
+                scalar = self.device_scalar(weight)
+            elif weight != before:
+                scalar.fill_(weight)
+            self.weights[name] = (weight, scalar)
+            weights.append((name, weight == 0.0))
+        elif torch.is_tensor(weight):
+            weights.append((name, weight.data_ptr()))
     self.uses_rewards = all(extension.uses_rewards for extension in self.extensions.values())
     parts = [part for part in (self.policy, self.return_scaler) if part is not None]
-    return (weights, tuple(module_state(parts)), self.uses_rewards, self.extension_keys)
+    return (tuple(weights), tuple(module_state(parts)), self.uses_rewards, self.extension_keys)
 
 
 def adjust_learning_rate(self: Any, progress: float) -> None:
@@ -347,28 +373,6 @@ def weighted_sum(self: Any, losses: Mapping[str, Tensor]) -> Tensor:
         weight = weight if torch.is_tensor(weight) or weight != number else on_device
         total = loss * weight if total is None else total + loss * weight
     return next(iter(losses.values())) * 0.0 if total is None else total
-
-
-def sync_weights(alg: Any) -> tuple[Any, ...]:
-    """Copy the weights of all known losses to the device; returns their names, and which of them are zero."""
-    known = {name.removesuffix("_coef") for name in alg.setting_fields if name.endswith("_coef")}
-    known |= {*alg.loss_weights, "surrogate_loss", *alg.weights}
-    known |= {name.removeprefix("losses/") for name in alg.meter.names if name.startswith("losses/")}
-    known.discard("total_loss")
-    key = []
-    for name in sorted(known):
-        weight = alg.loss_weights[name]
-        if isinstance(weight, int | float):
-            before, scalar = alg.weights.get(name, (None, None))
-            if scalar is None:
-                scalar = alg.device_scalar(weight)
-            elif weight != before:
-                scalar.fill_(weight)
-            alg.weights[name] = (weight, scalar)
-            key.append((name, weight == 0.0))
-        elif torch.is_tensor(weight):
-            key.append((name, weight.data_ptr()))
-    return tuple(key)
 
 
 def update_normalizers(self: Any) -> None:

@@ -11,7 +11,6 @@ from canter.algorithms import building
 from canter.algorithms.algorithm import Algorithm, AlgorithmSettings, RunSettings, Terms
 from canter.algorithms.extension import Extension, overrides
 from canter.algorithms.optim import backward
-from canter.algorithms.overriding import is_replaced
 from canter.algorithms.rnd import RND, RNDSettings
 from canter.algorithms.symmetry import Symmetry, SymmetrySettings
 from canter.envs.vec_env import StepRecord
@@ -166,6 +165,7 @@ class PPO(Algorithm):
         self.bounds_by_action: dict[tuple[float, ...], Tensor] = {}  # of settings with one bound per action
         self.std_bounds: dict[str, Tensor | None] = {}  # by setting, on the device
         self.transition = Transition()
+        self.has_begun = False  # whether `begin_rollout` was called for the first step
         self.adds_transitions = False  # whether `storage.add_transitions` is a user's
         self.return_scaler: ReturnScaler | None = None
         self.meters: dict[Any, MeanMeter] = {}  # by the key of recordings: other settings, other names
@@ -178,12 +178,17 @@ class PPO(Algorithm):
         self.uses_step_hooks = any(overrides(e, hook) for e in self.extensions.values() for hook in ("record", "reset"))
         self.forward: Any = self.policy
         """The policy's pass while acting, compiled on a GPU."""
-        self.shows_pass = is_replaced(self, PPO, "compute_losses", "loss_terms")
+        self.shows_pass = building.is_replaced(self, PPO, "compute_losses", "loss_terms")
         building.compile_passes(self)
         self.is_built = True
         self.sync_settings()
         if self.env is not None:
             self.prepare(self.env, getattr(self.cfg, "num_steps_per_env", 24))
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "record_step" in vars(cls):
+            raise TypeError(f"{cls.__name__}.record_step is not called; override store_step(row, step, record, hidden)")
 
     @property
     def rollout(self) -> RolloutStorage:
@@ -203,40 +208,40 @@ class PPO(Algorithm):
         on a GPU together with the policy: a rollout is one graph.
         """
         storage = self.rollout
-        is_replaced_step = is_replaced(self, PPO, "act", "process_env_step", "process_step", "compute_returns")
+        is_replaced_step = building.is_replaced(self, PPO, "act", "process_env_step", "process_step", "compute_returns")
         is_whole = on_step is None and env.capturable and self.executor.uses_graphs
         if is_whole and not is_replaced_step and "rollout" not in self.executor.eager_only:
             return self.collect_whole(env, obs, critic_obs)
-        if is_replaced(self, PPO, "act"):
-            self.begin_rollout()
-        gives_infos = is_replaced(self, PPO, "process_env_step")
+        self.begin_rollout()
+        gives_infos = building.is_replaced(self, PPO, "process_env_step")
         while storage.step < storage.num_transitions_per_env:
             record = env.step(self.act(obs, critic_obs))
             if gives_infos:
                 record = building.process_as_documented(self, record)
-            else:
-                self.process_step(record)
             if on_step is not None:
-                on_step(record)
+                on_step(record)  # it may refuse the record
+            if not gives_infos:
+                self.process_step(record)
             obs, critic_obs = record.obs, record.critic_obs
-        if is_replaced(self, PPO, "compute_returns"):
+        if building.is_replaced(self, PPO, "compute_returns"):
             self.finish_rewards(self.executor.run)
         self.compute_returns(critic_obs)
         return obs, critic_obs
 
     def begin_rollout(self) -> None:
         """Take over changed settings before the first step of a rollout."""
+        self.has_begun = True
         if self.executor.replays:
             self.executor.begin_iteration()
         self.sync_settings()
-        self.adds_transitions = is_replaced(self.rollout, RolloutStorage, "add_transitions")
+        self.adds_transitions = building.is_replaced(self.rollout, RolloutStorage, "add_transitions")
 
     # Act: `act_step` is the tensor function that is recorded or captured.
     @torch.no_grad()  # a stored tensor with a graph would keep every rollout alive
     def act(self, obs: Obs, critic_obs: Obs | None = None) -> Tensor:
         """Sample actions for N environments and begin their transition."""
         storage = self.rollout
-        if storage.step == 0:
+        if storage.step == 0 and not self.has_begun:
             self.begin_rollout()
         hidden = self.policy.hidden(storage.num_envs) if storage.hidden_shapes else {}
         step = self.executor.run("act", self.act_step, obs, None if critic_obs is obs else critic_obs, hidden)
@@ -271,9 +276,12 @@ class PPO(Algorithm):
     @torch.no_grad()
     def process_step(self, record: StepRecord) -> None:
         """Store the step that `act` began, with the record of what it led to."""
-        storage, step = self.rollout, building.begun_step(self)
+        storage, step = self.storage, vars(self.transition)
         storage.check_space()
+        self.has_begun = False  # another rollout begins with the next first step
         number, hidden = storage.step, self.policy.hidden(storage.num_envs) if storage.hidden_shapes else {}
+        if step.get("hidden_states") is not None:  # from an `act` as documented
+            step = {**step, "hidden": storage.unpack_hidden(step["hidden_states"])}
         needed = self.needed(record)
         computes = bool(hidden) or self.uses_step_hooks or needed.final_critic_obs is not None
         if (computes or self.executor.uses_graphs) and not self.adds_transitions:
@@ -440,9 +448,9 @@ class PPO(Algorithm):
         """Loss terms of a minibatch and their weighted sum, compiled as a whole on a GPU."""
         if isinstance(index, Tensor):
             index = self.storage.take(index) if total is None else self.storage.take_envs(index, total)
-        kept = self.policy.last_pass
+        kept = self.policy.last_pass if self.shows_pass else None
         terms = Terms(*self.compute_losses(index))
-        if self.shows_pass:
+        if kept is not None:
             self.policy.last_pass = kept
         apart = {name for extension in self.extensions.values() for name in extension.own_losses}
         return terms, self.weighted_sum({name: loss for name, loss in terms.losses.items() if name not in apart})
@@ -475,10 +483,12 @@ class PPO(Algorithm):
         if current_learning_iteration is not None:
             self.current_learning_iteration = current_learning_iteration
         extensions, storage, cfg = self.extensions.values(), self.rollout, self.cfg
-        self.shows_pass = is_replaced(self, PPO, "compute_losses", "loss_terms")
+        self.shows_pass = building.is_replaced(self, PPO, "compute_losses", "loss_terms")
         self.extension_keys = tuple(e.begin_update(self.current_learning_iteration) for e in extensions)
         self.sync_settings()
-        self.meter = self.meters.setdefault(self.constants, MeanMeter())
+        if self.constants not in self.meters:
+            self.meters[self.constants] = MeanMeter()
+        self.meter = self.meters[self.constants]
         self.meter.reset()
         target_kl = cfg.target_kl if self.uses_rewards else None
         for minibatches in self.sample_minibatches(cfg.num_learning_epochs):
@@ -505,7 +515,7 @@ class PPO(Algorithm):
         """Arguments of `learn_step` for every minibatch of every pass: steps; or environments, trajectories and T."""
         shuffle, count, storage = self.generators["shuffle"], self.cfg.num_mini_batches, self.storage
         name = "recurrent_mini_batch_generator" if self.policy.is_recurrent else "mini_batch_generator"
-        if is_replaced(storage, RolloutStorage, name):
+        if building.is_replaced(storage, RolloutStorage, name):
             return [getattr(storage, name)(count, 1) for _ in range(num_epochs)]
         if not self.policy.is_recurrent:
             return [[(index,) for index in storage.step_minibatches(count, shuffle)] for _ in range(num_epochs)]

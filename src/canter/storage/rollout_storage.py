@@ -200,9 +200,10 @@ class RolloutStorage:
     def add(self, transition: Mapping[str, Any]) -> None:
         """Store one transition, given as a mapping from the fields' sources to (N, ...) tensors."""
         self.check_space()
-        transition = {"env_rewards": transition.get("rewards"), **transition}
+        if "rewards" in transition:
+            transition = {"env_rewards": transition["rewards"], **transition}
         if transition.get("hidden_states") is not None:
-            transition["hidden"] = self.unpack_hidden(transition["hidden_states"])
+            transition = {**transition, "hidden": self.unpack_hidden(transition["hidden_states"])}
         self.put(self.next_row, transition)
         self.step += 1
 
