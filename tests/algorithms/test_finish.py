@@ -1,4 +1,4 @@
-"""A finished rollout by hand: time limits, order of rewards, returns; the discount is 1/2, the value the observation."""
+"""A finished rollout by hand: time limits, order of rewards, returns. The discount is 1/2, a value its observation."""
 
 import pytest
 import torch
@@ -88,7 +88,7 @@ def test_rewards_are_changed_then_scaled_then_increased_then_bootstrapped():
     steps = [(0.0, 4.0, RUNNING, None), (0.0, 1.0, CUT_OFF, 8.0)]
     plain = finished(steps, normalize_rewards=True, timeout_bootstrap="none").rollout.rewards.flatten()
     alg = finished(steps, normalize_rewards=True, extensions=[Doubled()])
-    # A scale undoes the factor but for its bound of 10 and its epsilon; one environment has no spread in the first step.
+    # A scale undoes the factor, but for its bound of 10: one environment has no spread in the first step.
     wanted = [10.0 + 100.0, float(plain[1]) + 100.0 + 0.5 * 8.0]
     torch.testing.assert_close(alg.rollout.rewards.flatten(), torch.tensor(wanted))
     assert alg.rollout.env_rewards.flatten().tolist() == [4.0, 1.0]
