@@ -123,6 +123,23 @@ def test_an_act_of_ones_own_learns_what_process_step_stores(execution):
     assert (alg.storage.data["truncated"].any()) or alg.storage.dones.any()
 
 
+class StepByStep(OnPolicyRunner):
+    """A runner with a step of its own."""
+
+    def rollout_step(self, obs, critic_obs, **kwargs):
+        return super().rollout_step(obs, critic_obs, **kwargs)
+
+
+def test_a_runner_with_a_step_of_its_own_calls_the_replaced_methods_too():
+    class Both(StyleReward, Documented):
+        act = PPO.act
+
+    alg = Both(policy(), seed=1, timeout_bootstrap="none")
+    StepByStep(PointRobot(4, seed=1), alg, show_progress=False).learn(1)
+    assert (alg.storage.rewards == 1000.0).all()
+    assert alg.calls == 1
+
+
 class DocumentedUpdate(PPO):
     """The documented loop over minibatches, with torch's way of taking a step."""
 

@@ -223,9 +223,7 @@ class PPO(Algorithm):
             if not gives_infos:
                 self.process_step(record)
             obs, critic_obs = record.obs, record.critic_obs
-        if building.is_replaced(self, PPO, "compute_returns"):
-            self.finish_rewards(self.executor.run)
-        self.compute_returns(critic_obs)
+        self.finish(critic_obs)
         return obs, critic_obs
 
     def begin_rollout(self) -> None:
@@ -315,6 +313,12 @@ class PPO(Algorithm):
         return {name: state.masked_fill(ends.view(-1, 1, 1, 1), 0.0) for name, state in hidden.items()}
 
     # Finish: rewards to learn from, returns and advantages of the (T, N) steps.
+    def finish(self, last_critic_obs: Obs) -> None:
+        """Compute the rewards to learn from, and the returns; by a user's `compute_returns` where there is one."""
+        if building.is_replaced(self, PPO, "compute_returns"):
+            self.finish_rewards(self.executor.run)
+        self.compute_returns(last_critic_obs)
+
     @torch.no_grad()
     def compute_returns(self, last_critic_obs: Obs) -> None:
         """Finish the rollout: rewards to learn from, returns and advantages; no memory advances."""

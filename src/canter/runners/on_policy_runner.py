@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from canter.algorithms.building import is_replaced, process_as_documented
+from canter.algorithms.ppo import PPO
 from canter.runners.run_log import train_metrics
 from canter.runners.runner import Runner
 from canter.utils.metrics import gpu_memory
@@ -57,7 +59,7 @@ class OnPolicyRunner(Runner):
         if getattr(self.rollout_step, "__func__", None) is not OnPolicyRunner.rollout_step:
             for _ in range(self.num_steps_per_env):
                 self.obs, self.critic_obs, *_ = self.rollout_step(self.obs, self.critic_obs)
-            alg.compute_returns(self.critic_obs)
+            alg.finish(self.critic_obs)
             return
         is_checked = self.iteration > 0 and not stats.has_extras and not stats.guard.is_immediate
         self.obs, self.critic_obs = alg.collect(
@@ -70,5 +72,8 @@ class OnPolicyRunner(Runner):
         self.actions = self.alg.act(obs, critic_obs)
         record = self.env.step(self.actions)
         self.stats.take(record)
-        self.alg.process_step(record)
+        if is_replaced(self.alg, PPO, "process_env_step"):
+            process_as_documented(self.alg, record)
+        else:
+            self.alg.process_step(record)
         return record.obs, record.critic_obs, record.reward, record.terminated | record.truncated, record.extras
