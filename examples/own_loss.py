@@ -27,7 +27,7 @@ class Smooth(Extension):
     name = "smooth"
     settings_class = SmoothSettings
 
-    def declare_fields(self) -> dict[str, Field]:
+    def fields(self) -> dict[str, Field]:
         """One more quantity per step in the rollout."""
         return {"previous_action": Field((2,))}
 
@@ -40,11 +40,11 @@ class Smooth(Extension):
         step["previous_action"] = self.previous.clone()
         self.previous.copy_(step["actions"])
 
-    def after_record(self, record) -> None:
+    def reset(self, ends: Tensor) -> None:
         """An episode begins with no action."""
-        self.previous.masked_fill_(record.done.unsqueeze(1), 0.0)
+        self.previous.masked_fill_(ends.unsqueeze(1), 0.0)
 
-    def loss_terms(self, terms, batch, out) -> None:
+    def losses(self, terms, batch, out) -> None:
         """Add the term; `batch.mean` leaves out steps that do not count."""
         terms.losses["smooth_loss"] = batch.mean((out.mean - batch.previous_action).square().sum(-1))
 

@@ -102,9 +102,7 @@ def minibatch_step():
     """`minibatch_step(alg, batch)`: one gradient step on a minibatch; its losses and statistics."""
 
     def step(alg, batch):
-        alg.defers_late_terms = True
         terms = alg.compute_losses(batch)
-        alg.defers_late_terms = False
         return alg.optimizer_step(terms, alg.weighted_sum(terms.losses))
 
     return step

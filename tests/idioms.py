@@ -366,7 +366,7 @@ class ScaleByItem(Net):
 
 @idiom("same")
 class BooleanSelection(Ext):
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         chosen = out.mean[batch.obs[..., 0] > 0]
         terms.losses["mine"] = chosen.square().sum() / max(len(chosen), 1)
 
@@ -393,7 +393,7 @@ class PrintedLoss(Ext):
     def parts(self, alg):
         self.lines = []
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         self.lines.append(f"value loss {terms.losses['value_loss']:.3f}")
         terms.losses["mine"] = out.mean.square().mean()
 
@@ -428,7 +428,7 @@ class LossFromTensor(Alg):
 
 @idiom("recorded")
 class LossFromZeros(Ext):
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         loss = torch.zeros((), device=batch.obs.device)
         for column in out.mean.unbind(-1):
             loss += column.square().mean()
@@ -437,7 +437,7 @@ class LossFromZeros(Ext):
 
 @idiom("same")
 class StatisticsFromNumpyZeros(Ext):
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         total = torch.from_numpy(np.zeros(2, np.float32)).to(batch.obs.device)
         total.add_(out.mean.mean(0).detach())
         terms.losses["mine"] = (out.mean - total).square().mean()
@@ -446,7 +446,7 @@ class StatisticsFromNumpyZeros(Ext):
 # The iteration, and other Python state.
 @idiom("same")
 class AnnealByIteration(Ext):
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         left = max(0.0, 1.0 - self.alg.current_learning_iteration / 10)
         terms.losses["mine"] = left * out.mean.square().mean()
 
@@ -468,7 +468,7 @@ class NumberSetInBeginUpdate(Ext):
     def begin_update(self, iteration):
         self.weight = 3.0 if iteration >= 5 else 0.1
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = self.weight * out.mean.square().mean()
 
 
@@ -480,7 +480,7 @@ class DeviceNumberSetInBeginUpdate(Ext):
     def begin_update(self, iteration):
         self.weight.fill_(0.3 * iteration)
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = self.weight * out.mean.square().mean()
 
 
@@ -489,14 +489,14 @@ class ReboundAverage(Ext):
     def begin(self, storage):
         self.ema = torch.zeros(WIDTH, device=storage.device)
 
-    def declare_fields(self):
+    def fields(self):
         return {"average": Field((WIDTH,))}
 
     def after_act(self, step, obs, critic_obs):
         self.ema = 0.9 * self.ema + 0.1 * obs.mean(0)
         step["average"] = self.ema.expand_as(obs).clone()
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = (out.mean * batch.average[..., :2]).mean()
 
 
@@ -522,7 +522,7 @@ class BufferAverageInPlace(Net):
 
 @idiom("same")
 class DequeOfObservations(Ext):
-    def declare_fields(self):
+    def fields(self):
         return {"older": Field((WIDTH,))}
 
     def begin(self, storage):
@@ -532,13 +532,13 @@ class DequeOfObservations(Ext):
         self.past.append(obs.clone())
         step["older"] = self.past[0]
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = (out.mean * batch.older[..., :2]).mean()
 
 
 @idiom("recorded")
 class FrameStackInBuffer(Ext):
-    def declare_fields(self):
+    def fields(self):
         return {"older": Field((3, WIDTH))}
 
     def begin(self, storage):
@@ -548,10 +548,10 @@ class FrameStackInBuffer(Ext):
         self.frames.copy_(torch.cat([self.frames[:, 1:], obs.unsqueeze(1)], 1))
         step["older"] = self.frames.clone()
 
-    def after_record(self, record):
-        self.frames.masked_fill_(record.done.view(-1, 1, 1), 0.0)
+    def reset(self, ends):
+        self.frames.masked_fill_(ends.view(-1, 1, 1), 0.0)
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = (out.mean * batch.older.mean(-2)[..., :2]).mean()
 
 
@@ -588,7 +588,7 @@ class CounterInNestedObject(Ext):
     def parts(self, alg):
         self.schedule = self.Schedule()
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = self.schedule.value() * out.mean.square().mean()
 
 
@@ -597,7 +597,7 @@ class GeneratorFunction(Ext):
     def parts(self, alg):
         self.weights = itertools.chain([0.5] * 21, itertools.repeat(5.0))
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = next(self.weights) * out.mean.square().mean()
 
 
@@ -608,7 +608,7 @@ class DelayedUpdate(Ext):
     def parts(self, alg):
         self.calls = 0
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         self.calls += 1
         terms.losses["mine"] = out.mean.square().mean() * (3.0 if self.calls % 3 == 0 else 0.0)
 
@@ -700,7 +700,7 @@ class NumberReadFromFile(Ext):
         with open(self._file, "w") as file:
             file.write("1.0" if i < 5 else "20.0")
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         with open(self._file) as file:
             terms.losses["mine"] = float(file.read()) * out.mean.square().mean()
 
@@ -708,7 +708,7 @@ class NumberReadFromFile(Ext):
 # Random numbers.
 @idiom("same")
 class NewNumpyGeneratorInEveryCall(Ext):
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         weight = 1.0 if np.random.default_rng().random() < 2.0 else 20.0
         terms.losses["mine"] = weight * out.mean.square().mean()
 
@@ -731,7 +731,7 @@ class RareNumpyGenerator(Ext):
     def parts(self, alg):
         self.rng = np.random.default_rng(3)
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = out.mean.square().mean() * (10.0 if self.rng.random() > 0.85 else 1.0)
 
 
@@ -740,7 +740,7 @@ class RareRandomObject(Ext):
     def parts(self, alg):
         self.rng = random.Random(3)
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = out.mean.square().mean() * (10.0 if self.rng.random() > 0.85 else 1.0)
 
 
@@ -763,14 +763,14 @@ class GeneratorOfTheAlgorithm(Ext):
     def parts(self, alg):
         self.noise = alg.new_generator("mine")
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         drawn = torch.randn(out.mean.shape, generator=self.noise, device=out.mean.device)
         terms.losses["mine"] = (out.mean * drawn).mean()
 
 
 @idiom("same")
 class ReseededEveryStep(Ext):
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         torch.manual_seed(7)
         terms.losses["mine"] = (out.mean * torch.randn_like(out.mean)).mean()
 
@@ -1011,7 +1011,7 @@ class LargeNumpyArrayChanged(Ext):
         if i == 5:
             self.table[7] = 30.0
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = float(self.table[7]) * out.mean.square().mean()
 
 
@@ -1025,7 +1025,7 @@ class MemberOfSetReplaced(Ext):
             self.modes.remove("calm")
             self.modes.add("wild")
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = (10.0 if "wild" in self.modes else 1.0) * out.mean.square().mean()
 
 
@@ -1037,7 +1037,7 @@ class WeightAttributeOfExtension(Ext):
     def callback(self, runner, i):
         self.weight = 1.0 if i < 5 else 20.0
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = self.weight * out.mean.square().mean()
 
 
@@ -1049,10 +1049,10 @@ class RewardWeightOfExtension(Ext):
     def callback(self, runner, i):
         self.weight = 0.1 if i < 5 else 2.0
 
-    def bonus(self, record):
-        return self.weight * record.reward.tanh()
+    def bonus(self, rollout):
+        return self.weight * rollout.column("env_rewards").tanh()
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = out.mean.square().mean()
 
 
@@ -1093,7 +1093,7 @@ class SettingReadFromTheConfig(Ext):
     def callback(self, runner, i):
         runner.alg.gamma = 0.99 if i < 5 else 0.5
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = self.alg.cfg.gamma * out.mean.square().mean()
 
 
@@ -1103,7 +1103,7 @@ class NumberOfTheEnvironmentReadThroughTheRunner(Ext):
         self.runner = runner
         runner.env.level = 1.0 if i < 5 else 9.0
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = self.runner.env.level * out.mean.square().mean()
 
 
@@ -1117,14 +1117,14 @@ class LearningRateReadAsNumber(Alg):
 
 @idiom("limit")
 class StepOfTheRollout(Ext):
-    def declare_fields(self):
+    def fields(self):
         return {"is_last": Field((1,))}
 
     def after_act(self, step, obs, critic_obs):
         is_last = self.alg.rollout.step == NUM_STEPS - 1
         step["is_last"] = torch.full((len(obs), 1), float(is_last), device=obs.device)
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = (out.mean * batch.is_last).mean()
 
 
@@ -1161,7 +1161,7 @@ class LossWeightAnnealed(Ext):
     def callback(self, runner, i):
         runner.alg.loss_weights["mine"] = 0.1 * (i + 1)
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = out.mean.square().mean()
 
 
@@ -1320,7 +1320,7 @@ class SwitchByClock(Clock, Ext):
     def parts(self, alg):
         TICKS[0] = 0
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         weight = 10.0 if self.elapsed_time() > 0.215 else 1.0
         terms.losses["mine"] = weight * out.mean.square().mean()
 
@@ -1427,7 +1427,7 @@ class VmappedEnsemble(Net):
 
 @idiom("same")
 class JacobianByFunctionalTransforms(Ext):
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         jacobian = torch.vmap(torch.func.jacrev(self.alg.policy.actor))(batch.obs)
         terms.losses["mine"] = jacobian.square().mean()
 
@@ -1651,7 +1651,7 @@ class TargetNetworkInPlace(Ext):
         for own, trained in zip(self.target.parameters(), self.alg.policy.critic.parameters(), strict=True):
             own.lerp_(trained, 0.1)
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         self.follow()
         terms.losses["mine"] = (out.value - self.target(batch.critic_obs)).square().mean()
 
@@ -1661,7 +1661,7 @@ class TargetNetworkInEndUpdate(Ext):
     def parts(self, alg):
         self.target = copy.deepcopy(alg.policy.critic).requires_grad_(False)
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = (out.value - self.target(batch.critic_obs)).square().mean()
 
     def end_update(self, rollout):
@@ -1675,7 +1675,7 @@ class OwnNetworkAndOptimizer(Ext):
             self.model = nn.Linear(WIDTH, WIDTH).to(alg.device)
         self.optimizer = GuardedOptimizer(self.model, "Adam", 1e-2)
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = (self.model(batch.obs) - batch.obs).square().mean()
 
     def checkpoint_parts(self):
@@ -1690,7 +1690,7 @@ class OwnTorchOptimizer(Ext):
             self.model = nn.Linear(WIDTH, WIDTH).to(alg.device)
         self.own = self.make()
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.inter_vars["obs"] = batch.obs
 
     def checkpoint_parts(self):
@@ -1712,27 +1712,27 @@ class TorchAdamInLearn(OwnTorchOptimizer):
 
 @idiom("recorded")
 class GradientPenalty(Ext):
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         obs = batch.obs.detach().clone().requires_grad_()
         (grad,) = torch.autograd.grad(self.alg.policy.critic(obs).sum(), obs, create_graph=True)
         terms.losses["mine"] = grad.square().sum(-1).mean()
 
 
-@idiom("recorded")
+@idiom("same")
 class CounterInHostHook(Ext):
-    """`record_fields` is a host hook, but part of a rollout that is captured as a whole."""
+    """A hook that should be tensor code counts the steps."""
 
     def parts(self, alg):
         self.steps = 0
 
-    def declare_fields(self):
+    def fields(self):
         return {"age": Field((1,))}
 
-    def record_fields(self, record):
+    def record(self, record):
         self.steps += 1
         return {"age": torch.full((NUM_ENVS, 1), 0.1 * self.steps, device=record.reward.device)}
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = (out.mean * batch.age).mean()
 
 
@@ -1799,7 +1799,7 @@ class SharedContextOfPolicyAndExtension(Ext):
     def callback(self, runner, i):
         self.scale = 1.0 if i < 5 else 0.5
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = out.mean.square().mean()
 
 
@@ -1887,7 +1887,7 @@ class ActorFrozen(Actor):
 class Fading(Ext):
     """Base of extensions whose loss is weighted by `weight()`."""
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = self.weight() * out.mean.square().mean()
 
 
@@ -2046,7 +2046,7 @@ class LibraryOfManyArrays(Ext):
     def callback(self, runner, i):
         self.gain = 1.0 if i < 5 else 20.0
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = self.gain * len(self.clips) / 100_000 * out.mean.square().mean()
 
 
@@ -2071,7 +2071,7 @@ class SparseConstant(Ext):
     def parts(self, alg):
         self.matrix = torch.eye(2, device=alg.device).to_sparse()
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = torch.sparse.mm(self.matrix, out.mean.reshape(-1, 2).T).square().mean()
 
 
@@ -2099,7 +2099,7 @@ class UnderAProfiler(Script):
 
 @idiom("same")
 class UniqueOfRounded(Ext):
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["mine"] = batch.obs.round().unique().numel() * out.mean.square().mean()
 
 

@@ -148,16 +148,15 @@ def constant_discriminator(alg, d):
 def test_the_stored_reward_is_the_blend_and_the_record_stays_raw(make_appo):
     alg, env = make_appo(env_cfg={"end_prob": 0.0})
     constant_discriminator(alg, 0.0)
-    seen = []
-    alg.on_record.append(lambda record: seen.append(record.reward.clone()))
-    obs = env.get_observations()
+    obs, given = env.get_observations(), []
     for _ in range(3):
         record = env.step(alg.act(*obs))
         alg.process_step(record)
         obs = record.obs, record.critic_obs
-        wanted = 0.75 * 1.5 + 0.25 * record.reward
-        torch.testing.assert_close(alg.rollout.rewards[alg.rollout.step - 1].squeeze(1), wanted)
-        assert torch.equal(seen[-1], record.reward)
+        given.append(record.reward)
+    alg.compute_returns(record.critic_obs)
+    torch.testing.assert_close(alg.rollout.rewards[:3, :, 0], 0.75 * 1.5 + 0.25 * torch.stack(given))
+    assert torch.equal(alg.rollout.env_rewards[:3, :, 0], torch.stack(given))
 
 
 def test_a_transition_across_a_reset_never_enters(make_appo, collect):
@@ -284,7 +283,7 @@ def test_the_discriminator_sees_normalised_features_of_policy_and_expert(make_ap
     prior.discriminator.adversarial_losses = lambda *args: seen.extend(args) or losses(*args)
     rows = {"ref_motion": torch.full((5, 6), 6.0), "ref_obs": torch.full((5, 6), -2.0)}
     rows |= {"ref_valid": torch.ones(5, dtype=torch.bool), "ref_motion_valid": torch.ones(5, dtype=torch.bool)}
-    prior.late_terms(Terms({}, rows, {}))
+    prior.add_adversarial_losses(Terms({}, rows, {}))
     expert, policy, *_ = seen
     torch.testing.assert_close(expert, torch.full((5, 6), 0.5 if separate else 1.0))
     torch.testing.assert_close(policy, torch.full((5, 6), -1.0))
@@ -326,6 +325,7 @@ def test_mimic_reward_takes_the_distance_off(make_appo):
     alg.process_env_step(
         torch.zeros(4), torch.zeros(4), {"observations": {"ref_obs": ref}, "ref_motion": torch.zeros(4, 6)}
     )
+    alg.compute_returns(env.get_observations()[1])
     torch.testing.assert_close(alg.rollout.rewards[0], torch.full((4, 1), -0.1 * 5.0 / 1.01))
 
 

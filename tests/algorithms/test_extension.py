@@ -43,7 +43,7 @@ class Smooth(Extension):
     name = "smooth"
     settings_class = SmoothSettings
 
-    def declare_fields(self):
+    def fields(self):
         return {"previous_action": Field((2,))}
 
     def begin(self, storage):
@@ -53,10 +53,10 @@ class Smooth(Extension):
         step["previous_action"] = self.previous.clone()
         self.previous.copy_(step["actions"])
 
-    def after_record(self, record):
-        self.previous.masked_fill_(record.done.unsqueeze(1), 0.0)
+    def reset(self, ends):
+        self.previous.masked_fill_(ends.unsqueeze(1), 0.0)
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         change = out.mean - batch.previous_action
         terms.losses["smooth_loss"] = batch.mean(change.square().sum(-1))
 
@@ -65,18 +65,16 @@ class Forward(Extension):
     """A model of the next observation with an optimizer of its own, whose error is a bonus."""
 
     name = "forward_model"
-    needs_next_obs = True
 
     def attach(self, alg):
         super().attach(alg)
         self.model = nn.Linear(5, 5)
         self.optimizer = GuardedOptimizer(self.model, "Adam", 1e-2)
-        alg.loss_weights["forward_loss"] = 1.0
 
-    def bonus(self, record):
-        return 0.0 * record.critic_obs.sum(-1) + 1.0
+    def bonus(self, rollout):
+        return 0.0 * rollout.privileged_observations.sum(-1) + 1.0
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["forward_loss"] = batch.mean((self.model(batch.critic_obs) - batch.critic_obs).square().mean(-1))
 
     def checkpoint_parts(self):

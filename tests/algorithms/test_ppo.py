@@ -360,10 +360,14 @@ def test_each_loss_reaches_its_own_parameters_by_its_weight(make_ppo, collect, n
         assert PPO(ActorCritic(1, 1), **{setting: 0.25}).loss_weights[name] == 0.25
 
 
-def test_a_loss_without_a_weight_is_an_error(make_ppo):
-    alg, _ = make_ppo()
-    with pytest.raises(KeyError, match="mimic_loss"):
-        alg.weighted_sum({"mimic_loss": torch.ones(())})
+def test_a_loss_weighs_its_entry_else_the_attribute_of_its_name_else_one(make_ppo):
+    alg, _ = make_ppo(entropy_coef=0.25)
+    losses = {"mimic_loss": torch.tensor(8.0), "entropy": torch.tensor(4.0)}
+    assert alg.weighted_sum(losses) == 8.0 + 1.0
+    alg.mimic_loss_coef = 0.5
+    assert alg.weighted_sum(losses) == 4.0 + 1.0
+    alg.loss_weights["mimic_loss"] = 2.0
+    assert alg.weighted_sum(losses) == 16.0 + 1.0
 
 
 def test_gradients_are_clipped_before_the_step(make_ppo, collect):
@@ -415,7 +419,6 @@ def test_epochs_and_minibatches_deal_every_step_the_right_number_of_times(make_p
     alg.rollout.actions[..., 0] = torch.arange(24.0).view(6, 4)
     seen = []
     alg.learn_step = lambda index: seen.append(alg.rollout.take(index).actions[:, 0].long())
-    alg._report = lambda: ({}, {})
     alg.update(0)
     assert torch.cat(seen).bincount(minlength=24).tolist() == [3] * 24
     assert len({tuple(torch.cat(seen[i : i + 5]).tolist()) for i in (0, 5, 10)}) == 3

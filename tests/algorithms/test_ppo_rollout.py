@@ -40,7 +40,9 @@ def stored_reward(alg, infos, obs=2.0, reward=1.0, done=True):
     alg.act(torch.full((1, 1), obs), torch.full((1, 1), obs))
     reset_obs = torch.full((1, 1), 1000.0)  # the first of the next episode: its value must appear nowhere
     alg.process_env_step(torch.tensor([reward]), torch.tensor([done]), infos, reset_obs, reset_obs)
-    return float(alg.rollout.rewards[alg.rollout.step - 1])
+    alg.compute_returns(torch.zeros(1, 1))
+    alg.rollout.clear()
+    return float(alg.rollout.rewards[0])
 
 
 FLAG = torch.tensor([True])
@@ -61,11 +63,11 @@ def test_without_a_final_observation_the_state_before_the_step_stands_for_it_and
     alg = value_reader()
     for _ in range(3):
         assert stored_reward(alg, {"time_outs": FLAG}) == pytest.approx(1.0 + 0.9 * 2.0)
-    alg.compute_returns(torch.zeros(1, 1))
+    alg.rollout.step = 1  # the rows are still there
     with pytest.warns(UserWarning, match=r"no final observation.*extras\['final_obs'\]"):
         alg.update(0)
     stored_reward(alg, {"time_outs": FLAG})
-    alg.compute_returns(torch.zeros(1, 1))
+    alg.rollout.step = 1
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         alg.update(1)
@@ -97,6 +99,7 @@ def test_the_critics_final_observation_is_the_critics():
         torch.ones(1, 1), torch.ones(1, 1), torch.ones(1), ~FLAG, FLAG, final["obs"], final["critic_obs"], FLAG, {}
     )
     alg.process_step(record)
+    alg.compute_returns(torch.ones(1, 1))
     assert float(alg.rollout.rewards[0]) == pytest.approx(1.0 + 0.9 * 7.0)
 
 
@@ -162,6 +165,7 @@ def test_a_final_state_is_valued_with_the_memory_of_its_own_episode(make_ppo):
         reward=torch.zeros(4), terminated=~truncated & False, truncated=truncated, final_critic_obs=final
     )
     alg.process_step(record)
+    alg.compute_returns(critic_obs)
     expected = alg.gamma * alg.policy.value(final, hidden)[0].squeeze(-1) * truncated
     torch.testing.assert_close(alg.rollout.rewards[0, :, 0], expected.detach())
     fresh = alg.gamma * alg.policy.value(final)[0].squeeze(-1) * truncated
@@ -248,6 +252,7 @@ def test_scaled_rewards_are_divided_by_the_deviation_of_the_return(make_ppo):
         record = env.step(None)
         raw.append(record.reward.double())
         alg.process_step(record)
+    alg.compute_returns(env.get_observations()[1])
     returns, total = [], torch.zeros(4, dtype=torch.float64)
     for reward in raw:
         total = 0.5 * total + reward
@@ -313,12 +318,10 @@ def test_a_whole_rollout_at_once_is_the_steps_one_by_one(make_ppo, collect, snap
         settings["rnd_cfg"] = {"weight": 0.5}
     stepped, env = make_ppo(kind, has_invalid_steps=True, **settings)
     whole, other_env = make_ppo(kind, has_invalid_steps=True, **settings)
-    seen = []
-    whole.on_record.append(lambda record: seen.append(record.reward))
     obs, critic_obs = other_env.get_observations()
     for iteration in range(2):
         collect(stepped, env)
-        obs, critic_obs = whole.collect(other_env, obs, critic_obs)
+        obs, critic_obs = whole.collect_whole(other_env, obs, critic_obs)
         for name, data in stepped.rollout.data.items():
             assert torch.equal(whole.rollout.data[name], data), name
         stepped.update(iteration)
@@ -326,7 +329,6 @@ def test_a_whole_rollout_at_once_is_the_steps_one_by_one(make_ppo, collect, snap
         assert differing(snapshot(stepped), snapshot(whole)) == []
     for name, state in stepped.policy.hidden(4).items():
         assert torch.equal(whole.policy.hidden(4)[name], state)
-    assert len(seen) == 12
     assert (critic_obs is obs) == (kind == "dict")
 
 

@@ -125,13 +125,16 @@ def test_a_state_that_is_not_finite_leaves_the_predictor_alone():
 def test_ppo_adds_the_reward_for_the_state_reached(make_ppo):
     alg, env = make_ppo("mlp", rnd_cfg={"weight": 3.0}, timeout_bootstrap="none", end_prob=0.4)
     obs, critic_obs = env.get_observations()
-    for step in range(3):
+    expected = []
+    for _ in range(3):
         alg.act(obs, critic_obs)
         record = env.step(None)
         reached = torch.where(record.done[:, None], record.final_critic_obs, record.critic_obs)
         novelty = torch.linalg.vector_norm(alg.rnd.model.target(reached) - alg.rnd.model.predictor(reached), dim=-1)
         alg.process_step(record)
-        torch.testing.assert_close(alg.rollout.rewards[step, :, 0], record.reward + 3.0 * novelty.detach())
+        expected.append(record.reward + 3.0 * novelty.detach())
+    alg.compute_returns(record.critic_obs)
+    torch.testing.assert_close(alg.rollout.rewards[:3, :, 0], torch.stack(expected))
     assert alg.rnd.model.cfg.num_states == 5  # the critic's observation
 
 
@@ -143,6 +146,7 @@ def test_ppo_bootstraps_after_adding_the_reward(make_ppo):
     final = record.final_critic_obs
     novelty = torch.linalg.vector_norm(alg.rnd.model.target(final) - alg.rnd.model.predictor(final), dim=-1)
     alg.process_step(record)
+    alg.compute_returns(record.critic_obs)
     expected = record.reward + 3.0 * novelty + 0.5 * alg.policy.value(final)[0].squeeze(-1)
     torch.testing.assert_close(alg.rollout.rewards[0, :, 0], expected.detach())
 

@@ -133,8 +133,9 @@ def test_a_setting_that_something_was_built_from_cannot_change():
 
 def test_assigning_to_a_near_miss_of_a_setting_of_an_algorithm_is_an_error_with_the_setting(make_ppo):
     alg, _ = make_ppo()
+    alg.learnin_rate = 1
     with pytest.raises(AttributeError, match=r"PPO has no setting 'learnin_rate'; did you mean 'learning_rate'\?"):
-        alg.learnin_rate = 1
+        alg.sync_settings()  # which the next rollout does
     alg.learning_rate_before = alg.learning_rate0 = 7  # a user's own
     assert (alg.learning_rate_before, alg.learning_rate0) == (7, 7)
 

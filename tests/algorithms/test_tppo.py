@@ -601,7 +601,7 @@ def test_memories_are_resampled(make_tppo, collect, kind):
     alg, env = make_tppo(kind, hidden_state_resample_prob=1.0)
     collect(alg, env)
     hidden = {name: torch.full((5, 2 if kind == "lstm" else 1, 1, 8), 7.0) for name in ("memory_a", "memory_c")}
-    fresh = alg.resampled(hidden)
+    fresh = alg.teacher.resampled(hidden)
     for name, state in fresh.items():
         assert state.shape == hidden[name].shape
         assert (state.abs() <= 1.0).all()
@@ -609,7 +609,7 @@ def test_memories_are_resampled(make_tppo, collect, kind):
     alg.update(0)
     alg.hidden_state_resample_prob = 0.5
     hidden = {name: torch.full((400, 1, 1, 8), 7.0) for name in ("memory_a", "memory_c")}
-    kept = [(state == 7.0).all(-1).flatten() for state in alg.resampled(hidden).values()]
+    kept = [(state == 7.0).all(-1).flatten() for state in alg.teacher.resampled(hidden).values()]
     assert torch.equal(*kept)
     assert 0.4 < kept[0].float().mean() < 0.6
 

@@ -76,7 +76,6 @@ def both(cfg, tmp_path):
     ours = OnPolicyRunner(PeerEnv(), given, device="cpu", show_progress=False)
     ours.load(str(tmp_path / "peer.pt"))
     ours.alg.train_mode()
-    ours.alg.on_record = ours.alg.on_step = []  # statistics that only the runner's loop reads
     return env, peer, ours
 
 
@@ -163,7 +162,6 @@ def test_a_distillation_gives_the_numbers_of_rsl_rl(student, teacher, normalized
         runner.load(path)
         runner.alg.train_mode()
     alg = ours.alg
-    alg.on_record = alg.on_step = []
     theirs = import_state({**peer.alg.save(), "iter": 0})["model_state_dict"]
     ours.policy.load_state_dict({**ours.policy.state_dict(), **theirs})
     obs = env.get_observations()

@@ -65,7 +65,7 @@ def test_untying_moves_the_oldest_row_to_the_front_in_every_field(untie):
         fill(storage, rollout * T, hidden=lambda t: {"memory_a": torch.full((N, 1, 1, 2), float(t))})
         if untie:
             storage.untie_buffer_loop()
-            assert storage.cursor.item() == (0 if rollout >= 2 else (rollout + 1) * T % storage.capacity)
+            assert storage.next_row == (0 if rollout >= 2 else (rollout + 1) * T % storage.capacity)
         storage.clear()
     storage.untie_buffer_loop()
     assert storage.rewards[:, 2, 0].tolist() == [200.0 + t for t in range(6, 16)]

@@ -47,7 +47,10 @@ def test_every_field_has_its_documented_shape():
         "privileged_observations": (5,),
         "actions": (2,),
         "rewards": (1,),
+        "env_rewards": (1,),
         "dones": (1,),
+        "truncated": (1,),
+        "final_values": (1,),
         "values": (1,),
         "returns": (1,),
         "advantages": (1,),
@@ -113,7 +116,7 @@ def test_a_misspelt_or_missing_field_is_an_error():
     t.rewards = None
     with pytest.raises(ValueError, match="lacks rewards"):
         storage.add_transitions(t)
-    assert storage.step == storage.cursor.item() == 0
+    assert storage.step == storage.num_finished == 0
     assert not storage.observations.any()
     with pytest.raises(AttributeError, match="no field 'rewrads'"):
         _ = storage.rewrads

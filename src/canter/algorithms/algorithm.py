@@ -1,4 +1,4 @@
-"""Base of every algorithm: settings that stay live while it trains, loss weights, saving and loading."""
+"""Base of every algorithm: settings that stay live while it trains, saving and loading."""
 
 import dataclasses
 import operator
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from canter.algorithms.foreign import import_state
 from canter.algorithms.optim import GuardedOptimizer
-from canter.algorithms.user_code import attributes, has_user_code, is_users
+from canter.algorithms.user_code import attributes, has_user_code
 from canter.envs.vec_env import StepRecord
 from canter.envs.wrap import wrap_env
 from canter.execution.executor import EXECUTIONS, PRECISIONS, Executor
@@ -92,6 +92,22 @@ class CommonRunSettings:
 
 
 @settings
+class RunSettings(CommonRunSettings):
+    """Settings of a run of rollouts: lengths, logging, saving, evaluation."""
+
+    num_steps_per_env: int = setting(24, low=1)
+    """Steps of each environment between two updates."""
+    max_iterations: int | None = setting(None, low=0)
+    """Iterations of the whole run, where `learn` is given none; linear schedules end here."""
+    log_interval: int = setting(1, low=0)
+    """Iterations between two log entries."""
+    save_interval: int = setting(100, low=0)
+    """Iterations between two checkpoints; 0 saves only at the end."""
+    eval_interval: int | None = setting(None, low=0)
+    """Iterations between two evaluations; 0 runs none. None is 0, or a tenth of the run in `canter train`."""
+
+
+@settings
 class AlgorithmSettings:
     """Settings of every algorithm."""
 
@@ -118,6 +134,35 @@ class Terms(NamedTuple):
     losses: dict[str, Tensor]
     inter_vars: dict[str, Any]
     stats: dict[str, Tensor]
+
+
+class Setting:
+    """A setting of an algorithm as its attribute: it is read from the config, and checked when it is assigned."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, alg: Any, owner: type | None = None) -> Any:
+        if alg is None:
+            return self
+        holder = alg.holders.get(self.name)
+        if holder is not None:
+            return getattr(holder, self.name)
+        if self.name not in vars(alg):  # another object of the class has the extension that declares it
+            raise AttributeError(f"{type(alg).__name__} has no setting {self.name!r}")
+        return vars(alg)[self.name]
+
+    def __set__(self, alg: Any, value: Any) -> None:
+        holder, owner = alg.holders.get(self.name), type(alg).__name__
+        if holder is None:
+            vars(alg)[self.name] = value
+            return
+        field = alg.setting_fields[self.name]
+        if field.metadata.get("fixed"):
+            built = f"{self.name}={getattr(alg, self.name)!r}"
+            raise AttributeError(f"{owner} was built with {built}; make a new {owner} to change it")
+        setattr(holder, self.name, check_value(owner, field, value))
+        alg.sync_settings()
 
 
 class Algorithm:
@@ -148,8 +193,11 @@ class Algorithm:
         self.cfg = self._own_config(cfg, given)
         of_run = {name for base in type(self.cfg).__mro__ if is_run_settings(base) for name in field_names(base)}
         self.setting_fields: dict[str, Any] = {}
-        self.holders: dict[str, Any] = {}
+        self.holders: dict[str, Any] = {}  # the config that has each setting
         self.float_settings: set[str] = set()
+        self.live = SimpleNamespace()
+        self.live_values: dict[str, Any] = {}
+        self.add_settings(self.cfg, of_run)
         found = resolve_device(device if device is not None else getattr(self.cfg, "device", None))
         self.device = RANKS.start(found, getattr(self.cfg, "rank_timeout", RANK_TIMEOUT))
         self.seed = getattr(self.cfg, "seed", None) if seed is None else seed
@@ -157,18 +205,13 @@ class Algorithm:
         self.env = None if env is None else wrap_env(env, self.device)
         can_capture = self.device.type == "cpu" or RANKS.backend != "gloo"  # gloo copies from a GPU to the host
         self.executor = Executor(self.device, self.cfg.execution if can_capture else "eager", self.cfg.precision)
-        self.add_settings(self.cfg, of_run)
+        self.constants: tuple[Any, ...] = ()
+        """What recorded functions depend on besides tensors, as of the last `sync_settings`."""
         self.generators: dict[str, torch.Generator] = {}
-        self.live = SimpleNamespace()
-        self.live_values: dict[str, Any] = {}
         self.sync_settings()
         self.used_current_value = torch.zeros((), dtype=torch.bool, device=self.device)
         """Whether an episode was cut off without a final observation, and valued by the state before its last step."""
         self.has_warned = False  # of that
-        self.on_record: list[Callable[[StepRecord], None]] = []
-        """Tensor functions called with every record, inside the recorded step."""
-        self.on_step: list[Callable[[StepRecord], None]] = []
-        """Functions called with every record after the recorded step."""
         self.current_learning_iteration = 0
         self.executor.attributes = self.plain_attributes
         if RANKS.size > 1:
@@ -176,12 +219,28 @@ class Algorithm:
         self.trained_by: Any = None
         """The runner that was made for this algorithm last."""
         self.untrained: dict[int, nn.Parameter] | None = None  # by id, which stays theirs while they are held
+        self.on_record: list[Callable[[StepRecord], None]] = []
+        """Tensor functions called with every record, inside the recorded step of an off-policy algorithm."""
+        self.on_step: list[Callable[[StepRecord], None]] = []
+        """Functions called with every record after the recorded step of an off-policy algorithm."""
+        self.known_attributes: set[str] = set()  # those that are no misspelt settings
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.declare_settings(field_names(cls.full_settings_class()))
+
+    @classmethod
+    def declare_settings(cls, names: Iterable[str]) -> None:
+        """Make settings attributes of the class, unless it has attributes of these names."""
+        for name in names:
+            if not hasattr(cls, name):
+                setattr(cls, name, Setting(name))
 
     @classmethod
     def all_extension_classes(cls) -> tuple[Any, ...]:
         """Extensions named by the class and its bases, those of the bases first."""
         named = (e for base in reversed(cls.__mro__) for e in vars(base).get("extension_classes", ()))
-        return tuple(dict.fromkeys(named))
+        return tuple(dict.fromkeys(reversed([*named])))[::-1]  # of one that is named twice the last place counts
 
     @classmethod
     def full_settings_class(cls) -> type:
@@ -216,58 +275,24 @@ class Algorithm:
             problem = f"{owner} does not have settings of {type(cfg).__name__}: {', '.join(unknown[:3])}"
             raise ValueError(f"{problem}{', ...' * (len(unknown) > 3)}; give it a config such as {own_config}")
 
-    def __getattr__(self, name: str) -> Any:
-        """A setting, an extension by its name, or an attribute of an extension."""
-        state = self.__dict__
-        holders = [state.get("cfg"), *(e.cfg for e in state.get("extensions", {}).values())]
-        for holder in holders:
-            if name in getattr(holder, "__dataclass_fields__", ()):
-                return getattr(holder, name)
-        if not name.startswith("_"):
-            for extension in state.get("extensions", {}).values():
-                if extension.name == name:
-                    return extension
-                if hasattr(extension, name):
-                    return getattr(extension, name)
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Assign an attribute; a setting is checked and takes effect at once."""
-        own = self.__dict__
-        fields = own.get("setting_fields", {})
-        is_known = name in own or hasattr(type(self), name)
-        if is_known or name not in fields:  # no setting: a config object has those
-            if own.get("is_built") and not is_users(self) and not is_known:
-                refuse_near_miss(self, name, fields)
-            object.__setattr__(self, name, value)
-            return
-        field = fields[name]
-        if field.metadata.get("fixed"):
-            owner = type(self).__name__
-            built = f"{name}={getattr(self, name)!r}"
-            raise AttributeError(f"{owner} was built with {built}; make a new {owner} to change it")
-        setattr(self.holders[name], name, check_value(type(self).__name__, field, value))
-        self.sync_settings(name)
-
     def add_settings(self, cfg: Any, left_out: set[str] | None = None) -> None:
         """Make the fields of a config live: the algorithm's own, or that of an extension given as an object."""
         fields = {f.name: f for f in dataclasses.fields(cfg) if f.name not in (left_out or ())}
         self.setting_fields |= fields
         self.holders |= dict.fromkeys(fields, cfg)
-        floats = {name for name, f in fields.items() if "float" in declared_kinds(f)}
-        self.float_settings |= floats
+        self.float_settings |= {name for name, f in fields.items() if "float" in declared_kinds(f)}
+        self.declare_settings(fields)
 
-    def sync_settings(self, assigned: str = "") -> None:
+    def sync_settings(self) -> None:
         """Copy changed float settings to the device, and give the executor every other one as a recording's key.
 
-        `assigned` is the setting that was assigned, if this is the reason of the call.
+        A runner calls it after every callback, PPO before every rollout and update.
         """
         key: list[Any] = []
         for name, field in self.setting_fields.items():
             value = getattr(self.holders[name], name)
             if isinstance(value, float | int | NoneType) and name in self.float_settings:
-                # None, zero, or neither: a loss of weight zero is left out.
-                key.append(value and True)
+                key.append(value and True)  # None and zero may decide what is computed, other numbers do not
                 if value is not None and self.live_values.get(name) != value:
                     self.live_values[name] = value
                     if hasattr(self.live, name):
@@ -277,10 +302,21 @@ class Algorithm:
             elif not (field.metadata.get("host") or field.metadata.get("fixed")):
                 key.append(value if isinstance(value, str | int | tuple | NoneType) else repr(value))
         constants = (*key, *(self.sync_derived() if self.is_built else ()))
-        if constants != self.executor.constants:
+        if constants != self.constants:
+            self.constants = constants
             self.executor.set_constants(constants)
             if self.is_built:
                 self._notice_untrained()
+        if self.is_built and vars(self).keys() != self.known_attributes:
+            self._refuse_misspelt_settings()
+
+    def _refuse_misspelt_settings(self) -> None:
+        """Raise if an attribute was assigned whose name is a setting's but for a letter or two."""
+        new, known = vars(self).keys() - self.known_attributes, bool(self.known_attributes)
+        self.known_attributes = set(vars(self))
+        if known and type(self).__module__.startswith("canter."):  # a user's subclass has attributes of its own
+            for name in new:
+                refuse_near_miss(self, name, self.setting_fields)
 
     def _notice_untrained(self) -> None:
         """Warn of trainable parameters that came after the optimizers were made, which therefore lack them."""
@@ -390,8 +426,9 @@ class Algorithm:
         for part in (part for module in self.modules() for part in module.modules()):
             if isinstance(part, ReturnScaler):
                 part.returns.zero_()
-        for extension in self.extensions.values():
-            extension.end_episodes()
+        storage: Any = getattr(self, "storage", None)
+        for extension in self.extensions.values() if storage is not None else ():
+            extension.reset(torch.ones(storage.num_envs, dtype=torch.bool, device=self.device))
 
     def state_dict(self) -> dict[str, Any]:
         """The state of every part, and the learning rate."""

@@ -1,5 +1,9 @@
 """The documented names of PPO with adversarial motion priors."""
 
+from typing import Any
+
+from torch import Tensor
+
 from canter.algorithms.motion_prior import MotionPrior, MotionPriorSettings
 from canter.algorithms.ppo import PPO, PPOConfig
 from canter.algorithms.teacher import Teacher
@@ -22,6 +26,14 @@ class APPOAlgoMixin:
 
     extension_classes = (MotionPrior,)
 
+    def process_env_step(
+        self, rewards: Tensor, dones: Tensor, infos: dict[str, Any], *more: Any, **others: Any
+    ) -> None:
+        """Store the step that `act` began; style and task reward are added to `infos["log"]`."""
+        super().process_env_step(rewards, dones, infos, *more, **others)  # pyright: ignore[reportAttributeAccessIssue]
+        alg: Any = self
+        infos.setdefault("log", {}).update(alg.motion_prior.rewards_of_step(alg.storage.step - 1))
+
 
 class APPO(APPOAlgoMixin, PPO):
     """PPO whose reward is the style of reference motion, mixed with the task's."""
@@ -29,7 +41,7 @@ class APPO(APPOAlgoMixin, PPO):
     config_class = APPOConfig
 
 
-class ATPPO(PPO):
+class ATPPO(APPOAlgoMixin, PPO):
     """PPO with a teacher and a motion prior: teacher, style and task together."""
 
     config_class = ATPPOConfig

@@ -33,10 +33,12 @@ class Estimation(Extension):
 
     name = "estimation"
     settings_class = EstimatorSettings
+    offered = ("estimator_obs_components", "estimator_target_obs_components", "estimator_target", "estimator_loss")
 
-    def separately_clipped(self, policy: Any) -> list[str]:
+    def own_parameters(self, policy: Any) -> dict[str, list[str]]:
         """The estimators: they learn from their own losses, whose large first gradients would slow the policy."""
-        return [name for estimate in getattr(policy, "estimates", {}).values() for name in estimate.networks]
+        estimates = getattr(policy, "estimates", {}).values()
+        return {"separate": [name for estimate in estimates for name in estimate.networks]}
 
     def attach(self, alg: Any) -> None:
         """Check that the policy estimates something, and that the loss exists."""
@@ -53,9 +55,6 @@ class Estimation(Extension):
                 f"estimator_loss_func must name a loss of torch.nn.functional, such as mse_loss or huber_loss, "
                 f"got {self.cfg.estimator_loss_func!r}"
             )
-        for name in self.policy.estimates:
-            if f"{name}_loss_coef" not in alg.setting_fields:
-                alg.loss_weights[f"{name}_loss"] = 1.0
 
     @property
     def estimator_obs_components(self) -> list[str]:
@@ -67,7 +66,7 @@ class Estimation(Extension):
         """Components that the policy's estimator predicts."""
         return self.policy.estimator_target_components
 
-    def loss_terms(self, terms: Terms, batch: MiniBatch, out: PolicyOutput) -> None:
+    def losses(self, terms: Terms, batch: MiniBatch, out: PolicyOutput) -> None:
         """Add the loss and the mean square error of every estimate."""
         for name, estimate in self.policy.estimates.items():
             guess, target = out.aux[estimate.aux].float(), self.estimator_target(batch, estimate)

@@ -1,6 +1,6 @@
 """Extensions of PPO: objects with hooks that add stored fields, rewards, loss terms and learning of their own."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -12,6 +12,20 @@ from canter.storage.rollout_storage import Field, MiniBatch, RolloutStorage
 from canter.utils.config import settings
 from canter.utils.tree import Obs
 
+RENAMED = {
+    "declare_fields": "fields()",
+    "record_fields": "record(record), whose results are stored",
+    "after_record": "reset(ends), or record(record)",
+    "end_episodes": "reset(ends)",
+    "loss_terms": "losses(terms, batch, out)",
+    "late_terms": "losses(terms, batch, out), or learn(terms)",
+    "recording_key": "begin_update(iteration), whose result is the key",
+    "separately_clipped": "own_parameters(policy)",
+    "excluded_parameters": "own_parameters(policy)",
+    "is_enabled": "the class attribute `switch`, the setting that switches the extension on",
+    "step_metrics": "metrics()",
+}
+
 
 @settings
 class NoSettings:
@@ -21,9 +35,9 @@ class NoSettings:
 class Extension:
     """Base of everything that rides along with PPO. Every hook is optional; they run in the order of `extensions`.
 
-    Hooks of construction and saving run on the host, as do those whose description ends with "Host". The others are
-    pure tensor code: they are recorded on a CPU and captured on a GPU, so they must not read numbers from the device or
-    depend on Python state that changes.
+    The hooks `after_act`, `record`, `reset`, `reward`, `bonus`, `before_forward`, `losses` and `learn` are tensor code:
+    they are recorded on a CPU and captured on a GPU, so they must not read numbers from the device or change Python
+    objects. The others are ordinary Python.
 
     `PPO(policy, extensions=[Mine(mine_coef=0.1)])` uses one; a class attribute `extension_classes = (Mine,)` of an
     algorithm makes its settings keywords, YAML entries and flags of that algorithm.
@@ -37,14 +51,22 @@ class Extension:
     """Key in `alg.extensions`; `alg.<name>` gives the extension."""
     settings_class: ClassVar[type] = NoSettings
     """Dataclass of the settings; a loss `x` is weighted by the setting `x_coef`, or by 1."""
+    switch: ClassVar[str] = ""
+    """Setting that switches the extension on by not being None; without one it is always on."""
     storage_class: ClassVar[type[RolloutStorage]] = RolloutStorage
     """Kind of rollout storage that is needed."""
-    needs_next_obs: ClassVar[bool] = False
-    """Whether `bonus` reads the observation after the step."""
+    extras: ClassVar[tuple[str, ...]] = ()
+    """Entries of the environment's extras that `record` reads."""
+    offered: ClassVar[tuple[str, ...]] = ()
+    """Attributes that the algorithm offers too, as `alg.<name>`."""
+    can_compile: bool = True
+    """Whether `losses` can be compiled; a gradient of a gradient cannot."""
+    own_losses: Collection[str] = ()
+    """Names of the losses that `learn` minimises, so that they are not part of the total loss."""
     optimizer: Any = None
     """A `GuardedOptimizer` that takes a step on the total loss together with the policy's."""
-    learns_separately: bool = False
-    """Whether `learn` minimises the late terms, so that they are not part of the total loss."""
+    storage_options: Mapping[str, Any] = {}
+    """Keyword arguments of the storage."""
     uses_rewards: bool = True
     """Whether returns and PPO's own losses are needed."""
     alg: Any
@@ -52,89 +74,78 @@ class Extension:
     def __init__(self, cfg: Any = None, **given: Any) -> None:
         self.cfg = self.settings_class(**given) if cfg is None else cfg
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for old in RENAMED.keys() & vars(cls).keys():
+            raise TypeError(f"{cls.__name__}.{old} is not called: an extension has no such hook; use {RENAMED[old]}")
+
+    # While the algorithm is built.
     @classmethod
     def adjust_config(cls, cfg: Any) -> None:
         """Change the algorithm's own copy of the config before anything is built from it."""
 
-    def is_enabled(self) -> bool:
-        """Whether the settings switch the extension on; one that is off is dropped."""
-        return True
+    def own_parameters(self, policy: Any) -> dict[str, list[str]]:
+        """Parts of the policy by name that are treated apart.
 
-    def separately_clipped(self, policy: Any) -> list[str]:
-        """Names of parts of the policy whose gradients are clipped by a norm of their own."""
-        return []
-
-    def excluded_parameters(self, policy: Any) -> list[str]:
-        """Names of parts of the policy that the policy's optimizer does not train."""
-        return []
+        "separate" ones are clipped by a norm of their own, so that large gradients of an estimator do not slow the
+        policy; "excluded" ones are not trained by the policy's optimizer, because the extension has one.
+        """
+        return {}
 
     def attach(self, alg: Any) -> None:
         """Build networks, random streams and loss weights; the policy and its optimizer exist."""
         self.alg = alg
 
-    def storage_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the storage."""
-        return {}
-
-    def declare_fields(self) -> dict[str, Field]:
-        """More to store per step; values come from `after_act` or `record_fields` under the same name."""
+    def fields(self) -> dict[str, Field]:
+        """More to store per step; values come from `after_act` or `record` under the same name."""
         return {}
 
     def begin(self, storage: RolloutStorage) -> None:
         """Allocate what depends on the number of environments; the storage was just made."""
 
+    # Per step.
     def after_act(self, step: dict[str, Any], obs: Obs, critic_obs: Obs) -> None:
         """Add to, or replace entries of, the step that acting began."""
 
-    def record_fields(self, record: StepRecord) -> dict[str, Tensor]:
-        """Tensors to keep from what the environment returned; later hooks find them in `record.extras`. Host."""
+    def record(self, record: StepRecord) -> dict[str, Tensor]:
+        """Values of the extension's fields from what the environment returned; `record.extras` has the `extras`."""
         return {}
 
-    def reward(self, reward: Tensor, record: StepRecord) -> Tensor:
-        """(N,) the reward to learn from, before it is normalised."""
-        return reward
+    def reset(self, ends: Tensor) -> None:
+        """Clear memories of the extension's own in the environments (N,) whose episode ended."""
 
-    def bonus(self, record: StepRecord) -> Tensor | None:
-        """(N,) a reward added after normalisation."""
+    # Per rollout.
+    def reward(self, rewards: Tensor, rollout: RolloutStorage) -> Tensor:
+        """(T, N) rewards to learn from, before they are scaled."""
+        return rewards
+
+    def bonus(self, rollout: RolloutStorage) -> Tensor | None:
+        """(T, N) rewards to add after the scaling, with a scale of their own."""
         return None
 
-    def after_record(self, record: StepRecord) -> None:
-        """Update memories of the extension's own after a step."""
-
-    def end_episodes(self) -> None:
-        """Clear memories of the extension's own, because every environment begins a new episode. Host."""
-
-    def step_metrics(self) -> dict[str, float]:
-        """Entries of `infos["log"]` after `process_env_step`. Host."""
-        return {}
-
-    def begin_update(self, iteration: int) -> None:
-        """Set what depends on the iteration. Host."""
-
-    def recording_key(self) -> tuple[Any, ...]:
-        """Python values that decide what the hooks compute; another value gets another recording. Host."""
+    # Per update.
+    def begin_update(self, iteration: int) -> Hashable:
+        """Set what depends on the iteration; returns the Python values that decide what the other hooks compute."""
         return ()
 
     def before_forward(self, batch: MiniBatch) -> None:
-        """Change a minibatch before the policy's pass over it."""
+        """Change a minibatch before the policy's pass over it, such as the memories that it starts from."""
 
-    def loss_terms(self, terms: Terms, batch: MiniBatch, out: PolicyOutput) -> None:
+    def losses(self, terms: Terms, batch: MiniBatch, out: PolicyOutput) -> None:
         """Add losses and statistics to the terms."""
-
-    def late_terms(self, terms: Terms) -> None:
-        """Add losses that cannot be compiled, such as a gradient penalty, from `terms.inter_vars`."""
 
     def learn(self, terms: Terms) -> Terms | None:
         """Take a step of an optimizer of its own after the policy's; its losses and statistics."""
         return None
 
     def end_update(self, rollout: RolloutStorage) -> None:
-        """Update statistics once per iteration, before the rollout is cleared. Host."""
+        """Update statistics once per iteration, before the rollout is cleared."""
 
     def metrics(self) -> dict[str, Tensor]:
         """Device scalars to report once per iteration."""
         return {}
 
+    # Saving.
     def checkpoint_parts(self) -> dict[str, Any]:
         """Name in the checkpoint -> the object whose state is saved."""
         return {}
@@ -145,6 +156,21 @@ class Extension:
 
     def load_resume_state(self, state: Mapping[str, Any]) -> None:
         """Continue exactly from `resume_state`."""
+
+
+class Offered:
+    """An attribute of an extension as an attribute of the algorithm."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, alg: Any, owner: type | None = None) -> Any:
+        if alg is None:
+            return self
+        for extension in alg.extensions.values():
+            if self.name in extension.offered:
+                return getattr(extension, self.name)
+        raise AttributeError(f"{type(alg).__name__} has no attribute {self.name!r}")
 
 
 def overrides(extension: Extension, hook: str) -> bool:

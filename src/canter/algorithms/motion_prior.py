@@ -75,14 +75,18 @@ class MotionPrior(Extension):
     name = "motion_prior"
     settings_class = MotionPriorSettings
     storage_class = AmpRolloutStorage
+    can_compile = False
+    extras = ("observations", "final_observation", "ref_motion")
+    offered = ("ref_obs_normalizer", "ref_motion_normalizer")
 
     def __init__(self, cfg: Any = None, **given: Any) -> None:
         super().__init__(cfg, **given)
-        self.learns_separately = self.cfg.discriminator_optimizer == "own"
+        self.has_own_optimizer = self.cfg.discriminator_optimizer == "own"
+        self.own_losses = LOSS_NAMES if self.has_own_optimizer else ()
 
-    def excluded_parameters(self, policy: Any) -> list[str]:
+    def own_parameters(self, policy: Any) -> dict[str, list[str]]:
         """The discriminator, where it has an optimizer of its own."""
-        return ["discriminator"] if self.learns_separately else []
+        return {"excluded": ["discriminator"]} if self.has_own_optimizer else {}
 
     def attach(self, alg: Any) -> None:
         """Build the optimizer, the normalisers and the expert data."""
@@ -105,7 +109,7 @@ class MotionPrior(Extension):
         if cfg.separate_amp_normalizers:
             self.ref_motion_normalizer = EmpiricalNormalization([self.width], until=1e8).to(self.device)
         self.own_optimizer: GuardedOptimizer | None = None
-        if self.learns_separately:
+        if self.has_own_optimizer:
             decays = {"trunk": cfg.discriminator_weight_decay, "head": cfg.discriminator_head_weight_decay}
             present = {name.split(".")[0] for name, _ in self.discriminator.named_parameters()}
             groups = {part: {"weight_decay": decay} for part, decay in decays.items() if part in present}
@@ -117,13 +121,10 @@ class MotionPrior(Extension):
         size = cfg.amp_replay_buffer_size
         self.replay = ReplayBuffer((self.width + 1) // 2, size, self.device) if size else None
         self.has_past = torch.zeros((), dtype=torch.bool, device=self.device)
-        alg.loss_weights |= dict.fromkeys(LOSS_NAMES, alg.live.discriminator_loss_coef)
+        self.coef = cfg.discriminator_loss_coef
+        alg.loss_weights |= dict.fromkeys(LOSS_NAMES, self.coef)
+        self.storage_options = {"amp_obs_shape": (self.width,)}
         self.rewards = MeanMeter()
-        self.last_rewards = torch.zeros(2, device=self.device)
-
-    def storage_arguments(self) -> dict[str, Any]:
-        """Width of the stored feature windows."""
-        return {"amp_obs_shape": (self.width,)}
 
     def normalized(self, features: Tensor, owner: str) -> Tensor:
         """(..., D) raw features of the "policy" or the "expert", normalised for the discriminator."""
@@ -134,7 +135,7 @@ class MotionPrior(Extension):
         """Label the step with its own action, where no teacher did."""
         step.setdefault("action_labels", step["actions"])
 
-    def record_fields(self, record: StepRecord) -> dict[str, Tensor]:
+    def record(self, record: StepRecord) -> dict[str, Tensor]:
         """Motion features of the step: the policy's, from the episode the step belongs to, and the expert's.
 
         A step of a dataset has none: it is masked in the discriminator's data and gets no style reward.
@@ -169,36 +170,47 @@ class MotionPrior(Extension):
             raise ValueError(f"extras['{name}'] is {flat.shape[1]} wide, the discriminator's input {self.width}")
         return flat
 
-    def reward(self, reward: Tensor, record: StepRecord) -> Tensor:
+    def reward(self, rewards: Tensor, rollout: RolloutStorage) -> Tensor:
         """Blend of style and task reward; rows whose features are unknown get no style reward."""
-        valid = record.extras["ref_valid"]
-        features = self.normalized(record.extras["ref_obs"], "policy")
-        style, task, total = self.discriminator.predict_style_reward(features, reward)
-        total = torch.where(valid, total, self.discriminator.task_reward_lerp * task)
+        rows = {name: rollout.column(name) for name in ("ref_obs", "ref_motion")}
+        known = rollout.column("ref_valid")
+        style, task, total = self.discriminator.predict_style_reward(
+            self.normalized(rows["ref_obs"], "policy"), rewards
+        )
+        total = torch.where(known, total, self.discriminator.task_reward_lerp * task)
         if self.cfg.mimic_reward_coef:
-            error = torch.where(valid, self._mimic_error(record.extras), 0.0)
+            error = torch.where(known, self._mimic_error(rows), 0.0)
             total = total - self.alg.live.mimic_reward_coef * error
-        means = [masked_mean(style, valid), masked_mean(task, record.valid)]
-        self.last_rewards.copy_(torch.stack(means))
-        self.rewards.add(dict(zip(REWARD_NAMES, means, strict=True)))
+        both = zip(REWARD_NAMES, (style, task), (known, rollout.newest_valid), strict=True)
+        self.rewards.add({name: masked_mean(reward, valid) for name, reward, valid in both})
         return total
 
     def _mimic_error(self, rows: Mapping[str, Tensor]) -> Tensor:
         policy = self.normalized(rows["ref_obs"], "policy")
         return torch.linalg.vector_norm(policy - self.normalized(rows["ref_motion"], "expert"), dim=-1)
 
-    def step_metrics(self) -> dict[str, float]:
-        """Style and task reward of the last step."""
-        return dict(zip(REWARD_NAMES, self.last_rewards.tolist(), strict=True))
+    def rewards_of_step(self, number: int) -> dict[str, float]:
+        """Mean style and task reward of one step of the rollout, before it is finished."""
+        rollout = self.alg.rollout
+        features, known, task = (
+            rollout.data[n][rollout.rows[number]][0] for n in ("ref_obs", "ref_valid", "env_rewards")
+        )
+        found = self.discriminator.predict_style_reward(self.normalized(features, "policy"), task.squeeze(-1))[:2]
+        valid = rollout.data["valid"][rollout.rows[number]].reshape(-1) if rollout.has_invalid_steps else None
+        means = [masked_mean(found[0], known.squeeze(-1)), masked_mean(found[1], valid)]
+        return dict(zip(REWARD_NAMES, torch.stack(means).tolist(), strict=True))
 
     def begin_update(self, iteration: int) -> None:
-        """Copy a changed learning rate to the discriminator's optimizer."""
+        """Copy a changed weight, and a changed learning rate to the discriminator's optimizer."""
+        if self.cfg.discriminator_loss_coef != self.coef:
+            self.coef = self.cfg.discriminator_loss_coef
+            self.alg.loss_weights |= dict.fromkeys(LOSS_NAMES, self.coef)
         wanted = self.cfg.discriminator_learning_rate
         if self.own_optimizer is not None and wanted is not None and wanted != self.rate:
             self.rate = wanted
             self.own_optimizer.lr.fill_(wanted)
 
-    def loss_terms(self, terms: Terms, batch: MiniBatch, out: PolicyOutput) -> None:
+    def losses(self, terms: Terms, batch: MiniBatch, out: PolicyOutput) -> None:
         """Add the distances to the reference and to the teacher, and keep the features for the discriminator."""
         rows = {name: getattr(batch, name) for name in ("ref_obs", "ref_motion")}
         valid = batch.ref_valid.squeeze(-1)  # pyright: ignore[reportAttributeAccessIssue]
@@ -211,11 +223,11 @@ class MotionPrior(Extension):
             terms.losses["dagger_loss"] = batch.mean(torch.linalg.vector_norm(difference, dim=-1))
         has_motion = batch.ref_motion_valid.squeeze(-1)  # pyright: ignore[reportAttributeAccessIssue]
         terms.inter_vars.update(rows, ref_valid=valid, ref_motion_valid=has_motion)
+        if self.cfg.discriminator_loss_coef:
+            self.add_adversarial_losses(terms)
 
-    def late_terms(self, terms: Terms) -> None:
-        """Add the discriminator's losses on fresh and replayed features; the gradient of a gradient is not compiled."""
-        if not self.cfg.discriminator_loss_coef:
-            return
+    def add_adversarial_losses(self, terms: Terms) -> None:
+        """Add the discriminator's losses on fresh and replayed features."""
         expert, policy = (terms.inter_vars[name].reshape(-1, self.width) for name in ("ref_motion", "ref_obs"))
         valid, has_motion = (terms.inter_vars[name].reshape(-1) for name in ("ref_valid", "ref_motion_valid"))
         if self.replay is not None:
@@ -231,19 +243,17 @@ class MotionPrior(Extension):
         """Take a step of the discriminator's own optimizer, skipped now and then while it is too accurate."""
         if self.own_optimizer is None or not self.cfg.discriminator_loss_coef:
             return None
-        own = Terms({}, terms.inter_vars, {})
-        self.late_terms(own)
-        accuracy = own.stats["amp/accuracy"]
+        accuracy = terms.stats["amp/accuracy"]
         has_data = terms.inter_vars["ref_valid"].any().to(accuracy.dtype)  # 0 while learning from a dataset
-        backward(self.alg.weighted_sum(own.losses), self.own_optimizer, scalars=[accuracy, has_data])
+        own = {name: terms.losses[name] for name in self.own_losses}
+        backward(self.alg.weighted_sum(own), self.own_optimizer, scalars=[accuracy, has_data])
         self.accuracy.lerp_(accuracy, ACCURACY_RATE * has_data)
         self.count += has_data
         is_off_beat = self.count.remainder(self.cfg.discriminator_slow_down) != 0
         paused = (self.accuracy > self.alg.live.discriminator_accuracy_limit) & is_off_beat
         paused = torch.maximum(paused.to(has_data.dtype), 1.0 - has_data)
         norm, _ = self.own_optimizer.step(self.alg.live.discriminator_max_grad_norm, paused)
-        own.stats.update({"amp/grad_norm": norm, "amp/updates": 1.0 - paused})
-        return own
+        return Terms({}, {}, {"amp/grad_norm": norm, "amp/updates": 1.0 - paused})
 
     def end_update(self, rollout: RolloutStorage) -> None:
         """Take the rollout's features into the statistics, and its valid windows into the replay."""

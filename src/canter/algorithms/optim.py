@@ -1,6 +1,7 @@
 """Optimizers whose learning rate is a device scalar, so that captured code can change it."""
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,8 +41,11 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     return OPTIMIZERS[name.lower()]
 
 
-class GuardedOptimizer:
+class GuardedOptimizer(torch.optim.Optimizer):
     """Clips gradients and steps in tensor code; a gradient that is not finite changes nothing and is counted.
+
+    PPO gives it gradients by `backward`. A loop of one's own may use it as an optimizer of torch:
+    `zero_grad()`, `loss.backward()`, `step()`, and schedulers of `torch.optim.lr_scheduler`.
 
     Args:
         module: Its parameters are optimised, unless they are frozen; there may be none.
@@ -92,11 +96,34 @@ class GuardedOptimizer:
         self.optimizer = cls(members, lr=rate, **options)
         self.shared = [group for group in self.optimizer.param_groups if not group.get("own_rate")]
         self.flags = [{k: g[k] for k in OWN_FLAGS if k in g} for g in self.optimizer.param_groups]
+        self.defaults = self.optimizer.defaults
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The optimizer's groups; a learning rate assigned to one takes effect with the next iteration."""
         return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The moments, by parameter or by the vector of all."""
+        return self.optimizer.state
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+    def __getstate__(self) -> dict[str, Any]:  # torch's optimizers copy only their groups and state
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Remove the gradients of all parameters."""
+        for parameter in self.parameters:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
 
     def take_assigned_rates(self) -> None:
         """Copy learning rates that were assigned to `param_groups` into the tensors that captured code reads."""
@@ -129,20 +156,19 @@ class GuardedOptimizer:
         owners = [flat.vector for flat in self.flats] or self.parameters
         return [owner.grad for owner in owners if owner.grad is not None]
 
-    def step(self, max_grad_norm: Tensor | float, paused: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def step(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, max_grad_norm: Tensor | float | None = None, paused: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Scale the gradients down to a norm and step along them, unless one is not finite or `paused` is 1.
 
+        Without a norm the gradients are those that `loss.backward()` left at the parameters, as they are.
         Returns the norm before, without the separately clipped parameters, and 1 if a gradient is not finite, else 0.
         """
-        grads: list[Any] = [flat.vector.grad for flat in self.flats]
-        if not self.flats:
-            norms = [clip_gradients(part, max_grad_norm) for part in (self.others, self.separate) if part]
-        elif self.separate:
-            norms = clip_apart(grads, self.masks, max_grad_norm)
-        else:
-            norms = [torch.linalg.vector_norm(grads[0]) if len(grads) == 1 else total_norm(grads)]
-            for grad in grads:
-                grad.mul_((max_grad_norm / (norms[0] + 1e-6)).clamp(max=1.0))
+        if max_grad_norm is None:
+            max_grad_norm = math.inf
+            self.take_assigned_rates()
+            self.take_grads([parameter.grad for parameter in self.parameters])
+        norms = self._clip(max_grad_norm)
         whole = norms[0] if len(norms) == 1 else norms[0] + norms[1]
         whole = whole.float()  # fused optimizers read no double
         not_finite = (whole - whole).ne_(0.0)  # in fewer operations than isfinite takes
@@ -166,6 +192,18 @@ class GuardedOptimizer:
         for parameter, value in frozen:  # which their moments would move on
             parameter.data.copy_(value)
         return norms[0], not_finite
+
+    def _clip(self, max_grad_norm: Tensor | float) -> list[Tensor]:
+        """Scale the gradients down to a norm; returns the norms before, of the separately clipped ones the second."""
+        grads: list[Any] = [flat.vector.grad for flat in self.flats]
+        if not self.flats:
+            return [clip_gradients(part, max_grad_norm) for part in (self.others, self.separate) if part]
+        if self.separate:
+            return clip_apart(grads, self.masks, max_grad_norm)
+        norm = torch.linalg.vector_norm(grads[0]) if len(grads) == 1 else total_norm(grads)
+        for grad in grads:
+            grad.mul_((max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+        return [norm]
 
     @torch.no_grad()
     def drop_tiny_moments(self) -> None:
@@ -213,7 +251,7 @@ class GuardedOptimizer:
                     shapes = f"{tuple(value.shape)}, this one needs {tuple(want)}"
                     raise RuntimeError(f"the optimizer state {name!r} of parameter {index} has shape {shapes}")
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Load moments and rates; the rate tensors and device flags stay this optimizer's own."""
         rates = [torch.as_tensor(group["lr"]) for group in state["param_groups"]]
         self.optimizer.load_state_dict(join_state(state, self.flats) if self.flats else dict(state))

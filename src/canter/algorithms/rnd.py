@@ -13,7 +13,7 @@ from canter.envs.vec_env import StepRecord
 from canter.modules.mlp import mlp
 from canter.modules.normalizer import EmpiricalNormalization, NoNormalization, ReturnScaler
 from canter.modules.policy import PolicyOutput
-from canter.storage.rollout_storage import MiniBatch, RolloutStorage, masked_mean
+from canter.storage.rollout_storage import Field, MiniBatch, RolloutStorage, masked_mean
 from canter.utils.config import check_settings, setting, settings
 from canter.utils.metrics import MeanMeter
 from canter.utils.tree import tree_where
@@ -117,19 +117,19 @@ class RND(Extension):
 
     name = "rnd"
     settings_class = RNDSettings
-    needs_next_obs = True
+    switch = "rnd_cfg"
     model: Any = None
     """The `RNDModel`; None until the width of the observations is known."""
 
-    def is_enabled(self) -> bool:
-        """Whether `rnd_cfg` is given."""
-        return self.cfg.rnd_cfg is not None
-
     def attach(self, alg: Any) -> None:
-        """Give the loss its weight; the networks are built with the storage, which knows the observation's width."""
+        """Networks are built with the storage, which knows the observation's width."""
         super().attach(alg)
         alg.loss_weights["rnd_loss"] = 1.0
         self.rewards = MeanMeter()
+
+    def fields(self) -> dict[str, Field]:
+        """The intrinsic reward."""
+        return {"intrinsic_reward": Field((1,), batch="")}
 
     def begin(self, storage: RolloutStorage) -> None:
         """Build predictor and target for the critic's observation."""
@@ -145,8 +145,8 @@ class RND(Extension):
             self.model = RNDModel(cfg, self.alg.device)
         self.optimizer = self.model.optimizer
 
-    def bonus(self, record: StepRecord) -> Tensor:
-        """(N,) weighted prediction error of the states reached, the final ones where an episode ended."""
+    def record(self, record: StepRecord) -> dict[str, Tensor]:
+        """The weighted prediction error of the states reached, the final ones where an episode ended."""
         reached: Any = record.critic_obs
         if reached is None:
             raise ValueError("rnd_cfg rewards the states reached: give process_env_step next_obs and next_critic_obs")
@@ -157,14 +157,18 @@ class RND(Extension):
         rewards = {"intrinsic": bonus, "extrinsic": record.reward}
         means = {f"rnd/mean_{kind}_reward": masked_mean(value, record.valid) for kind, value in rewards.items()}
         self.rewards.add({**means, "rnd/weight": self.model.weight()})
-        return bonus
+        return {"intrinsic_reward": bonus}
 
-    def loss_terms(self, terms: Terms, batch: MiniBatch, out: PolicyOutput) -> None:
+    def bonus(self, rollout: RolloutStorage) -> Tensor:
+        """(T, N) intrinsic rewards."""
+        return rollout.column("intrinsic_reward")
+
+    def losses(self, terms: Terms, batch: MiniBatch, out: PolicyOutput) -> None:
         """Add the predictor's loss."""
         if self.alg.uses_rewards:
             terms.losses["rnd_loss"] = self.model.loss(batch.critic_obs, batch.valid)  # pyright: ignore[reportArgumentType]
 
-    def recording_key(self) -> tuple[Any, ...]:
+    def begin_update(self, iteration: int) -> tuple[Any, ...]:
         """Whether the normalisers learn."""
         return () if self.model is None else tuple(module.training for module in self.model.modules())
 

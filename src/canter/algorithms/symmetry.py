@@ -65,10 +65,7 @@ class Symmetry(Extension):
 
     name = "symmetry"
     settings_class = SymmetrySettings
-
-    def is_enabled(self) -> bool:
-        """Whether `symmetry_cfg` is given."""
-        return self.cfg.symmetry_cfg is not None
+    switch = "symmetry_cfg"
 
     def attach(self, alg: Any) -> None:
         """Build the mirrors for the policy's observations and actions."""
@@ -108,7 +105,7 @@ class Symmetry(Extension):
         }
         return MiniBatch(**{**vars(batch), **images})
 
-    def loss_terms(self, terms: Terms, batch: MiniBatch, out: PolicyOutput) -> None:
+    def losses(self, terms: Terms, batch: MiniBatch, out: PolicyOutput) -> None:
         """Average PPO's losses with those of the mirror image; statistics stay those of the original."""
         image = self.mirrored(batch)
         with self.alg.executor.autocast():

@@ -15,7 +15,6 @@ from canter.algorithms.extension import Extension
 from canter.algorithms.foreign import import_state
 from canter.algorithms.ppo import PPOSettings
 from canter.algorithms.schedules import GET_PROB_FUNC
-from canter.envs.vec_env import StepRecord
 from canter.modules.build import POLICIES, install_normalizers
 from canter.modules.policy import Hidden, Policy, PolicyOutput
 from canter.storage.queue_rollout_storage import ActionLabelRollout
@@ -127,6 +126,7 @@ class Teacher(Extension):
     name = "teacher"
     settings_class = TeacherSettings
     storage_class = ActionLabelRollout
+    offered = ("teacher_actor_critic", "use_teacher_act_mask", "collect_transition_from_dataset", "lr_scheduler_object")
 
     def __init__(self, cfg: Any = None, *, policies: Sequence[Policy] = (), **given: Any) -> None:
         super().__init__(cfg, **given)
@@ -149,7 +149,11 @@ class Teacher(Extension):
         self.on_dataset = False
         """Whether the rollout consists of recorded steps."""
         self.is_warming_up = False
-        """Whether only the critic learns; an attribute, because reading a changing number would recompile."""
+        """Whether only the critic learns."""
+        self.storage_options = {
+            "buffer_dilation_ratio": self.cfg.buffer_dilation_ratio,
+            "max_length": self.cfg.gradient_length,
+        }
         if cfg.using_ppo and cfg.buffer_dilation_ratio > 1.0:
             warnings.warn(
                 "buffer_dilation_ratio > 1 lets PPO learn from old policies; it suits imitation", stacklevel=4
@@ -162,9 +166,8 @@ class Teacher(Extension):
         layout: Any = "critic_obs_layout" if cfg.label_action_with_critic_obs else "obs_layout"
         component = cfg.teacher_id_component
         self.ids = None if component is None else getattr(alg.policy, layout).slice(component)
-        alg.loss_weights["distillation_loss"] = alg.device_scalar(self._distillation_coef(0))
-        for student in cfg.distill_latent_obs_component_mapping or {}:
-            alg.loss_weights[f"distill_latent_{student}"] = alg.live.distill_latent_coef
+        self._set_weights(0)
+        for _ in cfg.distill_latent_obs_component_mapping or {}:
             for owner, policy in (("student", alg.policy), *(("teacher", policy) for policy in self.policies[:1])):
                 if not hasattr(policy, "get_encoder_latent"):
                     raise TypeError(f"latent distillation needs encoders; the {owner} {type(policy).__name__} has none")
@@ -219,9 +222,12 @@ class Teacher(Extension):
     def _distillation_coef(self, iteration: int) -> float:
         return GET_PROB_FUNC(self.cfg.distillation_loss_coef, self.cfg.update_times_scale)(iteration)
 
-    def storage_arguments(self) -> dict[str, Any]:
-        """Number of rollouts to keep, and the length of trajectories."""
-        return {"buffer_dilation_ratio": self.cfg.buffer_dilation_ratio, "max_length": self.cfg.gradient_length}
+    def _set_weights(self, iteration: int) -> None:
+        """Set the weights of the losses for an iteration."""
+        weights, cfg = self.alg.loss_weights, self.cfg
+        weights["distillation_loss"] = self._distillation_coef(iteration)
+        for student in cfg.distill_latent_obs_component_mapping or {}:
+            weights[f"distill_latent_{student}"] = cfg.distill_latent_coef
 
     def begin(self, storage: RolloutStorage) -> None:
         """Allocate the teachers' memories, and draw the environments in which the teacher acts."""
@@ -269,31 +275,16 @@ class Teacher(Extension):
         step["actions_log_prob"] = distribution.log_prob(step["params"], actions)
         step["action_labels"], step["teacher_acted"] = labels, mask.clone()
 
-    def after_record(self, record: StepRecord) -> None:
-        """Reset the teachers' memories where an episode ended, and draw whether the teacher acts in the next one."""
+    def reset(self, ends: Tensor) -> None:
+        """Zero the teachers' memories where an episode ended, and draw whether the teacher acts in the next one."""
         if not self.policies:
             return
-        done = record.done
-        self.reset(done | ~record.valid if self.alg.rollout.has_invalid_steps else done)
-        self._draw_who_acts(done)
-
-    def end_episodes(self) -> None:
-        """Reset the teachers' memories, and draw in which environments the teacher acts."""
-        everywhere = torch.ones_like(self.use_teacher_act_mask)
-        self.reset(everywhere)
-        self._draw_who_acts(everywhere)
-
-    def _draw_who_acts(self, done: Tensor) -> None:
-        """Draw whether the teacher acts in the environments (N,) that begin an episode."""
-        mask = self.use_teacher_act_mask
-        draws = torch.rand(mask.shape, generator=self.alg.generators["teacher"], device=self.alg.device)
-        mask.copy_(torch.where(done, draws < self.teacher_prob, mask))
-
-    def reset(self, dones: Tensor) -> None:
-        """Zero the teachers' memories of the environments (N,) whose episode ended."""
         for hidden in self.hidden:
             for state in hidden.values():
-                state.masked_fill_(dones.view(-1, 1, 1, 1), 0.0)
+                state.masked_fill_(ends.view(-1, 1, 1, 1), 0.0)
+        mask = self.use_teacher_act_mask
+        draws = torch.rand(mask.shape, generator=self.alg.generators["teacher"], device=self.alg.device)
+        mask.copy_(torch.where(ends, draws < self.teacher_prob, mask))
 
     @torch.no_grad()
     def collect_transition_from_dataset(self, transition: Any, infos: dict[str, Any]) -> None:
@@ -311,13 +302,10 @@ class Teacher(Extension):
         """Whether PPO's losses are part of the total; recorded steps have no actions of the policy."""
         return self.cfg.using_ppo and not self.on_dataset
 
-    def begin_update(self, iteration: int) -> None:
-        """Set the schedules, and whether only the critic learns."""
+    def begin_update(self, iteration: int) -> tuple[bool, bool]:
+        """Set the schedules; the key is where the steps come from, and whether only the critic learns."""
         self.is_warming_up = iteration < self.cfg.critic_warmup_iterations
-        self.alg.loss_weights["distillation_loss"].fill_(self._distillation_coef(iteration))
-
-    def recording_key(self) -> tuple[Any, ...]:
-        """Where the steps come from, and whether only the critic learns."""
+        self._set_weights(iteration)
         return (self.on_dataset, self.is_warming_up)
 
     def before_forward(self, batch: MiniBatch) -> None:
@@ -338,7 +326,7 @@ class Teacher(Extension):
         draws = {name: torch.rand(s.shape, generator=stream, device=s.device) * 2 - 1 for name, s in hidden.items()}
         return {name: torch.where(chosen, draws[name], state) for name, state in hidden.items()}
 
-    def loss_terms(self, terms: Terms, batch: MiniBatch, out: PolicyOutput) -> None:
+    def losses(self, terms: Terms, batch: MiniBatch, out: PolicyOutput) -> None:
         """Add the distance to the teacher; while the critic warms up, only the value loss is kept."""
         if self.is_warming_up and self.uses_rewards:
             for name in terms.losses.keys() - {"value_loss"}:

@@ -316,6 +316,15 @@ class Policy(nn.Module):
         return self.distribution.log_prob(self._last(), actions)
 
     @property
+    def last_pass(self) -> tuple[Params | None, dict[str, Tensor]]:
+        """Distribution parameters and by-products of the pass that the stateful properties refer to."""
+        return self._params, self._aux
+
+    @last_pass.setter
+    def last_pass(self, params_and_aux: tuple[Params | None, dict[str, Tensor]]) -> None:
+        self._params, self._aux = params_and_aux
+
+    @property
     def action_mean(self) -> Tensor:
         """Mode of the last distribution: the mean of a Gaussian."""
         return self.distribution.mode(self._last())

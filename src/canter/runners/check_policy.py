@@ -16,7 +16,9 @@ NUM_ITERATIONS = 9  # in each, functions are compared with their replays
 NUM_STEPS = 1000  # of an off-policy algorithm, after those with random actions
 DESCRIPTIONS = {
     "act": "choose actions",
-    "process": "store a step",
+    "store": "store a step",
+    "scale": "scale rewards",
+    "finish": "compute the rewards to learn from",
     "rollout": "choose actions, step and store, for a whole rollout",
     "returns": "compute returns and advantages",
     "learn": "take gradient steps",

@@ -32,8 +32,8 @@ class QueueRolloutStorage(RolloutStorage):
         self.target = int(buffer_dilation_ratio * num_transitions_per_env)
         self.max_length = max_length
         self.is_ring = self.target > num_transitions_per_env
+        self.first = 0  # row of the rollout's first step
         super().__init__(num_envs, num_transitions_per_env, *args, **kwargs)
-        self.is_first = torch.ones((), dtype=torch.bool, device=self.device)
 
     def declare_fields(self) -> dict[str, Field]:
         """The fields of a rollout; in a ring also a mark on the first step of each rollout."""
@@ -45,22 +45,26 @@ class QueueRolloutStorage(RolloutStorage):
         """Number of allocated rows."""
         return len(self.data["rewards"])
 
-    def write(self, transition: Mapping[str, Any]) -> None:
-        """Write a transition at the cursor and advance it, from the last row to the first."""
-        super().write({**transition, "firsts": self.is_first})
-        if self.is_ring:
-            self.cursor.remainder_(self.capacity)
-            self.is_first.fill_(False)
+    @property
+    def next_row(self) -> int:
+        """Row of the next step."""
+        return (self.first + self.step) % self.capacity
 
     def clear(self) -> None:
         """Start the next rollout after the rows that are kept; a ring below its target size grows first."""
         if not self.is_ring:
             super().clear()
             return
-        self.older, self.step = self.filled, 0
-        self.is_first.fill_(True)
+        self.older, self.first = self.filled, self.next_row
         if self.older == self.capacity and self.expand_buffer_once():
-            self.cursor.fill_(self.older)
+            self.first = self.older
+        self.step = self.num_finished = 0
+        steps = torch.arange(self.num_transitions_per_env, device=self.device)
+        self.rows.copy_(((self.first + steps) % self.capacity).unsqueeze(1))
+
+    def put(self, row: int | Tensor, values: Mapping[str, Any]) -> None:
+        """Copy one step to a row; in a ring with the mark of a rollout's first step."""
+        super().put(row, {**values, "firsts": self.rows[0] == row} if self.is_ring else values)
 
     def expand_buffer_once(self) -> int:
         """Append up to T zero rows, within the target size; returns their number."""
@@ -70,16 +74,16 @@ class QueueRolloutStorage(RolloutStorage):
         return max(added, 0)
 
     def untie_buffer_loop(self) -> None:
-        """Rotate a full ring so that its oldest row, and the cursor, are at row 0."""
-        if self.is_ring and self.filled == self.capacity:
+        """Rotate a full ring so that its oldest row is row 0."""
+        if self.is_ring and self.filled == self.capacity and self.next_row:
             for data in self.data.values():
                 data.copy_(self.swap_from_cursor(data))
-            self.cursor.zero_()
+            self.first = -self.step % self.capacity
         self.older = self.filled - self.step
 
     def swap_from_cursor(self, x: Tensor) -> Tensor:
-        """(capacity, ...) with the rows from the cursor on first, then those before it."""
-        return x[(torch.arange(self.capacity, device=self.device) + self.cursor) % self.capacity]
+        """(capacity, ...) with the rows from the next one on first, then those before it."""
+        return x.roll(-self.next_row, 0)
 
     def compute_returns(self, last_values: Tensor, gamma: Scalar, lam: Scalar, normalize: bool = True) -> None:
         """Returns of the newest rollout; earlier ones keep theirs. Advantages are normalised over all rows."""
@@ -182,11 +186,11 @@ class SarsaRolloutStorage(RolloutStorage):
         """(T + 1, N, ...) of a flat observation."""
         return self.all_rows["obs"]
 
-    def write(self, transition: Mapping[str, Any]) -> None:
-        """Write a transition; a final state that it lacks is the next one."""
-        known = {name: value for name, value in transition.items() if value is not None}
+    def put(self, row: int | Tensor, values: Mapping[str, Any]) -> None:
+        """Copy one step to a row; a final state that it lacks is the next one."""
+        known = {name: value for name, value in values.items() if value is not None}
         finals = {f"final_{name[5:]}": value for name, value in known.items() if name.startswith("next_")}
-        super().write(finals | known)
+        super().put(row, finals | known)
 
     def take(self, index: Tensor) -> MiniBatch:
         """Minibatch of the steps at flat (T * N) indices; `next_obs` is the final state where an episode ended."""

@@ -20,7 +20,7 @@ class Field(NamedTuple):
     """Declaration of one stored quantity."""
 
     shape: tuple[int, ...]  # of one step of one environment
-    batch: str | None = None  # name in a minibatch, dotted for an entry of a dict; None leaves it out
+    batch: str | None = None  # name in a minibatch, dotted for an entry of a dict; None or "" leaves it out
     source: str | None = None  # name in a transition, dotted for an entry of a dict; None if it is computed
     dtype: torch.dtype = torch.float32
     default: float | None = None  # stored where a transition lacks the field; None makes that an error
@@ -83,11 +83,12 @@ class Transition:
     actions: Tensor | None = None
     rewards: Tensor | None = None
     dones: Tensor | None = None
+    truncated: Tensor | None = None
     values: Tensor | None = None
     actions_log_prob: Tensor | None = None
     params: Mapping[str, Tensor] = MappingProxyType({})
     hidden: Mapping[str, Tensor] = MappingProxyType({})  # memory state before the step
-    next_hidden: Mapping[str, Tensor] = MappingProxyType({})  # memory state after the step
+    hidden_states: Any = None  # the same as `policy.get_hidden_states()` gives it
     random_masks: Mapping[str, Tensor] = MappingProxyType({})
     valid: Tensor | None = None
     action_mean = dict_entry("params", "mu", "Mean of the Gaussian that the action was sampled from.", True)
@@ -113,6 +114,7 @@ class RolloutStorage:
 
     Transition = Transition
     older = 0  # rows of earlier rollouts
+    unpack_hidden: Any = None  # gives memories by name for what `policy.get_hidden_states()` returns
 
     def __init__(
         self,
@@ -139,21 +141,26 @@ class RolloutStorage:
         self.random_mask_names, self.has_invalid_steps = tuple(random_masks), has_invalid_steps
         self.fields = self.declare_fields()
         for name, field in (extra_fields or {}).items():
-            field = field._replace(batch=field.batch or name, source=field.source or name)
-            if name in self.fields or field.batch in {f.batch for f in self.fields.values()}:
+            field = field._replace(batch=name if field.batch is None else field.batch, source=field.source or name)
+            if name in self.fields or field.batch in {f.batch for f in self.fields.values() if f.batch}:
                 raise ValueError(f"extra_fields: {name!r} (in a minibatch {field.batch!r}) is declared already")
             self.fields[name] = field
         way_out = "make num_envs or num_steps_per_env smaller"
         check_memory("rollout", self.fields, num_transitions_per_env, num_envs, self.device, way_out)
         self.data = {name: self._zeros(field) for name, field in self.fields.items()}
         self.step = 0
-        self.cursor = torch.zeros(1, dtype=torch.long, device=self.device)  # `step` on the device, for captured writes
-        self._written = []  # of each field: name, path in a transition, default, shape and size of a row
+        """Steps of the rollout that are stored."""
+        self.num_finished = 0
+        """Steps whose rewards are those to learn from; the others have the environment's."""
+        self.rows = torch.arange(num_transitions_per_env, device=self.device).view(-1, 1)
+        """(T, 1) row of each step of the rollout."""
+        # Of each field: name, entry of a transition and the rest of the path to it, default, shape and size of a row.
+        self._written = []
         for name, field in self.fields.items():
             if field.source:
                 default = None if field.default is None else self.data[name].new_full((), field.default)
-                shape = (1, num_envs, *field.shape)
-                self._written.append((name, field.source.split("."), default, shape, math.prod(shape)))
+                shape, (entry, *rest) = (num_envs, *field.shape), field.source.split(".")
+                self._written.append((name, entry, rest, default, shape, math.prod(shape)))
         # Of each field: name, and path in a minibatch.
         self._batched = [(name, f.batch.split(".")) for name, f in self.fields.items() if f.batch]
 
@@ -165,7 +172,10 @@ class RolloutStorage:
         fields |= {
             "actions": Field(self.actions_shape, "actions", "actions", self.action_dtype),
             "rewards": Field((1,), None, "rewards"),
+            "env_rewards": Field((1,), None, "env_rewards", default=math.nan),  # which episode statistics are of
             "dones": Field((1,), None, "dones", torch.bool),
+            "truncated": Field((1,), None, "truncated", torch.bool, default=False),
+            "final_values": Field((1,), None, "final_values", default=math.nan),  # NaN without a final observation
             "values": Field((1,), "values", "values"),
             "returns": Field((1,), "returns"),
             "advantages": Field((1,), "advantages"),
@@ -190,41 +200,58 @@ class RolloutStorage:
     def add(self, transition: Mapping[str, Any]) -> None:
         """Store one transition, given as a mapping from the fields' sources to (N, ...) tensors."""
         self.check_space()
-        self.write(transition)
+        if "rewards" in transition:
+            transition = {"env_rewards": transition["rewards"], **transition}
+        if transition.get("hidden_states") is not None:
+            transition = {**transition, "hidden": self.unpack_hidden(transition["hidden_states"])}
+        self.put(self.next_row, transition)
         self.step += 1
 
-    def check_space(self, waiting: int = 0) -> None:
-        """Raise if the storage is full, or will be once the steps that are waiting are stored."""
-        if self.step + waiting >= (limit := self.num_transitions_per_env):
+    def check_space(self) -> None:
+        """Raise if the storage is full."""
+        if self.step >= (limit := self.num_transitions_per_env):
             raise AssertionError(f"Rollout buffer overflow: it holds {limit} steps; call clear() first")
 
-    def write(self, transition: Mapping[str, Any]) -> None:
-        """Write a transition at the cursor and advance it. Tensor code only: the caller increments `step`."""
-        row, missing = [], []
-        for name, path, default, shape, size in self._written:
-            value: Any = transition
-            for key in path:
+    @property
+    def next_row(self) -> int:
+        """Row of the next step."""
+        return self.step
+
+    def put(self, row: int | Tensor, values: Mapping[str, Any]) -> None:
+        """Copy one step, (N, ...) tensors by source, to a row; the caller increments `step`.
+
+        The row is a number, or a (1,) tensor of `rows`, which a captured function reads anew in every replay.
+        """
+        columns, missing = [], []
+        for name, entry, rest, default, shape, size in self._written:
+            value = values.get(entry)
+            for key in rest:
                 value = value.get(key) if isinstance(value, Mapping) else None
             value = default if value is None else value
             if not isinstance(value, Tensor):
                 missing.append(name)
-            else:
+            elif value.shape != shape:
                 # (N,) is stored as (N, 1); a parameter that all environments share, (A,), as (N, A)
-                row.append((self.data[name], value.reshape(shape) if value.numel() == size else value.expand(shape)))
+                value = value.reshape(shape) if value.numel() == size else value.expand(shape)
+            columns.append((self.data[name], value))
         if missing:
-            raise ValueError(f"the transition lacks {', '.join(missing)}; it has {', '.join(transition)}")
-        for target, value in row:
-            target.index_copy_(0, self.cursor, value.to(target.dtype))
-        self.cursor += 1
+            raise ValueError(f"the transition lacks {', '.join(missing)}; it has {', '.join(values)}")
+        for data, value in columns:
+            if isinstance(row, int):
+                data[row].copy_(value)
+            else:
+                data.index_copy_(0, row, value.unsqueeze(0).to(data.dtype))
 
     def clear(self) -> None:
         """Start the next rollout."""
-        self.step = 0
-        self.cursor.zero_()
+        self.step = self.num_finished = 0
+
+    def untie_buffer_loop(self) -> None:
+        """Put the rows in the order of time, where they are a ring."""
 
     @property
     def newest(self) -> slice:
-        """Rows of the last rollout; of a full ring, after `untie_buffer_loop`."""
+        """Rows of the last rollout, in the order of time after `untie_buffer_loop`."""
         stop = min(len(self.data["rewards"]), self.older + self.step)
         return slice(stop - self.step, stop)
 
@@ -232,6 +259,17 @@ class RolloutStorage:
     def newest_valid(self) -> Tensor | None:
         """(T, N) mask of the valid steps in the last rollout; None if all are."""
         return self.data["valid"][self.newest].squeeze(-1) if self.has_invalid_steps else None
+
+    def column(self, name: str) -> Tensor:
+        """(T, N, ...) of a field in the newest rollout; (T, N) if it is one number a step."""
+        rows = self.data[name][self.newest]
+        return rows.squeeze(-1) if self.fields[name].shape == (1,) else rows
+
+    def env_steps(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(T, N) rewards as the environment gave them, ends of episodes, and whether a step is valid."""
+        done = self.column("dones")
+        valid = self.column("valid") if self.has_invalid_steps else torch.ones_like(done)
+        return self.column("env_rewards"), done & valid, valid
 
     @property
     def filled(self) -> int:
@@ -253,7 +291,7 @@ class RolloutStorage:
 
     def compute_returns(self, last_values: Tensor, gamma: Scalar, lam: Scalar, normalize: bool = True) -> None:
         """Fill `returns` and `advantages` of the newest rows; with `normalize`, advantages get mean 0 and std 1."""
-        rows, data = slice(self.older, self.older + self.step), self.data
+        rows, data = self.newest, self.data
         advantages = gae(data["rewards"][rows], data["values"][rows], data["dones"][rows], last_values, gamma, lam)
         data["returns"][rows].copy_(advantages + data["values"][rows])
         if normalize:

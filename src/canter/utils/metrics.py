@@ -105,17 +105,23 @@ class StepStats:
             if COMPONENTS in self.keys and isinstance(extras.get(COMPONENTS), Mapping):
                 self.components.add(extras[COMPONENTS], record.done, record.valid)
 
-    def rollout_metrics(self, rollout: Mapping[str, Tensor]) -> dict[str, float]:
-        """Metrics of the steps since the last call; NonFiniteError if `rollout`, (T, N, ...) by name, is not finite."""
+    def rollout_metrics(
+        self, rollout: Mapping[str, Tensor], steps: tuple[Tensor, Tensor, Tensor] | None = None
+    ) -> dict[str, float]:
+        """Metrics of the steps since the last call; NonFiniteError if `rollout`, (T, N, ...) by name, is not finite.
+
+        `steps` are reward, done and valid (T, N); without them those that the tracker has are taken.
+        """
         tracker = self.tracker
+        rewards = tracker.rows[:, 0] if steps is None else steps[0]
         if not self.guard.is_immediate:
             data = {name: value for name, value in rollout.items() if name.startswith(LEARNED_FROM)}
             try:
-                self.guard.read(self.first_step, {**data, "reward": tracker.rows[:, 0]}, rollout.get("actions"))
+                self.guard.read(self.first_step, {**data, "reward": rewards}, rollout.get("actions"))
             except NonFiniteError:
                 tracker.rewind()  # such a rollout does not count
                 raise
-        self.newest = {"rollout/mean_reward": tracker.read()}
+        self.newest = {"rollout/mean_reward": tracker.read() if steps is None else tracker.take(*steps)}
         if tracker.rewbuffer:
             self.newest["episode/mean_reward"] = sum(tracker.rewbuffer) / len(tracker.rewbuffer)
             self.newest["episode/mean_length"] = sum(tracker.lenbuffer) / len(tracker.lenbuffer)
@@ -166,10 +172,14 @@ class EpisodeTracker:
 
     def read(self) -> float:
         """Add the rollout to the statistics; returns its mean reward per step."""
-        rows = self.rows[: self.step].cpu().numpy()
+        return self.take(*self.rows[: self.step].unbind(1))
+
+    def take(self, rewards: Tensor, done: Tensor, valid: Tensor) -> float:
+        """Add (T, N) steps to the statistics, which are copied at once; returns the mean reward per step."""
+        rows = torch.stack([rewards, done.to(rewards.dtype), valid.to(rewards.dtype)]).cpu().numpy()
         self.rewind()
-        done, valid = rows[:, 1].astype(bool), rows[:, 2].astype(bool)
-        rewards = np.where(valid, rows[:, 0], 0.0)
+        done, valid = rows[1].astype(bool), rows[2].astype(bool)  # pyright: ignore[reportAssignmentType]
+        rewards = np.where(valid, rows[0], 0.0)  # pyright: ignore[reportAssignmentType]
         some_ended: list[bool] = np.logical_or.reduce(done, axis=1).tolist()
         for reward, ended, counts, some in zip(rewards, done, valid, some_ended, strict=True):
             self.cur_reward_sum += reward
