@@ -10,12 +10,12 @@ import torch
 from gymnasium import spaces
 
 from canter.algorithms import DQN, SAC, TD3, off_policy
-from canter.algorithms.actor_q import profile_settings
 from canter.algorithms.off_policy import TargetNetwork
 from canter.algorithms.optim import GuardedOptimizer
 from canter.envs.torch_envs import CartPole, PointRobot
 from canter.envs.vec_env import StepRecord, VecEnv
 from canter.execution.guard import NoHostSync
+from canter.presets import profile_settings
 
 SMALL = {"batch_size": 16, "learning_starts": 8, "buffer_size": 400}
 SMALL_NETWORKS = {"actor_hidden_dims": (8,), "critic_hidden_dims": (8,)}
@@ -115,12 +115,12 @@ def same(a, b):
 def test_a_single_environment_on_a_cpu_learns_as_several_do(kind, normalizes):
     """Its steps are stored by other code, which must store the same."""
 
-    def learned(execution, adds_one):
+    def learned(execution, is_numpy):
         env = MAKERS[kind][1](1, seed=0, max_episode_length=9)
         alg = make(kind, execution, env, empirical_normalization=normalizes)
         alg.prepare()
-        assert alg.adds_one
-        alg.adds_one = adds_one
+        assert alg.replay.is_numpy
+        alg.replay.is_numpy = is_numpy
         return run(alg, 40)
 
     recorded, eager, by_tensors = learned("auto", True), learned("eager", True), learned("auto", False)

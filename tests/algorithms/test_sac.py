@@ -9,12 +9,14 @@ from gymnasium import spaces
 from torch import nn
 
 from canter.algorithms import SAC, TD3, SACConfig, TD3Config
-from canter.algorithms.actor_q import frozen, joint_limit_bounds, profile_settings
+from canter.algorithms.actor_q import joint_limit_bounds
+from canter.algorithms.off_policy import frozen
 from canter.envs.torch_envs import CartPole, Pendulum, PointRobot
 from canter.envs.torch_envs.base import TorchEnv
 from canter.execution.guard import NoHostSync
 from canter.modules.actors import ContinuousActor
 from canter.modules.q_networks import ListedCritics, find_normalized_layers, normalize_weights
+from canter.presets import profile_settings
 from canter.storage.offline import Episode
 
 SMALL = {"actor_hidden_dims": (8,), "critic_hidden_dims": (8,), "batch_size": 16, "learning_starts": 16}
@@ -48,6 +50,10 @@ def parts(alg):
     return {name: [p.detach().clone() for p in module.parameters()] for name, module in named.items()}
 
 
+def actor_loss(alg, batch):
+    return alg.actor_loss(batch, torch.randn(16, 2))[0] if isinstance(alg, SAC) else alg.actor_loss(batch)
+
+
 def changed(before, after):
     return {n for n in before if any(not torch.equal(a, b) for a, b in zip(before[n], after[n], strict=True))}
 
@@ -62,7 +68,7 @@ def test_each_loss_changes_only_its_own_parameters(kind, num_atoms):
     assert changed(before, parts(alg)) == {"critics"}
     before = parts(alg)
     with frozen(alg.critics):
-        loss, _ = alg.actor_loss(drawn, noise)
+        loss = actor_loss(alg, drawn)
     alg.optimizer_step("actor_optimizer", loss)
     assert changed(before, parts(alg)) == {"actor"}
     before = parts(alg)
@@ -91,9 +97,10 @@ def test_the_actor_loss_computes_no_gradient_of_the_critics():
 def test_the_actor_maximises_the_smaller_the_first_or_the_mean_value(kind, reduction, value):
     alg = run(make(kind, critic_reduction=reduction), 10)
     first = torch.arange(16.0)
-    alg.action_values = lambda batch, actions: torch.stack([first, 10 - first])
-    loss, stats = alg.actor_loss(next(alg.batches(1)), torch.randn(16, 2))
-    entropy_part = 0.2 * stats["log_prob"].item() if kind == "sac" else 0.0
+    alg.critics.forward = lambda obs, actions: torch.stack([first, 10 - first])
+    batch, noise = next(alg.batches(1)), torch.randn(16, 2)
+    loss = alg.actor_loss(batch, noise)[0] if kind == "sac" else alg.actor_loss(batch)
+    entropy_part = 0.2 * alg.sample(batch.obs, noise)[1].mean().item() if kind == "sac" else 0.0
     assert loss.item() == pytest.approx(entropy_part - value, rel=1e-4)
 
 
@@ -162,10 +169,9 @@ def test_the_target_actor_proposes_the_next_actions():
         for p in alg.actor.parameters():  # away from the target
             p.add_(0.5)
     drawn = next(alg.batches(1))
-    actions, bonus = alg.next_actions(drawn, torch.zeros(16, 2))
+    actions = alg.next_actions(drawn, torch.zeros(16, 2))
     params = alg.target_actor.module.get_params(drawn.next_obs)
     assert torch.equal(actions, alg.policy.distribution.to_env(params["mu"]))
-    assert bonus == 0.0
 
 
 def test_the_actor_learns_every_policy_delay_steps():
@@ -266,9 +272,8 @@ def test_the_noise_on_td3s_target_actions_is_clipped():
     for parameter in alg.target_actor.module.parameters():
         torch.nn.init.zeros_(parameter)
     noise = torch.tensor([[10.0, -10.0], [1.0, -2.4]]).repeat(8, 1)
-    actions, bonus = alg.next_actions(next(alg.batches(1)), noise)
+    actions = alg.next_actions(next(alg.batches(1)), noise)
     torch.testing.assert_close(actions[:2], torch.tensor([[1.5, -1.5], [0.6, -1.44]]))
-    assert bonus == 0.0
 
 
 def test_joint_limits_become_action_bounds():

@@ -306,7 +306,8 @@ def test_a_single_environment_is_stored_by_array_as_by_tensor(has_invalid_steps)
     shapes = {"image": Field((2, 2), dtype=torch.uint8), "speed": (3,)}
     kind = {"action_shape": (2,), "action_dtype": torch.float32, "critic_obs_shape": (4,)}
     tensors, arrays = (TransitionReplayBuffer(9, shapes, **kind, has_invalid_steps=has_invalid_steps) for _ in range(2))
-    assert arrays.can_add_one
+    assert arrays.is_numpy
+    tensors.is_numpy = False
     generator = torch.Generator().manual_seed(0)
 
     def observe():
@@ -322,7 +323,7 @@ def test_a_single_environment_is_stored_by_array_as_by_tensor(has_invalid_steps)
         args = (now[0], torch.rand(1, 2, generator=generator), torch.rand(1, generator=generator), after[0], terminated)
         rest = {"truncated": cut & ~terminated, "critic_obs": now[1], "next_critic_obs": after[1], "valid": valid}
         tensors.add(*args, **rest)
-        arrays.add_one(*args, **rest)
+        arrays.add(*args, **rest)
         assert same_content(tensors, arrays), i
     assert len(arrays) == len(tensors) > 0
 
@@ -330,7 +331,7 @@ def test_a_single_environment_is_stored_by_array_as_by_tensor(has_invalid_steps)
 def test_a_copied_buffer_has_memory_of_its_own():
     def put(buffer, i):
         obs, no = torch.full((1, 1), float(i)), torch.tensor([False])
-        buffer.add_one(obs, torch.tensor([0]), torch.tensor([10.0 + i]), obs + 1, no, truncated=no)
+        buffer.add(obs, torch.tensor([0]), torch.tensor([10.0 + i]), obs + 1, no, truncated=no)
 
     first = TransitionReplayBuffer(8, (1,))
     put(first, 0)
@@ -347,8 +348,8 @@ def test_only_a_plain_buffer_of_one_environment_takes_steps_by_array():
             super().add(*args, **kwargs)
 
     buffers = (TransitionReplayBuffer(8, (1,), num_envs=2), PrioritizedReplayBuffer(8, (1,)), Other(8, (1,)))
-    assert not any(buffer.can_add_one for buffer in buffers)
-    assert not TransitionReplayBuffer(8, (1,), obs_dtype=torch.bfloat16).can_add_one
+    assert not any(buffer.is_numpy for buffer in buffers)
+    assert not TransitionReplayBuffer(8, (1,), obs_dtype=torch.bfloat16).is_numpy
 
 
 def test_a_loaded_buffer_continues_exactly():

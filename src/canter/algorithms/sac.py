@@ -9,12 +9,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from canter.algorithms.actor_q import ActorQAlgorithm, ActorQSettings
-from canter.algorithms.off_policy import OffPolicyRunSettings
+from canter.algorithms.actor_q import (
+    NETWORK_NAMES,
+    ActorQSettings,
+    action_bounds,
+    actor_rate,
+    bounded_actions,
+    build_actor,
+    build_returns,
+    build_twin_critics,
+)
+from canter.algorithms.off_policy import OffPolicyAlgorithm, OffPolicyRunSettings, TargetNetwork, frozen
 from canter.modules.actors import CNNSquashedGaussianActor, MLPSquashedGaussianActor
+from canter.modules.q_networks import ActorQPolicy, critic_loss, find_normalized_layers, normalize_weights
 from canter.storage.replay import ReplayBatch
 from canter.utils.config import setting, settings
 from canter.utils.tree import Obs
+
+ACTOR_CLASSES = (MLPSquashedGaussianActor, CNNSquashedGaussianActor)  # for vectors and for one image
 
 
 @settings
@@ -44,24 +56,38 @@ class SACConfig(SACSettings, OffPolicyRunSettings):
     """A whole SAC run in one object."""
 
 
-class SAC(ActorQAlgorithm):
+class SAC(OffPolicyAlgorithm):
     """SAC on a Box of actions: `SAC(env, cfg)`; see `OffPolicyAlgorithm` for the arguments."""
 
     settings_class = SACSettings
     config_class = SACConfig
-    actor_classes = (MLPSquashedGaussianActor, CNNSquashedGaussianActor)
-    actor_setting_names = ("min_log_std", "max_log_std", "init_std", "use_tanh_squash")
+    network_names = NETWORK_NAMES
+    learning_rate = actor_rate
 
     def build(self, networks: Mapping[str, Any]) -> None:
-        """Build the networks and the temperature."""
-        super().build(networks)
-        log_alpha = torch.tensor(math.log(self.cfg.init_alpha), device=self.device)
+        """Build actor, twin critics, their target and the temperature."""
+        cfg = self.cfg
+        self.action_space = bounded_actions(self)
+        self.action_bounds = action_bounds(self.action_space, self.device)
+        noise = {"min_log_std": cfg.min_log_std, "max_log_std": cfg.max_log_std, "init_std": cfg.init_std}
+        self.actor = build_actor(self, networks, ACTOR_CLASSES, use_tanh_squash=cfg.use_tanh_squash, **noise)
+        self.critics = build_twin_critics(self, networks)
+        self.returns = build_returns(cfg, self.device)
+        self.return_bound = self.returns.bound
+        self.normalized_layers = find_normalized_layers(self.critics) if cfg.normalize_weights else []
+        self.policy = ActorQPolicy(self.actor, self.critics)
+        self.make_optimizer("actor_optimizer", self.actor)
+        self.target = TargetNetwork(self.critics, self.make_optimizer("critic_optimizer", self.critics))
+        self.targets = [self.target]
+        log_alpha = torch.tensor(math.log(cfg.init_alpha), device=self.device)
         self.temperature = nn.ParameterDict({"log_alpha": log_alpha})
-        if self.cfg.auto_alpha:
+        if cfg.auto_alpha:
             self.make_optimizer("alpha_optimizer", self.temperature)
         width = self.action_space.high.astype(np.float64) - self.action_space.low
-        log_half_ranges = float(np.log(width / 2).sum()) if self.cfg.use_tanh_squash else 0.0
+        log_half_ranges = float(np.log(width / 2).sum()) if cfg.use_tanh_squash else 0.0
         self.default_target_entropy = log_half_ranges - width.size  # where `target_entropy` is None
+        self.critic_loss = self.executor.compile(self.critic_loss)
+        self.actor_loss = self.executor.compile(self.actor_loss)
 
     def explore_step(self, obs: Obs) -> Tensor:
         """A sample of the policy."""
@@ -69,6 +95,62 @@ class SAC(ActorQAlgorithm):
             params = self.actor.get_params(self.policy.obs_normalizer.normalize(obs))
         distribution = self.policy.distribution
         return distribution.to_env(distribution.sample(params, self.generators["action"]))
+
+    def learn_steps(self, count: int, phase: int) -> None:
+        """Take gradient steps of the critics, every `policy_delay` steps of the actor and the temperature too."""
+        for number, batch in enumerate(self.batches(count), phase):
+            # Noise is drawn here, because code that draws from a generator cannot be compiled.
+            shape = (2, len(batch.rewards), self.action_bounds[0].numel())
+            noise = torch.randn(shape, generator=self.generators["replay"], device=self.device)
+
+            loss, stats = self.critic_loss(batch, noise[0])
+            norm, skipped = self.optimizer_step("critic_optimizer", loss)
+            if self.normalized_layers:
+                normalize_weights(self.normalized_layers)
+            self.meter.add({**stats, "critic_grad_norm": norm, "nonfinite_updates": skipped})
+
+            if (number + 1) % self.cfg.policy_delay == 0:
+                with frozen(self.critics):
+                    loss, stats = self.actor_loss(batch, noise[1])
+                norm, _ = self.optimizer_step("actor_optimizer", loss)
+                metrics = {"actor_loss": loss.detach(), "actor_grad_norm": norm, "alpha": stats["alpha"]}
+                metrics["entropy"] = -stats["log_prob"]
+                if self.cfg.auto_alpha:
+                    loss = self.alpha_loss(stats["log_prob"])
+                    self.optimizer_step("alpha_optimizer", loss)
+                    metrics["alpha_loss"] = loss.detach()
+                self.slow_meter.add(metrics)
+
+            if self.cfg.target_update_interval == 1:
+                self.update_targets()
+
+    def critic_loss(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Errors of the critics against r + gamma (1 - d) (min_i Q_i(s', a') - alpha log pi(a'|s')), and statistics."""
+        with torch.no_grad(), self.executor.autocast():
+            next_actions, log_prob = self.sample(batch.next_obs, noise)
+            entropy_bonus = -self.temperature["log_alpha"].exp() * log_prob
+            next_values = self.target.module(batch.next_critic_obs, next_actions).float()
+            discounts = batch.discounts * (1.0 - batch.dones)
+            reduction = self.cfg.critic_reduction
+            target = self.returns.target(next_values, batch.rewards, discounts, entropy_bonus, reduction)
+        with self.executor.autocast():
+            predicted = self.critics(batch.critic_obs, batch.actions).float()
+        return critic_loss(self.returns, predicted, target)
+
+    def actor_loss(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The mean of alpha log pi(a|s) - min_i Q_i(s, a) for reparameterised actions, and statistics."""
+        actions, log_prob = self.sample(batch.obs, noise)
+        with self.executor.autocast():
+            values = self.returns.values(self.critics(batch.critic_obs, actions).float())
+        value = values.amin(0) if self.cfg.critic_reduction == "min" else values.mean(0)
+        alpha = self.temperature["log_alpha"].detach().exp()
+        return (alpha * log_prob - value).mean(), {"log_prob": log_prob.detach().mean(), "alpha": alpha}
+
+    def alpha_loss(self, mean_log_prob: Tensor) -> Tensor:
+        """-log alpha (mean log pi + target entropy): the temperature falls while the entropy is above its target."""
+        has_target = self.cfg.target_entropy is not None
+        target = self.live.target_entropy if has_target else self.default_target_entropy
+        return -self.temperature["log_alpha"] * (mean_log_prob + target)
 
     def sample(self, obs: Obs, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Reparameterised actions and their log-probabilities (B,)."""
@@ -78,34 +160,6 @@ class SAC(ActorQAlgorithm):
         raw = torch.addcmul(params["mu"].float(), params["sigma"].float(), noise)
         return distribution.to_env(raw), distribution.log_prob(params, raw)
 
-    def next_actions(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Samples of the policy, and their entropy bonus."""
-        actions, log_prob = self.sample(batch.next_obs, noise)
-        return actions, -self.temperature["log_alpha"].exp() * log_prob
-
-    def actor_loss(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The mean of the weighted log-probability minus the critics' value."""
-        actions, log_prob = self.sample(batch.obs, noise)
-        alpha = self.temperature["log_alpha"].detach().exp()
-        values = self.action_values(batch, actions)
-        value = values.amin(0) if self.cfg.critic_reduction == "min" else values.mean(0)
-        return (alpha * log_prob - value).mean(), {"log_prob": log_prob.detach().mean(), "alpha": alpha}
-
-    def learn_actor(self, loss: Tensor, stats: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Take a gradient step of the actor and of the temperature."""
-        metrics = super().learn_actor(loss, stats) | {"alpha": stats["alpha"], "entropy": -stats["log_prob"]}
-        if self.cfg.auto_alpha:
-            alpha_loss = self.alpha_loss(stats["log_prob"])
-            self.optimizer_step("alpha_optimizer", alpha_loss)
-            metrics["alpha_loss"] = alpha_loss.detach()
-        return metrics
-
-    def alpha_loss(self, mean_log_prob: Tensor) -> Tensor:
-        """The temperature's loss: minimising it lowers the temperature while the entropy is above its target."""
-        has_target = self.cfg.target_entropy is not None
-        target = self.live.target_entropy if has_target else self.default_target_entropy
-        return -self.temperature["log_alpha"] * (mean_log_prob + target)
-
     def checkpoint_parts(self) -> dict[str, Any]:
-        """The parts of an actor with critics, and the temperature."""
+        """Policy, targets and optimizers, and the temperature."""
         return super().checkpoint_parts() | {"temperature_state_dict": self.temperature}

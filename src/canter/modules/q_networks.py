@@ -315,6 +315,82 @@ def build_critics(
     return ListedCritics(critic_class(obs_space=obs_space, action_space=action_space, cfg=cfg) for _ in range(members))
 
 
+class ScalarReturns:
+    """Values and losses of critics whose outputs (E, B) are the values."""
+
+    bound = 4.0  # largest normalised return: about four standard deviations
+
+    def values(self, out: Tensor) -> Tensor:
+        """(E, B) values."""
+        return out
+
+    expected = values
+
+    def target(self, out: Tensor, rewards: Tensor, discounts: Tensor, bonus: Tensor | float, reduction: str) -> Tensor:
+        """Targets (B,) or (E, B): rewards, plus the discounted next values and bonus."""
+        value = out.amin(0) if reduction == "min" else out
+        return rewards + discounts * (value + bonus)
+
+    def losses(self, out: Tensor, target: Tensor) -> Tensor:
+        """(E,) mean square errors."""
+        return (out - target).square().mean(1)
+
+
+class CategoricalReturns:
+    """Values and losses of critics whose outputs (E, B, K) are logits over K returns (Bellemare et al. 2017)."""
+
+    def __init__(self, v_min: float, v_max: float, num_atoms: int, device: torch.device) -> None:
+        if not v_min < v_max:
+            raise ValueError(f"v_min must be below v_max, got {v_min} and {v_max}")
+        self.v_min, self.v_max, self.num_atoms = v_min, v_max, num_atoms
+        self.step = (v_max - v_min) / (num_atoms - 1)
+        self.atoms = torch.linspace(v_min, v_max, num_atoms, device=device)
+        self.bound = min(abs(end) for end in (v_min, v_max) if end)
+
+    def values(self, out: Tensor) -> Tensor:
+        """(E, B) means."""
+        return self.expected(out.float().softmax(-1))
+
+    def expected(self, probs: Tensor) -> Tensor:
+        """Means of probabilities (..., K)."""
+        return (probs * self.atoms).sum(-1)
+
+    def target(self, out: Tensor, rewards: Tensor, discounts: Tensor, bonus: Tensor | float, reduction: str) -> Tensor:
+        """Target probabilities, (B, K) or (E, B, K)."""
+        probs = out.float().softmax(-1)
+        if reduction == "min":
+            lowest = self.expected(probs).argmin(0)  # (B,)
+            probs = probs.gather(0, lowest.view(1, -1, 1).expand(1, *probs.shape[1:])).squeeze(0)
+        bonus = bonus.unsqueeze(-1) if isinstance(bonus, Tensor) else bonus
+        moved = rewards.unsqueeze(-1) + discounts.unsqueeze(-1) * (self.atoms + bonus)  # (B, K)
+        return self.project(moved.expand_as(probs), probs)
+
+    def project(self, returns: Tensor, probs: Tensor) -> Tensor:
+        """Probabilities of the atoms, from those of arbitrary returns split between the two nearest atoms."""
+        place = ((returns - self.v_min) / self.step).clamp(0, self.num_atoms - 1)
+        lower = place.floor()
+        share, low = place - lower, lower.long()
+        high = (low + 1).clamp(max=self.num_atoms - 1)
+        shared = torch.zeros_like(probs).scatter_add(-1, low, probs * (1 - share))
+        return shared.scatter_add(-1, high, probs * share)
+
+    def losses(self, out: Tensor, target: Tensor) -> Tensor:
+        """(E,) mean cross-entropies."""
+        return -(target * F.log_softmax(out.float(), -1)).sum(-1).mean(1)
+
+
+def critic_loss(
+    returns: ScalarReturns | CategoricalReturns, out: Tensor, target: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The sum of the twin critics' losses, and statistics."""
+    losses = returns.losses(out, target)
+    with torch.no_grad():
+        stats = {"critic1_loss": losses[0], "critic2_loss": losses[1], "q_loss": losses.mean()}
+        stats["mean_q"] = returns.values(out).mean()
+        stats["td_target_mean"] = returns.expected(target).mean()
+    return losses.sum(), {name: value.detach() for name, value in stats.items()}
+
+
 def find_normalized_layers(module: nn.Module) -> list[nn.Linear | StackedLinear]:
     """The linear layers that a layer norm follows in an `nn.Sequential`."""
     chains = [list(part) for part in module.modules() if isinstance(part, nn.Sequential)]
