@@ -347,7 +347,8 @@ class OffPolicyAlgorithm(Algorithm):
         time limit a terminal state.
         """
         mode = self.cfg.timeout_bootstrap
-        final, critic_final, ended = record.final_obs, record.final_critic_obs, record.done
+        final: Any = record.final_obs
+        critic_final, ended = record.final_critic_obs, record.done
         terminal = ended if mode == "none" else record.terminated
         is_final_known = final is not None and (critic_obs is None or critic_final is not None)
         if mode == "current_value" or not is_final_known:
@@ -383,7 +384,8 @@ class OffPolicyAlgorithm(Algorithm):
     @property
     def can_learn(self) -> bool:
         """Whether enough steps are stored; counted on the host, so that nothing is read from the device."""
-        return self.num_stored >= self.steps_before_learning
+        starts = self.cfg.learning_starts / RANKS.size
+        return self.num_stored >= starts and self.num_stored >= self.cfg.batch_size
 
     def update(self, gradient_steps: int | None = None) -> dict[str, float]:
         """Take gradient steps and return their metrics; {} while too few steps are stored."""

@@ -122,7 +122,7 @@ class SAC(OffPolicyAlgorithm):
                 self.slow_meter.add(metrics)
 
             if self.cfg.target_update_interval == 1:
-                self.update_targets()
+                self.target.update(self.live.tau)
 
     def critic_loss(self, batch: ReplayBatch, noise: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Errors of the critics against r + gamma (1 - d) (min_i Q_i(s', a') - alpha log pi(a'|s')), and statistics."""

@@ -5,7 +5,8 @@ implements `forward(obs, actions)`.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,15 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from canter.envs.vec_env import flat_size
-from canter.modules.actors import CNN_SETTINGS, MLP_Q_SETTINGS, Cfg, ConfiguredNetwork, build_network, flatten_obs
+from canter.modules.actors import (
+    CNN_SETTINGS,
+    MLP_Q_SETTINGS,
+    Cfg,
+    ConfiguredNetwork,
+    build_network,
+    flatten_obs,
+    flattening,
+)
 from canter.modules.distributions import Categorical, Params
 from canter.modules.mlp import ALIGNMENT, mlp
 from canter.modules.policy import Context, Policy
@@ -228,11 +237,6 @@ class StackedLinear(nn.Module):
             x, weight = F.pad(x, (0, missing)), F.pad(weight, (0, 0, 0, missing))
         return torch.baddbmm(self.bias, x, weight)
 
-    def split(self) -> list[Callable[[Tensor], Tensor]]:
-        """The E layers as functions (B, size_in) -> (B, size_out)."""
-        pairs = zip(self.weight.unbind(), self.bias.unbind(), strict=True)
-        return [lambda x, w=weight, b=bias: torch.addmm(b, x, w) for weight, bias in pairs]
-
 
 class StackedLayerNorm(nn.Module):
     """E layer norms at once."""
@@ -246,10 +250,8 @@ class StackedLayerNorm(nn.Module):
         """(E, B, size) -> (E, B, size)."""
         return torch.addcmul(self.bias, F.layer_norm(x, x.shape[-1:]), self.weight)
 
-    def split(self) -> list[Callable[[Tensor], Tensor]]:
-        """The E layer norms as functions of (B, size)."""
-        pairs = zip(self.weight.flatten(1).unbind(), self.bias.flatten(1).unbind(), strict=True)
-        return [lambda x, w=weight, b=bias: F.layer_norm(x, x.shape[-1:], w, b) for weight, bias in pairs]
+
+STACKED = (StackedLinear, StackedLayerNorm)
 
 
 class StackedMLPCritics(ContinuousQNetwork):
@@ -259,7 +261,7 @@ class StackedMLPCritics(ContinuousQNetwork):
 
     def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None, members: int) -> None:
         super().__init__(obs_space, action_space, cfg)
-        self.members = members
+        self.members, self.flatten = members, flattening(obs_space)
         sizes = [flat_size(obs_space) + self.num_actions, *self.cfg["hidden_dims"]]
         layers: list[nn.Module] = []
         for size_in, size_out in pairwise(sizes):
@@ -270,27 +272,48 @@ class StackedMLPCritics(ContinuousQNetwork):
 
     def forward(self, obs: Obs, actions: Tensor) -> Tensor:
         """(E, B) values or (E, B, K) logits."""
-        x = torch.cat([flatten_obs(obs, self.obs_space), self.unit_actions(actions)], dim=-1)
+        x = torch.cat([self.flatten(obs), self.unit_actions(actions)], dim=-1)
         if x.device.type == "cpu":
             out = torch.stack(self.forward_each(x))
         else:
-            out = self.chain(tuple(self.mlp), x.expand(self.members, *x.shape))
+            x = x.expand(self.members, *x.shape)
+            for layer in tuple(self.mlp)[:-1]:
+                x = layer(x)
+            with self.last_precision(x) as precise:
+                out = self.mlp[-1](precise)
         return out.squeeze(-1) if self.cfg["num_atoms"] == 1 else out
 
     def forward_each(self, x: Tensor) -> list[Tensor]:
         """What `mlp` gives, member by member: faster on a CPU, whose cache then holds the features of one member."""
-        stacked = (StackedLinear, StackedLayerNorm)
-        parts = [layer.split() if isinstance(layer, stacked) else [layer] * self.members for layer in self.mlp]
-        return [self.chain(layers, x) for layers in zip(*parts, strict=True)]
+        layers: list[Any] = list(self.mlp)
+        *hidden, last = layers
+        weights: list[Any] = [(p.weight.unbind(), p.bias.unbind()) if isinstance(p, STACKED) else () for p in hidden]
+        outs = []
+        for member, (weight, bias) in enumerate(zip(last.weight.unbind(), last.bias.unbind(), strict=True)):
+            y = x
+            for layer, parts in zip(hidden, weights, strict=True):
+                if isinstance(layer, StackedLinear):
+                    y = torch.addmm(parts[1][member], y, parts[0][member])
+                elif isinstance(layer, StackedLayerNorm):
+                    y = F.layer_norm(y, y.shape[-1:], parts[0][member].flatten(), parts[1][member].flatten())
+                else:
+                    y = layer(y)
+            if torch.is_autocast_enabled(x.device.type):
+                with self.last_precision(y) as precise:
+                    outs.append(torch.addmm(bias, precise, weight))
+            else:
+                outs.append(torch.addmm(bias, y, weight))
+        return outs
 
-    def chain(self, layers: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
-        """Apply the layers; the last gives values in float32, because bfloat16 knows a value of 1000 only up to 4."""
-        for layer in layers[:-1]:
-            x = layer(x)
-        if self.cfg["num_atoms"] > 1 or not torch.is_autocast_enabled(x.device.type):
-            return layers[-1](x)
-        with torch.autocast(x.device.type, enabled=False):
-            return layers[-1](x.float())
+    @contextmanager
+    def last_precision(self, features: Tensor) -> Iterator[Tensor]:
+        """Features for the last layer, which gives values in float32: bfloat16 knows a value of 1000 only up to 4."""
+        device = features.device.type
+        if self.cfg["num_atoms"] > 1 or not torch.is_autocast_enabled(device):
+            yield features
+        else:
+            with torch.autocast(device, enabled=False):
+                yield features.float()
 
 
 class ListedCritics(nn.Module):

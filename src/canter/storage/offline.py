@@ -143,10 +143,11 @@ def put_episode(
     """Append the first `length` steps of an episode to the ring of one environment."""
     if replay.critic_obs_shape is not None and episode.critic_obs is None:
         raise ValueError("the critic has observations of its own, which this data does not hold")
-    obs, critic_obs = (
-        tree_map(lambda rows: torch.as_tensor(np.asarray(rows)[: length + 1]), part) if part is not None else None
-        for part in (episode.obs, episode.critic_obs)
-    )
+
+    def rows(part: Any) -> Any:
+        return tree_map(lambda leaf: torch.as_tensor(np.asarray(leaf)[: length + 1]), part)
+
+    obs, critic_obs = rows(episode.obs), None if episode.critic_obs is None else rows(episode.critic_obs)
     for name, value in replay.named_leaves(obs, critic_obs).items():
         if name not in replay.data or value.shape[1:] != replay.data[name].shape[1:]:
             known = {key: tuple(t.shape[1:]) for key, t in replay.data.items() if key.startswith(name.split(".")[0])}

@@ -153,20 +153,28 @@ class TransitionReplayBuffer:
             if self.has_invalid_steps and valid is not None and not valid:
                 return
             columns = self.arrays or self._make_arrays()
-            begin, step, end = to_rows(begin, columns), to_rows(step, columns), to_rows(end, columns)
+            begin, step, end = (
+                {name: value.numpy().reshape(columns[name].shape[1:]) for name, value in part.items()}
+                for part in (begin, step, end)
+            )
             step["dones"] = is_terminal = bool(done)
             step["ends"] = is_terminal or (truncated is not None and bool(truncated))
-            self._write(columns, 0, begin, step, end, True, operator.setitem)
+            head = columns["head"][0]
+            has_left = columns["is_started"][0] and any((columns[n][head] != row).any() for n, row in begin.items())
+            self._write(columns, 0, begin, step, end, has_left, True, operator.setitem)
             return
         step["dones"] = done = done.to(torch.bool).reshape(-1)
         step["ends"] = done if truncated is None else done | truncated.reshape(-1)
-        real = torch.ones_like(done) if valid is None or not self.has_invalid_steps else valid
         if env is not None:
-            self._write(self.columns, slice(env, env + 1), begin, step, end, True, put_rows, len(reward))
-        elif self.has_invalid_steps:
-            self._write(self.columns, slice(None), begin, step, end, real, functools.partial(put_valid_rows, real))
-        else:
-            self._write(self.columns, slice(None), begin, step, end, real, put_rows)
+            lane = slice(env, env + 1)
+            self._write(self.columns, lane, begin, step, end, self.is_started[lane], True, put_rows, len(reward))
+            return
+        real = torch.ones_like(done) if valid is None or not self.has_invalid_steps else valid
+        put = functools.partial(put_valid_rows, real) if self.has_invalid_steps else put_rows
+        at = self._flat(self.head)
+        differs = [(self.data[name].index_select(0, at) != leaf).reshape(len(at), -1) for name, leaf in begin.items()]
+        has_left = self.is_started & real & (differs[0] if len(differs) == 1 else torch.cat(differs, 1)).any(1)
+        self._write(self.columns, slice(None), begin, step, end, has_left, real, put)
 
     def _write(
         self,
@@ -175,23 +183,24 @@ class TransitionReplayBuffer:
         begin: Mapping[str, Any],
         step: Mapping[str, Any],
         end: Mapping[str, Any],
+        has_left: Any,
         real: Any,
         put: Any,
         length: int | None = None,
     ) -> None:
         """Write steps by `put(column, rows, values)`: one of every environment where it is `real`, or `length` of one.
 
+        Where an environment `has_left`, the step does not begin where the last one led to.
+
         For one environment on a CPU, `lane` 0, columns are arrays, and rows numbers: much faster than fifty operations
         on small tensors, with the same arithmetic. Otherwise `lane` is a slice of the environments.
         """
         num_rows, holds_step = self.num_rows, columns["holds_step"]
-        head, count, has_left = columns["head"][lane], columns["count"][lane], columns["is_started"][lane]
-        if length is None:
-            env, offsets, added = None, 0, real
-            has_left = has_left & real & differs(columns, begin, self._flat(head))
-        else:
+        head, count = columns["head"][lane], columns["count"][lane]
+        env, offsets, added = None, 0, real
+        if length is not None:
             env, offsets, added = lane.start, torch.arange(length, device=self.device), length
-        # Where a step does not begin where the last one led to, the final observation of that one keeps its row.
+        # The final observation of an episode that was left keeps its row.
         columns["ends"][self._flat((head - 1) % num_rows, env)] |= has_left
         first = head + has_left
         rows, next_row = (first + offsets) % num_rows, (first + added) % num_rows
@@ -338,11 +347,6 @@ class TransitionReplayBuffer:
             value[: len(state["data"][name])].copy_(state["data"][name])
 
 
-def to_rows(values: Mapping[str, Tensor], arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a single environment, (1, ...), as rows of arrays."""
-    return {name: value.numpy().reshape(arrays[name].shape[1:]) for name, value in values.items()}
-
-
 def put_rows(column: Tensor, rows: Tensor, values: Tensor | bool) -> None:
     """Write the rows of a tensor."""
     if isinstance(values, bool):
@@ -356,14 +360,6 @@ def put_valid_rows(valid: Tensor, column: Tensor, rows: Tensor, values: Tensor |
     kept = column.index_select(0, rows)
     new = kept & values if isinstance(values, bool) else values.reshape(kept.shape).to(column.dtype)
     column.index_copy_(0, rows, torch.where(valid.view(-1, *[1] * (kept.dim() - 1)), new, kept))
-
-
-def differs(columns: Mapping[str, Any], values: Mapping[str, Any], rows: Any) -> Any:
-    """Whether values are not those in their rows, (N,), or a bool for a row of arrays."""
-    if isinstance(rows, Tensor):
-        found = [columns[name][rows] != value for name, value in values.items()]
-        return torch.cat([part.reshape(len(rows), -1) for part in found], 1).any(1)
-    return any((columns[name][rows] != value).any() for name, value in values.items())
 
 
 class SumTree:
