@@ -15,7 +15,7 @@ from canter.envs.torch_envs import CartPole, Pendulum, PointRobot
 from canter.envs.torch_envs.base import TorchEnv
 from canter.execution.guard import NoHostSync
 from canter.modules.actors import ContinuousActor
-from canter.modules.q_networks import ListedCritics, find_normalized_layers, normalize_weights
+from canter.modules.q_networks import HeldNoise, ListedCritics, find_normalized_layers, normalize_weights
 from canter.presets import profile_settings
 from canter.storage.offline import Episode
 
@@ -155,6 +155,79 @@ def test_the_default_target_entropy_is_in_units_of_half_the_range():
     log_alpha = math.log(0.2)
     assert make().alpha_loss(torch.tensor(0.0)).item() == pytest.approx(-log_alpha * -2.0)
     assert make(target_entropy=-0.5).alpha_loss(torch.tensor(0.0)).item() == pytest.approx(-log_alpha * -0.5)
+
+
+def test_the_target_entropy_can_be_that_of_a_noise():
+    """Of two actions, each with half a range of 1 or 4: log(0.15) + log(2 pi e) / 2 = -0.4781815, plus log(4)."""
+    log_alpha = math.log(0.2)
+    assert make(target_std=0.15).alpha_loss(torch.tensor(0.0)).item() == pytest.approx(-log_alpha * 2 * -0.4781815)
+    wide = make(env=Wide(2), target_std=0.15).alpha_loss(torch.tensor(0.0)).item()
+    assert wide == pytest.approx(-log_alpha * 2 * (-0.4781815 + math.log(4.0)))
+    alg = make()
+    alg.target_std = 0.15
+    assert alg.alpha_loss(torch.tensor(0.0)).item() == pytest.approx(-log_alpha * 2 * -0.4781815)
+
+
+def test_learning_rates_fall_to_the_share_that_is_set():
+    alg = make(schedule="linear", final_rate_share=0.2, actor_learning_rate=1e-3)
+    alg.adjust_learning_rate(0.75)
+    assert alg.optimizers["actor_optimizer"].lr.item() == pytest.approx(1e-3 * (0.2 + 0.25 * 0.8))
+    alg.adjust_learning_rate(1.0)
+    assert alg.optimizers["actor_optimizer"].lr.item() == pytest.approx(2e-4)
+    alg.actor_learning_rate = 1e-2
+    assert alg.optimizers["actor_optimizer"].lr.item() == pytest.approx(2e-3)
+
+
+def test_noise_is_held_for_one_step_four_times_as_often_as_for_two():
+    noise, generator = HeldNoise(4000, 2, 2, torch.device("cpu")), torch.Generator().manual_seed(0)
+    first = noise.draw(generator)
+    assert (noise.left == 0).float().mean() == pytest.approx(0.8, abs=0.02)
+    held = noise.left == 1
+    second = noise.draw(generator)
+    assert torch.equal((first == second).all(1), held)
+    assert (noise.left[held] == 0).all()
+    assert second.std() == pytest.approx(1.0, abs=0.03)
+    assert not (noise.draw(generator) == first).all(1).any()
+
+
+@pytest.mark.parametrize("execution", ["eager", "auto"])
+def test_held_noise_is_used_for_exploration_alone_and_resumed(execution):
+    alg, other = (make(execution=execution, noise_repeats=50, learning_starts=0) for _ in range(2))
+    obs, critic = torch.zeros(4, 6), torch.zeros(4, 9)
+    steps = torch.stack([alg.explore(obs, critic) for _ in range(40)])
+    repeated = (steps[1:] == steps[:-1]).all(-1).float().mean()
+    assert 0.2 < repeated < 0.95
+    left = alg.held_noise.left.clone()
+    assert not torch.equal(alg.act(obs), alg.act(obs))
+    assert alg.act(torch.zeros(7, 6)).shape == (7, 2)
+    assert torch.equal(alg.held_noise.left, left)
+    other.load_resume_state(alg.resume_state())
+    assert all(torch.equal(alg.explore(obs, critic), other.explore(obs, critic)) for _ in range(20))
+
+
+def test_a_reset_starts_networks_anew_and_keeps_the_replay():
+    made = [run(make(execution=execution, reset_interval=6, gamma=0.9), 8) for execution in ("eager", "auto")]
+    for alg in made:
+        before = parts(alg)
+        alg.train(5)
+        assert any(value.any() for value in moments(alg))
+        trained, stored = parts(alg), len(alg.replay)
+        alg.train(1)
+        assert changed(before, parts(alg)) == {"actor", "critics", "target"}
+        assert changed(trained, parts(alg)) == {"actor", "critics", "target", "temperature"}
+        assert alg.temperature.log_alpha.item() == pytest.approx(math.log(0.2))
+        assert torch.equal(alg.critics.mlp[0].bias, torch.zeros_like(alg.critics.mlp[0].bias))
+        for own, target in zip(alg.critics.parameters(), alg.target.module.parameters(), strict=True):
+            assert torch.equal(own, target)
+        assert not any(value.any() for value in moments(alg))
+        assert len(alg.replay) == stored
+        alg.train(3)
+    for name, values in parts(made[0]).items():
+        assert all(torch.equal(a, b) for a, b in zip(values, parts(made[1])[name], strict=True)), name
+
+
+def moments(alg):
+    return [v for o in alg.optimizers.values() for state in o.optimizer.state.values() for v in state.values()]
 
 
 def test_exploration_noise_is_in_units_of_half_the_range_and_stays_in_bounds():

@@ -33,6 +33,11 @@ NO_GRADIENT_STEPS = "nothing would be learned; give at least 1, or -1 for one gr
 BOOTSTRAPS = ("auto", "final_obs", "current_value", "none")
 
 
+def is_fixed(schedule: str) -> bool:
+    """Whether learning rates do not fall."""
+    return schedule != "linear"
+
+
 @settings
 class OffPolicyRunSettings(CommonRunSettings):
     """Settings of an off-policy run; its intervals are environment steps."""
@@ -83,7 +88,9 @@ class OffPolicySettings(AlgorithmSettings):
     weight_decay: float = setting(0.0, low=0.0, fixed=True)
     """Weight decay of every optimizer; with AdamW it is decoupled from the gradient."""
     schedule: str = setting("fixed", choices=("fixed", "constant", "linear"), host=True)
-    """Learning rates: "fixed" (or "constant"), or "linear" to 0."""
+    """Learning rates: "fixed" (or "constant"), or "linear" to `final_rate_share` of themselves."""
+    final_rate_share: float = setting(0.0, low=0.0, high=1.0, host=True, unused_if={"schedule": is_fixed})
+    """Share of the learning rates that is left at the end of a linear schedule."""
     normalize_rewards: bool = setting(False, fixed=True)
     """Divide sampled rewards so that returns have about unit variance, or fit the atoms of a categorical critic."""
     activation: str = setting("relu", fixed=True)
@@ -200,7 +207,7 @@ class OffPolicyAlgorithm(Algorithm):
             rate = getattr(self.cfg, name)
             if rate != known:
                 self.rates[name] = rate
-                optimizer.lr.fill_(rate * self.fraction_left if self.cfg.schedule == "linear" else rate)
+                optimizer.lr.fill_(rate * self.rate_share)
         super().sync_settings()
 
     def sync_derived(self) -> tuple[Any, ...]:
@@ -212,7 +219,14 @@ class OffPolicyAlgorithm(Algorithm):
         self.fraction_left = max(0.0, 1.0 - progress)
         if self.cfg.schedule == "linear":
             for name, optimizer in zip(self.rates, self.optimizers.values(), strict=True):
-                optimizer.lr.fill_(getattr(self.cfg, name) * self.fraction_left)
+                optimizer.lr.fill_(getattr(self.cfg, name) * self.rate_share)
+
+    @property
+    def rate_share(self) -> float:
+        """Share of the learning rates that the schedule leaves."""
+        if is_fixed(self.cfg.schedule):
+            return 1.0
+        return self.cfg.final_rate_share + self.fraction_left * (1.0 - self.cfg.final_rate_share)
 
     def prepare(self) -> TransitionReplayBuffer:
         """The replay buffer, allocated at the first call; MemoryError if it does not fit."""

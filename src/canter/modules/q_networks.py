@@ -60,6 +60,32 @@ def explore_rows(values: Tensor, epsilon: float | Tensor, generator: torch.Gener
     return torch.where(draw < epsilon, other, best)
 
 
+def cumulative_lengths(max_steps: int, device: torch.device) -> Tensor:
+    """Probabilities of at most 1, 2, ... steps, if n of up to `max_steps` have one proportional to 1 / n²."""
+    weights = torch.arange(1, max_steps + 1, dtype=torch.float64).pow(-2.0)
+    return (weights.cumsum(0) / weights.sum())[:-1].float().to(device)
+
+
+class HeldNoise:
+    """Standard normal noise that is held for up to `max_steps` steps: n with a probability proportional to 1 / n²."""
+
+    def __init__(self, num_envs: int, num_actions: int, max_steps: int, device: torch.device) -> None:
+        self.noise = torch.zeros(num_envs, num_actions, device=device)
+        self.left = torch.zeros(num_envs, dtype=torch.long, device=device)
+        """Steps for which every environment goes on with its noise."""
+        self.cumulative = cumulative_lengths(max_steps, device)
+
+    def draw(self, generator: torch.Generator | None) -> Tensor:
+        """(N, A) noise of the next step, in tensor code."""
+        fresh = torch.randn(self.noise.shape, device=self.noise.device, generator=generator)
+        length = torch.rand(self.left.shape, device=self.left.device, generator=generator)
+        begins = self.left == 0
+        self.noise.copy_(torch.where(begins.unsqueeze(1), fresh, self.noise))
+        steps = torch.searchsorted(self.cumulative, length, right=True) + 1
+        self.left.copy_(torch.where(begins, steps, self.left) - 1)
+        return self.noise.clone()
+
+
 class RepeatedExploration:
     """Random actions that last up to `max_steps` steps: n with a probability proportional to 1 / n² (Dabney 2021)."""
 
@@ -67,8 +93,7 @@ class RepeatedExploration:
         self.actions = torch.zeros(num_envs, dtype=torch.long, device=device)
         self.left = torch.zeros_like(self.actions)
         """Steps for which every environment goes on with its random action."""
-        weights = torch.arange(1, max_steps + 1, dtype=torch.float64).pow(-2.0)
-        self.cumulative = (weights.cumsum(0) / weights.sum())[:-1].float().to(device)
+        self.cumulative = cumulative_lengths(max_steps, device)
 
     def explore(self, values: Tensor, epsilon: Tensor, generator: torch.Generator | None) -> Tensor:
         """The best column of each row of (N, n) values, a random one begun with `epsilon`, or the one in progress."""
