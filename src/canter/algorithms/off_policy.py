@@ -361,11 +361,9 @@ class OffPolicyAlgorithm(Algorithm):
         time limit a terminal state.
         """
         mode = self.cfg.timeout_bootstrap
-        final: Any = record.final_obs
-        critic_final, ended = record.final_critic_obs, record.done
+        final, critic_final, ended = record.final_obs, record.final_critic_obs, record.done
         terminal = ended if mode == "none" else record.terminated
-        is_final_known = final is not None and (critic_obs is None or critic_final is not None)
-        if mode == "current_value" or not is_final_known:
+        if final is None or (critic_obs is not None and critic_final is None) or mode == "current_value":
             final, critic_final, ended = obs, critic_obs, record.truncated
             if mode in ("auto", "final_obs"):
                 self.used_current_value.logical_or_(ended.any())
@@ -433,6 +431,13 @@ class OffPolicyAlgorithm(Algorithm):
         if self.num_updates // MOMENT_INTERVAL > first // MOMENT_INTERVAL:
             for optimizer in self.optimizers.values():
                 optimizer.drop_tiny_moments()
+        reset_interval = getattr(self.cfg, "reset_interval", 0)
+        if reset_interval and self.num_updates // reset_interval > first // reset_interval:
+            self.reset_networks()
+
+    def reset_networks(self) -> None:
+        """Start networks anew; called every `reset_interval` gradient steps, if the algorithm has that setting."""
+        raise NotImplementedError(f"{type(self).__name__} has a reset_interval and must implement reset_networks()")
 
     def learn_steps(self, count: int, phase: int) -> None:
         """Take `count` gradient steps in a row, in tensor code: one graph."""

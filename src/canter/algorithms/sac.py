@@ -189,13 +189,6 @@ class SAC(OffPolicyAlgorithm):
         raw = torch.addcmul(params["mu"].float(), params["sigma"].float(), noise)
         return distribution.to_env(raw), distribution.log_prob(params, raw)
 
-    def train(self, gradient_steps: int) -> None:
-        """Take gradient steps; start anew where `reset_interval` ends."""
-        first, interval = self.num_updates, self.cfg.reset_interval
-        super().train(gradient_steps)
-        if interval and self.num_updates // interval > first // interval:
-            self.reset_networks()
-
     @torch.no_grad()
     def reset_networks(self) -> None:
         """Give networks and temperature new starting values, and optimizers no moments; the replay buffer stays."""
