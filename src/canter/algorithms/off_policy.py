@@ -336,7 +336,7 @@ class OffPolicyAlgorithm(Algorithm):
     ) -> None:
         """Write one step of every environment to the replay buffer."""
         after, critic_after, terminal = record.obs, record.critic_obs, record.terminated
-        if not self.replay.is_numpy or terminal or record.truncated:
+        if not self.replay.is_numpy or terminal.item() or record.truncated.item():
             after, critic_after, terminal = self.outcome(obs, critic_obs, record)
         self.replay.add(
             obs,

@@ -146,19 +146,19 @@ class TransitionReplayBuffer:
             raise ValueError(f"the step has the extra fields {list(fields)}, declared are {list(self.extra_fields)}")
         begin, end = self.named_leaves(obs, critic_obs), self.named_leaves(next_obs, next_critic_obs)
         for name, leaf in begin.items():
-            if env is None and len(leaf) != self.num_envs:
+            if env is None and leaf.shape[0] != self.num_envs:
                 raise ValueError(f"one step of {self.num_envs} environments was expected, {name} has {len(leaf)} rows")
         step: dict[str, Any] = {"actions": action, "rewards": reward, **fields}
         if self.is_numpy and env is None:
-            if self.has_invalid_steps and valid is not None and not valid:
+            if self.has_invalid_steps and valid is not None and not valid.item():
                 return
             columns = self.arrays or self._make_arrays()
             begin, step, end = (
                 {name: value.numpy().reshape(columns[name].shape[1:]) for name, value in part.items()}
                 for part in (begin, step, end)
             )
-            step["dones"] = is_terminal = bool(done)
-            step["ends"] = is_terminal or (truncated is not None and bool(truncated))
+            step["dones"] = is_terminal = bool(done.item())
+            step["ends"] = is_terminal or (truncated is not None and bool(truncated.item()))
             head = columns["head"][0]
             has_left = columns["is_started"][0] and any((columns[n][head] != row).any() for n, row in begin.items())
             self._write(columns, 0, begin, step, end, has_left, True, operator.setitem)
