@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from canter.algorithms.flat_parameters import FlatParameters, join_state, split_state
+from canter.algorithms.optim import FlatParameters, join_state, split_state
 from canter.execution.torch_private import sample_dirichlet
 
 
