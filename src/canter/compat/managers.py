@@ -72,9 +72,7 @@ def group_terms(base: Any, robot: Any, group: str) -> list[dict[str, Any]]:
     return [describe_term(base, robot, group, *parts) for parts in zip(names, shapes, settings, strict=True)]
 
 
-def describe_term(
-    base: Any, robot: Any, group: str, name: str, shape: Sequence[int], settings: Any
-) -> dict[str, Any]:
+def describe_term(base: Any, robot: Any, group: str, name: str, shape: Sequence[int], settings: Any) -> dict[str, Any]:
     """One observation term: what it is, its clip range, scale, delay, history and the noise of the training."""
     term: dict[str, Any] = {"name": str(name), "width": math.prod(shape), "group": group}
     function = getattr(settings, "func", None)
@@ -265,7 +263,9 @@ def describe_action(base: Any, robot: Any) -> dict[str, Any]:
             widths = zip(rows, owned, strict=True)
             wide = [number for row, part in widths for number in (row * len(part) if len(row) == 1 else row)]
             action[key] = rows[0] if len(rows) == 1 else wide
-    clips = [getattr(part, "_clip", None) if getattr(getattr(part, "cfg", None), "clip", None) else None for part in parts]
+    clips = [
+        getattr(part, "_clip", None) if getattr(getattr(part, "cfg", None), "clip", None) else None for part in parts
+    ]
     if len(clips) == 1 and clips[0] is not None:
         bounds = np.asarray(clips[0][0].detach().cpu(), np.float64)  # (actions, 2)
         limits = [[value if math.isfinite(value) else None for value in column] for column in bounds.T.tolist()]
