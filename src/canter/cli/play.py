@@ -47,10 +47,13 @@ class PolicyOptions:
     seed: int | None = 0  # Seed of the episodes; None draws one.
     device: str | None = None  # Device to compute on; the CPU by default.
     modules: tuple[str, ...] = ()  # Modules that the run's settings name and that may be imported.
+    config: Path | None = None
+    """Training dict of a checkpoint that has none, such as rsl_rl's; by default params/agent.yaml of its run."""
+    task: str | None = None  # Task by name, instead of the one that the run or the bundle names.
 
     def load(self, num_envs: int) -> tuple[SavedRun, Path, Runner]:
         """The run, its checkpoint, and a runner with the trained policy."""
-        saved = read_run(self.run, self.modules)
+        saved = read_run(self.run, self.modules, self.config, self.task)
         checkpoint = saved.checkpoint(self.checkpoint)
         return saved, checkpoint, load_policy(saved, checkpoint, num_envs, self.seed, self.device)
 
@@ -75,7 +78,6 @@ class CollectOptions:
 class BundleOptions:
     """How a bundle is simulated."""
 
-    task: str | None = None  # Task by name instead of the one it was trained on.
     mujoco: Path | None = None  # Run in this MuJoCo scene.
     command: tuple[float, ...] = ()  # Commanded velocities of a scene in m/s, m/s and rad/s; arrow keys change them.
     keys: bool = False  # Run a scene in real time with arrow keys, comma, dot and space from the terminal; q ends it.
@@ -196,7 +198,7 @@ def play_bundle(
             )
         else:
             render_mode = None if video is None and not has_window else "human" if video is None else "rgb_array"
-            task = make_task(policy, options.task, run.seed, render_mode)
+            task = make_task(policy, run.task, run.seed, render_mode)
         made = None if video is None else ShownFilm(video, task.fps, MAX_FRAMES)
         watch = [] if made is None else [film_step(made)]
         if has_window and options.mujoco is not None:
