@@ -1,6 +1,5 @@
 """Runs and checkpoints of rsl_rl and mjlab's own script, which name no task and have their settings elsewhere."""
 
-import json
 import shutil
 from pathlib import Path
 
