@@ -1,7 +1,7 @@
 """`canter export`: write the bundle of a trained policy, or check one."""
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +32,8 @@ def export(
     env_samples: bool = True,
     upload: bool = False,
     check: bool = False,
+    config: Path | None = None,
+    task: str | None = None,
     modules: tuple[str, ...] = (),
     logger_kwargs: dict[str, Any] | None = None,
 ) -> int:
@@ -47,6 +49,8 @@ def export(
         upload: Store the files with the run in its logging backends, such as W&B.
         check: Check a bundle instead: hashes, then every format on the recorded samples. This compiles and runs its
             policy.c: check bundles of people you trust.
+        config: Training dict of a checkpoint that has none, such as rsl_rl's; by default params/agent.yaml of its run.
+        task: Task of a checkpoint that names none; it gives observations and actions their names.
         modules: Modules that the run's settings name, such as that of its task, and that may be imported.
         logger_kwargs: Settings of the logging backends for --upload, as YAML; see `canter resume`.
     """
@@ -62,13 +66,16 @@ def export(
         if not files:
             raise UserError(f"there is no model_<number>.pt in {run}")
     else:
-        files = [path if path.is_file() else find_checkpoint(read_run(run, None).path, checkpoint)]
+        has_files = run.is_dir() and any(run.glob("*.pt"))  # the run of another program may name no task
+        files = [
+            path if path.is_file() else find_checkpoint(run if has_files else read_run(run, None).path, checkpoint)
+        ]
     root = out or run / "export"
     if out is None:
         make_folder(root, run)
     for file in files:
         with user_errors():
-            acting = load(file, modules=modules)
+            acting = load(file, modules=modules, config=config, task=task)
             target = root / file.stem if every_checkpoint or out is None else root
             with sample_env(acting, env_samples, modules) as env:
                 made = export_bundle(acting, target, env, formats)
@@ -105,8 +112,25 @@ def show(made: Exported) -> None:
     """Print where a bundle is, its files and their parity."""
     print(f"  bundle      {made.path}")
     show_parity(made.parity, made.path)
+    show_scene(made.checked)
     for name, reason in made.left_out.items():
         print(f"  {name:<12}not written: {reason}")
+
+
+def show_scene(checked: Mapping[str, Any] | None) -> None:
+    """Print how far the observation of a MuJoCo scene is from the simulator's, and what a scene cannot provide."""
+    if checked is None:
+        return
+    if "problem" in checked:
+        print(f"  scene       not checked: {checked['problem']}")
+        return
+    known = {name: value for name, value in checked["segments"].items() if value is not None}
+    if known:
+        worst = max(known, key=lambda name: known[name])
+        text = f"{len(known)} segments as in the simulator, largest difference {known[worst]:.1e} ({worst})"
+        print(f"  scene       {text}")
+    if unknown := [name for name in checked["segments"] if name not in known]:
+        print(f"  scene       cannot provide {', '.join(unknown)}")
 
 
 def show_parity(parity: dict[str, float], path: Path | None = None) -> None:
