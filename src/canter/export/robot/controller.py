@@ -6,12 +6,12 @@ at a time, so that both agree to the last bit.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from canter.export.robot.description import DAMP, STAND, Mode, Robot
+from canter.export.robot.description import DAMP, DERIVED, STAND, Mode, Robot
 
 Sensors = Mapping[str, tuple[float, Any]]
 """Time of the reading, and its values, by name of the sensor."""
@@ -58,10 +58,9 @@ class Event:
     """Number of the sensor, joint, action or mode that is the reason."""
     value: float = 0.0
 
-    def text(self, robot: Robot) -> str:
-        """The reason in words."""
-        names = {"sensor": list(robot.all_sensors), "joint": robot.joints, "mode": [m.name for m in robot.modes]}
-        of = {name: known[self.index] for name, known in names.items() if self.index < len(known)}
+    def text(self, names: Mapping[str, Sequence[str]]) -> str:
+        """The reason in words, from `Robot.names`."""
+        of = {kind: known[self.index] for kind, known in names.items() if self.index < len(known)}
         return REASONS[self.reason].format(index=self.index, value=self.value, **of)
 
 
@@ -79,14 +78,12 @@ class Observer:
         """Forget the histories."""
         self.windows = [None] * len(self.segments)
 
-    def __call__(self, values: np.ndarray, gravity: np.ndarray, action: np.ndarray) -> np.ndarray:
-        """The observation from all sensors' values, the direction of gravity and the policy's last output."""
+    def __call__(self, values: np.ndarray, derived: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The observation from all sensors' values, and those that the loop itself knows by name."""
         parts = []
         for number, segment in enumerate(self.segments):
-            if segment.sensor == "projected_gravity":
-                read = gravity[list(segment.columns)]
-            else:
-                read = values[self.columns[number]] if segment.sensor else action[list(segment.columns)]
+            own = derived.get(segment.sensor)
+            read = values[self.columns[number]] if own is None else own[list(segment.columns)]
             newest = np.clip(segment.sign * read - segment.offset, segment.low, segment.high) * segment.scale
             window = self.windows[number]
             window = np.tile(newest, (segment.history, 1)) if window is None else np.vstack([window[1:], newest])
@@ -120,9 +117,9 @@ class Controller:
         self.event = Event()
         """What happened in the last step."""
         self.last, self.late, self.astray = -math.inf, 0, 0.0
-        self.obs, self.action = np.zeros(robot.width, np.float32), np.zeros(count)
+        self.obs, self.action, self.action_before = np.zeros(robot.width, np.float32), np.zeros(count), np.zeros(count)
         self.before, self.sent = [Command(np.zeros(count), np.zeros(count), robot.damping)] * 2
-        self.filtered = np.zeros(count)
+        self.filtered, self.aim = np.zeros(count), np.zeros(count)  # targets of the policy, and before the limits
         self.limited = 0
         """Targets that were limited in the last step."""
 
@@ -160,7 +157,7 @@ class Controller:
                 return self._damp(positions)
         weight = self._weight(now, mode)
         before = self.before
-        target = before.target + weight * (wanted - before.target)
+        self.aim = target = before.target + weight * (wanted - before.target)
         kp = before.kp + weight * (mode.kp - before.kp)
         kd = before.kd + weight * (mode.kd - before.kd)
         self.sent = Command(self._limit(target, kp, kd, positions, velocities), kp, kd)
@@ -195,46 +192,57 @@ class Controller:
 
     def _fault(self, now: float, positions: np.ndarray, velocities: np.ndarray, gravity: np.ndarray) -> Event:
         """The first thing that is wrong."""
-        robot, safety, mode = self.robot, self.robot.safety, self.robot.modes[self.mode]
+        gap = now - self.last
+        self.late = self.late + 1 if 1.5 * self.robot.period < gap < math.inf else 0
         if self.is_stopped:
             return Event(EMERGENCY)
+        found = self._sensor_fault(now)
+        if found.reason:
+            return found
+        if self.robot.safety.max_gap < gap < math.inf:
+            return Event(STALLED, 0, gap)
+        if self.late >= self.robot.safety.max_late:
+            return Event(LATE, 0, self.late)
+        # In damp, the mode that is asked for is the one whose limit counts.
+        mode = max(self.requested, STAND) if self.mode == DAMP else self.mode
+        angle = math.acos(min(1.0, max(-1.0, -gravity[2])))
+        if angle > self.robot.modes[mode].max_tilt:
+            return Event(TILTED, 0, angle)
+        found = self._joint_fault(positions, velocities)
+        return found if found.reason else self._astray(positions)
+
+    def _sensor_fault(self, now: float) -> Event:
+        """The first sensor without a fresh and finite reading."""
         first = 0
-        for number, width in enumerate(robot.sensors.values()):
-            if not now - self.stamps[number] <= safety.max_age:
+        for number, width in enumerate(self.robot.sensors.values()):
+            if not now - self.stamps[number] <= self.robot.safety.max_age:
                 return Event(STALE, number, now - self.stamps[number])
             if not np.isfinite(self.values[first : first + width]).all():
                 return Event(INVALID, number)
             first += width
-        w, x, y, z = self.values[2 * len(robot.joints) :][:4].tolist()
-        if abs(w * w + x * x + y * y + z * z - 1.0) > 0.1:
-            return Event(INVALID, 2)
-        gap = now - self.last
-        self.late = self.late + 1 if 1.5 * robot.period < gap < math.inf else 0
-        if safety.max_gap < gap < math.inf:
-            return Event(STALLED, 0, gap)
-        if self.late >= safety.max_late:
-            return Event(LATE, 0, self.late)
-        # In damp it is `stand` that is asked about: it is what comes next.
-        tilt = robot.modes[STAND].max_tilt if self.mode == DAMP else mode.max_tilt
-        if self.requested > STAND and self.mode == DAMP:
-            tilt = robot.modes[self.requested].max_tilt
-        angle = math.acos(min(1.0, max(-1.0, -gravity[2])))
-        if angle > tilt:
-            return Event(TILTED, 0, angle)
-        margin = safety.position_margin
+        w, x, y, z = self.values[2 * len(self.robot.joints) :][:4].tolist()
+        return Event(INVALID, 2) if abs(w * w + x * x + y * y + z * z - 1.0) > 0.1 else Event()
+
+    def _joint_fault(self, positions: np.ndarray, velocities: np.ndarray) -> Event:
+        """The first joint outside of its limits."""
+        limits, margin, factor = (
+            self.robot.position,
+            self.robot.safety.position_margin,
+            self.robot.safety.velocity_factor,
+        )
         for joint, position in enumerate(positions):
-            if not robot.position[joint, 0] - margin <= position <= robot.position[joint, 1] + margin:
+            if not limits[joint, 0] - margin <= position <= limits[joint, 1] + margin:
                 return Event(OUTSIDE, joint, position)
-            if abs(velocities[joint]) > safety.velocity_factor * robot.velocity[joint]:
+            if abs(velocities[joint]) > factor * self.robot.velocity[joint]:
                 return Event(FAST, joint, velocities[joint])
-        return self._astray(positions)
+        return Event()
 
     def _astray(self, positions: np.ndarray) -> Event:
         """The joint that has not followed its target in `stand` for a while."""
         if self.mode != STAND:
             self.astray = 0.0
             return Event()
-        errors = np.abs(self.sent.target - positions)
+        errors = np.abs(self.aim - positions)
         worst = int(np.argmax(errors))
         self.astray = self.astray + self.robot.period if errors[worst] > self.robot.safety.stand_error else 0.0
         return Event(ASTRAY, worst, errors[worst]) if self.astray > self.robot.safety.stand_seconds else Event()
@@ -260,7 +268,9 @@ class Controller:
         if self.mode == DAMP:  # full gains at once: the targets begin where the joints are
             self.sent = Command(positions.copy(), self.robot.modes[mode].kp, self.robot.modes[mode].kd)
         self.before, self.event, self.mode, self.entered, self.requested = self.sent, event, mode, now, -1
+        self.aim = self.sent.target
         self.astray, self.action = 0.0, np.zeros(len(self.robot.modes[mode].actions))
+        self.action_before = self.action
         self.filtered = self.sent.target[list(self.robot.modes[mode].actions)]
         self.observers[mode].reset()
         policy: Any = self.policies[mode]
@@ -273,8 +283,10 @@ class Controller:
 
     def _act(self, mode: Mode, positions: np.ndarray, gravity: np.ndarray) -> np.ndarray:
         """Targets of the policy's joints."""
-        self.obs = self.observers[self.mode](self.values, gravity, self.action)
+        derived = dict(zip(DERIVED, (self.action, self.action_before, gravity), strict=True))
+        self.obs = self.observers[self.mode](self.values, derived)
         policy: Any = self.policies[self.mode]
+        self.action_before = self.action
         self.action = np.asarray(policy.predict(self.obs), np.float64).ravel()
         origin = positions if mode.is_relative else mode.pose[list(mode.actions)]
         new = np.clip(origin + mode.scale * self.action, mode.target_low, mode.target_high)

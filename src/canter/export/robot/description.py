@@ -7,6 +7,7 @@ loop in Python and the one in C read the same tables.
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ KINDS = {
     "base_lin_vel": "linear_velocity",
     "base_ang_vel": "angular_velocity",
 }
+# What the control loop itself knows; a policy may observe its last output, or the one before that.
+DERIVED = ("last_action", "action_before", "projected_gravity")
 SENSORS = {"linear_velocity": "base_lin_vel", "angular_velocity": "base_ang_vel", "gravity": "projected_gravity"}
 
 
@@ -71,7 +74,7 @@ class Segment:
 
     name: str
     sensor: str
-    """Sensor that is read; empty for the last action."""
+    """Sensor that is read, or one of `DERIVED`."""
     columns: tuple[int, ...]
     """Columns of the sensor, in the policy's order."""
     sign: float
@@ -142,10 +145,16 @@ class Robot:
 
     def mode(self, name: str) -> int:
         """Number of a mode."""
-        names = [mode.name for mode in self.modes]
-        if name not in names:
-            raise ValueError(f"there is no mode {name!r}; there are {', '.join(names)}")
-        return names.index(name)
+        modes = self.names["mode"]
+        if name not in modes:
+            raise ValueError(f"there is no mode {name!r}; there are {', '.join(modes)}")
+        return modes.index(name)
+
+    @property
+    def names(self) -> dict[str, list[str]]:
+        """Names of joints, sensors and modes by number."""
+        modes = [mode.name for mode in self.modes]
+        return {"joint": list(self.joints), "sensor": list(self.all_sensors), "mode": modes}
 
     @property
     def width(self) -> int:
@@ -183,6 +192,8 @@ def load_robot(bundle: Any, file: Any = None) -> Robot:
         del named["walk"]
     bundles = {}
     for name, entry in named.items():
+        if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII):
+            raise BundleError(f"the name of a mode must be letters, digits and _, got {name!r}")
         path = entry.pop("bundle", None)
         bundles[name] = bundle if path is None else folder / path
         bundles[name] = bundles[name] if isinstance(bundles[name], Bundle) else Bundle(bundles[name])
@@ -238,7 +249,7 @@ def describe_robot(
         segments = [dataclasses.replace(s, sensor=renamed.get(s.sensor, s.sensor)) for s in mode.segments]
         modes.append(dataclasses.replace(mode, segments=tuple(segments)))
         for segment in segments:
-            if segment.sensor not in ("", "projected_gravity"):
+            if segment.sensor not in DERIVED:
                 width = sensors.setdefault(segment.sensor, len(segment.columns))
                 if max(segment.columns) >= width:
                     raise BundleError(f"{segment.name!r} of {name} reads more columns of {segment.sensor} than {width}")
@@ -394,7 +405,7 @@ def segment_of(
         if offset is None and kind == "joint_position" and source.get("relative", True):
             offset = pose[list(columns)]
     elif kind == "last_action":
-        sensor = ""
+        sensor = DERIVED[0 if int(source.get("steps", 1)) == 1 else 1]
     elif kind == "command":
         sensor = str(source.get("command", "command")) if len(spec.get("commands") or ()) > 1 else "command"
     else:

@@ -1,6 +1,6 @@
-"""The log of a robot: what it saw, did and when, in a file that survives a power cut.
+r"""The log of a robot: what it saw, did and when, in a file that survives a power cut.
 
-    CANTERLOG1\\n | length, CRC of the header | header in JSON | record | record | ...
+    CANTERLOG1\n | length, CRC of the header | header in JSON | record | record | ...
 
 A record is `crc, number, time, floats` (`<IId` and float32), always of one length, with the CRC-32 of all that follows
 it. A record that was torn by a power cut, or damaged, fails its CRC and is left out; the ones after it are still read.
@@ -41,14 +41,18 @@ def log_fields(robot: Robot) -> list[tuple[str, int]]:
     return [(name, 1) for name in STATUS] + sensors + ages + sent
 
 
+def record_size(robot: Robot) -> int:
+    """Bytes of a record."""
+    return 16 + 4 * sum(width for _, width in log_fields(robot))
+
+
 def log_header(robot: Robot, **more: Any) -> bytes:
     """The beginning of a log file."""
     hashes = {mode.name: mode.bundle.spec["sha256"] for mode in robot.modes if mode.bundle is not None}
     header = {
-        "joints": robot.joints,
+        "names": robot.names,
         "period": robot.period,
         "fields": log_fields(robot),
-        "modes": [mode.name for mode in robot.modes],
         "policies": hashes,
         "safety": dataclasses.asdict(robot.safety),
         **more,
@@ -135,15 +139,14 @@ class Log:
             raise LogError(f"{self.path} has no sensor {name!r}; it has {', '.join(known)}")
         return self.columns[f"sensor.{name}"]
 
-    def events(self, robot: Robot) -> list[tuple[float, str, str]]:
-        """Time, mode and reason of everything that happened."""
+    def events(self) -> list[tuple[float, str, str]]:
+        """Time since the start, mode and reason of everything that happened."""
         found = []
         for step in np.flatnonzero(self.columns["reason"]):
-            event = Event(
-                *(kind(self.columns[n][step]) for n, kind in zip(STATUS[1:4], (int, int, float), strict=True))
-            )
-            mode = self.header["modes"][int(self.columns["mode"][step])]
-            found.append((float(self.time[step] - self.time[0]), mode, event.text(robot)))
+            reason, index, value = (self.columns[name][step] for name in ("reason", "index", "value"))
+            mode = self.header["names"]["mode"][int(self.columns["mode"][step])]
+            text = Event(int(reason), int(index), float(value)).text(self.header["names"])
+            found.append((float(self.time[step] - self.time[0]), mode, text))
         return found
 
 

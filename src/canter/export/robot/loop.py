@@ -52,10 +52,10 @@ class Timing:
 
     def text(self) -> str:
         """One line."""
-        period = f"period {self.period_mean * 1e3:.3f} ms, std {self.period_std * 1e6:.0f} us, max {self.period_max * 1e3:.2f} ms"
-        step = (
-            f"step {self.step_median * 1e6:.0f} us, 99 % {self.step_p99 * 1e6:.0f} us, max {self.step_max * 1e6:.0f} us"
-        )
+        mean, std, longest = self.period_mean * 1e3, self.period_std * 1e6, self.period_max * 1e3
+        median, p99, most = (1e6 * seconds for seconds in (self.step_median, self.step_p99, self.step_max))
+        period = f"period {mean:.3f} ms, std {std:.0f} us, max {longest:.2f} ms"
+        step = f"step {median:.0f} us, 99 % {p99:.0f} us, max {most:.0f} us"
         return f"{self.steps} steps, {self.overruns} overruns; {period}; {step}"
 
 
@@ -125,7 +125,7 @@ def run(
             if log is not None:
                 log.add(controller, now, command, overruns, spent)
             if controller.event.reason and show is not None:
-                show(f"{now - begin:9.3f} s  {controller.mode_name:<8} {controller.event.text(robot)}")
+                show(f"{now - begin:9.3f} s  {controller.mode_name:<8} {controller.event.text(robot.names)}")
     finally:
         command = controller.end()
         for _ in range(3):  # a datagram may get lost

@@ -68,11 +68,12 @@ class MujocoRobot:
         joints: Sequence[str] | None = None,
     ) -> None:
         try:
-            import mujoco
+            import mujoco as package
         except ImportError as error:
             raise ImportError("a simulated robot needs MuJoCo: pip install mujoco") from error
         if not Path(scene).is_file():
             raise FileNotFoundError(f"there is no scene {scene}; give an XML file of MuJoCo")
+        mujoco: Any = package
         self.mujoco, self.robot, self.variation = mujoco, robot, variation or Variation()
         self.joints = list(joints or robot.joints)
         self.command = np.asarray(command, np.float64)
