@@ -78,7 +78,7 @@ SCENE = """<mujoco><option timestep="0.002" gravity="0 0 0"/><worldbody>
 <body name="shank" pos="0 0 -0.3"><joint name="knee" axis="0 1 0" armature="0.02"/>
 <geom type="capsule" size="0.02" fromto="0 0 0 0 0 -0.3" mass="0.5"/>
 <body name="foot" pos="0 0 -0.3"><joint name="ankle" axis="0 1 0" armature="0.02"/>
-<geom type="sphere" size="0.03" pos="0.05 0 0" mass="0.1"/><site name="imu"/></body></body></body></worldbody>
+<geom type="sphere" size="0.03" pos="0.05 0 0" mass="0.1"/></body></body></body><site name="imu"/></worldbody>
 <actuator><motor name="hip" joint="hip" gear="30"/></actuator>
 <sensor><gyro name="base_ang_vel" site="imu"/></sensor></mujoco>
 """

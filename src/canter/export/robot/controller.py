@@ -283,7 +283,7 @@ class Controller:
 
     def _act(self, mode: Mode, positions: np.ndarray, gravity: np.ndarray) -> np.ndarray:
         """Targets of the policy's joints."""
-        derived = dict(zip(DERIVED, (self.action, self.action_before, gravity), strict=True))
+        derived: dict[str, np.ndarray] = dict(zip(DERIVED, (self.action, self.action_before, gravity), strict=True))
         self.obs = self.observers[self.mode](self.values, derived)
         policy: Any = self.policies[self.mode]
         self.action_before = self.action

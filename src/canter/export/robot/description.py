@@ -36,7 +36,7 @@ KINDS = {
     "base_ang_vel": "angular_velocity",
 }
 # What the control loop itself knows; a policy may observe its last output, or the one before that.
-DERIVED = ("last_action", "action_before", "projected_gravity")
+DERIVED: tuple[str, ...] = ("last_action", "action_before", "projected_gravity")
 SENSORS = {"linear_velocity": "base_lin_vel", "angular_velocity": "base_ang_vel", "gravity": "projected_gravity"}
 
 

@@ -13,6 +13,9 @@ import numpy as np
 from canter.export.robot.controller import Command, Sensors
 from canter.export.robot.description import Robot
 
+VARIED = ("geom_friction", "body_mass", "body_inertia", "actuator_forcerange", "dof_frictionloss", "dof_armature")
+VARIED += ("dof_damping",)
+
 
 @dataclasses.dataclass(frozen=True)
 class Variation:
@@ -74,7 +77,7 @@ class MujocoRobot:
         if not Path(scene).is_file():
             raise FileNotFoundError(f"there is no scene {scene}; give an XML file of MuJoCo")
         mujoco: Any = package
-        self.mujoco, self.robot, self.variation = mujoco, robot, variation or Variation()
+        self.mujoco, self.robot = mujoco, robot
         self.joints = list(joints or robot.joints)
         self.command = np.asarray(command, np.float64)
         self.cut: set[str] = set()
@@ -94,7 +97,8 @@ class MujocoRobot:
         self.is_free = bool(model.jnt_type[0] == mujoco.mjtJoint.mjJNT_FREE)
         self.base = int(model.jnt_bodyid[ids[0]]) if not self.is_free else int(model.jnt_bodyid[0])
         self._servos(ids)
-        self._vary()
+        self.original = {name: getattr(model, name).copy() for name in VARIED}
+        self.vary(variation or Variation())
         names = {model.sensor(number).name for number in range(model.nsensor)}
         self.scene_sensors = [name for name in robot.all_sensors if name in names]
         self.old: dict[str, tuple[float, Any]] = {}
@@ -118,8 +122,11 @@ class MujocoRobot:
                 ranges[actuator], is_limited[actuator] = (-effort, effort), True
         model.actuator_forcelimited[:] = is_limited
 
-    def _vary(self) -> None:
-        model, given = self.model, self.variation
+    def vary(self, given: Variation) -> None:
+        """Make the simulation differ from its scene, in this way alone."""
+        model, self.variation = self.model, given
+        for name, values in self.original.items():
+            getattr(model, name)[:] = values
         model.geom_friction[:, 0] *= given.friction
         model.body_mass[self.base] *= given.mass
         model.body_inertia[self.base] *= given.mass
