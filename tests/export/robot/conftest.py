@@ -36,9 +36,14 @@ def robot(robot_folder):
     return load_robot(robot_folder / "walk", robot_folder / "robot.json")
 
 
+@pytest.fixture(scope="session")
+def policies(robot):
+    return {mode.name: Policy(mode.bundle, check=False) for mode in robot.modes[2:]}
+
+
 @pytest.fixture
-def controller(robot):
-    return Controller(robot, {mode.name: Policy(mode.bundle, check=False) for mode in robot.modes[2:]})
+def controller(robot, policies):
+    return Controller(robot, policies)
 
 
 @pytest.fixture(scope="session")

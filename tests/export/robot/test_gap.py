@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from canter.export.robot.controller import Controller
-from canter.export.robot.identify import fit_log
+from canter.export.robot.gap import SWEEPS, Outcome, Subject, gap_page, measure_gap, outcome_of
+from canter.export.robot.identify import Fit, fit_log
 from canter.export.robot.log import LogError, LogWriter, read_log
 from canter.export.robot.loop import run
+from canter.export.robot.plot import plot_log
 from canter.export.robot.simulated import MujocoRobot, Variation
 
 TRUE = Variation(delay=0.015, strength=0.8, damping_gain=1.2, joint_friction=0.3, armature=0.035)
@@ -56,3 +58,34 @@ def test_a_log_in_which_nothing_was_driven_is_refused(robot, scene, controller, 
     writer.close()
     with pytest.raises(LogError, match="driven"):
         fit_log(read_log(writer.path), robot, scene)
+
+
+def test_a_gap_report_has_every_sweep_noise_and_command_for_every_bundle(log, robot, scene, policies, tmp_path):
+    subjects = [Subject("one", robot, policies), Subject("two", robot, policies)]
+    gap = measure_gap(subjects, scene, command=(0.5, 0.0), seconds=0.4, seeds=1, grid=((0.0, 0.5), (0.0,)))
+    assert list(gap.sweeps)[:5] == list(SWEEPS)
+    noisy = {name.removeprefix("noise of ") for name in gap.sweeps if name.startswith("noise")}
+    assert noisy == {"joint_pos", "joint_vel", "orientation", "base_ang_vel"}
+    assert [point for point, _ in gap.grid] == [(0.0, 0.0), (0.5, 0.0)]
+    first, second = gap.sweeps["delay"][0][1]
+    assert first == second  # the same policy, the same seeds
+    assert first.error_x == 0.5  # the base is fixed
+    assert gap.sweeps["strength"][0][1][0].torque != gap.sweeps["strength"][-1][1][0].torque
+    page = tmp_path / "gap.html"
+    gap_page(gap, page, "scene.xml", (log, subjects[0], scene), Fit(TRUE, 0.1, 0.01, {}, False))
+    text = page.read_text()
+    for word in ("delay of commands, ms", "joint_friction", "0.015", "two", "joint_vel ± 2", "fitted simulation"):
+        assert word in text
+
+
+def test_a_fall_counts_and_what_came_before_it_is_kept():
+    nothing = Outcome(1.0, *(math.nan,) * 6)
+    walked = Outcome(0.0, 0.1, 0.2, 0.3, 4.0, 5.0, 6.0)
+    assert outcome_of([nothing, walked]) == Outcome(0.5, 0.1, 0.2, 0.3, 4.0, 5.0, 6.0)
+
+
+def test_a_log_becomes_one_picture(log, tmp_path):
+    out = plot_log(log.path, tmp_path / "log.png")
+    assert out.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match=".txt"):
+        plot_log(log.path, tmp_path / "log.txt")

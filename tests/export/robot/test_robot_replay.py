@@ -12,12 +12,6 @@ from canter.export.robot.log import LogError, LogWriter, read_log
 from canter.export.robot.loop import run
 from canter.export.robot.replay import angular_velocity, diagnose, replay_log
 from canter.export.robot.simulated import MujocoRobot
-from canter.export.runtime import Policy
-
-
-@pytest.fixture(scope="module")
-def policies(robot):
-    return {mode.name: Policy(mode.bundle, check=False) for mode in robot.modes[2:]}
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,10 @@ from canter.export.robot.log import LogWriter
 class Transport(Protocol):
     """The connection to a robot: four functions, and the names of its joints in its own order."""
 
-    joints: Sequence[str]
+    @property
+    def joints(self) -> Sequence[str]:
+        """Names of the joints, in the robot's own order."""
+        ...
 
     def read(self) -> Sensors:
         """The newest readings by sensor; `joint_pos`, `joint_vel` (in the order of `joints`) and `orientation`."""
