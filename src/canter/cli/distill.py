@@ -76,7 +76,7 @@ def distill(args: Sequence[str]) -> int:
     checkpoint = saved.checkpoint(options.checkpoint)
     name = options.name or f"student-{time.strftime('%Y%m%d-%H%M%S')}"
     path = runs.new_run_directory(options.runs_dir, saved.task, name, options.seed)
-    code = run_to_end(runs.new_runner(distill_config(options, saved, checkpoint), path), path)
+    code = run_to_end(runs.new_runner(distill_config(options, saved, checkpoint), path, fits_evaluations=True), path)
     results = [directory / "evaluation.json" for directory in (saved.path, path)]
     if not code and all(result.is_file() for result in results):
         teacher, student = map(recorded_return, results)

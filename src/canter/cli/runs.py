@@ -269,10 +269,15 @@ def open_runner(
         return runner
 
 
-def new_runner(config: dict[str, Any], path: Path) -> Runner:
-    """The runner of a new run with open logs; leaves no directory behind if it cannot be built."""
+def new_runner(config: dict[str, Any], path: Path, fits_evaluations: bool = False) -> Runner:
+    """The runner of a new run with open logs; leaves no directory behind if it cannot be built.
+
+    With `fits_evaluations` no evaluation takes more steps than the training since the last one.
+    """
     try:
         runner = open_runner(config, path, eval_episodes=config["eval_episodes"])
+        if fits_evaluations:
+            fit_evaluations(runner)
         with user_errors(), ExitStack() as on_error:
             on_error.callback(runner.close)  # so that nothing writes to the directory any more
             runner.alg.check_can_learn(runner.is_pretraining)
@@ -284,6 +289,14 @@ def new_runner(config: dict[str, Any], path: Path) -> Runner:
         shutil.rmtree(path, ignore_errors=True)
         raise
     return runner
+
+
+def fit_evaluations(runner: Runner) -> None:
+    """Raise `eval_interval` until an evaluation takes no more steps than the training between two of them."""
+    cfg, length = runner.cfg, runner.env.max_episode_length
+    if cfg.eval_interval and length and cfg.trial_metric is None:
+        unit = 1 if runner.alg.learns_from_replay else runner.steps_per_iteration()
+        cfg.eval_interval = max(cfg.eval_interval, -(-cfg.eval_episodes * int(length) // unit))
 
 
 def load_policy(saved: SavedRun, checkpoint: Path, num_envs: int, seed: int | None, device: str | None) -> Runner:

@@ -33,6 +33,7 @@ from canter.utils.tree import tree_leaves
 
 FORMATS = ("onnx", "torchscript", "c")
 STEPS, ROWS = 24, 3
+ROBOT_ENTRIES = ("obs_groups", "joints", "commands", "physics", "reset_pose")
 
 
 @dataclasses.dataclass
@@ -197,6 +198,7 @@ def describe(module: StepModule, acting: InferencePolicy) -> dict[str, Any]:
         "obs_group": environment.get("obs_group"),
         "action": describe_action(acting, robot, environment),
         "control_period": robot.get("control_period"),
+        **{name: robot[name] for name in ROBOT_ENTRIES if name in robot},
         "training": describe_training(acting),
         "versions": versions(),
     }
@@ -208,18 +210,13 @@ def plain_port(port: Port) -> dict[str, Any]:
 
 
 def segments_of(module: StepModule, acting: InferencePolicy, robot: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Parts of a flat observation in order, with their first column and width; None for images and dicts."""
+    """Parts of a flat observation in order, with what each of them is; None for images and dicts."""
     if len(module.observations) != 1 or len(module.observations[0].shape) != 1:
         return None
     width = module.observations[0].shape[0]
     named = getattr(acting.policy, "obs_layout", None) or acting.parts
-    segments = [{"name": name, "width": math.prod(shape), "shape": list(shape)} for name, shape in named.shapes.items()]
-    known = robot.get("observation")
-    if known and len(segments) <= 1:
-        segments = [dict(term) for term in known]
-    elif known:
-        terms = {term["name"]: term for term in known}
-        segments = [{**terms.get(segment["name"], {}), **segment} for segment in segments]
+    own = [{"name": name, "width": math.prod(shape), "shape": list(shape)} for name, shape in named.shapes.items()]
+    segments = known_segments(own, robot.get("observation") or [])
     if sum(segment["width"] for segment in segments) != width:
         segments = [{"name": "obs", "width": width}]
     first = 0
@@ -227,6 +224,23 @@ def segments_of(module: StepModule, acting: InferencePolicy, robot: Mapping[str,
         segment["first"] = first
         first += segment["width"]
     return segments
+
+
+def known_segments(own: Sequence[dict[str, Any]], terms: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The policy's segments with what the simulator says of them; a whole group becomes the group's terms."""
+    if len(own) <= 1 and terms:
+        return [dict(term) for term in terms]
+    by_name = {term["name"]: term for term in terms}
+    found: list[dict[str, Any]] = []
+    for segment in own:
+        parts = [dict(term) for term in terms if term.get("group") == segment["name"]]
+        if segment["name"] in by_name:
+            found.append({**by_name[segment["name"]], **segment})
+        elif sum(part["width"] for part in parts) == segment["width"]:
+            found += parts
+        else:
+            found.append(segment)
+    return found
 
 
 def describe_action(
