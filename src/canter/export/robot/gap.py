@@ -221,7 +221,7 @@ def gap_page(
     page.table(["sensor", *HEAD], rows, dots)
     if gap.grid:
         page.section("Commands", "Forward and sideways in m/s, turning in rad/s.")
-        for number, subject in enumerate(gap.subjects):
+        for number, subject in enumerate(gap.subjects if len(gap.grid[0][0]) == 3 else ()):
             one = [(point, found[number]) for point, found in gap.grid]
             page.drawing(grid_figure(one, subject), f"errors of {subject} by command")
         named = [(", ".join(f"{part:g}" for part in point), found) for point, found in gap.grid]
