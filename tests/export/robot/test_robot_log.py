@@ -124,3 +124,12 @@ def test_a_log_never_overwrites_another_and_a_full_disk_does_not_stop_the_loop(s
     with pytest.raises(OSError, match="No space"):
         log.close()
     assert failed.is_set()
+
+
+def test_a_robot_whose_sensors_stay_silent_is_not_driven(standing):
+    transport = Playback()
+    transport.read = dict
+    with pytest.raises(TimeoutError, match="joint_pos"):
+        run(standing, transport, seconds=0.4, show=None)
+    assert transport.is_closed
+    assert transport.sent == []

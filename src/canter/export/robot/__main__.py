@@ -1,7 +1,6 @@
 """`python -m robot BUNDLE`, and `canter drive BUNDLE`: run a bundle on a robot, real or simulated."""
 
 import argparse
-import contextlib
 import sys
 import threading
 import time
@@ -18,8 +17,8 @@ from canter.export.robot.loop import end_on_signals, run
 from canter.export.robot.simulated import MujocoRobot, Variation
 from canter.export.runtime import BundleError, Policy
 
-HELP = """While it runs, write a mode (stand, walk, damp), numbers for the command (0.5 0 0), or stop for the emergency stop.
-Ctrl-C damps the robot and ends the program."""
+HELP = """While it runs, write a mode (stand, walk, damp), numbers for the command (0.5 0 0), or stop for the emergency
+stop. Ctrl-C damps the robot and ends the program."""
 
 
 def arguments(args: Sequence[str] | None) -> argparse.Namespace:
@@ -101,8 +100,7 @@ def main(args: Sequence[str] | None = None) -> int:
     end_on_signals()
     show = lambda line: sys.stdout.write(f"{line}\n")  # noqa: E731
     try:
-        with contextlib.suppress(KeyboardInterrupt):
-            show(run(controller, transport, given.seconds, log, operator, show).text())
+        show(run(controller, transport, given.seconds, log, operator, show).text())
     finally:
         log.close()
         show(f"log: {log.path}")

@@ -94,7 +94,7 @@ def run(
     on_step: Callable[[float], Any] | None = None,
     show: Callable[[str], Any] | None = print,
 ) -> Timing:
-    """Run the control loop; whatever ends it, the last thing that is sent is the safe state.
+    """Run the control loop; whatever ends it, such as Ctrl-C, the last thing that is sent is the safe state.
 
     Args:
         controller: The state machine.
@@ -107,7 +107,7 @@ def run(
     robot, ordered = controller.robot, InOrder(transport, controller.robot.joints)
     starts: list[float] = []
     times: list[float] = []
-    overruns, begin = 0, transport.wait(-math.inf)
+    overruns, begin = 0, await_sensors(controller, transport)
     due, now = begin, begin
     try:
         while due - begin < seconds:
@@ -129,6 +129,8 @@ def run(
                 log.add(controller, now, command, overruns, spent)
             if controller.event.reason and show is not None:
                 show(f"{now - begin:9.3f} s  {controller.mode_name:<8} {controller.event.text(robot.names)}")
+    except KeyboardInterrupt:
+        pass  # of the operator: the usual end
     finally:
         command = controller.end()
         for _ in range(3):  # a datagram may get lost
@@ -138,6 +140,17 @@ def run(
             log.add(controller, now, command, overruns, 0.0)
         transport.close()
     return timing(starts, times, overruns)
+
+
+def await_sensors(controller: Controller, transport: Transport, seconds: float = 10.0) -> float:
+    """Wait until every sensor has a reading; returns the time."""
+    begin = now = transport.wait(-math.inf)
+    while missing := controller.robot.sensors.keys() - transport.read().keys():
+        if now - begin > seconds:
+            transport.close()
+            raise TimeoutError(f"the robot gave no reading of {', '.join(sorted(missing))} in {seconds:.0f} s")
+        now = transport.wait(now + controller.robot.period)
+    return transport.wait(-math.inf)
 
 
 def timing(starts: Sequence[float], times: Sequence[float], overruns: int) -> Timing:

@@ -1,7 +1,7 @@
 """Unitree's Go2, B2, H1 and G1 behind the interface of `loop.Transport`, through unitree_sdk2py.
 
-An example to adapt: it is tested against a stand-in of the SDK, not on a robot. Before the first run, switch the robot's
-own controller off (`MotionSwitcherClient`), hang the robot up, and keep the remote control in hand.
+An example to adapt: it is tested against a stand-in of the SDK, not on a robot. Before the first run, switch the
+robot's own controller off (`MotionSwitcherClient`), hang the robot up, and keep the remote control in hand.
 """
 
 import threading
@@ -31,10 +31,10 @@ class UnitreeRobot:
     """
 
     def __init__(self, interface: str, robot: Robot, motors: tuple[str, ...] = GO2_MOTORS) -> None:
-        from unitree_sdk2py.core.channel import ChannelFactoryInitialize, ChannelPublisher, ChannelSubscriber
-        from unitree_sdk2py.idl.default import unitree_go_msg_dds__LowCmd_
-        from unitree_sdk2py.idl.unitree_go.msg.dds_ import LowCmd_, LowState_
-        from unitree_sdk2py.utils.crc import CRC
+        from unitree_sdk2py.core.channel import ChannelFactoryInitialize, ChannelPublisher, ChannelSubscriber  # pyright: ignore[reportMissingImports]
+        from unitree_sdk2py.idl.default import unitree_go_msg_dds__LowCmd_  # pyright: ignore[reportMissingImports]
+        from unitree_sdk2py.idl.unitree_go.msg.dds_ import LowCmd_, LowState_  # pyright: ignore[reportMissingImports]
+        from unitree_sdk2py.utils.crc import CRC  # pyright: ignore[reportMissingImports]
 
         ChannelFactoryInitialize(0, interface)
         self.joints = list(motors)
