@@ -1,7 +1,7 @@
 """`canter export`: write the bundle of a trained policy, or check one."""
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -105,8 +105,25 @@ def show(made: Exported) -> None:
     """Print where a bundle is, its files and their parity."""
     print(f"  bundle      {made.path}")
     show_parity(made.parity, made.path)
+    show_scene(made.checked)
     for name, reason in made.left_out.items():
         print(f"  {name:<12}not written: {reason}")
+
+
+def show_scene(checked: Mapping[str, Any] | None) -> None:
+    """Print how far the observation of a MuJoCo scene is from the simulator's, and what a scene cannot provide."""
+    if checked is None:
+        return
+    if "problem" in checked:
+        print(f"  scene       not checked: {checked['problem']}")
+        return
+    known = {name: value for name, value in checked["segments"].items() if value is not None}
+    if known:
+        worst = max(known, key=lambda name: known[name])
+        text = f"{len(known)} segments as in the simulator, largest difference {known[worst]:.1e} ({worst})"
+        print(f"  scene       {text}")
+    if unknown := [name for name in checked["segments"] if name not in known]:
+        print(f"  scene       cannot provide {', '.join(unknown)}")
 
 
 def show_parity(parity: dict[str, float], path: Path | None = None) -> None:

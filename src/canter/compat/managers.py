@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from canter.export.sources import import_mujoco
+
 GROUPS = ("actor", "policy")
 OWN_MODULES = ("mjlab.", "isaaclab", "omni.isaac.lab")  # of functions whose meaning is known by their name
 UNITS = {"velocimeter": "m/s", "gyro": "rad/s", "accelerometer": "m/s^2", "force": "N", "torque": "N m"}
@@ -185,15 +187,12 @@ def describe_sensor(base: Any, name: str, sign: int = 1) -> dict[str, Any]:
 
 def sensor_type(number: int) -> str:
     """MuJoCo's name of a type of sensor, as in an XML file."""
-    import mujoco
-
-    return mujoco.mjtSensor(int(number)).name.removeprefix("mjSENS_").lower()
+    return import_mujoco().mjtSensor(int(number)).name.removeprefix("mjSENS_").lower()
 
 
 def describe_object(model: Any, kind: int, number: int) -> dict[str, Any]:
     """An object of a MuJoCo model, with its body and its pose in that; nothing for the world."""
-    import mujoco
-
+    mujoco = import_mujoco()
     name = mujoco.mjtObj(kind).name.removeprefix("mjOBJ_").lower()
     label = mujoco.mj_id2name(model, kind, number)
     if label is None:
@@ -327,6 +326,16 @@ def describe_joints(base: Any, robot: Any, action: Mapping[str, Any]) -> list[di
     model = getattr(getattr(base, "sim", None), "mj_model", None)
     if model is not None and hasattr(model, "jnt_dofadr"):
         add_model_joints(joints, names, model)
+    add_actuator_limits(joints, robot)
+    for key in ("stiffness", "damping"):
+        gains = dict(zip(action["names"], action.get(key) or (), strict=False))
+        for joint in joints:
+            joint |= {key: gains[joint["name"]]} if joint["name"] in gains else {}
+    return [{key: value for key, value in joint.items() if is_finite(value)} for joint in joints]
+
+
+def add_actuator_limits(joints: Sequence[dict[str, Any]], robot: Any) -> None:
+    """Add the velocity and effort limits in the settings of a robot's actuators."""
     for actuator in actuators_of(robot):
         cfg, targets = getattr(actuator, "cfg", None), {plain_name(n) for n in getattr(actuator, "target_names", ())}
         for key, setting in (("velocity", "velocity_limit"), ("effort", "effort_limit")):
@@ -334,11 +343,6 @@ def describe_joints(base: Any, robot: Any, action: Mapping[str, Any]) -> list[di
             for joint in joints if isinstance(value, int | float) else ():
                 if joint["name"] in targets:
                     joint[key] = float(value)
-    for key in ("stiffness", "damping"):
-        gains = dict(zip(action["names"], action.get(key) or (), strict=False))
-        for joint in joints:
-            joint |= {key: gains[joint["name"]]} if joint["name"] in gains else {}
-    return [{key: value for key, value in joint.items() if is_finite(value)} for joint in joints]
 
 
 def is_finite(value: Any) -> bool:
@@ -407,9 +411,7 @@ def describe_physics(base: Any) -> dict[str, Any]:
 
 def mujoco_options(model: Any) -> dict[str, Any]:
     """The options of a MuJoCo model that a policy may depend on."""
-    import mujoco
-
-    options = model.opt
+    mujoco, options = import_mujoco(), model.opt
     kinds = {"integrator": mujoco.mjtIntegrator, "cone": mujoco.mjtCone, "solver": mujoco.mjtSolver}
     found: dict[str, Any] = {"timestep": float(options.timestep)}
     for name, kind in kinds.items():

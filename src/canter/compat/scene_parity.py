@@ -1,6 +1,7 @@
 """Compares what mjlab observes with what a MuJoCo scene reads by a bundle's description, on the same physics states."""
 
 import contextlib
+import copy
 import hashlib
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from canter.envs.spec import innermost
 from canter.envs.vec_env import VecEnv
 from canter.export.runtime import BundleError
 from canter.export.scene import MujocoScene
+from canter.export.sources import import_mujoco
 
 STATES = 24
 
@@ -26,8 +28,7 @@ def check_scene(env: VecEnv, spec: Mapping[str, Any], states: int = STATES) -> d
     model = getattr(getattr(base, "sim", None), "mj_model", None)
     if model is None or not hasattr(base, "observation_manager") or not spec.get("observation"):
         return None
-    import mujoco
-
+    mujoco = import_mujoco()
     found: dict[str, float | None] = {}
     known = []
     for segment in spec["observation"]:
@@ -69,8 +70,6 @@ def check_scene(env: VecEnv, spec: Mapping[str, Any], states: int = STATES) -> d
 
 def new_scene(model: Any, spec: Mapping[str, Any], base: Any, commands: set[str]) -> MujocoScene:
     """A scene of a copy of the simulator's model, whose command is as wide as the simulator's."""
-    import copy
-
     if len(commands) > 1:
         raise BundleError(f"a scene has one command, and the policy reads {', '.join(sorted(commands))}")
     width = sum(base.command_manager.get_command(name).shape[1] for name in commands)
@@ -80,8 +79,6 @@ def new_scene(model: Any, spec: Mapping[str, Any], base: Any, commands: set[str]
 
 def copy_state(base: Any, scene: MujocoScene, commands: set[str]) -> None:
     """Give a scene the state of the simulator's first environment."""
-    import mujoco
-
     for name in ("qpos", "qvel", "act"):
         getattr(scene.data, name)[:] = getattr(base.sim.data, name)[0].cpu().numpy() if scene.model.nv else 0.0
     for name in commands:
@@ -92,7 +89,7 @@ def copy_state(base: Any, scene: MujocoScene, commands: set[str]) -> None:
             pose = (term.anchor_pos_w[0].cpu().double().numpy(), term.anchor_quat_w[0].cpu().double().numpy())
             scene.anchor = pose
     scene.last_action = base.action_manager.action[0].cpu().double().numpy()
-    mujoco.mj_forward(scene.model, scene.data)
+    scene.mujoco.mj_forward(scene.model, scene.data)
 
 
 @contextlib.contextmanager

@@ -65,7 +65,9 @@ class ObsComponents(VecEnvWrapper):
         layouts, self._shares = [], env.critic_obs_space is env.obs_space or not own_critic
         names_of_critic = env.obs_segments if self._shares else env.critic_obs_segments
         spaces_of_both = (env.obs_space, env.obs_space if self._shares else env.critic_obs_space)
-        for box, names in zip(spaces_of_both, (segments or named_parts(env), names_of_critic), strict=True):
+        wanted = {name.removesuffix("_history") for name in (*(actor or ()), *(history or ()))} - {LAST_ACTION}
+        named = (segments or named_parts(env, wanted), names_of_critic)
+        for box, names in zip(spaces_of_both, named, strict=True):
             if not isinstance(box, spaces.Box) or len(box.shape) != 1:
                 raise TypeError(f"ObsComponents wants flat observations, got {box}; wrap the environment in FlattenObs")
             layouts.append(checked_layout(names or {"obs": box.shape}, box.shape[0], "segments"))

@@ -5,7 +5,7 @@ It is saved with every checkpoint, so that a policy is built and exported withou
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -181,6 +181,10 @@ def terms_seen(env: VecEnv, terms: Sequence[dict[str, Any]]) -> list[dict[str, A
     for name, shape in (env.obs_segments or {}).items():  # of `ObsComponents`
         base = known.get(name.removesuffix("_history"), {})
         width, steps = math.prod(shape), {}
+        group = [term for term in terms if term.get("group") == name]
+        if not base and sum(term["width"] for term in group) == width:
+            seen += [dict(term) for term in group]
+            continue
         if name not in known and base and not base.get("history"):
             steps = {"history": int(shape[0])}
         if not base or base["width"] * steps.get("history", 1) != width:
@@ -189,15 +193,19 @@ def terms_seen(env: VecEnv, terms: Sequence[dict[str, Any]]) -> list[dict[str, A
     return seen or None
 
 
-def named_parts(env: VecEnv) -> dict[str, tuple[int, ...]] | None:
-    """Names and shapes of the parts of the actor's observation: the environment's own, or the simulator's terms."""
-    if env.obs_segments is not None:
-        return {name: tuple(shape) for name, shape in env.obs_segments.items()}
+def named_parts(env: VecEnv, wanted: Collection[str] = ()) -> dict[str, tuple[int, ...]] | None:
+    """Names and shapes of the parts of the actor's observation: the environment's own, or the simulator's terms.
+
+    Of an environment with both, its own are given if `wanted` names are among them.
+    """
+    own = None if env.obs_segments is None else {name: tuple(shape) for name, shape in env.obs_segments.items()}
+    if own is not None and set(wanted) <= own.keys():
+        return own
     try:
         terms = describe_robot(env).get("observation")
     except Exception:  # a simulator's attributes may be anything
         terms = None
-    return terms and {term["name"]: (int(term["width"]),) for term in terms}
+    return {term["name"]: (int(term["width"]),) for term in terms} if terms else own
 
 
 def flat_width(space: spaces.Space) -> int | None:

@@ -9,6 +9,7 @@ import platform
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from canter.envs.wrap import ENV_OPTIONS
 from canter.export import runtime
 from canter.export.c_code import c_files
 from canter.export.c_writer import NotInCError
+from canter.export.deploy import deploy_yaml, properties
 from canter.export.graph import OPSET, Port, StepModule, need_export_extra, onnx_bytes, torchscript_bytes
 from canter.export.parity import check_bundle
 from canter.export.readme import readme
@@ -45,6 +47,8 @@ class Exported:
     """Largest difference of each file from the recorded samples; `nan` for C that no compiler could check."""
     left_out: dict[str, str]
     """File -> why it could not be written."""
+    checked: dict[str, Any] | None = None
+    """The comparison of a MuJoCo scene with the simulator, where there was one."""
 
 
 def export_bundle(
@@ -72,8 +76,10 @@ def export_bundle(
     module = StepModule(acting)
     samples, source = record(module, acting, env)
     spec = describe(module, acting) | {"samples": source}
+    if env is not None and (checked := checked_scene(env, spec)) is not None:
+        spec["checked"] = checked
     files: dict[str, bytes] = {
-        "policy.onnx": onnx_bytes(module, spec),
+        "policy.onnx": onnx_bytes(module, spec, properties(spec)),
         "samples.safetensors": save_safetensors(samples),
     }
     left_out: dict[str, str] = {}
@@ -85,6 +91,8 @@ def export_bundle(
             files |= {"policy.h": header.encode(), "policy.c": code.encode()}
         except NotInCError as error:
             left_out["policy.c"] = f"it needs {error}, which the C writer does not have"
+    if (deploy := deploy_yaml(spec)) is not None:
+        files["deploy.yaml"] = deploy.encode()
     files["runtime.py"] = Path(runtime.__file__).read_bytes()
     files["README.md"] = readme(spec, set(files)).encode()
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +106,16 @@ def export_bundle(
         if directory.exists():
             os.replace(directory, Path(temporary) / "old") if any(directory.iterdir()) else directory.rmdir()
         os.replace(made, directory)
-    return Exported(directory, parity, left_out)
+    return Exported(directory, parity, left_out, spec.get("checked"))
+
+
+def checked_scene(env: VecEnv, spec: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a MuJoCo scene reads by the description, compared with a simulator that has a MuJoCo model."""
+    if find_spec("mujoco") is None:
+        return None
+    from canter.compat.scene_parity import check_scene
+
+    return check_scene(env, spec)
 
 
 def write_files(directory: Path, spec: Mapping[str, Any], files: Mapping[str, bytes]) -> None:

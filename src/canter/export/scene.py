@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from canter.export.runtime import BundleError, Policy
-from canter.export.sources import SourceReader
+from canter.export.sources import SourceReader, import_mujoco
 
 TERM = re.compile(r"(?P<name>[A-Za-z0-9_:./\-]+)(?:\[(?P<first>\d*):(?P<last>\d*)\])?")
 ARRAYS = ("qpos", "qvel", "qacc", "act", "ctrl", "sensordata", "cfrc_ext", "actuator_force", "xpos", "xquat")
@@ -82,7 +82,9 @@ class MujocoScene:
         self.segments = []
         data.qpos[:] = self.start
         mujoco.mj_forward(model, data)
-        if any((s.get("source") or {}).get("kind", "").startswith("motion_anchor") for s in self.spec["observation"] or []):
+        if any(
+            (s.get("source") or {}).get("kind", "").startswith("motion_anchor") for s in self.spec["observation"] or []
+        ):
             self.anchor = (data.xpos[min(1, model.nbody - 1)].copy(), np.array([1.0, 0.0, 0.0, 0.0]))
         for segment in self.spec.get("observation") or []:
             text = overrides.pop(segment["name"], None)
@@ -355,15 +357,6 @@ def scene_options(model: Any) -> dict[str, Any]:
 def is_close(one: Any, other: Any) -> bool:
     """Whether two options are the same, but for rounding."""
     return math.isclose(one, other, rel_tol=1e-6) if isinstance(one, int | float) else one == other
-
-
-def import_mujoco() -> Any:
-    """MuJoCo, or an error with the install command."""
-    try:
-        import mujoco
-    except ImportError as error:
-        raise ImportError('a scene needs MuJoCo: pip install "canter[mujoco]"') from error
-    return mujoco
 
 
 def push(physics: Any, speed: float, generator: np.random.Generator) -> None:

@@ -17,9 +17,8 @@ class Frame:
     def __init__(
         self, physics: Any, body: int, position: Sequence[float] = (), orientation: Sequence[float] = ()
     ) -> None:
-        import mujoco
-
-        self.mujoco, (self.model, self.data) = mujoco, physics
+        mujoco, (self.model, self.data) = import_mujoco(), physics
+        self.mujoco = mujoco
         self.body, self.offset, turn = body, np.array(position or np.zeros(3), np.float64), np.eye(3).ravel()
         if orientation:
             mujoco.mju_quat2Mat(turn, np.array(orientation, np.float64))
@@ -106,10 +105,10 @@ class SourceReader:
         return lambda: -frame.rotation()[2]
 
     def _joints(self, source: Mapping[str, Any], addresses: np.ndarray) -> np.ndarray:
-        found = [self.find("joint", joint) for joint in source["joints"]]
-        if None in found:
-            raise BundleError(f"the scene has no joint {source['joints'][found.index(None)]!r}")
-        return addresses[found]
+        found = {joint: self.find("joint", joint) for joint in source["joints"]}
+        if missing := [joint for joint, number in found.items() if number is None]:
+            raise BundleError(f"the scene has no joint {missing[0]!r}")
+        return addresses[np.array(list(found.values()), np.int64)]
 
     def _joint_position(self, source: Mapping[str, Any]) -> Reader:
         at, offset = self._joints(source, self.model.jnt_qposadr), np.asarray(source.get("offset", 0.0))
@@ -158,8 +157,7 @@ class SourceReader:
         return lambda: (frame.rotation().T @ rotation(self._anchor()[1]))[:, :2].ravel()
 
     def _height_scan(self, source: Mapping[str, Any]) -> Reader:
-        import mujoco
-
+        mujoco = import_mujoco()
         frame, body = self.frame(source), self.find("body", source["body"])
         rays, direction = np.asarray(source["rays"], np.float64), np.asarray(source["direction"], np.float64)
         groups = source.get("geom_groups")
@@ -180,21 +178,17 @@ class SourceReader:
         return read
 
 
-def rotation(orientation: Sequence[float]) -> np.ndarray:
+def rotation(orientation: Any) -> np.ndarray:
     """(3, 3) rotation of a quaternion w, x, y, z."""
-    import mujoco
-
     matrix = np.zeros(9)
-    mujoco.mju_quat2Mat(matrix, np.array(orientation, np.float64))
+    import_mujoco().mju_quat2Mat(matrix, np.array(orientation, np.float64))
     return matrix.reshape(3, 3)
 
 
 def quaternion(matrix: np.ndarray) -> np.ndarray:
     """The quaternion w, x, y, z of a rotation."""
-    import mujoco
-
     found = np.zeros(4)
-    mujoco.mju_mat2Quat(found, np.ascontiguousarray(matrix).ravel())
+    import_mujoco().mju_mat2Quat(found, np.ascontiguousarray(matrix).ravel())
     return found
 
 
@@ -209,3 +203,12 @@ def aligned(matrix: np.ndarray, alignment: str) -> np.ndarray:
         forward = np.array([matrix[1, 1], -matrix[0, 1]])
     c, s = forward / np.linalg.norm(forward)
     return np.array([[c, -s, 0.0], [s, c, 0.0], [0.0, 0.0, 1.0]])
+
+
+def import_mujoco() -> Any:
+    """MuJoCo, or an error with the install command."""
+    try:
+        import mujoco
+    except ImportError as error:
+        raise ImportError('a scene needs MuJoCo: pip install "canter[mujoco]"') from error
+    return mujoco
