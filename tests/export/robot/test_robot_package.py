@@ -16,18 +16,15 @@ from small_robot import JOINTS, ROBOT
 from canter.export.robot.controller import Command, Controller
 from canter.export.robot.description import load_robot
 from canter.export.robot.log import read_log
-from canter.export.robot.package import robot_sources, write_ros2
+from canter.export.robot.package import write_ros2
 
 
 @pytest.fixture
 def alone(robot_folder, tmp_path):
-    """The bundle of `walk` with a robot.json of its own, and the control loop beside it."""
+    """The bundle of `walk` with a robot.json of its own."""
     folder = shutil.copytree(robot_folder / "walk", tmp_path / "alone")
     mode = {key: value for key, value in ROBOT["modes"]["walk"].items() if key != "bundle"}
     (folder / "robot.json").write_text(json.dumps(ROBOT | {"modes": {"walk": mode}}))
-    (folder / "robot").mkdir(exist_ok=True)
-    for name, text in robot_sources().items():
-        (folder / "robot" / name).write_text(text)
     return folder
 
 

@@ -1,6 +1,7 @@
 """`python -m robot BUNDLE`, and `canter drive BUNDLE`: run a bundle on a robot, real or simulated."""
 
 import argparse
+import contextlib
 import sys
 import threading
 import time
@@ -61,8 +62,9 @@ class Operator:
 
     def listen(self) -> None:
         """Read requests until the input ends."""
-        for line in sys.stdin:
-            self.obey(line.split())
+        with contextlib.suppress(OSError):  # there may be no standard input
+            for line in sys.stdin or ():
+                self.obey(line.split())
 
     def obey(self, words: Sequence[str]) -> None:
         """Do what one line asks for."""

@@ -201,6 +201,7 @@ def gap_page(
     scene: str,
     log: tuple[Log, Subject, Any] | None = None,
     fit: Fit | None = None,
+    base: Variation | None = None,
 ) -> None:
     """Write the report; `log` is a robot's log with its bundle and a scene, and is shown beside the simulation."""
     page = Page("Gap report", f"{', '.join(gap.subjects)} in {scene}, driven by the robot's control loop")
@@ -228,7 +229,7 @@ def gap_page(
         rows, dots = table_rows(gap, named, colors)
         page.table(["command", *HEAD], rows, dots)
     if log is not None:
-        log_section(page, *log, fit)
+        log_section(page, *log, fit, base or Variation())
     page.write(path)
 
 
@@ -240,13 +241,13 @@ def table_rows(
     return rows, list(colors) * len(points) if len(gap.subjects) > 1 else []
 
 
-def log_section(page: Page, log: Log, subject: Subject, scene: Any, fit: Fit | None) -> None:
+def log_section(page: Page, log: Log, subject: Subject, scene: Any, fit: Fit | None, base: Variation) -> None:
     """The robot beside the simulation, as it is and as it was fitted."""
     page.section(
         "The robot beside the simulation", f"{log.path.name}: {len(log)} steps, {log.damaged} damaged records."
     )
     runs = {"robot": figures(log, subject.robot)}
-    again = {"simulation": Variation()} | ({} if fit is None else {"fitted simulation": fit.variation})
+    again = {"simulation": base} | ({} if fit is None else {"fitted simulation": fit.variation})
     replayed = {name: resimulate(log, subject, scene, variation) for name, variation in again.items()}
     runs |= {name: figures(found, subject.robot) for name, found in replayed.items()}
     names = list(next(iter(runs.values())))

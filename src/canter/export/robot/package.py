@@ -91,6 +91,13 @@ def robot_sources(prefix: str = "") -> dict[str, str]:
     return {name: text.replace("canter.export.", prefix) for name, text in texts.items()}
 
 
+def write_robot_folder(bundle: Path) -> None:
+    """Put the control loop into a bundle, in its folder `robot`: `python -m robot` there runs it without canter."""
+    (bundle / "robot").mkdir(exist_ok=True)
+    for name, text in robot_sources().items():
+        (bundle / "robot" / name).write_text(text, encoding="utf-8")
+
+
 def write_ros2(bundle: str | Path, folder: str | Path) -> list[Path]:
     """Write a ROS 2 package that runs a bundle; the name of the folder is the name of the package.
 
