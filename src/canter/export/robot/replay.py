@@ -16,7 +16,7 @@ from canter.export.robot.log import Log, LogError, log_fields
 
 EXACT = 1e-4  # sensors are logged as float32, and offsets are subtracted from them
 MOST_LATE = 8
-LEAST_STEPS = 20
+LEAST_STEPS, LEAST_MEASURED = 20, 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,12 @@ def compare(name: str, expected: np.ndarray, found: np.ndarray, names: Sequence[
 
 
 def diagnose(
-    expected: np.ndarray, found: np.ndarray, names: Sequence[str], closeness: float = 0.05, least: float = 0.9
+    expected: np.ndarray,
+    found: np.ndarray,
+    names: Sequence[str],
+    closeness: float = 0.05,
+    least: float = 0.9,
+    margin: float = 0.02,
 ) -> list[str]:
     """Errors of order, sign, scale, offset and delay that turn `expected` (T, W) into `found`.
 
@@ -115,6 +120,7 @@ def diagnose(
         names: Name of every column.
         closeness: Relative error of a scale that is none.
         least: Correlation below which a column counts as unexplained.
+        margin: By how much another column must correlate better before an order counts as wrong.
     """
     count = expected.shape[1]
     if len(expected) < LEAST_STEPS:
@@ -130,7 +136,7 @@ def diagnose(
         own = np.abs(table[:, column, column])
         other = np.abs(table[:, :, column])
         # Its own column explains it, unless another one does clearly better.
-        source = column if own.max() >= least and own.max() > other.max() - 0.02 else int(other.max(0).argmax())
+        source = column if own.max() > other.max() - margin else int(other.max(0).argmax())
         best = np.abs(table[:, source, column])
         if best.max() < least:
             unknown.append(names[column])
@@ -173,11 +179,15 @@ def correlations(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 def physics(log: Log, robot: Robot) -> list[Finding]:
     """Velocities against the change of positions, and torques against what the gains make of the targets."""
-    moving = np.flatnonzero(log.columns["mode"] > 0)
-    if len(moving) < LEAST_STEPS:
+    # The longest stretch without a stop, a stall or a lost record.
+    is_regular = np.abs(np.diff(log.time, prepend=-np.inf) - robot.period) < 0.4 * robot.period
+    breaks = np.flatnonzero(~((log.columns["mode"] > 0) & is_regular))
+    edges = np.concatenate([[-1], breaks, [len(log)]])
+    longest = int(np.argmax(np.diff(edges)))
+    part = slice(edges[longest] + 1, edges[longest + 1])
+    if part.stop - part.start < LEAST_MEASURED:
         return []
-    part = slice(moving[0], moving[-1] + 1)
-    time, found = log.time[part], []
+    time, found = (log.time - log.columns["age"][:, 0])[part], []  # when joint_pos was read
     position, velocity = (log.sensor(name)[part].astype(np.float64) for name in ("joint_pos", "joint_vel"))
     rates = np.gradient(position, time, axis=0)
     found.append(agreement("joint_vel against the change of joint_pos", rates, velocity, robot.joints))
@@ -198,13 +208,14 @@ def agreement(name: str, expected: np.ndarray, found: np.ndarray, names: Sequenc
     """A comparison of two measurements of the same quantity, which noise and sampling keep apart."""
     used = np.isfinite(found).all(1) & np.isfinite(expected).all(1)
     expected, found = expected[used], found[used]
-    if len(found) < LEAST_STEPS:
+    if len(found) < LEAST_MEASURED:
         return Finding(name, len(found), 0.0, [])
     moves = (expected.std(0) > 0.02) | (found.std(0) > 0.02)
     expected, found = expected[:, moves], found[:, moves]
     kept = [column for column, is_moving in zip(names, moves, strict=True) if is_moving]
-    problems = [text for text in diagnose(expected, found, kept, 0.35, 0.7) if not text.startswith("offset")]
-    problems = [text for text in problems if text not in ("delay: -1 steps", "delay: 1 steps")]  # of the sampling
+    problems = diagnose(expected, found, kept, closeness=0.4, least=0.8, margin=0.25)
+    sampling = ("offset", "not explained", "delay: -1 ", "delay: 1 ", "delay: -1 to 1 ")  # impacts between two steps
+    problems = [text for text in problems if not text.startswith(sampling)]
     return Finding(name, len(found), float(np.abs(expected - found).max(initial=0.0)), problems)
 
 

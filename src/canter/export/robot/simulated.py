@@ -175,8 +175,6 @@ class MujocoRobot:
 
     def read(self) -> Sensors:
         """The newest readings."""
-        if self.is_real_time:
-            self.advance(time.perf_counter() - self.begin)
         data, now = self.data, float(self.data.time)
         orientation = data.xquat[self.base].copy() if self.is_free else np.array([1.0, 0.0, 0.0, 0.0])
         found = {
@@ -225,6 +223,7 @@ class MujocoRobot:
             return float(self.data.time)
         while (now := time.perf_counter() - self.begin) < until:
             time.sleep(min(until - now, 0.1))
+        self.advance(now)
         return now
 
     def close(self) -> None:
