@@ -122,10 +122,10 @@ def main():
         "python": (60 * args.minutes, {}, None),
         "c": (60 * args.minutes, {}, None),
         "push": (12, {}, push),
-        "cut sensor": (12, {}, cut),
-        "stalled loop": (12, {}, stall),
-        "joints in the order of types": (4, {"joints": legs}, None),
-        "left and right exchanged": (20, {"joints": sides}, None),
+        "cut_sensor": (12, {}, cut),
+        "stalled_loop": (12, {}, stall),
+        "joints_by_type": (4, {"joints": legs}, None),
+        "left_for_right": (20, {"joints": sides}, None),
     }
     for name, (seconds, settings, disturb) in runs.items():
         if args.only and name not in args.only:
@@ -134,11 +134,15 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             controller = CController(robot, policies, Path(folder)) if name == "c" else Controller(robot, policies)
             transport = simulated(**settings)
-            log = args.logs / f"{name.replace(' ', '_')}.log"
+            log = args.logs / f"{name}.log"
             log.unlink(missing_ok=True)
             timing, found = drive(controller, transport, seconds, log, disturb and disturb(transport))
-        result = {"arm": name, **{key: float(f"{value:.6g}") for key, value in dataclasses.asdict(timing).items()}}
-        result["events"] = "; ".join(f"{at:.2f} s {mode}: {why}" for at, mode, why in found.events())
+        times = {key: value for key, value in dataclasses.asdict(timing).items() if isinstance(value, float)}
+        result = {"arm": name, "steps": timing.steps, "overruns": timing.overruns}
+        result |= {f"{key}_ms": float(f"{1e3 * value:.5g}") for key, value in times.items()}
+        *events, _ = found.events()
+        result["events"] = [f"{at:.2f} s {mode}: {why}" for at, mode, why in events]
+        result["end"] = events[-1][2]
         result["limited_steps"] = int(np.sum(found.columns["limited"] > 0))
         if name != "c":  # its observations stay in C
             findings = replay_log(found, robot, policies)

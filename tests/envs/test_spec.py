@@ -144,9 +144,7 @@ def test_terms_of_the_groups_that_a_student_reads_say_what_they_are():
     env = Student()
     env.scene["robot"].body_names = ["robot/trunk", "robot/leg"]
     env.cfg = SimpleNamespace(events={"bias": SimpleNamespace(params={"bias_range": (-0.01, 0.02)})})
-    env.observation_manager = SimpleNamespace(
-        active_terms=groups, group_obs_term_dim=shapes, _group_obs_term_cfgs=cfgs
-    )
+    env.observation_manager = SimpleNamespace(active_terms=groups, group_obs_term_dim=shapes, _group_obs_term_cfgs=cfgs)
     sets = {"student": ["proprioception", "goal"], "teacher": ["actor"]}
     adapted = RslRlAdapter(env, obs_groups=sets)
     robot = describe_robot(adapted)

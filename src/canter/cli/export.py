@@ -35,9 +35,14 @@ def export(
     env_samples: bool = True,
     upload: bool = False,
     check: bool = False,
+<<<<<<< HEAD
     robot: Path | None = None,
     ros2: Path | None = None,
     c_loop: Path | None = None,
+=======
+    config: Path | None = None,
+    task: str | None = None,
+>>>>>>> w-robot-export
     modules: tuple[str, ...] = (),
     logger_kwargs: dict[str, Any] | None = None,
 ) -> int:
@@ -53,9 +58,14 @@ def export(
         upload: Store the files with the run in its logging backends, such as W&B.
         check: Check a bundle instead: hashes, then every format on the recorded samples. This compiles and runs its
             policy.c: check bundles of people you trust.
+<<<<<<< HEAD
         robot: The robot.json to put into the bundle: limits, sensors and modes of the robot.
         ros2: Folder of a ROS 2 package to write, which runs the bundle.
         c_loop: Folder to write the whole control loop to, in C.
+=======
+        config: Training dict of a checkpoint that has none, such as rsl_rl's; by default params/agent.yaml of its run.
+        task: Task of a checkpoint that names none; it gives observations and actions their names.
+>>>>>>> w-robot-export
         modules: Modules that the run's settings name, such as that of its task, and that may be imported.
         logger_kwargs: Settings of the logging backends for --upload, as YAML; see `canter resume`.
     """
@@ -76,13 +86,16 @@ def export(
         if not files:
             raise UserError(f"there is no model_<number>.pt in {run}")
     else:
-        files = [path if path.is_file() else find_checkpoint(read_run(run, None).path, checkpoint)]
+        has_files = run.is_dir() and any(run.glob("*.pt"))  # the run of another program may name no task
+        files = [
+            path if path.is_file() else find_checkpoint(run if has_files else read_run(run, None).path, checkpoint)
+        ]
     root = out or run / "export"
     if out is None:
         make_folder(root, run)
     for file in files:
         with user_errors():
-            acting = load(file, modules=modules)
+            acting = load(file, modules=modules, config=config, task=task)
             target = root / file.stem if every_checkpoint or out is None else root
             with sample_env(acting, env_samples, modules) as env:
                 made = export_bundle(acting, target, env, formats)

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import select
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,14 @@ from canter.utils.films import Film, FilmError
 FPS = 30
 MAX_FRAMES = 3000
 PROGRESS_S = 5.0  # between two lines about a film that is being made
-UNITS = {"tracking_error": (1, "m/s"), "mean_velocity": (1, "m/s"), "step_median": (1e3, "ms"), "step_p99": (1e3, "ms")}
+UNITS = {
+    "error_x": (1, "m/s"),
+    "error_y": (1, "m/s"),
+    "error_yaw": (1, "rad/s"),
+    "mean_velocity": (1, "m/s"),
+    "step_median": (1e3, "ms"),
+    "step_p99": (1e3, "ms"),
+}
 ARROWS = {"\x1b[A": 265, "\x1b[B": 264, "\x1b[C": 262, "\x1b[D": 263}  # of a terminal -> of MuJoCo's window
 
 
@@ -47,10 +55,13 @@ class PolicyOptions:
     seed: int | None = 0  # Seed of the episodes; None draws one.
     device: str | None = None  # Device to compute on; the CPU by default.
     modules: tuple[str, ...] = ()  # Modules that the run's settings name and that may be imported.
+    config: Path | None = None
+    """Training dict of a checkpoint that has none, such as rsl_rl's; by default params/agent.yaml of its run."""
+    task: str | None = None  # Task by name, instead of the one that the run or the bundle names.
 
     def load(self, num_envs: int) -> tuple[SavedRun, Path, Runner]:
         """The run, its checkpoint, and a runner with the trained policy."""
-        saved = read_run(self.run, self.modules)
+        saved = read_run(self.run, self.modules, self.config, self.task)
         checkpoint = saved.checkpoint(self.checkpoint)
         return saved, checkpoint, load_policy(saved, checkpoint, num_envs, self.seed, self.device)
 
@@ -75,7 +86,6 @@ class CollectOptions:
 class BundleOptions:
     """How a bundle is simulated."""
 
-    task: str | None = None  # Task by name instead of the one it was trained on.
     mujoco: Path | None = None  # Run in this MuJoCo scene.
     command: tuple[float, ...] = ()  # Commanded velocities of a scene in m/s, m/s and rad/s; arrow keys change them.
     keys: bool = False  # Run a scene in real time with arrow keys, comma, dot and space from the terminal; q ends it.
@@ -178,8 +188,7 @@ def play_bundle(
     run: PolicyOptions, options: BundleOptions, video: Path | None, episodes: int, seconds: float, has_window: bool
 ) -> int:
     """Run episodes of a bundle, print a report, and write a film if one is asked for."""
-    if options.keys and (options.mujoco is None or not sys.stdin.isatty()):
-        raise UserError("--keys drives a scene, --mujoco scene.xml, from a terminal")
+    check_keys(options)
     with user_errors():
         policy = Policy(run.run)
         if options.mujoco is not None:
@@ -194,9 +203,11 @@ def play_bundle(
                 length,
                 options.period,
             )
+            for note in task.notes():
+                print(f"  {note}", file=sys.stderr)
         else:
             render_mode = None if video is None and not has_window else "human" if video is None else "rgb_array"
-            task = make_task(policy, options.task, run.seed, render_mode)
+            task = make_task(policy, run.task, run.seed, render_mode)
         made = None if video is None else ShownFilm(video, task.fps, MAX_FRAMES)
         watch = [] if made is None else [film_step(made)]
         if has_window and options.mujoco is not None:
@@ -290,16 +301,34 @@ def real_time() -> Callable[[float], None]:
     return wait
 
 
+def check_keys(options: BundleOptions) -> None:
+    """Refuse keys without a scene, and without anything that they could come from."""
+    if options.keys and options.mujoco is None:
+        raise UserError("--keys drives a scene; name it: --mujoco scene.xml")
+    if options.keys and not (sys.stdin.isatty() or is_pipe(sys.stdin.fileno())):
+        way_out = "start it in one (ssh -t, docker run -it), or send keys through a pipe"
+        raise UserError(f"--keys reads keys from a terminal, and standard input is none; {way_out}")
+
+
+def is_pipe(file: int) -> bool:
+    """Whether keys may come from another program."""
+    kind = os.fstat(file).st_mode
+    return stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind)
+
+
 @contextmanager
 def terminal_keys(scene: MujocoScene, is_paced: bool) -> Iterator[Callable[[Any], bool]]:
-    """Change a scene's command by keys of the terminal; gives the function of a step, which waits unless `is_paced`."""
+    """Change a scene's command by keys of a terminal or a pipe; gives the function of a step.
+
+    It waits unless `is_paced`, and ends the simulation at a `q` or when nothing more can come.
+    """
     try:
         import termios
         import tty
     except ImportError as error:  # Windows
         raise UserError("--keys needs a Unix terminal; the keys of MuJoCo's window work everywhere") from error
     terminal, wait = sys.stdin.fileno(), real_time()
-    before = termios.tcgetattr(terminal)
+    before = termios.tcgetattr(terminal) if sys.stdin.isatty() else None
 
     def read(task: MujocoScene) -> bool:
         is_over = False
@@ -315,6 +344,9 @@ def terminal_keys(scene: MujocoScene, is_paced: bool) -> Iterator[Callable[[Any]
             wait(task.period)
         return is_over
 
+    if before is None:
+        yield read
+        return
     tty.setcbreak(terminal)
     try:
         yield read

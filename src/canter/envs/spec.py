@@ -202,7 +202,8 @@ def named_parts(env: VecEnv, wanted: Collection[str] = ()) -> dict[str, tuple[in
     if own is not None and set(wanted) <= own.keys():
         return own
     try:
-        terms = describe_robot(env).get("observation")
+        robot = env.description.get("robot") if isinstance(env, SpecEnv) else describe_robot(env)
+        terms = (robot or {}).get("observation")
     except Exception:  # a simulator's attributes may be anything
         terms = None
     return {term["name"]: (int(term["width"]),) for term in terms} if terms else own
