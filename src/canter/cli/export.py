@@ -35,14 +35,11 @@ def export(
     env_samples: bool = True,
     upload: bool = False,
     check: bool = False,
-<<<<<<< HEAD
     robot: Path | None = None,
     ros2: Path | None = None,
     c_loop: Path | None = None,
-=======
     config: Path | None = None,
     task: str | None = None,
->>>>>>> w-robot-export
     modules: tuple[str, ...] = (),
     logger_kwargs: dict[str, Any] | None = None,
 ) -> int:
@@ -58,14 +55,11 @@ def export(
         upload: Store the files with the run in its logging backends, such as W&B.
         check: Check a bundle instead: hashes, then every format on the recorded samples. This compiles and runs its
             policy.c: check bundles of people you trust.
-<<<<<<< HEAD
         robot: The robot.json to put into the bundle: limits, sensors and modes of the robot.
         ros2: Folder of a ROS 2 package to write, which runs the bundle.
         c_loop: Folder to write the whole control loop to, in C.
-=======
         config: Training dict of a checkpoint that has none, such as rsl_rl's; by default params/agent.yaml of its run.
         task: Task of a checkpoint that names none; it gives observations and actions their names.
->>>>>>> w-robot-export
         modules: Modules that the run's settings name, such as that of its task, and that may be imported.
         logger_kwargs: Settings of the logging backends for --upload, as YAML; see `canter resume`.
     """
@@ -73,10 +67,11 @@ def export(
         with user_errors():
             show_parity(check_bundle(path))
         return 0
-    if (path / "policy.json").is_file():
+    for_robot = (robot, ros2, c_loop) != (None, None, None)
+    if for_robot and (path / "policy.json").is_file():
         write_robot_files(path, robot, ros2, c_loop)
         return 0
-    if every_checkpoint and (robot, ros2, c_loop) != (None, None, None):
+    if every_checkpoint and for_robot:
         raise UserError("--robot, --ros2 and --c-loop are for one bundle; leave --every-checkpoint out")
     if every_checkpoint and (checkpoint is not None or path.is_file()):
         raise UserError("--every-checkpoint exports all checkpoints of a run directory; leave --checkpoint out")
