@@ -65,8 +65,8 @@ class Subject:
 def outcome_of(episodes: Sequence[Outcome]) -> Outcome:
     """Mean over episodes; velocities of those that fell at once are unknown and left out."""
     rows = np.array([dataclasses.astuple(episode) for episode in episodes])
-    counted = np.maximum(1, np.isfinite(rows).sum(0))
-    return Outcome(*(np.nansum(rows, 0) / counted).tolist())
+    known = [column[np.isfinite(column)] for column in rows.T]
+    return Outcome(*(float(column.mean()) if len(column) else math.nan for column in known))
 
 
 class Recorder:
@@ -83,6 +83,7 @@ class Recorder:
         controller, simulated = self.controller, self.simulated
         if controller.mode == self.mode and self.begin < 0.0:
             self.begin = now
+            simulated.next_push = now + SETTLING
         if self.begin < 0.0 and controller.requested < 0 and controller.mode != DAMP:
             controller.requested = self.mode
         self.has_fallen |= self.begin >= 0.0 and controller.mode == DAMP
@@ -191,7 +192,7 @@ HEAD = ("falls", "error x, m/s", "error y, m/s", "error yaw, rad/s", "torque, Nm
 
 def row_of(outcome: Outcome) -> list[str]:
     """The cells of an outcome."""
-    cells = [f"{value:.2f}" for value in dataclasses.astuple(outcome)]
+    cells = [f"{value:.2f}" if math.isfinite(value) else "-" for value in dataclasses.astuple(outcome)]
     return [f"{100 * outcome.falls:.0f} %", *cells[1:]]
 
 
@@ -259,6 +260,8 @@ def log_section(page: Page, log: Log, subject: Subject, scene: Any, fit: Fit | N
         values = dataclasses.asdict(fit.variation)
         kept = ("delay", "strength", "damping_gain", "joint_friction", "armature")
         units = ("s", "times kp and kd", "times kd", "Nm", "kg m²")
+        if fit.error > 0.5 * fit.error_before:
+            page.text("The fitted simulation does not follow either: the log does not show what differs.")
         page.text(
             f"Fitted to pieces of the log {'on the ground' if fit.is_on_ground else 'with the base held'}: "
             f"the difference of joint positions falls from {fit.error_before:.4f} to {fit.error:.4f} rad."

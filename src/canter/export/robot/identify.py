@@ -128,9 +128,14 @@ def fit_log(
     start = dataclasses.replace(given, **unset)
     before = rms(pieces.residuals(given))
     tried = np.linspace(0.0, 2.0 * robot.period, 9) if delays is None else np.asarray(delays)
-    fits = [improve(pieces, dataclasses.replace(start, delay=float(delay)), 2) for delay in tried]
-    best = improve(pieces, fits[int(np.argmin([error for _, error in fits]))][0], 4)
-    by_delay = {float(delay): error for delay, (_, error) in zip(tried, fits, strict=True)}
+    spacing = float(np.diff(tried).min(initial=np.inf))
+    near = (-0.5, -0.25, 0.25, 0.5) if np.isfinite(spacing) else ()
+    fits = {float(delay): improve(pieces, dataclasses.replace(start, delay=float(delay)), 2) for delay in tried}
+    coarse = min(fits, key=lambda delay: fits[delay][1])
+    for delay in (max(0.0, coarse + part * spacing) for part in near):
+        fits[delay] = improve(pieces, dataclasses.replace(fits[coarse][0], delay=delay), 1)
+    best = improve(pieces, fits[min(fits, key=lambda delay: fits[delay][1])][0], 4)
+    by_delay = {delay: fits[delay][1] for delay in sorted(fits)}
     return Fit(best[0], before, best[1], by_delay, pieces.is_on_ground)
 
 

@@ -139,7 +139,8 @@ def timing_axis(axis: Any, time: np.ndarray, log: Log) -> None:
     shade(axis, log)
     top = axis.get_ylim()[1]
     for number, (at, mode, why) in enumerate(log.events()):
-        axis.text(at, top * (0.92 - 0.14 * (number % 5)), f" {mode}: {why}", fontsize=7, va="top")
+        side = "right" if at > 0.7 * time[-1] else "left"
+        axis.text(at, top * (0.92 - 0.14 * (number % 5)), f" {mode}: {why} ", fontsize=7, va="top", ha=side)
     axis.legend(fontsize=7, loc="center right")
 
 
