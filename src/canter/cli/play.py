@@ -8,8 +8,8 @@ import select
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +18,7 @@ import gymnasium
 import torch
 import tyro
 
+from canter.cli.episodes import EpisodeLog, one_command
 from canter.cli.errors import INTERRUPTED, UserError, user_errors
 from canter.cli.flags import RunPath, at_least
 from canter.cli.runs import EVAL_ENVS, SavedRun, load_policy, open_env, read_run
@@ -29,6 +30,7 @@ from canter.export.simulation import Disturbance, make_task, simulate
 from canter.runners import Runner
 from canter.runners.demonstration import DemonstrationSaver
 from canter.runners.evaluation import run_episodes
+from canter.utils.checkpoint import find_checkpoints
 from canter.utils.files import atomic_write, make_folder
 from canter.utils.films import Film, FilmError
 
@@ -43,6 +45,7 @@ UNITS = {
     "step_median": (1e3, "ms"),
     "step_p99": (1e3, "ms"),
 }
+LABELS = ("checkpoint", "command")  # what an evaluation is of
 ARROWS = {"\x1b[A": 265, "\x1b[B": 264, "\x1b[C": 262, "\x1b[D": 263}  # of a terminal -> of MuJoCo's window
 
 
@@ -103,25 +106,62 @@ Collection = Annotated[CollectOptions, tyro.conf.arg(name="")]
 AsJson = Annotated[bool, tyro.conf.arg(name="json")]
 
 
-def evaluate(run: TrainedPolicy, episodes: int = 20, as_json: AsJson = False) -> int:
-    """Run episodes without exploration noise and print their returns.
+def evaluate(
+    run: TrainedPolicy,
+    episodes: int = 20,
+    commands: tuple[str, ...] = (),
+    every_checkpoint: bool = False,
+    as_json: AsJson = False,
+) -> int:
+    """Run episodes without exploration noise and print their returns, and what the simulator logs of them.
 
     Args:
         run: The run and its policy.
-        episodes: Number of episodes.
+        episodes: Number of episodes, for each command and checkpoint.
+        commands: Velocity commands of mjlab or Isaac Lab, each as forward,sideways,turning; drawn at random by default.
+        every_checkpoint: Evaluate every model_<number>.pt of the run, side by side.
         as_json: Print JSON.
     """
     saved, checkpoint, runner = run.load(max(1, min(EVAL_ENVS, episodes)))
+    files = [file for _, file in find_checkpoints(saved.path)] if every_checkpoint else [checkpoint]
+    if not files:
+        raise UserError(f"there is no model_<number>.pt in {saved.path}; leave --every-checkpoint out")
+    runner.env = log = EpisodeLog(runner.env)
+    rows: list[dict[str, Any]] = []
     with user_errors():
-        result = runner.eval(episodes)
+        for file in files:
+            if every_checkpoint:
+                runner.load(file, load_optimizer=False)
+            for command in commands or (None,):
+                log.sums, log.episodes = {}, {}
+                numbers = None if command is None else [float(part) for part in command.split(",")]
+                with nullcontext() if numbers is None else one_command(runner.env, numbers):
+                    result = runner.eval(episodes) | log.summary()
+                label = {"checkpoint": file.name} if every_checkpoint else {}
+                label |= {} if numbers is None else {"command": numbers}
+                rows.append({**label, **result, "episodes": episodes, "step": runner.tot_timesteps})
     runner.close()
     if as_json:
-        print(json.dumps({**result, "episodes": episodes, "step": runner.tot_timesteps}))
+        print(json.dumps(rows[0] if len(rows) == 1 else rows))
         return 0
     print(f"  {saved.task}, {checkpoint}, {episodes} episode{'s' * (episodes > 1)} without noise")
-    for name, value in result.items():
-        print(f"  {name.removeprefix('eval/').replace('_', ' '):<14}{value:10.2f}")
+    show_rows(rows)
     return 0
+
+
+def show_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print evaluations side by side: what they are of, then every number."""
+    names = [name for name in rows[0] if name not in (*LABELS, "episodes", "step")]
+    texts = {name: name.removeprefix("eval/").replace("_", " ") if name.startswith("eval/") else name for name in names}
+    is_plain = len(rows) == 1 and all(name.startswith("eval/") for name in names)
+    first, width = (14, 10) if is_plain else (max(map(len, texts.values())) + 2, 14)
+    for name in LABELS if len(rows) > 1 else ():
+        if any(name in row for row in rows):
+            cells = (str(row.get(name, "")).removesuffix(".pt").replace(" ", "") for row in rows)
+            print(f"  {name:<{first}}" + "".join(f"{cell:>{width}}" for cell in cells))
+    for name in names:
+        places = 2 if name.startswith("eval/") else 4
+        print(f"  {texts[name]:<{first}}" + "".join(f"{row.get(name, math.nan):{width}.{places}f}" for row in rows))
 
 
 def play(
