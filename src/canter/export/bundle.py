@@ -28,6 +28,7 @@ from canter.export.deploy import deploy_yaml, properties
 from canter.export.graph import OPSET, Port, StepModule, need_export_extra, onnx_bytes, torchscript_bytes
 from canter.export.parity import check_bundle
 from canter.export.readme import readme
+from canter.export.robot.package import write_robot_folder
 from canter.modules.normalizer import DictNormalization, EmpiricalNormalization
 from canter.runners.evaluation import InferencePolicy
 from canter.utils.files import atomic_write, make_folder
@@ -103,6 +104,7 @@ def export_bundle(
         parity = check_bundle(made)
         spec |= {"parity": {name: None if math.isnan(value) else value for name, value in parity.items()}}
         write_files(made, spec | {"left_out": left_out}, files)
+        write_robot_folder(made)
         if directory.exists():
             os.replace(directory, Path(temporary) / "old") if any(directory.iterdir()) else directory.rmdir()
         os.replace(made, directory)
@@ -356,7 +358,7 @@ def upload_bundle(made: Exported, logger: Any, step: int) -> None:
     """Store the files of a bundle with the run, and its parity as metrics."""
     if logger is None:
         return
-    for path in sorted(made.path.iterdir()):
+    for path in sorted(filter(Path.is_file, made.path.iterdir())):
         logger.save_file(path)
     parity = {f"export/difference_{name.partition('.')[2]}": value for name, value in made.parity.items()}
     logger.log_scalars(parity, step)
