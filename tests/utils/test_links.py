@@ -154,8 +154,7 @@ def test_a_folder_leaves_no_descriptor_open(run):
     before = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []
     for _ in range(3):
         make_folder(run / "a" / "b", run)
-        with Folder(run) as folder:
-            folder.append("x").close()
+        open_append(run / "x", run).close()
         with pytest.raises(OSError):
             Folder(run / "x" / "y", run)
     assert len(os.listdir("/proc/self/fd") if before else []) == len(before)

@@ -100,7 +100,7 @@ def read_config(file: Path) -> dict[str, Any]:
     """The config.yaml beside a checkpoint of an earlier version."""
     for folder in (file.parent, file.parent.parent):
         if (folder / "config.yaml").is_file():
-            return read_yaml(folder / "config.yaml")
+            return read_yaml(folder / "config.yaml", folder)
     raise ValueError(f"{file} does not say how its policy was built, and there is no config.yaml beside it")
 
 

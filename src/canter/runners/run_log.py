@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from canter.utils.code_state import store_code_state
 from canter.utils.distributed import RANKS
-from canter.utils.files import atomic_write, store_code_state
+from canter.utils.files import atomic_write
 from canter.utils.logging import Logger
+from canter.utils.reading import MAX_TEXT, read_limited
 from canter.utils.run_data import MACHINE_NAME
 from canter.utils.runtime import describe_machine
 
@@ -26,7 +28,7 @@ def store_code(directory: Path, repositories: list[str], with_diff: bool, writer
         atomic_write(directory / MACHINE_NAME, json.dumps(describe_machine(), indent=2).encode())
     for path in store_code_state(directory, repositories, with_diff):
         with contextlib.suppress(OSError):  # the run goes on without this copy
-            status, heading, _ = path.read_bytes().partition(DIFF_HEADING)
+            status, heading, _ = read_limited(path, 2 * MAX_TEXT, directory).partition(DIFF_HEADING)
             if heading:
                 atomic_write(path.with_suffix(".status"), status, root=directory)
             writer.save_file(path.with_suffix(".status") if heading else path)

@@ -281,6 +281,7 @@ class Runner(ABC):
                 is_done = False
                 while self.iteration < last and not self._is_over(stop, is_done):
                     is_done = self._iterate(reporter, console, history)
+                self.health.check_end(history[-1] if history else {})
             except WorkerError as error:
                 if stop.requested is None or RANKS.size > 1:
                     self.checkpoints.save_after(error)
@@ -339,7 +340,7 @@ class Runner(ABC):
             metrics |= self._robot_metrics()
         evaluated: dict[str, float] = {}
         if self.is_due(self.cfg.eval_interval):
-            evaluated = RANKS.on_first(lambda: self.eval(self.cfg.eval_episodes))
+            evaluated = RANKS.on_first(self._periodic_eval)
             metrics |= evaluated
         if is_logged := self.is_due(self.log_interval):
             metrics |= self.stats.extras.take() | self.stats.components.take()
@@ -461,6 +462,12 @@ class Runner(ABC):
                 env.set_state(state)
             elif env is self.env:
                 self.restart_episodes()
+
+    def _periodic_eval(self) -> dict[str, float]:
+        """The `eval/` metrics of an iteration; none if a signal ends the training, after this iteration."""
+        with contextlib.suppress(StopTraining):
+            return self.eval(self.cfg.eval_episodes)
+        return {}
 
     def _seed_evaluation(self) -> None:
         """Seed an `eval_env` whose random streams no checkpoint can hold, with another seed for every evaluation."""
