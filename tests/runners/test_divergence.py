@@ -232,4 +232,3 @@ def test_a_lower_bound_keeps_noise_from_collapsing(make_runner):
     runner.policy.std.data.fill_(-3.0)
     history = runner.learn(3).history
     assert history[-1]["policy/mean_noise_std"] == pytest.approx(0.2, rel=0.05)
-

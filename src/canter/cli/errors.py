@@ -50,13 +50,19 @@ def short_warnings() -> Iterator[None]:
         message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
     ) -> str:
         is_own = category is UserWarning and filename.startswith(folder)
-        return f"canter: warning: {message}\n" if is_own else usual(message, category, filename, lineno, line)
+        text = f"canter: warning: {printable(str(message))}\n"
+        return text if is_own else usual(message, category, filename, lineno, line)
 
     warnings.formatwarning = short
     try:
         yield
     finally:
         warnings.formatwarning = usual
+
+
+def printable(text: str) -> str:
+    """The text with escapes in place of characters that would steer a terminal; it may hold names of a stranger."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def exit_code(error: BaseException) -> int | None:
@@ -104,6 +110,6 @@ def report(error: BaseException) -> int:
                 return code
     if code is None or os.environ.get("CANTER_TRACEBACK"):
         raise error
-    text = "interrupted" if isinstance(error, KeyboardInterrupt) else " ".join(str(error).split())
+    text = "interrupted" if isinstance(error, KeyboardInterrupt) else printable(" ".join(str(error).split()))
     print(f"canter: {rank or ''}{text or type(error).__name__}", file=sys.stderr)
     return code

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from canter.cli import runs
-from canter.cli.errors import UserError, user_errors
+from canter.cli.errors import UserError, printable, user_errors
 from canter.cli.films import FILM_SECONDS, Films, film_command, film_environment, modules_of
 from canter.cli.flags import RunPath, at_least
 from canter.cli.launch import is_launched, launch
@@ -302,7 +302,7 @@ def program(name: str) -> str:
 
 def print_row(name: str, text: object) -> None:
     """Print one row of the results."""
-    print(f"  {name:<12}{text}", flush=True)
+    print(f"  {name:<12}{printable(str(text))}", flush=True)
 
 
 def print_return(result: dict[str, float], episodes: str) -> None:

@@ -37,6 +37,7 @@ from canter.runners.run_log import (
     RunnerLogger,
     StopTraining,
     TrialReporter,
+    check_trial_metric,
     pruned_exception,
     store_code,
     train_metrics,
@@ -140,6 +141,7 @@ class Runner(ABC):
         overrides |= {"eval_episodes": eval_episodes, "device": None if device is None else str(device)}
         given = {name: value for name, value in overrides.items() if value is not None}
         self.cfg = self.plan.cfg = dataclasses.replace(self.plan.cfg, **given)  # the user's object stays unchanged
+        check_trial_metric(self.cfg.trial_metric)
         self.cfg.training_dict = train_cfg if isinstance(train_cfg, Mapping) else {}
         found = resolve_device(self.cfg.device) if agent is None else agent.device
         self.device: torch.device = RANKS.start(found, self.cfg.rank_timeout)
