@@ -47,17 +47,6 @@ def tell_tale(tmp_path, monkeypatch):
     sys.modules.pop("stranger", None)
 
 
-@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "config.yaml", "best.json"])
-def test_resume_refuses_a_link_and_names_it(trained, tmp_path, outside, capsys, name):
-    if (trained / name).exists():
-        (tmp_path / "precious").write_bytes((trained / name).read_bytes())
-        (trained / name).unlink()
-    (trained / name).symlink_to(tmp_path / "precious")
-    assert main(["resume", str(trained), "--total-timesteps", "64"]) == 6
-    assert "is a link" in (text := capsys.readouterr().err)
-    assert f"{name}'" in text
-
-
 def test_resume_writes_through_none_of_the_links_of_a_run(trained, tmp_path, outside, monkeypatch):
     monkeypatch.setattr("canter.cli.train.record_video", lambda *_: "none")
     for name in ("config.json", "evaluation.json", "curve.png", "checkpoint_final.pt"):

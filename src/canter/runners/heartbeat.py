@@ -41,7 +41,6 @@ class Heartbeat(contextlib.AbstractContextManager["Heartbeat"]):
         while not self._end.wait(BEAT_SECONDS):
             with contextlib.suppress(OSError):  # a full disk, or a directory that is gone: the next beat may succeed
                 self._beat()
-            self.has_partner()
 
     def _beat(self) -> None:
         with open_append(self.path) as file:
