@@ -38,6 +38,7 @@ PPO += ["--eval-interval", "2", "--log-interval", "1"]
 SMALL = ["--policy.actor-hidden-dims", "8", "--policy.critic-hidden-dims", "8"]
 SAC = ["--algo", "sac", "--actor-hidden-dims", "8", "--critic-hidden-dims", "8", "--batch-size", "4"]
 SAC += ["--learning-starts", "4", "--buffer-size", "64", "--save-interval", "8", "--eval-interval", "16"]
+SAC += ["--save-replay-buffer"]  # without it a run continues, but not bit for bit
 RECURRENT = ["--policy.class-name", "ActorCriticRecurrent", "--policy.rnn-hidden-size", "8"]
 LEARNERS = {
     "PPO": ["canter/CartPole", *PPO, *SMALL],

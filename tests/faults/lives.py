@@ -42,8 +42,8 @@ import numpy as np
 from canter.utils.films import Film
 film, reached = Path(sys.argv[1]), Path(sys.argv[2])
 with Film(film, 10) as made:
-    for number in range(100):
-        made.add(np.full((16, 16, 3), number, np.uint8))
+    for number in range(225):
+        made.add(np.full((16, 16, 3), number % 256, np.uint8))
         reached.touch()
         time.sleep(0.2)
 """

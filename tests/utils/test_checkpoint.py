@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from canter.utils.checkpoint import (
+    FINAL_NAME,
     FORMAT_VERSION,
     MARK,
     CheckpointError,
@@ -502,3 +503,43 @@ def test_only_the_bound_of_a_normalizer_may_be_missing():
     check_compatible(bounded, plain, "ActorCritic")
     with pytest.raises(CheckpointError, match=r"missing net\.clip"):
         check_compatible({**plain, "net.clip": torch.zeros(())}, plain, "ActorCritic")
+
+
+EVIL = b"\x80\x02cbuiltins\nbytearray\n\x8a\x05\x00\x00\x00\x00\x01\x85R."  # reserves 4 GiB
+
+
+@pytest.mark.parametrize("has_mark", [False, True])
+@pytest.mark.parametrize(
+    "names", [("a/DATA.PKL",), ("a/data.pkl",), ("b/data.pkl",), ("a/data.pkl/",), ("a/constants.pkl",), ("a/data/x",)]
+)
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_an_archive_that_torch_may_read_in_another_way_is_refused(tmp_path, names, has_mark, is_first):
+    torch.save({"x": 1}, tmp_path / "sound.pt")
+    with zipfile.ZipFile(tmp_path / "sound.pt") as archive:
+        members = [(name.replace(name.split("/")[0], "a", 1), archive.read(name)) for name in archive.namelist()]
+    with zipfile.ZipFile(tmp_path / "odd.pt", "w") as archive:
+        evil = [(name, EVIL) for name in names]
+        for name, content in evil + members if is_first else members + evil:
+            archive.writestr(name, content)
+    if has_mark:
+        with_mark(tmp_path / "odd.pt")
+    with pytest.raises(CheckpointError, match=r"odd\.pt is damaged: it"):
+        load_checkpoint(tmp_path / "odd.pt")
+
+
+def test_an_archive_behind_other_bytes_is_refused(tmp_path):
+    torch.save({"x": 1}, tmp_path / "sound.pt")
+    (tmp_path / "odd.pt").write_bytes(b"x" * 64 + (tmp_path / "sound.pt").read_bytes())
+    with pytest.raises(CheckpointError, match="does not begin with its members"):
+        load_checkpoint(tmp_path / "odd.pt")
+
+
+def test_a_link_in_a_directory_is_no_checkpoint_of_it_and_one_that_is_named_is(tmp_path):
+    save_checkpoint(tmp_path / "elsewhere.pt", {"x": 1})
+    save_checkpoint(tmp_path / "model_1.pt", {"x": 2})
+    for name in ("model_2.pt", FINAL_NAME):
+        (tmp_path / name).symlink_to(tmp_path / "elsewhere.pt")
+    with pytest.warns(UserWarning, match="model_2.pt is named like a checkpoint but is not a file of its own"):
+        assert newest_valid_checkpoint(tmp_path).name == "model_1.pt"
+    assert load_checkpoint(tmp_path / "model_2.pt")["x"] == 1

@@ -71,16 +71,15 @@ def exit_code(error: BaseException) -> int | None:
         return USAGE
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
-    import torch
-
     from canter.runners.evaluation import EndlessEpisodesError
     from canter.storage.rollout_files import DatasetError, TrajectoryFileError
     from canter.utils.checkpoint import CheckpointError
     from canter.utils.files import RunLockedError
+    from canter.utils.memory import is_out_of_memory
     from canter.utils.metrics import NonFiniteError
     from canter.utils.reading import FileContentError
 
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError, EndlessEpisodesError)):
+    if isinstance(error, EndlessEpisodesError) or is_out_of_memory(error):
         return USAGE
     storage = (CheckpointError, RunLockedError, OSError, DatasetError, TrajectoryFileError, FileContentError)
     return NUMERIC if isinstance(error, NonFiniteError) else STORAGE if isinstance(error, storage) else None

@@ -8,11 +8,10 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from canter.runners.run_log import StopTraining
-from canter.utils.memory import out_of_memory
+from canter.utils.memory import is_out_of_memory, out_of_memory
 from canter.utils.metrics import DivergedError, NonFiniteError
 
 if TYPE_CHECKING:
@@ -36,10 +35,11 @@ class TrainingHealth:
         """Blame an error of an iteration on the policy if its parameters or actions are not finite."""
         try:
             yield
-        except (NonFiniteError, StopTraining, torch.OutOfMemoryError):
+        except (NonFiniteError, StopTraining):
             raise
         except Exception as error:  # environments react to actions that are NaN in many ways
-            self.raise_if_diverged(cause=error)
+            if not is_out_of_memory(error):
+                self.raise_if_diverged(cause=error)
             raise
 
     def check(self, metrics: Mapping[str, float]) -> None:

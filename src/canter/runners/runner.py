@@ -48,7 +48,7 @@ from canter.utils.console import Console, table
 from canter.utils.distributed import RANKS
 from canter.utils.files import RunLock, atomic_write
 from canter.utils.logging import Logger
-from canter.utils.memory import MemoryLimit
+from canter.utils.memory import MemoryLimit, is_out_of_memory
 from canter.utils.metrics import StepStats
 from canter.utils.runtime import HANGUP, StopSignal, preserved_rng, resolve_device
 from canter.utils.tree import tree_leaves
@@ -323,7 +323,9 @@ class Runner(ABC):
                 return True
             problem = "StopTraining was raised in the middle of an iteration, which several ranks cannot end together"
             raise RuntimeError(f"{problem}; raise it in a callback") from error
-        except (torch.OutOfMemoryError, MemoryError) as error:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             raise self.health.memory_error(error) from error
         return self.callbacks.is_stop_asked
 
