@@ -345,6 +345,18 @@ def live_all(pattern=""):
     return ended
 
 
+def page():
+    """What docs/reliability.md says of each cell."""
+    lines = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {
+        (phase, fault, learner): text
+        for phase, learners, *cells in (row for row in rows if len(row) == len(FAULTS) + 2)
+        for learner in learners.split(", ")
+        for fault, text in zip(FAULTS, cells, strict=True)
+    }
+
+
 def table(ended):
     """The table as Markdown: a row for each phase and learner, where learners differ."""
     lines = [f"| phase | learner | {' | '.join(FAULTS)} |", "|---" * (len(FAULTS) + 2) + "|"]

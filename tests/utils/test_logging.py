@@ -633,7 +633,7 @@ def test_event_files_of_a_resumed_run_sort_last(tmp_path):
     with Logger("tensorboard", tmp_path) as logger:
         for _ in range(12):  # names end in a count, and "10" would sort before "9"
             logger.truncate_after(1)
-            names += [path.name for path in tmp_path.glob("events*") if path.name not in names]
+            names += sorted(path.name for path in tmp_path.glob("events*") if path.name not in names)
     assert names == sorted(names)
     assert len(names) == 13
 

@@ -25,6 +25,7 @@ from torch.autograd.graph import increment_version
 
 from canter.execution.cuda_graph import describe, rebuild
 from canter.execution.trace import Tracer, run_traced
+from canter.utils.runtime import interruptible
 
 aten = torch.ops.aten
 MAX_OPERATIONS = 3000  # beyond this, making the recording costs more than it saves
@@ -112,7 +113,8 @@ class Recording:
         try:
             from canter.execution import cpu_compile  # imports the compiler, which takes seconds
 
-            self.run = cpu_compile.compile_recording(recorded)
+            with interruptible():  # it takes minutes; without it the iteration ends soon
+                self.run = cpu_compile.compile_recording(recorded)
             self.strides = [leaf.stride() for leaf in leaves]
         except Exception as error:
             warn_uncompiled(error, stacklevel=7)

@@ -50,7 +50,7 @@ from canter.utils.files import RunLock, atomic_write
 from canter.utils.logging import Logger
 from canter.utils.memory import MemoryLimit, is_out_of_memory
 from canter.utils.metrics import StepStats
-from canter.utils.runtime import HANGUP, StopSignal, preserved_rng, resolve_device
+from canter.utils.runtime import StopSignal, preserved_rng, resolve_device
 from canter.utils.tree import tree_leaves
 
 MAX_HISTORY = 10_000  # log entries; metrics.jsonl has them all
@@ -297,7 +297,7 @@ class Runner(ABC):
                 self.flush()
             self.checkpoints.save_final()
         self.stopped_by = stop.requested
-        if stop.requested is not None and stop.requested in (signal.SIGTERM, HANGUP):
+        if stop.requested is not None and stop.requested in (signal.SIGTERM, signal.SIGHUP):
             raise SystemExit(128 + stop.requested)
         if reporter is not None:
             reporter.warn_if_unused()

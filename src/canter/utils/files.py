@@ -5,6 +5,7 @@ A run directory may come from a stranger. Every file in one is opened by `Folder
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import io
 import os
@@ -18,19 +19,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PureWindowsPath
 from typing import BinaryIO, cast
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
 StrPath = str | os.PathLike[str]
 
 # Process ids are valid on one host only; several hosts may share the directory.
 _HOST_TAG = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
-_HAS_DIR_FD = os.open in os.supports_dir_fd  # not on Windows
-# Of a pipe nobody may write to, opening would wait without O_NONBLOCK.
-_NO_LINK = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_CLOEXEC", "O_BINARY", "O_NONBLOCK"))
-_DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # opening a pipe that nobody writes to would wait
 _TEMP_NAME = re.compile(r"\.tmp-([0-9a-f]{8})-([0-9]{1,10})-[0-9a-f]{8}")
 
 
@@ -54,51 +48,38 @@ class Folder(contextlib.AbstractContextManager["Folder"]):
     """
 
     def __init__(self, path: StrPath, root: StrPath | None = None, make: bool = True) -> None:
-        target, self.handle = Path(path), None
-        self.path = target if root is None else Path(root)
-        parts = target.relative_to(self.path).parts
+        self.path = Path(path if root is None else root)
+        parts = Path(path).relative_to(self.path).parts
         if make:
             self.path.mkdir(parents=True, exist_ok=True)
-        if _HAS_DIR_FD:
-            self.handle = os.open(self.path, _DIRECTORY)
+        self.handle = os.open(self.path, _DIRECTORY)
         try:
             for part in parts:
                 if make:
                     with contextlib.suppress(FileExistsError), whole_path(self.path / part):
-                        os.mkdir(self.name(part), dir_fd=self.handle)
-                inner = self.open(part, _DIRECTORY, stat.S_ISDIR, "directory") if _HAS_DIR_FD else None
-                self.close()
+                        os.mkdir(part, dir_fd=self.handle)
+                inner = self.open(part, _DIRECTORY, stat.S_ISDIR, "directory")
+                os.close(self.handle)
                 self.handle, self.path = inner, self.path / part
         except BaseException:
-            self.close()
+            os.close(self.handle)
             raise
 
     def open(
         self, name: str, flags: int, is_kind: Callable[[int], bool] = stat.S_ISREG, kind: str = "plain file"
     ) -> int:
         """A descriptor of a file; the OSError of a link, or of another kind of file, says so."""
-        path, place = self.path / name, self.name(name)
-        with whole_path(path):
+        with whole_path(self.path / name):
             with contextlib.suppress(FileNotFoundError):
-                found = os.stat(place, dir_fd=self.handle, follow_symlinks=False)
+                found = os.stat(name, dir_fd=self.handle, follow_symlinks=False)
                 if not is_kind(found.st_mode) and not stat.S_ISLNK(found.st_mode):
                     raise OSError(errno.EEXIST, f"it is no {kind}; remove it")
                 if stat.S_ISLNK(found.st_mode) or (flags & os.O_APPEND and found.st_nlink > 1):
                     raise OSError(errno.ELOOP, "it is a link, and no link in a run directory is followed; remove it")
-            return os.open(place, flags | _NO_LINK, 0o666, dir_fd=self.handle)
-
-    def name(self, name: str) -> str:
-        """The name of a file for calls that get `dir_fd=handle`."""
-        return name if _HAS_DIR_FD else str(self.path / name)
-
-    def close(self) -> None:
-        """Free the descriptor; may be called twice."""
-        if self.handle is not None:
-            os.close(self.handle)
-            self.handle = None
+            return os.open(name, flags | _FILE, 0o666, dir_fd=self.handle)
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
+        os.close(self.handle)
 
 
 @contextlib.contextmanager
@@ -129,7 +110,8 @@ def open_append(path: StrPath, root: StrPath | None = None) -> io.FileIO:
 
 def make_folder(path: StrPath, root: StrPath) -> None:
     """Make a directory below `root`; OSError if it, or one between the two, is a link."""
-    Folder(path, root).close()
+    with Folder(path, root):
+        pass
 
 
 class _TempFile(io.FileIO):
@@ -162,7 +144,6 @@ def atomic_write(
         # The kernel applies the umask to 0666. Reading the umask for a chmod would change it for other threads.
         with whole_path(path):
             raw = _TempFile(folder.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL), "r+b")
-        temp = folder.name(temp)
         try:
             with io.BufferedRandom(raw) as file:
                 if isinstance(content, bytes):
@@ -171,7 +152,7 @@ def atomic_write(
                     content(cast("BinaryIO", file))
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temp, folder.name(path.name), src_dir_fd=at, dst_dir_fd=at)  # which replaces a link itself
+            os.replace(temp, path.name, src_dir_fd=at, dst_dir_fd=at)  # which replaces a link itself
         except BaseException as error:
             with contextlib.suppress(OSError):
                 raw.close()
@@ -185,12 +166,11 @@ def atomic_write(
             before = "the previous file is intact" if path.exists() else "there was no previous file"
             text = f"disk full: {free} bytes free, {needed} or more needed; {before}. Free some space and save again"
             raise DiskFullError(errno.ENOSPC, text, str(path)) from error
-        if at is not None:
-            _sync_directory(at)
+        _sync_directory(at)
 
 
 def _is_disk_full(error: BaseException | None) -> bool:
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _sync_directory(handle: int) -> None:
@@ -207,7 +187,7 @@ def remove_stale_temps(directory: StrPath) -> list[Path]:
     removed = []
     for path in sorted(Path(directory).glob(".tmp-*")):
         match = _TEMP_NAME.fullmatch(path.name)
-        if not match or match[1] != _HOST_TAG or os.name == "nt":  # on Windows os.kill(pid, 0) ends the process
+        if not match or match[1] != _HOST_TAG:
             continue
         try:
             os.kill(int(match[2]), 0)
@@ -240,8 +220,6 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
     def __init__(self, directory: StrPath) -> None:
         self.path = Path(directory) / ".lock"
         self._file = open_append(self.path)
-        if fcntl is None:
-            return
         # A forked worker that outlives the run would keep the directory locked through its copy of the descriptor. It
         # must close, not unlock: unlocking would release the run's lock.
         os.register_at_fork(after_in_child=self._file.close)
@@ -272,7 +250,7 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
 
     def release(self) -> None:
         """Unlock the directory; may be called twice."""
-        if not self._file.closed and fcntl is not None:
+        if not self._file.closed:
             # Explicitly, because a forked worker's copy of the descriptor would keep the lock until it is closed.
             with contextlib.suppress(OSError):
                 fcntl.flock(self._file, fcntl.LOCK_UN)

@@ -22,9 +22,8 @@ import torch
 
 from canter import __version__
 
-HANGUP = getattr(signal, "SIGHUP", None)  # absent on Windows
 URGENT_SECONDS = 1.0  # between two SIGINTs of a person; a terminal and a launcher send theirs together
-STOP_SIGNALS = tuple(filter(None, (signal.SIGTERM, signal.SIGINT, HANGUP)))
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def resolve_device(device: torch.device | str | None = None) -> torch.device:
@@ -105,6 +104,10 @@ def preserved_rng() -> Iterator[None]:
         set_rng_state(state)
 
 
+class StoppedError(RuntimeError):
+    """A stop signal ended work that was not to be finished."""
+
+
 class StopSignal:
     """The first SIGTERM, SIGINT or SIGHUP sets `requested` and calls the user's handler; others change nothing.
 
@@ -114,6 +117,8 @@ class StopSignal:
 
     requested_at: ClassVar[float | None] = None
     """Time (monotonic) of the first signal, while a run is stopping."""
+    num_interruptible: ClassVar[int] = 0
+    """Number of `interruptible` blocks that the process is in."""
 
     def __init__(self) -> None:
         self.requested: int | None = None  # the first signal received
@@ -124,7 +129,7 @@ class StopSignal:
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
-                if signal.getsignal(number) is not signal.SIG_IGN or number != HANGUP:  # nohup ignores it
+                if signal.getsignal(number) is not signal.SIG_IGN or number != signal.SIGHUP:  # nohup ignores it
                     self._before[number] = signal.signal(number, self._handle)
         return self
 
@@ -140,16 +145,30 @@ class StopSignal:
             return
         if is_first:
             self.requested, StopSignal.requested_at = number, now
-            if number == HANGUP:
+            if number == signal.SIGHUP:
                 leave_terminal()
         # One around this one counts every signal; a handler of the user is called once.
         if callable(before) and before is not signal.default_int_handler and (is_first or is_nested):
             before(number, frame)
+        if StopSignal.num_interruptible:
+            raise StoppedError("a signal ends the run")
 
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before, StopSignal.requested_at = {}, None
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Let a signal that ends the run raise StoppedError here: for long work that need not be finished, as compiling."""
+    if StopSignal.requested_at is not None:
+        raise StoppedError("a signal ends the run")
+    StopSignal.num_interruptible += 1
+    try:
+        yield
+    finally:
+        StopSignal.num_interruptible -= 1
 
 
 def leave_terminal() -> None:
