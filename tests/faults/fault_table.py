@@ -110,7 +110,7 @@ def commands(phase, learner):
     if phase == "export":
         return ["export", run, "--formats", "onnx", "--no-env-samples"]
     if phase == "report":
-        return ["report", run, "--out", "disk/report.html", "--metric", "episode/mean_reward"]
+        return ["report", run, "--out", "disk/report.html", "--metric", "time/fps"]
     if phase == "dataset write":
         return ["collect", run, "--out", "disk/data", "--num-envs", "2", "--file-steps", "8", "--steps", "48"]
     if phase == "sweep":
