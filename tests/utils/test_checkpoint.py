@@ -3,8 +3,6 @@ import io
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -30,7 +28,6 @@ from canter.utils.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from canter.utils.files import remove_stale_temps
 
 
 def small_state(number=1):
@@ -329,45 +326,6 @@ def test_every_mismatch_is_listed_at_once():
         "  shape of a.weight: want (128, 4), got (64, 4)",
     ]
     check_compatible(current, {name: value.clone() for name, value in current.items()}, "ActorCritic")
-
-
-# Forks instead of starting python, so that ten kills take a second.
-KILLER = """
-import os, random, signal, sys, time, torch
-from canter.utils.checkpoint import find_checkpoints, load_checkpoint, save_checkpoint
-torch.set_num_threads(1)
-directory, rounds = sys.argv[1], int(sys.argv[2])
-rng = random.Random(2)
-for _ in range(rounds):
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        number = 0
-        while True:
-            number += 1
-            state = {"iter": number, "weight": torch.full((200_000,), float(number))}
-            save_checkpoint(f"{directory}/model_{number % 3}.pt", state)
-            os.write(writing, b"1")
-    os.read(reading, 1)  # after the first save, however slow the machine is
-    os.close(reading)
-    os.close(writing)
-    time.sleep(rng.uniform(0.02, 0.08))
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    # Each file, not only the newest: all of them are overwritten in turn.
-    for _, path in find_checkpoints(directory):
-        loaded = load_checkpoint(path)
-        assert (loaded["weight"] == loaded["iter"]).all()
-"""
-
-
-@pytest.mark.parametrize("rounds", [10, pytest.param(50, marks=pytest.mark.slow)])
-def test_kill_at_any_time_leaves_only_valid_checkpoints(tmp_path, rounds):
-    done = subprocess.run([sys.executable, "-c", KILLER, str(tmp_path), str(rounds)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert quiet_newest(tmp_path).exists()
-    assert len(remove_stale_temps(tmp_path)) > 0  # some were killed in the middle of a save
-    assert not list(tmp_path.glob(".tmp-*"))
 
 
 def test_reader_never_sees_an_incomplete_file(tmp_path):

@@ -14,7 +14,6 @@ from canter.utils.files import Folder, RunLock, atomic_write, make_folder, open_
 from canter.utils.logging import Logger
 
 STEPS = {name: np.zeros((2, 1), np.float32) for name in ("observations", "actions", "rewards", "dones")}
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="links need rights there")
 
 
 @pytest.fixture
