@@ -41,7 +41,7 @@ from pathlib import Path
 import numpy as np
 from canter.utils.films import Film
 with Film(Path(sys.argv[1]), 10) as made:
-    for number in range(225):
+    for number in range(int(sys.argv[2])):
         made.add(np.full((16, 16, 3), number, np.uint8))
         time.sleep(0.2)
 """
@@ -77,6 +77,8 @@ class Phase:
     def install(self):
         """Put the phase where it belongs."""
         learn, phase, saving = Runner.learn, self, []
+        script, frames = [sys.executable, "-c", FILM], "225" if self.name == "film" else "3"
+        canter.cli.films.film_command = lambda run, film, *rest: [*script, str(film), frames]
 
         def follow(runner, *args, **kwargs):
             phase.steps = lambda: runner.tot_timesteps
@@ -104,8 +106,6 @@ class Phase:
         elif self.name == "log write":
             self.before(backends._JsonlBackend, "log_scalars")
         elif self.name == "film":
-            script = [sys.executable, "-c", FILM]
-            canter.cli.films.film_command = lambda run, film, *rest: [*script, str(film)]
             begin = canter.cli.films.Films.begin
             canter.cli.films.Films.begin = lambda *args: (begin(*args), self.reach())
         elif self.name == "start-up":
