@@ -387,3 +387,9 @@ def test_parameters_of_two_dtypes_keep_theirs():
 def test_a_lazy_layer_without_a_shape_is_named():
     with pytest.raises(ValueError, match="parameter '1.weight' has no shape yet; call the lazy layer once"):
         GuardedOptimizer(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)), "Adam", 0.1)
+
+
+@pytest.mark.parametrize("options", [{"lr": -1.0}, {"lr": math.nan}, {"weight_decay": -1}, {"betas": [0.9, 1.5]}])
+def test_values_of_a_parameter_group_that_torch_refuses_are_refused_by_name(options):
+    with pytest.raises(ValueError, match=r"parameter_groups\['0'\]: Invalid"):
+        GuardedOptimizer(nn.Sequential(nn.Linear(1, 1)), "Adam", 1e-3, {"0": options})

@@ -1,12 +1,15 @@
 """`canter distill`: from a teacher's run to a student's."""
 
 import json
+import sys
 
 import pytest
 import torch
 import yaml
 
 from canter.cli.__main__ import main
+from canter.cli.distill import MAX_RESTARTS, Collector
+from canter.cli.errors import UserError
 from canter.cli.runs import find_checkpoint, load_policy, read_run
 
 SMALL = ["--no-video", "--final-episodes", "2", "--num-envs", "4", "--device", "cpu"]
@@ -136,3 +139,24 @@ def test_the_default_target_suits_discrete_actions(tmp_path):
     config = yaml.safe_load(next((tmp_path / "s").rglob("config.yaml")).read_text())
     assert config["algorithm"]["distill_target"] == "max_log_prob"
     assert not list((tmp_path / "s").rglob("policy.json"))
+
+
+def test_a_collector_that_dies_is_started_again_and_one_that_keeps_dying_stops_the_training(tmp_path):
+    command = [sys.executable, "-c", "import os; os.write(1, b'x'); os._exit(3)"]
+    with Collector(command, tmp_path / "log") as collector:
+        for _ in range(MAX_RESTARTS):
+            collector.process.wait()
+            with pytest.warns(UserWarning, match="the collector ended with exit code 3; it is started again"):
+                collector.check()
+        collector.process.wait()
+        with pytest.raises(UserError, match=r"the collector ended 4 times with exit code 3; .*log has its output"):
+            collector.check()
+    assert (tmp_path / "log").read_text() == "x" * 4
+
+
+def test_a_collector_that_has_collected_all_is_not_started_again(tmp_path):
+    with Collector([sys.executable, "-c", ""], tmp_path / "log") as collector:
+        first = collector.process
+        first.wait()
+        collector.check()
+        assert collector.process is first

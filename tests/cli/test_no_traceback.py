@@ -245,3 +245,13 @@ def test_evaluation_episodes_that_never_end_are_one_line_with_the_way_out(tmp_pa
     assert main(["train", "Endless-v0", *flags.split(), "--runs-dir", str(tmp_path)]) == 2
     text = capsys.readouterr().err.splitlines()[-1]
     assert text.startswith("canter: only 0 of 1 evaluation episodes ended within 6 steps; give the environment")
+
+
+def test_control_characters_of_a_strangers_names_do_not_reach_the_terminal(tmp_path, capsys):
+    name = "\x1b]0;owned\x07\x1b[2J\u202e.pt"
+    (tmp_path / name).write_bytes(b"no checkpoint")
+    (tmp_path / "config.yaml").write_text("run: {task: canter/CartPole, num_envs: 1, total_timesteps: 8}\n")
+    assert main(["resume", str(tmp_path / name)]) == 6
+    text = capsys.readouterr().err
+    assert r"\x1b]0;owned\x07\x1b[2J\u202e.pt" in text
+    assert not {"\x1b", "\x07", "\u202e"} & set(text)

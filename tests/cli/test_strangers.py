@@ -47,18 +47,9 @@ def tell_tale(tmp_path, monkeypatch):
     sys.modules.pop("stranger", None)
 
 
-@pytest.mark.parametrize("name", [".lock", "metrics.jsonl"])
-def test_resume_refuses_a_link_and_names_it(trained, tmp_path, outside, capsys, name):
-    (trained / name).unlink()
-    (trained / name).symlink_to(tmp_path / "precious")
-    assert main(["resume", str(trained), "--total-timesteps", "64"]) == 6
-    assert "is a link" in (text := capsys.readouterr().err)
-    assert f"{name}'" in text
-
-
 def test_resume_writes_through_none_of_the_links_of_a_run(trained, tmp_path, outside, monkeypatch):
     monkeypatch.setattr("canter.cli.train.record_video", lambda *_: "none")
-    for name in ("config.yaml", "config.json", "best.json", "evaluation.json", "curve.png", "checkpoint_final.pt"):
+    for name in ("config.json", "evaluation.json", "curve.png", "checkpoint_final.pt"):
         content = (trained / name).read_bytes() if (trained / name).exists() else b""
         (tmp_path / f"linked_{name}").write_bytes(content)
         (trained / name).unlink(missing_ok=True)

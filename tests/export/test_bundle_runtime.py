@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import numpy as np
+import onnx
 import pytest
 
 from canter.export import runtime
@@ -209,3 +210,17 @@ def test_main_reports_a_refused_bundle(bundle, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["runtime.py", str(bundle)])
     assert runtime.main() == 6
     assert "policy.onnx was changed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["initializer", "constant"])
+def test_an_onnx_file_with_values_in_another_file_is_refused_before_onnxruntime_sees_it(bundle, place):
+    model = onnx.load(bundle / "policy.onnx")
+    tensor = model.graph.initializer[0]
+    if place == "constant":  # in an attribute of a node
+        model.graph.node.append(onnx.helper.make_node("Constant", [], ["extra"], value=tensor))
+        tensor = model.graph.node[-1].attribute[0].t
+    onnx.external_data_helper.set_external_data(tensor, "../../../etc/passwd")
+    content = model.SerializeToString()
+    with pytest.raises(BundleError, match="policy.onnx has values in another file"):
+        runtime.refuse_external_data(bundle / "policy.onnx", content)
+    runtime.refuse_external_data(bundle / "policy.onnx", (bundle / "policy.onnx").read_bytes())

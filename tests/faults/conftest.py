@@ -1,54 +1,17 @@
-"""Trainings in processes of their own, and environments that misbehave on request."""
+"""Commands in processes of their own, and environments that misbehave on request."""
 
 import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
-
-CHILD = Path(__file__).parent / "child.py"
-
-
-class Children:
-    """Starts trainings, one at a time, and ends them."""
-
-    def __init__(self):
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.server = subprocess.Popen([sys.executable, str(CHILD)], stdin=-1, stdout=-1, text=True, env=env)
-
-    def start(self, directory, iterations, mode="plain"):
-        directory.mkdir(exist_ok=True)
-        self.server.stdin.write(f"{directory}\t{iterations}\t{mode}\n")
-        self.server.stdin.flush()
-        return int(self.server.stdout.readline())
-
-    def wait(self):
-        """Exit code of the running training; minus the signal's number where it was killed."""
-        return os.waitstatus_to_exitcode(int(self.server.stdout.readline()))
-
-    @staticmethod
-    def wait_for(path, seconds=120.0):
-        end = time.monotonic() + seconds
-        while not path.exists():
-            assert time.monotonic() < end, f"{path.name} did not appear: {list(path.parent.iterdir())}"
-            time.sleep(0.002)
-
-    def close(self):
-        self.server.stdin.close()
-        self.server.wait(timeout=120)
+from fault_table import World
 
 
 @pytest.fixture(scope="session")
-def children():
+def world(tmp_path_factory):
     if not hasattr(os, "fork"):
         pytest.skip("needs fork")
-    started = Children()
-    yield started
-    started.close()
+    return World(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture
@@ -132,9 +95,3 @@ def make_runner(tiny):
         return OnPolicyRunner(env, tiny(**given), log_dir=log_dir, show_progress=False)
 
     return make
-
-
-@pytest.fixture
-def send():
-    """`send(pid, name)`: a signal by its name."""
-    return lambda pid, name: os.kill(pid, getattr(signal, name))

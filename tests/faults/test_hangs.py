@@ -47,7 +47,7 @@ if __name__ == "__main__":
     [
         pytest.param("SIGTERM", False, id="term"),
         pytest.param("SIGINT", False, id="int", marks=pytest.mark.slow),
-        pytest.param("SIGTERM", True, id="async"),
+        pytest.param("SIGTERM", True, id="async", marks=pytest.mark.slow),
     ],
 )
 def test_one_signal_ends_a_run_that_waits_for_a_hung_worker(tmp_path, name, is_gymnasium):

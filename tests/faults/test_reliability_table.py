@@ -26,6 +26,6 @@ def test_every_test_that_is_named_exists(tests, page):
 
 def test_every_case_has_a_test():
     lines = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8").splitlines()
-    rows = [line for line in lines if line.startswith("| ") and not line.startswith("| case |")]
+    rows = [line for line in lines if line.startswith("| ") and line.count("|") == 4 and line[:8] != "| case |"]
     assert len(rows) >= 88  # a case that is taken away is missed
     assert [row for row in rows if "test_" not in row.split("|")[3]] == []

@@ -84,7 +84,7 @@ def make_bundle(path: Path) -> None:
     spec |= {"outputs": [{"name": "actions", **port}], "training": {"task": "CartPole-v1"}, "action": {}}
     samples = save_safetensors({"input.obs": np.ones((2, 1, 2), np.float32), "resets": np.zeros((2, 1), bool)})
     path.parent.mkdir(exist_ok=True)
-    write_files(path.parent, spec, {"policy.onnx": bytes(range(200)), "samples.safetensors": samples})
+    write_files(path.parent, spec, {"policy.onnx": b"\x42\x7e" + bytes(126), "samples.safetensors": samples})
 
 
 def make_metrics(path: Path) -> None:

@@ -22,6 +22,7 @@ from canter.modules.actors import (
     flatten_obs,
 )
 from canter.modules.distributions import SquashedGaussian
+from canter.modules.mlp import layer_sizes
 
 VECTOR = spaces.Box(-math.inf, math.inf, (5,))
 ARM = spaces.Box(-2.0, 2.0, (3,))
@@ -223,3 +224,11 @@ def test_a_custom_critic_may_keep_its_last_dimension():
 
 def test_an_empty_batch_is_no_error():
     assert MLPActor(VECTOR, ARM).get_params(torch.zeros(0, 5))["mu"].shape == (0, 3)
+
+
+@pytest.mark.parametrize("sizes", [[0], [8, -4]])
+def test_a_layer_without_width_names_the_setting(sizes):
+    with pytest.raises(ValueError, match="hidden_dims must be layer sizes of at least 1"):
+        layer_sizes("actor_hidden_dims", sizes)
+    with pytest.raises(ValueError, match=r"\w+: hidden_dims must be layer sizes of at least 1"):
+        MLPActor(spaces.Box(-1, 1, (3,)), spaces.Box(-1, 1, (1,)), {"hidden_dims": sizes})

@@ -146,11 +146,31 @@ def test_a_diverged_policy_is_named_once_per_rollout_too(make_runner):
         runner.learn(1)
 
 
-def test_skipped_updates_alone_are_no_divergence(make_runner):
+@pytest.mark.parametrize("log_interval", [1, 2])
+def test_a_run_that_ends_with_an_infinite_loss_is_an_error_with_its_state_in_crash(make_runner, tmp_path, log_interval):
+    runner = make_runner(log_dir=tmp_path, log_interval=log_interval)
+    runner.alg.loss_weights["value_loss"] = math.inf  # every update is skipped, so that all parameters are finite
+    with pytest.raises(DivergedError, match="total_loss is inf at the end of the run"):
+        runner.learn(2)
+    assert load_checkpoint(tmp_path / "crash" / "model_2.pt")["iter"] == 2
+    assert not (tmp_path / "checkpoint_final.pt").exists()
+
+
+def test_a_run_that_ends_with_noise_without_bounds_is_an_error(make_runner):
     runner = make_runner()
-    runner.alg.loss_weights["value_loss"] = math.inf
-    history = runner.learn(2).history
-    assert history[-1]["train/nonfinite_updates"] == 4.0
+
+    def widen(runner):
+        runner.policy.std.data.fill_(1e30)
+
+    runner.add_callback("pre_iteration", widen)
+    with pytest.raises(DivergedError, match="noise|infinite"):
+        runner.learn(2)
+
+
+def test_skipped_updates_between_others_are_no_divergence(make_runner):
+    runner = make_runner()
+    runner.add_callback("pre_update", lambda r: r.alg.loss_weights.update(value_loss=(1.0, math.inf)[r.iteration == 0]))
+    assert runner.learn(2).history[0]["train/nonfinite_updates"] == 4.0
 
 
 def test_a_run_whose_updates_are_all_skipped_stops(make_runner):

@@ -1,5 +1,8 @@
 """Deterministic episodes with fair quotas that leave the training alone, and the policy that is handed out."""
 
+import os
+import signal
+
 import gymnasium
 import numpy as np
 import pytest
@@ -420,3 +423,24 @@ def test_spaces_are_alike_with_other_bounds_and_not_with_another_number_of_choic
     assert space_form(spaces.Dict(parts)) != space_form(spaces.Dict(parts | {"a": spaces.Discrete(4)}))
     assert space_form(spaces.Dict(parts)) != space_form(spaces.Dict(parts | {"b": spaces.MultiDiscrete([2, 4])}))
     assert space_form(spaces.Box(0.0, 1.0, ())) != space_form(spaces.Discrete(2))
+
+
+class Stopping(PointRobot):
+    """An environment for evaluations that gets SIGTERM in its third step, and whose episodes are endless."""
+
+    num_steps = 0
+
+    def step(self, actions):
+        self.num_steps += 1
+        if self.num_steps == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().step(actions)._replace(terminated=torch.zeros(2, dtype=torch.bool))
+
+
+def test_an_evaluation_stops_at_the_next_step_and_its_iteration_is_saved(make_runner, tmp_path):
+    eval_env = Stopping(2, max_episode_length=5_000)
+    runner = make_runner(log_dir=tmp_path, eval_env=eval_env, eval_interval=2, eval_episodes=2, save_interval=10)
+    with pytest.raises(SystemExit, match="143"):
+        runner.learn(9)
+    assert eval_env.num_steps == 3  # of 5,000
+    assert load_checkpoint(tmp_path / "checkpoint_final.pt")["iter"] == runner.iteration == 2

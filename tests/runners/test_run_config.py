@@ -377,3 +377,9 @@ def test_what_is_neither_a_dict_nor_a_config_object_is_refused(runner_class, giv
         runner_class(CartPole(2, device="cpu"), given)
     with pytest.raises(TypeError, match="a runner needs a training dict"):
         runner_class(CartPole(2, device="cpu"), cfg=given)
+
+
+@pytest.mark.parametrize("cfg", [{"algorithm": ""}, {"algorithm": {"class_name": ""}}, {"policy": ""}])
+def test_an_empty_name_is_no_default(cfg):
+    with pytest.raises((TypeError, ValueError), match="algorithm|policy"):
+        parse_train_cfg(cfg)

@@ -391,3 +391,18 @@ def test_a_read_only_place_is_no_reason_not_to_load(make_runner, tmp_path, monke
     with pytest.warns(UserWarning, match="manipulated checkpoint was not written: read-only"):
         runner.load(tmp_path / "model_1.pt")
     assert runner.iteration == 1
+
+
+@pytest.mark.parametrize("when", ["after", "before"])
+def test_what_a_user_saved_under_a_relative_path_or_before_the_runner_is_never_removed(
+    make_runner, tmp_path, monkeypatch, when
+):
+    monkeypatch.chdir(tmp_path)
+    runner = make_runner(log_dir="run", save_interval=1, keep_checkpoints=2)
+    if when == "before":  # the runner saves the same iteration afterwards
+        runner.add_callback("post_iteration", lambda r, stats: r.iteration == 1 and r.save("run/model_1.pt"))
+    runner.learn(1)
+    if when == "after":
+        runner.save("run/model_1.pt")
+    runner.learn(4)
+    assert files(tmp_path / "run") == ["checkpoint_final.pt", "model_1.pt", "model_4.pt", "model_5.pt"]

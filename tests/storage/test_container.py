@@ -1,8 +1,10 @@
 """Trajectory files: every damaged, shortened or foreign file is detected."""
 
 import json
+import os
 import random
 import re
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -134,3 +136,27 @@ def test_the_frame_range_is_in_the_name(suffix):
 def test_other_names_have_no_frame_range(name):
     with pytest.raises(ValueError, match="no trajectory file name"):
         get_frame_range(name)
+
+
+@pytest.mark.parametrize("make", ["sparse", "link", "pipe"])
+def test_a_sparse_file_a_link_and_a_pipe_are_refused_before_anything_is_reserved(tmp_path, make):
+    info = write_chunk(tmp_path / "t", {"rewards": np.zeros(4, np.float32)}, 0)
+    if make == "sparse":
+        steps = 1 << 30
+        path = tmp_path / "t" / f"traj_000000_{steps}.safetensors"
+        entry = {"dtype": "F32", "shape": [steps], "data_offsets": [0, 4 * steps]}
+        facts = {"format": "canter-trajectory", "version": "1", "start": "0", "end": str(steps), "ended": ""}
+        header = json.dumps({"__metadata__": {**facts, "crc32": "0" * 8}, "rewards": entry}).encode()
+        path.write_bytes(len(header).to_bytes(8, "little") + header)
+        os.truncate(path, 8 + len(header) + 4 * steps)
+        assert peek_chunk(path).end == steps  # its header fits
+        tracemalloc.start()
+        with pytest.raises(TrajectoryFileError, match="more than the"):
+            read_chunk(path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        tracemalloc.stop()
+        return
+    path = info.path.with_name("traj_000000_000009.safetensors")
+    path.symlink_to(info.path) if make == "link" else os.mkfifo(path)
+    with pytest.raises(OSError, match="remove it"):
+        read_chunk(path)

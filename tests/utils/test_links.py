@@ -10,11 +10,10 @@ import pytest
 from canter.runners.run_log import store_code
 from canter.storage.rollout_files import TrajectoryWriter
 from canter.utils.checkpoint import save_checkpoint
-from canter.utils.files import Folder, RunLock, atomic_write, make_folder, open_append
+from canter.utils.files import Folder, RunLock, atomic_write, make_folder, open_append, open_read
 from canter.utils.logging import Logger
 
 STEPS = {name: np.zeros((2, 1), np.float32) for name in ("observations", "actions", "rewards", "dones")}
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="links need rights there")
 
 
 @pytest.fixture
@@ -42,36 +41,15 @@ def run(tmp_path):
     return path
 
 
-def test_a_lock_that_is_a_link_is_refused_and_its_target_stays(run, precious):
-    (run / ".lock").symlink_to(precious)
-    with pytest.raises(OSError, match=r"is a link.*remove it.*\.lock"):
-        RunLock(run)
-
-
-def test_a_lock_that_is_a_hard_link_is_refused(run, precious):
-    os.link(precious, run / ".lock")
-    with pytest.raises(OSError, match="is a link"):
-        RunLock(run)
-
-
-def test_a_lock_that_is_a_pipe_or_a_directory_is_refused(run):
-    os.mkfifo(run / ".lock")
-    with pytest.raises(OSError, match="no plain file"):
-        RunLock(run)
-    os.unlink(run / ".lock")
-    (run / ".lock").mkdir()
-    with pytest.raises(OSError, match="no plain file"):
-        RunLock(run)
-
-
-@pytest.mark.parametrize("is_hard", [False, True])
-def test_metrics_are_not_appended_through_a_link(run, precious, is_hard):
-    if is_hard:
-        os.link(precious, run / "metrics.jsonl")
-    else:
-        (run / "metrics.jsonl").symlink_to(precious)
-    with pytest.raises(OSError, match=r"is a link.*metrics\.jsonl"):
-        Logger(None, run)
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(os.symlink, "is a link"), (os.link, "is a link"), (os.mkfifo, "no plain"), (os.mkdir, "no plain")],
+)
+@pytest.mark.parametrize(("name", "use"), [(".lock", RunLock), ("metrics.jsonl", lambda run: Logger(None, run))])
+def test_a_file_that_is_no_file_of_the_run_is_not_opened_for_writing(run, precious, make, reason, name, use):
+    make(*([precious] if make in (os.symlink, os.link) else []), run / name)
+    with pytest.raises(OSError, match=rf"{reason}.*remove it.*{name}"):
+        use(run)
 
 
 def test_a_link_to_nothing_creates_no_file(run, tmp_path):
@@ -79,6 +57,19 @@ def test_a_link_to_nothing_creates_no_file(run, tmp_path):
     with pytest.raises(OSError, match="is a link"):
         Logger(None, run)
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("make", [os.symlink, os.mkfifo, os.mkdir])
+def test_a_file_of_a_run_is_read_through_no_link_and_from_no_pipe(run, tmp_path, precious, make):
+    make(*([precious] if make is os.symlink else []), run / "config.yaml")
+    with pytest.raises(OSError, match="remove it"):
+        open_read(run / "config.yaml", run)
+    (tmp_path / "named.yaml").symlink_to(precious)  # which the user chose
+    with open_read(tmp_path / "named.yaml") as file:
+        assert file.read() == b"mine\n"
+    (run / "films").symlink_to(tmp_path)
+    with pytest.raises(OSError, match="is a link"):
+        open_read(run / "films" / "precious", run)
 
 
 def test_an_atomic_write_replaces_a_link_itself(run, precious):
@@ -154,8 +145,7 @@ def test_a_folder_leaves_no_descriptor_open(run):
     before = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []
     for _ in range(3):
         make_folder(run / "a" / "b", run)
-        with Folder(run) as folder:
-            folder.append("x").close()
+        open_append(run / "x", run).close()
         with pytest.raises(OSError):
             Folder(run / "x" / "y", run)
     assert len(os.listdir("/proc/self/fd") if before else []) == len(before)

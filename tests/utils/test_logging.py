@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -560,7 +561,7 @@ def test_truncate_lets_the_same_logger_continue_at_an_earlier_step(tmp_path):
 def test_line_cut_by_a_full_disk_is_removed(tmp_path):
     logger = Logger(None, tmp_path)
     logger.add_scalar("a", 1, 1)
-    metrics = logger.backends["jsonl"]
+    metrics = logger.backends["jsonl"]._file
     whole = metrics._file
 
     class Cut:
@@ -571,7 +572,7 @@ def test_line_cut_by_a_full_disk_is_removed(tmp_path):
             return whole.write(line[:10])
 
     metrics._file = Cut()
-    with pytest.warns(UserWarning, match="only part of a line"):
+    with pytest.warns(UserWarning, match="only a part"):
         logger.add_scalar("a", 2, 2)
     metrics._file = whole
     logger.add_scalar("a", 3, 3)
@@ -628,15 +629,32 @@ def test_tensorboard_hides_events_beyond_the_resumed_step(tmp_path):
 
 
 def test_event_files_of_a_resumed_run_sort_last(tmp_path):
-    for _ in range(12):  # names end in a count, and "10" sorts before "9"
-        with Logger("tensorboard", tmp_path / "others"):
-            pass
-    with Logger("tensorboard", tmp_path / "run") as logger:
-        logger.add_scalar("a", 1, 1)
-        for _ in range(2):
+    names = []
+    with Logger("tensorboard", tmp_path) as logger:
+        for _ in range(12):  # names end in a count, and "10" would sort before "9"
             logger.truncate_after(1)
-    names = sorted(path.name for path in (tmp_path / "run").glob("events*"))
-    assert len({name.split(".")[3] for name in names}) == 3
+            names += sorted(path.name for path in tmp_path.glob("events*") if path.name not in names)
+    assert names == sorted(names)
+    assert len(names) == 13
+
+
+@pytest.mark.parametrize("limit", [resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE])
+def test_tensorboard_fails_in_the_thread_that_logs_and_loses_no_event(tmp_path, limit, recwarn):
+    """TensorBoard's own writer prints the traceback of a thread of its own, and is dead afterwards."""
+    raised, before = [], resource.getrlimit(limit)
+    with pytest.MonkeyPatch.context() as patch, Logger("tensorboard", tmp_path) as logger:
+        patch.setattr(threading, "excepthook", raised.append)
+        logger.add_scalar("a", 1, 1)
+        resource.setrlimit(limit, (64 if limit == resource.RLIMIT_FSIZE else 3, before[1]))
+        try:
+            logger.add_scalar("a", 2, 2)
+            logger.flush()
+        finally:
+            resource.setrlimit(limit, before)
+        logger.add_scalar("a", 3, 3)
+    assert raised == []
+    assert [event.value for event in events(tmp_path).Scalars("a")] == [1.0, 2.0, 3.0]
+    assert [row["a"] for row in rows_of(tmp_path)] == [1.0, 2.0, 3.0]
 
 
 def test_tensorboard_needs_a_directory():

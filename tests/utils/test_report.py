@@ -1,5 +1,6 @@
 """The comparison of groups of runs, and its page in an HTML parser and in a browser."""
 
+import base64
 import json
 import os
 import shutil
@@ -139,7 +140,7 @@ def test_films_of_one_run_are_told_apart_by_their_file_names(tmp_path):
 def test_large_films_are_named_and_not_embedded(groups, tmp_path, monkeypatch):
     monkeypatch.setattr("canter.utils.report.MAX_MEDIUM_BYTES", 10)
     write_report(Comparison(groups), tmp_path / "r.html")
-    assert "view.png is too large" in (tmp_path / "r.html").read_text()
+    assert "bytes, more than the 10 that such a file may have" in (tmp_path / "r.html").read_text()
 
 
 def test_report_groups_by_settings_or_by_hand(groups, tmp_path, monkeypatch, capsys):
@@ -247,3 +248,20 @@ def test_a_browser_shows_every_drawing_and_picture_without_an_error(groups, tmp_
             && b.top + 2 < boxes[i].bottom && boxes[i].top + 2 < b.bottom)).map(t => t.textContent) })"""
     assert page.eval_on_selector_all("svg", overlaps) == []
     assert page.eval_on_selector_all("section", "all => all.filter(e => e.scrollWidth > e.clientWidth).length") == 0
+
+
+@pytest.mark.parametrize("make", ["link", "device", "pipe", "text"])
+def test_a_picture_that_is_none_of_the_run_is_not_embedded(groups, tmp_path, make):
+    picture, users = tmp_path / "fast-seed4" / "view.png", tmp_path / "users.png"
+    users.write_bytes(PIXEL + b"the user's own")
+    picture.unlink()
+    if make == "pipe":
+        os.mkfifo(picture)
+    elif make == "text":
+        picture.write_bytes(b"password: 1234")
+    else:
+        picture.symlink_to(users if make == "link" else "/dev/zero")
+    write_report(Comparison(groups), tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text()
+    assert "view.png is not shown: " in page
+    assert all(base64.b64encode(content).decode() not in page for content in (users.read_bytes(), b"password: 1234"))

@@ -1,14 +1,25 @@
+import contextlib
 import os
 import random
 import signal
 import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 
+from canter.utils import runtime
 from canter.utils.checkpoint import load_checkpoint, save_checkpoint
-from canter.utils.runtime import StopSignal, resolve_device, rng_state, seed_everything, set_rng_state
+from canter.utils.runtime import (
+    StoppedError,
+    StopSignal,
+    interruptible,
+    resolve_device,
+    rng_state,
+    seed_everything,
+    set_rng_state,
+)
 
 # Devices
 
@@ -121,24 +132,29 @@ def test_handlers_are_restored_on_exit_and_on_error(handlers, ends_in_error):
     assert all(signal.getsignal(number) == handlers[number] for number in BOTH)
 
 
-def test_second_interrupt_raises_keyboard_interrupt():
-    with StopSignal() as stop:
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_second_interrupt_after_a_second_raises_keyboard_interrupt(monkeypatch, depth):
+    monkeypatch.setattr(runtime, "URGENT_SECONDS", 0.05)
+    with contextlib.ExitStack() as stack:
+        stops = [stack.enter_context(StopSignal()) for _ in range(depth)]
         signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0.06)
+        assert not any(stop.is_urgent for stop in stops)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    assert stop.requested == signal.SIGINT
-    assert stop.is_urgent
+        assert all(stop.requested == signal.SIGINT and stop.is_urgent for stop in stops)
 
 
-@pytest.mark.parametrize(("first", "second"), [BOTH[:2], BOTH[1::-1]])
-def test_any_second_signal_is_urgent(first, second):
-    seen = []
-    signal.signal(second, lambda number, frame: seen.append(number))
+@pytest.mark.parametrize("first", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_second_signal_of_another_kind_changes_nothing(monkeypatch, first):
+    monkeypatch.setattr(runtime, "URGENT_SECONDS", 0.0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    first = getattr(signal, first)
     with StopSignal() as stop:
-        signal.raise_signal(first)
-        signal.raise_signal(second)
-        assert (stop.requested, stop.is_urgent) == (first, True)
-    assert seen == [second]
+        for number in (first, signal.SIGTERM, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+        assert (stop.requested, stop.is_urgent) == (first, False)
 
 
 def test_the_users_own_handler_is_called_once_per_signal():
@@ -182,3 +198,13 @@ def test_another_thread_installs_no_handlers_and_raises_no_error(handlers):
     thread.start()
     thread.join()
     assert seen == [(None, handlers[signal.SIGTERM])]
+
+
+def test_a_signal_ends_work_that_need_not_be_finished_and_nothing_else():
+    with StopSignal() as outer, StopSignal() as inner:
+        with pytest.raises(StoppedError), interruptible():
+            signal.raise_signal(signal.SIGTERM)
+        assert inner.requested == outer.requested == signal.SIGTERM
+        os.kill(os.getpid(), signal.SIGTERM)  # outside of it
+        with pytest.raises(StoppedError), interruptible():  # the run is stopping already
+            raise AssertionError

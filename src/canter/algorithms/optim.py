@@ -325,6 +325,10 @@ def check_options(cls: type, groups: Mapping[str, Any]) -> None:
             near = "lr" if name == "learning_rate" else nearest(str(name), known)
             hint = f"did you mean {near!r}? " if near else ""
             raise ValueError(f"{place} has no option {name!r}; {hint}{cls.__name__} has {', '.join(known)}")
+        try:  # torch checks values where an optimizer is made, and not in its groups
+            cls([torch.zeros(1, requires_grad=True)], **{"lr": 1e-3, **options})
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{place}: {error}") from error
 
 
 def split_groups(

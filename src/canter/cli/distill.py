@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +41,7 @@ LOW_NOISE = {"init_noise_std": 0.05}
 RECURRENT = {"class_name": "ActorCriticRecurrent", "rnn_type": "gru", "rnn_hidden_size": 64}
 CONFIG_SECONDS = 600.0  # time that a process waits for the other one to begin
 NOTE_SECONDS = 10.0  # between two notes about waiting
+MAX_RESTARTS = 3  # of a collector that dies
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -194,15 +196,38 @@ def dagger(args: Sequence[str]) -> int:
     elif options.role == "train":
         train(options, teacher, run, data)
     else:
-        with open_append(run / "collector.log") as log:
-            command = [sys.executable, "-m", "canter.cli", "dagger", *args, "--role", "collect", "--when-alone", "stop"]
-            collector = subprocess.Popen(command, stdout=log, stderr=log)
-            try:
-                train(options, teacher, run, data, collector)
-            finally:
-                collector.terminate()  # it saves its buffer and ends
-                collector.wait()
+        command = [sys.executable, "-m", "canter.cli", "dagger", *args, "--role", "collect", "--when-alone", "stop"]
+        with Collector(command, run / "collector.log") as collector:
+            train(options, teacher, run, data, collector)
     return 0
+
+
+class Collector(AbstractContextManager["Collector"]):
+    """The collector that a trainer starts, and starts again if it dies; UserError if it dies at once, or too often."""
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        self.command, self.log, self.num_restarts = command, log, 0
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with open_append(self.log) as log:
+            return subprocess.Popen(self.command, stdout=log, stderr=log)
+
+    def check(self, may_restart: bool = True) -> None:
+        """Start the collector again if it died; one that collected all it should ends with exit code 0."""
+        code = self.process.poll()
+        if not code:
+            return
+        if self.num_restarts == MAX_RESTARTS or not may_restart:
+            times = f" {self.num_restarts + 1} times" if self.num_restarts else ""
+            raise UserError(f"the collector ended{times} with exit code {code}; {self.log} has its output")
+        self.num_restarts += 1
+        warnings.warn(f"the collector ended with exit code {code}; it is started again", stacklevel=3)
+        self.process = self._start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.process.terminate()  # it saves its buffer and ends
+        self.process.wait()
 
 
 def collect_labels(options: DaggerOptions, teacher: runs.SavedRun, run: Path, data: Path) -> None:
@@ -225,7 +250,9 @@ def collect_labels(options: DaggerOptions, teacher: runs.SavedRun, run: Path, da
     save_trajectories(saver, teacher, checkpoint, runner)
 
 
-def train(options: DaggerOptions, teacher: runs.SavedRun, run: Path, data: Path, collector: Any = None) -> None:
+def train(
+    options: DaggerOptions, teacher: runs.SavedRun, run: Path, data: Path, collector: Collector | None = None
+) -> None:
     """Train on the trajectories and save every iteration; continues an existing run."""
     is_new = not (run / "config.yaml").is_file()
     config = dagger_config(options, teacher, run, data) if is_new else runs.read_run(run, options.modules).config
@@ -247,11 +274,13 @@ def train(options: DaggerOptions, teacher: runs.SavedRun, run: Path, data: Path,
             folders = trajectory_folders(data) if data.is_dir() else []
             if sum(find_trajectory(folder)[0] is not None for _, folder in folders) >= options.num_envs:
                 break  # one for every stream
-            if collector is not None and collector.poll() is not None:
-                raise UserError(f"the collector has ended; {run}/collector.log has its output")
+            if collector is not None:
+                collector.check(may_restart=False)  # it cannot work: the error is in its settings
             if heartbeat.is_over() or (waited > CONFIG_SECONDS and not heartbeat.has_partner()):
                 raise UserError(f"no collector writes to {data}; start `canter dagger --role collect`")
         runner.add_callback("pre_iteration", lambda runner: stop_if_over(heartbeat))
+        if collector is not None:
+            runner.add_callback("pre_iteration", lambda runner: collector.check())
         runner.learn(max(0, options.iterations - runner.iteration))
     if options.eval_episodes:
         print_return(runner.eval(options.eval_episodes), "without noise")

@@ -50,7 +50,8 @@ def short_warnings() -> Iterator[None]:
         message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
     ) -> str:
         is_own = category is UserWarning and filename.startswith(folder)
-        return f"canter: warning: {message}\n" if is_own else usual(message, category, filename, lineno, line)
+        text = f"canter: warning: {printable(str(message))}\n"
+        return text if is_own else usual(message, category, filename, lineno, line)
 
     warnings.formatwarning = short
     try:
@@ -59,22 +60,26 @@ def short_warnings() -> Iterator[None]:
         warnings.formatwarning = usual
 
 
+def printable(text: str) -> str:
+    """The text with escapes in place of characters that would steer a terminal; it may hold names of a stranger."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 def exit_code(error: BaseException) -> int | None:
     """The exit code of an error that a user can cause; None for any other."""
     if isinstance(error, (UserError, ImportError)):
         return USAGE
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
-    import torch
-
     from canter.runners.evaluation import EndlessEpisodesError
     from canter.storage.rollout_files import DatasetError, TrajectoryFileError
     from canter.utils.checkpoint import CheckpointError
     from canter.utils.files import RunLockedError
+    from canter.utils.memory import is_out_of_memory
     from canter.utils.metrics import NonFiniteError
     from canter.utils.reading import FileContentError
 
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError, EndlessEpisodesError)):
+    if isinstance(error, EndlessEpisodesError) or is_out_of_memory(error):
         return USAGE
     storage = (CheckpointError, RunLockedError, OSError, DatasetError, TrajectoryFileError, FileContentError)
     return NUMERIC if isinstance(error, NonFiniteError) else STORAGE if isinstance(error, storage) else None
@@ -104,6 +109,6 @@ def report(error: BaseException) -> int:
                 return code
     if code is None or os.environ.get("CANTER_TRACEBACK"):
         raise error
-    text = "interrupted" if isinstance(error, KeyboardInterrupt) else " ".join(str(error).split())
+    text = "interrupted" if isinstance(error, KeyboardInterrupt) else printable(" ".join(str(error).split()))
     print(f"canter: {rank or ''}{text or type(error).__name__}", file=sys.stderr)
     return code

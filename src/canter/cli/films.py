@@ -71,6 +71,14 @@ class Films:
                 return
             runner.writer.log_video("film", frames, self.step, max(1, round(fps)))
 
+    def cancel(self) -> None:
+        """End the process that films without its film."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+            self.process = None
+            self.film.with_suffix(".pt").unlink(missing_ok=True)
+
     def give_up(self, reason: str) -> None:
         """Make no more films, and say why in the last line of the `reason`."""
         self.interval = 0

@@ -24,7 +24,7 @@ from canter.envs.wrap import ENV_NAMES, env_options, make_env
 from canter.export.load import read_settings
 from canter.runners import Runner, build_runner
 from canter.runners.run_config import find_algorithm, parse_train_cfg
-from canter.utils.checkpoint import newest_valid_checkpoint
+from canter.utils.checkpoint import is_own_file, newest_valid_checkpoint
 from canter.utils.config import nearest
 from canter.utils.distributed import RANKS
 from canter.utils.files import RunLock
@@ -91,7 +91,7 @@ def restarted_run(runs_dir: Path, task: str, seed: int | None) -> Path | None:
         return None
     folder = runs_dir.joinpath(*(safe_name(part) for part in task.split("/")))
     for config in sorted(folder.glob(f"*-seed{seed}/config.yaml"), key=lambda file: -file.stat().st_mtime):
-        run = read_yaml(config).get("run") or {}
+        run = read_yaml(config, config.parent).get("run") or {}
         if run.get("launch") == os.environ["TORCHELASTIC_RUN_ID"]:
             return config.parent
     return None
@@ -123,7 +123,7 @@ def read_run(
             raise UserError(f"{path} is a bundle, not a run; `canter play` and `canter export --check` take bundles")
         raise UserError((problem if path.is_dir() else f"there is no run directory {path}") + nearest_run(path))
     with user_errors():
-        config = read_yaml(config_path)
+        config = read_yaml(config_path, path)
         if modules is not None:
             refuse_imports(config, config_path, modules, "add --modules {module}")
     run = config.get("run")
@@ -198,7 +198,7 @@ def find_checkpoint(run: Path, wanted: str | None) -> Path:
             return newest_valid_checkpoint(run)
     named = [run / BEST_NAME] if wanted == "best" else [Path(wanted), run / wanted]
     for path in named:
-        if path.is_file():
+        if path.is_file() and (wanted != "best" or is_own_file(path)):
             return path
     existing = ", ".join(path.name for path in sorted(run.glob("*.pt")))
     raise UserError(f"there is no checkpoint {named[0]}; {run} has {existing}")

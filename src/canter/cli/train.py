@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from canter.cli import runs
-from canter.cli.errors import UserError, user_errors
+from canter.cli.errors import UserError, printable, user_errors
 from canter.cli.films import FILM_SECONDS, Films, film_command, film_environment, modules_of
 from canter.cli.flags import RunPath, at_least
 from canter.cli.launch import is_launched, launch
@@ -202,9 +202,10 @@ def run_to_end(runner: Runner, path: Path) -> int:
             if runner.stopped_by is None:
                 raise
     seconds = time.monotonic() - began
+    received = runner.stopped_by or stop.requested
     if films is not None:
-        films.finish(runner)
-    if (received := runner.stopped_by or stop.requested) is not None:
+        films.finish(runner) if received is None else films.cancel()
+    if received is not None:
         if RANKS.is_first:
             again = command_for("resume", runner, path)
             text = f"stopped after {runner.tot_timesteps} steps, saved; continue with: {again}"
@@ -252,7 +253,7 @@ def keep_best(runner: Runner, path: Path) -> None:
 
 def recorded_return(path: Path) -> float:
     """The mean return in a JSON file of a run."""
-    value = read_json(path).get("eval/mean_reward")
+    value = read_json(path, root=path.parent).get("eval/mean_reward")
     if not isinstance(value, (int, float)) or not math.isfinite(value):
         raise FileContentError(f"{path} has no mean return but {value!r}; delete it to go on without it")
     return value
@@ -271,7 +272,7 @@ def show_results(runner: Runner, path: Path) -> None:
         write_json(path / "evaluation.json", {**result, "episodes": episodes, "step": runner.tot_timesteps})
         print_return(result, f"over {episodes} episode{'s' * (episodes > 1)} without noise")
     if (path / "best.json").is_file():
-        best = read_json(path / "best.json")
+        best = read_json(path / "best.json", root=path)
         print_row("best", f"{best['eval/mean_reward']:.1f} in the evaluation at step {best['step']:,}")
     print_row("run", path)
     print_row("checkpoint", path / FINAL_NAME)
@@ -302,7 +303,7 @@ def program(name: str) -> str:
 
 def print_row(name: str, text: object) -> None:
     """Print one row of the results."""
-    print(f"  {name:<12}{text}", flush=True)
+    print(f"  {name:<12}{printable(str(text))}", flush=True)
 
 
 def print_return(result: dict[str, float], episodes: str) -> None:

@@ -17,7 +17,7 @@ from canter.storage.offline import import_minari_package
 from canter.storage.rollout_files import TrajectoryWriter, get_frame_range, read_trajectory
 from canter.storage.rollout_files.catalog import TrajectoryLibrary, read_metadata, trajectory_folders
 from canter.utils.files import StrPath, atomic_write
-from canter.utils.reading import read_npz
+from canter.utils.reading import MAX_ARRAYS, read_limited, read_npz
 from canter.utils.tree import nested, tree_leaves, tree_map
 
 FILE_STEPS = 1024
@@ -183,7 +183,7 @@ def space_of(data: Any) -> Space:
 def read_pickle(path: Path) -> dict[str, np.ndarray]:
     """The arrays of one file of the documented pickle layout; ValueError if it holds anything else."""
     try:
-        pickled = path.read_bytes()
+        pickled = read_limited(path, MAX_ARRAYS)
         # Python reserves memory for the highest place in the memo, before anything is stored there.
         if any("PUT" in step.name and int(at or 0) > len(pickled) for step, at, _ in pickletools.genops(pickled)):
             raise ValueError("it numbers more values than it has bytes")

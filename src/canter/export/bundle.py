@@ -9,6 +9,7 @@ import platform
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from canter.export.robot.package import write_robot_folder
 from canter.modules.normalizer import DictNormalization, EmpiricalNormalization
 from canter.runners.evaluation import InferencePolicy
 from canter.utils.files import atomic_write, make_folder
+from canter.utils.reading import MAX_TEXT, FileContentError, read_limited
 from canter.utils.tree import tree_leaves
 
 FORMATS = ("onnx", "torchscript", "c")
@@ -300,11 +302,10 @@ def describe_training(acting: InferencePolicy) -> dict[str, Any]:
 def commit_of(run: Path) -> str | None:
     """The commit of the code that a run was trained with, from its record of the code."""
     for path in sorted((run / "git").glob("*.diff")):
-        found = re.search(
-            r"^commit: ([0-9a-f]{7,64})$", path.read_text(encoding="utf-8", errors="replace")[:2000], re.M
-        )
-        if found:
-            return found[1]
+        with suppress(OSError, FileContentError):
+            text = read_limited(path, 2 * MAX_TEXT, run).decode(errors="replace")
+            if found := re.search(r"^commit: ([0-9a-f]{7,64})$", text[:2000], re.M):
+                return found[1]
     return None
 
 

@@ -131,7 +131,7 @@ def read_config(file: Path) -> dict[str, Any]:
     """The config.yaml beside a checkpoint of an earlier version, or the params/agent.yaml of Isaac Lab and mjlab."""
     for folder in (file.parent, file.parent.parent):
         if (folder / "config.yaml").is_file():
-            return read_yaml(folder / "config.yaml")
+            return read_yaml(folder / "config.yaml", folder)
         if (folder / "params" / "agent.yaml").is_file():
             return read_settings(folder / "params" / "agent.yaml")
     problem = (

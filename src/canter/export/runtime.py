@@ -13,7 +13,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class Bundle:
         self.spec = read_spec(self.path / "policy.json")
         self.files = {name: self._read(name, entry) for name, entry in self.spec["files"].items()}
         """Content by name."""
+        refuse_external_data(self.path / "policy.onnx", self.files["policy.onnx"])
         self.samples = read_safetensors(self.files["samples.safetensors"])
 
     def _read(self, name: str, entry: Mapping[str, Any]) -> bytes:
@@ -63,6 +64,58 @@ def read_file(path: Path, limit: int) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise BundleError(f"{path} cannot be read: {error}") from error
+
+
+# Of every message of an ONNX file that can hold a tensor: the message in each of its fields.
+ONNX_FIELDS = {
+    "model": {7: "graph", 25: "function"},
+    "function": {7: "node", 11: "attribute"},
+    "graph": {1: "node", 5: "tensor", 15: "sparse"},
+    "node": {5: "attribute"},
+    "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse"},
+    "sparse": {1: "tensor", 2: "tensor"},
+}
+EXTERNAL_FIELDS = (13, 14)  # of a tensor: the file that has its values, and whether there is one
+
+
+def refuse_external_data(path: Path, content: bytes) -> None:
+    """Refuse an ONNX file whose values lie in other files, which it may name anywhere."""
+    waiting = [("model", memoryview(content))]
+    try:
+        while waiting:
+            kind, data = waiting.pop()
+            for number, value in protobuf_fields(data):
+                if kind == "tensor" and number in EXTERNAL_FIELDS and value:
+                    raise BundleError(f"{path} has values in another file, which a bundle must not have")
+                if number in ONNX_FIELDS.get(kind, {}) and isinstance(value, memoryview):
+                    waiting.append((ONNX_FIELDS[kind][number], value))
+    except (IndexError, ValueError) as error:
+        raise BundleError(f"{path} is no ONNX file: {error}") from error
+
+
+def protobuf_fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+    """Number and value of every field of a message: an integer, or the bytes of anything else."""
+    place = 0
+
+    def integer() -> int:
+        nonlocal place
+        value = shift = 0
+        while True:
+            value |= (data[place] & 127) << shift
+            place, shift = place + 1, shift + 7
+            if data[place - 1] < 128 or shift > 63:
+                return value
+
+    while place < len(data):
+        tag = integer()
+        if tag & 7 == 0:
+            yield tag >> 3, integer()
+            continue
+        size = {1: 8, 5: 4}.get(tag & 7) or (integer() if tag & 7 == 2 else len(data) + 1)
+        if place + size > len(data):
+            raise ValueError("a field is longer than its message")
+        yield tag >> 3, data[place : place + size]
+        place += size
 
 
 def read_spec(path: Path) -> dict[str, Any]:

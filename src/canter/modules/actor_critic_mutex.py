@@ -99,7 +99,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     """The configuration of a run: the config.yaml that our runs write beside a config.json, or st_rl's config.json."""
     for name, read in (("config.yaml", read_yaml), ("config.json", read_json)):
         if (directory / name).is_file():
-            config = read(directory / name)
+            config = read(directory / name, root=directory)
             if not isinstance(config.get("policy"), dict):
                 raise ValueError(f"{directory / name} has no section 'policy' with the settings of the policy")
             refuse_imports(config["policy"], directory / name, (), "train it with a policy that canter has by name")

@@ -133,9 +133,10 @@ class ConfiguredNetwork(nn.Module):
         self.obs_space, self.cfg = obs_space, dict(cfg or {})
         if self.defaults is not None:
             self.cfg = {**self.defaults, **check_settings(type(self).__name__, self.cfg, self.defaults)}
-            has_convolutions = "conv_channels" in self.defaults  # behind which one number is a layer too
-            if "hidden_dims" in self.defaults and not has_convolutions:
-                layer_sizes(f"{type(self).__name__}: hidden_dims", self.cfg["hidden_dims"])
+            if "hidden_dims" in self.defaults:
+                sizes = self.cfg["hidden_dims"]  # behind convolutions one number is a layer too
+                is_number = "conv_channels" in self.defaults and isinstance(sizes, int)
+                layer_sizes(f"{type(self).__name__}: hidden_dims", [sizes] if is_number else sizes)
 
 
 class Actor(ConfiguredNetwork):

@@ -29,11 +29,13 @@ class Linear(nn.Linear):
 
 
 def layer_sizes(name: str, sizes: Any) -> list[Any]:
-    """The sizes of hidden layers in a setting, or a TypeError that names the setting."""
+    """The sizes of hidden layers in a setting, or an error that names the setting."""
     is_list = isinstance(sizes, Iterable) and not isinstance(sizes, (str, Mapping))
     found = list(sizes) if is_list else []
     if not is_list or any(isinstance(size, bool) or not isinstance(size, Real) for size in found):
         raise TypeError(f"{name} must be a list of layer sizes such as [64, 64], got {sizes!r}")
+    if bad := [size for size in found if size < 1]:
+        raise ValueError(f"{name} must be layer sizes of at least 1, got {bad[0]!r} in {found}")
     return found
 
 

@@ -67,7 +67,9 @@ class Checkpoints:
             remove_stale_temps(self.directory)
             # On an error none of the earlier files is ever removed.
             with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
-                self.periodic = [str(name) for name in json.loads(read_limited(self.directory / PERIODIC))]
+                self.periodic = [
+                    str(name) for name in json.loads(read_limited(self.directory / PERIODIC, root=self.directory))
+                ]
 
     def locate(self, name: str) -> Path:
         """Path of a file in the save directory; an absolute path stays as it is."""
@@ -87,11 +89,13 @@ class Checkpoints:
         """Write a checkpoint that is never removed."""
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a directory; name a file in it to save in")
-        is_kept = path.parent == self.directory and path.name in self.periodic and path != self.being_saved
+        place = path.resolve()  # which may be relative, or lead through links
+        is_here = self.directory is not None and place.parent == self.directory.resolve()
+        is_kept = is_here and place.name in self.periodic and path != self.being_saved
         with all_or_none():
             if is_kept and RANKS.is_first:
-                self.periodic.remove(path.name)
-                atomic_write(path.parent / PERIODIC, json.dumps(self.periodic).encode())
+                self.periodic.remove(place.name)
+                atomic_write(place.parent / PERIODIC, json.dumps(self.periodic).encode())
         self._write(path, infos)
 
     def shared_tensors(self) -> dict[str, Tensor]:
@@ -324,9 +328,10 @@ class Checkpoints:
         if keep is None:
             self.runner.save(str(path))
             return
-        # The name first: a process killed in between must not leave a file that is never removed.
+        # The name first: a process killed in between must not leave a file that is never removed. A file that is there
+        # already and was not written periodically is the user's, and stays.
         with all_or_none():
-            if RANKS.is_first:
+            if RANKS.is_first and (path.name in self.periodic or not path.exists()):
                 self.periodic = [*(name for name in self.periodic if name != path.name), path.name]
                 atomic_write(path.parent / PERIODIC, json.dumps(self.periodic).encode())
         self.being_saved = path

@@ -82,7 +82,7 @@ class DaggerSaver(DemonstrationSaver):
         if path is None:
             names = " or ".join(CONFIG_NAMES)
             raise FileNotFoundError(f"{directory} has no {names}: start the student's training first")
-        config = (read_json if path.suffix == ".json" else read_yaml)(path)
+        config = (read_json if path.suffix == ".json" else read_yaml)(path, root=directory)
         refuse_imports(config.get("policy"), path, (), "build the student and assign it to training_policy")
         settings = dict(config.get("policy") or {})
         runner = config.get("runner") or {}

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from canter.envs.vec_env import VecEnv, flat_size
 from canter.modules.policy import Hidden, Policy, batch_size
+from canter.runners.run_log import StopTraining
 from canter.utils.obs_layout import ObsLayout
+from canter.utils.runtime import StopSignal
 from canter.utils.tree import nested, tree_leaves, tree_map
 
 
@@ -209,7 +211,10 @@ class Episodes(NamedTuple):
 def run_episodes(
     act: Any, env: VecEnv, num_episodes: int, max_steps: int | None = None, on_step: Any = None
 ) -> Episodes:
-    """Returns and lengths of `num_episodes` episodes after a reset; `on_step(env)` is called after every step."""
+    """Returns and lengths of `num_episodes` episodes after a reset; `on_step(env)` is called after every step.
+
+    A signal that ends a training ends it by `StopTraining`.
+    """
     if num_episodes < 1:
         raise ValueError(f"num_episodes must be at least 1, got {num_episodes}")
     # The episodes to count are fixed for each environment, so that short episodes are not over-represented.
@@ -220,6 +225,8 @@ def run_episodes(
     act.reset()
     obs, _ = env.reset()
     for _ in range(limit):
+        if StopSignal.requested_at is not None:
+            raise StopTraining
         record = env.step(act(obs))
         obs, done, valid = record.obs, record.done.cpu().numpy(), record.valid.cpu().numpy()
         act.reset(record.done | ~record.valid)

@@ -8,17 +8,17 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from canter.runners.run_log import StopTraining
-from canter.utils.memory import out_of_memory
+from canter.utils.memory import is_out_of_memory, out_of_memory
 from canter.utils.metrics import DivergedError, NonFiniteError
 
 if TYPE_CHECKING:
     from canter.runners.runner import Runner
 
 MEMORY_SETTINGS = ("num_envs", "num_steps_per_env", "buffer_size", "batch_size", "num_mini_batches")
+MOST_NOISE = 1e6  # standard deviation of actions; no action space is as wide
 LEAST_NOISE, MAX_QUIET = 1e-4, 100  # standard deviation of actions; reports in a row below it, until a warning
 MAX_SKIPPED = 10  # reports in a row without one update that was applied
 
@@ -35,10 +35,11 @@ class TrainingHealth:
         """Blame an error of an iteration on the policy if its parameters or actions are not finite."""
         try:
             yield
-        except (NonFiniteError, StopTraining, torch.OutOfMemoryError):
+        except (NonFiniteError, StopTraining):
             raise
         except Exception as error:  # environments react to actions that are NaN in many ways
-            self.raise_if_diverged(cause=error)
+            if not is_out_of_memory(error):
+                self.raise_if_diverged(cause=error)
             raise
 
     def check(self, metrics: Mapping[str, float]) -> None:
@@ -57,6 +58,22 @@ class TrainingHealth:
                 found = f"the action noise collapsed: its standard deviation is {noise:.2g} on average"
                 way_out = "raise clip_min_std or entropy_coef, or lower the learning rate"
                 warnings.warn(f"{found}, for {MAX_QUIET} reports now, so nothing new is tried; {way_out}", stacklevel=5)
+
+    def check_end(self, metrics: Mapping[str, float]) -> None:
+        """Raise DivergedError if the newest metrics of a run that ends show no learning: losses, noise or updates."""
+        self.raise_if_diverged()
+        if not metrics:
+            return
+        learned = {name: value for name, value in metrics.items() if name.startswith(("train/", "policy/"))}
+        # A gradient without bounds alone is an update that was skipped.
+        bad = [name for name, v in learned.items() if not math.isfinite(v) and not name.endswith("grad_norm")]
+        if learned.get("policy/mean_noise_std", 0.0) > MOST_NOISE:
+            bad.append("policy/mean_noise_std")
+        if bad:
+            raise self._divergence(f"{bad[0]} is {learned[bad[0]]:g} at the end of the run")
+        if self.num_skipped:
+            found = "the updates of the last report were all skipped, because their gradients were NaN or infinite"
+            warnings.warn(f"{found}: the run may have diverged; lower the learning rate", stacklevel=3)
 
     def raise_if_diverged(self, actions: Tensor | None = None, cause: Exception | None = None) -> None:
         """Raise DivergedError if a parameter that learns, or an action (of the last ones if None), is NaN or infinite.

@@ -117,7 +117,7 @@ class Translation:
         top = as_sections(cfg)
         top |= top.pop("runner", None) or {}
         for name in ("policy", "algorithm"):
-            if not isinstance(top.get(name) or {}, Mapping):
+            if top.get(name) is not None and not isinstance(top[name], Mapping):
                 example = f"{{'class_name': {top[name]!r}}}"
                 raise TypeError(f"{name} must be a dict of settings, such as {example}, got {top[name]!r}")
         self.policy, self.algorithm = (dict(top.pop(name, None) or {}) for name in ("policy", "algorithm"))

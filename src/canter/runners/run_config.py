@@ -92,8 +92,8 @@ def parse_train_cfg(
     top = translation.run()
     algorithm, policy = top.pop("algorithm"), top.pop("policy")
     names = (top.pop("algorithm_class_name", None), top.pop("policy_class_name", None))
-    given_name, policy_name = algorithm.pop("class_name", None) or names[0], policy.pop("class_name", None) or names[1]
-    name = find_algorithm(given_name or algorithm_name or default)
+    given_name, policy_name = algorithm.pop("class_name", names[0]), policy.pop("class_name", None) or names[1]
+    name = find_algorithm(next(name for name in (given_name, algorithm_name, default) if name is not None))
     if algorithm_name is not None and find_algorithm(algorithm_name) != name:
         raise ValueError(f"the training dict is of {given_name!r}, the argument algorithm is {algorithm_name!r}")
     is_off_policy = REGISTRY[name].agent_class.learns_from_replay
@@ -150,7 +150,7 @@ def make_plan(
         return plan
     if algorithm is None and cfg is not None:
         default = next((key for key, entry in REGISTRY.items() if type(cfg) is entry.config_class), default)
-    name = find_algorithm(algorithm or default)
+    name = find_algorithm(default if algorithm is None else algorithm)
     if agent is not None:
         check_runner(type(agent), uses_replay)
         name = next((key for key, entry in REGISTRY.items() if entry.agent_class is type(agent)), None)

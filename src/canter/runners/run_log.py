@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from canter.algorithms.user_code import is_users
+from canter.utils.code_state import store_code_state
 from canter.utils.distributed import RANKS
-from canter.utils.files import atomic_write, store_code_state
+from canter.utils.files import atomic_write
 from canter.utils.logging import Logger
+from canter.utils.reading import MAX_TEXT, read_limited
 from canter.utils.run_data import MACHINE_NAME
 from canter.utils.runtime import describe_machine
 
@@ -27,7 +29,7 @@ def store_code(directory: Path, repositories: list[str], with_diff: bool, writer
         atomic_write(directory / MACHINE_NAME, json.dumps(describe_machine(), indent=2).encode())
     for path in store_code_state(directory, repositories, with_diff):
         with contextlib.suppress(OSError):  # the run goes on without this copy
-            status, heading, _ = path.read_bytes().partition(DIFF_HEADING)
+            status, heading, _ = read_limited(path, 2 * MAX_TEXT, directory).partition(DIFF_HEADING)
             if heading:
                 atomic_write(path.with_suffix(".status"), status, root=directory)
             writer.save_file(path.with_suffix(".status") if heading else path)
@@ -142,6 +144,13 @@ def pruned_exception(message: str) -> Exception:
     return OptunaPruned(message)
 
 
+def check_trial_metric(metric: Any) -> None:
+    """Refuse a `trial_metric` that no run has."""
+    if isinstance(metric, str) and "/" not in metric and metric not in ("velrmsd", "CoT", "mean_reward"):
+        known = "velrmsd, CoT, mean_reward, the name of a metric such as 'eval/mean_reward', or a callable"
+        raise ValueError(f"trial_metric must be one of {known}, got {metric!r}")
+
+
 class TrialReporter:
     """Reports the metrics of a run to a hyperparameter search.
 
@@ -158,12 +167,10 @@ class TrialReporter:
         report = getattr(trial, "report", None)
         if report is None and not callable(trial):
             raise TypeError(f"trial must be callable or have report(value, step), got {type(trial).__name__}")
-        if isinstance(metric, str):
-            if "/" not in metric and metric not in ("velrmsd", "CoT", "mean_reward"):
-                known = "velrmsd, CoT, mean_reward, the name of a metric such as 'eval/mean_reward', or a callable"
-                raise ValueError(f"trial_metric must be one of {known}, got {metric!r}")
-            if metric.startswith("eval/") and metric not in ("eval/velrmsd", "eval/CoT") and not eval_interval:
-                raise ValueError(f"trial_metric {metric!r} needs eval_interval: without it no evaluation is run")
+        check_trial_metric(metric)
+        is_evaluated = str(metric).startswith("eval/") and metric not in ("eval/velrmsd", "eval/CoT")
+        if is_evaluated and not eval_interval:
+            raise ValueError(f"trial_metric {metric!r} needs eval_interval: without it no evaluation is run")
         try:
             self.takes_value = report is not None and bool(inspect.signature(report).bind(0.0, 0).args)
         except (TypeError, ValueError):  # a builtin may have no signature
@@ -189,8 +196,12 @@ class TrialReporter:
             raise ValueError(f"the environment gives no {name!r} to report; use trial_metric='mean_reward'")
         if name == "mean_reward":
             name = "episode/mean_reward"
-        if isinstance(name, str) and name not in values:  # as before the first episode ends
-            return False
+        if isinstance(name, str) and name not in values:
+            group = [other for other in metrics if other.startswith(f"{name.rpartition('/')[0]}/")]
+            # Without an evaluation the group has what the environment measures alone.
+            if group and ("eval/mean_reward" in group or not name.startswith("eval/")):
+                raise ValueError(f"no metric is named {name!r}, the trial_metric; there are {', '.join(group)}")
+            return False  # as before the first episode ends
         self.trial.report(float(values[name] if isinstance(name, str) else name(values)), iteration)
         self.num_reports += 1
         if hasattr(self.trial, "set_user_attr") and not math.isnan(cot):

@@ -38,6 +38,7 @@ from canter.runners.run_log import (
     RunnerLogger,
     StopTraining,
     TrialReporter,
+    check_trial_metric,
     pruned_exception,
     store_code,
     train_metrics,
@@ -48,9 +49,9 @@ from canter.utils.console import Console, table
 from canter.utils.distributed import RANKS
 from canter.utils.files import RunLock, atomic_write
 from canter.utils.logging import Logger
-from canter.utils.memory import MemoryLimit
+from canter.utils.memory import MemoryLimit, is_out_of_memory
 from canter.utils.metrics import StepStats
-from canter.utils.runtime import HANGUP, StopSignal, preserved_rng, resolve_device
+from canter.utils.runtime import StopSignal, preserved_rng, resolve_device
 from canter.utils.tree import tree_leaves
 
 MAX_HISTORY = 10_000  # log entries; metrics.jsonl has them all
@@ -141,6 +142,7 @@ class Runner(ABC):
         overrides |= {"eval_episodes": eval_episodes, "device": None if device is None else str(device)}
         given = {name: value for name, value in overrides.items() if value is not None}
         self.cfg = self.plan.cfg = dataclasses.replace(self.plan.cfg, **given)  # the user's object stays unchanged
+        check_trial_metric(self.cfg.trial_metric)
         self.cfg.training_dict = train_cfg if isinstance(train_cfg, Mapping) else {}
         found = resolve_device(self.cfg.device) if agent is None else agent.device
         self.device: torch.device = RANKS.start(found, self.cfg.rank_timeout)
@@ -281,6 +283,7 @@ class Runner(ABC):
                 is_done = False
                 while self.iteration < last and not self._is_over(stop, is_done):
                     is_done = self._iterate(reporter, console, history)
+                self.health.check_end(history[-1] if history else {})
             except WorkerError as error:
                 if stop.requested is None or RANKS.size > 1:
                     self.checkpoints.save_after(error)
@@ -294,7 +297,7 @@ class Runner(ABC):
                 self.flush()
             self.checkpoints.save_final()
         self.stopped_by = stop.requested
-        if stop.requested is not None and stop.requested in (signal.SIGTERM, HANGUP):
+        if stop.requested is not None and stop.requested in (signal.SIGTERM, signal.SIGHUP):
             raise SystemExit(128 + stop.requested)
         if reporter is not None:
             reporter.warn_if_unused()
@@ -320,7 +323,9 @@ class Runner(ABC):
                 return True
             problem = "StopTraining was raised in the middle of an iteration, which several ranks cannot end together"
             raise RuntimeError(f"{problem}; raise it in a callback") from error
-        except (torch.OutOfMemoryError, MemoryError) as error:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             raise self.health.memory_error(error) from error
         return self.callbacks.is_stop_asked
 
@@ -340,7 +345,7 @@ class Runner(ABC):
             metrics |= self._robot_metrics()
         evaluated: dict[str, float] = {}
         if self.is_due(self.cfg.eval_interval):
-            evaluated = RANKS.on_first(lambda: self.eval(self.cfg.eval_episodes))
+            evaluated = RANKS.on_first(self._periodic_eval)
             metrics |= evaluated
         if is_logged := self.is_due(self.log_interval):
             metrics |= self.stats.extras.take() | self.stats.components.take()
@@ -462,6 +467,12 @@ class Runner(ABC):
                 env.set_state(state)
             elif env is self.env:
                 self.restart_episodes()
+
+    def _periodic_eval(self) -> dict[str, float]:
+        """The `eval/` metrics of an iteration; none if a signal ends the training, after this iteration."""
+        with contextlib.suppress(StopTraining):
+            return self.eval(self.cfg.eval_episodes)
+        return {}
 
     def _seed_evaluation(self) -> None:
         """Seed an `eval_env` whose random streams no checkpoint can hold, with another seed for every evaluation."""

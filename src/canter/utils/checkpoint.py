@@ -7,6 +7,7 @@ proves no good intention: every archive, with or without one, must also be bound
 
 import contextlib
 import hashlib
+import io
 import os
 import pickletools
 import re
@@ -15,12 +16,12 @@ import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
 
-from canter.utils.files import StrPath, atomic_write
+from canter.utils.files import StrPath, atomic_write, open_read
 
 FORMAT_VERSION = 1
 FINAL_NAME = "checkpoint_final.pt"  # written at the end of a run, beside the last one with a number
@@ -41,6 +42,8 @@ _PLAIN_OPERATION = re.compile(
 )
 _GROWTH = 8  # the content may be this many times larger than the file, because tensors and texts are shared in it
 _NAME = re.compile(r"model_([0-9]{1,18})\.pt")
+# What torch.save puts into an archive; all of it in one folder.
+_MEMBER = re.compile(r"[^/]+/(data\.pkl|byteorder|version|data/[0-9]+|\.data/serialization_id|\.(format|storage)_\w+)")
 
 
 class CheckpointError(RuntimeError):
@@ -130,7 +133,7 @@ def _open(path: Path) -> BinaryIO:
     if path.is_dir():
         names = [file for _, file in find_checkpoints(path)[-1:]]
         raise CheckpointError(f"checkpoint {path} is a directory" + (f"; name a file: {names[0]}" if names else ""))
-    return open(path, "rb")
+    return cast("BinaryIO", io.BufferedReader(open_read(path)))
 
 
 def _verify(file: BinaryIO, path: Path) -> bool:
@@ -155,14 +158,23 @@ def _verify(file: BinaryIO, path: Path) -> bool:
 
 def _check_archive(archive: zipfile.ZipFile, path: Path, size: int, has_checksum: bool) -> None:
     """Refuse an archive that unpacks to more than its size, that is damaged, or that asks for more than plain data."""
+    # torch reads archives with a library of its own, which ignores case and takes another one of two equal names. Only
+    # an archive that both read in one way is accepted.
+    members, names = archive.infolist(), archive.namelist()
+    if odd := [name for name in names if not _MEMBER.fullmatch(name)]:
+        raise ValueError(f"it holds {odd[0]!r}, which torch.save does not write")
+    if len({name.casefold() for name in names}) < len(names) or len({name.split("/")[0] for name in names}) > 1:
+        raise ValueError("its members are in several folders, or two have one name")
+    pickled = [name for name in names if name.endswith("/data.pkl") and name.count("/") == 1]
+    if len(pickled) != 1 or min(member.header_offset for member in members):
+        raise ValueError("it does not begin with its members, or has no data.pkl")
     # torch stores members uncompressed, so an archive that unpacks to more than itself is a zip bomb.
-    if sum(member.file_size for member in archive.infolist()) > size:
-        raise ValueError(f"it claims more content than its {size} bytes")
+    if any(member.compress_type for member in members) or sum(member.file_size for member in members) > size:
+        raise ValueError(f"it claims more content than its {size} bytes, or is compressed")
     if not has_checksum and (damaged := archive.testzip()):
         raise ValueError(f"the CRC-32 of {damaged!r} does not match")
-    for name in archive.namelist():
-        if name.rpartition("/")[2] == "data.pkl" and (found := _find_unsafe(archive.read(name))):
-            raise CheckpointError(f"checkpoint {path} cannot be loaded safely: it asks for {found}, no plain data")
+    if found := _find_unsafe(archive.read(pickled[0])):
+        raise CheckpointError(f"checkpoint {path} cannot be loaded safely: it asks for {found}, no plain data")
 
 
 def _find_unsafe(pickled: bytes) -> str | None:
@@ -215,11 +227,16 @@ def find_checkpoints(directory: StrPath) -> list[tuple[int, Path]]:
     found = []
     for path in Path(directory).iterdir():
         if match := _NAME.fullmatch(path.name):
-            if path.is_file():
+            if is_own_file(path):
                 found.append((int(match[1]), path))
-            elif path.exists():  # or else it has just been pruned
-                warnings.warn(f"{path} is named like a checkpoint but is not a file; ignored", stacklevel=2)
+            elif path.is_symlink() or path.exists():  # or else it has just been pruned
+                warnings.warn(f"{path} is named like a checkpoint but is not a file of its own; ignored", stacklevel=2)
     return sorted(found)
+
+
+def is_own_file(path: Path) -> bool:
+    """Whether a name in a run directory is a file, and no link to one."""
+    return path.is_file() and not path.is_symlink()
 
 
 def newest_valid_checkpoint(directory: StrPath) -> Path:
@@ -228,7 +245,7 @@ def newest_valid_checkpoint(directory: StrPath) -> Path:
     Where none is valid or has a number it is checkpoint_final.pt.
     """
     final = Path(directory) / FINAL_NAME
-    found = [final] * final.is_file() + [path for _, path in find_checkpoints(directory)]
+    found = [final] * is_own_file(final) + [path for _, path in find_checkpoints(directory)]
     others = ", ".join(sorted(path.name for path in Path(directory).glob("*.pt") if path not in found))
     hint = f"; it also has {others}, which can be named" if others else ""
     if not found:

@@ -1,38 +1,30 @@
-"""Files of a run directory: opening them for writing, atomic writes, the lock of the directory, the code's state.
+"""Files of a run directory: opened for reading and appending, replaced as a whole, and the lock of the directory.
 
-A run directory may come from a stranger. Every file in one is opened for writing by `Folder`, which follows no link.
+A run directory may come from a stranger. Every file in one is opened by `Folder`, which follows no link.
 """
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import io
-import logging
 import os
 import re
 import secrets
 import shutil
 import socket
 import stat
-import subprocess
-import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PureWindowsPath
-from typing import Any, BinaryIO, cast
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+from typing import BinaryIO, cast
 
 StrPath = str | os.PathLike[str]
 
 # Process ids are valid on one host only; several hosts may share the directory.
 _HOST_TAG = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
-_HAS_DIR_FD = os.open in os.supports_dir_fd  # not on Windows
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-_DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # opening a pipe that nobody writes to would wait
 _TEMP_NAME = re.compile(r"\.tmp-([0-9a-f]{8})-([0-9]{1,10})-[0-9a-f]{8}")
 
 
@@ -48,6 +40,48 @@ class RunLockedError(RuntimeError):
     """Another process writes to this run directory."""
 
 
+class Folder(contextlib.AbstractContextManager["Folder"]):
+    """A directory that is opened once; files are opened relative to it. With `make` missing directories are made.
+
+    Links are followed down to `root` (the directory itself by default), which a user named; a link below it is an
+    OSError, and so is a device, a pipe or a directory in the place of a file.
+    """
+
+    def __init__(self, path: StrPath, root: StrPath | None = None, make: bool = True) -> None:
+        self.path = Path(path if root is None else root)
+        parts = Path(path).relative_to(self.path).parts
+        if make:
+            self.path.mkdir(parents=True, exist_ok=True)
+        self.handle = os.open(self.path, _DIRECTORY)
+        try:
+            for part in parts:
+                if make:
+                    with contextlib.suppress(FileExistsError), whole_path(self.path / part):
+                        os.mkdir(part, dir_fd=self.handle)
+                inner = self.open(part, _DIRECTORY, stat.S_ISDIR, "directory")
+                os.close(self.handle)
+                self.handle, self.path = inner, self.path / part
+        except BaseException:
+            os.close(self.handle)
+            raise
+
+    def open(
+        self, name: str, flags: int, is_kind: Callable[[int], bool] = stat.S_ISREG, kind: str = "plain file"
+    ) -> int:
+        """A descriptor of a file; the OSError of a link, or of another kind of file, says so."""
+        with whole_path(self.path / name):
+            with contextlib.suppress(FileNotFoundError):
+                found = os.stat(name, dir_fd=self.handle, follow_symlinks=False)
+                if not is_kind(found.st_mode) and not stat.S_ISLNK(found.st_mode):
+                    raise OSError(errno.EEXIST, f"it is no {kind}; remove it")
+                if stat.S_ISLNK(found.st_mode) or (flags & os.O_APPEND and found.st_nlink > 1):
+                    raise OSError(errno.ELOOP, "it is a link, and no link in a run directory is followed; remove it")
+            return os.open(name, flags | _FILE, 0o666, dir_fd=self.handle)
+
+    def __exit__(self, *exc: object) -> None:
+        os.close(self.handle)
+
+
 @contextlib.contextmanager
 def whole_path(path: StrPath) -> Iterator[None]:
     """Give an OSError of a call with `dir_fd`, which names the last part of a path alone, the whole path."""
@@ -58,77 +92,26 @@ def whole_path(path: StrPath) -> Iterator[None]:
         raise
 
 
-class Folder(contextlib.AbstractContextManager["Folder"]):
-    """A directory that is opened once; files are opened relative to it. Missing directories are made.
+def open_read(path: StrPath, root: StrPath | None = None) -> io.FileIO:
+    """Open a plain file for reading, unbuffered. Links below `root`, or to a file without it, are OSErrors or followed.
 
-    Links are followed down to `root` (the directory itself by default), which a user named; a link below it is an
-    OSError.
+    With `root` the file is one of a run directory; see `Folder`. Without it a user named the file, which may be a link.
     """
-
-    def __init__(self, path: StrPath, root: StrPath | None = None) -> None:
-        self.path = Path(path)
-        at = self.path if root is None else Path(root)
-        parts = self.path.relative_to(at).parts
-        at.mkdir(parents=True, exist_ok=True)
-        self.handle = os.open(at, _DIRECTORY) if _HAS_DIR_FD else None
-        try:
-            for part in parts:
-                where = part if _HAS_DIR_FD else at / part
-                at = at / part
-                with contextlib.suppress(FileExistsError), whole_path(at):
-                    os.mkdir(where, dir_fd=self.handle)
-                self._check(where, at, stat.S_ISDIR, "directory")
-                if self.handle is not None:
-                    inner = os.open(part, _DIRECTORY | _NO_LINK, dir_fd=self.handle)
-                    os.close(self.handle)
-                    self.handle = inner
-        except BaseException:
-            self.close()
-            raise
-
-    def _check(self, where: StrPath, path: Path, is_kind: Callable[[int], bool], kind: str) -> None:
-        """Refuse a name that is a link or anything else but the wanted kind of file."""
-        try:
-            found = os.stat(where, dir_fd=self.handle, follow_symlinks=False)
-        except FileNotFoundError:
-            return
-        if is_kind(found.st_mode) and (kind == "directory" or found.st_nlink == 1):
-            return
-        if not is_kind(found.st_mode) and not stat.S_ISLNK(found.st_mode):
-            raise OSError(errno.EEXIST, f"it is no {kind}; remove it", str(path))
-        text = "it is a link, and nothing is written through links in a run directory; remove it"
-        raise OSError(errno.ELOOP, text, str(path))
-
-    def name(self, name: str) -> str:
-        """The name of a file for calls that get `dir_fd=handle`."""
-        return name if _HAS_DIR_FD else str(self.path / name)
-
-    def append(self, name: str) -> io.FileIO:
-        """Open a file for reading and appending, unbuffered; a link or a special file is an OSError."""
-        self._check(self.name(name), self.path / name, stat.S_ISREG, "plain file")
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | _NO_LINK
-        with whole_path(self.path / name):
-            return io.FileIO(os.open(self.name(name), flags, 0o666, dir_fd=self.handle), "a+")
-
-    def close(self) -> None:
-        """Free the descriptor; may be called twice."""
-        if self.handle is not None:
-            os.close(self.handle)
-            self.handle = None
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    path = Path(path) if root is not None else Path(os.path.realpath(path))
+    with Folder(path.parent, root, make=False) as folder:
+        return io.FileIO(folder.open(path.name, os.O_RDONLY), "r")
 
 
 def open_append(path: StrPath, root: StrPath | None = None) -> io.FileIO:
-    """Open a file for reading and appending; see `Folder`."""
+    """Open a file for reading and appending, unbuffered; see `Folder`."""
     with Folder(Path(path).parent, root) as folder:
-        return folder.append(Path(path).name)
+        return io.FileIO(folder.open(Path(path).name, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+")
 
 
 def make_folder(path: StrPath, root: StrPath) -> None:
     """Make a directory below `root`; OSError if it, or one between the two, is a link."""
-    Folder(path, root).close()
+    with Folder(path, root):
+        pass
 
 
 class _TempFile(io.FileIO):
@@ -157,11 +140,10 @@ def atomic_write(
     path = Path(path)
     temp = f".tmp-{_HOST_TAG}-{os.getpid()}-{secrets.token_hex(4)}"
     with Folder(path.parent, root) as folder:
-        at, temp = folder.handle, folder.name(temp)
+        at = folder.handle
         # The kernel applies the umask to 0666. Reading the umask for a chmod would change it for other threads.
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK
         with whole_path(path):
-            raw = _TempFile(os.open(temp, flags, 0o666, dir_fd=at), "r+b")
+            raw = _TempFile(folder.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL), "r+b")
         try:
             with io.BufferedRandom(raw) as file:
                 if isinstance(content, bytes):
@@ -170,7 +152,7 @@ def atomic_write(
                     content(cast("BinaryIO", file))
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temp, folder.name(path.name), src_dir_fd=at, dst_dir_fd=at)  # which replaces a link itself
+            os.replace(temp, path.name, src_dir_fd=at, dst_dir_fd=at)  # which replaces a link itself
         except BaseException as error:
             with contextlib.suppress(OSError):
                 raw.close()
@@ -184,12 +166,11 @@ def atomic_write(
             before = "the previous file is intact" if path.exists() else "there was no previous file"
             text = f"disk full: {free} bytes free, {needed} or more needed; {before}. Free some space and save again"
             raise DiskFullError(errno.ENOSPC, text, str(path)) from error
-        if at is not None:
-            _sync_directory(at)
+        _sync_directory(at)
 
 
 def _is_disk_full(error: BaseException | None) -> bool:
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _sync_directory(handle: int) -> None:
@@ -206,7 +187,7 @@ def remove_stale_temps(directory: StrPath) -> list[Path]:
     removed = []
     for path in sorted(Path(directory).glob(".tmp-*")):
         match = _TEMP_NAME.fullmatch(path.name)
-        if not match or match[1] != _HOST_TAG or os.name == "nt":  # on Windows os.kill(pid, 0) ends the process
+        if not match or match[1] != _HOST_TAG:
             continue
         try:
             os.kill(int(match[2]), 0)
@@ -239,8 +220,6 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
     def __init__(self, directory: StrPath) -> None:
         self.path = Path(directory) / ".lock"
         self._file = open_append(self.path)
-        if fcntl is None:
-            return
         # A forked worker that outlives the run would keep the directory locked through its copy of the descriptor. It
         # must close, not unlock: unlocking would release the run's lock.
         os.register_at_fork(after_in_child=self._file.close)
@@ -271,7 +250,7 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
 
     def release(self) -> None:
         """Unlock the directory; may be called twice."""
-        if not self._file.closed and fcntl is not None:
+        if not self._file.closed:
             # Explicitly, because a forked worker's copy of the descriptor would keep the lock until it is closed.
             with contextlib.suppress(OSError):
                 fcntl.flock(self._file, fcntl.LOCK_UN)
@@ -279,98 +258,3 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
 
     def __exit__(self, *exc: object) -> None:
         self.release()
-
-
-_log = logging.getLogger(__name__)
-_GIT_TIMEOUT_S = 10.0
-_MAX_GIT_BYTES = 1_000_000
-_MAX_DIFF_LINE = 500
-_SECRET = re.compile(
-    r"(token|secret|passw(or)?d|api_?key|credential|authorization)\w*[\"']?\s*[:=]"
-    r"|AKIA[0-9A-Z]{16}|gh[pousr]_[A-Za-z0-9]{20}|github_pat_|glpat-|hf_[A-Za-z0-9]{20}|sk-[A-Za-z0-9_-]{20}|xox[abprs]-"
-    r"|://[^/\s:@]+:[^/\s@]+@",
-    re.IGNORECASE,
-)
-_SECRET_FILES = (".env*", "*.env", "*.pem", "*.key", "id_rsa*", ".netrc")
-
-
-def store_code_state(log_dir: StrPath, repos: Iterable[StrPath], with_diff: bool = False) -> list[Path]:
-    """Write `log_dir/git/<repository>.diff` (commit, dirty flag, changed files) for each repository; return the paths.
-
-    `repos` are paths inside the repositories; others, and git errors, are skipped with a log message. `with_diff` also
-    stores the changes of tracked files, at most 1 MB, without lines that look like secrets. Never raises.
-    """
-    written: list[Path] = []
-    names: dict[str, Path] = {}
-    for given in repos:
-        root = find_repository(given)
-        if root is None:
-            _log.info("%s is in no git repository; its code state is not stored", given)
-            continue
-        name = root.name or "root"
-        if names.setdefault(name, root) != root:
-            name += "-" + hashlib.sha256(str(root).encode()).hexdigest()[:6]
-        path = Path(log_dir) / "git" / f"{name}.diff"
-        try:
-            if not path.exists():
-                atomic_write(path, _describe_repository(root, with_diff).encode(), root=log_dir)
-                written.append(path)
-        except (OSError, subprocess.SubprocessError) as error:
-            _log.info("the code state of %s is not stored: %s", root, error)
-    return written
-
-
-def find_repository(path: StrPath) -> Path | None:
-    """Return the nearest directory at or above `path` that holds `.git`, or None."""
-    try:
-        start = Path(path).resolve()
-        for directory in (start, *start.parents):
-            # An installed package does not belong to the project around its virtual environment.
-            if directory.name in ("site-packages", "dist-packages"):
-                return None
-            if (directory / ".git").exists():
-                return directory
-    except (OSError, ValueError, RuntimeError) as error:  # a NUL in the name, a loop of links
-        _log.info("cannot look for a repository around %s: %s", path, error)
-    return None
-
-
-def _describe_repository(root: Path, with_diff: bool) -> str:
-    try:
-        commit = _git(root, "rev-parse", "HEAD").strip()
-    except subprocess.SubprocessError:
-        commit = "none yet"
-    status = _git(root, "status", "--porcelain")
-    lines = [f"repository: {root.name}", f"commit: {commit}", f"dirty: {'yes' if status.strip() else 'no'}", ""]
-    lines += ["# git status --porcelain", status.rstrip("\n")]
-    if with_diff and commit != "none yet":
-        excluded = [f":(exclude,glob,icase)**/{name}" for name in _SECRET_FILES]
-        diff = _git(root, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD", "--", ".", *excluded)
-        lines += ["", "# git diff HEAD", _without_secrets(diff)]
-    return "\n".join(lines) + "\n"
-
-
-def _git(root: Path, *args: str) -> str:
-    """Run git and return the first megabyte of its output."""
-    # A repository's own settings must not make git run programs.
-    command = ["git", "--no-pager", "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}", *args]
-    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
-    options: Any = {"env": environment, "stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "check": True}
-    with tempfile.TemporaryFile() as output:
-        subprocess.run(command, cwd=root, stdout=output, timeout=_GIT_TIMEOUT_S, **options)
-        size = output.seek(0, os.SEEK_END)
-        output.seek(0)
-        text = output.read(_MAX_GIT_BYTES).decode(errors="replace")
-    return text if size <= _MAX_GIT_BYTES else f"{text}\n<cut at {_MAX_GIT_BYTES} of {size} bytes>\n"
-
-
-def _without_secrets(diff: str) -> str:
-    lines, in_key = diff.splitlines(), False
-    for i, line in enumerate(lines):
-        in_key = in_key or ("-----BEGIN" in line and "PRIVATE KEY" in line)
-        if in_key or _SECRET.search(line):
-            lines[i] = line[:1] + "<removed: looks like a secret>"
-        elif len(line) > _MAX_DIFF_LINE:
-            lines[i] = line[:_MAX_DIFF_LINE] + "<cut>"
-        in_key = in_key and "-----END" not in line
-    return "\n".join(lines)

@@ -103,8 +103,11 @@ class Film(AbstractContextManager["Film"]):
 
 def read_film(path: str | Path, max_frames: int = 150, max_width: int = 320) -> tuple[np.ndarray, float]:
     """Frames (T, H, W, 3) of a film and their rate, thinned out in time and space to the limits."""
-    frames = _ffmpeg().read_frames(str(path), output_params=["-fps_mode", "passthrough"])
-    info = next(frames)
+    try:
+        frames = _ffmpeg().read_frames(str(path), output_params=["-fps_mode", "passthrough"])
+        info = next(frames)
+    except RuntimeError as error:  # the decoder cannot be started
+        raise FilmError(errno.EIO, str(error).strip(), str(path)) from error
     width, height = info["size"]
     every, step, kept = 1, -(-width // max_width), list[np.ndarray]()
     for number, data in enumerate(frames):

@@ -79,10 +79,10 @@ class Page:
         prefix = f"d{len(self.parts)}-"
         self.parts.append(re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}", svg))
 
-    def medium(self, path: Path, caption: str) -> None:
-        """Add a picture or a film from a file."""
+    def medium(self, path: Path, content: bytes, caption: str) -> None:
+        """Add a picture or a film, the content of a file of that name."""
         kind = {".mp4": "video/mp4", ".gif": "image/gif", ".png": "image/png"}[path.suffix]
-        data = f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+        data = f"data:{kind};base64,{base64.b64encode(content).decode()}"
         text = html.escape(caption)
         element = f'<img alt="{text}" src="{data}">'
         if kind.startswith("video"):

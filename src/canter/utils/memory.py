@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("canter")
 MAX_TENSORS = 10_000
+NO_MEMORY = re.compile("can't allocate memory|could not create a primitive|can't start new thread|out of memory")
 SMALL = 1 << 20  # bytes of a tensor that is not counted
 # Functions whose first arguments are a shape.
 FACTORIES = frozenset(
@@ -91,6 +93,16 @@ def out_of_memory(error: Exception, place: str, device: torch.device, settings: 
     way_out = f"lower {lower}" + ("" if more is None else f", or raise num_mini_batches (now {more})")
     text = f"{device} ran out of memory in {place}:{known} {way_out}. The error was: {error}"
     return (torch.OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else MemoryError)(text)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory, or the address space of this process, is used up.
+
+    On a CPU torch's allocator and oneDNN say so by a RuntimeError.
+    """
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and NO_MEMORY.search(str(error)) is not None
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -1,9 +1,11 @@
-"""Reading files that strangers may have written: within bounds, importing nothing, with errors that name the file."""
+"""Reading files that strangers may have written: within bounds, importing nothing, with errors that name the file.
+
+The `root` of a file is the run directory that it belongs to: no link below it is followed, see `canter.utils.files`.
+"""
 
 import json
 import math
 import os
-import stat
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -11,10 +13,14 @@ from typing import Any
 import numpy as np
 import yaml
 
+from canter.utils.files import StrPath, open_read
+
 MAX_TEXT = 1 << 20  # bytes of a config, a record or a manifest
 MAX_ARRAYS = 1 << 33  # bytes of the arrays of an npz
 MAX_VALUES = 100_000  # of a YAML file, each alias counted as what it stands for
 MAX_DEPTH = 64
+# The first bytes of the media that reports show, and where they begin.
+MEDIA = {".png": (0, b"\x89PNG\r\n\x1a\n"), ".gif": (0, b"GIF8"), ".mp4": (4, b"ftyp")}
 # Settings whose text may name code as "module:name" or "module.name".
 CODE_SETTINGS = ("class_name", "data_augmentation_func")
 
@@ -23,30 +29,37 @@ class FileContentError(ValueError):
     """A file cannot be used; the message names it and the reason."""
 
 
-def read_limited(path: str | os.PathLike[str], limit: int = MAX_TEXT) -> bytes:
+def read_limited(path: StrPath, limit: int = MAX_TEXT, root: StrPath | None = None) -> bytes:
     """The content of a plain file of at most `limit` bytes."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise FileContentError(f"{path} is no plain file")
-        if found.st_size > limit:
-            raise FileContentError(f"{path} has {found.st_size} bytes, more than the {limit} that such a file may have")
+    with open_read(path, root) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise FileContentError(f"{path} has {size} bytes, more than the {limit} that such a file may have")
         return file.read(limit)
 
 
-def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_medium(path: StrPath, limit: int, root: StrPath | None = None) -> bytes:
+    """The content of a picture or a film, whose first bytes are those of its kind."""
+    content = read_limited(path, limit, root)
+    place, magic = MEDIA[os.path.splitext(path)[1]]
+    if content[place : place + len(magic)] != magic:
+        raise FileContentError(f"{path} is not what its name says")
+    return content
+
+
+def read_yaml(path: StrPath, root: StrPath | None = None) -> dict[str, Any]:
     """The mapping in a YAML file; aliases may not multiply its size."""
-    return _read_mapping(path, parse_yaml)
+    return _read_mapping(path, parse_yaml, MAX_TEXT, root)
 
 
-def read_json(path: str | os.PathLike[str], limit: int = MAX_TEXT) -> dict[str, Any]:
+def read_json(path: StrPath, limit: int = MAX_TEXT, root: StrPath | None = None) -> dict[str, Any]:
     """The object in a JSON file."""
-    return _read_mapping(path, json.loads, limit)
+    return _read_mapping(path, json.loads, limit, root)
 
 
-def _read_mapping(path: str | os.PathLike[str], parse: Callable[[str], Any], limit: int = MAX_TEXT) -> dict[str, Any]:
+def _read_mapping(path: StrPath, parse: Callable[[str], Any], limit: int, root: StrPath | None) -> dict[str, Any]:
     try:
-        content = parse(read_limited(path, limit).decode("utf-8"))
+        content = parse(read_limited(path, limit, root).decode("utf-8"))
     except (FileContentError, OSError):
         raise
     except Exception as error:  # a damaged file may raise anything, for example RecursionError or AttributeError
@@ -83,9 +96,9 @@ def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:
     return yaml.load(text, loader)
 
 
-def read_npz(path: str | os.PathLike[str], limit: int = MAX_ARRAYS) -> dict[str, np.ndarray]:
+def read_npz(path: StrPath, limit: int = MAX_ARRAYS) -> dict[str, np.ndarray]:
     """The arrays of an npz, each of exactly the size that its header states, `limit` bytes in all; no objects."""
-    with open(path, "rb") as file:
+    with open_read(path) as file:
         try:
             return _read_arrays(zipfile.ZipFile(file), limit)
         except Exception as error:  # a damaged archive may raise anything

@@ -15,6 +15,7 @@ import numpy as np
 from canter.utils.files import atomic_write
 from canter.utils.html_page import SVG_STYLE, Page
 from canter.utils.plots import COLORS, STYLE, TITLES, add_legend, common_grid
+from canter.utils.reading import FileContentError, read_medium
 from canter.utils.run_data import RunData, differing_settings, short
 from canter.utils.statistics import CONFIDENCE, Estimate, Scores, improvement, iqm_curve, iqm_estimate, profile
 
@@ -384,10 +385,10 @@ def _add_media(page: Page, c: Comparison) -> None:
     if found:
         page.section("Films and pictures", "Of the best run of each group.")
     for file, caption in found:
-        if file.stat().st_size <= MAX_MEDIUM_BYTES:
-            page.medium(file, caption)
-        else:
-            page.text(f"{caption}: {file} is too large to be part of this page.")
+        try:
+            page.medium(file, read_medium(file, MAX_MEDIUM_BYTES, file.parent), caption)
+        except (OSError, FileContentError) as error:  # noqa: PERF203
+            page.text(f"{caption} is not shown: {error}")
 
 
 def _add_machines(page: Page, c: Comparison) -> None:

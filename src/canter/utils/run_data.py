@@ -85,7 +85,7 @@ def load_run(run_dir: StrPath) -> RunData:
         raise FileNotFoundError(f"{metrics} does not exist; a run with a log_dir writes it")
     run = RunData(metrics.resolve().parent, {})
     times: list[float] = []
-    for row in read_rows(metrics):
+    for row in read_rows(metrics, path if path.is_dir() else None):
         for tag, value in row.items():
             if tag not in ("step", "time") and is_number(value):
                 steps, values = run.series.setdefault(tag, ([], []))
@@ -98,16 +98,16 @@ def load_run(run_dir: StrPath) -> RunData:
     run.seconds = training_seconds(np.array(times))
     if path.is_dir():
         run.settings = read_settings(path)
-        found = {n: v for n, v in _read(path / EVALUATION_NAME, read_json).items() if is_number(v)}
+        found = {n: v for n, v in _read(path, EVALUATION_NAME, read_json).items() if is_number(v)}
         is_old = bool(run.steps) and found.get("step", math.inf) < run.steps[-1]  # the run was resumed after it
         run.evaluation = {} if is_old else {name: float(value) for name, value in found.items()}
-        run.machine = _read(path / MACHINE_NAME, read_json)
+        run.machine = _read(path, MACHINE_NAME, read_json)
     return run
 
 
 def read_settings(run_dir: Path) -> dict[str, Any]:
     """The settings in a run's config.yaml with dotted names; empty if it cannot be read."""
-    return dict(flatten(_read(run_dir / "config.yaml", read_yaml)))
+    return dict(flatten(_read(run_dir, "config.yaml", read_yaml)))
 
 
 def is_number(value: Any) -> bool:
@@ -124,10 +124,10 @@ def training_seconds(times: np.ndarray) -> list[float]:
     return np.cumsum(gaps).tolist()
 
 
-def _read(path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """The dict in a file; empty if there is none, or another program's file."""
+def _read(run: Path, name: str, read: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """The dict in a file of a run; empty if there is none, or another program's file."""
     try:
-        return read(path)
+        return read(run / name, root=run)
     except (OSError, FileContentError):
         return {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import random
@@ -21,8 +22,8 @@ import torch
 
 from canter import __version__
 
-HANGUP = getattr(signal, "SIGHUP", None)  # absent on Windows
-STOP_SIGNALS = tuple(filter(None, (signal.SIGTERM, signal.SIGINT, HANGUP)))
+URGENT_SECONDS = 1.0  # between two SIGINTs of a person; a terminal and a launcher send theirs together
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def resolve_device(device: torch.device | str | None = None) -> torch.device:
@@ -103,41 +104,76 @@ def preserved_rng() -> Iterator[None]:
         set_rng_state(state)
 
 
+class StoppedError(RuntimeError):
+    """A stop signal ended work that was not to be finished."""
+
+
 class StopSignal:
-    """The first SIGTERM, SIGINT or SIGHUP sets `requested` and calls the user's handler; the second acts as before."""
+    """The first SIGTERM, SIGINT or SIGHUP sets `requested` and calls the user's handler; others change nothing.
+
+    torchrun, systemd and schedulers repeat their signals while a run saves. Only a second SIGINT, at least
+    `URGENT_SECONDS` after the first, ends the run at once.
+    """
 
     requested_at: ClassVar[float | None] = None
     """Time (monotonic) of the first signal, while a run is stopping."""
+    num_interruptible: ClassVar[int] = 0
+    """Number of `interruptible` blocks that the process is in."""
 
     def __init__(self) -> None:
         self.requested: int | None = None  # the first signal received
-        self.is_urgent = False  # whether a second signal was received
+        self.is_urgent = False
+        self._interrupted_at = math.inf  # time of the first SIGINT
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
-                if signal.getsignal(number) is not signal.SIG_IGN or number != HANGUP:  # nohup ignores it
+                if signal.getsignal(number) is not signal.SIG_IGN or number != signal.SIGHUP:  # nohup ignores it
                     self._before[number] = signal.signal(number, self._handle)
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested is not None:
-            self.is_urgent = True
+        now, before = time.monotonic(), self._before.get(number)
+        is_first, is_nested = self.requested is None, isinstance(getattr(before, "__self__", None), StopSignal)
+        if number == signal.SIGINT:
+            self.is_urgent = now - self._interrupted_at >= URGENT_SECONDS
+            self._interrupted_at = min(now, self._interrupted_at)
+        if self.is_urgent:
             self.__exit__()
             signal.raise_signal(number)
             return
-        self.requested, StopSignal.requested_at = number, time.monotonic()
-        if number == HANGUP:  # a write to a terminal that is gone is an error
-            for stream in (1, 2):
-                with contextlib.suppress(OSError):
-                    if os.isatty(stream):
-                        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        before = self._before.get(number)
-        if callable(before) and before is not signal.default_int_handler:
+        if is_first:
+            self.requested, StopSignal.requested_at = number, now
+            if number == signal.SIGHUP:
+                leave_terminal()
+        # One around this one counts every signal; a handler of the user is called once.
+        if callable(before) and before is not signal.default_int_handler and (is_first or is_nested):
             before(number, frame)
+        if StopSignal.num_interruptible:
+            raise StoppedError("a signal ends the run")
 
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before, StopSignal.requested_at = {}, None
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Let a signal that ends the run raise StoppedError here: for long work that need not be finished, as compiling."""
+    if StopSignal.requested_at is not None:
+        raise StoppedError("a signal ends the run")
+    StopSignal.num_interruptible += 1
+    try:
+        yield
+    finally:
+        StopSignal.num_interruptible -= 1
+
+
+def leave_terminal() -> None:
+    """Write to nowhere instead of a terminal that is gone, where every line would be an error."""
+    for stream in (1, 2):
+        with contextlib.suppress(OSError):
+            if os.isatty(stream):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)

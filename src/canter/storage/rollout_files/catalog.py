@@ -62,7 +62,7 @@ def read_metadata(directory: Path) -> dict[str, Any]:
     """The content of metadata.json; empty if there is none."""
     path = directory / METADATA
     try:
-        content = read_json(path, MAX_METADATA) if path.is_file() else {}
+        content = read_json(path, MAX_METADATA, directory) if path.is_file() else {}
     except FileContentError as error:
         raise TrajectoryFileError(path, f"is no metadata of trajectories: {error}") from error
     version = content.get("format_version", 0)
@@ -133,7 +133,7 @@ def rebuild_manifest(directory: Path) -> list[ChunkInfo]:
 def read_manifest(directory: Path) -> list[dict[str, Any]]:
     """One entry per acknowledged file, checked; a last line that a crash cut short is ignored."""
     path = directory / MANIFEST
-    lines = read_limited(path, MAX_MANIFEST).splitlines(keepends=True) if path.is_file() else []
+    lines = read_limited(path, MAX_MANIFEST, directory).splitlines(keepends=True) if path.is_file() else []
     if lines and not lines[-1].endswith(b"}\n"):
         lines.pop()
     return [_manifest_entry(path, number, line) for number, line in enumerate(lines, 1)]

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors.numpy import save
 
-from canter.utils.files import atomic_write
+from canter.utils.files import atomic_write, open_read
 
 FORMAT, VERSION, SUFFIX = "canter-trajectory", 1, ".safetensors"
-MAX_HEADER = 1 << 20
+MAX_HEADER, MAX_SIZE = 1 << 20, 1 << 31  # bytes
 _PROBE = 1 << 12
 _NO_CRC = "0" * 8
 _CRC = re.compile(rb'"crc32"\s*:\s*"([0-9a-f]{8})"')
@@ -104,8 +104,11 @@ def write_chunk(
 
 def read_chunk(path: Path) -> dict[str, np.ndarray]:
     """The arrays of a file, views of one buffer, verified by its CRC."""
-    with open(path, "rb", buffering=0) as file:
-        data = memoryview(bytearray(os.fstat(file.fileno()).st_size))
+    with open_read(path, path.parent) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_SIZE:
+            raise TrajectoryFileError(path, f"has {size} bytes, more than the {MAX_SIZE} that such a file may have")
+        data = memoryview(bytearray(size))
         data = data[: file.readinto(data)]
     info = _info(path, data, len(data))
     place = _crc_place(data)
@@ -126,7 +129,7 @@ def read_chunk(path: Path) -> dict[str, np.ndarray]:
 
 def peek_chunk(path: Path) -> ChunkInfo:
     """The header of a file, checked against the file's size; the arrays are not read."""
-    with open(path, "rb", buffering=0) as file:
+    with open_read(path, path.parent) as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(_PROBE)  # most headers are shorter
         length = min(8 + int.from_bytes(start[:8], "little"), 8 + MAX_HEADER)

@@ -1,11 +1,12 @@
 """The logging backends and their table. A backend's own package is imported when the backend is opened."""
 
-import contextlib
-import functools
 import importlib
 import io
+import itertools
 import json
 import os
+import re
+import socket
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -14,12 +15,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from canter.utils.files import atomic_write, make_folder, open_append
+from canter.utils.files import StrPath, atomic_write, make_folder, open_append, open_read
+from canter.utils.reading import read_limited
 from canter.utils.tree import tree_map
 
 METRICS_NAME = "metrics.jsonl"
-MAX_LINE = 1 << 22  # characters of a row of metrics
-MAX_UNWRITTEN = 10_000  # lines
+MAX_LINE, MAX_ROWS = 1 << 22, 1 << 32  # bytes of a row of metrics, and of all rows
+MAX_UNWRITTEN, MAX_UNWRITTEN_BYTES = 10_000, 1 << 26  # records that are kept while a disk is full
+NUM_BINS = 64  # of a histogram
+_FILES = itertools.count()
 
 
 class Backend:
@@ -78,11 +82,51 @@ class Backend:
         """Write buffered records and free all resources."""
 
 
-class _JsonlBackend(Backend):
-    """Appends one JSON object per call (`step`, `time` and the scalars) to `metrics.jsonl`; writes `config.json`.
+class _RecordFile:
+    """A file to which whole records are appended; those that cannot be written are kept, and written with later ones.
 
-    Lines that cannot be written are kept and written with a later one.
+    A last record that a crash cut short is removed where the file is opened again: lines end with `end`.
     """
+
+    def __init__(self, path: Path, end: bytes = b"") -> None:
+        self.path, self.end = path, end
+        self._unwritten: deque[bytes] = deque()
+        self._file = self._open()
+
+    def _open(self) -> io.FileIO:
+        file = open_append(self.path)
+        if self.end:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - (1 << 20)))
+            torn = file.readall().rpartition(self.end)[2]
+            file.truncate(size - len(torn))
+        return file
+
+    def write(self, record: bytes) -> None:
+        self._unwritten.append(record)
+        while len(self._unwritten) > MAX_UNWRITTEN or sum(map(len, self._unwritten)) > MAX_UNWRITTEN_BYTES:
+            self._unwritten.popleft()
+
+    def flush(self) -> None:
+        if self._file.closed or os.fstat(self._file.fileno()).st_nlink == 0:  # deleted during the run
+            self._file.close()
+            self._file = self._open()
+        # One write, so that a kill damages at most the last record.
+        records, size = b"".join(self._unwritten), os.fstat(self._file.fileno()).st_size
+        if self._file.write(records) != len(records):
+            self._file.truncate(size)
+            raise OSError(f"only a part could be written to {self.path}")
+        self._unwritten.clear()
+
+    def close(self) -> None:
+        try:
+            self.flush()
+        finally:
+            self._file.close()
+
+
+class _JsonlBackend(Backend):
+    """Appends one JSON object per call (`step`, `time` and the scalars) to `metrics.jsonl`; writes `config.json`."""
 
     retry_seconds: ClassVar[float] = 0.0
     timeout: ClassVar[float | None] = None
@@ -92,56 +136,37 @@ class _JsonlBackend(Backend):
         if log_dir is None:
             raise ValueError("the jsonl backend needs a log_dir")
         self.path = log_dir / METRICS_NAME
-        self._unwritten: deque[bytes] = deque(maxlen=MAX_UNWRITTEN)
-        self._file = self._open()
-
-    def _open(self) -> io.FileIO:
-        file = open_append(self.path)
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - (1 << 20)))
-        torn = file.readall().rpartition(b"\n")[2]
-        file.truncate(size - len(torn))
-        return file
+        self._file = _RecordFile(self.path, b"\n")
 
     def log_scalars(self, scalars: dict[str, float], step: int) -> None:
-        # One write, so that a kill damages at most the last line.
-        line = json.dumps({**scalars, "step": step, "time": round(time.time(), 3)}, allow_nan=False).encode() + b"\n"
-        self._unwritten.append(line)
-        self.flush()
+        line = json.dumps({**scalars, "step": step, "time": round(time.time(), 3)}, allow_nan=False)
+        self._file.write(line.encode() + b"\n")
+        self._file.flush()
 
     def flush(self) -> None:
-        if self._file.closed or os.fstat(self._file.fileno()).st_nlink == 0:  # deleted during the run
-            self._file.close()
-            self._file = self._open()
-        lines, size = b"".join(self._unwritten), os.fstat(self._file.fileno()).st_size
-        if self._file.write(lines) != len(lines):
-            self._file.truncate(size)
-            raise OSError(f"only part of a line could be written to {self.path}")
-        self._unwritten.clear()
+        self._file.flush()
 
     def log_config(self, config: dict[str, Any]) -> None:
         atomic_write(self.path.with_name("config.json"), json.dumps(config, indent=2).encode())
 
     def truncate_after(self, step: int) -> None:
-        kept = "".join(json.dumps(row) + "\n" for row in read_rows(self.path) if row["step"] <= step)
+        rows = read_rows(self.path, self.path.parent)
+        kept = "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step)
         self._file.close()
         try:
             atomic_write(self.path, kept.encode())
         finally:
-            self._file = self._open()
+            self._file = _RecordFile(self.path, b"\n")
         self.last_step = min(self.last_step, step)
 
     def close(self) -> None:
-        try:
-            self.flush()
-        finally:
-            self._file.close()
+        self._file.close()
 
 
-def read_rows(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield every complete row of a `metrics.jsonl`; other lines are skipped."""
-    with open(path, encoding="utf-8", errors="replace") as file:
-        while line := file.readline(MAX_LINE):
+def read_rows(path: StrPath, root: StrPath | None = None) -> Iterator[dict[str, Any]]:
+    """Yield every complete row of a `metrics.jsonl`; other lines, and all after `MAX_ROWS` bytes, are skipped."""
+    with io.BufferedReader(open_read(path, root)) as file:
+        while file.tell() < MAX_ROWS and (line := file.readline(MAX_LINE)):
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError):
@@ -151,52 +176,78 @@ def read_rows(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 
 class _TensorboardBackend(Backend):
-    """Writes event files into the run directory; settings are those of `SummaryWriter`."""
+    """Writes event files into the run directory, in the thread that trains: TensorBoard's own writer fails in another.
+
+    Args:
+        filename_suffix: Ends the names of the files; other settings of `SummaryWriter` have no effect.
+    """
 
     loadable = frozenset({"comment", "filename_suffix", "flush_secs", "max_queue"})
     timeout: ClassVar[float | None] = None
 
-    def __init__(self, log_dir: Path | None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        log_dir: Path | None,
+        filename_suffix: str = "",
+        comment: Any = None,
+        flush_secs: Any = 0,
+        max_queue: Any = 0,
+    ) -> None:
         super().__init__(log_dir)
         if log_dir is None:
             raise ValueError("the tensorboard backend needs a log_dir")
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._open = functools.partial(SummaryWriter, str(log_dir), **{"flush_secs": 10, **kwargs})
+        if re.search(r"[/\\\0]", filename_suffix):
+            raise ValueError(f"filename_suffix must be part of a file's name, got {filename_suffix!r}")
+        # Modules whose names a type checker cannot see: they are generated code.
+        self._summary: Any = importlib.import_module("torch.utils.tensorboard.summary")
+        self._protos: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
+        self._records: Any = importlib.import_module("tensorboard.summary.writer.record_writer").RecordWriter
+        self._directory, self._suffix = log_dir, filename_suffix
         self._writer = self._open()
+
+    def _open(self, purge_step: int | None = None) -> Any:
+        """A new file; it hides the events of older ones from `purge_step` on."""
+        # Files are read in the order of their names, in which a count follows the second.
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_FILES):06d}"
+        self._writer = self._records(_RecordFile(self._directory / f"{name}{self._suffix}"))
+        self._add(0, file_version="brain.Event:2")
+        if purge_step is not None:
+            self._add(purge_step, session_log=self._protos.SessionLog(status=self._protos.SessionLog.START))
+        return self._writer
+
+    def _add(self, step: int, **content: Any) -> None:
+        event = self._protos.Event(wall_time=time.time(), step=step, **content)
+        self._writer.write(event.SerializeToString())
 
     def log_scalars(self, scalars: dict[str, float], step: int) -> None:
         for tag, value in scalars.items():
-            self._writer.add_scalar(tag, value, step)
+            self._add(step, summary=self._summary.scalar(tag, value))
+        self.flush()
 
     def log_config(self, config: dict[str, Any]) -> None:
-        self._writer.add_text("config", f"```json\n{json.dumps(config, indent=2)}\n```", 0)
+        self._add(0, summary=self._summary.text("config", f"```json\n{json.dumps(config, indent=2)}\n```"))
 
     def log_histogram(self, tag: str, values: np.ndarray, step: int) -> None:
-        self._writer.add_histogram(tag, values, step)
+        self._add(step, summary=self._summary.histogram(tag, values.astype(np.float64), NUM_BINS))
 
     def log_image(self, tag: str, image: np.ndarray, step: int) -> None:
-        self._writer.add_image(tag, image, step, dataformats="HWC")
+        self._add(step, summary=self._summary.image(tag, image, dataformats="HWC"))
 
     def log_video(self, tag: str, frames: np.ndarray, step: int, fps: int) -> None:
-        # An animated GIF, because `SummaryWriter.add_video` needs another package. The module is generated code, whose
-        # names a type checker cannot see.
-        summary = importlib.import_module("tensorboard.compat.proto.summary_pb2").Summary
+        # An animated GIF, because torch's function for videos needs another package.
+        summary = self._summary.Summary
         height, width = frames.shape[1:3]
         image = summary.Image(height=height, width=width, colorspace=3, encoded_image_string=encode_gif(frames, fps))
-        self._writer._get_file_writer().add_summary(summary(value=[summary.Value(tag=tag, image=image)]), step)
+        self._add(step, summary=summary(value=[summary.Value(tag=tag, image=image)]))
 
     def save_file(self, path: Path) -> None:
         # Event files hold no files; those of a bundle lie in the run directory. A page is shown with the run.
         if path.suffix == ".md":
-            self._writer.add_text(path.stem, path.read_text(encoding="utf-8"), self.last_step)
+            text = read_limited(path, root=path.parent).decode(errors="replace")
+            self._add(self.last_step, summary=self._summary.text(path.stem, text))
 
     def truncate_after(self, step: int) -> None:
-        # A new event file hides the events beyond `step` in older files. Files are read in the order of their names,
-        # which hold the second and a count: within one second the tenth file of a process sorts before its ninth.
         self._writer.close()
-        if any(Path(self._writer.log_dir).glob(f"events.out.tfevents.{int(time.time())}.*")):
-            time.sleep(1.0 - time.time() % 1.0)
         self._writer = self._open(purge_step=step + 1)
         self.last_step = min(self.last_step, step)
 
@@ -204,10 +255,7 @@ class _TensorboardBackend(Backend):
         self._writer.flush()
 
     def reopen(self) -> None:
-        # The thread of a writer ends at its first error, so that only a new writer writes again.
-        with contextlib.suppress(Exception):
-            self._writer.close()
-        self._writer = self._open()
+        """Nothing to do: a file that was deleted is made again, and records that were not written are kept."""
 
     def close(self) -> None:
         self._writer.close()
