@@ -26,7 +26,7 @@ class Peek(Extension):
 
     name = "peek"
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.stats["mean"] = out.mean.new_full((), out.mean.mean().item())
 
 
@@ -44,7 +44,7 @@ class Late(Extension):
     def begin_update(self, iteration):
         vars(LATE)["weight"] = 1.0 if iteration < 5 else 2.0
 
-    def loss_terms(self, terms, batch, out):
+    def losses(self, terms, batch, out):
         terms.losses["late"] = vars(LATE)["weight"] * out.mean.square().mean()
 
 

@@ -161,7 +161,7 @@ class Setting:
             built = f"{self.name}={getattr(alg, self.name)!r}"
             raise AttributeError(f"{owner} was built with {built}; make a new {owner} to change it")
         setattr(holder, self.name, check_value(owner, field, value))
-        alg.sync_settings()
+        alg.sync_settings(self.name)
 
 
 class Algorithm:
@@ -279,10 +279,11 @@ class Algorithm:
         self.float_settings |= {name for name, f in fields.items() if "float" in declared_kinds(f)}
         self.declare_settings(fields)
 
-    def sync_settings(self) -> None:
+    def sync_settings(self, assigned: str = "") -> None:
         """Copy changed float settings to the device, and give the executor every other one as a recording's key.
 
-        A runner calls it after every callback, PPO before every rollout and update.
+        A runner calls it after every callback, PPO before every rollout and update. `assigned` is the setting that was
+        assigned, if this is the reason of the call.
         """
         key: list[Any] = []
         for name, field in self.setting_fields.items():

@@ -229,8 +229,7 @@ class PPO(Algorithm):
     def begin_rollout(self) -> None:
         """Take over changed settings before the first step of a rollout."""
         self.has_begun = True
-        if self.executor.replays:
-            self.executor.begin_iteration()
+        self.executor.begin_iteration()
         self.sync_settings()
         self.adds_transitions = building.is_replaced(self.rollout, RolloutStorage, "add_transitions")
 
