@@ -25,7 +25,15 @@ PAGES = {
     ),
     "deploy": (
         "Deploy",
-        ["canter", "canter.export.bundle", "canter.export.parity", "canter.export.runtime", "canter.export.scene"],
+        [
+            "canter",
+            "canter.export.bundle",
+            "canter.export.deploy",
+            "canter.export.parity",
+            "canter.export.runtime",
+            "canter.export.scene",
+            "canter.export.sources",
+        ],
     ),
     "tools": (
         "Logging, settings and commands",

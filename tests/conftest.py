@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from no_host_sync import NoHostSync
 
 from canter.algorithms.ppo import PPO
 from canter.envs.vec_env import StepRecord, VecEnv
-from canter.execution.guard import NoHostSync
 from canter.modules.actor_critic import ActorCritic
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.actors import MLPActor, MLPCritic

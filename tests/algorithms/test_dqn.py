@@ -245,7 +245,7 @@ def test_another_exponent_of_priorities_takes_effect_at_once():
 
 def test_the_loss_of_a_sample_is_weighted_by_its_importance():
     alg = make(q_network_class=Table)  # every value is 0, so the errors are the rewards of final steps
-    pairs = zip(batch(reward=1.0, done=1.0)[:-2], batch(reward=3.0, done=1.0)[:-2], strict=True)
+    pairs = zip(batch(reward=1.0, done=1.0)[:-3], batch(reward=3.0, done=1.0)[:-3], strict=True)
     both = ReplayBatch(*(torch.cat(pair) for pair in pairs))
     assert alg.q_loss(both)[0].item() == pytest.approx((0.5 + 2.5) / 2)
     weighted = both._replace(weights=torch.tensor([1.0, 0.2]))

@@ -4,18 +4,21 @@ import copy
 import functools
 import warnings
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from no_host_sync import NoHostSync
 
 from canter.algorithms import DQN, SAC, TD3, off_policy
-from canter.algorithms.actor_q import profile_settings
 from canter.algorithms.off_policy import TargetNetwork
 from canter.algorithms.optim import GuardedOptimizer
 from canter.envs.torch_envs import CartPole, PointRobot
 from canter.envs.vec_env import StepRecord, VecEnv
-from canter.execution.guard import NoHostSync
+from canter.envs.wrap import wrap_env
+from canter.presets import profile_settings
+from canter.storage import Field
 
 SMALL = {"batch_size": 16, "learning_starts": 8, "buffer_size": 400}
 SMALL_NETWORKS = {"actor_hidden_dims": (8,), "critic_hidden_dims": (8,)}
@@ -115,12 +118,12 @@ def same(a, b):
 def test_a_single_environment_on_a_cpu_learns_as_several_do(kind, normalizes):
     """Its steps are stored by other code, which must store the same."""
 
-    def learned(execution, adds_one):
+    def learned(execution, is_numpy):
         env = MAKERS[kind][1](1, seed=0, max_episode_length=9)
         alg = make(kind, execution, env, empirical_normalization=normalizes)
         alg.prepare()
-        assert alg.adds_one
-        alg.adds_one = adds_one
+        assert alg.replay.is_numpy
+        alg.replay.is_numpy = is_numpy
         return run(alg, 40)
 
     recorded, eager, by_tensors = learned("auto", True), learned("eager", True), learned("auto", False)
@@ -519,6 +522,120 @@ def test_the_last_step_leads_to_its_final_observation_or_to_where_it_began(gives
         expected = torch.where(after == 5.0, last, after)
         assert torch.equal(batch.next_obs[whole, 0], expected[whole])
         assert not batch.dones.any()
+
+
+class Counting(gymnasium.Env):
+    """Step t of an episode of 5 starts from the observation t, leads to t + 1 and pays 2; then it is cut off."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (1,))
+    action_space = BOX
+    t = 0
+
+    def reset(self, *, seed=None, options=None):
+        self.t = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.t += 1
+        return np.full(1, self.t, np.float32), 2.0, False, self.t == 5, {}
+
+
+@pytest.mark.parametrize("execution", ["eager", "auto"])
+@pytest.mark.parametrize("num_envs", [1, 2])  # stored by arrays, and by tensors
+@pytest.mark.parametrize(
+    ("mode", "after", "done"),
+    [("auto", 5.0, 0.0), ("final_obs", 5.0, 0.0), ("current_value", 4.0, 0.0), ("none", 5.0, 1.0)],
+)
+def test_the_state_whose_value_follows_a_time_limit_can_be_chosen(mode, after, done, num_envs, execution):
+    alg = run(make("td3", execution, wrap_env(Counting, num_envs=num_envs), timeout_bootstrap=mode), 25)
+    last = alg.replay.draw(200, 1, 0.5, None)
+    is_last = last.obs[:, 0] == 4.0
+    assert is_last.any()
+    assert (last.next_obs[is_last, 0] == after).all()
+    assert torch.equal(last.dones, torch.where(is_last, done, 0.0))
+    assert torch.equal(last.next_obs[~is_last], last.obs[~is_last] + 1.0)
+    window = alg.replay.draw(200, 3, 0.5, None)  # from 3 on: 2 + 0.5 * 2, and what follows counts 0.25
+    rows = (window.obs[:, 0] == 3.0) & (window.discounts == 0.25)
+    assert rows.any()
+    assert (window.rewards[rows] == 3.0).all()
+    assert (window.next_obs[rows, 0] == after).all()
+    assert (window.dones[rows] == done).all()
+
+
+def test_the_bootstrap_of_time_limits_can_change_during_a_run():
+    """Q is 2 / (1 - 0.5) = 4 with the value after the time limit, and less without: 2 in the last of two steps."""
+
+    class Pair(Counting):
+        def step(self, action):
+            self.t += 1
+            return np.full(1, self.t % 2, np.float32), 2.0, False, self.t == 2, {}
+
+    given = {"gamma": 0.5, "critic_learning_rate": 0.03, "tau": 1.0, "target_noise": 0.0, "max_grad_norm": None}
+    alg = run(make("td3", env=wrap_env(Pair, num_envs=1), buffer_size=64, **given), 300)
+    state = torch.tensor([[1.0]])
+    action = alg.act(state, deterministic=True)
+    assert alg.critics(state, action).mean().item() == pytest.approx(4.0, abs=0.2)
+    alg.timeout_bootstrap = "none"
+    run(alg, 300)
+    assert alg.critics(state, alg.act(state, deterministic=True)).mean().item() == pytest.approx(2.0, abs=0.2)
+
+
+# ---------------------------------------------------------------------- what a user adds to SAC
+class Frugal(SAC):
+    """SAC with energies in the replay buffer, which its loss uses, exploration of its own, and a metric."""
+
+    def declare_fields(self):
+        return {"energy": Field((1,))}
+
+    def record_fields(self, record):
+        return {"energy": 10.0 * record.obs[:, :1]}
+
+    def explore_step(self, obs):
+        return super().explore_step(obs).clamp(-0.1, 0.1)
+
+    def critic_loss(self, batch, noise):
+        loss, stats = super().critic_loss(batch._replace(rewards=batch.rewards - batch.fields["energy"][:, 0]), noise)
+        return loss, {**stats, "energy": batch.fields["energy"].mean()}
+
+
+@pytest.mark.parametrize("n_step", [1, 3])
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_declared_fields_are_stored_with_their_step(num_envs, n_step):
+    given = {**SMALL, **SMALL_NETWORKS, "n_step": n_step, "gradient_steps": 2}
+    alg = run(Frugal(wrap_env(Counting, num_envs=num_envs), device="cpu", seed=1, **given), 20)
+    batch = alg.replay.draw(200, n_step, 0.9, None)
+    follows = torch.where(batch.obs == 4.0, 0.0, batch.obs + 1.0)  # the observation after the first step, and a reset
+    assert torch.equal(batch.fields["energy"], 10.0 * follows)
+    assert (alg.replay.data["actions"][alg.replay.data["holds_step"]][8 * num_envs :].abs() <= 0.1).all()
+    first, second = alg.batches(2)
+    assert first.fields["energy"].shape == second.fields["energy"].shape == (16, 1)
+    assert alg.update()["train/energy"] >= 0.0
+
+
+def test_a_step_without_a_declared_field_is_an_error():
+    class Forgetful(Frugal):
+        def record_fields(self, record):
+            return {"enegry": record.obs}
+
+    alg = Forgetful(wrap_env(Counting, num_envs=2), device="cpu", seed=1, **SMALL, **SMALL_NETWORKS)
+    with pytest.raises(ValueError, match="enegry.*energy"):
+        run(alg, 1)
+
+    class Twice(Frugal):
+        def declare_fields(self):
+            return {"rewards": Field(())}
+
+    with pytest.raises(ValueError, match="rewards"):
+        run(Twice(wrap_env(Counting, num_envs=2), device="cpu", seed=1, **SMALL, **SMALL_NETWORKS), 1)
+
+
+def test_no_gradient_steps_are_refused():
+    with pytest.raises(ValueError, match="gradient_steps must not be 0"):
+        make("sac", gradient_steps=0)
+    alg = make("sac")
+    with pytest.raises(ValueError, match="gradient_steps must not be 0"):
+        alg.gradient_steps = 0
+    alg.gradient_steps = -1
 
 
 @pytest.mark.parametrize("execution", ["eager", "auto"])

@@ -6,15 +6,17 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from no_host_sync import NoHostSync
 from torch import nn
 
 from canter.algorithms import SAC, TD3, SACConfig, TD3Config
-from canter.algorithms.actor_q import frozen, joint_limit_bounds, profile_settings
+from canter.algorithms.actor_q import joint_limit_bounds
+from canter.algorithms.off_policy import frozen
 from canter.envs.torch_envs import CartPole, Pendulum, PointRobot
 from canter.envs.torch_envs.base import TorchEnv
-from canter.execution.guard import NoHostSync
 from canter.modules.actors import ContinuousActor
-from canter.modules.q_networks import ListedCritics, find_normalized_layers, normalize_weights
+from canter.modules.q_networks import HeldNoise, ListedCritics, find_normalized_layers, normalize_weights
+from canter.presets import profile_settings
 from canter.storage.offline import Episode
 
 SMALL = {"actor_hidden_dims": (8,), "critic_hidden_dims": (8,), "batch_size": 16, "learning_starts": 16}
@@ -48,6 +50,10 @@ def parts(alg):
     return {name: [p.detach().clone() for p in module.parameters()] for name, module in named.items()}
 
 
+def actor_loss(alg, batch):
+    return alg.actor_loss(batch, torch.randn(16, 2))[0] if isinstance(alg, SAC) else alg.actor_loss(batch)
+
+
 def changed(before, after):
     return {n for n in before if any(not torch.equal(a, b) for a, b in zip(before[n], after[n], strict=True))}
 
@@ -62,7 +68,7 @@ def test_each_loss_changes_only_its_own_parameters(kind, num_atoms):
     assert changed(before, parts(alg)) == {"critics"}
     before = parts(alg)
     with frozen(alg.critics):
-        loss, _ = alg.actor_loss(drawn, noise)
+        loss = actor_loss(alg, drawn)
     alg.optimizer_step("actor_optimizer", loss)
     assert changed(before, parts(alg)) == {"actor"}
     before = parts(alg)
@@ -91,9 +97,10 @@ def test_the_actor_loss_computes_no_gradient_of_the_critics():
 def test_the_actor_maximises_the_smaller_the_first_or_the_mean_value(kind, reduction, value):
     alg = run(make(kind, critic_reduction=reduction), 10)
     first = torch.arange(16.0)
-    alg.action_values = lambda batch, actions: torch.stack([first, 10 - first])
-    loss, stats = alg.actor_loss(next(alg.batches(1)), torch.randn(16, 2))
-    entropy_part = 0.2 * stats["log_prob"].item() if kind == "sac" else 0.0
+    alg.critics.forward = lambda obs, actions: torch.stack([first, 10 - first])
+    batch, noise = next(alg.batches(1)), torch.randn(16, 2)
+    loss = alg.actor_loss(batch, noise)[0] if kind == "sac" else alg.actor_loss(batch)
+    entropy_part = 0.2 * alg.sample(batch.obs, noise)[1].mean().item() if kind == "sac" else 0.0
     assert loss.item() == pytest.approx(entropy_part - value, rel=1e-4)
 
 
@@ -150,6 +157,79 @@ def test_the_default_target_entropy_is_in_units_of_half_the_range():
     assert make(target_entropy=-0.5).alpha_loss(torch.tensor(0.0)).item() == pytest.approx(-log_alpha * -0.5)
 
 
+def test_the_target_entropy_can_be_that_of_a_noise():
+    """Of two actions, each with half a range of 1 or 4: log(0.15) + log(2 pi e) / 2 = -0.4781815, plus log(4)."""
+    log_alpha = math.log(0.2)
+    assert make(target_std=0.15).alpha_loss(torch.tensor(0.0)).item() == pytest.approx(-log_alpha * 2 * -0.4781815)
+    wide = make(env=Wide(2), target_std=0.15).alpha_loss(torch.tensor(0.0)).item()
+    assert wide == pytest.approx(-log_alpha * 2 * (-0.4781815 + math.log(4.0)))
+    alg = make()
+    alg.target_std = 0.15
+    assert alg.alpha_loss(torch.tensor(0.0)).item() == pytest.approx(-log_alpha * 2 * -0.4781815)
+
+
+def test_learning_rates_fall_to_the_share_that_is_set():
+    alg = make(schedule="linear", final_rate_share=0.2, actor_learning_rate=1e-3)
+    alg.adjust_learning_rate(0.75)
+    assert alg.optimizers["actor_optimizer"].lr.item() == pytest.approx(1e-3 * (0.2 + 0.25 * 0.8))
+    alg.adjust_learning_rate(1.0)
+    assert alg.optimizers["actor_optimizer"].lr.item() == pytest.approx(2e-4)
+    alg.actor_learning_rate = 1e-2
+    assert alg.optimizers["actor_optimizer"].lr.item() == pytest.approx(2e-3)
+
+
+def test_noise_is_held_for_one_step_four_times_as_often_as_for_two():
+    noise, generator = HeldNoise(4000, 2, 2, torch.device("cpu")), torch.Generator().manual_seed(0)
+    first = noise.draw(generator)
+    assert (noise.left == 0).float().mean() == pytest.approx(0.8, abs=0.02)
+    held = noise.left == 1
+    second = noise.draw(generator)
+    assert torch.equal((first == second).all(1), held)
+    assert (noise.left[held] == 0).all()
+    assert second.std() == pytest.approx(1.0, abs=0.03)
+    assert not (noise.draw(generator) == first).all(1).any()
+
+
+@pytest.mark.parametrize("execution", ["eager", "auto"])
+def test_held_noise_is_used_for_exploration_alone_and_resumed(execution):
+    alg, other = (make(execution=execution, noise_repeats=50, learning_starts=0) for _ in range(2))
+    obs, critic = torch.zeros(4, 6), torch.zeros(4, 9)
+    steps = torch.stack([alg.explore(obs, critic) for _ in range(40)])
+    repeated = (steps[1:] == steps[:-1]).all(-1).float().mean()
+    assert 0.2 < repeated < 0.95
+    left = alg.held_noise.left.clone()
+    assert not torch.equal(alg.act(obs), alg.act(obs))
+    assert alg.act(torch.zeros(7, 6)).shape == (7, 2)
+    assert torch.equal(alg.held_noise.left, left)
+    other.load_resume_state(alg.resume_state())
+    assert all(torch.equal(alg.explore(obs, critic), other.explore(obs, critic)) for _ in range(20))
+
+
+def test_a_reset_starts_networks_anew_and_keeps_the_replay():
+    made = [run(make(execution=execution, reset_interval=6, gamma=0.9), 8) for execution in ("eager", "auto")]
+    for alg in made:
+        before = parts(alg)
+        alg.train(5)
+        assert any(value.any() for value in moments(alg))
+        trained, stored = parts(alg), len(alg.replay)
+        alg.train(1)
+        assert changed(before, parts(alg)) == {"actor", "critics", "target"}
+        assert changed(trained, parts(alg)) == {"actor", "critics", "target", "temperature"}
+        assert alg.temperature.log_alpha.item() == pytest.approx(math.log(0.2))
+        assert torch.equal(alg.critics.mlp[0].bias, torch.zeros_like(alg.critics.mlp[0].bias))
+        for own, target in zip(alg.critics.parameters(), alg.target.module.parameters(), strict=True):
+            assert torch.equal(own, target)
+        assert not any(value.any() for value in moments(alg))
+        assert len(alg.replay) == stored
+        alg.train(3)
+    for name, values in parts(made[0]).items():
+        assert all(torch.equal(a, b) for a, b in zip(values, parts(made[1])[name], strict=True)), name
+
+
+def moments(alg):
+    return [v for o in alg.optimizers.values() for state in o.optimizer.state.values() for v in state.values()]
+
+
 def test_exploration_noise_is_in_units_of_half_the_range_and_stays_in_bounds():
     torch.testing.assert_close(make("td3", Wide(4)).exploration_std(), torch.tensor([0.4, 0.4]))
     actions = make("td3", Wide(4), exploration_noise=1e6).act(torch.zeros(4, 6))
@@ -162,10 +242,9 @@ def test_the_target_actor_proposes_the_next_actions():
         for p in alg.actor.parameters():  # away from the target
             p.add_(0.5)
     drawn = next(alg.batches(1))
-    actions, bonus = alg.next_actions(drawn, torch.zeros(16, 2))
+    actions = alg.next_actions(drawn, torch.zeros(16, 2))
     params = alg.target_actor.module.get_params(drawn.next_obs)
     assert torch.equal(actions, alg.policy.distribution.to_env(params["mu"]))
-    assert bonus == 0.0
 
 
 def test_the_actor_learns_every_policy_delay_steps():
@@ -266,9 +345,8 @@ def test_the_noise_on_td3s_target_actions_is_clipped():
     for parameter in alg.target_actor.module.parameters():
         torch.nn.init.zeros_(parameter)
     noise = torch.tensor([[10.0, -10.0], [1.0, -2.4]]).repeat(8, 1)
-    actions, bonus = alg.next_actions(next(alg.batches(1)), noise)
+    actions = alg.next_actions(next(alg.batches(1)), noise)
     torch.testing.assert_close(actions[:2], torch.tensor([[1.5, -1.5], [0.6, -1.44]]))
-    assert bonus == 0.0
 
 
 def test_joint_limits_become_action_bounds():

@@ -20,6 +20,7 @@ def threads():
 def train_in(folder, task="canter/CartPole", *flags, name="r", steps=256):
     """Train a tiny policy; gives the exit code and the run directory."""
     args = ["train", task, *TINY, "--name", name, "--runs-dir", str(folder / "runs"), "--total-timesteps", str(steps)]
+    args += [] if "--eval-interval" in flags else ["--eval-interval", "1"]
     return main([*args, *flags]), folder / "runs" / task / f"{name}-seed1"
 
 

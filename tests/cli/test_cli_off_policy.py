@@ -29,7 +29,7 @@ def run_of(tmp_path, monkeypatch, algo, *flags):
 
 @pytest.mark.parametrize("algo", list(TASKS))
 def test_a_run_is_trained_resumed_evaluated_and_played(algo, tmp_path, monkeypatch, capsys):
-    code, run = run_of(tmp_path, monkeypatch, algo, "--save-replay-buffer")
+    code, run = run_of(tmp_path, monkeypatch, algo, "--save-replay-buffer", "--eval-interval", "10")
     assert code == 0
     rows = list(read_rows(run / "metrics.jsonl"))
     assert [row["step"] for row in rows if "rollout/mean_reward" in row] == [20, 40, 60, 80, 100]

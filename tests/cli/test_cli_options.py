@@ -3,7 +3,10 @@
 import dataclasses
 import json
 import re
+import sys
 import warnings
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -154,11 +157,11 @@ def test_more_minibatches_than_steps_are_refused():
         parse_train(["CartPole-v1", "--num-envs", "2", "--num-steps-per-env", "4", "--num-mini-batches", "9"])
 
 
-def test_a_few_environments_have_rollouts_as_large_as_the_presets():
-    with pytest.warns(UserWarning, match="rollouts of 3 instead of 64 environments have 683 steps each"):
+def test_rollouts_of_a_few_environments_grow_until_minibatches_have_32_steps():
+    with pytest.warns(UserWarning, match="rollouts of 3 instead of 64 environments have 342 steps each"):
         _, config = parse_train(["Hopper-v5", "--num-envs", "3"])
-    assert config["num_steps_per_env"] == 683  # 64 * 32 / 3, rounded up
-    with pytest.warns(UserWarning, match="rollouts of 1 instead of 16 environments have 2048 steps"):
+    assert config["num_steps_per_env"] == 342  # 32 minibatches of 32 steps / 3, rounded up
+    with pytest.warns(UserWarning, match="rollouts of 1 instead of 16 environments have 1024 steps"):
         parse_train(["Swimmer-v5", "--num-envs=1"])
 
 
@@ -382,3 +385,124 @@ def test_a_setting_of_the_preset_is_dropped_where_a_flag_leaves_it_without_effec
     assert parse_train([*off, "--clip-obs", "5"])[1]["algorithm"]["clip_obs"] == 5.0  # training warns of it
     (tmp_path / "mine.yaml").write_text("algorithm: {clip_obs: 7.0}")
     assert parse_train([*off, "--config", str(tmp_path / "mine.yaml")])[1]["algorithm"]["clip_obs"] == 7.0
+
+
+MJLAB = Path(__file__).parents[1] / "runners" / "rsl_rl" / "mjlab_configs.json"
+GO1 = "Mjlab-Velocity-Flat-Unitree-Go1"
+
+
+@pytest.fixture
+def mjlab_settings(monkeypatch):
+    """mjlab's registry with the settings of its tasks, from a file."""
+    settings = json.loads(MJLAB.read_text())
+    kinds = {name: dataclasses.make_dataclass("Cfg", list(values)) for name, values in settings.items()}
+    tasks = SimpleNamespace(list_tasks=lambda: list(settings), load_rl_cfg=lambda name: kinds[name](**settings[name]))
+    monkeypatch.setitem(sys.modules, "mjlab", SimpleNamespace(tasks=tasks))
+    monkeypatch.setitem(sys.modules, "mjlab.tasks", SimpleNamespace(registry=tasks))
+    monkeypatch.setitem(sys.modules, "mjlab.tasks.registry", tasks)
+
+
+def another(value, kind):
+    """A value that differs from the default of a flag, as text, and as it is in the config; None if there is none."""
+    if isinstance(value, bool):
+        return not value
+    if "bool" in kind:
+        return True
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value + 1
+    if isinstance(value, float):
+        return value / 2 if value else 0.25
+    if value is None and "int" in kind:
+        return 2
+    return 0.25 if value is None and "float" in kind else None
+
+
+CHOSEN = {"schedule": "linear", "optimizer_class_name": "AdamW", "policy.activation": "tanh", "device": "cpu"}
+CHOSEN |= {"policy.actor_activation": "relu", "policy.critic_activation": "relu", "policy.noise_std_type": "log"}
+CHOSEN |= {"num_mini_batches": 3, "min_lr": 1e-6, "clip_max_std": 2.0, "policy.action_distribution": "beta"}
+
+
+def another_flag(name, owner):
+    """The flag of a setting with another value than the preset's, and that value; None for one without."""
+    path, _, field = name.rpartition(".")
+    declared = next(f for f in dataclasses.fields(owner) if f.name == field)
+    kind = str(getattr(declared.type, "__origin__", declared.type))  # without what is said to the parser
+    wanted = CHOSEN.get(name, another(getattr(owner, field), kind))
+    if wanted is None:
+        return None
+    words = name.replace("_", "-")
+    flag = [f"--{words}", str(wanted)]
+    if isinstance(wanted, bool) and "None" not in kind:
+        flag = [f"--{words}" if wanted else f"--{path + '.' if path else ''}no-{field.replace('_', '-')}"]
+    return flag, wanted
+
+
+@pytest.mark.usefixtures("mjlab_settings")
+@pytest.mark.filterwarnings("ignore")
+def test_every_flag_beats_the_settings_that_mjlab_registers():
+    options, _ = parse_train([f"mjlab/{GO1}"])
+    names = [f.name for f in dataclasses.fields(options.settings)]
+    names += [f"policy.{f.name}" for f in dataclasses.fields(options.policy) if f.name != "class_name"]
+    walked = []
+    for name in names:
+        owner = options.policy if name.startswith("policy.") else options.settings
+        found = another_flag(name, owner)
+        if found is None:
+            continue
+        flag, wanted = found
+        try:
+            _, config = parse_train([f"mjlab/{GO1}", *flag])
+        except (ValueError, TypeError):  # a number out of a setting's range
+            continue
+        section = config["policy"] if name.startswith("policy.") else {**config["algorithm"], **config}
+        assert section[name.removeprefix("policy.")] == wanted, name
+        walked.append(name)
+    registered = {"learning_rate", "gamma", "lam", "entropy_coef", "desired_kl", "max_grad_norm", "value_loss_coef"}
+    registered |= {"clip_param", "num_mini_batches", "num_learning_epochs", "schedule", "max_iterations", "seed"}
+    registered |= {"num_steps_per_env", "save_interval", "empirical_normalization", "critic_obs_normalization"}
+    registered |= {"upload_model", "policy.activation", "policy.init_noise_std", "policy.noise_std_type"}
+    assert registered <= set(walked)
+    assert len(walked) > 45
+
+
+@pytest.mark.usefixtures("mjlab_settings")
+@pytest.mark.parametrize(
+    ("flags", "iterations"),
+    [
+        ([], 10_000),
+        (["--total-timesteps", "1000"], None),
+        (["--total-timesteps=1000", "--num-envs", "8"], None),
+        (["--max-iterations", "7"], 7),
+        (["--total-timesteps", "40960", "--max-iterations", "7", "--num-envs", "64"], 7),
+        (["--total-timesteps", "4096", "--max-iterations", "7", "--num-envs", "64"], 3),  # 64 * 24 steps each
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_total_timesteps_is_the_length_of_a_run_whatever_is_registered(flags, iterations, tmp_path):
+    assert parse_train([f"mjlab/{GO1}", *flags])[1]["max_iterations"] == iterations
+    file = tmp_path / "c.yaml"
+    file.write_text("max_iterations: 20\nnum_envs: 4096\n")
+    found = parse_train([f"mjlab/{GO1}", "--config", str(file), *flags])[1]["max_iterations"]
+    assert found == (iterations if flags else 20)
+
+
+@pytest.mark.usefixtures("mjlab_settings")
+@pytest.mark.filterwarnings("ignore")
+def test_a_file_and_flags_beat_the_networks_and_the_length_that_mjlab_registers(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("total_timesteps: 5000\npolicy: {actor_hidden_dims: [16]}\nalgorithm: {gamma: 0.5}\n")
+    options, config = parse_train([f"mjlab/{GO1}", "--config", str(file), "--policy.activation", "tanh"])
+    assert (options.total_timesteps, config["max_iterations"]) == (5000, None)
+    assert config["policy"]["actor_hidden_dims"] == [16]
+    assert config["policy"]["critic_hidden_dims"] == [512, 256, 128]  # as registered
+    assert (config["algorithm"]["gamma"], config["algorithm"]["lam"]) == (0.5, 0.95)
+    used = [config["policy"][name] or config["policy"]["activation"] for name in PARTS]
+    assert used == ["tanh", "tanh"]
+    _, config = parse_train([f"mjlab/{GO1}", "--policy.activation", "tanh", "--policy.critic-activation", "relu"])
+    assert [config["policy"][name] or config["policy"]["activation"] for name in PARTS] == ["tanh", "relu"]
+    _, config = parse_train([f"mjlab/{GO1}", "--no-empirical-normalization"])
+    assert config["algorithm"]["critic_obs_normalization"] is None  # as the actor's
+    assert config["obs_groups"] == {"actor": ["actor"], "critic": ["critic"]}
+
+
+PARTS = ("actor_activation", "critic_activation")

@@ -637,3 +637,13 @@ def test_evaluating_weights_that_are_not_finite_is_an_error(train, capsys):
     capsys.readouterr()
     assert main(["eval", str(path)]) == 5
     assert "model_1.pt holds a policy that diverged: 'actor.0.weight' has NaN values; choose" in capsys.readouterr().err
+
+
+def test_an_evaluation_takes_no_more_steps_than_the_training_between_two_of_them(tmp_path):
+    small = ["--num-envs", "4", "--num-steps-per-env", "16", "--num-mini-batches", "2", "--final-episodes", "0"]
+    args = ["train", "canter/CartPole", *small, "--no-video", "--eval-episodes", "2", "--name", "r", "--runs-dir"]
+    assert main([*args, str(tmp_path), "--total-timesteps", "256"]) == 0
+    run = tmp_path / "canter" / "CartPole" / "r-seed1"
+    assert not any("eval/mean_reward" in row for row in read_rows(run / "metrics.jsonl"))
+    # Two episodes of at most 500 steps are those of 16 iterations of 4 * 16 steps.
+    assert yaml.safe_load((run / "config.yaml").read_text())["eval_interval"] == 16

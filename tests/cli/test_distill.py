@@ -16,11 +16,14 @@ PARTS = "{angle: 2, velocity: 1}"
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
     """A teacher that was hardly trained."""
-    runs = tmp_path_factory.mktemp("teacher")
+    return trained_on("canter/Pendulum", tmp_path_factory.mktemp("teacher"))
+
+
+def trained_on(task, runs):
     code = main(
         [
             "train",
-            "canter/Pendulum",
+            task,
             "--total-timesteps",
             "64",
             "--num-steps-per-env",
@@ -106,3 +109,30 @@ def test_mistakes_are_named_and_leave_no_directory(teacher, tmp_path, capsys, fl
     assert distill(teacher, tmp_path, *flags) != 0
     assert message in capsys.readouterr().err
     assert not list(tmp_path.rglob("config.yaml"))
+
+
+def test_a_teacher_of_an_asymmetric_environment_labels_what_it_observes(tmp_path, capsys):
+    teacher = trained_on("canter/PointRobot", tmp_path / "t")
+    assert distill(teacher, tmp_path / "s", "--hide", "velocity") == 0
+    run = next((tmp_path / "s").rglob("config.yaml")).parent
+    assert yaml.safe_load((run / "config.yaml").read_text())["run"]["components"] == {
+        "segments": {"velocity": 2, "command": 2, "last_action": 2},
+        "actor": ["command", "last_action"],
+        "critic": ["velocity", "command", "last_action"],
+        "own_critic": False,
+    }
+    runner = load_policy(read_run(run), find_checkpoint(run, None), 3, 1, None)
+    obs, critic_obs = runner.env.reset()
+    assert torch.equal(obs, critic_obs[:, 2:])
+    assert critic_obs.shape == (3, 6)  # what the teacher was trained with
+    assert "bundle" in capsys.readouterr().out
+    spec = json.loads(next(run.rglob("policy.json")).read_text())
+    assert [segment["name"] for segment in spec["observation"]] == ["command", "last_action"]
+
+
+def test_the_default_target_suits_discrete_actions(tmp_path):
+    teacher = trained_on("canter/CartPole", tmp_path / "t")
+    assert distill(teacher, tmp_path / "s", "--no-bundle") == 0
+    config = yaml.safe_load(next((tmp_path / "s").rglob("config.yaml")).read_text())
+    assert config["algorithm"]["distill_target"] == "max_log_prob"
+    assert not list((tmp_path / "s").rglob("policy.json"))

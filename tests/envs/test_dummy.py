@@ -1,8 +1,8 @@
 import pytest
 import torch
+from no_host_sync import NoHostSync
 
 from canter.envs.dummy import DummyVecEnv
-from canter.execution.guard import NoHostSync
 
 
 def test_episodes_end_at_the_time_limit_with_the_observation_before_the_reset():

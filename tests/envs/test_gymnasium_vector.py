@@ -4,10 +4,10 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from no_host_sync import NoHostSync
 
 from canter.envs.gymnasium import GymVecEnv
 from canter.envs.gymnasium_vector import GymVectorEnvAdapter, autoreset_mode
-from canter.execution.guard import NoHostSync
 
 
 def adapter(fns, mode):

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from no_host_sync import NoHostSync
 
 from canter.envs.components import MotionFeatures, feature_columns, windows
 from canter.envs.torch_envs.base import TorchEnv
-from canter.execution.guard import NoHostSync
 
 
 class Counter(TorchEnv):

@@ -3,9 +3,9 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from no_host_sync import NoHostSync
 
 from canter.envs.records import FINAL_OBS_NAMES, EndWatch, end_flags, split_groups, step_record, to_obs
-from canter.execution.guard import NoHostSync
 
 CPU = torch.device("cpu")
 DONE = torch.tensor([True, False, True])

@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from no_host_sync import NoHostSync
 
 from canter.envs.records import take_groups
 from canter.envs.rsl_rl import RslRlAdapter, is_batched, join_groups, resolve_sets
-from canter.execution.guard import NoHostSync
 
 ACTION = torch.zeros(3, 2)
 A, B, C = torch.full((2, 1), 1.0), torch.full((2, 2), 2.0), torch.full((2, 3), 3.0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from canter.envs import GymVecEnv, RslRlAdapter, VecEnvWrapper, make_env
+from canter.envs import GymVecEnv, ObsComponents, RslRlAdapter, VecEnvWrapper, make_env
 from canter.envs.spec import describe_env, describe_robot
 
 
@@ -57,8 +57,8 @@ def test_manager_based_environments_state_joints_gains_scales_and_terms(group):
     robot = found["robot"]
     assert robot["control_period"] == 0.02
     assert robot["observation"] == [
-        {"name": "base_lin_vel", "width": 3, "scale": [2.0]},
-        {"name": "joint_pos", "width": 4, "clip": [-1.0, 1.0], "history": 2},
+        {"name": "base_lin_vel", "width": 3, "group": group, "scale": [2.0]},
+        {"name": "joint_pos", "width": 4, "group": group, "clip": [-1.0, 1.0], "history": 2},
     ]
     assert robot["action"]["names"] == ["hip", "knee"]
     assert robot["action"]["scale"] == [0.25, 0.5]
@@ -96,14 +96,77 @@ def test_poses_gains_and_scales_are_in_the_order_of_the_actions():
     assert action["scale"] == pytest.approx([0.5, 0.5, 0.1])
 
 
-def test_effort_actions_are_controls_without_gains():
+def test_effort_actions_have_no_gains():
     class JointEffortAction(SimpleNamespace): ...
 
     env = ManagerEnv(gains="model")
     term = JointEffortAction(**vars(env.action_manager.get_term("joint_pos")))
     env.action_manager.get_term = lambda name: term
     action = describe_env(RslRlAdapter(env))["robot"]["action"]
-    assert (action["target"], action["names"], "stiffness" in action) == ("ctrl", ["hip", "knee"], False)
+    assert (action["target"], action["names"], "stiffness" in action) == ("effort", ["hip", "knee"], False)
+
+
+def base_ang_vel(env): ...
+
+
+def joint_pos_rel(env, biased=False): ...
+
+
+def of_mine(env, gain): ...
+
+
+for function in (base_ang_vel, joint_pos_rel):
+    function.__module__ = "mjlab.envs.mdp.observations"
+
+
+def test_terms_of_the_groups_that_a_student_reads_say_what_they_are():
+    noise = SimpleNamespace(n_min=-0.2, n_max=0.2, operation="add")
+    asset = SimpleNamespace(name="robot", joint_ids=[2, 0])
+    groups = {
+        "actor": ["height"],
+        "proprioception": ["gyro", "joints"],
+        "goal": ["mine"],
+    }
+    shapes = {"actor": [(7,)], "proprioception": [(3,), (2,)], "goal": [(4,)]}
+    cfgs = {
+        "actor": [SimpleNamespace()],
+        "proprioception": [
+            SimpleNamespace(func=base_ang_vel, params={}, noise=noise, delay_min_lag=1, delay_max_lag=2),
+            SimpleNamespace(func=joint_pos_rel, params={"biased": True, "asset_cfg": asset}),
+        ],
+        "goal": [SimpleNamespace(func=of_mine, params={"gain": 2.0, "asset": asset})],
+    }
+
+    class Student(ManagerEnv):
+        def get_observations(self):
+            return {name: torch.zeros(2, sum(s[0] for s in shape)) for name, shape in shapes.items()}
+
+    env = Student()
+    env.scene["robot"].body_names = ["robot/trunk", "robot/leg"]
+    env.cfg = SimpleNamespace(events={"bias": SimpleNamespace(params={"bias_range": (-0.01, 0.02)})})
+    env.observation_manager = SimpleNamespace(active_terms=groups, group_obs_term_dim=shapes, _group_obs_term_cfgs=cfgs)
+    sets = {"student": ["proprioception", "goal"], "teacher": ["actor"]}
+    adapted = RslRlAdapter(env, obs_groups=sets)
+    robot = describe_robot(adapted)
+    assert robot["obs_groups"] == ["proprioception", "goal"]
+    gyro, joints, mine = robot["observation"]
+    assert gyro["source"] == {"kind": "angular_velocity", "body": "trunk"}
+    assert (gyro["unit"], gyro["delay"]) == ("rad/s", [0.02, 0.04])
+    assert gyro["noise"] == {"distribution": "uniform", "low": -0.2, "high": 0.2, "operation": "add"}
+    assert joints["source"]["joints"] == ["tail", "hip"]
+    assert joints["source"]["offset"] == pytest.approx([0.3, 0.123456789])
+    assert joints["noise"] == {"bias": [-0.01, 0.02]}
+    assert mine["source"] == {"kind": "other", "function": f"{__name__}:of_mine", "parameters": {"gain": 2.0}}
+    parts = ObsComponents(adapted, actor=["mine", "gyro_history"], history={"gyro": 3}, own_critic=False)
+    assert (parts.num_obs, parts.num_privileged_obs) == (13, 18)  # 4 + 3 * 3 of 9 and the window
+    seen = describe_robot(parts)["observation"]
+    assert [(term["name"], term["width"], term.get("history")) for term in seen] == [
+        ("mine", 4, None),
+        ("gyro_history", 9, 3),
+    ]
+    assert seen[1]["source"] == {"kind": "angular_velocity", "body": "trunk"}
+    whole = ObsComponents(adapted, actor=["goal"], own_critic=False)
+    assert whole.obs_segments == {"goal": (4,)}
 
 
 def test_a_robot_that_cannot_be_described_does_not_stop_a_checkpoint():

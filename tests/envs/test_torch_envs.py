@@ -3,10 +3,10 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from no_host_sync import NoHostSync
 
 from canter.envs.records import step_record
 from canter.envs.torch_envs import TORCH_ENVS, CartPole, ImageReach, MaskedCartPole, Pendulum, PointRobot, TorchEnv
-from canter.execution.guard import NoHostSync
 from canter.utils.tree import tree_leaves
 
 EVERY = pytest.mark.parametrize("name", sorted(TORCH_ENVS))

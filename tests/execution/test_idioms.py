@@ -1,22 +1,24 @@
-"""User code gives with `execution="auto"` what it gives with "eager", or runs eagerly with a message."""
+"""User code gives with `execution="auto"` what it gives with "eager", as the verdicts of the table say."""
+
+import sys
 
 import pytest
 from function_idioms import MODES, TABLE, check_function
-from idioms import IDIOMS, Alg, Ext, Net, Walk, check_idiom
+from idioms import IDIOMS, check_idiom
 from torch.distributions import Distribution
-
-from canter.runners import OnPolicyRunner
 
 
 @pytest.fixture(autouse=True)
-def checked_distributions(monkeypatch):
-    """torch.cond switches the checks of all distributions off."""
+def restored(monkeypatch):
+    """torch.cond switches the checks of all distributions off; one idiom runs under a profiler."""
     monkeypatch.setattr(Distribution, "_validate_args", Distribution._validate_args)
+    yield
+    sys.setprofile(None)
 
 
 @pytest.mark.parametrize("idiom", IDIOMS, ids=lambda idiom: idiom.name)
 def test_user_code_trains_as_it_does_eagerly(idiom):
-    check_idiom(idiom, "auto", "cpu", idiom.expected, {"act", "process", "learn"})
+    check_idiom(idiom, "auto", "cpu", {"act", "learn"})
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -25,11 +27,6 @@ def test_functions_give_what_they_give_eagerly(function, mode):
     check_function(function, "auto", "cpu", function.expected, mode)
 
 
-def test_an_extension_of_a_users_algorithm_costs_no_look_in_every_iteration():
-    env = Walk(2, "cpu", seed=1)
-    alg = Alg(Net(), extensions=[Ext()])
-    runner = OnPolicyRunner(env, alg, show_progress=False)
-    runner.learn(2)
-    before = alg.executor.state_number  # the first update makes the moments of the optimizer
-    runner.learn(5)
-    assert alg.executor.state_number == before
+def test_the_table_of_idioms_is_broad():
+    assert len(IDIOMS) >= 150
+    assert sum(idiom.verdict == "limit" for idiom in IDIOMS) <= 6

@@ -4,14 +4,16 @@ import pytest
 import torch
 from torch import fx
 
+from canter.execution import record as record_module
 from canter.execution.interpreter import to_interpreter
-from canter.execution.recording import Recording
 
 FIRST = torch.zeros(1, dtype=torch.long)
 
 
 def record(fn, *inputs):
-    return Recording(fn, inputs, list(inputs))
+    result, recording = record_module.record(fn, inputs, inputs)
+    recording.result = result
+    return recording
 
 
 def with_lists(x):
@@ -43,7 +45,7 @@ def test_arguments_and_results_of_every_kind_are_replayed(fn):
     inner = torch.inference_mode if fn is with_lists else torch.no_grad
     with inner():
         recording = record(fn, torch.tensor([1.5, -2.0, 0.25]))
-        assert recording.uncompiled.__module__ == "canter.execution.interpreter"
+        assert recording.uncompiled.__module__ == "canter.execution.torch_private"
         x = torch.tensor([0.5, 3.0, -1.0])
         for again, expected in zip(recording.replay([x]), fn(x), strict=True):
             assert torch.equal(again, expected)
@@ -57,7 +59,7 @@ def test_operations_with_numbers_compute_the_same_bits(dtype):
         return *floats, x + 2, x * 7, x.float().exp().mul_(0.7).add_(1), torch.add(x, 3, alpha=2)
 
     recording = record(fn, torch.ones(256).to(dtype))
-    assert recording.uncompiled.__module__ == "canter.execution.interpreter"
+    assert recording.uncompiled.__module__ == "canter.execution.torch_private"
     x = torch.arange(256).to(dtype)
     for _ in range(3):  # TorchScript changes a graph when it has run
         for again, expected in zip(recording.replay([x]), fn(x), strict=True):

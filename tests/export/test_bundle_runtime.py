@@ -76,7 +76,7 @@ def test_samples_that_do_not_match_are_refused(bundle, made):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s.update(version=2), "has format version 2, this canter reads 1"),
+        (lambda s: s.update(version=3), "has format version 3, this canter reads 1 and 2"),
         (lambda s: s.update(format="other"), "does not describe a policy of canter"),
         (lambda s: s["files"].update({"../../etc/passwd": {"sha256": "0"}}), "files must be some of"),
         (lambda s: s["files"].pop("policy.onnx"), "files must be some of"),

@@ -63,7 +63,7 @@ def test_a_bundle_gets_the_return_of_the_policy_it_was_made_from(pendulum):
     assert report.falls == 0
     assert report.summary()["mean_return"] == pytest.approx(np.mean(returns), rel=1e-4)
     assert 0 < report.step_median <= report.step_p99
-    assert report.tracking_error is report.mean_velocity is None
+    assert report.error_x is report.error_y is report.error_yaw is report.mean_velocity is None
 
 
 class Recorded:
@@ -294,10 +294,71 @@ def test_a_scene_reports_tracking_and_falls(walker, tmp_path):
     assert (report.falls, report.lengths) == (1, [1])
     still = scene(tmp_path, walker, SERVOS, command=(3.0, 0.0, 4.0))
     still.velocity = lambda: np.zeros(3)
-    assert simulate(walker, still, 1).tracking_error == pytest.approx(math.sqrt(25 / 3))
+    found = simulate(walker, still, 1)
+    assert (found.error_x, found.error_y, found.error_yaw) == pytest.approx((3.0, 0.0, 4.0))  # m/s, m/s, rad/s
     assert math.isnan(report.returns[0])
     assert "mean_return" not in report.summary()
     json.dumps(report.summary(), allow_nan=False)
+
+
+IMU = {"type": "site", "name": "imu", "body": "base", "position": [0.1, 0.0, 0.2], "orientation": [0.0, 0.0, 0.0, 1.0]}
+SOURCES = [
+    {"name": "speed", "width": 3, "source": {"kind": "sensor", "sensor": "velocimeter", "name": "v", "object": IMU}},
+    {"name": "turn", "width": 3, "source": {"kind": "sensor", "sensor": "gyro", "name": "g", "object": IMU}},
+    {"name": "up", "width": 3, "source": {"kind": "gravity", "body": "base"}},
+    {
+        "name": "joints",
+        "width": 2,
+        "source": {"kind": "joint_position", "joints": ["knee", "hip"], "offset": [1.0, 0.5], "relative": True},
+        "delay": [0.02, 0.04],
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def sensing(tmp_path_factory):
+    """A policy with described sources and a torque for each joint of the walker."""
+    physics = {"timestep": 0.002, "integrator": "implicitfast", "cone": "elliptic", "impratio": 1.0}
+    joints = [{"name": "hip", "effort": 3.0}, {"name": "knee", "effort": 100.0}]
+    robot = {"control_period": 0.02, "observation": SOURCES, "action": JOINTS | GAINS, "physics": physics}
+    actor = linear(11, 2, np.zeros((2, 11)), [0.2, -0.4])
+    folder = tmp_path_factory.mktemp("sensing") / "b"
+    return exported(folder, actor, 11, 2, robot=robot | {"joints": joints})[1]
+
+
+def test_sources_are_read_at_the_site_that_the_bundle_states(sensing, tmp_path):
+    made = scene(tmp_path, sensing)
+    made.reset(0)
+    made.data.qvel[:6] = [1.0, 0, 0, 0, 0, 2.0]  # 1 m/s along x, 2 rad/s about z
+    made.data.qpos[7:] = [0.25, 3.0]
+    made.mujoco.mj_forward(made.model, made.data)
+    obs = made.observe()["obs"]
+    # The site is 0.1 m in front and turned by 180 degrees: v = (1, 2 * 0.1) turns into (-1, -0.2).
+    assert obs[:3].tolist() == pytest.approx([-1.0, -0.2, 0.0], abs=1e-6)
+    assert obs[3:6].tolist() == pytest.approx([0, 0, 2.0], abs=1e-6)
+    assert obs[6:9].tolist() == pytest.approx([0, 0, -1.0])
+    assert obs[9:].tolist() == pytest.approx([-0.3 - 1.0, 0.1 - 0.5])  # those of the reset: one period late
+    assert made.observe()["obs"][9:].tolist() == pytest.approx([3.0 - 1.0, 0.25 - 0.5])
+
+
+def test_joints_without_actuators_are_driven_by_the_bundles_gains_within_their_efforts(sensing, tmp_path):
+    made = scene(tmp_path, sensing, actuators="")
+    made.substeps = 1
+    made.reset(0)
+    made.step([2.0, -0.4])
+    assert made.data.qfrc_applied[6:].tolist() == pytest.approx([3.0, 30.0 * -0.2])  # 20 * 1.0 is above the limit
+    notes = " ".join(made.notes())
+    assert "the scene has no actuators" in notes
+    assert "the scene's timestep is 0.005, the policy was trained with 0.002" in notes
+    assert "cone is pyramidal" in notes
+    assert "impratio" not in notes
+
+
+def test_servos_get_the_bundles_gains(sensing, tmp_path):
+    made = scene(tmp_path, sensing, SERVOS)
+    assert made.model.actuator_gainprm[:, 0].tolist() == [30.0, 20.0]  # knee, hip
+    assert made.model.actuator_biasprm[:, 1:3].tolist() == [[-30.0, -0.25], [-20.0, -0.5]]
+    assert any("gains of the scene's servos" in note for note in made.notes())
 
 
 def test_pushes_add_a_horizontal_velocity(walker, tmp_path):
@@ -341,12 +402,15 @@ def test_keys_of_a_terminal_drive_a_scene_until_q(walker, tmp_path):
     process.communicate(timeout=60)
     assert process.returncode == 0
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["tracking_error"] > 0
+    assert report["error_x"] > 0
     assert report["lengths"][0] < 600 / 0.02
     assert termios.tcgetattr(theirs)[3] & termios.ICANON, "the terminal reads lines again"
     refused = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=headless)
     assert refused.returncode == 2
-    assert "--keys drives a scene, --mujoco scene.xml, from a terminal" in refused.stderr
+    assert "--keys reads keys from a terminal, and standard input is none" in refused.stderr
+    piped = subprocess.run(command, input="\x1b[A\x1b[Aq", capture_output=True, text=True, env=headless)
+    assert piped.returncode == 0
+    assert "command     0.2, 0.0, 0.0" in piped.stdout
 
 
 def test_other_terms_sensors_ranges_and_histories(tmp_path):

@@ -15,10 +15,10 @@ def deterministic(monkeypatch):
 
 @pytest.mark.parametrize("idiom", IDIOMS, ids=lambda idiom: idiom.name)
 def test_captured_user_code_trains_as_it_does_eagerly(idiom):
-    check_idiom(idiom, "graph", "cuda", idiom.expected_on_gpu, {"rollout", "learn"})
+    check_idiom(idiom, "auto", "cuda", {"rollout", "learn"})
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("function", [f for f in TABLE if f.expected_on_gpu], ids=lambda function: function.name)
+@pytest.mark.parametrize("function", [f for f in TABLE if f.is_for_gpus], ids=lambda function: function.name)
 def test_captured_functions_give_what_they_give_eagerly(function, mode):
-    check_function(function, "graph", "cuda", function.expected_on_gpu, mode)
+    check_function(function, "auto", "cuda", function.expected, mode)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from no_host_sync import NoHostSync
 
 from canter.algorithms.teacher import Teacher
-from canter.execution.guard import NoHostSync
 from canter.modules.actor_critic_field_mutex import ActorCriticClimbMutex, ActorCriticFieldMutex
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.normalizer import EmpiricalNormalization

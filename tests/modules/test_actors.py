@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 from gymnasium import spaces
+from no_host_sync import NoHostSync
 from torch import distributions as td
 from torch import nn
 
-from canter.execution.guard import NoHostSync
 from canter.modules.actors import (
     Actor,
     CNNActor,

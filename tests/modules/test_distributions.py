@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from no_host_sync import NoHostSync
 from torch import distributions as td
 
-from canter.execution.guard import NoHostSync
 from canter.modules.distributions import (
     Beta,
     Categorical,

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from no_host_sync import NoHostSync
 
-from canter.execution.guard import NoHostSync
 from canter.modules.normalizer import (
     DictNormalization,
     EmpiricalNormalization,

@@ -164,7 +164,9 @@ def twin_critics(directory, rank):
         actions, rewards, dones = (torch.rand(*shape, generator=draw)[rows] for shape in ((16, 2), (16,), (16,)))
         fields = {"obs": obs, "critic_obs": critic_obs, "next_obs": next_obs, "next_critic_obs": next_critic_obs}
         fields |= {"actions": actions, "rewards": rewards, "dones": dones.round(), "discounts": 0.99 + 0.0 * rewards}
-        alg.learn_step(ReplayBatch(**{**dict.fromkeys(ReplayBatch._fields), **fields}), phase)
+        batch = ReplayBatch(**{**dict.fromkeys(ReplayBatch._fields), **fields})
+        alg.batches = lambda count, batch=batch: iter([batch])
+        alg.learn_steps(1, phase)
     return runner.checkpoints.shared_tensors()
 
 

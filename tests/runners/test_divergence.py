@@ -181,12 +181,12 @@ def test_a_few_skipped_updates_in_between_do_not_stop_a_run(make_runner):
 @pytest.mark.parametrize("kind", ["dqn", "sac", "td3"])
 def test_an_off_policy_run_whose_updates_are_all_skipped_stops(kind):
     runner = off_policy_runner(kind)
-    real = runner.alg.learn_step
+    real = runner.alg.batches
 
-    def spoilt(batch, phase):
-        return real(batch._replace(rewards=batch.rewards * math.nan), phase)
+    def spoilt(count):
+        return (batch._replace(rewards=batch.rewards * math.nan) for batch in real(count))
 
-    runner.alg.learn_step = spoilt
+    runner.alg.batches = spoilt
     with pytest.raises(DivergedError, match=r"every update of the last 10 reports was skipped"):
         runner.learn(2000)
 

@@ -10,11 +10,11 @@ import torch
 from gymnasium import spaces
 
 from canter.algorithms import DQN, SAC, DQNConfig, SACConfig, TD3Config
-from canter.algorithms.actor_q import profile_settings
 from canter.algorithms.off_policy import OffPolicyAlgorithm
 from canter.envs.torch_envs import CartPole, PointRobot
 from canter.envs.vec_env import StepRecord, VecEnv
 from canter.envs.wrap import wrap_env
+from canter.presets import profile_settings
 from canter.runners import OffPolicyRunner, StopTraining
 from canter.runners.run_config import parse_train_cfg
 from canter.utils.metrics import NonFiniteError

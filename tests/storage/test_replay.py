@@ -8,9 +8,9 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from no_host_sync import NoHostSync
 
 from canter.envs.wrap import wrap_env
-from canter.execution.guard import NoHostSync
 from canter.storage.replay import PrioritizedReplayBuffer, SumTree, TransitionReplayBuffer
 from canter.storage.rollout_storage import Field
 from canter.utils.memory import check_memory, readable
@@ -305,8 +305,10 @@ def same_content(a, b):
 def test_a_single_environment_is_stored_by_array_as_by_tensor(has_invalid_steps):
     shapes = {"image": Field((2, 2), dtype=torch.uint8), "speed": (3,)}
     kind = {"action_shape": (2,), "action_dtype": torch.float32, "critic_obs_shape": (4,)}
+    kind["extra_fields"] = {"energy": Field((3,)), "is_odd": Field((), dtype=torch.bool)}
     tensors, arrays = (TransitionReplayBuffer(9, shapes, **kind, has_invalid_steps=has_invalid_steps) for _ in range(2))
-    assert arrays.can_add_one
+    assert arrays.is_numpy
+    tensors.is_numpy = False
     generator = torch.Generator().manual_seed(0)
 
     def observe():
@@ -321,16 +323,43 @@ def test_a_single_environment_is_stored_by_array_as_by_tensor(has_invalid_steps)
         now, after = after if moves_on else observe(), observe()
         args = (now[0], torch.rand(1, 2, generator=generator), torch.rand(1, generator=generator), after[0], terminated)
         rest = {"truncated": cut & ~terminated, "critic_obs": now[1], "next_critic_obs": after[1], "valid": valid}
+        rest["fields"] = {"energy": torch.rand(1, 3, generator=generator), "is_odd": torch.tensor([i % 2 == 1])}
         tensors.add(*args, **rest)
-        arrays.add_one(*args, **rest)
+        arrays.add(*args, **rest)
         assert same_content(tensors, arrays), i
     assert len(arrays) == len(tensors) > 0
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_several_steps_at_once_are_stored_as_one_by_one(num_envs):
+    """Episodes of 1 to 4 steps in the second environment of three, or in the only one."""
+    env, generator = num_envs // 2, torch.Generator().manual_seed(1)
+    kind = {"num_envs": num_envs, "has_invalid_steps": num_envs > 1, "extra_fields": {"twice": Field(())}}
+    single, bulk = (TransitionReplayBuffer(7 * num_envs, (1,), **kind) for _ in range(2))
+    valid = torch.arange(num_envs) == env
+    for number in range(9):
+        length, is_terminal = int(torch.randint(1, 5, (), generator=generator)), number % 2 == 0
+        ids = 100.0 * number + torch.arange(length + 1.0)
+        ends = torch.arange(length) == length - 1
+        done, cut = ends & is_terminal, ends & (not is_terminal)
+        for t in range(length):
+            now, after, reward = (torch.full((num_envs, 1), float(x)) for x in (ids[t], ids[t + 1], -ids[t]))
+            flags = {"truncated": cut[t].expand(num_envs), "valid": valid, "fields": {"twice": 2 * now}}
+            single.add(now, torch.zeros(num_envs), reward, after, done[t].expand(num_envs), **flags)
+        args = (ids[:-1, None], torch.zeros(length), -ids[:-1], ids[-1:, None], done)
+        bulk.add(*args, truncated=cut, fields={"twice": 2 * ids[:-1]}, env=env)
+        assert len(single) == len(bulk)
+        for one, many in zip(stored(single), stored(bulk), strict=True):
+            for name in ("obs", "rewards", "next_obs", "dones"):
+                assert torch.equal(getattr(one, name), getattr(many, name)), name
+            assert torch.equal(many.fields["twice"], 2 * many.obs[:, 0])
+    assert len(bulk) >= 4
 
 
 def test_a_copied_buffer_has_memory_of_its_own():
     def put(buffer, i):
         obs, no = torch.full((1, 1), float(i)), torch.tensor([False])
-        buffer.add_one(obs, torch.tensor([0]), torch.tensor([10.0 + i]), obs + 1, no, truncated=no)
+        buffer.add(obs, torch.tensor([0]), torch.tensor([10.0 + i]), obs + 1, no, truncated=no)
 
     first = TransitionReplayBuffer(8, (1,))
     put(first, 0)
@@ -347,8 +376,8 @@ def test_only_a_plain_buffer_of_one_environment_takes_steps_by_array():
             super().add(*args, **kwargs)
 
     buffers = (TransitionReplayBuffer(8, (1,), num_envs=2), PrioritizedReplayBuffer(8, (1,)), Other(8, (1,)))
-    assert not any(buffer.can_add_one for buffer in buffers)
-    assert not TransitionReplayBuffer(8, (1,), obs_dtype=torch.bfloat16).can_add_one
+    assert not any(buffer.is_numpy for buffer in buffers)
+    assert not TransitionReplayBuffer(8, (1,), obs_dtype=torch.bfloat16).is_numpy
 
 
 def test_a_loaded_buffer_continues_exactly():

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from no_host_sync import NoHostSync
 
-from canter.execution.guard import NoHostSync
 from canter.modules import ActorCriticRecurrent
 from canter.storage.rollout_storage import Field, RolloutStorage
 

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from no_host_sync import NoHostSync
 
 from canter.envs.vec_env import StepRecord
-from canter.execution.guard import NoHostSync
 from canter.utils.metrics import (
     EpisodeTracker,
     FiniteGuard,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from canter.algorithms.foreign import import_state
 from canter.algorithms.optim import GuardedOptimizer
+from canter.algorithms.user_code import attributes, has_user_code
 from canter.envs.vec_env import StepRecord
 from canter.envs.wrap import wrap_env
 from canter.execution.executor import EXECUTIONS, PRECISIONS, Executor
@@ -214,6 +215,9 @@ class Algorithm:
         """Whether an episode was cut off without a final observation, and valued by the state before its last step."""
         self.has_warned = False  # of that
         self.current_learning_iteration = 0
+        self.executor.attributes = self.plain_attributes
+        if RANKS.size > 1:
+            self.executor.error_of_ranks = lambda: RANKS.error
         self.trained_by: Any = None
         """The runner that was made for this algorithm last."""
         self.untrained: dict[int, nn.Parameter] | None = None  # by id, which stays theirs while they are held
@@ -284,8 +288,8 @@ class Algorithm:
     def sync_settings(self, assigned: str = "") -> None:
         """Copy changed float settings to the device, and give the executor every other one as a recording's key.
 
-        A runner calls it after every callback, PPO before every rollout and update. `assigned` is the setting that was
-        assigned, if this is the reason of the call.
+        `assigned` is the setting that was assigned, if this is the reason of the call.
+        A runner calls it after every callback, PPO before every rollout and update.
         """
         key: list[Any] = []
         for name, field in self.setting_fields.items():
@@ -333,6 +337,27 @@ class Algorithm:
             reason = f"they were frozen, replaced or not there when {owner} was made, and its optimizer lacks them"
             way_out = f"make a new {owner} with them, and freeze layers after that; load weights by load_state_dict"
             warnings.warn(f"{problem}: {reason}; {way_out}", stacklevel=2)
+
+    def notice_changes(self) -> None:
+        """Take over what a callback changed: settings, and attributes that replayed functions may read."""
+        self.sync_settings()
+        self.executor.notice_changes()
+
+    def code_owners(self) -> list[Any]:
+        """Objects whose code runs in the replayed functions."""
+        parts = [part for part in self.checkpoint_parts().values() if not isinstance(part, GuardedOptimizer)]
+        return [self, *parts, *self.extensions.values(), *([self.env] if self.executor.uses_graphs else [])]
+
+    def has_user_code(self) -> bool:
+        """Whether a user's class, method or hook takes part in training."""
+        return has_user_code(self.code_owners())
+
+    def plain_attributes(self) -> dict[tuple[str, int], Any]:
+        """Attributes of the policy, of the extensions, and those that a subclass or a user added to the algorithm."""
+        if not self.is_built:
+            return {}
+        found = attributes(self.code_owners(), {id(self): self.own_attributes})
+        return found | {(f"the setting {name}", 0): value for name, value in self.live_values.items()}
 
     def device_scalar(self, value: float) -> torch.Tensor:
         """A 0-dim tensor that recorded functions read; `fill_` changes it."""

@@ -94,12 +94,13 @@ class DQN(OffPolicyAlgorithm):
         start, end, steps = self.cfg.epsilon_start, self.cfg.epsilon_end, self.cfg.epsilon_decay_steps
         return start + (min(timesteps / steps, 1.0) if steps else 1.0) * (end - start)
 
-    def random_actions(self) -> Tensor:
-        """Uniform actions for every environment."""
-        n = int(self.action_space.n)
-        return torch.randint(n, (self.num_envs,), generator=self.generators["action"], device=self.device)
+    sample_random_actions = OffPolicyAlgorithm.random_actions
 
-    sample_random_actions = random_actions
+    def explore(self, obs: Obs, critic_obs: Obs | None = None) -> Tensor:
+        """Actions for every environment: random ones until `learning_starts`, then those of `explore_step`."""
+        if self.timesteps >= self.cfg.learning_starts:
+            self.before_exploring()
+        return super().explore(obs, critic_obs)
 
     def before_exploring(self) -> None:
         """Write the current epsilon of every environment to the device."""
@@ -174,14 +175,17 @@ class DQN(OffPolicyAlgorithm):
             replay.correction.fill_(1.0 - self.fraction_left * (1.0 - self.cfg.importance_exponent))
         super().train(gradient_steps)
 
-    def learn_step(self, batch: ReplayBatch, phase: int) -> None:
-        """Take a gradient step and update the priorities of the batch."""
-        loss, stats = self.q_loss(batch)
-        error = stats.pop("error")
-        norm, skipped = self.optimizer_step("optimizer", loss)
-        if isinstance(self.replay, PrioritizedReplayBuffer) and batch.places is not None:
-            self.replay.set_priorities(batch.places, error)
-        self.meter.add({**stats, "q_loss": loss.detach(), "grad_norm": norm, "nonfinite_updates": skipped})
+    def learn_steps(self, count: int, phase: int) -> None:
+        """Take gradient steps, each with new priorities of its batch."""
+        for batch in self.batches(count):
+            loss, stats = self.q_loss(batch)
+            error = stats.pop("error")
+            norm, skipped = self.optimizer_step("optimizer", loss)
+            if isinstance(self.replay, PrioritizedReplayBuffer) and batch.places is not None:
+                self.replay.set_priorities(batch.places, error)
+            self.meter.add({**stats, "q_loss": loss.detach(), "grad_norm": norm, "nonfinite_updates": skipped})
+            if self.cfg.target_update_interval == 1:
+                self.update_targets()
 
     def resume_state(self) -> dict[str, Any]:
         """Random streams, and the random actions that are repeated."""

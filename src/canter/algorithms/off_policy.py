@@ -4,7 +4,7 @@ import copy
 import math
 import operator
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -12,22 +12,30 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from canter.algorithms.algorithm import Algorithm, AlgorithmSettings, CommonRunSettings, module_state
-from canter.algorithms.optim import GuardedOptimizer, backward
+from canter.algorithms.optim import FlatParameters, GuardedOptimizer, backward
 from canter.envs.vec_env import StepRecord
-from canter.execution.flat_parameters import FlatParameters
 from canter.modules.build import env_shapes
 from canter.modules.normalizer import ReturnScaler
 from canter.storage.offline import fill_replay
 from canter.storage.replay import ReplayBatch, TransitionReplayBuffer
+from canter.storage.rollout_storage import Field
 from canter.utils.config import setting, settings
 from canter.utils.distributed import RANKS
 from canter.utils.metrics import MeanMeter
 from canter.utils.tree import Obs, tree_map, tree_where
 
 MAX_STEPS_PER_GRAPH = 8  # gradient steps
+MAX_STALE_STEPS = 20  # gradient steps after which functions with a user's code are compared with their replays again
 MOMENT_INTERVAL = 128  # gradient steps after which the optimizers drop tiny moments
 REPLAY = "replay_buffer"
 NUM_STATISTICS = 10_000  # offline steps from which normalisers start
+NO_GRADIENT_STEPS = "nothing would be learned; give at least 1, or -1 for one gradient step per environment step"
+BOOTSTRAPS = ("auto", "final_obs", "current_value", "none")
+
+
+def is_fixed(schedule: str) -> bool:
+    """Whether learning rates do not fall."""
+    return schedule != "linear"
 
 
 @settings
@@ -64,7 +72,7 @@ class OffPolicySettings(AlgorithmSettings):
     """Environment steps with random actions before learning starts."""
     train_freq: int = setting(1, low=1, host=True)
     """Vector steps between two updates."""
-    gradient_steps: int = setting(1, low=-1, host=True)
+    gradient_steps: int = setting(1, low=-1, host=True, refused={0: NO_GRADIENT_STEPS})
     """Gradient steps per update; -1 takes one per environment step since the last update."""
     target_update_interval: int = setting(1, low=1)
     """Gradient steps between two updates of the target networks."""
@@ -72,12 +80,17 @@ class OffPolicySettings(AlgorithmSettings):
     """Fraction by which target networks move towards the trained ones in an update; 1 copies."""
     n_step: int = setting(1, low=1)
     """Rewards summed before the bootstrapped value; a window ends with its episode."""
+    timeout_bootstrap: str = setting("auto", choices=BOOTSTRAPS)
+    """State whose value follows an episode that was cut off: "final_obs", "current_value" (the one before the last
+    step), "none" (a cut-off is a terminal state), or "auto": the best there is."""
     max_grad_norm: float | None = setting(10.0, low=0.0, high=math.inf)
     """Gradients are scaled down to this global norm; 0 or None turns clipping off."""
     weight_decay: float = setting(0.0, low=0.0, fixed=True)
     """Weight decay of every optimizer; with AdamW it is decoupled from the gradient."""
     schedule: str = setting("fixed", choices=("fixed", "constant", "linear"), host=True)
-    """Learning rates: "fixed" (or "constant"), or "linear" to 0."""
+    """Learning rates: "fixed" (or "constant"), or "linear" to `final_rate_share` of themselves."""
+    final_rate_share: float = setting(0.0, low=0.0, high=1.0, host=True, unused_if={"schedule": is_fixed})
+    """Share of the learning rates that is left at the end of a linear schedule."""
     normalize_rewards: bool = setting(False, fixed=True)
     """Divide sampled rewards so that returns have about unit variance, or fit the atoms of a categorical critic."""
     activation: str = setting("relu", fixed=True)
@@ -94,9 +107,12 @@ class OffPolicyAlgorithm(Algorithm):
     A subclass implements, in tensor code except for `build`:
         build(networks): check the action space, and build policy, optimizers and target networks from the arguments
             `network_names`.
-        random_actions(): uniform actions for every environment, in the form that the environment takes.
-        explore_step(obs): actions with exploration, in that form.
-        learn_step(batch, phase): gradient step number `phase`, counted modulo `policy_delay`.
+        explore_step(obs): actions with exploration, in the form that the environment takes.
+        learn_steps(count, phase): `count` gradient steps on `batches(count)`, in one graph; the number of the first
+            is `phase`, counted modulo `policy_delay`.
+    It may extend:
+        declare_fields(): more to store of every step; `ReplayBatch.fields` has it.
+        record_fields(record): the values of these fields in a step.
 
     Args:
         env: Anything `wrap_env` accepts.
@@ -110,6 +126,7 @@ class OffPolicyAlgorithm(Algorithm):
     learns_from_replay = True
     network_names: ClassVar[tuple[str, ...]] = ()  # constructor arguments that choose the networks
     replay_class: Any = TransitionReplayBuffer
+    action_bounds: tuple[Tensor, Tensor, Tensor]  # of a Box: lowest and highest actions and half the range, (A,) each
     return_bound = 4.0  # largest normalised return: about four standard deviations
     env: Any
     action_space: Any
@@ -150,10 +167,10 @@ class OffPolicyAlgorithm(Algorithm):
                 setattr(self.policy, name, self.new_normalizer(shape))
         self.policy.to(self.device)
         self.replay: Any = None
-        self.adds_one = False  # whether steps are stored by `insert_one`
         self.acted: tuple[Any, Any, Tensor] | None = None  # observations and actions of the step that was begun
         self.timesteps = self.num_updates = self.num_stored = 0
         self.fraction_left = 1.0  # of the run, for schedules
+        self.own_attributes = frozenset(vars(self))
         self.is_built = True
         self.sync_settings()
 
@@ -191,7 +208,7 @@ class OffPolicyAlgorithm(Algorithm):
             rate = getattr(self.cfg, name)
             if rate != known:
                 self.rates[name] = rate
-                optimizer.lr.fill_(rate * self.fraction_left if self.cfg.schedule == "linear" else rate)
+                optimizer.lr.fill_(rate * self.rate_share)
         super().sync_settings()
 
     def sync_derived(self) -> tuple[Any, ...]:
@@ -203,7 +220,14 @@ class OffPolicyAlgorithm(Algorithm):
         self.fraction_left = max(0.0, 1.0 - progress)
         if self.cfg.schedule == "linear":
             for name, optimizer in zip(self.rates, self.optimizers.values(), strict=True):
-                optimizer.lr.fill_(getattr(self.cfg, name) * self.fraction_left)
+                optimizer.lr.fill_(getattr(self.cfg, name) * self.rate_share)
+
+    @property
+    def rate_share(self) -> float:
+        """Share of the learning rates that the schedule leaves."""
+        if is_fixed(self.cfg.schedule):
+            return 1.0
+        return self.cfg.final_rate_share + self.fraction_left * (1.0 - self.cfg.final_rate_share)
 
     def prepare(self) -> TransitionReplayBuffer:
         """The replay buffer, allocated at the first call; MemoryError if it does not fit."""
@@ -223,8 +247,8 @@ class OffPolicyAlgorithm(Algorithm):
                     action_shape=distribution.action_shape,
                     action_dtype=distribution.action_dtype,
                     has_invalid_steps=self.env.has_invalid_steps,
+                    extra_fields=self.declare_fields(),
                 )
-            self.adds_one = getattr(self.replay, "can_add_one", False)
             self.executor.forget()
             self.sync_settings()
         return self.replay
@@ -244,17 +268,38 @@ class OffPolicyAlgorithm(Algorithm):
                 self.return_scaler.take(batch.rewards / max(1.0 - self.cfg.gamma, 1e-3))
         return added
 
-    def before_exploring(self) -> None:
-        """Set what `explore_step` depends on. Host."""
+    def declare_fields(self) -> dict[str, Field]:
+        """More fields of the replay buffer, by name."""
+        return {}
+
+    def record_fields(self, record: StepRecord) -> Mapping[str, Tensor]:
+        """Values (N, ...) of the declared fields."""
+        return {}
+
+    def random_actions(self) -> Tensor:
+        """Uniform actions for every environment; standard normal ones for a Box without bounds."""
+        generator, device = self.generators["action"], self.device
+        if isinstance(self.action_space, spaces.Discrete):
+            return torch.randint(int(self.action_space.n), (self.num_envs,), generator=generator, device=device)
+        low, high, half = self.action_bounds
+        if not self.action_space.is_bounded():
+            return torch.randn(self.num_envs, len(low), generator=generator, device=device)
+        drawn = torch.rand(self.num_envs, len(low), generator=generator, device=device)
+        return torch.addcmul(low, drawn, 2 * half).clamp(low, high)
+
+    @torch.no_grad()
+    def act(self, obs: Obs, deterministic: bool = False) -> Tensor:
+        """Actions for raw observations, in the form that the environment takes."""
+        return self.policy.infer(obs)[0] if deterministic else self.explore_step(obs)
 
     def explore(self, obs: Obs, critic_obs: Obs | None = None) -> Tensor:
         """Actions for every environment: random ones until `learning_starts`, then the algorithm's own exploration."""
-        self.prepare()
+        if self.replay is None:
+            self.prepare()
         with no_grad():
             if self.timesteps < self.cfg.learning_starts:
                 actions = self.random_actions()
             else:
-                self.before_exploring()
                 actions = self.executor.run("explore", self.explore_step, obs)
                 if self.executor.uses_graphs:  # the next replay overwrites it
                     actions = actions.clone()
@@ -265,70 +310,68 @@ class OffPolicyAlgorithm(Algorithm):
         """Store the step that the actions of the last `explore` led to."""
         if self.acted is None:
             raise RuntimeError("call explore before process_step: it keeps the actions that led to the step")
+        obs, critic_obs, actions = self.acted
+        fields = self.record_fields(record) if self.replay.extra_fields else {}
         with no_grad():
-            if self.adds_one:
-                self.insert_one(*self.acted, record)
+            if self.replay.is_numpy:  # only the statistics are tensor code
+                self.store_step(obs, critic_obs, actions, record, fields)
+                if self.cfg.empirical_normalization or self.return_scaler is not None:
+                    self.executor.run("statistics", self.learn_statistics, obs, critic_obs, needed_parts(record))
             else:
-                self.executor.run("insert", self.insert_step, *self.acted, needed_parts(record))
+                self.executor.run("insert", self.insert_step, obs, critic_obs, actions, needed_parts(record), fields)
             for note in self.on_step:
                 note(record)
         self.acted = None
         self.timesteps += self.num_envs * RANKS.size
         self.num_stored += self.num_envs
 
-    def insert_step(self, obs: Obs, critic_obs: Obs | None, actions: Tensor, record: StepRecord) -> None:
-        """Write one step of every environment, and learn statistics from it."""
-        after, critic_after = self.next_observations(obs, critic_obs, record)
+    def insert_step(
+        self, obs: Obs, critic_obs: Obs | None, actions: Tensor, record: StepRecord, fields: Mapping[str, Tensor]
+    ) -> None:
+        """Store one step of every environment, and learn statistics from it."""
+        self.store_step(obs, critic_obs, actions, record, fields)
+        self.learn_statistics(obs, critic_obs, record)
+
+    def store_step(
+        self, obs: Obs, critic_obs: Obs | None, actions: Tensor, record: StepRecord, fields: Mapping[str, Tensor]
+    ) -> None:
+        """Write one step of every environment to the replay buffer."""
+        after, critic_after, terminal = record.obs, record.critic_obs, record.terminated
+        if not self.replay.is_numpy or terminal.item() or record.truncated.item():
+            after, critic_after, terminal = self.outcome(obs, critic_obs, record)
         self.replay.add(
             obs,
             actions,
             record.reward,
             after,
-            record.terminated,
+            terminal,
             truncated=record.truncated,
             critic_obs=critic_obs,
             next_critic_obs=critic_after,
             valid=record.valid,
+            fields=fields,
         )
-        self.learn_statistics(obs, critic_obs, record)
         for note in self.on_record:
             note(record)
 
-    def insert_one(self, obs: Obs, critic_obs: Obs | None, actions: Tensor, record: StepRecord) -> None:
-        """Do what `insert_step` does for a single environment on a CPU; only the statistics are recorded."""
-        has_ended = record.terminated.item() or record.truncated.item()
-        following = (record.obs, record.critic_obs)
-        after, critic_after = self.next_observations(obs, critic_obs, record) if has_ended else following
-        self.replay.add_one(
-            obs,
-            actions,
-            record.reward,
-            after,
-            record.terminated,
-            truncated=record.truncated,
-            critic_obs=critic_obs,
-            next_critic_obs=critic_after,
-            valid=record.valid,
-        )
-        if self.cfg.empirical_normalization or self.return_scaler is not None:
-            self.executor.run("statistics", self.learn_statistics, obs, critic_obs, needed_parts(record))
-        for note in self.on_record:
-            note(record)
+    def outcome(self, obs: Obs, critic_obs: Obs | None, record: StepRecord) -> tuple[Obs, Obs, Tensor]:
+        """The observations whose values follow a step, and whether there is none after it: (N,), true if terminal.
 
-    def next_observations(self, obs: Obs, critic_obs: Obs | None, record: StepRecord) -> tuple[Obs, Obs]:
-        """The observations that a step led to, before any reset.
-
-        Where a cut-off episode has no final observation, the value of the state before the step is bootstrapped, as
-        PPO does: the value after the reset would be wrong, and none at all would make a time limit a terminal state.
+        Time limits are decided here. Where a cut-off episode has no final observation, the value of the state before
+        the step is bootstrapped, as PPO does: the value after the reset would be wrong, and none at all would make a
+        time limit a terminal state.
         """
+        mode = self.cfg.timeout_bootstrap
         final, critic_final, ended = record.final_obs, record.final_critic_obs, record.done
-        if final is None or (critic_obs is not None and critic_final is None):
+        terminal = ended if mode == "none" else record.terminated
+        if final is None or (critic_obs is not None and critic_final is None) or mode == "current_value":
             final, critic_final, ended = obs, critic_obs, record.truncated
-            self.used_current_value.logical_or_(ended.any())
+            if mode in ("auto", "final_obs"):
+                self.used_current_value.logical_or_(ended.any())
         after = tree_where(ended, final, record.obs)
         if critic_obs is None or critic_final is None:
-            return after, record.critic_obs
-        return after, tree_where(ended, critic_final, record.critic_obs)
+            return after, record.critic_obs, terminal
+        return after, tree_where(ended, critic_final, record.critic_obs), terminal
 
     def learn_statistics(self, obs: Obs, critic_obs: Obs | None, record: StepRecord) -> None:
         """Update the normalisers of observations and returns."""
@@ -354,7 +397,8 @@ class OffPolicyAlgorithm(Algorithm):
     @property
     def can_learn(self) -> bool:
         """Whether enough steps are stored; counted on the host, so that nothing is read from the device."""
-        return self.num_stored >= self.steps_before_learning
+        starts = self.cfg.learning_starts / RANKS.size
+        return self.num_stored >= starts and self.num_stored >= self.cfg.batch_size
 
     def update(self, gradient_steps: int | None = None) -> dict[str, float]:
         """Take gradient steps and return their metrics; {} while too few steps are stored."""
@@ -366,7 +410,9 @@ class OffPolicyAlgorithm(Algorithm):
 
     def train(self, gradient_steps: int) -> None:
         """Take gradient steps; nothing is read from the device."""
-        self.prepare()
+        if self.replay is None:
+            self.prepare()
+        self.executor.period_length = max(1, MAX_STALE_STEPS // max(1, gradient_steps))
         self.executor.begin_iteration()
         for optimizer in self.optimizers.values():
             optimizer.take_assigned_rates()
@@ -387,13 +433,17 @@ class OffPolicyAlgorithm(Algorithm):
         if self.num_updates // MOMENT_INTERVAL > first // MOMENT_INTERVAL:
             for optimizer in self.optimizers.values():
                 optimizer.drop_tiny_moments()
+        reset_interval = getattr(self.cfg, "reset_interval", 0)
+        if reset_interval and self.num_updates // reset_interval > first // reset_interval:
+            self.reset_networks()
+
+    def reset_networks(self) -> None:
+        """Start networks anew; called every `reset_interval` gradient steps, if the algorithm has that setting."""
+        raise NotImplementedError(f"{type(self).__name__} has a reset_interval and must implement reset_networks()")
 
     def learn_steps(self, count: int, phase: int) -> None:
         """Take `count` gradient steps in a row, in tensor code: one graph."""
-        for number, batch in enumerate(self.batches(count)):
-            self.learn_step(batch, phase + number)
-            if self.cfg.target_update_interval == 1:
-                self.update_targets()
+        raise NotImplementedError(f"{type(self).__name__} must implement learn_steps(count, phase)")
 
     def batches(self, count: int) -> Iterator[ReplayBatch]:
         """Batches for `count` gradient steps, gathered at once, with normalised observations and scaled rewards."""
@@ -495,6 +545,19 @@ def needed_parts(record: StepRecord) -> StepRecord:
     """The parts of a record that recorded functions read."""
     unneeded = ("critic_obs", "final_critic_obs") if record.critic_obs is record.obs else ()
     return record._replace(extras={}, **dict.fromkeys(unneeded))
+
+
+@contextmanager
+def frozen(module: nn.Module) -> Iterator[None]:
+    """Compute no gradients of the module's parameters, only through it; parameters frozen before stay frozen."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
 class TargetNetwork:

@@ -180,6 +180,7 @@ class PPO(Algorithm):
         """The policy's pass while acting, compiled on a GPU."""
         self.shows_pass = building.is_replaced(self, PPO, "compute_losses", "loss_terms")
         building.compile_passes(self)
+        self.own_attributes = frozenset(vars(self))
         self.is_built = True
         self.sync_settings()
         if self.env is not None:
@@ -229,8 +230,8 @@ class PPO(Algorithm):
     def begin_rollout(self) -> None:
         """Take over changed settings before the first step of a rollout."""
         self.has_begun = True
-        self.executor.begin_iteration()
         self.sync_settings()
+        self.executor.begin_iteration()
         self.adds_transitions = building.is_replaced(self.rollout, RolloutStorage, "add_transitions")
 
     # Act: `act_step` is the tensor function that is recorded or captured.
@@ -488,7 +489,7 @@ class PPO(Algorithm):
         extensions, storage, cfg = self.extensions.values(), self.rollout, self.cfg
         self.shows_pass = building.is_replaced(self, PPO, "compute_losses", "loss_terms")
         self.extension_keys = tuple(e.begin_update(self.current_learning_iteration) for e in extensions)
-        self.sync_settings()
+        self.notice_changes()
         if self.constants not in self.meters:
             self.meters[self.constants] = MeanMeter()
         self.meter = self.meters[self.constants]

@@ -55,9 +55,12 @@ for _name, _run, _arguments, _help in (
     ("motion", "inspection:motion", "FILE", "check, summarise and plot a motion clip"),
     ("dagger", "distill:dagger", "TEACHER", "train a student on its teacher's labels, in two processes"),
     ("distill", "distill:distill", "TEACHER", "train a student that observes less than its teacher"),
+    ("replay", "robot:replay", "LOG BUNDLE", "recompute a robot's log, and name what differs and why"),
+    ("gap", "robot:gap", "BUNDLE...", "measure what policies lose with delay, noise, pushes and other physics"),
     ("bench", "bench:bench", "[NAME]", "measure the speed of canter on this machine"),
 ):
     register_command(_name, f"canter.cli.{_run}", _help, _arguments)
+register_command("drive", "canter.export.robot.__main__:main", "run a bundle on a robot, real or simulated", "BUNDLE")
 
 
 def load_plugins() -> None:

@@ -18,15 +18,18 @@ from gymnasium import spaces
 from canter.algorithms import TPPOConfig
 from canter.cli import runs
 from canter.cli.errors import UserError, user_errors
+from canter.cli.export import export
 from canter.cli.flags import TeacherPath, at_least, parse
 from canter.cli.options import RunOptions, check_run
 from canter.cli.play import save_trajectories
 from canter.cli.train import EVALS_PER_RUN, print_return, print_row, recorded_return, run_section, run_to_end
+from canter.envs.spec import SpecEnv, named_parts
+from canter.envs.wrap import env_options
 from canter.runners.dagger_saver import COLLECTOR_FILE, CONFIG_NAMES, TRAINER_FILE, DaggerSaver
 from canter.runners.heartbeat import Heartbeat
 from canter.runners.run_log import StopTraining
 from canter.storage.rollout_files.catalog import find_trajectory, trajectory_folders
-from canter.utils.checkpoint import find_checkpoints, newest_valid_checkpoint
+from canter.utils.checkpoint import find_checkpoints, load_checkpoint, newest_valid_checkpoint
 from canter.utils.files import make_folder, open_append
 
 FADE = 0.2  # share of the run over which the teacher stops acting
@@ -65,6 +68,7 @@ class DistillOptions(StudentOptions, RunOptions):
     num_envs: int | None = None  # Environments stepped together; the teacher's number by default.
     num_steps_per_env: int = 128  # Steps of each environment between two updates.
     checkpoint: str | None = None  # The teacher's checkpoint: a file, or "best"; the newest valid one by default.
+    bundle: bool = True  # Export the student's bundle at the end.
 
 
 def distill(args: Sequence[str]) -> int:
@@ -76,12 +80,17 @@ def distill(args: Sequence[str]) -> int:
     checkpoint = saved.checkpoint(options.checkpoint)
     name = options.name or f"student-{time.strftime('%Y%m%d-%H%M%S')}"
     path = runs.new_run_directory(options.runs_dir, saved.task, name, options.seed)
-    code = run_to_end(runs.new_runner(distill_config(options, saved, checkpoint), path), path)
+    code = run_to_end(runs.new_runner(distill_config(options, saved, checkpoint), path, fits_evaluations=True), path)
     results = [directory / "evaluation.json" for directory in (saved.path, path)]
     if not code and all(result.is_file() for result in results):
         teacher, student = map(recorded_return, results)
         share = f", {student / teacher:.0%} of the teacher's" if teacher > 0 else ""
         print_row("teacher", f"{teacher:.1f}; student {student:.1f}{share}")
+    if not code and options.bundle:
+        try:
+            export(path, modules=options.modules)
+        except (UserError, ImportError) as error:  # the student is trained all the same
+            print_row("bundle", f"none: {error}")
     return code
 
 
@@ -93,34 +102,59 @@ def distill_config(options: DistillOptions, saved: runs.SavedRun, checkpoint: Pa
     algorithm = {name: value for name, value in (saved.config.get("algorithm") or {}).items() if name in known}
     algorithm |= STUDENT | {"teacher_ac_path": str(checkpoint), "using_ppo": options.using_ppo}
     algorithm |= {"update_times_scale": max(1.0, FADE * iterations), "label_action_with_critic_obs": bool(options.hide)}
+    env = described_env(saved, checkpoint)
+    if not isinstance(env.action_space, spaces.Box):
+        algorithm["distill_target"] = "max_log_prob"
     algorithm |= options.algorithm or {}
     policy = {name: value for name, value in (saved.config.get("policy") or {}).items() if name not in RECURRENT}
     policy |= RECURRENT if options.recurrent else {"class_name": "ActorCritic"}
     policy |= ({} if options.using_ppo else LOW_NOISE) | (options.policy or {})
     if options.recurrent:
         algorithm["num_mini_batches"] = min(int(algorithm["num_mini_batches"]), num_envs)
-    run = run_section(options, saved.task, num_envs) | {"teacher": str(saved.path)}
+    run = run_section(options, saved.task, num_envs) | env_options(saved.config["run"])
+    run["teacher"] = str(saved.path)
     if options.hide or options.segments:
-        run["components"] = student_components(options, saved.task)
+        run["components"] = student_components(options, saved, env)
     config = {"algorithm": algorithm, "policy": policy, "num_steps_per_env": options.num_steps_per_env, "run": run}
+    config |= {name: saved.config[name] for name in ("obs_groups", "clip_actions") if saved.config.get(name)}
     config |= {"eval_interval": max(1, iterations // EVALS_PER_RUN), "eval_episodes": 10}
     return config | {"seed": options.seed, "device": options.device}
 
 
-def student_components(options: DistillOptions, task: str) -> dict[str, Any]:
-    """The arguments of `ObsComponents` for the student, checked against the environment."""
-    env = runs.open_env(task, 1, "cpu")
-    segments = options.segments or env.obs_segments
-    has_critic_obs = env.critic_obs_space is not env.obs_space
-    env.close()
+def described_env(saved: runs.SavedRun, checkpoint: Path) -> Any:
+    """The description of the teacher's environment in its checkpoint; the environment itself if there is none."""
+    with user_errors(checkpoint):
+        description = load_checkpoint(checkpoint, "cpu").get("environment")
+    if description:
+        return SpecEnv(description)
+    return runs.open_env(saved.task, 1, "cpu", **env_options(saved.config["run"]))
+
+
+def student_components(options: DistillOptions, saved: runs.SavedRun, env: Any) -> dict[str, Any]:
+    """The arguments of `ObsComponents` for the student, checked against the environment of the teacher.
+
+    The critic is shown what the teacher observes: its actions are the labels.
+    """
+    of_teacher = saved.config["run"].get("components") or {}
+    segments = options.segments or of_teacher.get("segments") or named_parts(env, options.hide)
     if segments is None:
-        raise UserError(f"{task} does not name the parts of its observation; give --segments '{{a: 3, b: 2}}'")
-    unknown = [name for name in options.hide if name not in segments]
+        raise UserError(f"{saved.task} does not name the parts of its observation; give --segments '{{a: 3, b: 2}}'")
+    seen = list(
+        of_teacher.get("actor") or [*segments, *(f"{name}_history" for name in of_teacher.get("history") or ())]
+    )
+    unknown = [name for name in options.hide if name not in seen]
     if unknown:
-        raise UserError(f"the observation has no part {unknown[0]!r}; it has {', '.join(segments)}")
-    if has_critic_obs and options.hide:
-        raise UserError(f"{task} has a critic observation of its own, which would replace the teacher's observation")
-    return {"segments": dict(segments), "actor": [name for name in segments if name not in options.hide]}
+        raise UserError(f"the observation has no part {unknown[0]!r}; it has {', '.join(seen)}")
+    actor = [name for name in seen if name not in options.hide]
+    parts = {**of_teacher, "segments": {name: plain_shape(shape) for name, shape in segments.items()}, "actor": actor}
+    has_own_critic = env.critic_obs_space is not env.obs_space
+    return parts | ({"critic": seen, "own_critic": False} if options.hide and has_own_critic else {})
+
+
+def plain_shape(shape: Any) -> Any:
+    """A shape as YAML has it: a number, or a list of them."""
+    sizes = [int(size) for size in shape] if isinstance(shape, Sequence) else int(shape)
+    return sizes[0] if isinstance(sizes, list) and len(sizes) == 1 else sizes
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -1,7 +1,7 @@
 """`canter export`: write the bundle of a trained policy, or check one."""
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -14,11 +14,14 @@ from canter.envs.wrap import env_options
 from canter.export.bundle import FORMATS, ROWS, Exported, export_bundle, upload_bundle
 from canter.export.load import load
 from canter.export.parity import check_bundle
+from canter.export.robot.c_loop import write_c_loop
+from canter.export.robot.description import load_robot
+from canter.export.robot.package import write_ros2
 from canter.runners.evaluation import InferencePolicy
 from canter.runners.run_config import parse_train_cfg
 from canter.runners.runner import open_env as with_policy_form
 from canter.utils.checkpoint import find_checkpoints
-from canter.utils.files import make_folder
+from canter.utils.files import atomic_write, make_folder
 from canter.utils.logging import Logger, loaded_settings
 from canter.utils.reading import named_modules
 
@@ -32,13 +35,18 @@ def export(
     env_samples: bool = True,
     upload: bool = False,
     check: bool = False,
+    robot: Path | None = None,
+    ros2: Path | None = None,
+    c_loop: Path | None = None,
+    config: Path | None = None,
+    task: str | None = None,
     modules: tuple[str, ...] = (),
     logger_kwargs: dict[str, Any] | None = None,
 ) -> int:
     """Write ONNX, TorchScript and C files of a trained policy, and check that they do what it does.
 
     Args:
-        path: The run directory or a checkpoint file; with --check, a bundle.
+        path: The run directory or a checkpoint file; with --check, --ros2 or --c-loop also a bundle.
         out: Directory of the bundle; <run>/export/<checkpoint> by default.
         checkpoint: A file of the run, or "best"; the newest valid checkpoint by default.
         every_checkpoint: Export every model_<number>.pt of the run.
@@ -47,6 +55,11 @@ def export(
         upload: Store the files with the run in its logging backends, such as W&B.
         check: Check a bundle instead: hashes, then every format on the recorded samples. This compiles and runs its
             policy.c: check bundles of people you trust.
+        robot: The robot.json to put into the bundle: limits, sensors and modes of the robot.
+        ros2: Folder of a ROS 2 package to write, which runs the bundle.
+        c_loop: Folder to write the whole control loop to, in C.
+        config: Training dict of a checkpoint that has none, such as rsl_rl's; by default params/agent.yaml of its run.
+        task: Task of a checkpoint that names none; it gives observations and actions their names.
         modules: Modules that the run's settings name, such as that of its task, and that may be imported.
         logger_kwargs: Settings of the logging backends for --upload, as YAML; see `canter resume`.
     """
@@ -54,6 +67,12 @@ def export(
         with user_errors():
             show_parity(check_bundle(path))
         return 0
+    for_robot = (robot, ros2, c_loop) != (None, None, None)
+    if for_robot and (path / "policy.json").is_file():
+        write_robot_files(path, robot, ros2, c_loop)
+        return 0
+    if every_checkpoint and for_robot:
+        raise UserError("--robot, --ros2 and --c-loop are for one bundle; leave --every-checkpoint out")
     if every_checkpoint and (checkpoint is not None or path.is_file()):
         raise UserError("--every-checkpoint exports all checkpoints of a run directory; leave --checkpoint out")
     run = path.parent if path.is_file() else path
@@ -62,20 +81,38 @@ def export(
         if not files:
             raise UserError(f"there is no model_<number>.pt in {run}")
     else:
-        files = [path if path.is_file() else find_checkpoint(read_run(run, None).path, checkpoint)]
+        has_files = run.is_dir() and any(run.glob("*.pt"))  # the run of another program may name no task
+        files = [
+            path if path.is_file() else find_checkpoint(run if has_files else read_run(run, None).path, checkpoint)
+        ]
     root = out or run / "export"
     if out is None:
         make_folder(root, run)
     for file in files:
         with user_errors():
-            acting = load(file, modules=modules)
+            acting = load(file, modules=modules, config=config, task=task)
             target = root / file.stem if every_checkpoint or out is None else root
             with sample_env(acting, env_samples, modules) as env:
                 made = export_bundle(acting, target, env, formats)
         show(made)
+        write_robot_files(made.path, robot, ros2, c_loop)
         if upload:
             send(made, acting, run, logger_kwargs)
     return 0
+
+
+def write_robot_files(bundle: Path, robot: Path | None, ros2: Path | None, c_loop: Path | None) -> None:
+    """Put a robot.json into a bundle, and write the ROS 2 package and the control loop in C that are asked for."""
+    with user_errors():
+        if robot is not None:
+            load_robot(bundle, robot)  # a wrong one is refused before it is copied
+            atomic_write(bundle / "robot.json", robot.read_bytes())
+        if ros2 is not None:
+            write_ros2(bundle, ros2)
+            print(f"  ROS 2       {ros2}")
+        if c_loop is not None:
+            write_c_loop(load_robot(bundle), c_loop)
+            print(f"  C loop      {c_loop}")
 
 
 @contextmanager
@@ -105,8 +142,25 @@ def show(made: Exported) -> None:
     """Print where a bundle is, its files and their parity."""
     print(f"  bundle      {made.path}")
     show_parity(made.parity, made.path)
+    show_scene(made.checked)
     for name, reason in made.left_out.items():
         print(f"  {name:<12}not written: {reason}")
+
+
+def show_scene(checked: Mapping[str, Any] | None) -> None:
+    """Print how far the observation of a MuJoCo scene is from the simulator's, and what a scene cannot provide."""
+    if checked is None:
+        return
+    if "problem" in checked:
+        print(f"  scene       not checked: {checked['problem']}")
+        return
+    known = {name: value for name, value in checked["segments"].items() if value is not None}
+    if known:
+        worst = max(known, key=lambda name: known[name])
+        text = f"{len(known)} segments as in the simulator, largest difference {known[worst]:.1e} ({worst})"
+        print(f"  scene       {text}")
+    if unknown := [name for name in checked["segments"] if name not in known]:
+        print(f"  scene       cannot provide {', '.join(unknown)}")
 
 
 def show_parity(parity: dict[str, float], path: Path | None = None) -> None:

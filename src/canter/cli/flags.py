@@ -36,6 +36,9 @@ class YamlLoader(yaml.SafeLoader):
 
 
 YamlLoader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("+-0123456789"))
+YamlLoader.add_constructor(  # mjlab and Isaac Lab write them
+    "tag:yaml.org,2002:python/tuple", lambda loader, node: loader.construct_sequence(node, deep=True)
+)
 
 
 def parse(

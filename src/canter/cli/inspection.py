@@ -16,6 +16,7 @@ from canter.cli.runs import known_tasks, open_env, runs_below
 from canter.datasets.motion_clip import JOINT_POS, JOINT_VEL, MotionClip, read_clip
 from canter.datasets.motion_loader import CLIPS, find_clips
 from canter.envs.check import check_env
+from canter.export.robot.plot import plot_log
 from canter.presets import FALLBACK, PPO, load_preset, preset_name, presets, scores
 from canter.utils.files import atomic_write
 from canter.utils.plots import plot_runs
@@ -84,14 +85,20 @@ def plot(
 ) -> int:
     """Plot learning curves; runs that differ only in their seed become one mean and its spread.
 
+    The log of a robot becomes a picture of its joints, torques, contacts, tracking and timing.
+
     Args:
-        runs: Run directories, or directories of them.
+        runs: Run directories, or directories of them; or one log of a robot.
         out: Picture to write (.png, .svg or .pdf); <run>/curve.png by default, or ./curves.png for several runs.
         metrics: Metrics to plot; the usual ones that were logged by default.
         labels: One label per run; runs with the same label become one curve.
     """
     if not runs:
         raise UserError("name the runs to plot: canter plot RUN...")
+    if len(runs) == 1 and runs[0].is_file():
+        with user_errors():
+            print(plot_log(runs[0], out))
+        return 0
     found = runs_below(runs)
     out = out or (found[0] / "curve.png" if len(found) == 1 else Path("curves.png"))
     with user_errors():

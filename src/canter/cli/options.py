@@ -39,6 +39,11 @@ ARGUMENT = re.compile(r"^    (\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 # Numbers of a run that are no settings, each with an example.
 LENGTHS = {"num_envs": 8, "total_timesteps": 1_000_000}
 SMALL_MINIBATCH = 32  # steps; the gradient of fewer is mostly noise
+# Lengths of a run that are settings: where one is set, it ends a run in place of `total_timesteps`.
+SET_LENGTHS = ("max_iterations", "max_timesteps")
+# Settings -> those that replace them for a part of the policy, which a preset may set.
+FOR_A_PART = {"policy.activation": ("policy.actor_activation", "policy.critic_activation")}
+FOR_A_PART |= {"empirical_normalization": ("critic_obs_normalization",)}
 
 # Choices of policy settings, which are plain arguments of constructors.
 POLICY_CHOICES = {name: ",".join(ALIASES) for name in ("activation", "mu_activation")}
@@ -105,7 +110,7 @@ class TrainOptions(RunOptions, Generic[Settings, Policy]):
     ranks: int = 1
     """Processes on this machine that train together, each with `num_envs`; torchrun starts them on several machines."""
     total_timesteps: int = 1_000_000
-    """Length of the run in environment steps, rounded up to whole iterations; --max-iterations overrides it."""
+    """Length of the run in environment steps, in whole iterations; with --max-iterations too, the shorter one."""
     seeds: tuple[int, ...] = ()  # Train one run with each of these seeds, one after the other.
 
 
@@ -140,6 +145,7 @@ def parse_train(
     at_least(1, ranks=options.ranks)
     plan.cfg = options.settings = joined_settings(options.settings, type(plan.cfg))
     drop_unused(plan.cfg, args, file)
+    prefer_flags(options, args)
     if has_policy:
         chosen = dataclasses.asdict(options.policy)
         is_preset = policy_class == plan.policy["class_name"]  # whose settings without a flag stay as they are
@@ -147,7 +153,38 @@ def parse_train(
         fixed = {flag for flag in ("--num-steps-per-env", "--num-mini-batches") if given(args, flag) is not None}
         usual = preset["num_envs"] // max(options.ranks, RANKS.size)  # environments of one rank
         fit_rollout(options.settings, options.num_envs, usual, POLICIES[policy_class].is_recurrent, fixed)
+    fit_length(options, args)
     return options, plan.to_dict()
+
+
+def is_given(args: Sequence[str], name: str) -> bool:
+    """Whether a flag of this name, such as policy.activation, is among `args`; --no-name counts too."""
+    path, _, last = name.replace("_", "-").rpartition(".")
+    flags = [f"--{path}.{word}" if path else f"--{word}" for word in (last, f"no-{last}")]
+    return any(arg.partition("=")[0].replace("_", "-") in flags for arg in args)
+
+
+def prefer_flags(options: TrainOptions[Any, Any], args: Sequence[str]) -> None:
+    """Reset a setting of the preset for a part of the policy where a flag sets it for the whole."""
+    for name, parts in FOR_A_PART.items():
+        for part in parts if is_given(args, name) else ():
+            owner, field = (options.policy if "." in part else options.settings), part.rpartition(".")[2]
+            if not is_given(args, part) and hasattr(owner, field):
+                setattr(owner, field, None)
+
+
+def fit_length(options: TrainOptions[Any, Any], args: Sequence[str]) -> None:
+    """Let --total-timesteps end the run: before any length of the preset, and with a second flag, whichever is shorter.
+
+    Of a run that trains from rollouts, `max_iterations` counts those.
+    """
+    cfg = options.settings
+    if not is_given(args, "total_timesteps"):
+        return
+    for name in (name for name in SET_LENGTHS if getattr(cfg, name, None) is not None):
+        steps = 1 if name == "max_timesteps" else cfg.num_steps_per_env * options.num_envs
+        wanted = -(-options.total_timesteps // (steps * max(options.ranks, RANKS.size)))
+        setattr(cfg, name, min(getattr(cfg, name), wanted) if is_given(args, name) else None)
 
 
 def read_config(file: str | None) -> dict[str, Any]:
@@ -201,7 +238,12 @@ def over_preset(preset: dict[str, Any], file: Mapping[str, Any]) -> dict[str, An
         lengths = {key: preset[key] for key in ("task", *LENGTHS)}
         algorithm = {**preset["algorithm"], **(file.get("algorithm") or {})}
         return lengths | dict(file) | {"algorithm": algorithm | {"class_name": preset["algorithm"]["class_name"]}}
-    merged = {**preset, **file}
+    lengths = dict.fromkeys(SET_LENGTHS) if "total_timesteps" in file else {}  # those of the preset end no run
+    if "actor" in preset and file and not {"actor", "critic"} & set(file):  # rsl_rl's sections would replace `policy`
+        own = {key: preset[key] for key in ("task", "run", *LENGTHS) if key in preset}
+        preset = parse_train_cfg(preset).to_dict() | own
+        preset["algorithm"]["class_name"] = (file.get("algorithm") or preset["algorithm"]).get("class_name", "PPO")
+    merged = {**preset, **{name: None for name in lengths if name in preset}, **file}
     for section in ("algorithm", "policy"):
         if isinstance(preset.get(section), Mapping) and isinstance(file.get(section), Mapping):
             merged[section] = {**preset[section], **file[section]}
@@ -240,11 +282,12 @@ def fit_rollout(settings: Any, num_envs: int, usual: int, is_recurrent: bool, fi
     """
     if is_recurrent and "--num-mini-batches" not in fixed:
         settings.num_mini_batches = min(settings.num_mini_batches, 4, num_envs)
-    before = settings.num_steps_per_env
-    if num_envs < usual and num_envs * before < SMALL_MINIBATCH * settings.num_mini_batches and not fixed:
-        settings.num_steps_per_env = -(-before * usual // num_envs)
+    fewest = SMALL_MINIBATCH * settings.num_mini_batches
+    if num_envs < usual and num_envs * settings.num_steps_per_env < fewest and not fixed:
+        settings.num_steps_per_env = -(-fewest // num_envs)
         reason = f"rollouts of {num_envs} instead of {usual} environments have {settings.num_steps_per_env} steps each"
-        warnings.warn(f"{reason}, so that minibatches stay as large; --num-steps-per-env sets them", stacklevel=3)
+        way_out = "--num-steps-per-env sets them"
+        warnings.warn(f"{reason}, so that minibatches have {SMALL_MINIBATCH} steps; {way_out}", stacklevel=3)
     limit = num_envs * (1 if is_recurrent else settings.num_steps_per_env)
     if settings.num_mini_batches > limit:
         whole = f"{limit} environments of a recurrent policy" if is_recurrent else f"a rollout of {limit} steps"

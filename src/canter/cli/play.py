@@ -5,10 +5,11 @@ import json
 import math
 import os
 import select
+import stat
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +18,7 @@ import gymnasium
 import torch
 import tyro
 
+from canter.cli.episodes import EpisodeLog, one_command
 from canter.cli.errors import INTERRUPTED, UserError, user_errors
 from canter.cli.flags import RunPath, at_least
 from canter.cli.runs import EVAL_ENVS, SavedRun, load_policy, open_env, read_run
@@ -28,13 +30,22 @@ from canter.export.simulation import Disturbance, make_task, simulate
 from canter.runners import Runner
 from canter.runners.demonstration import DemonstrationSaver
 from canter.runners.evaluation import run_episodes
+from canter.utils.checkpoint import find_checkpoints
 from canter.utils.files import atomic_write, make_folder
 from canter.utils.films import Film, FilmError
 
 FPS = 30
 MAX_FRAMES = 3000
 PROGRESS_S = 5.0  # between two lines about a film that is being made
-UNITS = {"tracking_error": (1, "m/s"), "mean_velocity": (1, "m/s"), "step_median": (1e3, "ms"), "step_p99": (1e3, "ms")}
+UNITS = {
+    "error_x": (1, "m/s"),
+    "error_y": (1, "m/s"),
+    "error_yaw": (1, "rad/s"),
+    "mean_velocity": (1, "m/s"),
+    "step_median": (1e3, "ms"),
+    "step_p99": (1e3, "ms"),
+}
+LABELS = ("checkpoint", "command")  # what an evaluation is of
 ARROWS = {"\x1b[A": 265, "\x1b[B": 264, "\x1b[C": 262, "\x1b[D": 263}  # of a terminal -> of MuJoCo's window
 
 
@@ -47,10 +58,13 @@ class PolicyOptions:
     seed: int | None = 0  # Seed of the episodes; None draws one.
     device: str | None = None  # Device to compute on; the CPU by default.
     modules: tuple[str, ...] = ()  # Modules that the run's settings name and that may be imported.
+    config: Path | None = None
+    """Training dict of a checkpoint that has none, such as rsl_rl's; by default params/agent.yaml of its run."""
+    task: str | None = None  # Task by name, instead of the one that the run or the bundle names.
 
     def load(self, num_envs: int) -> tuple[SavedRun, Path, Runner]:
         """The run, its checkpoint, and a runner with the trained policy."""
-        saved = read_run(self.run, self.modules)
+        saved = read_run(self.run, self.modules, self.config, self.task)
         checkpoint = saved.checkpoint(self.checkpoint)
         return saved, checkpoint, load_policy(saved, checkpoint, num_envs, self.seed, self.device)
 
@@ -75,7 +89,6 @@ class CollectOptions:
 class BundleOptions:
     """How a bundle is simulated."""
 
-    task: str | None = None  # Task by name instead of the one it was trained on.
     mujoco: Path | None = None  # Run in this MuJoCo scene.
     command: tuple[float, ...] = ()  # Commanded velocities of a scene in m/s, m/s and rad/s; arrow keys change them.
     keys: bool = False  # Run a scene in real time with arrow keys, comma, dot and space from the terminal; q ends it.
@@ -93,25 +106,62 @@ Collection = Annotated[CollectOptions, tyro.conf.arg(name="")]
 AsJson = Annotated[bool, tyro.conf.arg(name="json")]
 
 
-def evaluate(run: TrainedPolicy, episodes: int = 20, as_json: AsJson = False) -> int:
-    """Run episodes without exploration noise and print their returns.
+def evaluate(
+    run: TrainedPolicy,
+    episodes: int = 20,
+    commands: tuple[str, ...] = (),
+    every_checkpoint: bool = False,
+    as_json: AsJson = False,
+) -> int:
+    """Run episodes without exploration noise and print their returns, and what the simulator logs of them.
 
     Args:
         run: The run and its policy.
-        episodes: Number of episodes.
+        episodes: Number of episodes, for each command and checkpoint.
+        commands: Velocity commands of mjlab or Isaac Lab, each as forward,sideways,turning; drawn at random by default.
+        every_checkpoint: Evaluate every model_<number>.pt of the run, side by side.
         as_json: Print JSON.
     """
     saved, checkpoint, runner = run.load(max(1, min(EVAL_ENVS, episodes)))
+    files = [file for _, file in find_checkpoints(saved.path)] if every_checkpoint else [checkpoint]
+    if not files:
+        raise UserError(f"there is no model_<number>.pt in {saved.path}; leave --every-checkpoint out")
+    runner.env = log = EpisodeLog(runner.env)
+    rows: list[dict[str, Any]] = []
     with user_errors():
-        result = runner.eval(episodes)
+        for file in files:
+            if every_checkpoint:
+                runner.load(file, load_optimizer=False)
+            for command in commands or (None,):
+                log.sums, log.episodes = {}, {}
+                numbers = None if command is None else [float(part) for part in command.split(",")]
+                with nullcontext() if numbers is None else one_command(runner.env, numbers):
+                    result = runner.eval(episodes) | log.summary()
+                label = {"checkpoint": file.name} if every_checkpoint else {}
+                label |= {} if numbers is None else {"command": numbers}
+                rows.append({**label, **result, "episodes": episodes, "step": runner.tot_timesteps})
     runner.close()
     if as_json:
-        print(json.dumps({**result, "episodes": episodes, "step": runner.tot_timesteps}))
+        print(json.dumps(rows[0] if len(rows) == 1 else rows))
         return 0
     print(f"  {saved.task}, {checkpoint}, {episodes} episode{'s' * (episodes > 1)} without noise")
-    for name, value in result.items():
-        print(f"  {name.removeprefix('eval/').replace('_', ' '):<14}{value:10.2f}")
+    show_rows(rows)
     return 0
+
+
+def show_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print evaluations side by side: what they are of, then every number."""
+    names = [name for name in rows[0] if name not in (*LABELS, "episodes", "step")]
+    texts = {name: name.removeprefix("eval/").replace("_", " ") if name.startswith("eval/") else name for name in names}
+    is_plain = len(rows) == 1 and all(name.startswith("eval/") for name in names)
+    first, width = (14, 10) if is_plain else (max(map(len, texts.values())) + 2, 14)
+    for name in LABELS if len(rows) > 1 else ():
+        if any(name in row for row in rows):
+            cells = (str(row.get(name, "")).removesuffix(".pt").replace(" ", "") for row in rows)
+            print(f"  {name:<{first}}" + "".join(f"{cell:>{width}}" for cell in cells))
+    for name in names:
+        places = 2 if name.startswith("eval/") else 4
+        print(f"  {texts[name]:<{first}}" + "".join(f"{row.get(name, math.nan):{width}.{places}f}" for row in rows))
 
 
 def play(
@@ -178,8 +228,7 @@ def play_bundle(
     run: PolicyOptions, options: BundleOptions, video: Path | None, episodes: int, seconds: float, has_window: bool
 ) -> int:
     """Run episodes of a bundle, print a report, and write a film if one is asked for."""
-    if options.keys and (options.mujoco is None or not sys.stdin.isatty()):
-        raise UserError("--keys drives a scene, --mujoco scene.xml, from a terminal")
+    check_keys(options)
     with user_errors():
         policy = Policy(run.run)
         if options.mujoco is not None:
@@ -194,9 +243,11 @@ def play_bundle(
                 length,
                 options.period,
             )
+            for note in task.notes():
+                print(f"  {note}", file=sys.stderr)
         else:
             render_mode = None if video is None and not has_window else "human" if video is None else "rgb_array"
-            task = make_task(policy, options.task, run.seed, render_mode)
+            task = make_task(policy, run.task, run.seed, render_mode)
         made = None if video is None else ShownFilm(video, task.fps, MAX_FRAMES)
         watch = [] if made is None else [film_step(made)]
         if has_window and options.mujoco is not None:
@@ -290,16 +341,34 @@ def real_time() -> Callable[[float], None]:
     return wait
 
 
+def check_keys(options: BundleOptions) -> None:
+    """Refuse keys without a scene, and without anything that they could come from."""
+    if options.keys and options.mujoco is None:
+        raise UserError("--keys drives a scene; name it: --mujoco scene.xml")
+    if options.keys and not (sys.stdin.isatty() or is_pipe(sys.stdin.fileno())):
+        way_out = "start it in one (ssh -t, docker run -it), or send keys through a pipe"
+        raise UserError(f"--keys reads keys from a terminal, and standard input is none; {way_out}")
+
+
+def is_pipe(file: int) -> bool:
+    """Whether keys may come from another program."""
+    kind = os.fstat(file).st_mode
+    return stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind)
+
+
 @contextmanager
 def terminal_keys(scene: MujocoScene, is_paced: bool) -> Iterator[Callable[[Any], bool]]:
-    """Change a scene's command by keys of the terminal; gives the function of a step, which waits unless `is_paced`."""
+    """Change a scene's command by keys of a terminal or a pipe; gives the function of a step.
+
+    It waits unless `is_paced`, and ends the simulation at a `q` or when nothing more can come.
+    """
     try:
         import termios
         import tty
     except ImportError as error:  # Windows
         raise UserError("--keys needs a Unix terminal; the keys of MuJoCo's window work everywhere") from error
     terminal, wait = sys.stdin.fileno(), real_time()
-    before = termios.tcgetattr(terminal)
+    before = termios.tcgetattr(terminal) if sys.stdin.isatty() else None
 
     def read(task: MujocoScene) -> bool:
         is_over = False
@@ -315,6 +384,9 @@ def terminal_keys(scene: MujocoScene, is_paced: bool) -> Iterator[Callable[[Any]
             wait(task.period)
         return is_over
 
+    if before is None:
+        yield read
+        return
     tty.setcbreak(terminal)
     try:
         yield read

@@ -21,8 +21,9 @@ from canter.cli.errors import UserError, user_errors
 from canter.envs.torch_envs import TORCH_ENVS
 from canter.envs.vec_env import VecEnv
 from canter.envs.wrap import ENV_NAMES, env_options, make_env
+from canter.export.load import read_settings
 from canter.runners import Runner, build_runner
-from canter.runners.run_config import find_algorithm
+from canter.runners.run_config import find_algorithm, parse_train_cfg
 from canter.utils.checkpoint import newest_valid_checkpoint
 from canter.utils.config import nearest
 from canter.utils.distributed import RANKS
@@ -102,12 +103,20 @@ def safe_name(text: str) -> str:
     return re.sub(r"[^\w.\u0080-\U0010ffff-]", "_", "".join(kept)).lstrip(".") or "_"
 
 
-def read_run(path: Path, modules: Collection[str] | None = ()) -> SavedRun:
-    """The run in a directory, or of a checkpoint in one; its settings may import `modules` alone, None: unused."""
+def read_run(
+    path: Path, modules: Collection[str] | None = (), settings: Path | None = None, task: str | None = None
+) -> SavedRun:
+    """The run in a directory, or of a checkpoint in one; its settings may import `modules` alone, None: unused.
+
+    The run of another program has its training dict in the file `settings`, or in params/agent.yaml, and needs a task.
+    """
     file, path = (path, path.parent) if path.is_file() else (None, path)
     if file is not None and file.suffix not in (".pt", ".yaml"):
         raise UserError(f"{file} is neither a run directory nor a checkpoint")
     config_path = path / "config.yaml"
+    found = settings or next((p for p in (config_path, path / "params" / "agent.yaml") if p.is_file()), None)
+    if found is not None and (found != config_path or task is not None):
+        return foreign_run(path, file, found, task, modules)
     if not config_path.is_file():
         problem = f"{path} is not a run directory: it has no config.yaml"
         if (path / "policy.json").is_file():
@@ -125,6 +134,22 @@ def read_run(path: Path, modules: Collection[str] | None = ()) -> SavedRun:
         if name in run and (type(run[name]) is not int or run[name] < 1):
             raise UserError(f"{config_path}: run.{name} must be a whole number of at least 1, got {run[name]!r}")
     return SavedRun(path, config, file if file != config_path else None)
+
+
+def foreign_run(
+    path: Path, file: Path | None, settings: Path, task: str | None, modules: Collection[str] | None
+) -> SavedRun:
+    """A run with its settings in a file of their own, in canter's layout."""
+    with user_errors(settings):
+        content = read_settings(settings)
+        if modules is not None:
+            refuse_imports(content, settings, modules, "add --modules {module}")
+        named = task or (content.get("run") or {}).get("task") or content.get("task")
+        if not isinstance(named, str):
+            raise UserError(f"{settings} names no task; give it: --task NAME")
+        run = {"num_envs": EVAL_ENVS, **(content.pop("run", None) or {}), "task": named}
+        config = parse_train_cfg({**content, "resume": False}).to_dict()
+    return SavedRun(path, {**config, "run": run, "seed": content.get("seed")}, file)
 
 
 def changed_settings(config: Mapping[str, Any], saved: Any) -> list[str]:
@@ -269,10 +294,15 @@ def open_runner(
         return runner
 
 
-def new_runner(config: dict[str, Any], path: Path) -> Runner:
-    """The runner of a new run with open logs; leaves no directory behind if it cannot be built."""
+def new_runner(config: dict[str, Any], path: Path, fits_evaluations: bool = False) -> Runner:
+    """The runner of a new run with open logs; leaves no directory behind if it cannot be built.
+
+    With `fits_evaluations` no evaluation takes more steps than the training since the last one.
+    """
     try:
         runner = open_runner(config, path, eval_episodes=config["eval_episodes"])
+        if fits_evaluations:
+            fit_evaluations(runner)
         with user_errors(), ExitStack() as on_error:
             on_error.callback(runner.close)  # so that nothing writes to the directory any more
             runner.alg.check_can_learn(runner.is_pretraining)
@@ -284,6 +314,14 @@ def new_runner(config: dict[str, Any], path: Path) -> Runner:
         shutil.rmtree(path, ignore_errors=True)
         raise
     return runner
+
+
+def fit_evaluations(runner: Runner) -> None:
+    """Raise `eval_interval` until an evaluation takes no more steps than the training between two of them."""
+    cfg, length = runner.cfg, runner.env.max_episode_length
+    if cfg.eval_interval and length and cfg.trial_metric is None:
+        unit = 1 if runner.alg.learns_from_replay else runner.steps_per_iteration()
+        cfg.eval_interval = max(cfg.eval_interval, -(-cfg.eval_episodes * int(length) // unit))
 
 
 def load_policy(saved: SavedRun, checkpoint: Path, num_envs: int, seed: int | None, device: str | None) -> Runner:

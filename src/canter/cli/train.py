@@ -60,8 +60,9 @@ def open_run(options: TrainOptions[Any, Any], config: dict[str, Any]) -> tuple[R
     path = RANKS.on_first(
         lambda: runs.restarted_run(folder, task, seed) or runs.new_run_directory(folder, task, options.name, seed)
     )
+    is_given = config["eval_interval"] is not None
     if not (path / "config.yaml").exists():
-        return runs.new_runner(run_config(options, config), path), path
+        return runs.new_runner(run_config(options, config), path, fits_evaluations=not is_given), path
     runner = runs.open_runner(run_config(options, config), path, eval_episodes=config["eval_episodes"])
     runner.resumed_at = 0  # what was logged after the checkpoint is logged again
     if newest := RANKS.on_first(lambda: runs.find_checkpoint(path, None) if any(path.glob("model_*.pt")) else None):

@@ -10,6 +10,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from canter.envs.records import fill_extras, with_obs
+from canter.envs.spec import named_parts
 from canter.envs.vec_env import StepRecord, VecEnv
 from canter.envs.wrappers import VecEnvWrapper, checked_layout
 from canter.utils.obs_layout import ObsLayout, Segments
@@ -45,6 +46,7 @@ class ObsComponents(VecEnvWrapper):
         segments: Names and sizes of the observation's parts, in order; those of the environment if None.
         actor: Components the actor sees; all if None.
         critic: Components the critic sees; all of them, its own included, if None.
+        own_critic: Show the critic the environment's own critic observation; if false it sees parts of the actor's.
         history: Component -> number of steps in its window; `last_action` may be one.
         last_action: Add the component `last_action`, the previous action, 0 at first, if there is none of this name.
     """
@@ -57,15 +59,19 @@ class ObsComponents(VecEnvWrapper):
         critic: Sequence[str] | None = None,
         history: Mapping[str, int] | None = None,
         last_action: bool = False,
+        own_critic: bool = True,
     ) -> None:
         super().__init__(env)
-        layouts, critic_segments = [], env.critic_obs_segments
-        for box, names in ((env.obs_space, segments or env.obs_segments), (env.critic_obs_space, critic_segments)):
+        layouts, self._shares = [], env.critic_obs_space is env.obs_space or not own_critic
+        names_of_critic = env.obs_segments if self._shares else env.critic_obs_segments
+        spaces_of_both = (env.obs_space, env.obs_space if self._shares else env.critic_obs_space)
+        wanted = {name.removesuffix("_history") for name in (*(actor or ()), *(history or ()))} - {LAST_ACTION}
+        named = (segments or named_parts(env, wanted), names_of_critic)
+        for box, names in zip(spaces_of_both, named, strict=True):
             if not isinstance(box, spaces.Box) or len(box.shape) != 1:
                 raise TypeError(f"ObsComponents wants flat observations, got {box}; wrap the environment in FlattenObs")
             layouts.append(checked_layout(names or {"obs": box.shape}, box.shape[0], "segments"))
         self._source, self._critic_source = layouts
-        self._shares = env.critic_obs_space is env.obs_space
         history, space, shapes = history or {}, env.action_space, dict(self._source.shapes)
         for name, steps in history.items():
             check_steps(f"history[{name!r}]", steps)
@@ -149,6 +155,7 @@ class ObsComponents(VecEnvWrapper):
     def _views(self, obs: Any, critic_obs: Any, windows: Mapping[str, Tensor], last_action: Tensor) -> tuple[Any, Any]:
         past = {f"{name}_history": window.flatten(1) for name, window in windows.items()}
         parts = {**self._parts(obs, last_action), **past}
+        critic_obs = obs if self._shares else critic_obs
         actor = torch.cat([parts[name] for name in self._actor.shapes], dim=-1)
         if self._is_one or critic_obs is None:
             return actor, actor if self._is_one else None

@@ -1,7 +1,9 @@
 """mjlab's environments, bare or in its `RslRlVecEnvWrapper`: resets are ours, so that final observations are known."""
 
+import contextlib
 import dataclasses
 import importlib
+import io
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,8 +128,20 @@ def make_mjlab(
         way_out = "--env-kwargs '{commands.motion.motion_file: FILE}'"
         raise ValueError(f"mjlab's task {task!r} follows a motion and has no motion_file; give it by {way_out}")
     where = str(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
-    env = importlib.import_module("mjlab.envs").ManagerBasedRlEnv(cfg=cfg, device=where, render_mode=render_mode)
-    return MjlabAdapter(env, device, obs_groups=tasks.load_rl_cfg(task).obs_groups)
+    quieten_warp()
+    with contextlib.redirect_stdout(io.StringIO()):  # tables of every manager
+        env = importlib.import_module("mjlab.envs").ManagerBasedRlEnv(cfg=cfg, device=where, render_mode=render_mode)
+        return MjlabAdapter(env, device, obs_groups=tasks.load_rl_cfg(task).obs_groups)
+
+
+def quieten_warp() -> None:
+    """Leave out Warp's line for every kernel that it loads, unless its messages for debugging are on."""
+    warp = importlib.import_module("warp")
+    if hasattr(warp.config, "log_level"):
+        is_usual = warp.config.log_level == warp.LOG_INFO
+        warp.config.log_level = warp.LOG_WARNING if is_usual else warp.config.log_level
+    else:  # before 1.15
+        warp.config.quiet = not warp.config.verbose
 
 
 def set_entry(cfg: Any, name: str, value: Any, task: str) -> None:

@@ -5,7 +5,7 @@ It is saved with every checkpoint, so that a policy is built and exported withou
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,13 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from canter.compat.managers import describe_managers, numbers
 from canter.envs.records import group_names
 from canter.envs.vec_env import StepRecord, VecEnv, flat_size
 from canter.utils.tree import Obs
 
 SPEC_VERSION = 1
 MAX_SIZE = 1 << 26  # numbers in an observation, against files that claim more
-GROUPS = ("actor", "policy")
 
 
 def describe_env(env: VecEnv) -> dict[str, Any]:
@@ -123,12 +123,6 @@ def plain_segments(segments: Mapping[str, Sequence[int]] | None) -> dict[str, li
     return None if segments is None else {str(name): [int(n) for n in shape] for name, shape in segments.items()}
 
 
-def numbers(values: Any) -> list[Any]:
-    """A flat list of plain numbers from an array or a tensor, as exact as they are."""
-    array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
-    return array.ravel().tolist()
-
-
 def innermost(env: Any) -> Any:
     """The simulation behind adapters and wrappers: the first one of several environments."""
     while isinstance(env, VecEnv):
@@ -146,10 +140,9 @@ def obs_group(env: VecEnv) -> str | None:
 
 
 def describe_robot(env: VecEnv) -> dict[str, Any]:
-    """Control period, action names, default pose, gains, scales and observation terms, where the simulation has them.
+    """Control period, joints, actions, commands, physics and observation terms, where the simulation has them.
 
-    `observation` lists terms in the order of the flat observation: `name`, `width`, `scale`, `clip`, `history`, and
-    `term`, the quantity of a MuJoCo model that it is.
+    The entries are those of a bundle's policy.json; `observation` lists terms in the order of the flat observation.
     """
     base = innermost(env)
     if base is None:  # torch-native
@@ -157,17 +150,63 @@ def describe_robot(env: VecEnv) -> dict[str, Any]:
         return {} if period is None else {"control_period": float(period)}
     robot: dict[str, Any] = {"control_period": control_period(base)}
     if hasattr(base, "observation_manager") and hasattr(base, "action_manager"):
-        robot |= describe_managers(base)
+        robot |= describe_managers(base, groups_read(env))
     elif hasattr(base, "observation_structure") and hasattr(base, "model"):
         robot |= describe_gymnasium_mujoco(base)
     elif isinstance(getattr(base, "config", None), Mapping):  # EnvPool
         known = {"action_scale": "scale", "kp": "stiffness", "kd": "damping"}
         action = {name: [float(base.config[key])] for key, name in known.items() if key in base.config}
         robot |= {"action": {"target": "position", **action}} if "kp" in base.config else {}
-    terms = robot.get("observation")
-    if terms is not None and sum(term["width"] for term in terms) != flat_width(env.obs_space):
-        robot.pop("observation")  # a wrapper changed the observation, or another group is observed
+    terms = robot.pop("observation", None)
+    if terms is not None and (seen := terms_seen(env, terms)) is not None:
+        robot["observation"] = seen
     return {name: value for name, value in robot.items() if value is not None}
+
+
+def groups_read(env: Any) -> list[str]:
+    """The simulator's observation groups that the actor reads, where the adapter chose among several."""
+    while isinstance(env, VecEnv):
+        own = vars(env)
+        if own.get("sets"):
+            return list(own["sets"][0])
+        env = own.get("env")
+    return []
+
+
+def terms_seen(env: VecEnv, terms: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """The terms of the simulator's observation that wrappers have left in it; None where they made another one."""
+    if sum(term["width"] for term in terms) == flat_width(env.obs_space):
+        return [dict(term) for term in terms]
+    known, seen = {term["name"]: term for term in terms}, []
+    for name, shape in (env.obs_segments or {}).items():  # of `ObsComponents`
+        base = known.get(name.removesuffix("_history"), {})
+        width, steps = math.prod(shape), {}
+        group = [term for term in terms if term.get("group") == name]
+        if not base and sum(term["width"] for term in group) == width:
+            seen += [dict(term) for term in group]
+            continue
+        if name not in known and base and not base.get("history"):
+            steps = {"history": int(shape[0])}
+        if not base or base["width"] * steps.get("history", 1) != width:
+            return None
+        seen.append({**base, "name": name, "width": width, **steps})
+    return seen or None
+
+
+def named_parts(env: VecEnv, wanted: Collection[str] = ()) -> dict[str, tuple[int, ...]] | None:
+    """Names and shapes of the parts of the actor's observation: the environment's own, or the simulator's terms.
+
+    Of an environment with both, its own are given if `wanted` names are among them.
+    """
+    own = None if env.obs_segments is None else {name: tuple(shape) for name, shape in env.obs_segments.items()}
+    if own is not None and set(wanted) <= own.keys():
+        return own
+    try:
+        robot = env.description.get("robot") if isinstance(env, SpecEnv) else describe_robot(env)
+        terms = (robot or {}).get("observation")
+    except Exception:  # a simulator's attributes may be anything
+        terms = None
+    return {term["name"]: (int(term["width"]),) for term in terms} if terms else own
 
 
 def flat_width(space: spaces.Space) -> int | None:
@@ -201,62 +240,3 @@ def describe_gymnasium_mujoco(base: Any) -> dict[str, Any]:
     actuators = [model.actuator(i).name for i in range(model.nu)]
     action = {"names": actuators, "target": "ctrl", "default_pose": numbers(base.init_qpos)}
     return {"observation": terms, "action": action}
-
-
-def describe_managers(base: Any) -> dict[str, Any]:
-    """Joints, gains, scales and observation terms of the manager-based environments of mjlab and Isaac Lab."""
-    observations, actions = base.observation_manager, base.action_manager
-    parts = [actions.get_term(name) for name in actions.active_terms]
-    keys = ("entity_name", "asset_name")  # of mjlab and of Isaac Lab
-    names = [getattr(getattr(part, "cfg", None), key, None) for part in parts for key in keys]
-    robot = base.scene[next(filter(None, names), "robot")]
-    group = next((name for name in GROUPS if name in observations.active_terms), None)
-    terms = None
-    if group is not None:
-        names, shapes = observations.active_terms[group], observations.group_obs_term_dim[group]
-        settings = getattr(observations, "_group_obs_term_cfgs", {}).get(group, [None] * len(names))
-        terms = [describe_term(*parts) for parts in zip(names, shapes, settings, strict=True)]
-    is_effort = any("Effort" in type(part).__name__ for part in parts)  # forces, which have no gains
-    joints = list(getattr(robot, "joint_names", ()))
-    targets = [list(getattr(part, "target_names", getattr(part, "_joint_names", None)) or ()) for part in parts]
-    names = [name for part in targets for name in part] or joints
-    action: dict[str, Any] = {"names": names, "target": "ctrl" if is_effort else "position"}
-    data = getattr(robot, "data", None)
-    sources = {"default_pose": "default_joint_pos", "stiffness": "joint_stiffness", "damping": "joint_damping"}
-    for name, source in sources.items():
-        value = getattr(data, source, None)
-        if value is not None:
-            values = numbers(value[0])
-            by_joint = dict(zip(joints, values, strict=False))
-            action[name] = [by_joint[target] for target in names if target in by_joint] or values
-    if "stiffness" not in action and not is_effort and hasattr(robot, "spec") and hasattr(base, "sim"):
-        action |= gains_of_model(robot, base.sim.mj_model, names)
-    for key in ("scale", "offset"):
-        found: list[Any] = [getattr(part, key, getattr(part, f"_{key}", None)) for part in parts]
-        if found and all(value is not None for value in found):  # two dimensions: one row for each environment
-            rows = [numbers(value[0] if getattr(value, "ndim", 0) == 2 else value) for value in found]
-            widths = zip(rows, targets, strict=True)
-            wide = [number for row, part in widths for number in (row * len(part) if len(row) == 1 else row)]
-            action[key] = rows[0] if len(rows) == 1 else wide
-    return {"observation": terms, "action": action}
-
-
-def describe_term(name: str, shape: Sequence[int], settings: Any) -> dict[str, Any]:
-    """One observation term with its scale, clip range and history length."""
-    term: dict[str, Any] = {"name": str(name), "width": math.prod(shape)}
-    for key, setting in (("scale", "scale"), ("clip", "clip"), ("history", "history_length")):
-        value = getattr(settings, setting, None)
-        if value is None or (key == "history" and not value):
-            continue
-        term[key] = int(value) if key == "history" else numbers(value)
-    return term
-
-
-def gains_of_model(robot: Any, model: Any, joints: Sequence[str]) -> dict[str, Any]:
-    """Stiffness and damping of the position actuators of these joints, in their order."""
-    ids = {actuator.target.split("/")[-1]: actuator.id for actuator in robot.spec.actuators}
-    chosen = [ids[name] for name in joints if name in ids]
-    return {
-        "stiffness": numbers(model.actuator_gainprm[chosen, 0]),
-        "damping": numbers(-model.actuator_biasprm[chosen, 2]),
-    }

@@ -1,7 +1,6 @@
 """Wrappers around a `VecEnv`: one that forwards everything, and those that change observations."""
 
 import math
-import sys
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from canter.envs.records import with_obs
 from canter.envs.vec_env import Device, StepRecord, VecEnv
-from canter.execution import ACTIVE_TRACERS, note_host_read, runs_own_code
 from canter.utils.obs_layout import ObsLayout
 from canter.utils.tree import Obs, tree_leaves, tree_map
 
@@ -26,8 +24,6 @@ class Forwarding:
     def __getattr__(self, name: str) -> Any:
         if name == "env" or name.startswith("__"):
             raise AttributeError(name)
-        if ACTIVE_TRACERS and not runs_own_code(sys._getframe(1)):
-            note_host_read(name)  # a number of the simulator that a replay would not read again
         try:
             return getattr(self.env, name)
         except AttributeError:

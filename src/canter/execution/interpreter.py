@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from canter.execution.recording import is_random
+from canter.execution.recorded_graph import is_random
+from canter.execution.torch_private import script, script_runner
 
 MEMORY_FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 # Their results have the type of their first argument, so 0 and 1 can stand for False and True, which no Scalar can be.
@@ -19,30 +20,12 @@ NUMBERS = {("TensorType", "IntType"), ("TensorType", "FloatType")}  # numbers wh
 # Of the number `other` they make a tensor in every call; that takes longer than a small operation itself.
 WITH_TENSORS = {f"aten::{name}" for name in ("add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "div", "div_")}
 EXACT = (torch.float32, torch.float64, torch.int64)  # half precision computes with a number that is not rounded
-# Outside inference mode no argument of a graph requires a gradient, so every operation can begin at its kernel.
-SKIPPED_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.ADInplaceOrView
-)
 
 
 def to_interpreter(graph: fx.Graph) -> Callable[..., Any]:
     """Convert a graph to a function of its arguments."""
-    function = torch._C._create_function_from_graph("recording", Translation(graph).made)
-    get_optimize, set_optimize = torch._C._get_graph_executor_optimize, torch._C._set_graph_executor_optimize
     num_results = len(graph.output_node().args[0])  # pyright: ignore[reportArgumentType]
-
-    def run(*args: Any) -> Any:
-        optimizes = get_optimize()
-        set_optimize(False)  # an optimised graph would be traced, specialised and fused: other kernels, other numbers
-        try:
-            if torch.is_inference_mode_enabled():  # some kernels there depend on whether a view requires a gradient
-                return function(*args)[:num_results]
-            with torch._C._ExcludeDispatchKeyGuard(SKIPPED_KEYS):
-                return function(*args)[:num_results]
-        finally:
-            set_optimize(optimizes)
-
-    return run
+    return script_runner(Translation(graph).made, num_results)
 
 
 class Translation:
@@ -52,7 +35,7 @@ class Translation:
     """
 
     def __init__(self, graph: fx.Graph) -> None:
-        self.made: Any = torch._C.Graph()
+        self.made: Any = script.Graph()
         self.values: dict[fx.Node, Any] = {}  # of one result, or the list of several
         self.newest: Any = None  # operation
         drawn: list[Any] = []
@@ -60,7 +43,7 @@ class Translation:
             if node.op == "placeholder":
                 self.values[node] = self.made.addInput(node.name)
                 if not node.users:
-                    self.values[node].setType(torch._C.AnyType.get())
+                    self.values[node].setType(script.AnyType.get())
             elif node.target is operator.getitem:
                 self.values[node] = self.item(*node.args)
             elif node.op == "call_function":
@@ -69,7 +52,7 @@ class Translation:
                     drawn += found if isinstance(found, list) else [found]
         results: Any = graph.output_node().args[0]
         returned = [*(self.values[node] for node in results), *drawn]
-        kind = torch._C.TupleType([value.type() for value in returned])
+        kind = script.TupleType([value.type() for value in returned])
         self.made.registerOutput(self.add("prim::TupleConstruct", returned, [kind]))
 
     def call(self, node: fx.Node) -> Any:
@@ -90,8 +73,8 @@ class Translation:
         source = self.values[node]
         if isinstance(source, list):
             return source[index]
-        source.setType(torch._C.ListType(torch._C.TensorType.get()))
-        return self.add("aten::__getitem__", [source, self.made.insertConstant(index)], [torch._C.TensorType.get()])
+        source.setType(script.ListType(script.TensorType.get()))
+        return self.add("aten::__getitem__", [source, self.made.insertConstant(index)], [script.TensorType.get()])
 
     def add(self, name: str, inputs: list[Any], types: list[Any]) -> Any:
         """Append an operation; returns its result, or the list of its results unless there is one."""

@@ -9,6 +9,7 @@ import platform
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ from canter.envs.wrap import ENV_OPTIONS
 from canter.export import runtime
 from canter.export.c_code import c_files
 from canter.export.c_writer import NotInCError
+from canter.export.deploy import deploy_yaml, properties
 from canter.export.graph import OPSET, Port, StepModule, need_export_extra, onnx_bytes, torchscript_bytes
 from canter.export.parity import check_bundle
 from canter.export.readme import readme
+from canter.export.robot.package import write_robot_folder
 from canter.modules.normalizer import DictNormalization, EmpiricalNormalization
 from canter.runners.evaluation import InferencePolicy
 from canter.utils.files import atomic_write, make_folder
@@ -33,6 +36,7 @@ from canter.utils.tree import tree_leaves
 
 FORMATS = ("onnx", "torchscript", "c")
 STEPS, ROWS = 24, 3
+ROBOT_ENTRIES = ("obs_groups", "joints", "commands", "physics", "reset_pose")
 
 
 @dataclasses.dataclass
@@ -44,6 +48,8 @@ class Exported:
     """Largest difference of each file from the recorded samples; `nan` for C that no compiler could check."""
     left_out: dict[str, str]
     """File -> why it could not be written."""
+    checked: dict[str, Any] | None = None
+    """The comparison of a MuJoCo scene with the simulator, where there was one."""
 
 
 def export_bundle(
@@ -71,8 +77,10 @@ def export_bundle(
     module = StepModule(acting)
     samples, source = record(module, acting, env)
     spec = describe(module, acting) | {"samples": source}
+    if env is not None and (checked := checked_scene(env, spec)) is not None:
+        spec["checked"] = checked
     files: dict[str, bytes] = {
-        "policy.onnx": onnx_bytes(module, spec),
+        "policy.onnx": onnx_bytes(module, spec, properties(spec)),
         "samples.safetensors": save_safetensors(samples),
     }
     left_out: dict[str, str] = {}
@@ -84,6 +92,8 @@ def export_bundle(
             files |= {"policy.h": header.encode(), "policy.c": code.encode()}
         except NotInCError as error:
             left_out["policy.c"] = f"it needs {error}, which the C writer does not have"
+    if (deploy := deploy_yaml(spec)) is not None:
+        files["deploy.yaml"] = deploy.encode()
     files["runtime.py"] = Path(runtime.__file__).read_bytes()
     files["README.md"] = readme(spec, set(files)).encode()
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -94,10 +104,20 @@ def export_bundle(
         parity = check_bundle(made)
         spec |= {"parity": {name: None if math.isnan(value) else value for name, value in parity.items()}}
         write_files(made, spec | {"left_out": left_out}, files)
+        write_robot_folder(made)
         if directory.exists():
             os.replace(directory, Path(temporary) / "old") if any(directory.iterdir()) else directory.rmdir()
         os.replace(made, directory)
-    return Exported(directory, parity, left_out)
+    return Exported(directory, parity, left_out, spec.get("checked"))
+
+
+def checked_scene(env: VecEnv, spec: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a MuJoCo scene reads by the description, compared with a simulator that has a MuJoCo model."""
+    if find_spec("mujoco") is None:
+        return None
+    from canter.compat.scene_parity import check_scene
+
+    return check_scene(env, spec)
 
 
 def write_files(directory: Path, spec: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
@@ -197,6 +217,7 @@ def describe(module: StepModule, acting: InferencePolicy) -> dict[str, Any]:
         "obs_group": environment.get("obs_group"),
         "action": describe_action(acting, robot, environment),
         "control_period": robot.get("control_period"),
+        **{name: robot[name] for name in ROBOT_ENTRIES if name in robot},
         "training": describe_training(acting),
         "versions": versions(),
     }
@@ -208,18 +229,13 @@ def plain_port(port: Port) -> dict[str, Any]:
 
 
 def segments_of(module: StepModule, acting: InferencePolicy, robot: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Parts of a flat observation in order, with their first column and width; None for images and dicts."""
+    """Parts of a flat observation in order, with what each of them is; None for images and dicts."""
     if len(module.observations) != 1 or len(module.observations[0].shape) != 1:
         return None
     width = module.observations[0].shape[0]
     named = getattr(acting.policy, "obs_layout", None) or acting.parts
-    segments = [{"name": name, "width": math.prod(shape), "shape": list(shape)} for name, shape in named.shapes.items()]
-    known = robot.get("observation")
-    if known and len(segments) <= 1:
-        segments = [dict(term) for term in known]
-    elif known:
-        terms = {term["name"]: term for term in known}
-        segments = [{**terms.get(segment["name"], {}), **segment} for segment in segments]
+    own = [{"name": name, "width": math.prod(shape), "shape": list(shape)} for name, shape in named.shapes.items()]
+    segments = known_segments(own, robot.get("observation") or [])
     if sum(segment["width"] for segment in segments) != width:
         segments = [{"name": "obs", "width": width}]
     first = 0
@@ -227,6 +243,23 @@ def segments_of(module: StepModule, acting: InferencePolicy, robot: Mapping[str,
         segment["first"] = first
         first += segment["width"]
     return segments
+
+
+def known_segments(own: Sequence[dict[str, Any]], terms: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The policy's segments with what the simulator says of them; a whole group becomes the group's terms."""
+    if len(own) <= 1 and terms:
+        return [dict(term) for term in terms]
+    by_name = {term["name"]: term for term in terms}
+    found: list[dict[str, Any]] = []
+    for segment in own:
+        parts = [dict(term) for term in terms if term.get("group") == segment["name"]]
+        if segment["name"] in by_name:
+            found.append({**by_name[segment["name"]], **segment})
+        elif sum(part["width"] for part in parts) == segment["width"]:
+            found += parts
+        else:
+            found.append(segment)
+    return found
 
 
 def describe_action(
@@ -325,7 +358,7 @@ def upload_bundle(made: Exported, logger: Any, step: int) -> None:
     """Store the files of a bundle with the run, and its parity as metrics."""
     if logger is None:
         return
-    for path in sorted(made.path.iterdir()):
+    for path in sorted(filter(Path.is_file, made.path.iterdir())):
         logger.save_file(path)
     parity = {f"export/difference_{name.partition('.')[2]}": value for name, value in made.parity.items()}
     logger.log_scalars(parity, step)

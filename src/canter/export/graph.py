@@ -193,10 +193,10 @@ def exported_program(module: Any, rows: int | None = None) -> Any:
             raise ValueError(f"{name} cannot be exported: {reason}; {way_out}") from error
 
 
-def onnx_bytes(module: Any, metadata: Mapping[str, Any]) -> bytes:
+def onnx_bytes(module: Any, metadata: Mapping[str, Any], properties: Mapping[str, str] | None = None) -> bytes:
     """A `StepModule`, or a step with its description of inputs and outputs, as an ONNX file of opset 18 for any batch.
 
-    `metadata` is in its properties as JSON.
+    `metadata` is in its properties as JSON, under the name "canter"; `properties` are further ones.
     """
     need_export_extra()
     program = exported_program(module)
@@ -222,8 +222,9 @@ def onnx_bytes(module: Any, metadata: Mapping[str, Any]) -> bytes:
         value.doc_string = ""
     del model.graph.value_info[:]
     del model.graph.metadata_props[:]
-    entry = model.metadata_props.add()
-    entry.key, entry.value = "canter", json.dumps(metadata)
+    for key, value in {"canter": json.dumps(metadata), **(properties or {})}.items():
+        entry = model.metadata_props.add()
+        entry.key, entry.value = key, value
     return model.SerializeToString(deterministic=True)
 
 

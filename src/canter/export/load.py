@@ -2,16 +2,19 @@
 
 import dataclasses
 import hashlib
+import math
+import re
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from canter.algorithms import REGISTRY
 from canter.algorithms.foreign import import_state
-from canter.envs.spec import SpecEnv, describe_env
+from canter.envs.spec import SPEC_VERSION, SpecEnv, describe_env
 from canter.envs.wrap import env_options, make_env
 from canter.modules.build import build_actor_critic, build_normalizer, build_policy, env_shapes
 from canter.modules.normalizer import ValueNormalizer
@@ -21,7 +24,7 @@ from canter.runners.run_config import RunPlan, find_algorithm, parse_train_cfg
 from canter.runners.runner import open_env
 from canter.utils.checkpoint import check_compatible, damaged_content, load_checkpoint, newest_valid_checkpoint
 from canter.utils.memory import MemoryLimit
-from canter.utils.reading import FileContentError, named_modules, read_yaml, refuse_imports
+from canter.utils.reading import FileContentError, named_modules, parse_yaml, read_limited, read_yaml, refuse_imports
 from canter.utils.runtime import resolve_device
 
 BEST = "checkpoint_best.pt"
@@ -34,8 +37,13 @@ def load(
     policy: Policy | None = None,
     seed: int | None = None,
     modules: Collection[str] = (),
+    config: Mapping[str, Any] | str | Path | None = None,
+    task: str | None = None,
 ) -> InferencePolicy:
     """The trained policy of a run directory or a checkpoint file: `actions = canter.load(run).predict(obs)`.
+
+    A checkpoint of rsl_rl does not say how its networks were built: its training dict is `params/agent.yaml` of its run
+    or `config`. Without a `task` its observation and actions have widths but no names.
 
     Args:
         path: A run directory, or a checkpoint file.
@@ -44,6 +52,8 @@ def load(
         policy: Network to load the weights into, for runs whose networks were built in Python.
         seed: Seed of sampled actions; drawn if None.
         modules: Modules of yours that the checkpoint's settings name and that may be imported.
+        config: The training dict, or a file with it, where the checkpoint has none.
+        task: Task that describes the environment, where the checkpoint does not.
     """
     file, device = find_file(Path(path), checkpoint), resolve_device(device)
     with damaged_content(file):
@@ -51,7 +61,8 @@ def load(
     weights = state.get("model_state_dict")
     if not isinstance(weights, Mapping):
         raise ValueError(f"{file} has no model_state_dict; it has {', '.join(map(str, state))}")
-    config = state.get("config") or read_config(file)
+    given = read_settings(Path(config)) if isinstance(config, str | Path) else config
+    config = given or state.get("config") or read_config(file)
     if not isinstance(config, Mapping):
         raise FileContentError(f"{file} holds a {type(config).__name__} as its config, not named settings")
     settings = {key: value for key, value in config.items() if key != "run"}  # the task is not made from it
@@ -62,10 +73,12 @@ def load(
             named = settings.get("policy") or {}
             settings["policy"] = {key: value for key, value in named.items() if not key.endswith("_class")}
         plan = parse_train_cfg(settings)
-        environment = state.get("environment") or describe_task(config, plan, file)
+        run = {**(config.get("run") or {}), **({} if task is None else {"task": task})}
+        config = {**config, "run": run} if run else config
+        environment = state.get("environment") or described(config, plan, file, weights)
         env = SpecEnv(environment, device)
         if policy is None:
-            policy = new_policy(plan, env, has_settings=bool(config.get("policy")))
+            policy = new_policy(plan, env, has_settings=bool(config.get("policy") or config.get("actor")))
         install_normalizers(policy, env, weights)
         check_compatible(policy.state_dict(), weights, type(policy).__name__)
         policy.load_state_dict(dict(weights))
@@ -96,12 +109,61 @@ def find_file(path: Path, checkpoint: str | None) -> Path:
     return file
 
 
+class SettingsLoader(yaml.SafeLoader):
+    """YAML in which Python's tuples, as other libraries write them, are lists."""
+
+
+SettingsLoader.add_constructor(
+    "tag:yaml.org,2002:python/tuple", lambda loader, node: loader.construct_sequence(node, deep=True)
+)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The training dict in a YAML or JSON file."""
+    with damaged_content(path):
+        content = parse_yaml(read_limited(path).decode("utf-8"), SettingsLoader)
+    if not isinstance(content, dict):
+        raise FileContentError(f"{path} is no mapping of settings but {content!r}")
+    return content
+
+
 def read_config(file: Path) -> dict[str, Any]:
-    """The config.yaml beside a checkpoint of an earlier version."""
+    """The config.yaml beside a checkpoint of an earlier version, or the params/agent.yaml of Isaac Lab and mjlab."""
     for folder in (file.parent, file.parent.parent):
         if (folder / "config.yaml").is_file():
             return read_yaml(folder / "config.yaml")
-    raise ValueError(f"{file} does not say how its policy was built, and there is no config.yaml beside it")
+        if (folder / "params" / "agent.yaml").is_file():
+            return read_settings(folder / "params" / "agent.yaml")
+    problem = (
+        f"{file} does not say how its policy was built, and there is no config.yaml or params/agent.yaml beside it"
+    )
+    raise ValueError(f"{problem}; give its training dict: config=..., or --config FILE")
+
+
+def described(config: Mapping[str, Any], plan: RunPlan, file: Path, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """The description of an environment that a checkpoint lacks: of its task, or the widths of its weights."""
+    widths = {name: width_of(weights, name) for name in ("actor", "critic")}
+    last = [name for name in weights if re.fullmatch(r"actor\.\d+\.weight", name)]
+    noise = next((weights[name] for name in ("std", "log_std") if name in weights), None)
+    if "task" in (config.get("run") or {}) or widths["actor"] is None or not (last or noise is not None):
+        return describe_task(config, plan, file)
+    num_actions = len(noise) if noise is not None else weights[last[-1]].shape[0]
+    if noise is None and (plan.policy.get("state_dependent_std") or plan.policy.get("action_distribution") == "beta"):
+        num_actions //= 2
+    box = {"type": "Box", "dtype": "float32", "low": -math.inf, "high": math.inf}
+    spaces: dict[str, Any] = {"action_space": {**box, "shape": [num_actions]}}
+    spaces["obs_space"] = {**box, "shape": [widths["actor"]]}
+    spaces["critic_obs_space"] = {**box, "shape": [widths["critic"] or widths["actor"]]}
+    limit = plan.clip_actions
+    clip = None if limit is None else [[-limit] * num_actions, [limit] * num_actions]
+    empty = dict.fromkeys(("obs_segments", "critic_obs_segments", "obs_group"))
+    return {"version": SPEC_VERSION, **spaces, **empty, "action_clip": clip, "robot": {}}
+
+
+def width_of(weights: Mapping[str, Any], part: str) -> int | None:
+    """Width of the observation of an actor or a critic, by its first weights."""
+    names = (f"memory_{part[0]}.rnn.weight_ih_l0", f"{part}.0.weight")
+    return next((int(weights[name].shape[1]) for name in names if name in weights), None)
 
 
 def describe_task(config: Mapping[str, Any], plan: RunPlan, file: Path) -> dict[str, Any]:

@@ -30,6 +30,8 @@ def readme(spec: Mapping[str, Any], files: set[str]) -> str:
     parts += [python_part(spec), cpp_part(spec)]
     if "policy.c" in files:
         parts.append(c_part(spec))
+    if "deploy.yaml" in files:
+        parts.append("`deploy.yaml` has gains, poses, ranges and observations in the form of Unitree's programs.\n")
     parts.append("Check the bundle with `python runtime.py`, or all formats with `canter export --check .`\n")
     return "\n".join(part for part in parts if part)
 
@@ -52,15 +54,37 @@ def observation_table(spec: Mapping[str, Any]) -> str:
     segments = spec["observation"] or []
     if [segment["name"] for segment in segments] in ([], ["obs"]):
         return ""
-    more = [key for key in ("clip", "scale", "history") if any(key in segment for segment in segments)]
+    segments = [{**segment, "what it is": meaning(segment)} for segment in segments]
+    keys = ("what it is", "unit", "clip", "scale", "delay", "history")
+    more = [key for key in keys if any(segment.get(key) for segment in segments)]
     rows = [" | ".join(["| observation", "first", "width", *more]) + " |", "|---" * (len(more) + 3) + "|"]
     for segment in segments:
         shape = segment.get("shape") or ()
         width = f"{segment['width']} ({' x '.join(map(str, shape))})" if len(shape) > 1 else segment["width"]
         cells = [f"| {segment['name']}", str(segment["first"]), str(width), *(cell(segment.get(key)) for key in more)]
         rows.append(" | ".join(cells) + " |")
-    applied = "Values are clipped, then multiplied by `scale`; a history is so many of them, the oldest first.\n"
+    applied = "Values are clipped, then multiplied by `scale`; a history is so many of them, the oldest first. "
+    applied += "A delay is in seconds, as it was drawn in training.\n" if "delay" in more else "\n"
+    more = [key for key in more if key in ("clip", "scale", "history", "delay")]
     return "\n".join(rows) + "\n" + (f"\n{applied}" if more else "")
+
+
+def meaning(segment: Mapping[str, Any]) -> str:
+    """A few words on the source of a segment."""
+    source = segment.get("source") or {}
+    kind, body = source.get("kind", ""), source.get("body")
+    if kind == "sensor":
+        place = source.get("object") or {}
+        return f"{source['sensor']} `{source['name']}`" + (f" at {place['type']} `{place['name']}`" if place else "")
+    if kind in ("joint_position", "joint_velocity"):
+        relative = ", minus the default pose" if source.get("relative") and kind == "joint_position" else ""
+        return f"{kind.replace('_', ' ')} of {len(source['joints'])} joints{relative}"
+    if kind == "command":
+        return f"command `{source['command']}`"
+    if kind == "other":
+        return f"`{source['function']}`"
+    words: str = {"gravity": "direction of gravity", "last_action": "last output of the policy"}.get(kind, kind)
+    return words.replace("_", " ") + (f" in the frame of `{body}`" if body else "")
 
 
 def cell(value: Any) -> str:

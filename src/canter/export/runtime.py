@@ -19,10 +19,12 @@ from typing import Any
 
 import numpy as np
 
-FORMAT, VERSION = "canter-policy", 1
+FORMAT, VERSION = "canter-policy", 2
+READ_VERSIONS = (1, 2)
 LIMIT = 1e-5
 MAX_SPEC, MAX_BYTES, MAX_NUMBERS = 1 << 24, 1 << 31, 1 << 26  # of policy.json, of any other file, of an array
 FILES = ("policy.onnx", "policy.ts", "policy.h", "policy.c", "samples.safetensors", "README.md", "runtime.py")
+FILES += ("deploy.yaml",)
 NEEDED = ("policy.onnx", "samples.safetensors")
 DTYPES = {"F32": "float32", "U8": "uint8", "I64": "int64", "BOOL": "bool"}
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,120}")
@@ -72,8 +74,9 @@ def read_spec(path: Path) -> dict[str, Any]:
         raise BundleError(f"{path} cannot be read: {error}") from error
     if not isinstance(spec, dict) or spec.get("format") != FORMAT:
         raise BundleError(f"{path} does not describe a policy of canter")
-    if spec.get("version") != VERSION:
-        raise BundleError(f"{path} has format version {spec.get('version')!r}, this canter reads {VERSION}")
+    if spec.get("version") not in READ_VERSIONS:
+        known = " and ".join(map(str, READ_VERSIONS))
+        raise BundleError(f"{path} has format version {spec.get('version')!r}, this canter reads {known}")
     if spec.get("sha256") != spec_hash(spec):
         raise BundleError(f"{path} was changed: its own SHA-256 does not match")
     check_structure(path, spec)
@@ -133,6 +136,16 @@ def check_observation(path: Path, spec: Mapping[str, Any]) -> None:
         fills = all(type(n) is int for n in widths) and [sum(widths)] == spec["inputs"][0]["shape"]
         if not fills or not all(isinstance(segment.get("name"), str) for segment in segments):
             _refuse(path, f"the segments of the observation are {widths} wide, the input {spec['inputs'][0]['shape']}")
+        for segment in segments:
+            source: Any = segment.get("source", {"kind": ""})
+            if not isinstance(source, dict) or not isinstance(source.get("kind"), str):
+                _refuse(path, f"the source of the segment {segment['name']!r} has no kind: {source!r}")
+    for name in ("joints", "commands"):
+        entries: Any = spec.get(name, [])
+        if not isinstance(entries, list) or not all(
+            isinstance(e, dict) and isinstance(e.get("name"), str) for e in entries
+        ):
+            _refuse(path, f"{name} must be a list of objects with names, got {entries!r}")
     period = spec.get("control_period")
     if period is not None and not (isinstance(period, int | float) and 0 < period < 3600):
         _refuse(path, f"control_period must be a number of seconds, got {period!r}")

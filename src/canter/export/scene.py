@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from canter.export.runtime import BundleError, Policy
+from canter.export.sources import SourceReader, import_mujoco
 
 TERM = re.compile(r"(?P<name>[A-Za-z0-9_:./\-]+)(?:\[(?P<first>\d*):(?P<last>\d*)\])?")
 ARRAYS = ("qpos", "qvel", "qacc", "act", "ctrl", "sensordata", "cfrc_ext", "actuator_force", "xpos", "xquat")
@@ -30,11 +31,12 @@ SPACE = 32
 
 
 class MujocoScene:
-    """A MuJoCo model that is driven by a bundle, from a scene.xml.
+    """A MuJoCo model that is driven by a bundle, from a scene.xml or as an `MjModel`.
 
-    Observations are put together from the bundle's segments. A segment's `term` (or `terms[name]`, or else its name) is
-    an array of MuJoCo's data with an optional range, `qpos[1:]`; the name of a sensor; or one of base_lin_vel,
-    base_ang_vel, projected_gravity, joint_pos, joint_vel, actions and command.
+    Observations are put together from the bundle's segments by their `source`. Where a bundle does not state it, a
+    segment's `term` (or its name) is read, and `terms[name]` replaces both: an array of MuJoCo's data with an optional
+    range, `qpos[1:]`; the name of a sensor; or one of base_lin_vel, base_ang_vel, projected_gravity, joint_pos,
+    joint_vel, actions and command.
     """
 
     def __init__(
@@ -50,9 +52,10 @@ class MujocoScene:
     ) -> None:
         mujoco = import_mujoco()
         self.mujoco, self.spec = mujoco, policy.spec
-        if not Path(scene).is_file():
+        if not isinstance(scene, mujoco.MjModel) and not Path(scene).is_file():
             raise FileNotFoundError(f"there is no scene {scene}; give an XML file of MuJoCo")
-        self.model = model = mujoco.MjModel.from_xml_path(str(scene))
+        is_model = isinstance(scene, mujoco.MjModel)
+        self.model = model = scene if is_model else mujoco.MjModel.from_xml_path(str(scene))
         self.data = data = mujoco.MjData(model)
         self.physics, self.command = (model, data), np.asarray(command, np.float64)
         self.reset_noise, self.generator = reset_noise, np.random.default_rng(seed)
@@ -68,47 +71,105 @@ class MujocoScene:
         self.width = math.prod(self.spec["outputs"][0]["shape"])
         if self.action.get("kind") != "continuous":
             raise BundleError("a MuJoCo scene is driven by continuous actions; this policy's are discrete")
-        self._find_actuators()
+        self.source_reader = SourceReader(self)
         self.is_free = model.njnt > 0 and model.jnt_type[0] == mujoco.mjtJoint.mjJNT_FREE
+        self._find_actuators()
+        self._find_start()
         self.last_action = np.zeros(self.width)
+        self.anchor: tuple[np.ndarray, np.ndarray] | None = None
+        """Position and orientation of the reference motion's anchor, for a policy that follows one."""
         overrides = dict(terms or {})
         self.segments = []
+        data.qpos[:] = self.start
+        mujoco.mj_forward(model, data)
+        if any(
+            (s.get("source") or {}).get("kind", "").startswith("motion_anchor") for s in self.spec["observation"] or []
+        ):
+            self.anchor = (data.xpos[min(1, model.nbody - 1)].copy(), np.array([1.0, 0.0, 0.0, 0.0]))
         for segment in self.spec.get("observation") or []:
-            text = overrides.pop(segment["name"], segment.get("term", segment["name"]))
-            self.segments.append((segment, self._reader(str(text), segment)))
+            text = overrides.pop(segment["name"], None)
+            if text is None and segment.get("source") is not None:
+                read = self.source_reader(segment)
+            else:
+                read = self._reader(str(text or segment.get("term", segment["name"])), segment)
+            self.segments.append((segment, read))
         if overrides:
             known = [segment["name"] for segment, _ in self.segments]
             raise BundleError(f"the observation has no segment {next(iter(overrides))!r}; it has {known}")
         if not self.segments:
             raise BundleError("the observation of this bundle has no segments, so a scene cannot provide it")
         self.windows: dict[str, deque[np.ndarray]] = {}
+        self.late: dict[str, deque[np.ndarray]] = {}
+
+    def notes(self) -> list[str]:
+        """What differs between this scene and the bundle's description of the training."""
+        trained, found = self.spec.get("physics") or {}, scene_options(self.model)
+        differing = [name for name in found if name in trained and not is_close(trained[name], found[name])]
+        texts = [
+            f"the scene's {name} is {found[name]}, the policy was trained with {trained[name]}" for name in differing
+        ]
+        return texts + self.servo_notes + self.source_reader.notes
 
     def _find_actuators(self) -> None:
-        """Actuators of the actions by name, of themselves or of their joints, and their kind."""
-        model, names = self.model, self.action.get("names")
-        if not names:
-            if model.nu != self.width:
-                raise BundleError(f"the bundle has {self.width} actions without names, the scene {model.nu} actuators")
-            self.actuators = list(range(model.nu))
+        """Actuators of the actions by name, of themselves or of their joints, and how they are driven."""
+        model, names, self.servo_notes = self.model, self.action.get("names"), []
+        found = [] if names else list(range(model.nu))
+        if not names and model.nu != self.width:
+            raise BundleError(f"the bundle has {self.width} actions without names, the scene {model.nu} actuators")
+        known: dict[str, int] = {}
+        for number in range(model.nu):
+            joint = model.joint(model.actuator_trnid[number, 0]).name
+            known |= {joint: number, joint.rpartition("/")[2]: number}
+        known |= {model.actuator(number).name: number for number in range(model.nu)}
+        joints = [self.source_reader.find("joint", name) for name in names or []]
+        missing = [name for name in names or [] if name not in known]
+        self.is_direct = bool(missing) and len(missing) == len(names or []) and None not in joints
+        has_gains = "stiffness" in self.action or self.action.get("target") == "effort"
+        if missing and not (self.is_direct and has_gains):
+            raise BundleError(f"the scene has no actuator or actuated joint {missing[0]!r}; it has {sorted(known)}")
+        if self.is_direct:
+            self.servo_notes.append("the scene has no actuators: torques by the bundle's gains act on its joints")
+            self.actuators, chosen = [], np.array(joints)
         else:
-            known: dict[str, int] = {}
-            for number in range(model.nu):
-                joint = model.joint(model.actuator_trnid[number, 0]).name
-                known |= {joint: number, joint.rpartition("/")[2]: number}
-            known |= {model.actuator(number).name: number for number in range(model.nu)}
-            missing = [name for name in names if name not in known]
-            if missing:
-                raise BundleError(f"the scene has no actuator or actuated joint {missing[0]!r}; it has {sorted(known)}")
-            self.actuators = [known[name] for name in names]
-        joints = model.actuator_trnid[self.actuators, 0]
-        self.joint_pos_at, self.joint_vel_at = model.jnt_qposadr[joints], model.jnt_dofadr[joints]
+            self.actuators = [known[name] for name in names] if names else found
+            chosen = model.actuator_trnid[self.actuators, 0]
+        self.joint_pos_at, self.joint_vel_at = model.jnt_qposadr[chosen], model.jnt_dofadr[chosen]
         gain, bias = model.actuator_gainprm[self.actuators], model.actuator_biasprm[self.actuators]
-        self.are_servos = bool(np.all((gain[:, 0] > 0) & np.isclose(bias[:, 1], -gain[:, 0])))
+        has_servos = not self.is_direct and np.all((gain[:, 0] > 0) & np.isclose(bias[:, 1], -gain[:, 0]))
+        self.are_servos = bool(has_servos) and self.action.get("target") in (None, "position", "relative_position")
+        limits = {joint["name"]: joint.get("effort") for joint in self.spec.get("joints") or []}
+        efforts = [limits.get(name) for name in names or []]
+        self.efforts = np.array([np.inf if limit is None else limit for limit in efforts] or [np.inf])
+        if self.are_servos and "stiffness" in self.action:
+            self._use_gains(gain[:, 0], -bias[:, 2])
+
+    def _use_gains(self, stiffness: np.ndarray, damping: np.ndarray) -> None:
+        """Give the scene's servos the bundle's gains."""
+        wanted = [np.broadcast_to(self.action.get(name, 0.0), self.width) for name in ("stiffness", "damping")]
+        if np.allclose(wanted, [stiffness, damping], rtol=1e-4):
+            return
+        if self.action.get("damping") is None:
+            wanted[1] = damping
+        self.model.actuator_gainprm[self.actuators, 0] = wanted[0]
+        self.model.actuator_biasprm[self.actuators, 1] = -wanted[0]
+        self.model.actuator_biasprm[self.actuators, 2] = -wanted[1]
+        self.servo_notes.append("the gains of the scene's servos are replaced by the bundle's")
+
+    def _find_start(self) -> None:
+        """The pose in which episodes begin, and the default pose of the actions."""
+        model, joints = self.model, {joint["name"]: joint.get("default") for joint in self.spec.get("joints") or []}
         default = np.asarray(self.action.get("default_pose", self.action.get("offset", [])), np.float64)
-        if default.size == self.model.nq:
+        if default.size == model.nq:
             self.start, default = default, default[self.joint_pos_at]
         else:
             self.start = model.key_qpos[0].copy() if model.nkey else model.qpos0.copy()
+            pose = self.spec.get("reset_pose")
+            if self.is_free and pose and not model.nkey:
+                self.start[:7] = [*pose["position"], *pose["orientation"]]
+            for name, value in joints.items():
+                number = self.source_reader.find("joint", name)
+                if number is not None and value is not None:
+                    self.start[model.jnt_qposadr[number]] = value
             if default.size == self.width:
                 self.start[self.joint_pos_at] = default
         self.default = default if default.size == self.width else self.start[self.joint_pos_at]
@@ -171,6 +232,10 @@ class MujocoScene:
                 value = np.clip(value, *segment["clip"])
             if segment.get("scale") is not None:
                 value = value * np.asarray(segment["scale"])
+            if segment.get("delay"):  # the shortest of the training, in control periods
+                late = self.late.setdefault(segment["name"], deque(maxlen=1 + round(segment["delay"][0] / self.period)))
+                late.append(value)
+                value = late[0]
             if segment.get("history"):
                 window = self.windows.setdefault(segment["name"], deque(maxlen=segment["history"]))
                 window.extend([value] * (segment["history"] if not window else 1))
@@ -187,29 +252,60 @@ class MujocoScene:
         self.data.qpos[:] = self.start + noise
         self.data.qvel[:] = self.generator.uniform(-self.reset_noise, self.reset_noise, self.model.nv)
         self.mujoco.mj_forward(self.model, self.data)
-        self.last_action, self.steps = np.zeros(self.width), 0
+        self.last_action, self.steps, self.target = np.zeros(self.width), 0, None
         self.windows.clear()
+        self.late.clear()
         return self.observe()
 
     def step(self, action: Any) -> tuple[dict[str, np.ndarray], float, bool, bool]:
         """Apply one action for a control period: observation, no reward, fallen, time is up."""
         action = np.asarray(action, np.float64).ravel()
-        data, target = self.data, self.action.get("target", "ctrl")
-        scale = np.asarray(self.action.get("scale", [1.0]))
-        wanted = self.default + scale * action
+        data, wanted = self.data, self._target(action)
         for _ in range(self.substeps):
-            if target == "ctrl":
-                data.ctrl[self.actuators] = action
-            elif self.are_servos or "stiffness" not in self.action:
-                data.ctrl[self.actuators] = wanted
-            else:
-                stiffness, damping = (np.asarray(self.action.get(name, 0.0)) for name in ("stiffness", "damping"))
-                error = wanted - data.qpos[self.joint_pos_at]
-                data.ctrl[self.actuators] = stiffness * error - damping * data.qvel[self.joint_vel_at]
+            self._drive(wanted)
             self.mujoco.mj_step(self.model, data)
+        self.mujoco.mj_forward(self.model, data)  # sensors and poses of bodies are one time step behind
         self.last_action, self.steps = action, self.steps + 1
         has_fallen = not np.isfinite(data.qpos).all() or (self.is_free and self._projected_gravity()[2] > UPRIGHT)
         return self.observe(), math.nan, bool(has_fallen), self.steps >= self.limit
+
+    def _target(self, action: np.ndarray) -> np.ndarray:
+        """What an action asks of the actuators: positions, velocities, efforts or controls."""
+        kind = self.action.get("target", "ctrl")
+        if kind == "ctrl":
+            return action
+        offset = {"position": self.default, "relative_position": 0.0}.get(kind, 0.0)
+        given = self.action.get("offset")
+        wanted = np.asarray(offset if given is None else given) + np.asarray(self.action.get("scale", [1.0])) * action
+        if self.action.get("target_clip"):
+            low, high = (
+                [end if v is None else v for v in bound]
+                for bound, end in zip(self.action["target_clip"], (-np.inf, np.inf), strict=True)
+            )
+            wanted = np.clip(wanted, low, high)
+        if self.action.get("smoothing"):
+            weight, before = np.asarray(self.action["smoothing"]), self.target
+            wanted = wanted if before is None else weight * wanted + (1 - weight) * before
+            self.target = wanted
+        return wanted + self.data.qpos[self.joint_pos_at] if kind == "relative_position" else wanted
+
+    def _drive(self, wanted: np.ndarray) -> None:
+        """Send a target to the actuators for one time step, as torques where they are no servos."""
+        data, kind = self.data, self.action.get("target", "ctrl")
+        if kind == "ctrl" or self.are_servos or ("stiffness" not in self.action and not self.is_direct):
+            data.ctrl[self.actuators] = wanted
+            return
+        stiffness, damping = (np.asarray(self.action.get(name, 0.0)) for name in ("stiffness", "damping"))
+        velocity = data.qvel[self.joint_vel_at]
+        torque = {
+            "effort": lambda: wanted,
+            "velocity": lambda: damping * (wanted - velocity),
+        }.get(kind, lambda: stiffness * (wanted - data.qpos[self.joint_pos_at]) - damping * velocity)()
+        torque = np.clip(torque, -self.efforts, self.efforts)
+        if self.is_direct:
+            data.qfrc_applied[self.joint_vel_at] = torque
+        else:
+            data.ctrl[self.actuators] = torque
 
     def velocity(self) -> np.ndarray:
         """Forward, sideways and turning velocity of a free base; the first joint's velocity of any other."""
@@ -250,13 +346,17 @@ class MujocoScene:
             self.renderer.close()
 
 
-def import_mujoco() -> Any:
-    """MuJoCo, or an error with the install command."""
-    try:
-        import mujoco
-    except ImportError as error:
-        raise ImportError('a scene needs MuJoCo: pip install "canter[mujoco]"') from error
-    return mujoco
+def scene_options(model: Any) -> dict[str, Any]:
+    """The options of a MuJoCo model that a policy may depend on, under their names in a bundle."""
+    mujoco, options = import_mujoco(), model.opt
+    kinds = {"integrator": mujoco.mjtIntegrator, "cone": mujoco.mjtCone}
+    found = {name: kind(int(getattr(options, name))).name.rpartition("_")[2].lower() for name, kind in kinds.items()}
+    return {"timestep": float(options.timestep), **found, "impratio": float(options.impratio)}
+
+
+def is_close(one: Any, other: Any) -> bool:
+    """Whether two options are the same, but for rounding."""
+    return math.isclose(one, other, rel_tol=1e-6) if isinstance(one, int | float) else one == other
 
 
 def push(physics: Any, speed: float, generator: np.random.Generator) -> None:

@@ -38,8 +38,12 @@ class Report:
     lengths: list[int]
     falls: int
     """Episodes that ended in a terminal state."""
-    tracking_error: float | None
-    """Root mean square of commanded minus actual velocity, where there is a command."""
+    error_x: float | None
+    """Root mean square of commanded minus actual forward velocity in m/s, where there is a command."""
+    error_y: float | None
+    """The same sideways."""
+    error_yaw: float | None
+    """The same of turning, in rad/s."""
     mean_velocity: float | None
     """Mean forward velocity of the base in m/s, where it is known."""
     step_median: float
@@ -278,7 +282,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.times: list[float] = []
-        self.errors: list[float] = []
+        self.errors: list[np.ndarray] = []
         self.speeds: list[float] = []
 
     def add(self, task: Any, seconds: float) -> None:
@@ -289,15 +293,16 @@ class Meter:
             self.speeds.append(float(velocity[0]))
             if len(command):
                 count = min(len(velocity), len(command))
-                self.errors.append(float(np.mean((velocity[:count] - command[:count]) ** 2)))
+                self.errors.append((velocity[:count] - command[:count]) ** 2)
 
     def report(self, returns: list[float], lengths: list[int], falls: int, period: float | None) -> Report:
         """The report of all steps."""
-        error = math.sqrt(np.mean(self.errors)) if self.errors else None
+        known = np.sqrt(np.mean(self.errors, axis=0)).tolist() if self.errors else []
+        errors = (known + [None] * 3)[:3]
         speed = float(np.mean(self.speeds)) if self.speeds else None
         slow = sum(seconds > period for seconds in self.times) if period else 0
         ends = (float(np.median(self.times)), float(np.quantile(self.times, 0.99)))
-        return Report(returns, lengths, falls, error, speed, *ends, slow)
+        return Report(returns, lengths, falls, *errors, speed, *ends, slow)
 
 
 def add_noise(obs: Mapping[str, np.ndarray], scale: float, generator: np.random.Generator) -> dict[str, np.ndarray]:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
@@ -52,18 +53,32 @@ def flatten_obs(obs: Obs, space: spaces.Space) -> Tensor:
     return _scaled(obs, space).reshape(*batch_shape(obs, space), flat_size(space))
 
 
-class FlatNetwork(nn.Module):
+class FlattenObs(nn.Module):
+    """Observations of a space as float vectors; see `flatten_obs`."""
+
+    def __init__(self, space: spaces.Space) -> None:
+        super().__init__()
+        self.space = space
+
+    def forward(self, obs: Obs) -> Tensor:
+        """Observations (B, ...) -> (B, D)."""
+        return flatten_obs(obs, self.space)
+
+
+def flattening(space: spaces.Space) -> nn.Module:
+    """A module that flattens observations of a space; the identity if they are float vectors."""
+    is_vector = isinstance(space, spaces.Box) and len(space.shape) == 1 and np.issubdtype(space.dtype, np.floating)
+    return nn.Identity() if is_vector else FlattenObs(space)
+
+
+class FlatNetwork(nn.Sequential):
     """An MLP on any observation space, flattened."""
 
     def __init__(self, obs_space: spaces.Space, output_dim: int, cfg: Cfg) -> None:
         super().__init__()
-        self.obs_space = obs_space
+        self.flatten = flattening(obs_space)
         sizes = [flat_size(obs_space), *cfg["hidden_dims"], output_dim]
         self.mlp = mlp(sizes, cfg["activation"], layer_norm=cfg["layer_norm"])
-
-    def forward(self, obs: Obs) -> Tensor:
-        """Observations (B, ...) -> (B, output_dim)."""
-        return self.mlp(flatten_obs(obs, self.obs_space))
 
 
 class ImageNetwork(nn.Module):

@@ -16,7 +16,7 @@ from gymnasium import spaces
 from torch import Generator, Tensor, nn, promote_types
 from torch import distributions as td
 
-from canter.execution.flat_parameters import sample_dirichlet
+from canter.execution.torch_private import sample_dirichlet
 
 Params = dict[str, Tensor]
 Bounds = np.ndarray | Sequence[float]
@@ -92,7 +92,8 @@ class Gaussian(ActionDistribution):
     def log_prob(self, params: Params, actions: Tensor) -> Tensor:
         """Log-density summed over the action's dimensions, (...,)."""
         mu, sigma = params["mu"], params["sigma"].to(promote_types(params["sigma"].dtype, torch.float32))
-        check_width(actions, mu)
+        if actions.shape[-1:] != mu.shape[-1:]:
+            check_width(actions, mu)
         return (-0.5 * ((actions - mu) / sigma).square() - sigma.log()).sum(-1) - self.num_actions * HALF_LOG_TWO_PI
 
     def entropy(self, params: Params) -> Tensor:

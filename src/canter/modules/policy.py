@@ -4,7 +4,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,6 @@ FINAL_CALLS = {
 class Carried(ABC):
     """State that a policy carries from step to step for each of N environments; an episode begins with zeros."""
 
-    host_state: ClassVar[frozenset[str]] = frozenset({"state"})
-    """Attributes that no recorded function reads or writes."""
     state: Tensor | None = None
     """(N, *state_shape), None before the first step."""
     state_shape: tuple[int, ...]
@@ -102,10 +100,6 @@ class PolicyOutput(NamedTuple):
 class Policy(nn.Module):
     """An actor and a critic behind one interface. A subclass implements `actor_params` and `critic_value`."""
 
-    host_state: ClassVar[frozenset[str]] = frozenset(
-        {"_params", "_aux", "carried", "followers", "generator", "obs_sets"}
-    )
-    """Attributes of the stateful calls, which no recorded function reads or writes."""
     is_recurrent: bool = False
     has_entropy: bool = True
     """Whether the policy samples its actions, so that an entropy bonus has an effect."""

@@ -5,7 +5,8 @@ implements `forward(obs, actions)`.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,15 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from canter.envs.vec_env import flat_size
-from canter.modules.actors import CNN_SETTINGS, MLP_Q_SETTINGS, Cfg, ConfiguredNetwork, build_network, flatten_obs
+from canter.modules.actors import (
+    CNN_SETTINGS,
+    MLP_Q_SETTINGS,
+    Cfg,
+    ConfiguredNetwork,
+    build_network,
+    flatten_obs,
+    flattening,
+)
 from canter.modules.distributions import Categorical, Params
 from canter.modules.mlp import ALIGNMENT, mlp
 from canter.modules.policy import Context, Policy
@@ -51,6 +60,32 @@ def explore_rows(values: Tensor, epsilon: float | Tensor, generator: torch.Gener
     return torch.where(draw < epsilon, other, best)
 
 
+def cumulative_lengths(max_steps: int, device: torch.device) -> Tensor:
+    """Probabilities of at most 1, 2, ... steps, if n of up to `max_steps` have one proportional to 1 / n²."""
+    weights = torch.arange(1, max_steps + 1, dtype=torch.float64).pow(-2.0)
+    return (weights.cumsum(0) / weights.sum())[:-1].float().to(device)
+
+
+class HeldNoise:
+    """Standard normal noise that is held for up to `max_steps` steps: n with a probability proportional to 1 / n²."""
+
+    def __init__(self, num_envs: int, num_actions: int, max_steps: int, device: torch.device) -> None:
+        self.noise = torch.zeros(num_envs, num_actions, device=device)
+        self.left = torch.zeros(num_envs, dtype=torch.long, device=device)
+        """Steps for which every environment goes on with its noise."""
+        self.cumulative = cumulative_lengths(max_steps, device)
+
+    def draw(self, generator: torch.Generator | None) -> Tensor:
+        """(N, A) noise of the next step, in tensor code."""
+        fresh = torch.randn(self.noise.shape, device=self.noise.device, generator=generator)
+        length = torch.rand(self.left.shape, device=self.left.device, generator=generator)
+        begins = self.left == 0
+        self.noise.copy_(torch.where(begins.unsqueeze(1), fresh, self.noise))
+        steps = torch.searchsorted(self.cumulative, length, right=True) + 1
+        self.left.copy_(torch.where(begins, steps, self.left) - 1)
+        return self.noise.clone()
+
+
 class RepeatedExploration:
     """Random actions that last up to `max_steps` steps: n with a probability proportional to 1 / n² (Dabney 2021)."""
 
@@ -58,8 +93,7 @@ class RepeatedExploration:
         self.actions = torch.zeros(num_envs, dtype=torch.long, device=device)
         self.left = torch.zeros_like(self.actions)
         """Steps for which every environment goes on with its random action."""
-        weights = torch.arange(1, max_steps + 1, dtype=torch.float64).pow(-2.0)
-        self.cumulative = (weights.cumsum(0) / weights.sum())[:-1].float().to(device)
+        self.cumulative = cumulative_lengths(max_steps, device)
 
     def explore(self, values: Tensor, epsilon: Tensor, generator: torch.Generator | None) -> Tensor:
         """The best column of each row of (N, n) values, a random one begun with `epsilon`, or the one in progress."""
@@ -228,11 +262,6 @@ class StackedLinear(nn.Module):
             x, weight = F.pad(x, (0, missing)), F.pad(weight, (0, 0, 0, missing))
         return torch.baddbmm(self.bias, x, weight)
 
-    def split(self) -> list[Callable[[Tensor], Tensor]]:
-        """The E layers as functions (B, size_in) -> (B, size_out)."""
-        pairs = zip(self.weight.unbind(), self.bias.unbind(), strict=True)
-        return [lambda x, w=weight, b=bias: torch.addmm(b, x, w) for weight, bias in pairs]
-
 
 class StackedLayerNorm(nn.Module):
     """E layer norms at once."""
@@ -246,10 +275,8 @@ class StackedLayerNorm(nn.Module):
         """(E, B, size) -> (E, B, size)."""
         return torch.addcmul(self.bias, F.layer_norm(x, x.shape[-1:]), self.weight)
 
-    def split(self) -> list[Callable[[Tensor], Tensor]]:
-        """The E layer norms as functions of (B, size)."""
-        pairs = zip(self.weight.flatten(1).unbind(), self.bias.flatten(1).unbind(), strict=True)
-        return [lambda x, w=weight, b=bias: F.layer_norm(x, x.shape[-1:], w, b) for weight, bias in pairs]
+
+STACKED = (StackedLinear, StackedLayerNorm)
 
 
 class StackedMLPCritics(ContinuousQNetwork):
@@ -259,7 +286,7 @@ class StackedMLPCritics(ContinuousQNetwork):
 
     def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, cfg: Cfg | None, members: int) -> None:
         super().__init__(obs_space, action_space, cfg)
-        self.members = members
+        self.members, self.flatten = members, flattening(obs_space)
         sizes = [flat_size(obs_space) + self.num_actions, *self.cfg["hidden_dims"]]
         layers: list[nn.Module] = []
         for size_in, size_out in pairwise(sizes):
@@ -270,27 +297,48 @@ class StackedMLPCritics(ContinuousQNetwork):
 
     def forward(self, obs: Obs, actions: Tensor) -> Tensor:
         """(E, B) values or (E, B, K) logits."""
-        x = torch.cat([flatten_obs(obs, self.obs_space), self.unit_actions(actions)], dim=-1)
+        x = torch.cat([self.flatten(obs), self.unit_actions(actions)], dim=-1)
         if x.device.type == "cpu":
             out = torch.stack(self.forward_each(x))
         else:
-            out = self.chain(tuple(self.mlp), x.expand(self.members, *x.shape))
+            x = x.expand(self.members, *x.shape)
+            for layer in tuple(self.mlp)[:-1]:
+                x = layer(x)
+            with self.last_precision(x) as precise:
+                out = self.mlp[-1](precise)
         return out.squeeze(-1) if self.cfg["num_atoms"] == 1 else out
 
     def forward_each(self, x: Tensor) -> list[Tensor]:
         """What `mlp` gives, member by member: faster on a CPU, whose cache then holds the features of one member."""
-        stacked = (StackedLinear, StackedLayerNorm)
-        parts = [layer.split() if isinstance(layer, stacked) else [layer] * self.members for layer in self.mlp]
-        return [self.chain(layers, x) for layers in zip(*parts, strict=True)]
+        layers: list[Any] = list(self.mlp)
+        *hidden, last = layers
+        weights: list[Any] = [(p.weight.unbind(), p.bias.unbind()) if isinstance(p, STACKED) else () for p in hidden]
+        outs = []
+        for member, (weight, bias) in enumerate(zip(last.weight.unbind(), last.bias.unbind(), strict=True)):
+            y = x
+            for layer, parts in zip(hidden, weights, strict=True):
+                if isinstance(layer, StackedLinear):
+                    y = torch.addmm(parts[1][member], y, parts[0][member])
+                elif isinstance(layer, StackedLayerNorm):
+                    y = F.layer_norm(y, y.shape[-1:], parts[0][member].flatten(), parts[1][member].flatten())
+                else:
+                    y = layer(y)
+            if torch.is_autocast_enabled(x.device.type):
+                with self.last_precision(y) as precise:
+                    outs.append(torch.addmm(bias, precise, weight))
+            else:
+                outs.append(torch.addmm(bias, y, weight))
+        return outs
 
-    def chain(self, layers: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
-        """Apply the layers; the last gives values in float32, because bfloat16 knows a value of 1000 only up to 4."""
-        for layer in layers[:-1]:
-            x = layer(x)
-        if self.cfg["num_atoms"] > 1 or not torch.is_autocast_enabled(x.device.type):
-            return layers[-1](x)
-        with torch.autocast(x.device.type, enabled=False):
-            return layers[-1](x.float())
+    @contextmanager
+    def last_precision(self, features: Tensor) -> Iterator[Tensor]:
+        """Features for the last layer, which gives values in float32: bfloat16 knows a value of 1000 only up to 4."""
+        device = features.device.type
+        if self.cfg["num_atoms"] > 1 or not torch.is_autocast_enabled(device):
+            yield features
+        else:
+            with torch.autocast(device, enabled=False):
+                yield features.float()
 
 
 class ListedCritics(nn.Module):
@@ -313,6 +361,82 @@ def build_critics(
     if critic_class is MLPContinuousQNetwork:
         return StackedMLPCritics(obs_space, action_space, cfg, members)
     return ListedCritics(critic_class(obs_space=obs_space, action_space=action_space, cfg=cfg) for _ in range(members))
+
+
+class ScalarReturns:
+    """Values and losses of critics whose outputs (E, B) are the values."""
+
+    bound = 4.0  # largest normalised return: about four standard deviations
+
+    def values(self, out: Tensor) -> Tensor:
+        """(E, B) values."""
+        return out
+
+    expected = values
+
+    def target(self, out: Tensor, rewards: Tensor, discounts: Tensor, bonus: Tensor | float, reduction: str) -> Tensor:
+        """Targets (B,) or (E, B): rewards, plus the discounted next values and bonus."""
+        value = out.amin(0) if reduction == "min" else out
+        return rewards + discounts * (value + bonus)
+
+    def losses(self, out: Tensor, target: Tensor) -> Tensor:
+        """(E,) mean square errors."""
+        return (out - target).square().mean(1)
+
+
+class CategoricalReturns:
+    """Values and losses of critics whose outputs (E, B, K) are logits over K returns (Bellemare et al. 2017)."""
+
+    def __init__(self, v_min: float, v_max: float, num_atoms: int, device: torch.device) -> None:
+        if not v_min < v_max:
+            raise ValueError(f"v_min must be below v_max, got {v_min} and {v_max}")
+        self.v_min, self.v_max, self.num_atoms = v_min, v_max, num_atoms
+        self.step = (v_max - v_min) / (num_atoms - 1)
+        self.atoms = torch.linspace(v_min, v_max, num_atoms, device=device)
+        self.bound = min(abs(end) for end in (v_min, v_max) if end)
+
+    def values(self, out: Tensor) -> Tensor:
+        """(E, B) means."""
+        return self.expected(out.float().softmax(-1))
+
+    def expected(self, probs: Tensor) -> Tensor:
+        """Means of probabilities (..., K)."""
+        return (probs * self.atoms).sum(-1)
+
+    def target(self, out: Tensor, rewards: Tensor, discounts: Tensor, bonus: Tensor | float, reduction: str) -> Tensor:
+        """Target probabilities, (B, K) or (E, B, K)."""
+        probs = out.float().softmax(-1)
+        if reduction == "min":
+            lowest = self.expected(probs).argmin(0)  # (B,)
+            probs = probs.gather(0, lowest.view(1, -1, 1).expand(1, *probs.shape[1:])).squeeze(0)
+        bonus = bonus.unsqueeze(-1) if isinstance(bonus, Tensor) else bonus
+        moved = rewards.unsqueeze(-1) + discounts.unsqueeze(-1) * (self.atoms + bonus)  # (B, K)
+        return self.project(moved.expand_as(probs), probs)
+
+    def project(self, returns: Tensor, probs: Tensor) -> Tensor:
+        """Probabilities of the atoms, from those of arbitrary returns split between the two nearest atoms."""
+        place = ((returns - self.v_min) / self.step).clamp(0, self.num_atoms - 1)
+        lower = place.floor()
+        share, low = place - lower, lower.long()
+        high = (low + 1).clamp(max=self.num_atoms - 1)
+        shared = torch.zeros_like(probs).scatter_add(-1, low, probs * (1 - share))
+        return shared.scatter_add(-1, high, probs * share)
+
+    def losses(self, out: Tensor, target: Tensor) -> Tensor:
+        """(E,) mean cross-entropies."""
+        return -(target * F.log_softmax(out.float(), -1)).sum(-1).mean(1)
+
+
+def critic_loss(
+    returns: ScalarReturns | CategoricalReturns, out: Tensor, target: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The sum of the twin critics' losses, and statistics."""
+    losses = returns.losses(out, target)
+    with torch.no_grad():
+        stats = {"critic1_loss": losses[0], "critic2_loss": losses[1], "q_loss": losses.mean()}
+        stats["mean_q"] = returns.values(out).mean()
+        stats["td_target_mean"] = returns.expected(target).mean()
+    return losses.sum(), {name: value.detach() for name, value in stats.items()}
 
 
 def find_normalized_layers(module: nn.Module) -> list[nn.Linear | StackedLinear]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from canter.algorithms import REGISTRY
-from canter.algorithms.actor_q import PROFILES
 from canter.runners.run_config import RunPlan, display_name, find_algorithm
 from canter.utils.reading import read_yaml
 
@@ -69,11 +68,27 @@ def load_preset(task: str, algorithm: str = PPO, profile: str | None = None) -> 
         other = find_algorithm((chosen.get("algorithm") or {}).get("class_name", name))
         return merged(preset if other == name else load_preset(task, other), chosen)
     if profile is not None:
-        known = [*profiles, *PROFILES.get(name, ())]
+        known = [*profiles, *algorithm_profiles().get(name, ())]
         if profile not in known:
             raise ValueError(f"{name} has no profile {profile!r}; there are {', '.join(known) or 'none'} for {task}")
         preset["algorithm"] = {"class_name": display_name(name), "profile": profile}
     return preset
+
+
+@cache
+def algorithm_profiles() -> dict[str, dict[str, dict[str, Any]]]:
+    """Settings by algorithm and profile."""
+    return read_yaml(FOLDER / "profiles.yaml")["algorithms"]
+
+
+def profile_settings(algorithm: str, name: str | None) -> dict[str, Any]:
+    """The settings of an algorithm's profile; {} for None."""
+    if name is None:
+        return {}
+    profiles = algorithm_profiles().get(algorithm.lower(), {})
+    if name not in profiles:
+        raise ValueError(f"{algorithm} has no profile {name!r}; there are {', '.join(profiles) or 'none'}")
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in profiles[name].items()}
 
 
 def merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,8 +12,10 @@ from canter.runners.runner import LearnResult, Runner
 from canter.runners.two_stage_runner import TwoStageRunner
 from canter.utils.config import build
 
+DistillationRunner = OnPolicyRunner
+"""rsl_rl's name of the runner of its Distillation, which a training dict of that algorithm selects."""
 CLASSES = (AmpPolicyRunner, MjlabRunner, OffPolicyRunner, OnPolicyRunner, TwoStageRunner)
-RUNNERS: dict[str, type] = {cls.__name__: cls for cls in CLASSES}
+RUNNERS: dict[str, type] = {cls.__name__: cls for cls in CLASSES} | {"DistillationRunner": DistillationRunner}
 
 
 def build_runner(name: str, *args: object, **kwargs: object) -> Runner:
@@ -26,6 +28,7 @@ __all__ = [
     "AmpPolicyRunner",
     "DaggerSaver",
     "DemonstrationSaver",
+    "DistillationRunner",
     "LearnResult",
     "MjlabRunner",
     "OffPolicyRunner",

@@ -7,15 +7,18 @@ from typing import Any, NamedTuple
 
 from canter.algorithms import PPO
 from canter.envs.dummy import DummyVecEnv
+from canter.execution.executor import Executor
 from canter.modules.policy import Policy
 from canter.runners.on_policy_runner import OnPolicyRunner
 from canter.runners.runner import Runner
 
-NUM_ITERATIONS = 9  # functions are traced, replayed, and looked at again in iterations 2, 4 and 8
+NUM_ITERATIONS = 9  # in each, functions are compared with their replays
 NUM_STEPS = 1000  # of an off-policy algorithm, after those with random actions
 DESCRIPTIONS = {
     "act": "choose actions",
-    "process": "store a step",
+    "store": "store a step",
+    "scale": "scale rewards",
+    "finish": "compute the rewards to learn from",
     "rollout": "choose actions, step and store, for a whole rollout",
     "returns": "compute returns and advantages",
     "learn": "take gradient steps",
@@ -31,7 +34,7 @@ class FunctionReport(NamedTuple):
     how: str
     """"recorded", "captured" or "eager"."""
     reason: str
-    """Why it runs eagerly, with the file and line; "" if it does not."""
+    """Why it runs eagerly or was recorded anew, with the file and line; "" if neither."""
 
 
 class PolicyReport(NamedTuple):
@@ -48,7 +51,7 @@ class PolicyReport(NamedTuple):
         lines = [f"  {'function':<10}{'runs':<10}does"]
         for function in self.functions:
             lines.append(f"  {function.name:<10}{function.how:<10}{DESCRIPTIONS.get(function.name, '')}")
-            lines += [f"  {'':<10}because {function.reason}"] if function.reason else []
+            lines += [f"  {'':<10}{'because ' * (function.how == 'eager')}{function.reason}"] if function.reason else []
         end = "Every function is replayed." if self.ok else "Functions that run eagerly give the same results, slower."
         return "\n".join([*lines, "", f"  {end}"])
 
@@ -75,10 +78,16 @@ def check_policy(subject: Policy | Runner, **settings: Any) -> PolicyReport:
         subject.learn(**(length or {"num_learning_iterations": NUM_ITERATIONS}))
     how = "recorded" if executor.records else "captured"
     replayed = {signature[0] for signature in executor.graphs} - executor.eager_only.keys()
-    found = [FunctionReport(name, how, "") for name in replayed]
+    found = [FunctionReport(name, how, renewals(executor, name)) for name in replayed]
     found += [FunctionReport(name, "eager", reason) for name, reason in executor.eager_only.items()]
     order = list(DESCRIPTIONS)
     return PolicyReport(tuple(sorted(found, key=lambda f: order.index(f.name) if f.name in order else len(order))))
+
+
+def renewals(executor: Executor, name: str) -> str:
+    """Why a function was recorded more than once; "" if it was not."""
+    count = executor.recordings[name]
+    return f"recorded {count} times, because {executor.reasons[name]}" if name in executor.reasons else ""
 
 
 def runner_of(policy: Policy, settings: Mapping[str, Any]) -> OnPolicyRunner:

@@ -118,7 +118,8 @@ class OffPolicyRunner(Runner):
         record = self.env.step(self.actions)
         self.stats.take(record)
         self.alg.process_step(record)
-        return record.obs, record.critic_obs, record.reward, record.done, record.extras
+        done = record.terminated | record.truncated
+        return record.obs, record.critic_obs, record.reward, done, record.extras
 
     def _read(self) -> dict[str, float]:
         """Metrics since the last log entry, if one is due; reads the episode statistics before their buffer is full."""

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from canter.algorithms import REGISTRY, Entry
-from canter.algorithms.actor_q import profile_settings
 from canter.algorithms.algorithm import CommonRunSettings, field_names, is_run_settings
 from canter.modules.build import NETWORKS
 from canter.runners.rsl_rl_config import Translation, as_sections
@@ -206,6 +205,8 @@ def named_network(value: Any) -> Any:
 
 def config_from(name: str, algorithm: Mapping[str, Any], top: dict[str, Any]) -> Any:
     """The config object of a training dict; settings that the dict leaves out get their documented defaults."""
+    from canter.presets import profile_settings  # presets are made of configs
+
     entry = REGISTRY[name]
     run_names, defaults = run_fields(entry.config_class), documented_defaults(entry)
     given = {key: value for key, value in top.items() if key not in LAUNCHER_KEYS}

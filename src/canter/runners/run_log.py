@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from canter.algorithms.user_code import is_users
 from canter.utils.distributed import RANKS
 from canter.utils.files import atomic_write, store_code_state
 from canter.utils.logging import Logger
@@ -85,6 +86,10 @@ class Callbacks:
             example = "lambda runner: ..." if event.startswith("pre_") else "lambda runner, stats: ..."
             raise TypeError(f"the callback of {event} must be a function such as {example}, got {fn!r}")
         self.by_event[event].append(fn)
+
+    def has_users(self) -> bool:
+        """Whether there is a function from outside canter."""
+        return any(is_users(fn) for functions in self.by_event.values() for fn in functions)
 
     def fire(self, event: str, *args: Any) -> None:
         """Call the functions of an event with the runner and, at a `post_*` event, the metrics."""

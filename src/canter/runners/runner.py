@@ -21,6 +21,7 @@ from gymnasium import spaces
 from canter import __version__
 from canter.algorithms import REGISTRY
 from canter.algorithms.algorithm import NOTHING_NORMALIZED, Algorithm
+from canter.algorithms.user_code import is_users
 from canter.envs.vec_env import VecEnv
 from canter.envs.workers import WorkerError
 from canter.envs.wrap import wrap_env
@@ -169,7 +170,7 @@ class Runner(ABC):
             check_widths(alg.policy, self.env)
             alg.trained_by = self
             alg.policy.obs_sets = getattr(self.env, "sets", None)
-            self.callbacks.sync = alg.sync_settings
+            self.callbacks.sync = alg.notice_changes
             self.eval_seed: int = alg.stream_seed
             self.set_up()
         if RANKS.size > 1:
@@ -272,6 +273,7 @@ class Runner(ABC):
             self.init_writer(init_at_random_ep_len)
             self.alg.adjust_learning_rate(self.iteration / self.horizon)
             self.alg.train_mode()
+            self.alg.executor.expect_user_code(self.callbacks.has_users() or is_users(self) or self.alg.has_user_code())
             console.update(self.iteration, self.tot_timesteps, {})
             try:
                 if RANKS.size > 1:
@@ -331,6 +333,7 @@ class Runner(ABC):
         self.health.check(metrics)
         self.iteration += 1
         self.tot_timesteps += self.steps_per_iteration()
+        self.alg.executor.progress = self.iteration / self.horizon
         self.alg.adjust_learning_rate(self.iteration / self.horizon)
         if metrics:
             self.evaluation()

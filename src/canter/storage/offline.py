@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,13 +143,29 @@ def put_episode(
     """Append the first `length` steps of an episode to the ring of one environment."""
     if replay.critic_obs_shape is not None and episode.critic_obs is None:
         raise ValueError("the critic has observations of its own, which this data does not hold")
-    leaves = replay.named_leaves(episode.obs, episode.critic_obs)
-    obs = {name: torch.as_tensor(np.asarray(value)[: length + 1]) for name, value in leaves.items()}
-    for name, value in obs.items():
+
+    def rows(part: Any) -> Any:
+        return tree_map(lambda leaf: torch.as_tensor(np.asarray(leaf)[: length + 1]), part)
+
+    obs, critic_obs = rows(episode.obs), None if episode.critic_obs is None else rows(episode.critic_obs)
+    for name, value in replay.named_leaves(obs, critic_obs).items():
         if name not in replay.data or value.shape[1:] != replay.data[name].shape[1:]:
             known = {key: tuple(t.shape[1:]) for key, t in replay.data.items() if key.startswith(name.split(".")[0])}
             raise ValueError(f"the data has {name} of shape {tuple(value.shape[1:])}, the environment {known}")
-    actions, is_terminated = np.asarray(episode.actions)[:length], episode.terminated and length == len(episode.rewards)
+    actions, rewards = np.asarray(episode.actions)[:length], np.asarray(episode.rewards)[:length]
     if action_bounds is not None:
         actions = np.clip(actions.reshape(length, -1), *(np.ravel(bound) for bound in action_bounds))
-    replay.append(env, obs, torch.as_tensor(actions), episode.rewards[:length], is_terminated)
+    ended = torch.zeros(2, length, dtype=torch.bool)
+    ended[int(not episode.terminated or length < len(episode.rewards)), -1] = True  # terminal, or cut off
+    steps, last = itemgetter(slice(0, length)), itemgetter(slice(length, None))
+    replay.add(
+        tree_map(steps, obs),
+        torch.as_tensor(actions),
+        torch.as_tensor(rewards),
+        tree_map(last, obs),
+        ended[0],
+        truncated=ended[1],
+        critic_obs=None if critic_obs is None else tree_map(steps, critic_obs),
+        next_critic_obs=None if critic_obs is None else tree_map(last, critic_obs),
+        env=env,
+    )

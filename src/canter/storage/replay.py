@@ -12,11 +12,13 @@ one row per episode, and a step that only resets an environment is not stored. `
 oldest to newest; uniform samples are drawn from it.
 """
 
+import functools
 import itertools
+import operator
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Generator, Tensor
 
@@ -25,6 +27,7 @@ from canter.utils.memory import check_memory
 from canter.utils.tree import Obs, nested, tree_leaves
 
 OBSERVED = ("observations", "critic_observations")
+COUNTED = ("head", "count", "size", "is_started", "dones", "ends", "holds_step", "order")  # whole numbers and flags
 MIN_PRIORITY = 1e-6  # keeps the probability of every step above 0
 
 
@@ -41,6 +44,7 @@ class ReplayBatch(NamedTuple):
     discounts: Tensor  # (B,) factor of the value after the window: gamma to the power of its length
     weights: Tensor | None = None  # (B,) importance weights of prioritised samples
     places: Tensor | None = None  # (B,) positions of prioritised samples, for `set_priorities`
+    fields: Mapping[str, Tensor] = MappingProxyType({})  # the extra fields of the first step, (B, ...) each
 
 
 class TransitionReplayBuffer:
@@ -53,6 +57,7 @@ class TransitionReplayBuffer:
         obs_dtype: Dtype of observations that `obs_shape` gives no dtype for.
         critic_obs_shape: Like `obs_shape`, for the critic; None if the critic uses the actor's observation.
         has_invalid_steps: Whether some steps only reset an environment.
+        extra_fields: More to store of every step, by name; `ReplayBatch.fields` has it.
     """
 
     state_names: tuple[str, ...] = ("head", "count", "size", "is_started")
@@ -69,6 +74,7 @@ class TransitionReplayBuffer:
         *,
         num_envs: int = 1,
         has_invalid_steps: bool = False,
+        extra_fields: Mapping[str, Field] = MappingProxyType({}),
     ) -> None:
         if capacity < num_envs or num_envs < 1:
             raise ValueError(f"capacity must be at least one step of each of {num_envs} environments, got {capacity}")
@@ -76,9 +82,10 @@ class TransitionReplayBuffer:
         self.obs_shape, self.obs_dtype = obs_shape, obs_dtype
         self.action_shape, self.action_dtype = tuple(action_shape), action_dtype
         self.critic_obs_shape = None if is_absent(critic_obs_shape) else critic_obs_shape
-        self.has_invalid_steps = has_invalid_steps
+        self.has_invalid_steps, self.extra_fields = has_invalid_steps, dict(extra_fields)
         self.num_rows = -(-self.capacity // num_envs) + 1
         self.fields = self.declare_fields()
+        self.observed = [name for name in self.fields if name.split(".")[0] in OBSERVED]
         way_out = "make buffer_size smaller, or observations (images as uint8)"
         check_memory("replay buffer", self.fields, self.num_rows, num_envs, self.device, way_out)
         self.data = {
@@ -90,7 +97,13 @@ class TransitionReplayBuffer:
         self.count = torch.zeros_like(self.head)  # (N,) steps ever stored
         self.size = torch.zeros_like(self.head)  # (N,) steps stored now
         self.is_started = torch.zeros(num_envs, dtype=torch.bool, device=self.device)
-        self.arrays: dict[str, np.ndarray] = {}  # of `add_one`: the memory of the tensors
+        own = {name: getattr(self, name) for name in ("head", "count", "size", "is_started")}
+        self.columns = self.data | own
+        is_numpy_type = all(column.dtype != torch.bfloat16 for column in self.columns.values())
+        is_own = type(self).add is TransitionReplayBuffer.add
+        self.is_numpy = num_envs == 1 and self.device.type == "cpu" and is_numpy_type and is_own
+        """Whether `add` writes by NumPy: for one environment on a CPU, and no subclass that does more."""
+        self.arrays: dict[str, Any] = {}  # the memory of the columns
 
     def __getstate__(self) -> dict[str, Any]:
         """Attributes that are copied and pickled: a copied array would not share the memory of its tensor."""
@@ -103,7 +116,10 @@ class TransitionReplayBuffer:
             fields |= observation_fields(name, shape, name, name, self.obs_dtype)
         fields |= {"actions": Field(self.action_shape, dtype=self.action_dtype), "rewards": Field(())}
         fields |= {name: Field((), dtype=torch.bool) for name in ("dones", "ends", "holds_step")}
-        return fields | {"order": Field((), dtype=torch.int32)}
+        fields |= {"order": Field((), dtype=torch.int32)}
+        if taken := fields.keys() & self.extra_fields.keys():
+            raise ValueError(f"the replay buffer has a field {min(taken)!r} already; give yours another name")
+        return fields | self.extra_fields
 
     def add(
         self,
@@ -117,126 +133,106 @@ class TransitionReplayBuffer:
         critic_obs: Obs | None = None,
         next_critic_obs: Obs | None = None,
         valid: Tensor | None = None,
+        fields: Mapping[str, Tensor] = MappingProxyType({}),
+        env: int | None = None,
     ) -> None:
-        """Store one step of every environment. Tensor code only, so that it can be captured.
+        """Store one step of every environment, or L steps of one; tensor code that can be captured, unless `is_numpy`.
 
-        `next_obs` is before any reset, `done` marks terminal states, `valid` is false where a step only reset.
+        `next_obs` is before any reset, and of L steps that of the last; `done` marks terminal states, `truncated` where
+        an episode was cut off; `valid` is false where a step only reset. `fields` are the values of `extra_fields`.
+        `env` has the L steps, fewer than there are rows, which begin a new episode.
         """
-        begin = self.named_leaves(obs, critic_obs)
+        if fields.keys() != self.extra_fields.keys():
+            raise ValueError(f"the step has the extra fields {list(fields)}, declared are {list(self.extra_fields)}")
+        begin, end = self.named_leaves(obs, critic_obs), self.named_leaves(next_obs, next_critic_obs)
         for name, leaf in begin.items():
-            if len(leaf) != self.num_envs:
+            if env is None and leaf.shape[0] != self.num_envs:
                 raise ValueError(f"one step of {self.num_envs} environments was expected, {name} has {len(leaf)} rows")
-        real = torch.ones_like(self.is_started) if valid is None or not self.has_invalid_steps else valid
-        done = done.to(torch.bool).reshape(-1)
-        ended = done if truncated is None else done | truncated.reshape(-1)
-        data, at = self.data, self._flat(self.head)
-        has_left = self.is_started & real  # where the last episode was left: its final observation keeps its row
-        differs = [(data[name].index_select(0, at) != leaf).reshape(self.num_envs, -1) for name, leaf in begin.items()]
-        has_left &= (differs[0] if len(differs) == 1 else torch.cat(differs, 1)).any(1)
-        before = self._flat((self.head - 1) % self.num_rows)
-        data["ends"].index_copy_(0, before, data["ends"].index_select(0, before) | has_left)
-        row = (self.head + has_left) % self.num_rows
-        self.head.copy_((row + real) % self.num_rows)
-        at, after = self._flat(row), self._flat(self.head)
-        # Steps in these rows are overwritten. Where the head has not moved its row holds none.
-        self.size += real
-        for claimed in (at, after):
-            self.size -= data["holds_step"].index_select(0, claimed).long()
-        values = {"actions": action, "rewards": reward, "dones": done, "ends": ended, "holds_step": real}
-        self._put(at, begin | values, real)
-        slot = self._flat(self.count % self.num_rows)
-        self._put(slot, {"order": row}, real)
-        self.count += real
-        self._put(after, self.named_leaves(next_obs, next_critic_obs), real)
-        data["holds_step"].index_fill_(0, after, False)
-        self.is_started |= real
-
-    @property
-    def can_add_one(self) -> bool:
-        """Whether `add_one` can stand for `add`: one environment on a CPU, and no subclass that stores more."""
-        is_numpy = all(value.dtype != torch.bfloat16 for value in self.data.values())
-        is_plain = type(self).add is TransitionReplayBuffer.add
-        return self.num_envs == 1 and self.device.type == "cpu" and is_numpy and is_plain
-
-    def add_one(
-        self,
-        obs: Obs,
-        action: Tensor,
-        reward: Tensor,
-        next_obs: Obs,
-        done: Tensor,
-        *,
-        truncated: Tensor,
-        critic_obs: Obs | None = None,
-        next_critic_obs: Obs | None = None,
-        valid: Tensor | None = None,
-    ) -> None:
-        """Store what `add` stores, by writes to arrays: on a CPU much faster than fifty small tensor operations."""
-        if valid is not None and self.has_invalid_steps and not valid.item():
+        step: dict[str, Any] = {"actions": action, "rewards": reward, **fields}
+        if self.is_numpy and env is None:
+            if self.has_invalid_steps and valid is not None and not valid.item():
+                return
+            columns = self.arrays or self._make_arrays()
+            begin, step, end = (
+                {name: value.numpy().reshape(columns[name].shape[1:]) for name, value in part.items()}
+                for part in (begin, step, end)
+            )
+            step["dones"] = is_terminal = bool(done.item())
+            step["ends"] = is_terminal or (truncated is not None and bool(truncated.item()))
+            head = columns["head"][0]
+            has_left = columns["is_started"][0] and any((columns[n][head] != row).any() for n, row in begin.items())
+            self._write(columns, 0, begin, step, end, has_left, True, operator.setitem)
             return
-        if not self.arrays:
-            own = {name: getattr(self, name) for name in ("head", "count", "size", "is_started")}
-            self.arrays = {name: value.numpy() for name, value in (self.data | own).items()}
-        arrays, num_rows = self.arrays, self.num_rows
-        head, holds_step, ends = arrays["head"], arrays["holds_step"], arrays["ends"]
-        begin = {name: to_row(leaf, arrays[name]) for name, leaf in self.named_leaves(obs, critic_obs).items()}
-        row = int(head[0])
-        if arrays["is_started"][0] and any((arrays[name][row] != value).any() for name, value in begin.items()):
-            ends[row - 1] = True  # the last episode was left: its final observation keeps its row
-            row = (row + 1) % num_rows
-        after = (row + 1) % num_rows
-        arrays["size"][0] += 1 - int(holds_step[row]) - int(holds_step[after])
+        step["dones"] = done = done.to(torch.bool).reshape(-1)
+        step["ends"] = done if truncated is None else done | truncated.reshape(-1)
+        if env is not None:
+            lane = slice(env, env + 1)
+            self._write(self.columns, lane, begin, step, end, self.is_started[lane], True, put_rows, len(reward))
+            return
+        real = torch.ones_like(done) if valid is None or not self.has_invalid_steps else valid
+        put = functools.partial(put_valid_rows, real) if self.has_invalid_steps else put_rows
+        at = self._flat(self.head)
+        differs = [(self.data[name].index_select(0, at) != leaf).reshape(len(at), -1) for name, leaf in begin.items()]
+        has_left = self.is_started & real & (differs[0] if len(differs) == 1 else torch.cat(differs, 1)).any(1)
+        self._write(self.columns, slice(None), begin, step, end, has_left, real, put)
+
+    def _write(
+        self,
+        columns: Any,
+        lane: Any,
+        begin: Mapping[str, Any],
+        step: Mapping[str, Any],
+        end: Mapping[str, Any],
+        has_left: Any,
+        real: Any,
+        put: Any,
+        length: int | None = None,
+    ) -> None:
+        """Write steps by `put(column, rows, values)`: one of every environment where it is `real`, or `length` of one.
+
+        Where an environment `has_left`, the step does not begin where the last one led to.
+
+        For one environment on a CPU, `lane` 0, columns are arrays, and rows numbers: much faster than fifty operations
+        on small tensors, with the same arithmetic. Otherwise `lane` is a slice of the environments.
+        """
+        num_rows, holds_step = self.num_rows, columns["holds_step"]
+        head, count = columns["head"][lane], columns["count"][lane]
+        env, offsets, added = None, 0, real
+        if length is not None:
+            env, offsets, added = lane.start, torch.arange(length, device=self.device), length
+        # The final observation of an episode that was left keeps its row.
+        columns["ends"][self._flat((head - 1) % num_rows, env)] |= has_left
+        first = head + has_left
+        rows, next_row = (first + offsets) % num_rows, (first + added) % num_rows
+        at, after = self._flat(rows, env), self._flat(next_row, env)
+        # Steps in these rows are overwritten. Where the head has not moved its row holds none.
+        overwritten = holds_step[at] if length is None else holds_step[at].sum()
+        columns["size"][lane] -= 0 + overwritten + holds_step[after]
+        columns["size"][lane] += added
         for name, value in begin.items():
-            arrays[name][row] = value
-        is_terminal = bool(done.item())
-        arrays["actions"][row] = to_row(action, arrays["actions"])
-        arrays["rewards"][row] = reward.item()
-        arrays["dones"][row] = is_terminal
-        ends[row] = is_terminal or bool(truncated.item())
-        holds_step[row] = True
-        arrays["order"][int(arrays["count"][0]) % num_rows] = row
-        arrays["count"][0] += 1
-        for name, leaf in self.named_leaves(next_obs, next_critic_obs).items():
-            arrays[name][after] = to_row(leaf, arrays[name])
-        holds_step[after] = False
-        head[0] = after
-        arrays["is_started"][0] = True
+            put(columns[name], at, value)
+        for name, value in step.items():
+            put(columns[name], at, value)
+        put(columns["order"], self._flat((count + offsets) % num_rows, env), rows)
+        put(holds_step, at, real)
+        for name, value in end.items():
+            put(columns[name], after, value)
+        put(holds_step, after, False)
+        columns["head"][lane] = next_row
+        columns["count"][lane] += added
+        columns["is_started"][lane] |= real
 
-    def append(self, env: int, obs: Mapping[str, Tensor], actions: Tensor, rewards: Any, is_terminated: bool) -> None:
-        """Store L steps of one environment, fewer than there are rows; `obs` are (L + 1, ...) by field."""
-        length, num_rows = len(rewards), self.num_rows
-        steps = torch.arange(length + 1, device=self.device)
-        head, was_started = int(self.head[env]), bool(self.is_started[env])
-        self.data["ends"][(head - 1) % num_rows * self.num_envs + env] |= was_started
-        rows = (head + int(was_started) + steps) % num_rows
-        at = rows * self.num_envs + env
-        self.size[env] += length - self.data["holds_step"][at].sum()
-        is_last = steps[:-1] == length - 1
-        rewards = torch.as_tensor(rewards).reshape(length)
-        values = {"actions": actions.reshape(length, *self.action_shape), "rewards": rewards, "ends": is_last}
-        values |= {**obs, "dones": is_last & is_terminated, "holds_step": steps < length}
-        for name, value in values.items():
-            self.data[name][at[: len(value)]] = value.to(self.device, self.data[name].dtype)
-        slots = (self.count[env] + steps[:-1]) % num_rows * self.num_envs + env
-        self.data["order"][slots] = rows[:-1].to(torch.int32)
-        self.count[env] += length
-        self.head[env] = rows[-1]
-        self.is_started[env] = True
+    def _make_arrays(self) -> dict[str, Any]:
+        self.arrays = {name: column.numpy() for name, column in self.columns.items()}
+        # A memoryview gives Python's numbers, with which arithmetic is faster than with NumPy's.
+        self.arrays |= {name: memoryview(self.arrays[name]) for name in COUNTED}
+        return self.arrays
 
-    def _put(self, rows: Tensor, values: Mapping[str, Tensor], real: Tensor) -> None:
-        for name, value in values.items():
-            target = self.data[name]
-            value = value.reshape(self.num_envs, *target.shape[1:]).to(target.dtype)
-            if self.has_invalid_steps:
-                kept = target.index_select(0, rows)
-                value = torch.where(real.view(-1, *[1] * (value.dim() - 1)), value, kept)
-            target.index_copy_(0, rows, value)
-
-    def _flat(self, rows: Tensor, envs: Any = None) -> Tensor:
+    def _flat(self, rows: Any, env: Any = None) -> Any:
         """Places of rows of environments, by default of one row of each."""
         if self.num_envs == 1:
             return rows
-        return rows * self.num_envs + (self.envs if envs is None else envs)
+        return rows * self.num_envs + (self.envs if env is None else env)
 
     def named_leaves(self, obs: Obs, critic_obs: Obs | None) -> dict[str, Tensor]:
         """The tensors of an observation by field name."""
@@ -300,12 +296,19 @@ class TransitionReplayBuffer:
         after = self._flat((last + 1) % num_rows, envs)
         dones = data["dones"].index_select(0, self._flat(last, envs)).float()
         actions = data["actions"].index_select(0, first)
-        return ReplayBatch(*self._observed(first), actions, rewards, *self._observed(after), dones, discounts)
+        fields = {name: data[name].index_select(0, first) for name in self.extra_fields}
+        obs, critic_obs = self._observed(first)
+        next_obs, next_critic_obs = self._observed(after)
+        return ReplayBatch(
+            obs, critic_obs, actions, rewards, next_obs, next_critic_obs, dones, discounts, fields=fields
+        )
 
     def _observed(self, at: Tensor) -> tuple[Any, Any]:
-        found = {name: self.data[name].index_select(0, at) for name in self.data if name.startswith(OBSERVED)}
-        obs, critic_obs = (found[name] if name in found else nested(found, name) for name in OBSERVED)
-        return obs, obs if self.critic_obs_shape is None else critic_obs
+        found = {name: self.data[name].index_select(0, at) for name in self.observed}
+        obs = found[OBSERVED[0]] if OBSERVED[0] in found else nested(found, OBSERVED[0])
+        if self.critic_obs_shape is None:
+            return obs, obs
+        return obs, found[OBSERVED[1]] if OBSERVED[1] in found else nested(found, OBSERVED[1])
 
     def __len__(self) -> int:
         """Number of stored steps; a host read."""
@@ -344,9 +347,19 @@ class TransitionReplayBuffer:
             value[: len(state["data"][name])].copy_(state["data"][name])
 
 
-def to_row(value: Tensor, rows: np.ndarray) -> np.ndarray:
-    """The value of a single environment, (1, ...), as a row of an array."""
-    return value.numpy().reshape(rows.shape[1:])
+def put_rows(column: Tensor, rows: Tensor, values: Tensor | bool) -> None:
+    """Write the rows of a tensor."""
+    if isinstance(values, bool):
+        column.index_fill_(0, rows, values)
+    else:
+        column.index_copy_(0, rows, values.reshape(len(rows), *column.shape[1:]).to(column.device, column.dtype))
+
+
+def put_valid_rows(valid: Tensor, column: Tensor, rows: Tensor, values: Tensor | bool) -> None:
+    """Write the rows of a tensor that are `valid`."""
+    kept = column.index_select(0, rows)
+    new = kept & values if isinstance(values, bool) else values.reshape(kept.shape).to(column.dtype)
+    column.index_copy_(0, rows, torch.where(valid.view(-1, *[1] * (kept.dim() - 1)), new, kept))
 
 
 class SumTree:
@@ -425,8 +438,15 @@ class PrioritizedReplayBuffer(TransitionReplayBuffer):
         held, priorities = self.data["holds_step"][places], self.data["priorities"][places]
         return torch.where(held, priorities**self.exponent, 0.0).double()
 
-    def add(self, *args: Any, **kwargs: Any) -> None:
-        """Store one step of every environment, with the highest priority."""
+    def add(self, *args: Any, env: int | None = None, **kwargs: Any) -> None:
+        """Store one step of every environment, or several of one, with the highest priority."""
+        if env is not None:
+            first = int(self.count[env])
+            super().add(*args, env=env, **kwargs)
+            slots = torch.arange(first, int(self.count[env]), device=self.device) % self.num_rows * self.num_envs + env
+            self.data["priorities"][self.data["order"][slots].long() * self.num_envs + env] = self.highest
+            self.rebuild()
+            return
         super().add(*args, **kwargs)
         newest = self._flat((self.head - 1) % self.num_rows)  # a head is on a row without a step
         held = self.data["holds_step"][newest]
@@ -434,14 +454,6 @@ class PrioritizedReplayBuffer(TransitionReplayBuffer):
         for back in range(3):  # a head moves by two rows at most; steps in its way are overwritten
             changed = self._flat((self.head - back) % self.num_rows)
             self.tree.put(changed, self._powers(changed))
-
-    def append(self, env: int, *args: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Store several steps of one environment, with the highest priority."""
-        first = int(self.count[env])
-        super().append(env, *args)
-        slots = torch.arange(first, int(self.count[env]), device=self.device) % self.num_rows * self.num_envs + env
-        self.data["priorities"][self.data["order"][slots].long() * self.num_envs + env] = self.highest
-        self.rebuild()
 
     def draw(self, batch_size: int, n_step: int, gamma: Tensor | float, generator: Generator | None) -> ReplayBatch:
         """A random batch by priority, with importance weights and places."""

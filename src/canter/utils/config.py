@@ -154,6 +154,7 @@ def setting(
     fixed: bool = False,
     host: bool = False,
     unused_if: Mapping[str, Callable[[Any], bool]] | None = None,
+    refused: Mapping[Any, str] | None = None,
 ) -> Any:
     """Declare a setting with its range or choices.
 
@@ -168,9 +169,10 @@ def setting(
         fixed: The value cannot change after construction, because something was built from it.
         host: Only host code reads the value, so recorded and captured functions do not depend on it.
         unused_if: Other settings and a function of the value of each; where all are true, this setting does nothing.
+        refused: Values within the range that are not allowed, each with the reason and the way out.
     """
     metadata = {"low": low, "above": above, "high": high, "below": below, "at_most": at_most}
-    metadata |= {"choices": choices, "fixed": fixed, "host": host, "unused_if": unused_if}
+    metadata |= {"choices": choices, "fixed": fixed, "host": host, "unused_if": unused_if, "refused": refused}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -197,6 +199,9 @@ def check_value(owner: str, field: dataclasses.Field[Any], value: Any) -> Any:
     if not all(is_in_range(number, field.metadata, has_range, is_whole) for number in numbers):
         kind = "whole number" if is_whole else "number"
         raise ValueError(f"{field.name} must be a {kind} {range_text(field.metadata)}, got {value!r}")
+    refused = field.metadata.get("refused")
+    if refused and value in refused:
+        raise ValueError(f"{field.name} must not be {value!r}: {refused[value]}")
     return value
 
 

@@ -29,8 +29,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from canter.execution import ACTIVE_TRACERS
-
 T = TypeVar("T")
 
 START_SECONDS = 300.0  # for all ranks to start
@@ -73,6 +71,8 @@ class Ranks:
         self.store: Any = None
         self.has_ended = threading.Event()
         self.num_waits = 0
+        self.error: RankError | None = None
+        """What a collective ended with."""
         self.seconds = 0.0
         """Seconds that the host spent in collectives."""
         self.is_stopping: Callable[[], bool] = bool
@@ -293,7 +293,8 @@ class Ranks:
                     raise TimeoutError(f"timed out after {now - begin:.0f} s")
                 time.sleep(POLL_SECONDS)
         except (RuntimeError, TimeoutError) as error:
-            raise self._lost(error) from error
+            self.error = self._lost(error)
+            raise self.error from error
 
     # Faults.
     @contextmanager
@@ -319,13 +320,13 @@ class Ranks:
         return [rank for rank in range(self.size) if rank != self.rank and self.store.check([f"left/{rank}"])]
 
     def _run(self, collective: Callable[[], Any]) -> None:
-        begin = 0.0 if ACTIVE_TRACERS else time.perf_counter()  # a function that reads a clock is not recorded
+        begin = time.perf_counter()
         try:
             collective()
         except RuntimeError as error:
-            raise self._lost(error) from error
-        if begin:
-            self.seconds += time.perf_counter() - begin
+            self.error = self._lost(error)
+            raise self.error from error
+        self.seconds += time.perf_counter() - begin
 
     def _ask_others(self) -> Answers:
         """Leave, and wait for the others to say why they left, or that they live."""

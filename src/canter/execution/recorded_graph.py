@@ -1,36 +1,16 @@
-"""Recordings: a tensor function on a CPU, replayed without its Python code and without autograd.
+"""A recorded function as a graph: what its memory is, and what a replay of it does not need.
 
-With a small network most time is spent on the way to the kernels, not in them. A recording removes that overhead:
-
-1. `Recorder`, a dispatch mode, runs the function once, for real. It sees every operation after autograd, those of a
-   backward pass included, and adds each to an fx graph. Tensors from outside the function (parameters, buffers,
-   generators) become arguments of the graph, so a replay reads their current values.
-2. `simplify` removes what a replay does not need: detach(), constant subexpressions, repeated and unused operations.
-3. `to_function` hands the graph to torch's C++ interpreter. A replay runs it there: the same kernels in the same order,
-   hence the same numbers. With `compiles`, `cpu_compile` later turns the graph into a few compiled kernels.
-
-Python does not run in a replay. A function that reads tensor values (`guard.py`) is therefore never replayed.
+`simplify` removes detach(), constant subexpressions, views of tensors from outside, and repeated and unused operations,
+without changing a number.
 """
 
-from __future__ import annotations
-
 import operator
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.autograd.graph import increment_version
-
-from canter.execution.cuda_graph import describe, rebuild
-from canter.execution.trace import Tracer, run_traced
 
 aten = torch.ops.aten
-MAX_OPERATIONS = 3000  # beyond this, making the recording costs more than it saves
-MAX_COMPILED_OPERATIONS = 800  # a scan over the steps of a rollout is longer; compilers take minutes for it
-COMPILE_AFTER = 20  # replays; a rare signature (all episodes end in one step) is not worth seconds of compilation
-PLAIN = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 IDENTITY = {aten.detach.default, aten.alias.default}  # without autograd the result is the argument
 RESHAPES = {aten.view.default, aten.reshape.default}
 TIMES_ONE = {aten.mul.Tensor, aten.mul.Scalar, aten.pow.Tensor_Scalar}  # the gradient of a square has a power of one
@@ -43,134 +23,14 @@ SHAPE_ONLY = {
     aten.new_ones.default,
     aten.new_full.default,
 }
-
-
-class Recording:
-    """One function recorded for one set of input shapes.
-
-    The constructor runs `fn(*args)`; `leaves` are the tensors in `args`, in the order of `describe`. If
-    `not_replayable` gives a reason, there is only that run's `result`, and no replay.
-    """
-
-    last_look: int
-    """Number of the executor's last look at the function."""
-
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        args: Any,
-        leaves: Sequence[Tensor],
-        compiles: bool = False,
-        roots: Mapping[str, Any] | None = None,
-        counters: Iterable[Any] = (),
-    ) -> None:
-        recorder, self.grad_mode = Recorder(leaves), torch.is_grad_enabled()
-        self.result = run_traced(recorder, fn, args, roots or {}, counters)
-        self.trace, self.not_replayable = recorder.trace, recorder.not_replayable
-        self.is_user_code = recorder.is_user_code
-        if self.not_replayable:
-            return
-        outputs: list[Tensor] = []
-        describe(self.result, outputs)
-        recorded = recorder.recorded
-        recorded.graph.output(tuple(recorder.node_of(leaf) for leaf in outputs))
-        self.template = rebuild(self.result, iter([torch.empty(0)] * len(outputs)))
-        self.outside = simplify(recorded)  # values of the graph's arguments before the inputs
-        memory, arguments = Memory(recorded), recorded.graph.find_nodes(op="placeholder")
-        count, is_written = len(self.outside), memory.is_written
-        outside = zip(arguments[:count], self.outside, strict=True)
-        self.written = [value for node, value in outside if is_written(node) and not value.is_inference()]
-        self.written_inputs = [place for place, node in enumerate(arguments[count:]) if is_written(node)]
-        self.run = self.uncompiled = to_function(recorded.graph)
-        length = sum(node.op == "call_function" for node in recorded.graph.nodes)
-        self.to_compile = recorded if compiles and length <= MAX_COMPILED_OPERATIONS else None
-        self.replays = 0
-        self.strides: list[Any] | None = None  # of the inputs that the compiled kernels were made for
-
-    def replay(self, leaves: Sequence[Tensor]) -> Any:
-        """Return the function's result for these inputs."""
-        if self.to_compile is not None:
-            self.replays += 1
-            if self.replays > COMPILE_AFTER:
-                self._compile(self.to_compile, leaves)
-        fits = self.strides is None or [leaf.stride() for leaf in leaves] == self.strides
-        run = self.run if fits else self.uncompiled
-        # No tensor here requires a gradient, but LSTM kernels save values for their backward pass only in grad mode.
-        if torch.is_grad_enabled() == self.grad_mode:
-            results = run(*self.outside, *leaves)
-        else:
-            with torch.set_grad_enabled(self.grad_mode):
-                results = run(*self.outside, *leaves)
-        # So that autograd notices the writes if a graph of the user's holds such a tensor.
-        inputs = [leaves[place] for place in self.written_inputs if not leaves[place].is_inference()]
-        if self.written or inputs:
-            increment_version([*self.written, *inputs])
-        return rebuild(self.template, iter(results))
-
-    def _compile(self, recorded: RecordedGraph, leaves: Sequence[Tensor]) -> None:
-        self.to_compile = None
-        try:
-            from canter.execution import cpu_compile  # imports the compiler, which takes seconds
-
-            self.run = cpu_compile.compile_recording(recorded)
-            self.strides = [leaf.stride() for leaf in leaves]
-        except Exception as error:
-            warn_uncompiled(error, stacklevel=7)
-
-
-def warn_uncompiled(error: Exception, stacklevel: int) -> None:
-    """Warn that a recording, or a part of it, is replayed uncompiled."""
-    reason = (str(error) or repr(error)).splitlines()[0]
-    warnings.warn(f"a recording cannot be compiled ({reason}); it is replayed uncompiled", stacklevel=stacklevel)
-
-
-class Recorder(Tracer):
-    """Tracer that also adds every operation to a graph."""
-
-    def __init__(self, leaves: Sequence[Tensor]) -> None:
-        super().__init__(leaves, MAX_OPERATIONS)
-        inputs = self.inputs
-        self.recorded = RecordedGraph(inputs)
-        # Nodes by the id of the value that they stand for; `kept` keeps the values alive, so that no id is used twice.
-        self.nodes: dict[int, fx.Node] = dict(zip(map(id, inputs), self.recorded.inputs, strict=True))
-        self.kept: list[Any] = list(inputs)
-
-    def node_of(self, value: Any) -> Any:
-        """The node of a value; containers are mapped item by item, plain Python values are returned unchanged."""
-        if isinstance(value, PLAIN):
-            return value
-        if isinstance(value, tuple | list):
-            return type(value)([self.node_of(part) for part in value])
-        return self.nodes.get(id(value)) or self._remember(value, self.recorded.add_outside(value))
-
-    def on_operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Add an operation and its results to the graph."""
-        options = {name: self.node_of(value) for name, value in kwargs.items()}
-        node = self.recorded.graph.call_function(func, self.node_of(args), options)
-        if isinstance(result, Tensor):
-            node.meta["kind"] = (result.dtype, result.shape)
-            if args and isinstance(args[0], Tensor):  # contiguous() and reshape() copy some arguments and not others
-                node.meta["copies"] = result.untyped_storage().data_ptr() != args[0].untyped_storage().data_ptr()
-                node.meta["keeps_shape"] = result.shape == args[0].shape
-            if func in SHAPE_ONLY:
-                node.meta["value"] = result
-            if id(result) not in self.nodes:  # an in-place operation returns a tensor that has a node already
-                self._remember(result, node)
-        elif isinstance(result, tuple | list):
-            for i, part in enumerate(result):
-                if isinstance(part, Tensor) and id(part) not in self.nodes:
-                    self._remember(part, self.recorded.graph.call_function(operator.getitem, (node, i)))
-
-    def _remember(self, value: Any, node: fx.Node) -> fx.Node:
-        self.nodes[id(value)] = node
-        self.kept.append(value)
-        return node
+# They write running statistics, though their schemas do not say so.
+BATCH_NORMS = {aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten.batch_norm.default}
 
 
 class RecordedGraph:
     """A graph of operations. Its arguments are values from outside the function, then the function's inputs."""
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, inputs: list[Tensor]) -> None:
         self.graph = fx.Graph()
         self.inputs = [self.graph.placeholder(f"input_{i}") for i in range(len(inputs))]
         self.outside: dict[fx.Node, Any] = {}  # parameters, buffers, generators and constants by their argument
@@ -215,6 +75,8 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
         if part.alias_info is not None and part.alias_info.is_write:
             value = node.args[index] if index < len(node.args) else node.kwargs.get(part.name)
             found += value if isinstance(value, tuple | list) else [value]
+    if func in BATCH_NORMS:
+        found += node.args[3:5]
     return [target for target in found if isinstance(target, fx.Node)]
 
 
@@ -225,7 +87,8 @@ def may_alias(func: Any) -> bool:
 
 def is_pure(func: Any) -> bool:
     """Whether an operation writes to no argument and draws no random numbers."""
-    return func is operator.getitem or not (func._schema.is_mutable or is_random(func))
+    is_item = func is operator.getitem
+    return is_item or not (func._schema.is_mutable or func in BATCH_NORMS or is_random(func))
 
 
 def is_random(func: Any) -> bool:
@@ -358,13 +221,3 @@ def simplify(recorded: RecordedGraph) -> list[Any]:
     if torch.is_inference_mode_enabled():  # some kernels depend on requires_grad there, and none builds a graph
         return outside
     return [value.detach() if isinstance(value, Tensor) else value for value in outside]
-
-
-def to_function(graph: fx.Graph) -> Callable[..., Any]:
-    """Convert the graph to a function of its arguments, run by torch's interpreter, or by Python without it."""
-    try:
-        from canter.execution.interpreter import to_interpreter  # private names
-
-        return to_interpreter(graph)
-    except (ImportError, AttributeError, RuntimeError, TypeError):
-        return fx.GraphModule(torch.nn.Module(), graph).forward

@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from canter.execution.cpu_compile import fills, merge_copies, split
+from canter.execution import record as record_module
+from canter.execution.compile import Compilation, fills, merge_copies, split
 from canter.execution.cuda_graph import describe
 from canter.execution.executor import MAX_GRAPHS, Executor
-from canter.execution.recording import COMPILE_AFTER, Recorder, Recording, simplify
+from canter.execution.record import Recorder
+from canter.execution.recorded_graph import simplify
 
 CPU = torch.device("cpu")
 
@@ -19,8 +21,17 @@ CPU = torch.device("cpu")
 def record(fn, *args, compiles=False):
     leaves = []
     describe(args, leaves)
-    recording = Recording(fn, args, leaves, compiles)
-    return recording, recording.result
+    result, recording = record_module.record(fn, args, leaves, compiles)
+    return recording, result
+
+
+def compiled(fn, *args):
+    """A recording that runs compiled, and the result of the function."""
+    recording, result = record(fn, *args, compiles=True)
+    compilation = Compilation(recording.to_compile, (*recording.outside, *args))
+    compilation.thread.join()
+    recording.run, recording.strides = compilation.run, [x.stride() for x in args]
+    return recording, result
 
 
 def operations(fn, *inputs):
@@ -242,8 +253,8 @@ def test_a_function_that_reads_values_runs_and_gives_the_reason_it_cannot_be_rep
     x = torch.tensor([1.0, 2.0, -1.0])
     recording, result = record(fn, x)
     assert torch.equal(result, fn(x))
-    assert any(name in recording.not_replayable for name in reason.split("|"))
-    assert "reads values on the host at" in recording.not_replayable
+    assert any(name in recording for name in reason.split("|"))
+    assert "reads values on the host at" in recording
 
 
 @pytest.mark.parametrize("execution", ["auto", "graph"])
@@ -265,7 +276,7 @@ def test_a_very_long_function_is_not_replayed():
 
     recording, result = record(long, torch.zeros(1))
     assert result.tolist() == [3001]
-    assert recording.not_replayable == "it is too long"
+    assert recording == "it is too long"
 
 
 def test_a_function_whose_shapes_keep_changing_runs_eagerly():
@@ -382,15 +393,12 @@ def test_a_compiled_recording_computes_the_same_up_to_rounding():
         return step(x, streams[1])
 
     x = torch.randn(5, 3)
-    recording, result = record(lambda x: step(x, streams[0]), x, compiles=True)
+    recording, result = compiled(lambda x: step(x, streams[0]), x)
     for ours, theirs in zip(result, other(x), strict=True):
         assert torch.equal(ours, theirs)
-    for _ in range(COMPILE_AFTER):
-        recording.replay([x])
-        other(x)
-    uncompiled, before = recording.run, total.clone()
+    assert recording.run is not recording.uncompiled
+    before = total.clone()
     ours = recording.replay([x])
-    assert recording.run is not uncompiled
     added = total - before
     theirs = other(x)
     for a, b in zip(ours, theirs, strict=True):
@@ -402,27 +410,24 @@ def test_a_recording_that_cannot_be_compiled_warns_once_and_is_replayed_uncompil
     def refuse(*args, **kwargs):
         raise RuntimeError("no compiler here")
 
-    monkeypatch.setattr("canter.execution.cpu_compile.compile_graph", refuse)
-    recording, _ = record(lambda x: x + 1, torch.ones(2), compiles=True)
-    with pytest.warns(UserWarning, match=r"cannot be compiled \(no compiler here\); it is replayed uncompiled") as seen:
-        results = [recording.replay([torch.zeros(2)]).tolist() for _ in range(COMPILE_AFTER + 5)]
-    assert results == [[1, 1]] * (COMPILE_AFTER + 5)
+    monkeypatch.setattr("canter.execution.compile.compile_graph", refuse)
+    with pytest.warns(UserWarning, match="no compiler here") as seen:
+        recording, _ = compiled(lambda x: x + 1, torch.ones(2))
+    assert recording.replay([torch.zeros(2)]).tolist() == [1, 1]
     assert len(seen) == 1
 
 
-def test_a_recording_is_compiled_only_after_enough_replays(monkeypatch):
-    compiled = []
-    monkeypatch.setattr(
-        "canter.execution.cpu_compile.compile_recording",
-        lambda recorded: compiled.append(1) or (lambda *given: given[-1:]),
-    )
+def test_a_recording_is_compiled_if_the_rest_of_the_run_pays_for_it(monkeypatch):
     recording, _ = record(lambda x: x * 2, torch.ones(2), compiles=True)
-    for _ in range(COMPILE_AFTER):
-        recording.replay([torch.zeros(2)])
-    assert not compiled
-    recording.replay([torch.zeros(2)])
-    recording.replay([torch.zeros(2)])
-    assert compiled == [1]
+    recording.seconds = record_module.PAYING_SECONDS  # so far, at half of the run
+    recording.replay_timed([torch.zeros(2)], 0.6)
+    assert recording.compilation is None
+    recording.replay_timed([torch.zeros(2)], 0.4)
+    recording.compilation.thread.join()
+    recording.replay_timed([torch.zeros(2)], 0.5)
+    assert recording.run is not recording.uncompiled
+    assert recording.next_comparison == 0  # it is compared at once
+    assert recording.replay([torch.ones(2)]).tolist() == [2, 2]
 
 
 @pytest.mark.slow
@@ -436,7 +441,7 @@ def test_kernels_are_called_directly_unless_the_compiler_wraps_them():
         total.copy_(total * 0.5 + x)
         return x.exp() + total
 
-    recording, _ = record(step, torch.zeros(2), compiles=True)
+    recording, _ = compiled(step, torch.zeros(2))
     for k in range(1, 30):
         result = recording.replay([torch.full((2,), float(k))])
     assert table[:, 0].tolist() == [2.0 * k for k in range(30)]
@@ -452,9 +457,8 @@ def test_kernels_are_called_directly_unless_the_compiler_wraps_them():
 def test_kernels_run_only_on_inputs_with_the_strides_they_were_compiled_for():
     with torch.inference_mode():
         wide, dense = torch.rand(2).expand(3, 2), torch.rand(3, 2)
-        recording, _ = record(lambda x: x * 2.0, wide, compiles=True)
-        for _ in range(COMPILE_AFTER + 2):
-            assert torch.equal(recording.replay([wide]), wide * 2.0)
+        recording, _ = compiled(lambda x: x * 2.0, wide)
+        assert torch.equal(recording.replay([wide]), wide * 2.0)
         assert recording.run is not recording.uncompiled
         assert torch.equal(recording.replay([dense]), dense * 2.0)
         assert torch.equal(recording.replay([dense.t().contiguous().t()]), dense * 2.0)
@@ -471,9 +475,9 @@ def test_a_view_of_memory_that_kernels_write_to_stays_a_view():
         torch._foreach_add_([view], [scaled + 1.0])
         return view.sum()
 
-    recording, _ = record(lambda x: step(x, table), torch.ones(2, 3), compiles=True)
+    recording, _ = compiled(lambda x: step(x, table), torch.ones(2, 3))
     step(torch.ones(2, 3), twin)
-    for k in range(COMPILE_AFTER + 4):
+    for k in range(4):
         x = torch.full((2, 3), 0.1 * k)
         torch.testing.assert_close(recording.replay([x]), step(x, twin))
     torch.testing.assert_close(table, twin)
@@ -524,7 +528,7 @@ def test_functions_that_read_values_give_what_eager_gives(fn, inference):
         x = torch.full((2,), float(k))
         with torch.inference_mode(inference):
             assert torch.equal(executor.run("f", lambda x: fn(x, state), x), fn(x, state))
-    assert set(executor.eager_only) == {"f"}
+    assert set(executor.eager_only) == (set() if fn is accumulated else {"f"})
 
 
 def test_a_function_without_tensor_arguments_is_recorded_with_everything_it_reads():

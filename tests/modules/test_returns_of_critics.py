@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from canter.algorithms.actor_q import CategoricalReturns, ScalarReturns
+from canter.modules.q_networks import CategoricalReturns, ScalarReturns
 
 
 def test_probabilities_are_shared_between_the_nearest_atoms():

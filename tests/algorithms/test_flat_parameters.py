@@ -4,12 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from canter.execution.flat_parameters import (
-    FlatParameters,
-    join_state,
-    sample_dirichlet,
-    split_state,
-)
+from canter.algorithms.optim import FlatParameters, join_state, split_state
+from canter.execution.torch_private import sample_dirichlet
 
 
 @pytest.mark.parametrize("is_missing", [False, True])

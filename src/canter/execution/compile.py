@@ -1,30 +1,27 @@
 """Compile a recording: its arithmetic becomes a few kernels, made by torch's compiler (Inductor).
 
-Inductor does not know torch's generators, and guards against every alias of memory that is written to. The graph is
-therefore rewritten, library calls becoming elementwise operations, which can be fused into loops, and split into three
-parts, which run one after the other: random draws and other operations that come first, arithmetic, which is compiled,
-and the rest, which is split again. SAC's step becomes the critics' arithmetic, the write to their weights, the actor's
-arithmetic, and the write to its weights.
+It is done in a thread beside the run, and only if the rest of the run is long enough to pay for it. Inductor does not
+know torch's generators, and guards against every alias of memory that is written to. The graph is therefore rewritten,
+library calls becoming elementwise operations, which can be fused into loops, and split into three parts, which run one
+after the other: random draws and other operations that come first, arithmetic, which is compiled, and the rest, which
+is split again. SAC's step becomes the critics' arithmetic, the write to their weights, the actor's arithmetic, and the
+write to its weights.
 """
 
 import itertools
 import operator
+import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Generator, Tensor, fx
 
-from canter.execution.recording import (
-    Memory,
-    RecordedGraph,
-    is_random,
-    is_view,
-    to_function,
-    warn_uncompiled,
-    written_arguments,
-)
+from canter.execution.record import LARGE, first_line, to_function
+from canter.execution.recorded_graph import Memory, RecordedGraph, is_random, is_view, written_arguments
+from canter.execution.torch_private import inductor, inductor_pass
 
 aten = torch.ops.aten
 BEFORE, ARITHMETIC, REST = range(3)
@@ -51,8 +48,41 @@ COMPILED_WRITES = {
 INDUCTOR_OPTIONS = {"size_asserts": False, "alignment_asserts": False, "cpp_wrapper": True, "compile_threads": 1}
 
 
-def compile_recording(recorded: RecordedGraph, fewest: int = 1) -> Callable[..., Any]:
-    """Turn a recorded graph into a function of the same arguments that compiles its arithmetic in its first call.
+LOCK = threading.Lock()  # the compiler's settings are global
+
+
+class Compilation:
+    """A recorded graph that is compiled in a thread; `run` is the compiled function once it is done."""
+
+    def __init__(self, recorded: RecordedGraph, args: Sequence[Any]) -> None:
+        self.run: Callable[..., Any] | None = None
+        self.recorded, self.args = recorded, [private_copy(arg) for arg in args]
+        self.thread = threading.Thread(target=self._compile, name="canter compiler", daemon=True)
+        self.thread.start()
+
+    def _compile(self) -> None:
+        with LOCK, torch.no_grad():
+            try:
+                self.run = compile_recording(self.recorded, self.args)
+            except Exception as error:
+                warn_uncompiled(error)
+        self.args = []
+
+
+def private_copy(value: Any) -> Any:
+    """A copy of an argument that a thread may write to; of large buffers only the shape, because copies take memory."""
+    if isinstance(value, Generator):
+        made = Generator(value.device)
+        made.set_state(value.get_state())
+        return made
+    if not isinstance(value, Tensor):
+        return value
+    with torch.inference_mode(False):
+        return value.new_zeros(value.shape) if value.numel() >= LARGE else example(value)
+
+
+def compile_recording(recorded: RecordedGraph, args: Sequence[Any], fewest: int = 1) -> Callable[..., Any]:
+    """Turn a recorded graph into a function of the same arguments with compiled arithmetic; `args` are examples.
 
     Arithmetic of less than `fewest` operations stays uncompiled.
     """
@@ -69,31 +99,31 @@ def compile_recording(recorded: RecordedGraph, fewest: int = 1) -> Callable[...,
     used = [i for i, node in enumerate(arguments) if node.users]
     for node in [node for node in arguments if not node.users]:
         arithmetic.erase_node(node)
-    kernels: Any = None
-    finish: Any = None
+    known = (*args, *before(*args))
+    kernels = compiled_or_not(arithmetic, [known[i] for i in used], is_alias_free)
+    finish = compile_recording(rest, (*known, *kernels([known[i] for i in used])), FEWEST)
 
     def run(*args: Any) -> Any:
-        nonlocal kernels, finish
         known = (*args, *before(*args))
-        values = [known[i] for i in used]
-        if kernels is None:
-            kernels = compiled_or_not(arithmetic, values, is_alias_free)
-            finish = compile_recording(rest, FEWEST)
-        return finish(*known, *kernels(values))
+        return finish(*known, *kernels([known[i] for i in used]))
 
     return run
 
 
-def compiled_or_not(graph: fx.Graph, values: Sequence[Any], is_alias_free: bool) -> Callable[[list[Any]], Any]:
+def compiled_or_not(graph: fx.Graph, values: list[Any], is_alias_free: bool) -> Callable[[list[Any]], Any]:
     """Compile a graph, with `values` as examples; if it cannot be compiled, it runs uncompiled, with one warning."""
     plain = to_function(graph)
     try:
         with torch.inference_mode(False), torch.no_grad():
-            examples = [example(v) if isinstance(v, Tensor) and v.is_inference() else v for v in values]
-            return compile_graph(graph, examples, is_alias_free)
+            return compile_graph(graph, values, is_alias_free)
     except Exception as error:
-        warn_uncompiled(error, stacklevel=8)
+        warn_uncompiled(error)
         return lambda values: plain(*values)
+
+
+def warn_uncompiled(error: Exception) -> None:
+    """Warn that a recording, or a part of it, is replayed uncompiled."""
+    warnings.warn(f"a recording cannot be compiled ({first_line(error)}); it is replayed uncompiled", stacklevel=2)
 
 
 def later_graph(
@@ -184,12 +214,6 @@ def example(value: Tensor) -> Tensor:
 
 def compile_graph(graph: fx.Graph, examples: list[Any], is_alias_free: bool) -> Callable[[list[Any]], Any]:
     """Compile a graph into a function that takes a list of its arguments."""
-    from torch._functorch import config as functorch_config
-    from torch._inductor import config
-
-    with config.patch(INDUCTOR_OPTIONS):
-        from torch._inductor import compile_fx
-
     found: list[tuple[bool, Any]] = []
 
     def sizes(graph: fx.Graph) -> tuple[int, int]:
@@ -198,14 +222,14 @@ def compile_graph(graph: fx.Graph, examples: list[Any], is_alias_free: bool) -> 
 
     def inner(module: fx.GraphModule, inputs: Any, **options: Any) -> Any:
         is_whole = sizes(module.graph) == expected
-        made = compile_fx.compile_fx_inner(module, inputs, **options)
+        made = compiler.compile_fx_inner(module, inputs, **options)
         found.append((is_whole, getattr(made, "current_callable", None)))
         return made
 
     expected, module = sizes(graph), fx.GraphModule(torch.nn.Module(), graph)
-    options = {**INDUCTOR_OPTIONS, "post_grad_custom_post_pass": final_pass()}
-    with functorch_config.patch(enable_autograd_cache=False):  # a cache hit would skip `inner`
-        wrapped: Any = compile_fx.compile_fx(module, examples, inner_compile=inner, config_patches=options)
+    options = {**INDUCTOR_OPTIONS, "post_grad_custom_post_pass": inductor_pass(final_pass, __file__)}
+    with inductor(**INDUCTOR_OPTIONS) as compiler:
+        wrapped: Any = compiler.compile_fx(module, examples, inner_compile=inner, config_patches=options)
     # Without Inductor's wrappers, which take longer than small kernels, if no argument, result or alias needs them.
     if is_alias_free and len(found) == 1 and found[0][0] and found[0][1] is not None:
         return found[0][1]
@@ -286,20 +310,11 @@ def decompose_adam(recorded: RecordedGraph, node: fx.Node) -> None:
     recorded.graph.erase_node(node)
 
 
-def final_pass() -> Callable[[fx.Graph], None]:
-    """Return the three rewrites below as Inductor's last graph pass; its own passes would undo earlier rewrites."""
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-
-    class FinalPass(CustomGraphPass):
-        def __call__(self, graph: fx.Graph) -> None:
-            split_addmm(graph)
-            tanh_as_sigmoid(graph)
-            hoist_scalars(graph)
-
-        def uuid(self) -> Any:
-            return get_hash_for_files((__file__,))
-
-    return FinalPass()
+def final_pass(graph: fx.Graph) -> None:
+    """The rewrites below, as Inductor's last pass; its own passes would undo earlier rewrites."""
+    split_addmm(graph)
+    tanh_as_sigmoid(graph)
+    hoist_scalars(graph)
 
 
 def split_addmm(graph: fx.Graph) -> None:

@@ -1,0 +1,1 @@
+"""Names and dialects of other libraries: their simulators, configurations, checkpoints and exporters."""
