@@ -186,6 +186,8 @@ class Algorithm:
     cfg: Any
     extensions: dict[str, Any]
     policy: Any
+    learning_rate: Any
+    log_dir: str | None
 
     def __init__(self, cfg: Any, given: Mapping[str, Any], device: Any, seed: int | None, env: Any) -> None:
         self.is_built = False  # until the constructor of the subclass is done
@@ -428,8 +430,10 @@ class Algorithm:
             if isinstance(part, ReturnScaler):
                 part.returns.zero_()
         storage: Any = getattr(self, "storage", None)
-        for extension in self.extensions.values() if storage is not None else ():
-            extension.reset(torch.ones(storage.num_envs, dtype=torch.bool, device=self.device))
+        if storage is not None:
+            everywhere = torch.ones(storage.num_envs, dtype=torch.bool, device=self.device)
+            for extension in self.extensions.values():
+                extension.reset(everywhere)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of every part, and the learning rate."""

@@ -110,9 +110,13 @@ class StepStats:
     ) -> dict[str, float]:
         """Metrics of the steps since the last call; NonFiniteError if `rollout`, (T, N, ...) by name, is not finite.
 
-        `steps` are reward, done and valid (T, N); without them those that the tracker has are taken.
+        `steps` are reward, done and valid (T, N); without them they are those in the rollout, or that the tracker has.
         """
         tracker = self.tracker
+        if steps is None and "env_rewards" in rollout:
+            done, rewards = (rollout[name][: tracker.step, :, 0] for name in ("dones", "env_rewards"))
+            valid = rollout["valid"][: tracker.step, :, 0] if "valid" in rollout else torch.ones_like(done)
+            steps = (rewards, done & valid, valid)
         rewards = tracker.rows[:, 0] if steps is None else steps[0]
         if not self.guard.is_immediate:
             data = {name: value for name, value in rollout.items() if name.startswith(LEARNED_FROM)}
