@@ -103,7 +103,7 @@ def cases_of(name: str, cls: type) -> list[Case]:
     return [Case(name, cls, settings_of(cls) | MEMORIES[kind], kind) for kind in kinds]
 
 
-# RslRlModels is made of another library's classes; tests/modules/test_rsl_rl_models.py has a stand-in for them.
+# RslRlModels is made of another library's classes; tests/compat/test_models.py has a stand-in for them.
 OURS = {name: cls for name, cls in POLICIES.items() if issubclass(cls, ActorCritic) and name != "RslRlModels"}
 PRESETS = [case for name, cls in OURS.items() for case in cases_of(name, cls)]
 # The estimator's third way of being built.

@@ -14,9 +14,9 @@ from canter.envs.wrap import env_options
 from canter.export.bundle import FORMATS, ROWS, Exported, export_bundle, upload_bundle
 from canter.export.load import load
 from canter.export.parity import check_bundle
+from canter.runners.construction import open_env as with_policy_form
 from canter.runners.evaluation import InferencePolicy
 from canter.runners.run_config import parse_train_cfg
-from canter.runners.runner import open_env as with_policy_form
 from canter.utils.checkpoint import find_checkpoints
 from canter.utils.files import make_folder
 from canter.utils.logging import Logger, loaded_settings

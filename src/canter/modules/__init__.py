@@ -56,7 +56,7 @@ from canter.modules.q_networks import (
     MLPContinuousQNetwork,
     MLPQNetwork,
 )
-from canter.modules.rsl_rl_models import RslRlModels
+from canter.compat.models import RslRlModels
 from canter.modules.state_adaptor import (
     AdaptorActorHiddenState,
     PrivilegeEstimatorMixin,

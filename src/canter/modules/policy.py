@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from canter.compat.names import PolicyNames
 from canter.envs.records import take_groups
 from canter.modules.distributions import ActionDistribution, Params
 from canter.modules.normalizer import NoNormalization
@@ -99,7 +100,7 @@ class PolicyOutput(NamedTuple):
         return self.params["sigma"].expand_as(self.params["mu"])
 
 
-class Policy(nn.Module):
+class Policy(PolicyNames, nn.Module):
     """An actor and a critic behind one interface. A subclass implements `actor_params` and `critic_value`."""
 
     host_state: ClassVar[frozenset[str]] = frozenset(
@@ -348,23 +349,6 @@ class Policy(nn.Module):
         """Add the observations of a rollout to the statistics."""
         self.obs_normalizer.update(obs, valid)
         self.critic_obs_normalizer.update(critic_obs, valid)
-
-    @property
-    def actor_obs_normalizer(self) -> Any:
-        """The normaliser of the actor's observation, under the name of rsl_rl."""
-        return self.obs_normalizer
-
-    def as_onnx(self, verbose: bool = False) -> Any:
-        """The deterministic step as a module for `torch.onnx.export`, under the name of rsl_rl."""
-        from canter.export.rsl_rl import InferencePolicy, OnnxStep  # the exporters load slowly
-
-        return OnnxStep(InferencePolicy(self))
-
-    def as_jit(self) -> Any:
-        """The deterministic step as a TorchScript module with a `reset()`, under the name of rsl_rl."""
-        from canter.export.rsl_rl import InferencePolicy, jit_module
-
-        return jit_module(InferencePolicy(self))
 
     @property
     def obs_segments(self) -> dict[str, tuple[int, ...]]:

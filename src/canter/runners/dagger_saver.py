@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from canter.algorithms.foreign import import_state
 from canter.algorithms.schedules import GET_PROB_FUNC, Schedule
+from canter.compat.checkpoints import import_state
 from canter.modules.build import build_actor_critic, build_pair, install_normalizers
 from canter.modules.policy import Policy
 from canter.runners.demonstration import DemonstrationSaver

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canter.runners.runner import LearnResult, Runner
+from canter.runners import construction
+from canter.runners.run_log import LearnResult
+from canter.runners.runner import Runner
 from canter.utils.distributed import RANKS
 from canter.utils.metrics import gpu_memory
 from canter.utils.tree import Obs
@@ -73,7 +75,9 @@ class OffPolicyRunner(Runner):
         self, total_timesteps: int | None = None, init_at_random_ep_len: bool = False, trial: Any = None, **length: Any
     ) -> LearnResult:
         """Train for more environment steps, rounded up to whole vector steps, or for `num_learning_iterations` more."""
-        end = self.iteration + self.count_iterations(length.get("num_learning_iterations"), total_timesteps)
+        end = self.iteration + construction.count_iterations(
+            self, length.get("num_learning_iterations"), total_timesteps
+        )
         left = (max(end, self.planned_iterations() or 0) - self.iteration) * self.env.num_envs  # steps of this rank
         needed = self.alg.steps_before_learning - self.alg.num_stored
         if 0 < left < needed and self.cfg.offline_data is None and RANKS.is_first:

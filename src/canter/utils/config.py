@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 from typing_extensions import dataclass_transform
 
+from canter.compat.spellings import OTHER_SPELLINGS
+
 T = TypeVar("T", bound=type)
 KINDS: dict[str, tuple[type, ...]] = {
     "bool": (bool,),
@@ -23,24 +25,6 @@ KINDS: dict[str, tuple[type, ...]] = {
 }
 
 NEAR = 0.85  # similarity of two names of which one is taken for a typo of the other
-
-# ApexRL's spelling of a setting -> canter's.
-OTHER_SPELLINGS = {
-    "num_steps": "num_steps_per_env",
-    "num_epochs": "num_learning_epochs",
-    "batch_size": "num_mini_batches",
-    "minibatch_size": "num_mini_batches",
-    "clip_range": "clip_param",
-    "clip_range_vf": "use_clipped_value_loss",
-    "gae_lambda": "lam",
-    "vf_coef": "value_loss_coef",
-    "ent_coef": "entropy_coef",
-    "learning_rate_schedule": "schedule",
-    "normalize_observations": "empirical_normalization",
-    "optimizer": "optimizer_class_name",
-    "min_log_std": "clip_min_std",
-    "max_log_std": "clip_max_std",
-}
 
 # Short forms, and names of other libraries -> settings, of which the first that exists is suggested.
 SHORT_FORMS = {

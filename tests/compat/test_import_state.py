@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from canter.algorithms.foreign import import_state
+from canter.compat.checkpoints import import_state
 
 
 def without(state, *prefixes):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from canter.algorithms.foreign import import_state
+from canter.compat.checkpoints import import_state
 from canter.runners import OnPolicyRunner
 
 pytest.importorskip("tensordict")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from canter.algorithms.foreign import import_state
+from canter.compat.checkpoints import import_state
 from canter.envs.records import take_groups
 from canter.runners import OnPolicyRunner
 

@@ -3,8 +3,8 @@ import pytest
 import torch
 from gymnasium import spaces
 
+from canter.compat.batched_envs import RslRlAdapter, is_batched, join_groups, resolve_sets
 from canter.envs.records import take_groups
-from canter.envs.rsl_rl import RslRlAdapter, is_batched, join_groups, resolve_sets
 from canter.execution.guard import NoHostSync
 
 ACTION = torch.zeros(3, 2)
