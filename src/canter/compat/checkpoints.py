@@ -10,10 +10,14 @@ A checkpoint of its Distillation has a student and a teacher instead: student_st
 and 5.x, prefixes of model_state_dict before.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from canter.utils.config import setting_names
 
 NORMALIZERS = {
     "obs_norm_state_dict": "obs_normalizer",
@@ -71,6 +75,16 @@ def load_options(
     if load_cfg is not None and "student" in load_cfg:
         load_cfg = {**load_cfg, "actor": load_cfg["student"], "critic": load_cfg["student"]}
     return LoadOptions(load_optimizer is not False, map_location, load_cfg, strict)
+
+
+def known_settings(cls: type, settings: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The settings in an old run's config.json that a class takes; one warning names the others."""
+    if path.suffix != ".json":
+        return dict(settings)
+    known = setting_names(cls)
+    if ignored := [name for name in settings if name not in known and settings[name] is not None]:
+        warnings.warn(f"{path}: ignored {', '.join(ignored)}, which {cls.__name__} does not take", stacklevel=4)
+    return {name: value for name, value in settings.items() if name in known}
 
 
 def import_state(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What the scripts and exporters of rsl_rl, Isaac Lab and mjlab call on a runner, an algorithm and a policy."""
 
+import functools
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -13,6 +14,27 @@ from canter.utils.checkpoint import damaged_content
 
 if TYPE_CHECKING:
     from canter.runners.evaluation import InferencePolicy
+
+
+HINT = (
+    "in a runner, self.env.get_observations() gives (obs, critic_obs) instead of (obs, extras), and "
+    "self.env.step(actions) a StepRecord with obs, critic_obs, reward, terminated, truncated and extras"
+)
+
+
+def with_hint(learn: Callable[..., Any]) -> Callable[..., Any]:
+    """A `learn` whose errors about what the environment returns say what it returns."""
+
+    @functools.wraps(learn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return learn(*args, **kwargs)
+        except (IndexError, KeyError, ValueError) as error:
+            if not isinstance(error, ValueError) or "unpack" in str(error):
+                error.add_note(HINT)
+            raise
+
+    return call
 
 
 class RunnerNames:
@@ -29,6 +51,11 @@ class RunnerNames:
     git_repos: list[str]
     init_writer: Callable[..., None]
     save: Callable[..., None]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "learn" in vars(cls) and not cls.__module__.startswith("canter."):
+            cls.learn = with_hint(vars(cls)["learn"])
 
     @property
     def current_learning_iteration(self) -> int:
@@ -175,9 +202,10 @@ class RunnerLogger:
 
 
 class AlgorithmNames:
-    """An algorithm under the names of rsl_rl's."""
+    """What rsl_rl and st_rl call on an algorithm."""
 
     policy: Any
+    extensions: dict[str, Any]
 
     def get_policy(self) -> Any:
         """The policy, as in rsl_rl 3.x and later."""
@@ -187,6 +215,14 @@ class AlgorithmNames:
     def actor_critic(self) -> Any:
         """The policy, as in rsl_rl 1.x and 2.x and in st_rl."""
         return self.policy
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The scheduler of the learning rate, which is stepped once per update; its settings are `cfg.lr_scheduler`."""
+        made = getattr(self.extensions.get("teacher"), "lr_scheduler_object", None)
+        if made is None:
+            raise AttributeError("no lr_scheduler_class_name is set")
+        return made
 
 
 class PolicyNames:

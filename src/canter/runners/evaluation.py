@@ -117,6 +117,8 @@ class InferencePolicy:
 
     def _tensor(self, leaf: Any) -> Tensor:
         """Bytes as they are, any other numbers in the precision of the policy."""
+        if hasattr(leaf, "normalized_by"):
+            raise ValueError("the observation was normalised already, which this policy does itself; give the raw one")
         if isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
             leaf = leaf.copy()
         try:

@@ -40,7 +40,7 @@ class OffPolicyRunner(Runner):
     """Trains DQN, SAC and TD3. An iteration is one step of every environment and the learning that is due after it.
 
     `cfg` is a config object, whose type determines the algorithm, or a training dict. Intervals are environment steps.
-    Metrics are read when a log entry is due; callbacks in between get none.
+    Metrics are read when a log entry is due; callbacks in between get `rollout/mean_reward` alone.
     """
 
     default_algorithm = "dqn"

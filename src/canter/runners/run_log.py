@@ -186,7 +186,9 @@ class Progress:
         if metrics and self.reporter is not None:
             is_pruned = self.reporter.report(metrics, runner.metrics_velrmsd, runner.metrics_CoT, runner.iteration)
         try:
-            runner.callbacks.fire("post_iteration", runner, metrics)  # what it adds to the metrics is logged
+            if runner.callbacks.by_event["post_iteration"]:
+                seen = metrics or runner.stats.so_far()
+                runner.callbacks.fire("post_iteration", runner, seen)  # what it adds to the metrics is logged
         finally:
             if is_logged or (evaluated and runner.log_interval):  # an evaluation is logged between two entries too
                 entry = metrics if is_logged else evaluated

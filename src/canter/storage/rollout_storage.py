@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Generator, Tensor
 
+from canter.compat.arguments import also_here
 from canter.storage.trajectories import Trajectories, episode_starts, start_positions, trajectory_index
 from canter.utils.distributed import RANKS
 from canter.utils.memory import check_memory
@@ -111,7 +112,7 @@ class RolloutStorage:
         extra_fields: Further fields, by name. Source and name in the minibatch default to the field's own name.
     """
 
-    Transition = Transition
+    Transition, MiniBatch = Transition, MiniBatch
     older = 0  # rows of earlier rollouts
 
     def __init__(
@@ -383,3 +384,9 @@ def observation_fields(
         leaf = leaf if isinstance(leaf, Field) else Field(tuple(leaf), dtype=dtype)
         fields[name + dotted] = Field(leaf.shape, batch + dotted, source + dotted, leaf.dtype)
     return fields
+
+
+_RINGS = "canter.storage.queue_rollout_storage"
+__getattr__ = also_here(
+    QueueRolloutStorage=_RINGS, ActionLabelRollout=_RINGS, AmpRolloutStorage=_RINGS, SarsaRolloutStorage=_RINGS
+)

@@ -109,7 +109,7 @@ def check_settings(owner: str, given: Mapping[str, Any], known: Iterable[str]) -
 
 
 def setting_names(cls: type) -> set[str]:
-    """Keywords accepted by the constructors of a class and its bases."""
+    """Keywords accepted by the constructors of a class and its bases, without those that the class replaces."""
     names: set[str] = set()
     for base in cls.__mro__:
         if base.__module__.startswith("torch.") or base is object:
@@ -117,7 +117,7 @@ def setting_names(cls: type) -> set[str]:
         if "__init__" in vars(base):
             parameters = inspect.signature(base.__init__).parameters.values()
             names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return names - {"self"}
+    return names - {"self", *getattr(cls, "replaced_settings", ())}
 
 
 def refuse_unknown(cls: type, unknown: Iterable[str]) -> None:

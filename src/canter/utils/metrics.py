@@ -121,6 +121,11 @@ class StepStats:
             self.newest["episode/mean_length"] = sum(tracker.lenbuffer) / len(tracker.lenbuffer)
         return dict(self.newest)
 
+    def so_far(self) -> dict[str, float]:
+        """The mean reward of the steps since the last read, or of those before it; empty before the first step."""
+        reward, _, valid = self.tracker.rows[: self.tracker.step].unbind(1)
+        return {"rollout/mean_reward": float((reward * valid).sum() / valid.sum())} if len(reward) else self.newest
+
     def clear_running(self) -> None:
         """Drop the unfinished episodes, because the environments were reset."""
         self.tracker.clear_running()
