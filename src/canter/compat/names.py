@@ -3,7 +3,7 @@
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -246,3 +246,13 @@ class PolicyNames:
         from canter.compat.exporters import InferencePolicy, jit_module
 
         return jit_module(InferencePolicy(self))  # pyright: ignore[reportArgumentType]
+
+
+class StorageNames:
+    """A rollout storage under the names of st_rl."""
+
+    recurrent_mini_batch_generator: Callable[..., Iterator[Any]]
+
+    def reccurent_mini_batch_generator(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """`recurrent_mini_batch_generator` as it is spelt in st_rl."""
+        return self.recurrent_mini_batch_generator(*args, **kwargs)

@@ -9,6 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from canter.compat.arguments import also_here
+from canter.compat.names import StorageNames
 from canter.storage.trajectories import Trajectories, episode_starts, start_positions, trajectory_index
 from canter.utils.distributed import RANKS
 from canter.utils.memory import check_memory
@@ -99,7 +100,7 @@ class Transition:
         self.__dict__ = {}
 
 
-class RolloutStorage:
+class RolloutStorage(StorageNames):
     """The last rollout: T steps of N environments, one tensor per field.
 
     Args:
