@@ -72,6 +72,8 @@ def log_metrics(runner: Any, locs: Mapping[str, Any], width: int = 80, pad: int 
         named = train_metrics(*dicts).items()
         named = {name: float(value) for name, value in named if not torch.is_tensor(value) or value.numel() == 1}
         floats = {name: value for name, value in locs.items() if isinstance(value, float)}
+        if runner.stats.tracker.step:
+            runner.stats.rollout_metrics({})
         metrics = runner.stats.newest | runner.robot_metrics() | floats | named
     if runner.writer is not None:
         runner.writer.log_scalars({**metrics, "iteration": runner.iteration}, runner.tot_timesteps)

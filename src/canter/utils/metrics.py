@@ -87,6 +87,8 @@ class StepStats:
         if self.check_first is not None:
             self.check_first(record)
             self.check_first = None
+        if self.tracker.step == len(self.tracker.rows):  # a user's own loop, which reads no metrics
+            self.rollout_metrics({})
         if self.guard.is_immediate:
             groups: dict[str, Any] = {"obs": record.obs, "reward": record.reward, "final_obs": record.final_obs}
             if record.critic_obs is not record.obs:

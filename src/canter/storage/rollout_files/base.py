@@ -61,7 +61,11 @@ class RolloutFileBase(IterableDataset, ABC):
     def fill_transitions(self, buffer: Any, num_transitions_per_env: int) -> None:
         """Fill fields (k, N, ...), step by step."""
         for step in range(num_transitions_per_env):
-            self.fill_transition(tree_map(itemgetter(step), buffer))
+            if hasattr(buffer, "_make"):
+                part = buffer._make(None if field is None else field[step] for field in buffer)
+            else:
+                part = tree_map(itemgetter(step), buffer)
+            self.fill_transition(part)
 
     def __iter__(self) -> Iterator[Any]:
         self.reset()
