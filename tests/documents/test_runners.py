@@ -97,17 +97,15 @@ def test_1_extras_in_place_of_the_critics_observation_is_an_error_that_says_what
             obs, extras = self.env.get_observations()
             return extras["observations"].get("critic", obs)
 
-    with pytest.raises(IndexError) as error:
+    with pytest.raises(IndexError, match=r"gives \(obs, critic_obs\) instead of \(obs, extras\)"):
         runner_on(Literal).learn(1)
-    assert "gives (obs, critic_obs) instead of (obs, extras)" in error.value.__notes__[0]
 
     class Unpacks(OnPolicyRunner):
         def learn(self, num_learning_iterations, init_at_random_ep_len=False, trial=None):
             _obs, _critic_obs, _rewards, _dones, _infos = self.env.step(torch.zeros(4, 2))
 
-    with pytest.raises(ValueError, match="unpack") as error:
+    with pytest.raises(ValueError, match="unpack.*a StepRecord with obs, critic_obs, reward"):
         runner_on(Unpacks).learn(1)
-    assert "a StepRecord with obs, critic_obs, reward" in error.value.__notes__[0]
 
 
 # 2. dagger_saver.py

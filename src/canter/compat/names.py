@@ -30,9 +30,9 @@ def with_hint(learn: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return learn(*args, **kwargs)
         except (IndexError, KeyError, ValueError) as error:
-            if not isinstance(error, ValueError) or "unpack" in str(error):
-                error.add_note(HINT)
-            raise
+            if isinstance(error, ValueError) and "unpack" not in str(error):
+                raise
+            raise type(error)(f"{error}; {HINT}") from error
 
     return call
 

@@ -187,9 +187,13 @@ class Policy(PolicyNames, nn.Module):
         """Actor and critic in one pass; nothing is kept on the policy."""
         hidden = self.initial_hidden(batch_size(obs)) if hidden is None else dict(hidden)
         ctx = Context(hidden, {}, trajectories, random_masks or {})
-        params = self.actor_params(normalized(obs, self.obs_normalizer), ctx)
         critic_obs = obs if critic_obs is None else critic_obs
-        value = self.critic_value(normalized(critic_obs, self.critic_obs_normalizer), ctx).float()
+        if getattr(obs, "normalized_by", None) is not self.obs_normalizer:
+            obs = self.obs_normalizer.normalize(obs)
+        if getattr(critic_obs, "normalized_by", None) is not self.critic_obs_normalizer:
+            critic_obs = self.critic_obs_normalizer.normalize(critic_obs)
+        params = self.actor_params(obs, ctx)
+        value = self.critic_value(critic_obs, ctx).float()
         value = self.value_normalizer.inverse(value)
         # Half precision ends here: losses and sums use float32.
         return PolicyOutput({name: p.float() for name, p in params.items()}, value, ctx.hidden, ctx.aux)
@@ -212,7 +216,9 @@ class Policy(PolicyNames, nn.Module):
     ) -> tuple[Tensor, Hidden]:
         """(..., 1) value and the state after it."""
         ctx = Context(self.initial_hidden(batch_size(critic_obs)) if hidden is None else dict(hidden), {}, trajectories)
-        value = self.critic_value(normalized(critic_obs, self.critic_obs_normalizer), ctx).float()
+        if getattr(critic_obs, "normalized_by", None) is not self.critic_obs_normalizer:
+            critic_obs = self.critic_obs_normalizer.normalize(critic_obs)
+        value = self.critic_value(critic_obs, ctx).float()
         return self.value_normalizer.inverse(value), ctx.hidden
 
     @property

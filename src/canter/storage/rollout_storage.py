@@ -113,7 +113,8 @@ class RolloutStorage(StorageNames):
         extra_fields: Further fields, by name. Source and name in the minibatch default to the field's own name.
     """
 
-    Transition, MiniBatch = Transition, MiniBatch
+    Transition = Transition
+    MiniBatch = MiniBatch
     older = 0  # rows of earlier rollouts
 
     def __init__(

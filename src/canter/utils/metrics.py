@@ -174,7 +174,8 @@ class EpisodeTracker:
     def read(self) -> float:
         """Add the rollout to the statistics; returns its mean reward per step."""
         rows = self.rows[: self.step].cpu().numpy()
-        self.rewind()
+        self.step = self.row = 0
+        self.cursor.zero_()
         done, valid = rows[:, 1].astype(bool), rows[:, 2].astype(bool)
         rewards = np.where(valid, rows[:, 0], 0.0)
         some_ended: list[bool] = np.logical_or.reduce(done, axis=1).tolist()
