@@ -19,6 +19,8 @@ def documented(*order: str, **names: str) -> Callable[[Callable[Concatenate[S, P
     def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         @functools.wraps(method)
         def call(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
+            if len(args) > len(order) > 0:
+                raise TypeError(f"{method.__qualname__}() takes at most {len(order)} positional arguments")
             given: dict[str, Any] = kwargs
             found = list(zip(order, args, strict=False))
             found += [(own, given.pop(other)) for other, own in names.items() if other in given]

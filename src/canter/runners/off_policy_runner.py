@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from canter.compat.arguments import documented
 from canter.runners import construction
 from canter.runners.run_log import LearnResult
 from canter.runners.runner import Runner
@@ -16,24 +17,6 @@ from canter.utils.metrics import gpu_memory
 from canter.utils.tree import Obs
 
 MOST_STEPS = 1000  # vector steps between two reads of the episode statistics
-
-# Positional arguments after `algorithm`, as documented.
-DOCUMENTED_ORDER = (
-    "q_network_class",
-    "obs_space",
-    "action_space",
-    "q_network_cfg",
-    "agent",
-    "log_dir",
-    "save_dir",
-    "device",
-    "log_interval",
-    "save_interval",
-    "actor_class",
-    "critic_class",
-    "actor_cfg",
-    "critic_cfg",
-)
 
 
 class OffPolicyRunner(Runner):
@@ -47,10 +30,23 @@ class OffPolicyRunner(Runner):
     uses_replay = True
     ways_to_set_length = "learn(total_timesteps) or max_timesteps"
 
-    def __init__(self, env: Any, cfg: Any = None, algorithm: str | None = None, *args: Any, **options: Any) -> None:
-        if len(args) > len(DOCUMENTED_ORDER):
-            raise TypeError(f"OffPolicyRunner takes at most {len(DOCUMENTED_ORDER) + 3} positional arguments")
-        super().__init__(env, cfg, algorithm=algorithm, **dict(zip(DOCUMENTED_ORDER, args, strict=False)), **options)
+    @documented(
+        *(
+            "env",
+            "cfg",
+            "algorithm",
+            "q_network_class",
+            "obs_space",
+            "action_space",
+            "q_network_cfg",
+            "agent",
+            "log_dir",
+        ),
+        *("save_dir", "device", "log_interval", "save_interval", "actor_class", "critic_class", "actor_cfg"),
+        "critic_cfg",
+    )
+    def __init__(self, env: Any, cfg: Any = None, algorithm: str | None = None, **options: Any) -> None:
+        super().__init__(env, cfg, algorithm=algorithm, **options)
 
     def set_up(self) -> None:
         """Allocate the statistics."""
