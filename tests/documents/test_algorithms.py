@@ -293,6 +293,17 @@ def test_2_the_discriminators_losses_by_the_documented_formulas():
     torch.testing.assert_close(losses["discriminator_grad_pen_loss"], policy.discriminator.compute_grad_pen(expert))
 
 
+def test_2_two_normalisers_hide_from_the_discriminator_where_the_policy_goes():
+    """Why AMP with the documented two normalisers may go the wrong way: both see motion of mean 0 and spread 1."""
+    noise = torch.randn(200, 6)
+    ahead, backwards = 1.0 + 0.1 * noise, -1.0 + 0.1 * noise
+    of_expert, of_policy, of_both = (EmpiricalNormalization(6, eps=0.0) for _ in range(3))
+    torch.testing.assert_close(of_expert(ahead), of_policy(backwards), rtol=0, atol=1e-4)
+    of_both.update(torch.cat([ahead, backwards]))
+    of_both.eval()
+    assert (of_both(ahead) - of_both(backwards)).min() > 1.0
+
+
 # 3. tppo.py
 def test_3_1_defaults():
     defaults = {f.name: f.default for f in dataclasses.fields(TPPO.full_settings_class())}
