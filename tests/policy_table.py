@@ -14,6 +14,7 @@ from canter.algorithms.ppo import PPO
 from canter.envs.torch_envs.base import TorchEnv
 from canter.modules import (
     ActorCritic,
+    ActorCriticMutex,
     ActorCriticRecurrent,
     AmpMixin,
     DeterministicPolicyMixin,
@@ -103,8 +104,13 @@ def cases_of(name: str, cls: type) -> list[Case]:
     return [Case(name, cls, settings_of(cls) | MEMORIES[kind], kind) for kind in kinds]
 
 
-# RslRlModels is made of another library's classes; tests/modules/test_rsl_rl_models.py has a stand-in for them.
-OURS = {name: cls for name, cls in POLICIES.items() if issubclass(cls, ActorCritic) and name != "RslRlModels"}
+# RslRlModels is made of another library's classes; tests/compat/test_models.py has a stand-in for them.
+# A mutex policy has no networks, but those of runs.
+OURS = {
+    name: cls
+    for name, cls in POLICIES.items()
+    if issubclass(cls, ActorCritic) and name != "RslRlModels" and not issubclass(cls, ActorCriticMutex)
+}
 PRESETS = [case for name, cls in OURS.items() for case in cases_of(name, cls)]
 # The estimator's third way of being built.
 OTHER = {"use_actor_rnn": True, "replace_state_prob": 0.0}

@@ -22,13 +22,14 @@ from canter.algorithms import REGISTRY
 from canter.algorithms.ppo import PPOConfig, PPOSettings
 from canter.cli import COMMANDS
 from canter.cli.options import parse_train
+from canter.compat.spellings import OTHER_SPELLINGS
 from canter.envs.wrap import ADAPTERS, ENV_NAMES
 from canter.modules.actor_critic import ActorCritic
 from canter.modules.amp_discriminator import AMPDiscriminator
 from canter.modules.build import POLICIES
-from canter.runners.runner import Runner
+from canter.runners import construction
 from canter.storage.rollout_files import RolloutDataset
-from canter.utils.config import OTHER_SPELLINGS, setting_names
+from canter.utils.config import setting_names
 from canter.utils.logging.backends import BACKENDS
 
 ROOT = Path(__file__).parent.parent
@@ -41,8 +42,8 @@ BASH = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 @pytest.fixture
 def short_runs(monkeypatch, tmp_path):
     """Every `learn` does two iterations at most, and files go to a folder of the test's own."""
-    count = Runner.count_iterations
-    monkeypatch.setattr(Runner, "count_iterations", lambda self, *given: min(2, count(self, *given)))
+    count = construction.count_iterations
+    monkeypatch.setattr(construction, "count_iterations", lambda *given: min(2, count(*given)))
     monkeypatch.chdir(tmp_path)
     tables = [(table, dict(table)) for table in (POLICIES, REGISTRY, BACKENDS, COMMANDS, ADAPTERS, ENV_NAMES)]
     yield

@@ -5,10 +5,10 @@ import pytest
 import torch
 from gymnasium import spaces
 
+from canter.compat.batched_envs import RslRlAdapter
 from canter.envs.dummy import DummyVecEnv
 from canter.envs.gymnasium import GymVecEnv
 from canter.envs.records import EndWatch, step_record
-from canter.envs.rsl_rl import RslRlAdapter
 from canter.envs.torch_envs import TORCH_ENVS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -19,8 +19,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from canter.envs import wrap_env
-from canter.runners import MjlabRunner
-from canter.runners.runner import Runner
+from canter.runners import MjlabRunner, construction
 
 tensordict = pytest.importorskip("tensordict")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -382,8 +381,8 @@ def modules():
 @pytest.fixture
 def run(monkeypatch, tmp_path):
     """Run a program of the page with two iterations of learning; gives its variables."""
-    count = Runner.count_iterations
-    monkeypatch.setattr(Runner, "count_iterations", lambda self, *given: min(2, count(self, *given)))
+    count = construction.count_iterations
+    monkeypatch.setattr(construction, "count_iterations", lambda *given: min(2, count(*given)))
     monkeypatch.chdir(tmp_path)
     for name, module in modules():
         monkeypatch.setitem(sys.modules, name, module)

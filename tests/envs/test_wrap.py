@@ -9,10 +9,10 @@ from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
 from canter.cli.__main__ import main
+from canter.compat.batched_envs import RslRlAdapter
 from canter.envs import check_env, register_adapter, register_env, torch_envs, wrap
 from canter.envs.gymnasium import GymVecEnv
 from canter.envs.gymnasium_vector import GymVectorEnvAdapter
-from canter.envs.rsl_rl import RslRlAdapter
 from canter.envs.wrap import wrap_env
 
 

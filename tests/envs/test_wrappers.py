@@ -3,9 +3,9 @@ import pytest
 import torch
 from gymnasium import spaces
 
+from canter.compat.batched_envs import RslRlAdapter
 from canter.envs.gymnasium import GymVecEnv
 from canter.envs.records import step_record
-from canter.envs.rsl_rl import RslRlAdapter
 from canter.envs.torch_envs import PointRobot
 from canter.envs.wrappers import ChannelsFirst, ClipActions, FlattenObs, ToDevice, VecEnvWrapper, checked_layout
 

@@ -20,9 +20,9 @@ from fuzz_damages import LONG, QUICK, damaged
 from hypothesis import given
 from safetensors.numpy import save as save_safetensors
 
-from canter.algorithms.foreign import import_state
 from canter.cli.errors import UserError, user_errors
 from canter.cli.runs import changed_settings, read_run
+from canter.compat.checkpoints import import_state
 from canter.datasets.convert import read_pickle
 from canter.datasets.motion_clip import CHECKSUM, MotionClip, column_names, read_clip, write_clip
 from canter.export.bundle import write_files

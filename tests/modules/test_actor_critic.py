@@ -192,7 +192,8 @@ def test_the_layers_of_the_minimal_networks_go_by_their_documented_name():
     assert torch.equal(actor.mean(actor.fc(obs)), actor(obs).mean)
     assert torch.equal(critic.fc(obs), critic(obs))
     assert [type(layer).__name__ for layer in actor.fc] == ["Linear", "Tanh", "Linear", "Tanh"]
-    assert not any(name.startswith("fc") for name in (*actor.state_dict(), *critic.state_dict()))
+    assert {"fc.0.weight", "fc.2.bias", "mean.weight", "log_std"} <= actor.state_dict().keys()
+    assert critic.state_dict()["fc.4.weight"].shape == (1, 64)
 
 
 @pytest.mark.parametrize(("kind", "name"), [("scalar", "std"), ("log", "log_std")])

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from canter.modules.all_mixer import AmpActorCritic, AmpActorCriticRecurrent
-from canter.modules.amp_discriminator import LOSSES, AMPDiscriminator
+from canter.modules.amp_discriminator import LOSSES, AmpActorCritic, AmpActorCriticRecurrent, AMPDiscriminator
 from canter.modules.build import build_actor_critic
 
 CFG = {"input_dim": 6, "style_reward_coef": 2.0, "hidden_dims": [8, 4]}
@@ -54,8 +53,16 @@ def test_the_penalty_leaves_the_given_features_alone():
 
 
 def test_a_task_reward_of_another_shape_than_the_style_reward_is_refused():
-    with pytest.raises(ValueError, match=r"must have the shape \(2,\) of the style reward, got \(2, 1\)"):
-        constant(1.0, task_reward_lerp=0.8).predict_style_reward(torch.randn(2, 3), torch.ones(2, 1))
+    with pytest.raises(ValueError, match=r"must have the shape \(2,\) of the style reward, got \(1, 2\)"):
+        constant(1.0, task_reward_lerp=0.8).predict_style_reward(torch.randn(2, 3), torch.ones(1, 2))
+
+
+def test_a_task_reward_with_a_column_per_step_gives_results_with_one():
+    task = torch.tensor([[10.0], [20.0]])
+    style, same, total = constant(1.0, task_reward_lerp=0.8).predict_style_reward(torch.randn(2, 3), task)
+    assert style.shape == total.shape == (2, 1)
+    assert same is task
+    assert torch.allclose(total, 0.2 * style + 0.8 * task)
 
 
 @pytest.mark.parametrize(("d", "style"), [(1.0, 2.0), (-1.0, 0.0), (0.0, 1.5), (-3.0, 0.0), (3.0, 0.0)])

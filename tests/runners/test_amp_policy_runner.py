@@ -8,7 +8,7 @@ import torch
 from canter.algorithms.appo import APPO
 from canter.envs.components import MotionFeatures
 from canter.envs.torch_envs.tasks import PointRobot
-from canter.modules.all_mixer import AmpActorCritic
+from canter.modules.amp_discriminator import AmpActorCritic
 from canter.runners import RUNNERS, AmpPolicyRunner
 
 POLICY = {

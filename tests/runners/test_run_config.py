@@ -9,13 +9,13 @@ import yaml
 
 from canter.algorithms import PPO, REGISTRY, PPOConfig, register_algorithm
 from canter.algorithms.ppo import PPOSettings, RunSettings
+from canter.compat.spellings import OTHER_SPELLINGS
 from canter.envs.torch_envs import CartPole, PointRobot
 from canter.modules.actor_critic import ActorCritic
 from canter.modules.actors import MLPActor, MLPCritic, MLPSquashedGaussianActor
 from canter.modules.q_networks import MLPContinuousQNetwork, MLPQNetwork
 from canter.runners import OffPolicyRunner, OnPolicyRunner
 from canter.runners.run_config import LAUNCHER_KEYS, find_algorithm, make_plan, parse_train_cfg, warn_once
-from canter.utils.config import OTHER_SPELLINGS
 
 SETTINGS = sorted(f.name for f in dataclasses.fields(PPOConfig))
 

@@ -173,7 +173,7 @@ def test_the_console_shows_return_losses_and_rate(tiny, capsys):
 
 
 def test_the_eta_of_a_resumed_run_counts_from_where_it_started(make_runner, monkeypatch):
-    from canter.runners import runner as module
+    from canter.runners import run_log as module
 
     seen = []
     monkeypatch.setattr(module, "Console", lambda *args, path: seen.append(args) or pytest.fail("stop"))
@@ -389,7 +389,7 @@ def count_entries(value, seen):
 
 
 def test_the_history_is_bounded(make_runner, monkeypatch):
-    monkeypatch.setattr("canter.runners.runner.MAX_HISTORY", 5)
+    monkeypatch.setattr("canter.runners.run_log.MAX_HISTORY", 5)
     runner = make_runner()
     iterations = []
     runner.add_callback("post_iteration", lambda runner, stats: iterations.append(stats["train/total_loss"]))

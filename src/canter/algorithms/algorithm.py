@@ -11,9 +11,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from canter.algorithms.foreign import import_state
 from canter.algorithms.optim import GuardedOptimizer
 from canter.algorithms.user_code import attributes, has_user_code
+from canter.compat.checkpoints import import_state
+from canter.compat.names import AlgorithmNames
 from canter.envs.vec_env import StepRecord
 from canter.envs.wrap import wrap_env
 from canter.execution.executor import EXECUTIONS, PRECISIONS, Executor
@@ -51,7 +52,7 @@ class CommonRunSettings:
     """The training dict of the run, for `cfg[name]`."""
 
     def __getitem__(self, name: str) -> Any:
-        """A setting, or an entry of the run's training dict, as rsl_rl's runners have it."""
+        """A setting, or an entry of the run's training dict."""
         if name in getattr(self, "__dataclass_fields__", ()):
             return getattr(self, name)
         return self.training_dict[name]
@@ -165,7 +166,7 @@ class Setting:
         alg.sync_settings(self.name)
 
 
-class Algorithm:
+class Algorithm(AlgorithmNames):
     """Holds its settings as `cfg`; a setting is read and assigned as an attribute, `alg.gamma = 0.98`.
 
     A float setting also lives on the device as `live.<name>`, a 0-dim tensor that recorded and captured functions read,
@@ -386,15 +387,6 @@ class Algorithm:
     def checkpoint_parts(self) -> dict[str, Any]:
         """Name in the checkpoint -> the object whose state is saved. Extended by subclasses."""
         raise NotImplementedError
-
-    def get_policy(self) -> Any:
-        """The policy, as rsl_rl's algorithms return it."""
-        return self.policy
-
-    @property
-    def actor_critic(self) -> Any:
-        """The policy, under the name of rsl_rl 1.x and 2.x."""
-        return self.policy
 
     def warn_of_current_value(self) -> None:
         """Warn once that episodes were cut off without a final observation."""

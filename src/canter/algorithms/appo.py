@@ -6,9 +6,11 @@ from torch import Tensor
 
 from canter.algorithms.motion_prior import MotionPrior, MotionPriorSettings
 from canter.algorithms.ppo import PPO, PPOConfig
-from canter.algorithms.teacher import Teacher
-from canter.algorithms.tppo import TPPOConfig
+from canter.algorithms.schedules import GET_PROB_FUNC
+from canter.algorithms.tppo import TPPO, TPPOConfig
 from canter.utils.config import settings
+
+__all__ = ["APPO", "ATPPO", "GET_PROB_FUNC", "APPOAlgoMixin", "APPOConfig", "ATPPOConfig"]
 
 
 @settings
@@ -41,8 +43,7 @@ class APPO(APPOAlgoMixin, PPO):
     config_class = APPOConfig
 
 
-class ATPPO(APPOAlgoMixin, PPO):
+class ATPPO(APPOAlgoMixin, TPPO):
     """PPO with a teacher and a motion prior: teacher, style and task together."""
 
     config_class = ATPPOConfig
-    extension_classes = (Teacher, MotionPrior)

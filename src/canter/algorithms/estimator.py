@@ -2,8 +2,7 @@
 
 from canter.algorithms.estimation import Estimation, EstimatorSettings
 from canter.algorithms.ppo import PPO, PPOConfig
-from canter.algorithms.teacher import Teacher
-from canter.algorithms.tppo import TPPOConfig
+from canter.algorithms.tppo import TPPO, TPPOConfig
 from canter.utils.config import settings
 
 
@@ -29,8 +28,7 @@ class EstimatorPPO(EstimatorAlgoMixin, PPO):
     config_class = EstimatorPPOConfig
 
 
-class EstimatorTPPO(PPO):
+class EstimatorTPPO(EstimatorAlgoMixin, TPPO):
     """TPPO for such policies: the simulator gives the true state, the teacher the actions."""
 
     config_class = EstimatorTPPOConfig
-    extension_classes = (Teacher, Estimation)

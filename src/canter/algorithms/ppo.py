@@ -13,6 +13,7 @@ from canter.algorithms.extension import Extension, overrides
 from canter.algorithms.optim import backward
 from canter.algorithms.rnd import RND, RNDSettings
 from canter.algorithms.symmetry import Symmetry, SymmetrySettings
+from canter.compat.arguments import documented
 from canter.envs.vec_env import StepRecord
 from canter.modules.build import NETWORK_ARGUMENTS
 from canter.modules.normalizer import VALUE_NORMALIZATIONS, ReturnScaler
@@ -132,6 +133,11 @@ class PPO(Algorithm):
     adapt_learning_rate = building.adapt_learning_rate
     weighted_sum = building.weighted_sum
 
+    @documented(
+        *("actor_critic", "num_learning_epochs", "num_mini_batches", "clip_param", "gamma", "lam", "value_loss_coef"),
+        *("entropy_coef", "learning_rate", "max_grad_norm", "use_clipped_value_loss", "clip_min_std"),
+        *("optimizer_class_name", "schedule", "desired_kl", "device", "empirical_normalization"),
+    )
     def __init__(
         self,
         actor_critic: Policy | None = None,
@@ -238,6 +244,8 @@ class PPO(Algorithm):
     @torch.no_grad()  # a stored tensor with a graph would keep every rollout alive
     def act(self, obs: Obs, critic_obs: Obs | None = None) -> Tensor:
         """Sample actions for N environments and begin their transition."""
+        if hasattr(obs, "normalized_by"):
+            raise ValueError("the observation was normalised already; give the raw one, which the policy normalises")
         storage = self.rollout
         if storage.step == 0 and not self.has_begun:
             self.begin_rollout()

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from canter.algorithms.algorithm import Terms, chosen_weights
 from canter.algorithms.extension import Extension
-from canter.algorithms.foreign import import_state
 from canter.algorithms.ppo import PPOSettings
 from canter.algorithms.schedules import GET_PROB_FUNC
+from canter.compat.checkpoints import import_state
 from canter.modules.build import POLICIES, install_normalizers
 from canter.modules.policy import Hidden, Policy, PolicyOutput
 from canter.storage.queue_rollout_storage import ActionLabelRollout
@@ -73,7 +73,7 @@ class TeacherSettings:
     teachers: tuple[dict[str, Any], ...] | None = setting(None, fixed=True)
     """Several teachers, each as `teacher_policy` with its `teacher_ac_path`; the observation selects one."""
     teacher_from_load: bool = setting(False, fixed=True)
-    """The first checkpoint that is loaded is the teacher's, as in rsl_rl; it is saved with the student."""
+    """The first checkpoint that is loaded is the teacher's; it is saved with the student."""
     teacher_id_component: str | None = setting(None, fixed=True)
     """Segment of the teachers' observation with the number of the selected one, or one column for each."""
     label_action_with_critic_obs: bool = True

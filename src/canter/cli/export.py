@@ -17,9 +17,9 @@ from canter.export.parity import check_bundle
 from canter.export.robot.c_loop import write_c_loop
 from canter.export.robot.description import load_robot
 from canter.export.robot.package import write_ros2
+from canter.runners.construction import open_env as with_policy_form
 from canter.runners.evaluation import InferencePolicy
 from canter.runners.run_config import parse_train_cfg
-from canter.runners.runner import open_env as with_policy_form
 from canter.utils.checkpoint import find_checkpoints
 from canter.utils.files import atomic_write, make_folder
 from canter.utils.logging import Logger, loaded_settings

@@ -1,5 +1,6 @@
 """Environments: the `VecEnv` contract, adapters for other interfaces, wrappers, and torch-native environments."""
 
+from canter.compat.batched_envs import RslRlAdapter
 from canter.envs.check import EnvReport, check_env
 from canter.envs.components import MotionFeatures, ObsComponents
 from canter.envs.dummy import DummyVecEnv
@@ -7,7 +8,6 @@ from canter.envs.gymnasium import FlatActions, GymVecEnv, GymVecEnvContinuous
 from canter.envs.gymnasium_vector import EnvPoolAdapter, GymVectorEnvAdapter
 from canter.envs.mjlab import MjlabAdapter
 from canter.envs.records import step_record
-from canter.envs.rsl_rl import RslRlAdapter
 from canter.envs.torch_envs import TORCH_ENVS, CartPole, Course, ImageReach, MaskedCartPole, Pendulum, PointRobot
 from canter.envs.torch_envs.base import TorchEnv
 from canter.envs.vec_env import StepRecord, VecEnv

@@ -10,9 +10,9 @@ from gymnasium import spaces
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
+from canter.compat.batched_envs import ObsGroups, RslRlAdapter, read_step
 from canter.envs.gymnasium_vector import GymVectorEnvAdapter
 from canter.envs.records import FINAL_OBS_NAMES, stored_dtype
-from canter.envs.rsl_rl import ObsGroups, RslRlAdapter, read_step
 from canter.envs.vec_env import Device, StepRecord, VecEnv
 from canter.envs.wrap import wrap_env
 from canter.envs.wrappers import Forwarding, is_channels_last

@@ -59,9 +59,10 @@ class GymVecEnv(VecEnv):
         self._empty_rows: Callable[[], Any] = functools.partial(create_empty_array, self._stored, self.num_envs)
         if self._row_shape is not None:
             self._empty_rows = functools.partial(np.empty, (self.num_envs, *self._row_shape), self._stored.dtype)
-        self._on_cpu = self.device.type == "cpu"
-        is_plain = self._on_cpu and self._row_shape is not None
+        is_plain = self.device.type == "cpu" and self._row_shape is not None
         self._to_obs = torch.from_numpy if is_plain else functools.partial(to_obs, device=self.device)
+        move = functools.partial(torch.as_tensor, device=self.device)
+        self._to_tensor = torch.from_numpy if self.device.type == "cpu" else move
         self.obs_space, self.critic_obs_space = split_groups(self._stored)
         self._has_groups = self.obs_space is not self._stored
         self.action_space = policy_space(first.action_space)
@@ -102,7 +103,11 @@ class GymVecEnv(VecEnv):
         rewards, infos = np.empty(num_envs, np.float32), []
         terminal, cut_off = np.zeros(num_envs, np.bool_), np.zeros(num_envs, np.bool_)
         for index, (env, action) in enumerate(zip(self.envs, given, strict=True)):
-            obs, rewards[index], is_terminal, is_cut_off, info = step_parts(env.step(action), index)
+            result = env.step(action)
+            is_whole = isinstance(result, (tuple, list)) and len(result) == 5
+            if not is_whole or not (isinstance(result[1], (float, int)) or getattr(result[1], "ndim", None) == 0):
+                refuse_step(result, index)
+            obs, rewards[index], is_terminal, is_cut_off, info = result
             has_ended = is_terminal or is_cut_off
             if has_ended:
                 (terminal if is_terminal else cut_off)[index] = True
@@ -113,12 +118,12 @@ class GymVecEnv(VecEnv):
                 else:
                     put_row(batch, index, obs, self.raw_obs_space)
                 if batch is final:
-                    obs = first_obs(env.reset(), index)
+                    result = env.reset()
+                    is_pair = isinstance(result, (tuple, list)) and len(result) == 2
+                    obs = result[0] if is_pair else first_obs(result, index)
             infos.append(info)
         self._current = rows
-        reward, terminated, truncated = map(torch.from_numpy, (rewards, terminal, cut_off))
-        if not self._on_cpu:
-            reward, terminated, truncated = (part.to(self.device) for part in (reward, terminated, truncated))
+        reward, terminated, truncated = map(self._to_tensor, (rewards, terminal, cut_off))
         extras = {"terminated": terminated, "truncated": truncated, "time_outs": truncated, "infos": infos}
         obs = critic_obs = self._to_obs(rows)
         final_obs = final_critic_obs = None
@@ -148,16 +153,13 @@ def first_obs(result: Any, index: int) -> Any:
     raise TypeError(f"reset() of environment {index} must return (obs, info), got {short(result)}")
 
 
-def step_parts(result: Any, index: int) -> Any:
-    """The result of an environment's `step`, of five parts, the second of which is a number."""
-    is_sequence = isinstance(result, (tuple, list))
-    if not is_sequence or len(result) != 5:
-        got = f"{len(result)} values" if is_sequence else short(result)
-        want = "(obs, reward, terminated, truncated, info)"
-        raise TypeError(f"step() of environment {index} must return {want}, got {got}")
-    if not isinstance(result[1], (float, int)) and getattr(result[1], "ndim", None) != 0:
+def refuse_step(result: Any, index: int) -> None:
+    """Raise because an environment's `step` did not return five parts, of which the second is a number."""
+    if isinstance(result, (tuple, list)) and len(result) == 5:
         raise TypeError(f"the reward of environment {index} must be a number, got {short(result[1])}")
-    return result
+    got = f"{len(result)} values" if isinstance(result, (tuple, list)) else short(result)
+    want = "(obs, reward, terminated, truncated, info)"
+    raise TypeError(f"step() of environment {index} must return {want}, got {got}")
 
 
 def refuse_twins(envs: Sequence[gymnasium.Env]) -> None:

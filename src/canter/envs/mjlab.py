@@ -12,8 +12,8 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from canter.compat.batched_envs import ObsGroups, RslRlAdapter, read_step
 from canter.envs.records import to_obs
-from canter.envs.rsl_rl import ObsGroups, RslRlAdapter, read_step
 from canter.envs.vec_env import Device
 from canter.utils.config import nearest
 

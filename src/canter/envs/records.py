@@ -9,21 +9,16 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from canter.compat.spellings import (
+    ACTOR_GROUPS,
+    CRITIC_GROUPS,
+    FINAL_CRITIC_OBS_NAMES,
+    FINAL_OBS_NAMES,
+    PLAYGROUND_PAIR,
+)
 from canter.envs.vec_env import StepRecord
 from canter.utils.tree import Obs, tree_leaves, tree_map
 
-# Names in use for the actor's group, and for the critic's, in order of preference.
-ACTOR_GROUPS = ("obs", "policy", "actor", "actor_obs")
-CRITIC_GROUPS = ("privileged_obs", "critic_obs", "critic")
-# MuJoCo Playground's pair: "state" alone is an ordinary key of a dict observation, so both must be present.
-PLAYGROUND_PAIR = ("state", "privileged_state")
-
-# final_obs: Gymnasium and Isaac Lab; final_observation: ManiSkill, ApexRL and Gymnasium < 1.0; terminal: mjlab;
-# terminal_obs: an AMP fork of rsl_rl; final_observations: Holosoma; terminal_observation: SB3.
-# extras["observations"]["raw"], of FastTD3's Playground, is read if none of these is present.
-FINAL_OBS_NAMES = ("final_obs", "final_observation", "terminal", "terminal_obs", "final_observations")
-FINAL_OBS_NAMES += ("terminal_observation",)
-FINAL_CRITIC_OBS_NAMES = ("final_critic_obs", "final_critic_observation", "final_privileged_obs")
 _FINAL_NAMES = {*FINAL_OBS_NAMES, *FINAL_CRITIC_OBS_NAMES}
 DISAGREEMENT = "dones differ from terminated | truncated; an episode ends where either says so, "
 DISAGREEMENT += "and without bootstrap where only dones says so"

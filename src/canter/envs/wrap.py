@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import gymnasium
 import torch
 
+from canter.compat.batched_envs import ObsGroups, RslRlAdapter, is_apexrl, is_batched
 from canter.envs.components import MotionFeatures, ObsComponents
 from canter.envs.gymnasium import GymVecEnv
 from canter.envs.gymnasium_vector import EnvPoolAdapter, GymVectorEnvAdapter, is_envpool, make_envpool
 from canter.envs.mjlab import MjlabAdapter, is_mjlab, make_mjlab
-from canter.envs.rsl_rl import ObsGroups, RslRlAdapter, is_apexrl, is_batched
 from canter.envs.torch_envs import TORCH_ENVS
 from canter.envs.vec_env import Device, VecEnv
 from canter.envs.workers import WorkerVecEnv
@@ -87,7 +87,7 @@ def wrap_env(
         device: Device of the learner; by default that of the environment.
         num_envs: Number of environments to make, for a name or a function.
         seed: Makes the episodes repeatable.
-        obs_groups: For rsl_rl-style environments, the observation groups of the "actor" and of the "critic".
+        obs_groups: For environments with observation groups, the groups of the "actor" and of the "critic".
         render_mode: For a name; with "rgb_array", `render` returns images.
     """
     if num_envs is not None:

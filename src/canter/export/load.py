@@ -13,15 +13,15 @@ import torch
 import yaml
 
 from canter.algorithms import REGISTRY
-from canter.algorithms.foreign import import_state
+from canter.compat.checkpoints import import_state
 from canter.envs.spec import SPEC_VERSION, SpecEnv, describe_env
 from canter.envs.wrap import env_options, make_env
 from canter.modules.build import build_actor_critic, build_normalizer, build_policy, env_shapes
 from canter.modules.normalizer import ValueNormalizer
 from canter.modules.policy import Policy
+from canter.runners.construction import open_env
 from canter.runners.evaluation import InferencePolicy
 from canter.runners.run_config import RunPlan, find_algorithm, parse_train_cfg
-from canter.runners.runner import open_env
 from canter.utils.checkpoint import check_compatible, damaged_content, load_checkpoint, newest_valid_checkpoint
 from canter.utils.memory import MemoryLimit
 from canter.utils.reading import FileContentError, named_modules, parse_yaml, read_limited, read_yaml, refuse_imports

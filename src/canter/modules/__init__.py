@@ -19,15 +19,8 @@ from canter.modules.actors import (
     MLPDiscreteActor,
     MLPSquashedGaussianActor,
 )
-from canter.modules.all_mixer import (
-    AmpActorCritic,
-    AmpActorCriticRecurrent,
-    EncoderAmpActorCritic,
-    EncoderAmpActorCriticRecurrent,
-    EncoderStateAc,
-    EncoderStateAcRecurrent,
-)
-from canter.modules.amp_discriminator import AMPDiscriminator, AmpMixin
+from canter.modules.all_mixer import EncoderStateAc, EncoderStateAcRecurrent
+from canter.modules.amp_discriminator import AMPDiscriminator, AmpActorCritic, AmpActorCriticRecurrent, AmpMixin
 from canter.modules.build import NETWORKS, POLICIES, build_actor_critic, register_policy
 from canter.modules.conv2d import Conv2dHeadModel, Conv2dModel, HistoryEncoder
 from canter.modules.deterministic_policy import DeterministicPolicyMixin
@@ -43,6 +36,8 @@ from canter.modules.encoder_actor_critic import (
     EncoderActorCritic,
     EncoderActorCriticMixin,
     EncoderActorCriticRecurrent,
+    EncoderAmpActorCritic,
+    EncoderAmpActorCriticRecurrent,
     register_encoder,
 )
 from canter.modules.mlp import MlpModel
@@ -56,7 +51,7 @@ from canter.modules.q_networks import (
     MLPContinuousQNetwork,
     MLPQNetwork,
 )
-from canter.modules.rsl_rl_models import RslRlModels
+from canter.compat.models import RslRlModels
 from canter.modules.state_adaptor import (
     AdaptorActorHiddenState,
     PrivilegeEstimatorMixin,

@@ -10,6 +10,7 @@ from gymnasium.spaces import Box
 from torch import Tensor, nn
 from torch.distributions import Normal
 
+from canter.compat.arguments import documented
 from canter.modules.distributions import (
     SMALLEST_STD,
     Beta,
@@ -62,6 +63,7 @@ class ActorCritic(Policy):
         critic_obs_segments: The same for the critic; the actor's if None.
     """
 
+    @documented(obs_dim="num_actor_obs", act_dim="num_actions")
     def __init__(
         self,
         num_actor_obs: int | None = None,
@@ -94,6 +96,8 @@ class ActorCritic(Policy):
         super().__init__()
         if num_actions is None:
             num_critic_obs, num_actions = num_actor_obs, num_critic_obs
+        elif num_critic_obs is None and critic is None:
+            num_critic_obs = num_actor_obs
         self._check_given("actor", actor, num_actor_obs, actor_activation or mu_activation)
         self._check_given("critic", critic, num_critic_obs, critic_activation)
         self.noise_std_type, self.state_dependent_std = noise_std_type, state_dependent_std
@@ -275,18 +279,13 @@ class Actor(nn.Module):
 
     def __init__(self, obs_dim: int, act_dim: int) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(obs_dim, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+        self.fc = nn.Sequential(nn.Linear(obs_dim, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
         self.mean = nn.Linear(64, act_dim)
         self.log_std = nn.Parameter(torch.zeros(act_dim))
 
     def forward(self, obs: Tensor) -> Normal:
         """The action distribution."""
-        return Normal(self.mean(self.body(obs)), self.log_std.exp())
-
-    @property
-    def fc(self) -> nn.Sequential:
-        """The hidden layers."""
-        return self.body
+        return Normal(self.mean(self.fc(obs)), self.log_std.exp())
 
 
 class Critic(nn.Module):
@@ -294,13 +293,8 @@ class Critic(nn.Module):
 
     def __init__(self, obs_dim: int) -> None:
         super().__init__()
-        self.net = mlp([obs_dim, 64, 64, 1], "tanh")
+        self.fc = mlp([obs_dim, 64, 64, 1], "tanh")
 
     def forward(self, obs: Tensor) -> Tensor:
         """(B, 1) value."""
-        return self.net(obs)
-
-    @property
-    def fc(self) -> nn.Sequential:
-        """All layers."""
-        return self.net
+        return self.fc(obs)

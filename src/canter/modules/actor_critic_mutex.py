@@ -10,11 +10,13 @@ import torch
 from gymnasium.spaces import Box
 from torch import Tensor, nn
 
+from canter.compat.checkpoints import known_settings
+from canter.modules.actor_critic import ActorCritic
 from canter.modules.build import NETWORKS, POLICIES, build_pair, install_normalizers
 from canter.modules.distributions import Gaussian, Params
 from canter.modules.policy import Context, Policy
 from canter.utils.checkpoint import check_compatible, find_checkpoints, load_checkpoint, newest_valid_checkpoint
-from canter.utils.config import build, refuse_unknown
+from canter.utils.config import build, refuse_unknown, setting_names
 from canter.utils.obs_layout import ObsLayout
 from canter.utils.reading import read_json, read_yaml, refuse_imports
 
@@ -22,7 +24,7 @@ from canter.utils.reading import read_json, read_yaml, refuse_imports
 GIVEN = ("num_actor_obs", "num_critic_obs", "num_actions", "obs_segments", "critic_obs_segments", "action_space")
 
 
-class ActorCriticMutex(Policy):
+class ActorCriticMutex(ActorCritic):
     """Loads sub-policies from run directories; a subclass chooses which of them acts.
 
     Args:
@@ -36,6 +38,8 @@ class ActorCriticMutex(Policy):
     """
 
     has_entropy = False
+    replaced_settings = tuple(setting_names(ActorCritic) - set(GIVEN))
+    """Settings of an `ActorCritic` that have no meaning here, since the networks are those of the sub-policies."""
 
     def __init__(
         self,
@@ -52,7 +56,7 @@ class ActorCriticMutex(Policy):
         **unknown: Any,
     ) -> None:
         refuse_unknown(type(self), (name for name, value in unknown.items() if value is not None))
-        super().__init__()
+        Policy.__init__(self)  # without networks of its own
         self.num_actions, self.distribution = num_actions, Gaussian(num_actions)
         self.obs_layout = ObsLayout(obs_segments or {"obs": (num_actor_obs,)})
         self.critic_obs_layout = ObsLayout(critic_obs_segments or obs_segments or {"obs": (num_critic_obs,)})
@@ -86,6 +90,9 @@ class ActorCriticMutex(Policy):
             raise KeyError(f"{path / 'config.json'} has no {section}.{name}")
         return values.get(name, default)
 
+    def clip_std(self, min: Any = None, max: Any = None) -> None:  # noqa: A002 (documented names)
+        """Do nothing: the noise of the sub-policies is not used."""
+
     def actor_params(self, obs: Any, ctx: Context) -> Params:
         """Refuse: a subclass chooses the sub-policy."""
         raise NotImplementedError(f"{type(self).__name__} chooses no sub-policy; use or extend ActorCriticFieldMutex")
@@ -113,6 +120,7 @@ def load_sub_policy(
 ) -> Policy:
     """The policy of a run, frozen, from its newest complete model_<number>.pt or its only file called model*.pt."""
     own = {name: value for name, value in config["policy"].items() if name not in (*GIVEN, "class_name")}
+    is_old = not (directory / "config.yaml").is_file()
     default = "build_pair" if "actor_class" in own else "ActorCritic"
     name = class_name or config["policy"].get("class_name") or default
     found = sorted(path for path in directory.glob("model*.pt") if path.is_file())
@@ -127,6 +135,8 @@ def load_sub_policy(
     if not isinstance(weights, Mapping):
         raise ValueError(f"the model in {directory} has no model_state_dict")
     try:
+        if is_old and name in POLICIES:
+            own = known_settings(POLICIES[name], own, directory / "config.json")
         policy = pair_policy(own, shared) if name == "build_pair" else build(POLICIES, name, {**own, **shared})
         install_normalizers(policy, weights)
         check_compatible(policy.state_dict(), weights, name)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from canter.compat.arguments import documented
 from canter.modules.actor_critic import ActorCritic
 from canter.modules.policy import Carried, Context, Hidden
 from canter.storage.trajectories import Trajectories, trajectories_from_masks, unpad_trajectories
@@ -77,6 +78,10 @@ class Memory(Carried, nn.Module):
         """The kept state as documented: (L, N, H), or a pair of them for an LSTM; None before the first step."""
         return None if self.state is None else self.unpack(self.state)
 
+    @hidden_states.setter
+    def hidden_states(self, hidden_states: Any) -> None:
+        self.state = None if hidden_states is None else self.pack(hidden_states)
+
     def unpack(self, state: Tensor) -> Any:
         """(N, S, L, H) -> (L, N, H), or LstmHiddenState of two."""
         parts = state.movedim(0, 2).unbind(0)
@@ -99,6 +104,10 @@ class ActorCriticRecurrent(ActorCritic):
 
     is_recurrent = True
 
+    @documented(
+        *("num_actor_obs", "num_critic_obs", "num_actions", "actor_hidden_dims", "critic_hidden_dims", "activation"),
+        *("rnn_type", "rnn_hidden_size", "rnn_num_layers", "init_noise_std"),
+    )
     def __init__(
         self, *args: Any, rnn_type: str = "lstm", rnn_hidden_size: int = 256, rnn_num_layers: int = 1, **kwargs: Any
     ) -> None:

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from canter.compat.arguments import also_here
 from canter.modules.actor_critic import ActorCritic
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
-from canter.modules.amp_discriminator import AmpMixin
 from canter.modules.encoder_actor_critic import EncoderActorCriticMixin, SegmentEncoders
 from canter.modules.state_estimator import EstimatorMixin
 from canter.utils.obs_layout import ObsLayout, Segments
@@ -32,18 +32,18 @@ class MisalignedLoadMixin(ActorCritic):
     @torch.no_grad()
     def load_misaligned_state_dict(
         self,
-        module_or_state_dict: nn.Module | Mapping[str, Tensor],
+        module: nn.Module | Mapping[str, Tensor],
         obs_segments: Segments,
         critic_obs_segments: Segments | None = None,
         zero_new: bool = False,
     ) -> LoadReport:
-        """Copy the weights of a policy of this kind with the given segments; returns the names that were copied.
+        """Copy the weights of a policy of this kind (or its state dict) with these segments; returns what was copied.
 
         Columns of components that both have with the same shape are copied; the others keep their initial values, or
         with `zero_new` have weights of 0. A state dict is assumed to encode and estimate the same components as this
         policy.
         """
-        source = module_or_state_dict
+        source = module
         state = source.state_dict() if isinstance(source, nn.Module) else source
         layouts = Layouts(self, ObsLayout(obs_segments), ObsLayout(critic_obs_segments or obs_segments))
         columns = dict(layouts.columns(source))
@@ -135,25 +135,17 @@ def _copy(own: Tensor, theirs: Tensor | None, columns: Columns | None, zero_new:
     return "copied" if common == here.shapes.keys() else "partial"
 
 
-class AmpActorCritic(AmpMixin, ActorCritic):
-    """An actor-critic with a motion discriminator."""
-
-
-class AmpActorCriticRecurrent(AmpMixin, ActorCriticRecurrent):
-    """A recurrent actor-critic with a motion discriminator."""
-
-
-class EncoderAmpActorCritic(EncoderActorCriticMixin, AmpMixin, ActorCritic):
-    """Encoders, then MLPs, with a motion discriminator."""
-
-
-class EncoderAmpActorCriticRecurrent(EncoderActorCriticMixin, AmpMixin, ActorCriticRecurrent):
-    """Encoders, then memories, then MLPs, with a motion discriminator."""
-
-
 class EncoderStateAc(MisalignedLoadMixin, EstimatorMixin, EncoderActorCriticMixin, ActorCritic):
     """An estimator on raw components, then encoders, then MLPs."""
 
 
 class EncoderStateAcRecurrent(MisalignedLoadMixin, EstimatorMixin, EncoderActorCriticMixin, ActorCriticRecurrent):
     """An estimator on raw components, then encoders, then memories, then MLPs."""
+
+
+__getattr__ = also_here(
+    AmpActorCritic="canter.modules.amp_discriminator",
+    AmpActorCriticRecurrent="canter.modules.amp_discriminator",
+    EncoderAmpActorCritic="canter.modules.encoder_actor_critic",
+    EncoderAmpActorCriticRecurrent="canter.modules.encoder_actor_critic",
+)

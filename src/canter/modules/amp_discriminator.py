@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from canter.modules.actor_critic import ActorCritic
+from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.mlp import mlp
 from canter.storage.rollout_storage import masked_mean
 from canter.utils.config import check_settings, setting_names
@@ -134,11 +135,13 @@ class AMPDiscriminator(nn.Module):
 
     @torch.no_grad()
     def predict_style_reward(self, state: Tensor, task_reward: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Style reward (N,) of features (N, D), the task reward as given, and the two blended."""
+        """Style reward of features (N, D), the task reward (N,) or (N, 1), and the two blended, in its shape."""
         if self.task_reward_lerp == 0.0 and not self.has_warned:
             self.has_warned = True
             warnings.warn("task_reward_lerp is 0: the policy learns from the style alone", stacklevel=2)
         style = self.style_reward_coef * self.style_dt * self.loss.reward(self(state).squeeze(-1))
+        if task_reward.shape == (*style.shape, 1):
+            style = style.unsqueeze(-1)
         if task_reward.shape != style.shape:  # they would be broadcast to a matrix
             want = f"must have the shape {tuple(style.shape)} of the style reward"
             raise ValueError(f"the task reward {want}, got {tuple(task_reward.shape)}")
@@ -161,3 +164,11 @@ class AmpMixin(ActorCritic):
             raise ValueError(f"amp_discriminator needs {', '.join(missing)}; it has {', '.join(given) or 'nothing'}")
         known = check_settings("AMPDiscriminator", given, setting_names(AMPDiscriminator))
         self.discriminator = AMPDiscriminator(**known)
+
+
+class AmpActorCritic(AmpMixin, ActorCritic):
+    """An actor-critic with a motion discriminator."""
+
+
+class AmpActorCriticRecurrent(AmpMixin, ActorCriticRecurrent):
+    """A recurrent actor-critic with a motion discriminator."""

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from canter.modules.actor_critic import ActorCritic
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
+from canter.modules.amp_discriminator import AmpActorCritic, AmpActorCriticRecurrent
 from canter.modules.conv2d import Conv2dHeadModel, HistoryEncoder
 from canter.modules.mlp import MlpModel
+from canter.modules.normalizer import normalized
 from canter.modules.policy import Context
 from canter.modules.utils import orthogonal_init
 from canter.utils.obs_layout import ObsLayout
@@ -169,7 +171,7 @@ class EncoderActorCriticMixin(ActorCritic):
             layout, normalizer = self.critic_obs_layout, self.critic_obs_normalizer
         if obs_component not in encoders or obs_component not in layout:
             raise ValueError(f"no encoder of {obs_component!r}; there are encoders of {list(encoders)}")
-        part = layout.take(layout.flat(normalizer.normalize(observations)), [obs_component])
+        part = layout.take(layout.flat(normalized(observations, normalizer)), [obs_component])
         return embed(part, layout.part([obs_component]), {obs_component: encoders[obs_component]})
 
     def _encoders(self, critic: bool) -> dict[str, nn.Module]:
@@ -205,3 +207,11 @@ class EncoderActorCritic(EncoderActorCriticMixin, ActorCritic):
 
 class EncoderActorCriticRecurrent(EncoderActorCriticMixin, ActorCriticRecurrent):
     """Encoders, then memories, then MLPs."""
+
+
+class EncoderAmpActorCritic(EncoderActorCriticMixin, AmpActorCritic):
+    """Encoders, then MLPs, with a motion discriminator."""
+
+
+class EncoderAmpActorCriticRecurrent(EncoderActorCriticMixin, AmpActorCriticRecurrent):
+    """Encoders, then memories, then MLPs, with a motion discriminator."""

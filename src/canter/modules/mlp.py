@@ -76,8 +76,8 @@ class MlpModel(nn.Module):
             raise ValueError("MlpModel without hidden_sizes needs an output_size")
         sizes = [input_size, *hidden] if output_size is None else [input_size, *hidden, output_size]
         self.model = mlp(sizes, nonlinearity, nonlinearity if output_size is None else None)
-        self.output_size = int(sizes[-1])
+        self.output_size = self._output_size = int(sizes[-1])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (documented name)
         """(..., input_size) -> (..., output_size)."""
-        return self.model(x)
+        return self.model(input)

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from canter.utils.checkpoint import NORMALIZER_CLIP
 from canter.utils.distributed import RANKS
-from canter.utils.tree import Obs, tree_leaves
+from canter.utils.tree import Obs, tree_leaves, tree_map
 
 VALUE_NORMALIZATIONS = ("off", "running", "popart")
+EXPERT_BATCH = 256  # windows of an AMPLoader per batch of the policy's
 LARGEST = 1e15  # rows beyond it would overflow a float32 sum of squares; NaN and inf fail the comparison too
 
 
@@ -46,6 +47,20 @@ def merge_moments(
         total = count + added
         rate = added / total.clamp(min=1)
     return mean + rate * step, var + rate * (batch_var - var + (1.0 - rate) * step.square()), total
+
+
+def mark(obs: Tensor, normalizer: nn.Module) -> Tensor:
+    """Note on an observation that this normaliser has made it; a copy of the tensor has no such note."""
+    obs.normalized_by = normalizer  # pyright: ignore[reportAttributeAccessIssue]
+    return obs
+
+
+def normalized(obs: Any, normalizer: Any) -> Any:
+    """The observation as a network gets it; one that the same normaliser was called with stays as it is."""
+    first = obs
+    while isinstance(first, Mapping):
+        first = next(iter(first.values()))
+    return obs if getattr(first, "normalized_by", None) is normalizer else normalizer.normalize(obs)
 
 
 class EmpiricalNormalization(nn.Module):
@@ -87,6 +102,7 @@ class EmpiricalNormalization(nn.Module):
         """Update the statistics in training mode, then normalise (..., *shape)."""
         if not torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
             self.update(x)
+            return mark(self.normalize(x), self)
         return self.normalize(x)
 
     def normalize(self, x: Tensor) -> Tensor:
@@ -211,7 +227,7 @@ class DictNormalization(nn.Module):
     def forward(self, x: Obs) -> Obs:
         """Update the statistics in training mode, then normalise every float vector."""
         self.update(x)
-        return self.normalize(x)
+        return tree_map(lambda leaf: mark(leaf, self), self.normalize(x))
 
     def normalize(self, x: Obs) -> Obs:
         """Normalise every float vector with the current statistics."""
@@ -298,12 +314,12 @@ class RunningMeanStd:
         if len(arr):
             self.update_from_moments(arr.mean(axis=0), arr.var(axis=0), len(arr))
 
-    def update_from_moments(self, mean: np.ndarray, var: np.ndarray, count: float) -> None:
+    def update_from_moments(self, batch_mean: np.ndarray, batch_var: np.ndarray, batch_count: float) -> None:
         """Add a batch with this mean, population variance and size to the statistics."""
-        total = self.count + count
-        step = mean - self.mean
-        spread = self.var * self.count + var * count + step**2 * self.count * count / total
-        self.mean, self.var, self.count = self.mean + step * count / total, spread / total, total
+        total = self.count + batch_count
+        step = batch_mean - self.mean
+        spread = self.var * self.count + batch_var * batch_count + step**2 * self.count * batch_count / total
+        self.mean, self.var, self.count = self.mean + step * batch_count / total, spread / total, total
 
     def state_dict(self) -> dict[str, Any]:
         """The statistics as tensors and numbers."""
@@ -325,21 +341,29 @@ class Normalizer(RunningMeanStd):
         super().__init__(epsilon, input_dim)
         self.epsilon, self.clip_obs = epsilon, clip_obs
 
-    def normalize(self, x: np.ndarray) -> np.ndarray:
-        """(x - mean) / sqrt(var + epsilon), clipped."""
-        return np.clip((x - self.mean) / np.sqrt(self.var + self.epsilon), -self.clip_obs, self.clip_obs)
+    def normalize(self, input: np.ndarray) -> np.ndarray:  # noqa: A002 (documented name)
+        """(input - mean) / sqrt(var + epsilon), clipped."""
+        return np.clip((input - self.mean) / np.sqrt(self.var + self.epsilon), -self.clip_obs, self.clip_obs)
 
-    def normalize_torch(self, x: Tensor, device: torch.device | str, update: bool = True) -> Tensor:
+    def normalize_torch(self, input: Tensor, device: torch.device | str, update: bool = True) -> Tensor:  # noqa: A002
         """Add (..., *input_dim) to the statistics if `update`, then normalise it on the device."""
         if update:
-            self.update(x.detach().cpu().double().numpy().reshape(-1, *self.mean.shape))
+            self.update(input.detach().cpu().double().numpy().reshape(-1, *self.mean.shape))
         mean = torch.as_tensor(self.mean, dtype=torch.float32, device=device)
         std = torch.as_tensor(np.sqrt(self.var + self.epsilon), dtype=torch.float32, device=device)
-        return ((x.to(device) - mean) / std).clamp(-self.clip_obs, self.clip_obs)
+        return ((input.to(device) - mean) / std).clamp(-self.clip_obs, self.clip_obs)
 
     def update_normalizer(self, rollouts: Any, expert_loader: Any) -> None:
-        """Add batches of `rollouts.feed_forward_generator_amp` and of a `DataLoader` in pairs, until either ends."""
-        policy_batches = rollouts.feed_forward_generator_amp(None, mini_batch_size=expert_loader.batch_size)
-        for batches in zip(policy_batches, expert_loader, strict=False):
+        """Add batches of `rollouts.feed_forward_generator_amp` and of the expert in pairs, until either ends.
+
+        The expert is a `DataLoader`, or an `AMPLoader`, whose windows are as wide as the policy's.
+        """
+        size = getattr(expert_loader, "batch_size", EXPERT_BATCH)
+        policy_batches = list(rollouts.feed_forward_generator_amp(None, mini_batch_size=size))
+        expert_batches = expert_loader
+        if hasattr(expert_loader, "expert_features"):
+            frames = math.prod(self.mean.shape) // len(expert_loader.feature_columns)
+            expert_batches = [expert_loader.expert_features(size, frames) for _ in policy_batches]
+        for batches in zip(policy_batches, expert_batches, strict=False):
             parts = [part for batch in batches for part in ((batch,) if isinstance(batch, Tensor) else batch)]
             self.update(torch.vstack([torch.as_tensor(part).cpu() for part in parts]).numpy())

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from canter.compat.arguments import documented
+from canter.compat.names import PolicyNames
 from canter.envs.records import take_groups
 from canter.modules.distributions import ActionDistribution, Params
-from canter.modules.normalizer import NoNormalization
+from canter.modules.normalizer import NoNormalization, normalized
 from canter.storage.trajectories import Trajectories, trajectories_from_masks, unpad_trajectories
 from canter.utils.obs_layout import ObsLayout
 from canter.utils.tree import Obs, tree_map
@@ -97,7 +99,7 @@ class PolicyOutput(NamedTuple):
         return self.params["sigma"].expand_as(self.params["mu"])
 
 
-class Policy(nn.Module):
+class Policy(PolicyNames, nn.Module):
     """An actor and a critic behind one interface. A subclass implements `actor_params` and `critic_value`."""
 
     is_recurrent: bool = False
@@ -179,9 +181,13 @@ class Policy(nn.Module):
         """Actor and critic in one pass; nothing is kept on the policy."""
         hidden = self.initial_hidden(batch_size(obs)) if hidden is None else dict(hidden)
         ctx = Context(hidden, {}, trajectories, random_masks or {})
-        params = self.actor_params(self.obs_normalizer.normalize(obs), ctx)
         critic_obs = obs if critic_obs is None else critic_obs
-        value = self.critic_value(self.critic_obs_normalizer.normalize(critic_obs), ctx).float()
+        if getattr(obs, "normalized_by", None) is not self.obs_normalizer:
+            obs = self.obs_normalizer.normalize(obs)
+        if getattr(critic_obs, "normalized_by", None) is not self.critic_obs_normalizer:
+            critic_obs = self.critic_obs_normalizer.normalize(critic_obs)
+        params = self.actor_params(obs, ctx)
+        value = self.critic_value(critic_obs, ctx).float()
         value = self.value_normalizer.inverse(value)
         # Half precision ends here: losses and sums use float32.
         return PolicyOutput({name: p.float() for name, p in params.items()}, value, ctx.hidden, ctx.aux)
@@ -196,7 +202,7 @@ class Policy(nn.Module):
     def act_params(self, obs: Obs, hidden: Mapping[str, Tensor] | None = None) -> tuple[Params, Hidden]:
         """The action distribution alone, without the critic, and the state after it."""
         ctx = Context(self.initial_hidden(batch_size(obs)) if hidden is None else dict(hidden))
-        return self.actor_params(self.obs_normalizer.normalize(obs), ctx), ctx.hidden
+        return self.actor_params(normalized(obs, self.obs_normalizer), ctx), ctx.hidden
 
     @final
     def value(
@@ -204,7 +210,9 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Hidden]:
         """(..., 1) value and the state after it."""
         ctx = Context(self.initial_hidden(batch_size(critic_obs)) if hidden is None else dict(hidden), {}, trajectories)
-        value = self.critic_value(self.critic_obs_normalizer.normalize(critic_obs), ctx).float()
+        if getattr(critic_obs, "normalized_by", None) is not self.critic_obs_normalizer:
+            critic_obs = self.critic_obs_normalizer.normalize(critic_obs)
+        value = self.critic_value(critic_obs, ctx).float()
         return self.value_normalizer.inverse(value), ctx.hidden
 
     @property
@@ -236,16 +244,30 @@ class Policy(nn.Module):
             part.reset(dones)
 
     @final
-    def act(self, obs: Obs, masks: Tensor | None = None, hidden_states: Any = None, inference: bool = False) -> Tensor:
+    @documented(observations="obs")
+    def act(
+        self,
+        obs: Obs,
+        masks: Any = None,
+        hidden_states: Any = None,
+        inference: bool = False,
+        *,
+        critic_obs: Obs | None = None,
+    ) -> Tensor:
         """A sampled action before `to_env`; `get_actions_log_prob` and `entropy` then refer to this step.
 
-        With `hidden_states`, obs is a padded (T, M, D) batch with its masks; otherwise one step of N environments.
-        With `inference` it is `act_inference(obs)`, a single step.
+        With `hidden_states`, obs is a padded (T, M, D) batch with its boolean masks; otherwise one step of N
+        environments. With `inference` it is `act_inference(obs)`, a single step. `critic_obs`, which may also come
+        second, is not observed.
         """
         if inference:
             if masks is not None or hidden_states is not None:
                 raise ValueError("act(inference=True) is one step from the kept state; leave out masks, hidden_states")
             return self.act_inference(obs)
+        if masks is not None and not (isinstance(masks, Tensor) and masks.dtype == torch.bool):
+            if hidden_states is not None or critic_obs is not None:
+                raise TypeError(f"masks must be a boolean tensor (T, M), got {type(masks).__name__}")
+            masks = None  # the critic's observation
         random_masks = self.draw_random_masks(obs, self.generator) if hidden_states is None else {}
         self._params = self._run_branch("actor", obs, masks, hidden_states, random_masks)
         return self.sample_action(self._last(), self.generator)
@@ -257,12 +279,14 @@ class Policy(nn.Module):
         return actions, self.get_actions_log_prob(actions)
 
     @final
-    def act_inference(self, obs: Obs) -> Tensor:
-        """The deterministic action; advances the memory."""
+    @documented(observations="obs")
+    def act_inference(self, obs: Obs, critic_obs: Obs | None = None) -> Tensor:
+        """The deterministic action, for which `critic_obs` is not observed; advances the memory."""
         self._params = self._run_branch("actor", obs, None, None)
         return self.distribution.to_env(self.action_mean)
 
     @final
+    @documented(critic_observations="critic_obs")
     def evaluate(self, critic_obs: Obs, masks: Tensor | None = None, hidden_states: Any = None) -> Tensor:
         """(..., 1) value; advances the critic's memory while collecting."""
         value = self._run_branch("critic", critic_obs, masks, hidden_states)
@@ -291,9 +315,9 @@ class Policy(nn.Module):
         if core is not None:
             result = core(obs, ctx)
         elif branch == "actor":
-            result = self.actor_params(self.obs_normalizer.normalize(obs), ctx)
+            result = self.actor_params(normalized(obs, self.obs_normalizer), ctx)
         else:
-            result = self.critic_value(self.critic_obs_normalizer.normalize(obs), ctx)
+            result = self.critic_value(normalized(obs, self.critic_obs_normalizer), ctx)
         if hidden_states is None:  # the memories of the other branch stay as they are
             self.set_hidden({name: state for name, state in ctx.hidden.items() if state is not kept[name]})
         if branch == "actor":
@@ -351,23 +375,6 @@ class Policy(nn.Module):
         """Add the observations of a rollout to the statistics."""
         self.obs_normalizer.update(obs, valid)
         self.critic_obs_normalizer.update(critic_obs, valid)
-
-    @property
-    def actor_obs_normalizer(self) -> Any:
-        """The normaliser of the actor's observation, under the name of rsl_rl."""
-        return self.obs_normalizer
-
-    def as_onnx(self, verbose: bool = False) -> Any:
-        """The deterministic step as a module for `torch.onnx.export`, under the name of rsl_rl."""
-        from canter.export.rsl_rl import InferencePolicy, OnnxStep  # the exporters load slowly
-
-        return OnnxStep(InferencePolicy(self))
-
-    def as_jit(self) -> Any:
-        """The deterministic step as a TorchScript module with a `reset()`, under the name of rsl_rl."""
-        from canter.export.rsl_rl import InferencePolicy, jit_module
-
-        return jit_module(InferencePolicy(self))
 
     @property
     def obs_segments(self) -> dict[str, tuple[int, ...]]:

@@ -25,12 +25,12 @@ ALIASES: dict[str, type[nn.Module]] = {
 }
 
 
-def get_activation_Cls(name: str) -> type[nn.Module] | None:  # noqa: N802, the documented name
+def get_activation_Cls(activation_name: str) -> type[nn.Module] | None:  # noqa: N802, the documented name
     """The activation class of that name: a `torch.nn` class or an alias; warns and returns None for any other name."""
     try:
-        return activation(name)
+        return activation(activation_name)
     except ValueError as error:
-        warnings.warn(f"invalid activation function {name!r}: {error}", stacklevel=2)
+        warnings.warn(f"invalid activation function {activation_name!r}: {error}", stacklevel=2)
         return None
 
 

@@ -9,6 +9,7 @@ from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.conv2d import Conv2dHeadModel
 from canter.modules.deterministic_policy import DeterministicPolicyMixin
 from canter.modules.encoder_actor_critic import embed, resize_features
+from canter.modules.normalizer import normalized
 from canter.modules.policy import Context
 from canter.modules.utils import orthogonal_init
 
@@ -67,15 +68,17 @@ class VisualActorCriticMixin(ActorCritic):
         """The same for the critic with `visual_critic`."""
         return super().critic_features(self._embed(obs, critic=True) if self.visual_critic else obs, ctx)
 
-    def embed_visual_latent(self, obs: Any) -> Tensor:
+    def embed_visual_latent(self, observations: Any) -> Tensor:
         """Raw observations (..., D), a dict of them or an image, normalised and with features instead of the image."""
-        return self._embed(self.obs_layout.flat(self.obs_normalizer.normalize(obs)), critic=False)
+        return self._embed(self.obs_layout.flat(normalized(observations, self.obs_normalizer)), critic=False)
 
-    def act_with_embedded_latent(self, obs: Tensor, masks: Tensor | None = None, hidden_states: Any = None) -> Tensor:
+    def act_with_embedded_latent(
+        self, observations: Tensor, masks: Tensor | None = None, hidden_states: Any = None
+    ) -> Tensor:
         """`act` on the result of `embed_visual_latent`, which is neither normalised nor encoded again."""
         features = super().actor_features
         self._params = self._run_branch(
-            "actor", obs, masks, hidden_states, core=lambda x, ctx: self.head_params(features(x, ctx), x, ctx)
+            "actor", observations, masks, hidden_states, core=lambda x, ctx: self.head_params(features(x, ctx), x, ctx)
         )
         return self.sample_action(self._last(), self.generator)
 

@@ -1,14 +1,14 @@
 """Runners: the training loop around an algorithm and its environments."""
 
+from canter.compat.mjlab_runner import MjlabRunner
 from canter.runners.amp_policy_runner import AmpPolicyRunner
 from canter.runners.check_policy import PolicyReport, check_policy
 from canter.runners.dagger_saver import DaggerSaver
 from canter.runners.demonstration import DemonstrationSaver
-from canter.runners.mjlab_runner import MjlabRunner
 from canter.runners.off_policy_runner import OffPolicyRunner
 from canter.runners.on_policy_runner import OnPolicyRunner
-from canter.runners.run_log import StopTraining, TrialPruned, log_histograms
-from canter.runners.runner import LearnResult, Runner
+from canter.runners.run_log import LearnResult, StopTraining, TrialPruned, log_histograms
+from canter.runners.runner import Runner
 from canter.runners.two_stage_runner import TwoStageRunner
 from canter.utils.config import build
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from canter.algorithms.algorithm import chosen_weights
-from canter.algorithms.foreign import import_state
+from canter.compat.checkpoints import import_state
 from canter.envs.spec import describe_env
 from canter.utils.checkpoint import (
     FINAL_NAME,
@@ -159,11 +159,9 @@ class Checkpoints:
                 runner.plan.resume = False
                 return infos
             state["teacher_state_dict"] = teacher.policies[0].state_dict()
-            if not any(name.startswith("critic.") for name in state["model_state_dict"]):  # a student of rsl_rl
+            if not any(name.startswith("critic.") for name in state["model_state_dict"]):  # a student alone
                 own = runner.alg.policy.state_dict()
                 state["model_state_dict"] = chosen_weights(own, state["model_state_dict"], {"actor": True}, strict)
-        if load_cfg is not None and "student" in load_cfg:  # rsl_rl's name
-            load_cfg = {**load_cfg, "actor": load_cfg["student"], "critic": load_cfg["student"]}
         fitted = with_fitting_sums(state, runner.alg.state_dict())
         runner.alg.load_state_dict(fitted, load_optimizer, load_cfg, strict)
         runner.plan.resume = False

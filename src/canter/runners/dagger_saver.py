@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from canter.algorithms.foreign import import_state
 from canter.algorithms.schedules import GET_PROB_FUNC, Schedule
-from canter.modules.build import build_actor_critic, build_pair, install_normalizers
+from canter.compat.checkpoints import import_state, known_settings
+from canter.modules.build import POLICIES, build_actor_critic, build_pair, install_normalizers
 from canter.modules.policy import Policy
 from canter.runners.demonstration import DemonstrationSaver
 from canter.runners.heartbeat import Heartbeat
@@ -92,7 +92,9 @@ class DaggerSaver(DemonstrationSaver):
             spaces = (self.env.obs_space, self.env.critic_obs_space, self.env.action_space)
             student: Policy = build_pair(*spaces, *classes, settings.get("actor_cfg"), settings.get("critic_cfg"))
         else:
-            student = build_actor_critic(self.env, name or "ActorCritic", settings)
+            name = name or "ActorCritic"
+            settings = known_settings(POLICIES[name], settings, path) if name in POLICIES else settings
+            student = build_actor_critic(self.env, name, settings)
         self.training_policy = student.to(self.env.device).eval()
         self.training_policy_iteration = 0
         self._set_noise()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import time
 from collections import deque
@@ -15,6 +16,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from canter.compat.saver_env import SaverEnv
 from canter.envs.vec_env import StepRecord
 from canter.envs.wrap import wrap_env
 from canter.modules.build import env_shapes, leaf_dtype
@@ -36,7 +38,7 @@ class DemonstrationSaver:
 
     Args:
         env: Any environment that `wrap_env` accepts.
-        policy: Has `act(obs)`, `act_inference(obs)` and `reset(dones)`.
+        policy: Has `act(obs)`, `act_inference(obs)` and `reset(dones)`; one that takes `critic_obs` gets it too.
         save_dir: Directory of the trajectories; one process at a time.
         rollout_storage_length: Steps between two writes, and the maximum of one file.
         success_traj_only: Keep only episodes that ended by a time limit or with `extras["success"]`.
@@ -62,7 +64,7 @@ class DemonstrationSaver:
     ) -> None:
         self.writer: TrajectoryWriter | None = None
         self.storage: DemonstrationStorage | None = None
-        self.env, self.policy, self.save_dir = wrap_env(env), policy, Path(save_dir)
+        self.env, self.policy, self.save_dir = SaverEnv(wrap_env(env)), policy, Path(save_dir)
         if rollout_storage_length < 1:
             raise ValueError(f"rollout_storage_length must be at least 1, got {rollout_storage_length}")
         self.rollout_storage_length = rollout_storage_length
@@ -120,13 +122,16 @@ class DemonstrationSaver:
 
     def get_policy_actions(self) -> Tensor:
         """The policy's actions, in the form that the environment takes."""
-        return self._act(self.policy, self.critic_obs if self.use_critic_obs else self.obs, self.demo_by_sample)
+        obs = self.critic_obs if self.use_critic_obs else self.obs
+        return self._act(self.policy, obs, self.demo_by_sample, self.critic_obs)
 
     @staticmethod
-    def _act(policy: Any, obs: Any, by_sample: bool) -> Tensor:
+    def _act(policy: Any, obs: Any, by_sample: bool, critic_obs: Any = None) -> Tensor:
+        act = policy.act if by_sample else policy.act_inference
+        takes_both = critic_obs is not None and "critic_obs" in inspect.signature(act).parameters
+        actions = act(obs, critic_obs=critic_obs) if takes_both else act(obs)
         if not by_sample:
-            return policy.act_inference(obs)
-        actions = policy.act(obs)
+            return actions
         return policy.distribution.to_env(actions) if hasattr(policy, "distribution") else actions
 
     @torch.no_grad()
@@ -179,7 +184,13 @@ class DemonstrationSaver:
     @torch.no_grad()
     def collect_step(self, step_i: int) -> None:
         """Step every environment once and store the step."""
-        _, _, dones, infos, _, _ = self.get_transition()
+        if self.obs is None:
+            self.obs, self.critic_obs = self.env.reset()
+        labels, _, dones, infos, obs, critic_obs = self.get_transition()
+        if not self.transition:  # a `get_transition` that only acts and steps
+            assert self.env.newest is not None
+            self.build_transition(labels, self.env.newest)
+            self.obs, self.critic_obs = obs, critic_obs
         self.add_transition(step_i, infos)
         self.policy_reset(dones)
 

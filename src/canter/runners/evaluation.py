@@ -1,5 +1,7 @@
 """Trained policies without their environment, the statistics of their episodes, and environments to judge them in."""
 
+import contextlib
+import copy
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -12,7 +14,7 @@ from canter.envs.vec_env import VecEnv, flat_size
 from canter.modules.policy import Hidden, Policy, batch_size
 from canter.runners.run_log import StopTraining
 from canter.utils.obs_layout import ObsLayout
-from canter.utils.runtime import StopSignal
+from canter.utils.runtime import StopSignal, preserved_rng
 from canter.utils.tree import nested, tree_leaves, tree_map
 
 
@@ -116,6 +118,8 @@ class InferencePolicy:
 
     def _tensor(self, leaf: Any) -> Tensor:
         """Bytes as they are, any other numbers in the precision of the policy."""
+        if hasattr(leaf, "normalized_by"):
+            raise ValueError("the observation was normalised already, which this policy does itself; give the raw one")
         if isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
             leaf = leaf.copy()
         try:
@@ -245,3 +249,42 @@ def run_episodes(
     result = f"only {len(found.returns)} of {num_episodes} evaluation episodes ended within {limit} steps"
     way_out = "give the environment a time limit, by gymnasium.wrappers.TimeLimit for example, or more max_steps"
     raise EndlessEpisodesError(f"{result}; {way_out}")
+
+
+def inference_policy(runner: Any, device: torch.device | str | None) -> InferencePolicy:
+    """The policy of a runner, in evaluation mode; on another device it is a copy."""
+    runner.alg.eval_mode()
+    is_here = device is None or torch.device(device) == runner.device
+    policy, env = runner.policy if is_here else copy.deepcopy(runner.policy).to(device), runner.env
+    more = {"action_space": env.action_space, "env_bounds": env.action_bounds}
+    return InferencePolicy(policy, env.obs_space, env.obs_segments, **more)
+
+
+def evaluate(runner: Any, num_episodes: int, max_steps: int | None) -> dict[str, float]:
+    """`eval/` metrics of deterministic episodes of a runner, after which everything is as before.
+
+    Without an `eval_env` they run in the training environment, whose state is restored, or which is reset.
+    """
+    env = runner.eval_env or runner.env
+    state = env.get_state() if env is runner.env else None
+    modes = [(module, module.training) for module in runner.alg.modules()]
+    runner.alg.eval_mode()
+    runner.num_evals += 1
+    try:
+        with preserved_rng():
+            if env is not runner.env and env.get_state() is None:
+                # Its random streams are in no checkpoint: every evaluation has another seed.
+                seed = np.random.SeedSequence((abs(runner.eval_seed), runner.num_evals)).generate_state(1)[0]
+                with contextlib.suppress(NotImplementedError):
+                    env.seed(int(seed))
+            episodes = run_episodes(InferencePolicy(runner.policy), env, num_episodes, max_steps)
+        reductions = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
+        rewards = {f"eval/{name}_reward": float(reduce(episodes.returns)) for name, reduce in reductions.items()}
+        return rewards | {"eval/mean_length": float(np.mean(episodes.lengths))}
+    finally:
+        for module, was_training in modes:
+            module.train(was_training)
+        if state is not None:
+            env.set_state(state)
+        elif env is runner.env:
+            runner.restart_episodes()

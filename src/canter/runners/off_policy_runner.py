@@ -8,47 +8,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canter.runners.runner import LearnResult, Runner
+from canter.compat.arguments import documented
+from canter.runners import construction
+from canter.runners.run_log import LearnResult
+from canter.runners.runner import Runner
 from canter.utils.distributed import RANKS
 from canter.utils.metrics import gpu_memory
 from canter.utils.tree import Obs
 
 MOST_STEPS = 1000  # vector steps between two reads of the episode statistics
 
-# Positional arguments after `algorithm`, as documented.
-DOCUMENTED_ORDER = (
-    "q_network_class",
-    "obs_space",
-    "action_space",
-    "q_network_cfg",
-    "agent",
-    "log_dir",
-    "save_dir",
-    "device",
-    "log_interval",
-    "save_interval",
-    "actor_class",
-    "critic_class",
-    "actor_cfg",
-    "critic_cfg",
-)
-
 
 class OffPolicyRunner(Runner):
     """Trains DQN, SAC and TD3. An iteration is one step of every environment and the learning that is due after it.
 
     `cfg` is a config object, whose type determines the algorithm, or a training dict. Intervals are environment steps.
-    Metrics are read when a log entry is due; callbacks in between get none.
+    Metrics are read when a log entry is due; callbacks in between get `rollout/mean_reward` alone.
     """
 
     default_algorithm = "dqn"
     uses_replay = True
     ways_to_set_length = "learn(total_timesteps) or max_timesteps"
 
-    def __init__(self, env: Any, cfg: Any = None, algorithm: str | None = None, *args: Any, **options: Any) -> None:
-        if len(args) > len(DOCUMENTED_ORDER):
-            raise TypeError(f"OffPolicyRunner takes at most {len(DOCUMENTED_ORDER) + 3} positional arguments")
-        super().__init__(env, cfg, algorithm=algorithm, **dict(zip(DOCUMENTED_ORDER, args, strict=False)), **options)
+    @documented(
+        *(
+            "env",
+            "cfg",
+            "algorithm",
+            "q_network_class",
+            "obs_space",
+            "action_space",
+            "q_network_cfg",
+            "agent",
+            "log_dir",
+        ),
+        *("save_dir", "device", "log_interval", "save_interval", "actor_class", "critic_class", "actor_cfg"),
+        "critic_cfg",
+    )
+    def __init__(self, env: Any, cfg: Any = None, algorithm: str | None = None, **options: Any) -> None:
+        super().__init__(env, cfg, algorithm=algorithm, **options)
 
     def set_up(self) -> None:
         """Allocate the statistics."""
@@ -73,7 +71,9 @@ class OffPolicyRunner(Runner):
         self, total_timesteps: int | None = None, init_at_random_ep_len: bool = False, trial: Any = None, **length: Any
     ) -> LearnResult:
         """Train for more environment steps, rounded up to whole vector steps, or for `num_learning_iterations` more."""
-        end = self.iteration + self.count_iterations(length.get("num_learning_iterations"), total_timesteps)
+        end = self.iteration + construction.count_iterations(
+            self, length.get("num_learning_iterations"), total_timesteps
+        )
         left = (max(end, self.planned_iterations() or 0) - self.iteration) * self.env.num_envs  # steps of this rank
         needed = self.alg.steps_before_learning - self.alg.num_stored
         if 0 < left < needed and self.cfg.offline_data is None and RANKS.is_first:

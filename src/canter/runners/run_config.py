@@ -9,8 +9,9 @@ from typing import Any
 
 from canter.algorithms import REGISTRY, Entry
 from canter.algorithms.algorithm import CommonRunSettings, field_names, is_run_settings
+from canter.compat.training_dicts import as_sections, translated
 from canter.modules.build import NETWORKS
-from canter.runners.rsl_rl_config import Translation, as_sections
+from canter.runners.run_log import check_trial_metric
 from canter.utils.config import check_settings, combined_settings, nearest, unknown_setting
 
 # Keys of launch scripts, which a training dict may contain.
@@ -32,6 +33,14 @@ class RunPlan:
     """Actions are clamped to plus and minus this before the environment gets them."""
     resume: bool = False
     """Whether a checkpoint must be loaded before `learn`."""
+
+    def override(self, settings: Mapping[str, Any], training_dict: Any) -> Any:
+        """Replace the config by a copy with the settings that are not None; returns it."""
+        given = {name: value for name, value in settings.items() if value is not None}
+        self.cfg = dataclasses.replace(self.cfg, **given)  # the user's object stays unchanged
+        check_trial_metric(self.cfg.trial_metric)
+        self.cfg.training_dict = training_dict if isinstance(training_dict, Mapping) else {}
+        return self.cfg
 
     def to_dict(self) -> dict[str, Any]:
         """The flat documented layout, complete, in plain containers; `parse_train_cfg` reads it back."""
@@ -88,8 +97,7 @@ def parse_train_cfg(
     Network classes and their settings, and the algorithm's name, may be given beside the dict; they must not contradict
     it. `default` is the algorithm where neither names one.
     """
-    translation = Translation(train_cfg)
-    top = translation.run()
+    top = translated(train_cfg)
     algorithm, policy = top.pop("algorithm"), top.pop("policy")
     names = (top.pop("algorithm_class_name", None), top.pop("policy_class_name", None))
     given_name, policy_name = algorithm.pop("class_name", names[0]), policy.pop("class_name", None) or names[1]
@@ -133,7 +141,7 @@ def make_plan(
 
     With `uses_replay`, an algorithm that needs the other kind of runner is refused.
     """
-    if hasattr(train_cfg, "algorithm"):  # a training dict written as a dataclass, as Isaac Lab's and mjlab's are
+    if hasattr(train_cfg, "algorithm"):  # a training dict written as a dataclass
         train_cfg = as_sections(train_cfg)
     if dataclasses.is_dataclass(train_cfg) or isinstance(cfg, Mapping):
         train_cfg, cfg = cfg, train_cfg

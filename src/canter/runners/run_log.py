@@ -5,12 +5,17 @@ import inspect
 import json
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from canter.algorithms.user_code import is_users
+from canter.utils.checkpoint import find_checkpoints
 from canter.utils.code_state import store_code_state
+from canter.utils.console import Console, table
 from canter.utils.distributed import RANKS
 from canter.utils.files import atomic_write
 from canter.utils.logging import Logger
@@ -19,6 +24,7 @@ from canter.utils.run_data import MACHINE_NAME
 from canter.utils.runtime import describe_machine
 
 EVENTS = ("pre_iteration", "post_iteration", "pre_rollout", "post_rollout", "pre_update", "post_update")
+MAX_HISTORY = 10_000  # log entries; metrics.jsonl has them all
 LOSS_NAMES = {"surrogate_loss": "policy_loss", "entropy": "entropy_loss"}
 DIFF_HEADING = b"\n# git diff HEAD\n"
 
@@ -35,10 +41,49 @@ def store_code(directory: Path, repositories: list[str], with_diff: bool, writer
             writer.save_file(path.with_suffix(".status") if heading else path)
 
 
+def open_log(runner: Any) -> None:
+    """Open the logger of a runner, if it has a run directory; after loading, later entries are removed."""
+    if runner.writer is None and runner.log_dir is not None and RANKS.is_first:
+        if runner.tot_timesteps == 0 and runner.resumed_at is None:
+            warn_of_earlier_run(runner.save_dir or runner.log_dir)
+        runner.write_config()
+        cfg = runner.cfg
+        runner.writer = Logger(cfg.logger_backend, runner.log_dir, cfg.logger_kwargs, runner.config())
+    if runner.writer is not None and runner.resumed_at is not None:
+        runner.writer.truncate_after(runner.resumed_at)
+        runner.resumed_at = None
+
+
+def warn_of_earlier_run(directory: Path) -> None:
+    """Warn if a new run is about to write its files between those of another one."""
+    if directory.is_dir() and (found := find_checkpoints(directory)):
+        problem = f"{directory} has checkpoints of an earlier run, up to {found[-1][1].name}; this run adds its own"
+        warnings.warn(f"{problem}: use another log_dir, or load a checkpoint to continue that run", stacklevel=5)
+
+
 def train_metrics(losses: Mapping[str, Any], stats: Mapping[str, Any]) -> dict[str, Any]:
     """Results of an update under the names by which they are logged."""
     named = {f"train/{LOSS_NAMES.get(name, name)}": value for name, value in losses.items()}
     return named | {name if "/" in name else f"train/{name}": value for name, value in stats.items()}
+
+
+def log_metrics(runner: Any, locs: Mapping[str, Any], width: int = 80, pad: int = 35) -> str:
+    """Write metrics to the backends of a runner, print them as a table and return the table; see `Runner.log`."""
+    metrics = locs.get("metrics")
+    if not isinstance(metrics, Mapping):
+        dicts = (locs[name] if isinstance(locs.get(name), Mapping) else {} for name in ("losses", "stats"))
+        named = train_metrics(*dicts).items()
+        named = {name: float(value) for name, value in named if not torch.is_tensor(value) or value.numel() == 1}
+        floats = {name: value for name, value in locs.items() if isinstance(value, float)}
+        if runner.stats.tracker.step:
+            runner.stats.rollout_metrics({})
+        metrics = runner.stats.newest | runner.robot_metrics() | floats | named
+    if runner.writer is not None:
+        runner.writer.log_scalars({**metrics, "iteration": runner.iteration}, runner.tot_timesteps)
+    text = table(metrics, width, pad)
+    if locs.get("console") is None:  # within `learn` the progress display shows the metrics
+        print(text)  # noqa: T201 (documented)
+    return text
 
 
 def log_histograms(runner: Any) -> None:
@@ -110,25 +155,78 @@ class Callbacks:
             self.sync()
 
 
-class RunnerLogger:
-    """A runner's logging under the names of rsl_rl's `Logger`."""
+class LearnResult(NamedTuple("RobotMetrics", [("velrmsd", float), ("CoT", float)])):
+    """Result of `learn`: unpacks to (velrmsd, CoT); `history` has the metrics of the last `MAX_HISTORY` log entries."""
 
-    def __init__(self, runner: Any) -> None:
-        self.runner, self.log_dir, self.writer = runner, runner.log_dir and str(runner.log_dir), runner.writer
-        self.git_status_repos, self.cfg, self.tot_timesteps = runner.git_repos, runner.cfg, runner.tot_timesteps
-        self.rewbuffer, self.lenbuffer = runner.rewbuffer, runner.lenbuffer
-        self.disable_logs = runner.disable_logs
+    history: list[dict[str, float]]
+
+
+class Progress:
+    """What one call of `learn` reports: to the log, the terminal and a hyperparameter search."""
+
+    def __init__(self, runner: Any, trial: Any) -> None:
+        cfg = runner.cfg
+        self.runner = runner
+        self.reporter = None if trial is None else TrialReporter(trial, cfg.trial_metric, cfg.eval_interval)
+        self.history: deque[dict[str, float]] = deque(maxlen=MAX_HISTORY)
+        self.display: Any = None
+
+    @contextlib.contextmanager
+    def console(self, last: int) -> Iterator[None]:
+        """Show the progress up to the iteration `last` in the terminal."""
+        runner = self.runner
+        title = str(runner.run_info.get("task", type(runner.alg).__name__))
+        with Console(last, title, runner.show_progress, runner.iteration, path=runner.log_dir) as self.display:
+            self.display.update(runner.iteration, runner.tot_timesteps, {})
+            yield
+
+    def report(self, metrics: dict[str, float]) -> bool:
+        """Evaluate and log if that is due, after an iteration; returns whether the search prunes the run."""
+        runner, is_pruned = self.runner, False
+        evaluated: dict[str, float] = {}
+        if runner.is_due(runner.cfg.eval_interval):
+            evaluated = RANKS.on_first(self._evaluate)
+            metrics |= evaluated
+        if is_logged := runner.is_due(runner.log_interval):
+            metrics |= runner.stats.extras.take() | runner.stats.components.take()
+            if RANKS.size > 1:
+                metrics = RANKS.mean_metrics({**metrics, "time/collectives": RANKS.seconds})
+                RANKS.seconds = 0.0
+        if metrics and self.reporter is not None:
+            is_pruned = self.reporter.report(metrics, runner.metrics_velrmsd, runner.metrics_CoT, runner.iteration)
+        try:
+            if runner.callbacks.by_event["post_iteration"]:
+                seen = metrics or runner.stats.so_far()
+                runner.callbacks.fire("post_iteration", runner, seen)  # what it adds to the metrics is logged
+        finally:
+            if is_logged or (evaluated and runner.log_interval):  # an evaluation is logged between two entries too
+                entry = metrics if is_logged else evaluated
+                runner.log({"metrics": entry, "console": self.display})
+                self.history.append(entry)
+            self.display.update(runner.iteration, runner.tot_timesteps, metrics)
+        if runner.writer is not None and not runner.has_stored_code:
+            runner.has_stored_code = True
+            store_code(runner.log_dir, runner.git_repos, runner.cfg.git_diff, runner.writer)
+        return is_pruned
+
+    def _evaluate(self) -> dict[str, float]:
+        """The `eval/` metrics of an iteration; none if a signal ends the training, after this iteration."""
+        with contextlib.suppress(StopTraining):
+            return self.runner.eval(self.runner.cfg.eval_episodes)
+        return {}
 
     @property
-    def logger_type(self) -> str:
-        """Name of the first logging backend."""
-        backend = self.cfg.logger_backend
-        return backend if isinstance(backend, str) else backend[0]
+    def newest(self) -> dict[str, float]:
+        """The metrics of the last log entry; {} before the first."""
+        return self.history[-1] if self.history else {}
 
-    def save_model(self, path: str | Path, it: int) -> None:
-        """Send a checkpoint to the logging services."""
-        if self.writer is not None:
-            self.writer.save_model(Path(path), it)
+    def result(self) -> LearnResult:
+        """The robot metrics and the history, at the end of `learn`."""
+        if self.reporter is not None:
+            self.reporter.warn_if_unused()
+        result = LearnResult(float(self.runner.metrics_velrmsd), float(self.runner.metrics_CoT))
+        result.history = list(self.history)
+        return result
 
 
 class TrialPruned(Exception):  # noqa: N818 (Optuna's name)

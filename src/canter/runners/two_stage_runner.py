@@ -49,6 +49,8 @@ class TwoStageRunner(OnPolicyRunner):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r"\w+ has no teacher")  # the dataset replaces it
             super().__init__(env, given if isinstance(train_cfg, Mapping) else train_cfg, *args, **kwargs)
+        stage = {"pretrain_dataset": self.pretrain_dataset, "pretrain_iterations": self.pretrain_iterations}
+        self.cfg.training_dict = {**self.cfg.training_dict, **stage}
         if self.pretrain_iterations and not hasattr(self.alg, "collect_transition_from_dataset"):
             way_out = "use TPPO (without a teacher it clones behaviour), or pretrain_iterations=0"
             raise TypeError(f"{type(self.alg).__name__} cannot learn from recorded steps; {way_out}")

@@ -186,6 +186,11 @@ class SarsaRolloutStorage(RolloutStorage):
         """(T + 1, N, ...) of a flat observation."""
         return self.all_rows["obs"]
 
+    @property
+    def next_critic_observations(self) -> Any:
+        """(T, N, ...) the critic's next observations; the actor's if the critic uses those."""
+        return self.next_observations if self.privileged_obs_shape is None else self.next_privileged_observations
+
     def put(self, row: int | Tensor, values: Mapping[str, Any]) -> None:
         """Copy one step to a row; a final state that it lacks is the next one."""
         known = {name: value for name, value in values.items() if value is not None}

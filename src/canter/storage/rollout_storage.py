@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Generator, Tensor
 
+from canter.compat.arguments import also_here
+from canter.compat.names import StorageNames
 from canter.storage.trajectories import Trajectories, episode_starts, start_positions, trajectory_index
 from canter.utils.distributed import RANKS
 from canter.utils.memory import check_memory
@@ -99,7 +101,7 @@ class Transition:
         self.__dict__ = {}
 
 
-class RolloutStorage:
+class RolloutStorage(StorageNames):
     """The last rollout: T steps of N environments, one tensor per field.
 
     Args:
@@ -113,6 +115,7 @@ class RolloutStorage:
     """
 
     Transition = Transition
+    MiniBatch = MiniBatch
     older = 0  # rows of earlier rollouts
     unpack_hidden: Any = None  # gives memories by name for what `policy.get_hidden_states()` returns
 
@@ -421,3 +424,9 @@ def observation_fields(
         leaf = leaf if isinstance(leaf, Field) else Field(tuple(leaf), dtype=dtype)
         fields[name + dotted] = Field(leaf.shape, batch + dotted, source + dotted, leaf.dtype)
     return fields
+
+
+_RINGS = "canter.storage.queue_rollout_storage"
+__getattr__ = also_here(
+    QueueRolloutStorage=_RINGS, ActionLabelRollout=_RINGS, AmpRolloutStorage=_RINGS, SarsaRolloutStorage=_RINGS
+)

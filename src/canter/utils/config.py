@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 from typing_extensions import dataclass_transform
 
+from canter.compat.spellings import OTHER_SPELLINGS
+
 T = TypeVar("T", bound=type)
 KINDS: dict[str, tuple[type, ...]] = {
     "bool": (bool,),
@@ -23,24 +25,6 @@ KINDS: dict[str, tuple[type, ...]] = {
 }
 
 NEAR = 0.85  # similarity of two names of which one is taken for a typo of the other
-
-# ApexRL's spelling of a setting -> canter's.
-OTHER_SPELLINGS = {
-    "num_steps": "num_steps_per_env",
-    "num_epochs": "num_learning_epochs",
-    "batch_size": "num_mini_batches",
-    "minibatch_size": "num_mini_batches",
-    "clip_range": "clip_param",
-    "clip_range_vf": "use_clipped_value_loss",
-    "gae_lambda": "lam",
-    "vf_coef": "value_loss_coef",
-    "ent_coef": "entropy_coef",
-    "learning_rate_schedule": "schedule",
-    "normalize_observations": "empirical_normalization",
-    "optimizer": "optimizer_class_name",
-    "min_log_std": "clip_min_std",
-    "max_log_std": "clip_max_std",
-}
 
 # Short forms, and names of other libraries -> settings, of which the first that exists is suggested.
 SHORT_FORMS = {
@@ -125,7 +109,7 @@ def check_settings(owner: str, given: Mapping[str, Any], known: Iterable[str]) -
 
 
 def setting_names(cls: type) -> set[str]:
-    """Keywords accepted by the constructors of a class and its bases."""
+    """Keywords accepted by the constructors of a class and its bases, without those that the class replaces."""
     names: set[str] = set()
     for base in cls.__mro__:
         if base.__module__.startswith("torch.") or base is object:
@@ -133,7 +117,7 @@ def setting_names(cls: type) -> set[str]:
         if "__init__" in vars(base):
             parameters = inspect.signature(base.__init__).parameters.values()
             names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return names - {"self"}
+    return names - {"self", *getattr(cls, "replaced_settings", ())}
 
 
 def refuse_unknown(cls: type, unknown: Iterable[str]) -> None:

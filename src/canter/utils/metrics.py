@@ -87,6 +87,8 @@ class StepStats:
         if self.check_first is not None:
             self.check_first(record)
             self.check_first = None
+        if self.tracker.step == len(self.tracker.rows):  # a user's own loop, which reads no metrics
+            self.rollout_metrics({})
         if self.guard.is_immediate:
             groups: dict[str, Any] = {"obs": record.obs, "reward": record.reward, "final_obs": record.final_obs}
             if record.critic_obs is not record.obs:
@@ -130,6 +132,11 @@ class StepStats:
             self.newest["episode/mean_reward"] = sum(tracker.rewbuffer) / len(tracker.rewbuffer)
             self.newest["episode/mean_length"] = sum(tracker.lenbuffer) / len(tracker.lenbuffer)
         return dict(self.newest)
+
+    def so_far(self) -> dict[str, float]:
+        """The mean reward of the steps since the last read, or of those before it; empty before the first step."""
+        reward, _, valid = self.tracker.rows[: self.tracker.step].unbind(1)
+        return {"rollout/mean_reward": float((reward * valid).sum() / valid.sum())} if len(reward) else self.newest
 
     def clear_running(self) -> None:
         """Drop the unfinished episodes, because the environments were reset."""

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from canter.compat.spellings import TRANSLATED_MODULES
 from canter.utils.files import StrPath, open_read
 
 MAX_TEXT = 1 << 20  # bytes of a config, a record or a manifest
@@ -138,7 +139,7 @@ def named_modules(config: Any, key: str = "") -> Iterator[tuple[str, str]]:
             yield from ((path, text.rpartition(":")[0]) for text in texts)
         if not isinstance(value, str):
             yield from named_modules(value, path)
-        elif name in CODE_SETTINGS and not value.startswith("rsl_rl.") and (":" in value or "." in value):
+        elif name in CODE_SETTINGS and not value.startswith(TRANSLATED_MODULES) and (":" in value or "." in value):
             yield path, value.replace(":", ".").rpartition(".")[0]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from canter.compat.arguments import also_here
 from canter.utils.obs_layout import ObsLayout, Segments
 
 Image = TypeVar("Image", np.ndarray, Tensor)
@@ -94,3 +95,6 @@ def compress_normalized_image(image: Image) -> Image:
 def decompress_normalized_image(image: Image) -> Image:
     """Convert a uint8 image of `compress_normalized_image` to float32 in [0, 1]."""
     return image.float() / 255.0 if isinstance(image, Tensor) else image.astype(np.float32) / np.float32(255.0)
+
+
+__getattr__ = also_here(unpad_trajectories="canter.storage.trajectories")

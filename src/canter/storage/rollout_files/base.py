@@ -55,14 +55,17 @@ class RolloutFileBase(IterableDataset, ABC):
     def get_transition_batch(self) -> tuple[Any, dict[str, Any]]:
         """One transition of every environment and its infos, like an environment step."""
         buffer = self.get_batch()
-        if "timeout" not in buffer:
-            return buffer, {}
-        return buffer, {"time_outs": buffer["timeout"] if isinstance(buffer, Mapping) else buffer.timeout}
+        timeout = buffer.get("timeout") if isinstance(buffer, Mapping) else getattr(buffer, "timeout", None)
+        return buffer, {} if timeout is None else {"time_outs": timeout}
 
     def fill_transitions(self, buffer: Any, num_transitions_per_env: int) -> None:
         """Fill fields (k, N, ...), step by step."""
         for step in range(num_transitions_per_env):
-            self.fill_transition(tree_map(itemgetter(step), buffer))
+            if hasattr(buffer, "_make"):
+                part = buffer._make(None if field is None else field[step] for field in buffer)
+            else:
+                part = tree_map(itemgetter(step), buffer)
+            self.fill_transition(part)
 
     def __iter__(self) -> Iterator[Any]:
         self.reset()
@@ -81,7 +84,7 @@ class RolloutFileBase(IterableDataset, ABC):
 
     @abstractmethod
     def get_buffer(self, num_transitions_per_env: int | None = None) -> Any:
-        """Tensors to fill: a (nested) dict, or a tuple class made by `namedarraytuple`."""
+        """Tensors to fill: a (nested) dict, or a named tuple."""
 
     @abstractmethod
     def fill_transition(self, buffer: Any, env_ids: Tensor | None = None) -> None:

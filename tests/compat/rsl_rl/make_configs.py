@@ -1,7 +1,7 @@
 """Writes the training dicts of mjlab's and Isaac Lab's tasks (mjlab 1.6.0, Isaac Lab 2.3.2 and 3.0.0 were used).
 
-pip install mjlab && python tests/runners/rsl_rl/make_configs.py
-pip install isaaclab==3.0.0 && python tests/runners/rsl_rl/make_configs.py 3.0.0
+pip install mjlab && python tests/compat/rsl_rl/make_configs.py
+pip install isaaclab==3.0.0 && python tests/compat/rsl_rl/make_configs.py 3.0.0
 
 Those of Isaac Lab are written as its train script gives them to the runner, one for each set of keys and classes.
 """

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from canter.algorithms import PPO
+from canter.compat.training_dicts import DEFAULTS, TABLE, Translation, complete_rnd, signed_permutation
 from canter.envs import records
 from canter.envs.wrappers import ClipActions
 from canter.modules import ActorCritic, ActorCriticRecurrent, Beta, register_policy
 from canter.modules.normalizer import EmpiricalNormalization, NoNormalization
 from canter.runners import OnPolicyRunner
-from canter.runners.rsl_rl_config import DEFAULTS, TABLE, Translation, complete_rnd, signed_permutation
 from canter.runners.run_config import make_plan, parse_train_cfg
 
 pytest.importorskip("tensordict")

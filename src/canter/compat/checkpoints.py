@@ -10,10 +10,14 @@ A checkpoint of its Distillation has a student and a teacher instead: student_st
 and 5.x, prefixes of model_state_dict before.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+
+from canter.utils.config import setting_names
 
 NORMALIZERS = {
     "obs_norm_state_dict": "obs_normalizer",
@@ -38,8 +42,49 @@ DISTILLED = {
     "student": {"student": "actor", "memory_s": "memory_a", "student_obs_normalizer": "obs_normalizer"},
     "teacher": {"teacher": "actor", "memory_t": "memory_a", "teacher_obs_normalizer": "obs_normalizer"},
 }
+PARTS = ("actor", "critic", "student", "teacher", "optimizer", "iteration", "rnd")
 # Order in which our policies, and so their optimizers, have their parameters.
 ORDER = ("std", "log_std", "actor", "critic", "memory_a", "memory_c")
+
+
+class LoadOptions(NamedTuple):
+    """What of a checkpoint is loaded, and where to."""
+
+    load_optimizer: bool
+    map_location: Any
+    load_cfg: Mapping[str, bool] | None
+    strict: bool
+
+
+def load_options(
+    load_optimizer: Any, map_location: Any, others: Sequence[Any], load_cfg: Mapping[str, bool] | None, strict: bool
+) -> LoadOptions:
+    """The arguments of a runner's `load`.
+
+    By position they come as in rsl_rl 5.x (path, load_cfg, strict, map_location) or 3.x (path, load_optimizer,
+    map_location); a student counts as the actor and the critic.
+    """
+    if isinstance(load_optimizer, Mapping):
+        load_optimizer, load_cfg = True, load_optimizer
+    if isinstance(map_location, bool):
+        strict, map_location, others = map_location, others[0] if others else None, others[1:]
+    if others:
+        raise TypeError(f"load takes path, load_cfg, strict and map_location; {others[0]!r} is one too many")
+    if unknown := [name for name in load_cfg or () if name not in PARTS]:
+        raise ValueError(f"load_cfg has no part {unknown[0]!r}; parts of a checkpoint are {', '.join(PARTS)}")
+    if load_cfg is not None and "student" in load_cfg:
+        load_cfg = {**load_cfg, "actor": load_cfg["student"], "critic": load_cfg["student"]}
+    return LoadOptions(load_optimizer is not False, map_location, load_cfg, strict)
+
+
+def known_settings(cls: type, settings: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The settings in an old run's config.json that a class takes; one warning names the others."""
+    if path.suffix != ".json":
+        return dict(settings)
+    known = setting_names(cls)
+    if ignored := [name for name in settings if name not in known and settings[name] is not None]:
+        warnings.warn(f"{path}: ignored {', '.join(ignored)}, which {cls.__name__} does not take", stacklevel=4)
+    return {name: value for name, value in settings.items() if name in known}
 
 
 def import_state(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from canter.modules.rsl_rl_models import RslRlModels, model_class
+from canter.compat.models import RslRlModels, model_class
 from canter.runners import OnPolicyRunner
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from canter.compat.training_dicts import Translation
 from canter.envs import Pendulum
 from canter.modules import ActorCriticRecurrent
 from canter.runners import OnPolicyRunner
-from canter.runners.rsl_rl_config import Translation
 from canter.runners.run_config import parse_train_cfg
 
 pytest.importorskip("tensordict")

@@ -4,8 +4,8 @@ import torch
 from gymnasium import spaces
 from no_host_sync import NoHostSync
 
+from canter.compat.batched_envs import RslRlAdapter, is_batched, join_groups, resolve_sets
 from canter.envs.records import take_groups
-from canter.envs.rsl_rl import RslRlAdapter, is_batched, join_groups, resolve_sets
 
 ACTION = torch.zeros(3, 2)
 A, B, C = torch.full((2, 1), 1.0), torch.full((2, 2), 2.0), torch.full((2, 3), 3.0)

@@ -67,6 +67,8 @@ class RslRlModels(ActorCritic):
         share_cnn_encoders: The critic uses the actor's image encoders.
     """
 
+    takes_groups = True
+    """Whether observations come as a dict of groups, not as one vector."""
     replaced_settings = (
         "actor_hidden_dims",
         "critic_hidden_dims",

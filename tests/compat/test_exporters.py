@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from canter.compat import exporters
 from canter.envs import PointRobot
-from canter.export import rsl_rl
 from canter.export.runtime import BundleError
 from canter.runners import OnPolicyRunner
 
@@ -131,13 +131,13 @@ def test_the_onnx_file_of_a_runner_has_the_ports_of_rsl_rl_for_any_batch_and_its
 
 
 def test_an_onnx_file_with_other_actions_is_refused(tmp_path, monkeypatch):
-    runner, right = trained("lstm"), rsl_rl.OnnxStep.forward
+    runner, right = trained("lstm"), exporters.OnnxStep.forward
 
     def wrong(self, *tensors):
         actions, *states = right(self, *tensors)
         return (actions + 1e-3, *states)
 
-    monkeypatch.setattr(rsl_rl.OnnxStep, "forward", wrong)
+    monkeypatch.setattr(exporters.OnnxStep, "forward", wrong)
     with pytest.raises(BundleError, match=r"policy.onnx differs from the recorded samples by .*, more than 1e-05"):
         runner.export_policy_to_onnx(tmp_path)
     assert not (tmp_path / "policy.onnx").exists()
@@ -151,14 +151,14 @@ def test_the_files_of_a_runner_have_its_actions(kind, tmp_path):
 
 
 def test_a_jit_file_with_other_actions_is_refused(tmp_path, monkeypatch):
-    runner, right = trained("lstm"), rsl_rl.jit_module
+    runner, right = trained("lstm"), exporters.jit_module
 
     def wrong(acting):
         module = right(acting)
         dict(module.named_buffers())["policy_actor_0_bias"].add_(1e-3)
         return module
 
-    monkeypatch.setattr(rsl_rl, "jit_module", wrong)
+    monkeypatch.setattr(exporters, "jit_module", wrong)
     with pytest.raises(BundleError, match=r"policy.pt differs from the recorded samples by .*, more than 1e-05"):
         runner.export_policy_to_jit(tmp_path)
     assert not (tmp_path / "policy.pt").exists()

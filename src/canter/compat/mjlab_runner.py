@@ -33,16 +33,16 @@ class MjlabRunner(OnPolicyRunner):
 
     def export_policy_to_onnx(self, path: str | Path, filename: str = "policy.onnx", verbose: bool = False) -> None:
         """Write the policy as an ONNX file that was compared with it; with the motion of a tracking task."""
-        from canter.export.rsl_rl import write_onnx, write_onnx_with_motion  # the exporters load slowly
+        from canter.compat.exporters import write_onnx, write_onnx_with_motion  # the exporters load slowly
 
         write = write_onnx if self.motion is None else write_onnx_with_motion
         write(self, Path(path) / filename)
 
     def save(self, path: str | Path | None = None, infos: Any = None) -> None:
         """Write a checkpoint and the ONNX file beside it; training continues if the file cannot be written."""
-        path = self.checkpoints.numbered() if path is None else Path(path)
-        super().save(path, infos)
-        folder, run = path.parent, getattr(sys.modules.get("wandb"), "run", None)
+        checkpoint = self.checkpoints.numbered() if path is None else Path(path)
+        super().save(checkpoint, infos)
+        folder, run = checkpoint.parent, getattr(sys.modules.get("wandb"), "run", None)
         file = folder / f"{folder.name}.onnx"
         try:
             self.export_policy_to_onnx(folder, file.name)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from canter.algorithms import REGISTRY
+from canter.compat.spellings import TRANSLATED_MODULES
 from canter.envs.records import warn_once
 from canter.modules.build import POLICIES
 from canter.utils.config import did_you_mean
@@ -108,6 +109,11 @@ def as_sections(cfg: Any) -> Any:
     if isinstance(cfg, Mapping):
         return {key: as_sections(value) for key, value in cfg.items() if value is not dataclasses.MISSING}
     return cfg
+
+
+def translated(cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """A training dict of any library as canter's; the keys that change nothing are listed in one warning."""
+    return Translation(cfg).run()
 
 
 class Translation:
@@ -387,7 +393,7 @@ MODEL_KEYS = ("hidden_dims", "activation", "cnn_cfg")
 def class_path(given: Any) -> str:
     """The name of a class, given as a name or as the class; without its module if it is rsl_rl's or canter's own."""
     path = f"{given.__module__}:{given.__qualname__}" if isinstance(given, type) else str(given)
-    return path.replace(":", ".").rpartition(".")[2] if path.startswith(("rsl_rl.", "canter.")) else path
+    return path.replace(":", ".").rpartition(".")[2] if path.startswith((*TRANSLATED_MODULES, "canter.")) else path
 
 
 def registered_name(given: Any, classes: Mapping[str, type]) -> str:

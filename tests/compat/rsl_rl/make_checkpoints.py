@@ -1,6 +1,6 @@
 """Writes the checkpoints beside this file with the rsl_rl that is installed: 2.3.3, 3.3.0, 4.0.1 and 5.5.1 were used.
 
-    pip install rsl-rl-lib==5.5.1 tensordict && python tests/runners/rsl_rl/make_checkpoints.py
+    pip install rsl-rl-lib==5.5.1 tensordict && python tests/compat/rsl_rl/make_checkpoints.py
 
 A checkpoint is written by rsl_rl's own runner after two iterations. Its `infos` hold the training dict, three
 observations and the actions and values that rsl_rl gives for them; before the third, episodes ended in `dones`.
