@@ -381,7 +381,7 @@ def test_samplers_and_pruners_have_short_names_and_a_grid_is_tried_once(make_wor
         finish(worker)
     assert done
     assert len({tuple(trial.params.values()) for trial in study.get_trials()}) == 4
-    with pytest.raises(ValueError, match="Optuna has no sampler 'tpee'; there are .*tpe"):
+    with pytest.raises(ValueError, match="'tpe'"):
         open_study(parse_sweep([*args[:4], "--sampler", "tpee", "--study", "h"]))
 
 

@@ -20,7 +20,7 @@ from canter.modules.q_networks import (
     normalize_weights,
 )
 from canter.storage.replay import ReplayBatch
-from canter.utils.config import setting, settings
+from canter.utils.config import setting, settings, unknown_name
 from canter.utils.tree import Obs
 
 CRITIC_CLASSES = (MLPContinuousQNetwork, CNNContinuousQNetwork)
@@ -311,5 +311,5 @@ def profile_settings(algorithm: str, name: str | None) -> dict[str, Any]:
         return {}
     profiles = PROFILES.get(algorithm.lower(), {})
     if name not in profiles:
-        raise ValueError(f"{algorithm} has no profile {name!r}; there are {', '.join(profiles) or 'none'}")
+        raise ValueError(unknown_name("profile", name, profiles, algorithm))
     return dict(profiles[name])

@@ -19,6 +19,7 @@ from canter.cli.flags import at_least, given, parse
 from canter.cli.runs import open_runner
 from canter.presets import load_preset
 from canter.runners import Runner, StopTraining
+from canter.utils.config import unknown_name
 from canter.utils.runtime import resolve_device, usable_cores
 
 GPU_ENVS, CPU_ENVS = 4096, 256
@@ -69,7 +70,7 @@ def bench(args: Sequence[str]) -> int:
         return 0
     name, *rest = args if args and not args[0].startswith("-") else ("iteration", *args)
     if name not in BENCHMARKS:
-        raise UserError(f"canter bench has no {name!r}; there are {', '.join(BENCHMARKS)}")
+        raise UserError(unknown_name("benchmark", name, BENCHMARKS, "canter bench"))
     with user_errors():
         options_type, show = BENCHMARKS[name]
         iteration = IterationOptions(*machine_defaults(given(rest, "--device")))

@@ -16,6 +16,7 @@ from canter.cli.options import TrainOptions, parse_train
 from canter.cli.run_process import POLL_S, RunPool, TrainingRun
 from canter.cli.search_space import Space, grid, parse_space, starting_point, suggest, to_flags
 from canter.cli.sweep_report import write_results
+from canter.utils.config import unknown_name
 from canter.utils.run_data import load_run, short
 from canter.utils.runtime import StopSignal, usable_cores
 
@@ -215,7 +216,7 @@ def optuna_object(module: Any, kind: str, name: str, args: Mapping[str, Any]) ->
     known = {cls.removesuffix(kind).lower(): getattr(module, cls) for cls in classes}
     wanted = name.lower().replace("-", "").replace("_", "").removesuffix(kind.lower())
     if wanted not in known:
-        raise ValueError(f"Optuna has no {kind.lower()} {name!r}; there are {', '.join(sorted(known))}")
+        raise ValueError(unknown_name(kind.lower(), name, known, "Optuna"))
     return known[wanted](**args)
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from canter.utils.config import unknown_name
 from canter.utils.logging.backends import BACKENDS, Backend, register_logger
 
 _MAX_FAILURES = 5
@@ -240,8 +241,8 @@ class Logger(contextlib.AbstractContextManager["Logger"]):
 
 def _settings_by_name(names: list[str], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     if unknown := [name for name in names if name not in BACKENDS]:
-        known = f"registered are {', '.join(sorted(BACKENDS))}. Add your own with canter.utils.logging.register_logger"
-        raise ValueError(f"no logging backend is named {unknown[0]!r}; {known}")
+        known = f"there are {', '.join(sorted(BACKENDS))}; canter.utils.logging.register_logger adds your own"
+        raise ValueError(unknown_name("logging backend", unknown[0], BACKENDS, otherwise=known))
     nested = [key for key, value in given.items() if key in BACKENDS and isinstance(value, Mapping)]
     if nested and len(nested) < len(given):
         flat = next(key for key in given if key not in nested)
