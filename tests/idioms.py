@@ -11,10 +11,10 @@ before every iteration i.
 - "either": replayed, or eager with that message.
 """
 
+import ast
 import copy
 import datetime
 import functools
-import inspect
 import itertools
 import os
 import random
@@ -24,6 +24,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import idiom_settings
@@ -204,14 +205,19 @@ def check_idiom(idiom: Idiom, execution: str, device: str, expected: str, on_pol
 
 
 IDIOMS: list[Idiom] = []
+# Lines of every class with its decorators; inspect would parse this file once for each.
+CLASS_LINES = {
+    node.name: range(min(part.lineno for part in (node, *node.decorator_list)), (node.end_lineno or node.lineno) + 1)
+    for node in ast.parse(Path(__file__).read_text(encoding="utf-8")).body
+    if isinstance(node, ast.ClassDef)
+}
 
 
 def idiom(expected: str, on_gpu: str | None = None, **options: Any) -> Callable[[type], type]:
     """Add a class to the table; `options` are settings of its algorithm."""
 
     def add(cls: type) -> type:
-        own = [inspect.getsourcelines(base) for base in cls.__mro__ if base.__module__ == __name__]
-        lines = {first + i for source, first in own for i in range(len(source))}
+        lines = {line for base in cls.__mro__ if base.__module__ == __name__ for line in CLASS_LINES[base.__name__]}
         build = functools.partial(build_run, cls, options)
         IDIOMS.append(Idiom(cls.__name__, build, expected, on_gpu or expected, lines))
         return cls
