@@ -344,8 +344,7 @@ class Runner(ABC):
         if is_logged := self.is_due(self.log_interval):
             metrics |= self.stats.extras.take() | self.stats.components.take()
             if RANKS.size > 1:
-                metrics = RANKS.mean_metrics({**metrics, "time/collectives": RANKS.seconds})
-                RANKS.seconds = 0.0
+                metrics = RANKS.mean_metrics({**metrics, "time/collectives": RANKS.take_seconds()})
         is_pruned = False
         if metrics and reporter is not None:
             is_pruned = reporter.report(metrics, self.metrics_velrmsd, self.metrics_CoT, self.iteration)

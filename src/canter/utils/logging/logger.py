@@ -183,7 +183,7 @@ class Logger(contextlib.AbstractContextManager["Logger"]):
         if clean is None and len(self._tags) < _MAX_TAGS:
             clean = self._tags[tag] = sanitize_tag(tag)
             if len(self._tags) == _MAX_TAGS:
-                warnings.warn(f"{_MAX_TAGS} different metric names were logged; new ones are dropped", stacklevel=4)
+                warnings.warn(f"{_MAX_TAGS} different metric names were logged; new ones are dropped", stacklevel=3)
         return clean
 
     def _each(self, call: Callable[[Backend], None], step: int = 0, patience: float = 1.0) -> None:
@@ -199,19 +199,19 @@ class Logger(contextlib.AbstractContextManager["Logger"]):
                     self.failures[name] += 1
                     self._failures_in_a_row[name] = _MAX_FAILURES
                     seconds = f"{type(backend).__name__} has not returned for {patience * (backend.timeout or 0):.0f} s"
-                    warnings.warn(f"{problem}; training goes on without it until it returns: {seconds}", stacklevel=4)
+                    warnings.warn(f"{problem}; training goes on without it until it returns: {seconds}", stacklevel=3)
                 elif self._failures_in_a_row.pop(name, 0) >= _MAX_FAILURES:
-                    warnings.warn(f"the logging backend {name!r} works again", stacklevel=4)
+                    warnings.warn(f"the logging backend {name!r} works again", stacklevel=3)
             except Exception as error:
                 self.failures[name] += 1
                 self._failures_in_a_row[name] += 1
                 if self.failures[name] == 1:
-                    warnings.warn(f"{problem}; training goes on: {type(error).__name__}: {error}", stacklevel=4)
+                    warnings.warn(f"{problem}; training goes on: {type(error).__name__}: {error}", stacklevel=3)
                 if self._failures_in_a_row[name] >= _MAX_FAILURES:
                     self._retry_at[name] = time.monotonic() + backend.retry_seconds
                 if self._failures_in_a_row[name] == _MAX_FAILURES and backend.retry_seconds:
                     pause = f"it is tried again every {backend.retry_seconds:.0f} s"
-                    warnings.warn(f"{problem} {_MAX_FAILURES} times in a row; {pause}", stacklevel=4)
+                    warnings.warn(f"{problem} {_MAX_FAILURES} times in a row; {pause}", stacklevel=3)
 
     def _open(self, name: str, backend_class: type[Backend], settings: Mapping[str, Any]) -> Backend:
         if backend_class.timeout is None:
