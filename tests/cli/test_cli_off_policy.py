@@ -13,7 +13,7 @@ from canter.utils.checkpoint import load_checkpoint
 from canter.utils.logging import read_rows
 
 TINY = ["--num-envs", "2", "--learning-starts", "20", "--batch-size", "8", "--log-interval", "20", "--no-video"]
-TINY += ["--final-episodes", "2", "--eval-episodes", "2", "--buffer-size", "500", "--name", "r"]
+TINY += ["--final-episodes", "2", "--eval-episodes", "2", "--buffer-size", "500", "--name", "r", "--execution", "eager"]
 NETS = {"dqn": ["--network-hidden-dims", "8"], "sac": ["--actor-hidden-dims", "8", "--critic-hidden-dims", "8"]}
 NETS["td3"] = NETS["sac"]
 TASKS = {"dqn": "canter/CartPole", "sac": "canter/PointRobot", "td3": "canter/PointRobot"}

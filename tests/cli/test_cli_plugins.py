@@ -53,7 +53,7 @@ def greet(name: tyro.conf.Positional[str], times: int = 1):
 register_command("greet", greet, "greet a person", "NAME")
 '''
 TINY = ["--num-envs", "2", "--num-steps-per-env", "8", "--total-timesteps", "32", "--final-episodes", "0", "--no-video"]
-TINY += ["--eval-interval", "0", "--name", "r"]
+TINY += ["--eval-interval", "0", "--name", "r", "--execution", "eager"]
 
 
 def canter(*args, cwd, plugins, command=(sys.executable, "-m", "canter.cli")):

@@ -23,7 +23,7 @@ from canter.cli.flags import TaskName, at_least, given, parse, read_values
 from canter.envs.wrap import env_options
 from canter.modules.build import POLICIES
 from canter.modules.utils import ALIASES
-from canter.presets import FALLBACK, load_preset
+from canter.presets import FALLBACK, find_preset
 from canter.runners.run_config import find_algorithm, parse_train_cfg
 from canter.utils.config import defaults_of, unknown_name, unused_settings
 from canter.utils.distributed import RANKS
@@ -116,7 +116,7 @@ def parse_train(
     file = read_config(given(args, "--config"))
     task = args[0] if args and not args[0].startswith("-") else file.get("task")
     name = given(args, "--algorithm") or given(args, "--algo") or (file.get("algorithm") or {}).get("class_name")
-    preset = load_preset(task or FALLBACK, find_algorithm(name or "ppo"), given(args, "--profile"))
+    preset = find_preset(task or FALLBACK, find_algorithm(name or "ppo"), given(args, "--profile"))
     preset = over_preset(preset, file)
     name = find_algorithm(preset["algorithm"]["class_name"])  # a task's profile may use another one
     run = preset.pop("run", {})

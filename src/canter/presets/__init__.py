@@ -60,6 +60,12 @@ def load_preset(task: str, algorithm: str = PPO, profile: str | None = None) -> 
     if preset_name(task, name) == FALLBACK and (near := misspelt(task, name)):
         text = f"{unknown_name('preset', task, [near])} These are the defaults of {display_name(name)}"
         warnings.warn(text, stacklevel=2)
+    return find_preset(task, name, profile)
+
+
+def find_preset(task: str, algorithm: str = PPO, profile: str | None = None) -> dict[str, Any]:
+    """What `load_preset` returns, without a warning about a misspelt task."""
+    name = find_algorithm(algorithm)
     preset = copy.deepcopy(presets(name).get(preset_name(task, name)))
     if name == PPO and task.startswith("mjlab/"):
         from canter.envs.mjlab import mjlab_training_dict  # mjlab registers settings with its tasks
@@ -74,7 +80,7 @@ def load_preset(task: str, algorithm: str = PPO, profile: str | None = None) -> 
     if profile in profiles:
         chosen = profiles[profile]
         other = find_algorithm((chosen.get("algorithm") or {}).get("class_name", name))
-        return merged(preset if other == name else load_preset(task, other), chosen)
+        return merged(preset if other == name else find_preset(task, other), chosen)
     if profile is not None:
         known = [*profiles, *PROFILES.get(name, ())]
         if profile not in known:
