@@ -1,4 +1,4 @@
-# make train | test | check | mutants | docs. Each installs what it needs into .venv, again only when the requirements change.
+# make train | test | check | docs. Each installs what it needs into .venv, again only when the requirements change.
 PYTHON ?= python3
 TASK ?= LunarLanderContinuous-v3
 ARGS ?=
@@ -11,7 +11,7 @@ comma := ,
 TRAIN_EXTRAS := box2d,mujoco,video$(if $(filter envpool/%,$(TASK)),$(comma)envpool)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check mutants format docs clean
+.PHONY: help train test check format docs clean
 
 help:  ## Say what there is to make.
 	@sed -n 's/^\([a-z]*\):.*  ## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -27,9 +27,6 @@ check: $(VENV)/.installed-dev  ## Check format, lint and types, then run the tes
 	@$(BIN)/ruff check
 	@$(BIN)/basedpyright
 	@$(PYTEST)
-
-mutants: $(VENV)/.installed-dev  ## Break single lines of the code and see whether the tests notice; minutes.
-	@$(BIN)/python tests/mutants/run.py $(ARGS)
 
 format: $(VENV)/.installed-dev  ## Format the code and fix what can be fixed.
 	@$(BIN)/ruff format

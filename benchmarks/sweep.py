@@ -3,7 +3,7 @@
     python benchmarks/sweep.py Pendulum-v1 --trials 20 --space learning_rate=log:3e-4..1e-2 gamma=0.9,0.95,0.98
     python benchmarks/sweep.py HalfCheetah-v5 --trials 8 --steps 50000 --space learning_rate=log:1e-4..3e-3
 
-`--processes` processes of `canter sweep` share one journal file. When `--kill-after` trials are finished, the first
+`--processes` processes of `canter sweep` share one database. When `--kill-after` trials are finished, the first
 process gets SIGKILL while it runs a trial. The others try that trial again and end the study. Then `canter seeds`
 trains the settings that the search began with, and the best ones, with seeds that the search has not seen.
 """
@@ -24,15 +24,13 @@ from report import report
 CANTER = [sys.executable, "-m", "canter.cli"]
 
 
-def finished(journal):
+def finished(database):
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    from optuna.storages.journal import JournalFileBackend
-
-    if not journal.exists():
+    if not database.exists():
         return []
-    storage = optuna.storages.JournalStorage(JournalFileBackend(str(journal)))
+    storage = f"sqlite:///{database}"
     (study,) = optuna.get_all_study_names(storage)
     trials = optuna.load_study(study_name=study, storage=storage).get_trials()
     return [trial for trial in trials if trial.state.is_finished()]
@@ -48,16 +46,16 @@ def search(args, folder):
     for i in range(args.processes):
         with (folder / f"process{i}.log").open("wb") as log:
             workers.append(subprocess.Popen(command, stdout=log, stderr=log))
-    journal = folder / args.task / "sweep" / "study.journal"
+    database = folder / args.task / "sweep" / "study.db"
     setting = args.space[0].partition("=")[0]
     is_busy = False  # whether the newest line of the first process is about the start of a trial
-    while len(finished(journal)) < args.kill_after or not is_busy:
+    while len(finished(database)) < args.kill_after or not is_busy:
         time.sleep(1)
         is_busy = f": {setting} " in (folder / "process0.log").read_text().rpartition("trial ")[2]
     workers[0].kill()
     codes = [worker.wait() for worker in workers]
     assert codes == [-signal.SIGKILL] + [0] * (args.processes - 1), codes
-    return json.loads((journal.parent / "trials.json").read_text()), time.time() - started
+    return json.loads((database.parent / "trials.json").read_text()), time.time() - started
 
 
 def fresh_seeds(args, folder, name, *flags):

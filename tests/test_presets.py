@@ -131,9 +131,9 @@ def test_a_profile_may_use_another_algorithm_with_its_own_preset(fast):
 
 
 def test_an_unknown_profile_is_an_error_that_lists_those_of_the_task_and_of_the_algorithm(fast):
-    with pytest.raises(ValueError, match="no profile 'quick'; there are fast, replay for Pendulum-v1"):
+    with pytest.raises(ValueError, match="Pendulum-v1 .*'quick'.* fast, replay"):
         load_preset("Pendulum-v1", "fewepochs", "quick")
-    with pytest.raises(ValueError, match="no profile 'quick'; there are classic, strong, massive for Pendulum-v1"):
+    with pytest.raises(ValueError, match="'quick'.* massive"):
         load_preset("Pendulum-v1", "sac", "quick")
 
 
@@ -167,7 +167,7 @@ def test_a_preset_of_an_mjlab_task_adds_to_the_settings_that_mjlab_registers(mon
 
 
 def test_an_unknown_algorithm_is_an_error_that_lists_them():
-    with pytest.raises(ValueError, match="unknown algorithm 'pppo'; did you mean 'ppo'"):
+    with pytest.raises(ValueError, match="'ppo'"):
         load_preset("CartPole-v1", "pppo")
 
 
@@ -263,3 +263,15 @@ def test_a_preset_may_set_arguments_of_the_environment_and_flags_replace_them():
     assert options.environment.env_kwargs == load_preset(task)["run"]["env_kwargs"]
     options, _ = parse_train([task, "--env-kwargs", "{pose_scale: 0.5}"])
     assert options.environment.env_kwargs == {"pose_scale": 0.5}
+
+
+def test_a_misspelt_task_is_told_the_preset_it_most_likely_means():
+    with pytest.warns(UserWarning, match="'CartPole-v1'"):
+        load_preset("CartPol-v1")
+    load_preset("Nothing-v0")
+    load_preset("canter/CartPol")
+
+
+def test_algorithms_of_other_libraries_are_answered_with_where_they_are():
+    with pytest.raises(ValueError, match="'A2C'.*Stable-Baselines3"):
+        load_preset("CartPole-v1", "A2C")

@@ -118,7 +118,7 @@ def test_its_loss_is_weighted_by_the_setting_of_its_name(make_policy, noise_env,
 
 
 def test_an_unknown_setting_of_an_extension_is_an_error_with_a_suggestion():
-    with pytest.raises(TypeError, match="did you mean 'smooth_loss_coef'"):
+    with pytest.raises(TypeError, match="'smooth_loss_coef'"):
         Smooth(smooth_los_coef=1.0)
 
 
@@ -151,7 +151,7 @@ def test_settings_of_a_class_with_extensions_are_its_keywords(make_policy):
     assert set(alg.extensions) == {"smooth"}
     alg = SmoothPPO(make_policy(), cfg=PPOConfig(gamma=0.8))
     assert (alg.smooth_loss_coef, alg.gamma) == (0.5, 0.8)
-    with pytest.raises(TypeError, match="SmoothPPO has no setting 'smooth_coef'; did you mean 'smooth_loss_coef'"):
+    with pytest.raises(TypeError, match="'smooth_loss_coef'"):
         SmoothPPO(make_policy(), smooth_coef=0.1)
 
 

@@ -90,9 +90,9 @@ def test_what_is_separately_clipped_uses_up_nobody_elses_norm(class_name, groups
 
 def test_names_are_found_in_any_case_and_misspelt_ones_get_a_suggestion():
     assert optimizer_class("adamw") is optimizer_class("AdamW") is torch.optim.AdamW
-    with pytest.raises(ValueError, match=r"no optimizer 'Adm'; did you mean 'adam'\?"):
+    with pytest.raises(ValueError, match=r"'adam'"):
         optimizer_class("Adm")
-    with pytest.raises(ValueError, match="no optimizer 'xyz'$"):
+    with pytest.raises(ValueError, match="'xyz'.* adam"):
         optimizer_class("xyz")
 
 
@@ -230,10 +230,10 @@ def test_weight_decay_shrinks_only_its_group():
     [
         (
             {"learning_rate": 1e-3},
-            r"parameter_groups\['0'\] has no option 'learning_rate'; did you mean 'lr'\? Adam has lr",
+            "'lr'",
         ),
-        ({"weight_decai": 0.1}, "did you mean 'weight_decay'"),
-        ({"momentum": 0.9}, "no option 'momentum'; Adam has lr, betas"),
+        ({"weight_decai": 0.1}, "'weight_decay'"),
+        ({"momentum": 0.9}, "'momentum'.* lr"),
     ],
 )
 def test_an_option_of_a_group_that_the_optimizer_lacks_is_an_error_with_those_it_has(options, message):

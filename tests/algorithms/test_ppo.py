@@ -51,7 +51,7 @@ def test_ppo_is_built_on_a_policy_and_learns_on_the_cpu():
     [("gama", "gamma"), ("clip_range", "clip_param"), ("gae_lambda", "lam"), ("ent_coef", "entropy_coef")],
 )
 def test_an_unknown_setting_is_an_error_with_a_suggestion(name, meant):
-    with pytest.raises(TypeError, match=f"PPO has no setting '{name}'; did you mean '{meant}'"):
+    with pytest.raises(TypeError, match=f"'{meant}'"):
         PPO(ActorCritic(3, 2), **{name: 0.5})
     PPO(ActorCritic(3, 2), **{name: None})
 

@@ -90,7 +90,7 @@ def test_normalisation_of_images_alone_is_a_warning(name):
 
 
 def test_an_unknown_setting_is_refused():
-    with pytest.raises(TypeError, match="PPOConfig has no setting 'num_epochs'; did you mean 'num_learning_epochs'"):
+    with pytest.raises(TypeError, match="'num_learning_epochs'"):
         PPOConfig(num_epochs=3)
 
 
@@ -134,7 +134,7 @@ def test_a_setting_that_something_was_built_from_cannot_change():
 def test_assigning_to_a_near_miss_of_a_setting_of_an_algorithm_is_an_error_with_the_setting(make_ppo):
     alg, _ = make_ppo()
     alg.learnin_rate = 1
-    with pytest.raises(AttributeError, match=r"PPO has no setting 'learnin_rate'; did you mean 'learning_rate'\?"):
+    with pytest.raises(AttributeError, match="'learning_rate'"):
         alg.sync_settings()  # which the next rollout does
     alg.learning_rate_before = alg.learning_rate0 = 7  # a user's own
     assert (alg.learning_rate_before, alg.learning_rate0) == (7, 7)

@@ -590,7 +590,7 @@ def test_a_scheduler_begins_anew_where_the_optimizer_is_not_loaded(make_tppo, co
 
 
 def test_schedulers_that_do_not_exist_or_need_more_are_refused(make_tppo):
-    with pytest.raises(ValueError, match="no class 'StpLR'; did you mean 'StepLR'"):
+    with pytest.raises(ValueError, match="'StepLR'"):
         make_tppo(lr_scheduler_class_name="StpLR")
     with pytest.raises(ValueError, match=r"'ReduceLROnPlateau' cannot be used: .*assign alg\.learning_rate"):
         make_tppo(lr_scheduler_class_name="ReduceLROnPlateau")
@@ -621,7 +621,7 @@ def test_nested_settings_of_ppo_are_merged(make_policy):
     cfg = TPPOConfig(ppo={"gamma": 0.5, "num_learning_epochs": 7})
     alg = TPPO(make_policy(), cfg=cfg)
     assert (alg.gamma, alg.num_learning_epochs, cfg.gamma) == (0.5, 7, 0.99)
-    with pytest.raises(TypeError, match="ppo has no setting 'gama'; did you mean 'gamma'"):
+    with pytest.raises(TypeError, match="'gamma'"):
         TPPO(make_policy(), ppo={"gama": 0.5})
 
 

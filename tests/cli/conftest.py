@@ -7,7 +7,7 @@ from canter.cli.__main__ import main
 
 # Small enough to finish in a moment, and independent of the preset.
 TINY = ["--num-envs", "4", "--num-steps-per-env", "16", "--num-mini-batches", "2", "--num-learning-epochs", "1"]
-TINY += ["--final-episodes", "2", "--eval-episodes", "2", "--no-video"]
+TINY += ["--final-episodes", "2", "--eval-episodes", "2", "--no-video", "--execution", "eager"]
 
 
 @pytest.fixture(autouse=True)

@@ -110,7 +110,7 @@ def test_help_names_the_three_benchmarks(capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["iterations"], "iteration, cpu, scaling"),
+        (["iterations"], "'iteration'"),
         (["iteration", "--device", "tpu"], "tpu"),
         (["cpu", "--task", "CartPole-v9"], "CartPole"),
         ([*SMALL, "--num-mini-batches", "99"], "num_mini_batches"),

@@ -64,5 +64,5 @@ def test_arguments_and_wrappers_of_the_environment_are_kept_with_the_run(train, 
 def test_a_wrapper_that_does_not_exist_is_one_line_and_leaves_no_run(train, tmp_path, capsys):
     code, run = train("Pendulum-v1", "--wrappers", "RescaleActions")
     assert code == 2
-    assert capsys.readouterr().err == "canter: no wrapper is named 'RescaleActions'; did you mean 'RescaleAction'?\n"
+    assert "'RescaleAction'" in capsys.readouterr().err
     assert not run.exists()

@@ -11,7 +11,7 @@ from canter.envs import PointRobot
 from canter.runners import OnPolicyRunner, log_histograms
 
 CFG = {"num_steps_per_env": 4, "policy": {"actor_hidden_dims": [4], "critic_hidden_dims": [4]}}
-CFG |= {"algorithm": {"num_learning_epochs": 1, "num_mini_batches": 1, "schedule": "fixed"}}
+CFG |= {"algorithm": {"num_learning_epochs": 1, "num_mini_batches": 1, "schedule": "fixed", "execution": "eager"}}
 PLAY = """
 import sys, time
 from pathlib import Path

@@ -13,7 +13,7 @@ from canter.utils.checkpoint import load_checkpoint
 from canter.utils.logging import read_rows
 
 TINY = ["--num-envs", "2", "--learning-starts", "20", "--batch-size", "8", "--log-interval", "20", "--no-video"]
-TINY += ["--final-episodes", "2", "--eval-episodes", "2", "--buffer-size", "500", "--name", "r"]
+TINY += ["--final-episodes", "2", "--eval-episodes", "2", "--buffer-size", "500", "--name", "r", "--execution", "eager"]
 NETS = {"dqn": ["--network-hidden-dims", "8"], "sac": ["--actor-hidden-dims", "8", "--critic-hidden-dims", "8"]}
 NETS["td3"] = NETS["sac"]
 TASKS = {"dqn": "canter/CartPole", "sac": "canter/PointRobot", "td3": "canter/PointRobot"}
@@ -55,9 +55,9 @@ def test_every_setting_is_a_flag_of_its_algorithm_alone():
     assert config["algorithm"]["batch_size"] == 32
     assert config["algorithm"]["init_alpha"] == 0.5
     assert config["algorithm"]["actor_learning_rate"] == 1e-3, "the preset's"
-    with pytest.raises(ValueError, match="there is no flag --batch-size; did you mean --num-mini-batches"):
+    with pytest.raises(UserError, match="--num-mini-batches"):
         parse_train(["Pendulum-v1", "--batch-size", "32"])
-    with pytest.raises(UserError, match="there is no flag --num-steps-per-env"):
+    with pytest.raises(UserError, match="'--num-steps-per-env'"):
         parse_train(["Pendulum-v1", "--algo", "sac", "--num-steps-per-env", "4"])
 
 
@@ -66,7 +66,7 @@ def test_a_profile_replaces_the_preset_s_settings():
     algorithm = config["algorithm"]
     assert (algorithm["num_atoms"], algorithm["batch_size"], algorithm["gamma"]) == (101, 8192, 0.9)
     assert algorithm["actor_learning_rate"] == 3e-4
-    with pytest.raises(ValueError, match="dqn has no profile 'massive'; there are none"):
+    with pytest.raises(ValueError, match="'massive'"):
         parse_train(["CartPole-v1", "--algo", "dqn", "--profile", "massive"])
 
 
@@ -75,7 +75,7 @@ def test_a_profile_replaces_the_preset_s_settings():
     [
         (["canter/PointRobot", "--algo", "dqn"], "DQN needs Discrete actions, got Box"),
         (["canter/CartPole", "--algo", "sac"], "SAC needs a Box of actions, got Discrete"),
-        (["canter/CartPole", "--algo", "dqnn"], "unknown algorithm 'dqnn'; did you mean 'dqn'"),
+        (["canter/CartPole", "--algo", "dqnn"], "'dqn'"),
         (["canter/CartPole", "--algo", "dqn", "--buffer-size", "10000000000000"], "the replay buffer does not fit"),
         (["canter/CartPole", "--algo", "dqn", "--buffer-size", "32"], "batch_size=128 is more than the replay"),
     ],

@@ -133,7 +133,7 @@ def test_settings_of_a_policy_that_have_no_flag_stay_as_they_are(tmp_path):
 
 def test_flags_of_networks_that_rsl_rls_models_replace_are_no_flags(tmp_path):
     args = ["Pendulum-v1", "--config", models_file(tmp_path, "CNNModel", {"class_name": "GaussianDistribution"})]
-    with pytest.raises(UserError, match="there is no flag --policy.actor-hidden-dims"):
+    with pytest.raises(UserError, match="'--policy.actor-hidden-dims'"):
         parse_train([*args, "--policy.actor-hidden-dims", "64"])
 
 
@@ -197,7 +197,7 @@ def test_a_task_is_trained_with_the_nearest_preset(task, preset):
 
 
 def test_an_unknown_flag_suggests_the_nearest():
-    with pytest.raises(UserError, match="there is no flag --learnin-rate; did you mean --learning-rate?"):
+    with pytest.raises(UserError, match="--learning-rate"):
         parse_train(["CartPole-v1", "--learnin-rate", "3"])
 
 
@@ -245,16 +245,16 @@ def test_choices_are_listed_in_the_help(capsys):
         ("sac", "--num-env", "--num-envs"),
         ("ppo", "--actor-hidden-dims", "--policy.actor-hidden-dims"),
         ("ppo", "--policy.net-arch", "--policy.actor-hidden-dims"),
-        ("ppo", "--env", "the first word: canter train TASK"),
+        ("ppo", "--env", "canter train TASK"),
     ],
 )
 def test_short_forms_and_names_of_other_libraries_are_answered_with_the_flag(algorithm, flag, suggestion):
-    with pytest.raises(ValueError, match=re.escape(f"did you mean {suggestion}?")):
+    with pytest.raises(UserError, match=re.escape(suggestion)):
         parse_train(["Pendulum-v1", "--algo", algorithm, flag, "3"])
 
 
 def test_every_suggestion_for_a_short_form_is_a_flag_of_some_algorithm():
-    known = {"task"} | {f.name for cls in (TrainOptions, EnvOptions) for f in dataclasses.fields(cls)}
+    known = {f.name for cls in (TrainOptions, EnvOptions) for f in dataclasses.fields(cls)}
     for algorithm in ("ppo", "dqn", "sac"):
         _, config = parse_train(["CartPole-v1", "--algo", algorithm])
         known |= config.keys() | config["algorithm"].keys() | {f"policy.{name}" for name in config["policy"]}
@@ -286,7 +286,7 @@ def test_the_config_of_a_run_gives_task_algorithm_policy_and_environment(tmp_pat
     [
         ("[1]", "no mapping of settings"),
         ("{a: [}", "is not YAML"),
-        ("{algorithm: {gama: 1}}", "did you mean 'gamma'"),
+        ("{algorithm: {gama: 1}}", "'gamma'"),
         ("{nonsense: 1}", "nonsense"),
     ],
 )
@@ -334,8 +334,8 @@ def test_evaluation_can_be_switched_off_and_is_a_tenth_of_the_run_by_default():
     assert intervals == [39, None]  # 391 iterations of 256 steps
 
 
-def test_an_unknown_policy_class_is_an_error_that_lists_them():
-    with pytest.raises(ValueError, match="ActorCriticRecurrent"):
+def test_an_unknown_policy_class_is_an_error_with_the_nearest():
+    with pytest.raises(ValueError, match="'ActorCritic'"):
         policy_options("ActorCritc", {})
 
 

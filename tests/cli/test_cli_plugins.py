@@ -53,7 +53,7 @@ def greet(name: tyro.conf.Positional[str], times: int = 1):
 register_command("greet", greet, "greet a person", "NAME")
 '''
 TINY = ["--num-envs", "2", "--num-steps-per-env", "8", "--total-timesteps", "32", "--final-episodes", "0", "--no-video"]
-TINY += ["--eval-interval", "0", "--name", "r"]
+TINY += ["--eval-interval", "0", "--name", "r", "--execution", "eager"]
 
 
 def canter(*args, cwd, plugins, command=(sys.executable, "-m", "canter.cli")):
@@ -206,7 +206,7 @@ def test_a_name_that_is_taken_is_refused_and_the_same_command_twice_is_not(comma
 def test_a_mistyped_command_suggests_a_registered_one(commands, capsys):
     register_command("greet", print, "greet")
     assert main(["gret"]) == 2
-    assert capsys.readouterr().err == "canter: no command 'gret'; did you mean 'greet'?\n"
+    assert "'greet'" in capsys.readouterr().err
 
 
 def test_a_failing_command_of_the_user_keeps_its_traceback_unless_it_is_a_user_error(commands, capsys):

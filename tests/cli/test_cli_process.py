@@ -13,6 +13,7 @@ from canter.utils.checkpoint import load_checkpoint
 
 CANTER = [sys.executable, "-m", "canter.cli"]
 SMALL = ["--num-envs", "4", "--num-steps-per-env", "32", "--num-mini-batches", "2", "--num-learning-epochs", "1"]
+SMALL += ["--execution", "eager"]
 
 
 def canter(*args, cwd):

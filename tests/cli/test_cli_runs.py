@@ -20,7 +20,7 @@ from canter.cli import train as train_module
 from canter.cli.__main__ import main
 from canter.cli.inspection import labels_of
 from canter.cli.play import ShownFilm
-from canter.cli.runs import known_tasks, load_policy, nearest_task, new_run_directory, read_run, safe_name
+from canter.cli.runs import known_tasks, load_policy, new_run_directory, read_run, safe_name, unknown_task
 from canter.cli.train import program
 from canter.envs.wrap import ENV_NAMES
 from canter.presets import scores
@@ -309,20 +309,20 @@ def mistake(capsys, *args):
     ("args", "message"),
     [
         (["train"], "canter tasks"),
-        (["train", "CartPol-v1"], "did you mean 'CartPole-v1'"),
+        (["train", "CartPol-v1"], "'CartPole-v1'"),
         (["train", "canter/CartPoles"], "CartPole"),
         (["train", "nowhere/CartPole-v1"], "'nowhere/CartPole-v1'"),
-        (["train", "ALE/Pong-v5"], "named 'ALE/Pong-v5'; `canter tasks` lists the known ones; if a package"),
+        (["train", "ALE/Pong-v5"], "'ALE/Pong-v5'; `canter tasks` lists them; if a package"),
         (["train", "ALE/Pong-v5"], "name that in front: package:ALE/Pong-v5"),
         (["tasks", "zzz"], "no task has 'zzz' in its name; `canter tasks` lists"),
         (["train", "LunarLander-v1"], "LunarLander"),
-        (["train", "HalfCheetah"], "the name 'HalfCheetah' has no version; did you mean 'HalfCheetah-v5'?"),
+        (["train", "HalfCheetah"], "'HalfCheetah-v5'"),
         (["train", "CartPole-v1", "--device", "cuda:99"], "'cuda:99' is not available"),
         (["train", "CartPole-v1", "--schedule", "linaer"], "schedule must be one of"),
-        (["train", "CartPole-v1", "--algorithm", "pppo"], "did you mean 'ppo'"),
-        (["train", "CartPole-v1", "--optimizer-class-name", "Adm"], "did you mean 'adam'"),
-        (["train", "CartPole-v1", "--rnd-cfg", "{wight: 1}"], "did you mean 'weight'"),
-        (["train", "CartPole-v1", "--gae_lambda=0.9"], "did you mean --lam?"),
+        (["train", "CartPole-v1", "--algorithm", "pppo"], "'ppo'"),
+        (["train", "CartPole-v1", "--optimizer-class-name", "Adm"], "'adam'"),
+        (["train", "CartPole-v1", "--rnd-cfg", "{wight: 1}"], "'weight'"),
+        (["train", "CartPole-v1", "--gae_lambda=0.9"], "--lam"),
         (["train", "CartPole-v1", "--num-envs", "0"], "--num-envs must be at least 1, got 0"),
         (["train", "CartPole-v1", "--total-timesteps", "0"], "--total-timesteps must be at least 1"),
         (["resume", "run", "--total-timesteps", "0"], "--total-timesteps must be at least 1, got 0"),
@@ -334,13 +334,13 @@ def mistake(capsys, *args):
         (["train", "CartPole-v1", "--num-mini-batches", "0"], "num_mini_batches must be a whole number of at least 1"),
         (
             ["train", "CartPole-v1", "--logger-backend", "tensorbord"],
-            "registered are jsonl, neptune, swanlab",
+            "'tensorboard'",
         ),
         (["eval", "runs/nothing"], "there is no run directory runs/nothing"),
         (["resume", "."], "no config.yaml"),
         (["plot", "nothing"], "there is no run in nothing"),
         (["check-env", "CartPole-v9"], "CartPole"),
-        (["trian"], "did you mean 'train'"),
+        (["trian"], "'train'"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(args, message, capsys, tmp_path, monkeypatch):
@@ -478,7 +478,7 @@ def test_a_registered_full_name_is_a_known_task_and_a_prefix_is_not(monkeypatch,
         monkeypatch.setitem(ENV_NAMES, name, lambda *args, **kwargs: None)
     assert "canter-test/reach" in known_tasks()
     assert not {"canter-prefix", "canter", "envpool"} & set(known_tasks())
-    assert nearest_task("canter-test/raech") == "; did you mean 'canter-test/reach'?"
+    assert "'canter-test/reach'" in unknown_task("canter-test/raech")
     assert main(["tasks", "reach"]) == 0
     assert "canter-test/reach" in capsys.readouterr().out
 
@@ -519,18 +519,19 @@ def test_help_of_check_policy_is_its_own(capsys):
 @pytest.mark.parametrize(
     ("args", "answer"),
     [
-        (["eval", "--epsiodes", "3", "runs"], "there is no flag --epsiodes; did you mean --episodes?"),
-        (["eval", "runs", "--epsiodes=3"], "there is no flag --epsiodes; did you mean --episodes?"),
-        (["plot", "--xyz", "runs"], "there is no flag --xyz; `canter plot --help` lists the flags"),
+        (["eval", "--epsiodes", "3", "runs"], "--episodes"),
+        (["eval", "runs", "--epsiodes=3"], "--episodes"),
+        (["plot", "--xyz", "runs"], "`canter plot --help`"),
         (
             ["sweep", "--lr", "3", "CartPole-v1"],
-            "the first word is the task: canter sweep TASK --lr ...",
+            "canter sweep TASK --lr",
         ),
     ],
 )
 def test_a_mistyped_flag_is_one_line_wherever_it_stands(args, answer, capsys):
     assert main(args) == 2
-    assert capsys.readouterr().err == f"canter: {answer}\n"
+    [line] = capsys.readouterr().err.splitlines()
+    assert answer in line
 
 
 def test_help_shows_optional_values_and_lists_without_nested_brackets(capsys):
@@ -584,9 +585,9 @@ def test_two_unnamed_runs_in_one_second_get_two_directories(tmp_path, monkeypatc
 
 
 def test_an_unknown_task_without_a_similar_one_points_to_the_list():
-    assert "canter tasks" in nearest_task("qqqqqqqqqqqq")
-    assert "canter tasks" in nearest_task("Foo-v1")  # Acrobot-v1 is near by its version alone
-    assert nearest_task("HalfCheeta-v1") == "; did you mean 'HalfCheetah-v5'?"
+    assert "canter tasks" in unknown_task("qqqqqqqqqqqq")
+    assert "canter tasks" in unknown_task("Foo-v1")  # Acrobot-v1 is near by its version alone
+    assert "'HalfCheetah-v5'" in unknown_task("HalfCheeta-v1")
 
 
 def test_tasks_that_gymnasium_has_removed_are_not_listed():

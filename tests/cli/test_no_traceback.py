@@ -109,10 +109,10 @@ def test_a_checkpoint_without_weights_is_named(trained, capsys):
 
 def test_an_unknown_logger_is_named_in_a_new_run_and_in_an_old_one(trained, train, capsys):
     assert train("canter/CartPole", "--logger-backend", "wanbd", name="x")[0] == 2
-    assert "no logging backend is named 'wanbd'" in one_line(capsys)
+    assert "'wanbd'" in one_line(capsys)
     edit(trained, lambda config: config.update(logger_backend="wanbd"))
     assert main(["resume", str(trained)]) == 2
-    assert "no logging backend is named 'wanbd'; registered are" in one_line(capsys)
+    assert "'wanbd'" in one_line(capsys)
 
 
 def test_a_logging_setting_that_does_not_exist_is_named_before_anything_is_written(trained, capsys):
@@ -132,7 +132,7 @@ def test_a_missing_package_of_a_logger_is_one_line(trained, capsys, monkeypatch)
 @pytest.mark.parametrize(
     ("task", "text"),
     [
-        ("MyPole-v3", "no environment is named 'MyPole-v3'"),
+        ("MyPole-v3", "'MyPole-v3'"),
         ("nosuchmodule:x/y", "there is no module 'nosuchmodule'"),
     ],
 )
@@ -159,7 +159,7 @@ def test_a_run_that_is_in_use_is_not_touched_by_a_resume(trained, capsys):
 def test_an_unknown_envpool_task_gets_a_suggestion(capsys):
     pytest.importorskip("envpool")
     assert main(["train", "envpool/CartPole-v9"]) == 2
-    assert "EnvPool has no task 'CartPole-v9'; did you mean 'envpool/CartPole-v" in one_line(capsys)
+    assert "'envpool/CartPole-v" in one_line(capsys)
 
 
 def test_a_damaged_clip_is_named(tmp_path, capsys):
@@ -213,7 +213,7 @@ def test_a_device_that_does_not_exist_is_one_line(trained, capsys):
 
 
 def test_the_message_of_a_logger_names_what_is_registered():
-    with pytest.raises(ValueError, match="registered are jsonl, neptune"):
+    with pytest.raises(ValueError, match="'nothing'.* jsonl, .*register_logger"):
         Logger("nothing")
 
 

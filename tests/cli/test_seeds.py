@@ -18,7 +18,7 @@ from canter.utils.checkpoint import load_checkpoint, newest_valid_checkpoint
 from canter.utils.statistics import iqm_estimate
 
 TINY = ["--num-envs", "4", "--num-steps-per-env", "16", "--num-mini-batches", "2", "--num-learning-epochs", "1"]
-TINY += ["--final-episodes", "2", "--eval-episodes", "2", "--no-video"]
+TINY += ["--final-episodes", "2", "--eval-episodes", "2", "--no-video", "--execution", "eager"]
 
 
 def test_seeds_train_in_parallel_and_end_in_a_summary(tmp_path, monkeypatch, capsys):

@@ -25,10 +25,17 @@ from canter.cli.sweep_report import best_preset
 
 COMPLETE, PRUNED, FAIL = optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED, optuna.trial.TrialState.FAIL
 TINY = ["--num-envs", "4", "--num-steps-per-env", "16", "--num-learning-epochs", "1", "--total-timesteps", "256"]
-TINY += ["--final-episodes", "2", "--eval-episodes", "2"]
+TINY += ["--execution", "eager", "--final-episodes", "2", "--eval-episodes", "2"]
 
 
-SCORE = Plan.score
+SCORE, OPEN_STORAGE = Plan.score, sweep_module.open_storage
+
+
+class Memory(optuna.storages.InMemoryStorage):
+    """A storage that several workers of a test share."""
+
+    def record_heartbeat(self, trial_id):
+        pass
 
 
 class Clock:
@@ -70,15 +77,17 @@ class ImitatedPool:
 
 @pytest.fixture
 def make_worker(tmp_path, monkeypatch):
-    """A worker of a study with imitated runs, on the journal of the test; each call is another process."""
+    """A worker of a study with imitated runs, in the storage of the test; each call is another process."""
     clock = Clock()
+    memory = Memory()
+    monkeypatch.setattr(sweep_module, "open_storage", lambda plan: memory)
     monkeypatch.setattr(sweep_module, "time", clock)
     monkeypatch.setattr(Plan, "score", lambda self, run: run.rows[-1]["eval/mean_reward"])
     monkeypatch.chdir(tmp_path)
 
     def make(*flags, jobs=1):
         args = ["Pendulum-v1", "--space", "learning_rate=log:1e-4..1e-2", "gamma=0.9,0.95", *flags]
-        plan = parse_sweep([*args, "--stale-after", "60", "--sampler", "random"])
+        plan = parse_sweep([*args, "--sampler", "random"])
         worker = Worker(plan, open_study(plan))
         worker.pool, worker.clock = ImitatedPool(jobs), clock
         worker.messages = []
@@ -165,50 +174,25 @@ def test_two_processes_that_ask_for_the_last_trial_do_not_make_one_too_many(make
     assert len(counting(first.study.get_trials())) == 1
 
 
-def test_the_trial_of_a_killed_process_is_tried_again_once_by_another(make_worker):
-    killed, one, two = (make_worker("--trials", "2") for _ in range(3))
-    step(killed)  # runs trial 0, then never gives a sign again
-    step(one)
-    for worker in (one, two):
-        assert not step(worker)
-    finish(one)
-    step(one)
-    for _ in range(30):
-        step(one)
-        step(two)
-    retries = [t for t in one.study.get_trials() if "retry_of" in t.user_attrs]
-    assert [t.user_attrs["retry_of"] for t in retries] == [0]
-    assert retries[0].params == one.study.trials[0].params
-    assert states(one)[0] == FAIL
-    assert "trial 0: its process ended; it is tried again" in one.messages + two.messages
-    for worker in (one, two):
-        finish(worker)
-    step(one)
-    step(two)
-    assert step(one)
-    assert step(two)
-    assert len(counting(one.study.get_trials())) == 2
-
-
-def test_a_process_that_gives_signs_keeps_its_trial(make_worker):
-    slow, other = make_worker("--trials", "1"), make_worker("--trials", "1")
-    step(slow)
-    for _ in range(100):
-        step(slow)
-        step(other)
-    assert [trial.state.name for trial in slow.study.get_trials()] == ["RUNNING"]
-
-
-def test_a_process_that_was_taken_for_dead_stops_its_runs_when_it_wakes(make_worker):
-    asleep, other = make_worker("--trials", "1"), make_worker("--trials", "1")
-    step(asleep)
-    (run,) = asleep.mine[0].runs
-    for _ in range(30):
-        step(other)
-    step(asleep)
-    assert asleep.mine == []
-    assert run.exit_code == 143
-    assert "given to another process" in asleep.messages[-1]
+def test_the_trial_of_a_silent_process_is_tried_again_by_another_and_lost_to_itself(make_worker, monkeypatch):
+    monkeypatch.setattr(sweep_module, "open_storage", OPEN_STORAGE)
+    silent, other = (make_worker("--trials", "1", "--stale-after", "1") for _ in range(2))
+    step(silent)
+    (run,) = silent.mine[0].runs
+    assert not step(other)
+    assert other.mine == []
+    time.sleep(3)  # seconds of the database, whose clock counts
+    step(other)
+    assert [trial.state.name for trial in silent.study.get_trials()] == ["FAIL", "RUNNING"]
+    assert other.study.get_trials()[1].params == silent.study.get_trials()[0].params
+    assert other.study.get_trials()[1].user_attrs["retry_of"] == 0
+    finish(silent)
+    step(silent)
+    assert silent.mine == []
+    assert "given to another process" in silent.messages[-1]
+    finish(other)
+    assert step(other)
+    assert len(counting(other.study.get_trials())) == 1
 
 
 def test_a_trial_that_kills_its_process_every_time_is_given_up(make_worker):
@@ -330,19 +314,6 @@ def test_runs_of_another_study_with_the_same_name_are_not_mixed_in(make_worker, 
     make_worker("--study", "other")
 
 
-def test_a_database_is_a_storage_too(make_worker, tmp_path):
-    url = f"sqlite:///{tmp_path}/study.db"
-    one, two = make_worker("--trials", "2", "--storage", url), make_worker("--trials", "2", "--storage", url)
-    step(one)
-    step(two)
-    finish(one)
-    finish(two)
-    step(one)
-    step(two)
-    assert [len(worker.study.get_trials()) for worker in (one, two)] == [2, 2]
-    assert step(one)
-
-
 @pytest.mark.parametrize("url", ["nothing://host/x", "sqlite:////proc/none/study.db"])
 def test_a_storage_that_cannot_be_opened_is_one_line(tmp_path, monkeypatch, capsys, url):
     monkeypatch.chdir(tmp_path)
@@ -381,7 +352,7 @@ def test_samplers_and_pruners_have_short_names_and_a_grid_is_tried_once(make_wor
         finish(worker)
     assert done
     assert len({tuple(trial.params.values()) for trial in study.get_trials()}) == 4
-    with pytest.raises(ValueError, match="Optuna has no sampler 'tpee'; there are .*tpe"):
+    with pytest.raises(ValueError, match="'tpe'"):
         open_study(parse_sweep([*args[:4], "--sampler", "tpee", "--study", "h"]))
 
 
@@ -454,7 +425,6 @@ def test_a_killed_process_costs_the_study_nothing(tmp_path):
     out, _ = workers[1].communicate(timeout=400)
     workers[0].communicate(timeout=60)
     assert workers[1].returncode == 0, out
-    assert "its process ended; it is tried again" in out
     trials = json.loads((folder / "sweep/trials.json").read_text())
     assert len(trials) == 4
     assert {trial["state"] for trial in trials} <= {"complete", "pruned"}

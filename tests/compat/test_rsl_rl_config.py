@@ -28,7 +28,7 @@ DATA = Path(__file__).parent / "rsl_rl"
 MJLAB = json.loads((DATA / "mjlab_configs.json").read_text())
 ISAAC_LAB = json.loads((DATA / "isaac_lab_configs.json").read_text())
 REFUSED = {  # what only classes of a task can do
-    "3.0.0 contrib/keyboard:SO101PPORunnerCfg": "unknown algorithm 'isaaclab_tasks.contrib.keyboard.*SharedEncoderPPO'",
+    "3.0.0 contrib/keyboard:SO101PPORunnerCfg": "'isaaclab_tasks.contrib.keyboard.*SharedEncoderPPO'",
     "3.0.0 contrib/multitask_manipulation:MultitaskManipulationPPORunnerCfg": "'TaskHeadedGaussianDistribution' is not",
     "3.0.0 contrib/ur10_particle_push:UR10ParticlePushPPORunnerCfg": "'UR10ParticlePushGaussianDistribution' is not",
 }
@@ -443,7 +443,7 @@ def test_upload_model_is_honoured(tmp_path):
         ({"actor.distribution_cfg": {"class_name": "Cauchy"}}, "distribution_cfg.class_name='Cauchy' is not known"),
         ({"critic.distribution_cfg": {"class_name": "GaussianDistribution"}}, "critic.distribution_cfg must be None"),
         ({"critic.class_name": "RNNModel"}, "both must have a memory or none; use RNNModel for both"),
-        ({"actor.hiden_dims": [3]}, r"actor.hiden_dims=\[3\] is no setting .*; did you mean 'hidden_dims'"),
+        ({"actor.hiden_dims": [3]}, "'actor.hidden_dims'"),
         (
             {
                 "actor.class_name": "CNNModel",

@@ -238,9 +238,9 @@ def test_a_task_that_mjlab_lacks_is_an_error_that_names_the_nearest(monkeypatch)
     tasks = SimpleNamespace(list_tasks=lambda: ["Mjlab-Cartpole-Balance", "Mjlab-Cartpole-Swingup"])
     monkeypatch.setattr("canter.envs.mjlab.registry", lambda: tasks)
     for attempt in (make_env, load_preset):
-        with pytest.raises(ValueError, match="no task 'Mjlab-Cartpole-Balanc'; did you mean mjlab/Mjlab-Cartpole-Bal"):
+        with pytest.raises(ValueError, match="mjlab/Mjlab-Cartpole-Bal"):
             attempt("mjlab/Mjlab-Cartpole-Balanc")
-        with pytest.raises(ValueError, match="no task 'X'; there are Mjlab-Cartpole-Balance, Mjlab"):
+        with pytest.raises(ValueError, match="'mjlab/X'.*Mjlab-Cartpole-Balance"):
             attempt("mjlab/X")
 
 

@@ -285,7 +285,7 @@ def test_another_directory_is_not_overwritten_and_a_bundle_is_replaced(made, tmp
 
 
 def test_unknown_formats_and_missing_packages_are_named(made, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="unknown format 'tflite'; there are onnx, torchscript, c"):
+    with pytest.raises(ValueError, match="'tflite'.*torchscript"):
         export_bundle(made["mlp"][0], tmp_path / "b", formats=("tflite",))
     monkeypatch.setattr("canter.export.graph.find_spec", lambda name: None if name == "onnxscript" else name)
     with pytest.raises(ImportError, match=r'exporting needs onnxscript: pip install "canter\[export\]"'):

@@ -142,9 +142,9 @@ def test_a_configuration_that_says_nothing_is_refused(tmp_path, text, message):
 
 def test_foreign_class_and_setting_names_are_named_with_their_directory(tmp_path):
     path = runs.write_run(tmp_path / "a", runs.constant_policy(1.0))
-    with pytest.raises(KeyError, match="a cannot be built: no class named 'ActorCritc'; did you mean 'ActorCritic'"):
+    with pytest.raises(KeyError, match="a cannot be built: .*'ActorCritic'"):
         made([path], "ActorCritc")
-    with pytest.raises(KeyError, match="no class named 'os.system'"):
+    with pytest.raises(KeyError, match="'os.system'"):
         made([path], "os.system")
     runs.write_run(tmp_path / "b", runs.constant_policy(1.0), policy={**runs.POLICY, "activaton": "elu"})
     with pytest.warns(UserWarning, match="b.config.json: ignored activaton, which ActorCritic does not take"):
@@ -174,7 +174,7 @@ def test_a_foreign_configuration_has_to_say_its_action_scale(tmp_path):
 
 
 def test_unknown_settings_are_refused(tmp_path):
-    with pytest.raises(TypeError, match="did you mean 'env_action_scale'"):
+    with pytest.raises(TypeError, match="'env_action_scale'"):
         made(two_runs(tmp_path), env_action_scal=1.0)
 
 

@@ -66,13 +66,11 @@ def test_without_privileged_observations_the_critic_has_the_actors_width(num_pri
 
 
 def test_an_unknown_class_or_setting_is_an_error_with_a_suggestion(noise_env):
-    with pytest.raises(KeyError, match="no class named 'ActorCritik'; did you mean 'ActorCritic'"):
+    with pytest.raises(KeyError, match="'ActorCritic'"):
         build_actor_critic(noise_env(), "ActorCritik")
-    with pytest.raises(KeyError, match="known are .*ActorCritic"):
+    with pytest.raises(KeyError, match="'Zzz'.*ActorCritic"):
         build_actor_critic(noise_env(), "Zzz")
-    with pytest.raises(
-        TypeError, match="ActorCritic has no setting 'actor_hiden_dims'; did you mean 'actor_hidden_dims'"
-    ):
+    with pytest.raises(TypeError, match="'actor_hidden_dims'"):
         build_actor_critic(noise_env(), "ActorCritic", {"actor_hiden_dims": (8,)})
 
 

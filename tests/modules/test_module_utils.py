@@ -36,7 +36,7 @@ def test_other_names_warn_and_give_none(name):
 
 
 def test_inside_the_library_a_wrong_name_is_an_error_with_a_suggestion():
-    with pytest.raises(ValueError, match="did you mean 'relu'.*sigmoid"):
+    with pytest.raises(ValueError, match="'relu'"):
         activation("reluu")
     assert activation(nn.Mish) is nn.Mish
 

@@ -271,8 +271,8 @@ def faulty_run(directory, rank, fault=None, save_dir="run", **cfg):
     try:
         runner.learn(4)
     except Exception as error:
-        told = getattr(error, "is_told", None)
-        return {"error": f"{type(error).__name__}: {error}", "is_told": told, "seconds": time.monotonic() - begin}
+        told = getattr(error, "is_reporter", None)
+        return {"error": f"{type(error).__name__}: {error}", "is_reporter": told, "seconds": time.monotonic() - begin}
     return {"iteration": runner.iteration}
 
 

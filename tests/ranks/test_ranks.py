@@ -2,9 +2,13 @@
 
 import subprocess
 import sys
+import time
+import warnings
 
 import pytest
 import torch
+
+from canter.utils.distributed import Ranks
 
 
 def test_ranks_average_merge_and_agree(launcher, tmp_path):
@@ -24,6 +28,20 @@ def test_ranks_average_merge_and_agree(launcher, tmp_path):
         assert torch.equal(found["broadcast"], torch.zeros(2, 2))
     assert first["seed"] == 5
     assert second["seed"] != 5
+
+
+def test_ranks_that_mostly_wait_for_each_other_are_named_once():
+    ranks = Ranks()
+    ranks.size = 8
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            ranks.seconds, ranks.since = 9.0, time.perf_counter() - 10.0
+            assert ranks.take_seconds() == 9.0
+    (warning,) = caught
+    assert "8 ranks" in str(warning.message)
+    assert "90%" in str(warning.message)
+    assert ranks.seconds == 0.0
 
 
 def test_steps_per_second_count_every_step_of_all_ranks_once(launcher, tmp_path):

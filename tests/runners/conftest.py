@@ -75,7 +75,7 @@ def tiny():
     """`tiny(algorithm={...}, policy={...}, **top)`: a training dict for runs of milliseconds."""
 
     def make(algorithm=None, policy=None, **top):
-        ppo = {"class_name": "PPO", "num_learning_epochs": 2, "num_mini_batches": 2}
+        ppo = {"class_name": "PPO", "num_learning_epochs": 2, "num_mini_batches": 2, "execution": "eager"}
         nets = {"class_name": "ActorCritic", "actor_hidden_dims": [8], "critic_hidden_dims": [8]}
         given = {"seed": 1, "num_steps_per_env": 4, "save_interval": 0, "device": "cpu", **top}
         return {**given, "algorithm": {**ppo, **(algorithm or {})}, "policy": {**nets, **(policy or {})}}

@@ -43,7 +43,7 @@ def make_runner(case, log_dir=None):
         "max_iterations": 2 * HALF,
         "save_interval": 0,
         "extra_log_keys": ["log", "reward_components"],
-        "algorithm": {"class_name": "PPO", "num_mini_batches": 2, **algorithm},
+        "algorithm": {"class_name": "PPO", "num_mini_batches": 2, "execution": "eager", **algorithm},
         "policy": {
             "class_name": "ActorCriticRecurrent" if policy else "ActorCritic",
             "actor_hidden_dims": [8],

@@ -362,7 +362,7 @@ def test_evaluation_changes_no_state_of_the_algorithm(differing, snapshot):
 def test_the_type_of_the_config_selects_the_algorithm():
     assert type(make("td3").alg).__name__ == "TD3"
     assert type(OffPolicyRunner(CartPole(1), device="cpu", show_progress=False).alg) is DQN
-    with pytest.raises(ValueError, match="unknown algorithm 'sacc'; did you mean 'sac'"):
+    with pytest.raises(ValueError, match="'sac'"):
         OffPolicyRunner(CartPole(1), algorithm="sacc")
 
 

@@ -27,7 +27,7 @@ def typo(name):
 # ------------------------------------------------------------------ unknown names
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_typo_of_any_setting_in_the_config_object_names_it(name):
-    with pytest.raises(TypeError, match=f"PPOConfig has no setting '{typo(name)}'; did you mean '"):
+    with pytest.raises(TypeError, match=f"{typo(name)!r}; did you mean"):
         PPOConfig(**{typo(name): 1})
 
 
@@ -36,22 +36,22 @@ def test_a_typo_of_any_setting_in_the_config_object_names_it(name):
 def test_a_typo_at_the_top_of_either_layout_names_the_setting(tiny, name, section):
     cfg = tiny()
     cfg |= {typo(name): 1} if section == "top" else {"runner": {typo(name): 1}}
-    with pytest.raises(TypeError, match=f"the training configuration has no setting '{typo(name)}'; did you mean"):
+    with pytest.raises(TypeError, match=f"{typo(name)!r}; did you mean"):
         parse_train_cfg(cfg)
 
 
 @pytest.mark.parametrize("name", sorted(f.name for f in dataclasses.fields(PPOSettings)))
 def test_a_typo_in_the_algorithm_section_names_the_setting(tiny, name):
-    with pytest.raises(TypeError, match=f"PPO has no setting '{typo(name)}'; did you mean '"):
+    with pytest.raises(TypeError, match=f"{typo(name)!r}; did you mean"):
         parse_train_cfg(tiny(algorithm={typo(name): 1}))
 
 
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"policy": {"actor_hiden_dims": [8]}}, r"ActorCritic has no setting 'actor_hiden_dims'; did you mean"),
-        ({"policy": {"class_name": "ActorCriticRecurrent", "rnn_typ": "gru"}}, r"did you mean 'rnn_type'\?"),
-        ({"algorithm": {"rnd_cfg": {"wieght": 1.0}}}, r"RNDConfig has no setting 'wieght'; did you mean 'weight'\?"),
+        ({"policy": {"actor_hiden_dims": [8]}}, "'actor_hidden_dims'"),
+        ({"policy": {"class_name": "ActorCriticRecurrent", "rnn_typ": "gru"}}, r"'rnn_type'"),
+        ({"algorithm": {"rnd_cfg": {"wieght": 1.0}}}, r"'weight'"),
         ({"storage": {"num_env": 3}}, "num_env"),
         ({"obs_groups": {"policy": ["nope"]}}, "nope"),
     ],
@@ -73,7 +73,7 @@ def test_a_typo_deeper_down_is_an_error_too(make_runner, section, message):
 @pytest.mark.parametrize("layout", ["object", "top"])
 @pytest.mark.parametrize("theirs", ["num_steps"])
 def test_another_librarys_spelling_of_a_run_setting_is_answered_with_ours(tiny, layout, theirs):
-    with pytest.raises(TypeError, match="no setting 'num_steps'; did you mean 'num_steps_per_env'"):
+    with pytest.raises(TypeError, match="'num_steps_per_env'"):
         PPOConfig(**{theirs: 1}) if layout == "object" else parse_train_cfg(tiny(**{theirs: 1}))
 
 
@@ -93,7 +93,7 @@ def test_the_spelling_of_another_library_is_answered_with_ours(tiny, layout, the
         "top": lambda: parse_train_cfg(tiny(**{theirs: 1})),
         "algorithm": lambda: parse_train_cfg(tiny(algorithm={theirs: 1})),
     }
-    with pytest.raises(TypeError, match=f"no setting '{theirs}'; did you mean '{ours}'"):
+    with pytest.raises(TypeError, match=f"'{ours}'"):
         attempts[layout]()
 
 
@@ -108,7 +108,7 @@ def test_the_spelling_of_another_library_is_answered_with_ours(tiny, layout, the
 )
 def test_a_short_form_in_a_training_dict_is_answered_with_the_setting(make_runner, section, theirs, ours):
     given = {theirs: 1} if section == "top" else {section: {theirs: 1}}
-    with pytest.raises(TypeError, match=f"no setting '{theirs}'; did you mean '{ours}'"):
+    with pytest.raises(TypeError, match=f"'{ours}'"):
         make_runner(None, **given)
 
 
@@ -131,11 +131,11 @@ def test_keys_of_launchers_are_left_to_them(tiny):
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"algorithm": {"class_name": "PPPO"}}, r"unknown algorithm 'PPPO'; did you mean 'ppo'\? registered are .*ppo"),
-        ({"policy": {"class_name": "ActorCritc"}}, r"no class named 'ActorCritc'; did you mean 'ActorCritic'"),
+        ({"algorithm": {"class_name": "PPPO"}}, r"'ppo'"),
+        ({"policy": {"class_name": "ActorCritc"}}, r"'ActorCritic'"),
         ({"policy": {"class_name": "ActorCriticRecurrent", "rnn_type": "grru"}}, r"one of lstm, gru, got 'grru'"),
         ({"policy": {"activation": "eluu"}}, r"'eluu'"),
-        ({"algorithm": {"optimizer_class_name": "Adamm"}}, r"no optimizer 'Adamm'; did you mean 'adam'"),
+        ({"algorithm": {"optimizer_class_name": "Adamm"}}, r"'adam'"),
         ({"algorithm": {"schedule": "cosine"}}, r"schedule must be one of .*adaptive.*, got 'cosine'"),
         ({"callback_errors": "ignore"}, r"callback_errors must be one of raise, warn, got 'ignore'"),
     ],
@@ -146,7 +146,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones(make_runner, section, m
 
 
 def test_unknown_algorithms_are_listed_and_new_ones_can_be_registered():
-    with pytest.raises(ValueError, match=r"unknown algorithm 'zzz'; registered are .*ppo"):
+    with pytest.raises(ValueError, match=r"'zzz'.* ppo"):
         OnPolicyRunner(PointRobot(2), algorithm="zzz", actor_class=MLPActor, critic_class=MLPCritic)
 
     class Mine(PPO):
@@ -257,7 +257,7 @@ def test_networks_given_by_class_are_named_in_the_plan_and_found_again():
     runner = OnPolicyRunner(PointRobot(2), config, show_progress=False)
     assert isinstance(runner.policy.actor, MLPActor)
     config["policy"]["actor_class"] = "MLPActr"
-    with pytest.raises(ValueError, match=r"unknown network class 'MLPActr'.*MLPActor"):
+    with pytest.raises(ValueError, match=r"'MLPActor'"):
         parse_train_cfg(config)
 
 

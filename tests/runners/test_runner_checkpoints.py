@@ -376,7 +376,7 @@ def test_a_function_may_change_the_loaded_state(make_runner, tmp_path):
     runner = make_runner(ckpt_manipulator=older)
     runner.load(tmp_path / "model_2.pt")
     assert (seen, runner.iteration) == ([True], 1)
-    with pytest.raises(ValueError, match=r"unknown ckpt_manipulator 'replace'; known are replace_encoder0"):
+    with pytest.raises(ValueError, match="'replace'.* replace_encoder0"):
         make_runner(ckpt_manipulator="replace").load(tmp_path / "model_2.pt")
 
 

@@ -68,10 +68,10 @@ def test_every_shortened_file_is_found_by_its_header_alone(tmp_path):
     content = path.read_bytes()
     for length in (0, 1, 7, 8, 50, len(content) - 1):
         path.write_bytes(content[:length])
-        with pytest.raises(TrajectoryFileError, match=r"empty|truncated|no trajectory file"):
+        with pytest.raises(TrajectoryFileError, match="damaged"):
             peek_chunk(path)
     path.write_bytes(content + b"x")
-    with pytest.raises(TrajectoryFileError, match="is damaged"):
+    with pytest.raises(TrajectoryFileError, match="damaged"):
         peek_chunk(path)
 
 

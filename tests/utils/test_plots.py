@@ -164,7 +164,7 @@ def test_invalid_arguments_are_errors_that_list_the_choices(tmp_path):
         plot_runs([], tmp_path / "x.png")
     with pytest.raises(ValueError, match="1 runs need as many labels, got 2"):
         plot_runs([run], tmp_path / "x.png", labels=["a", "b"])
-    with pytest.raises(ValueError, match="no run has the metric 'other'; there are my/metric"):
+    with pytest.raises(ValueError, match="'other'.* my/metric"):
         plot_runs([run], tmp_path / "x.png", metrics=["my/metric", "other"])
     with pytest.raises(ValueError, match="choose from my/metric"):
         plot_runs([run], tmp_path / "x.png")

@@ -32,9 +32,9 @@ def from_cfg(cls: Any, cfg: Any, env: Any, device: Any = None, **networks: Any) 
     """
     if not isinstance(cfg, Mapping):
         return cls(env=env, cfg=cfg, device=device, **networks)
-    from canter.runners.rsl_rl_config import complete  # which imports the algorithms
+    from canter.compat.training_dicts import complete  # which imports the algorithms
+    from canter.runners.construction import open_env
     from canter.runners.run_config import plan_for
-    from canter.runners.runner import open_env
 
     plan = plan_for(cls, cfg)
     opened = open_env(env, resolve_device(device or plan.cfg.device), plan)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from canter.execution.torch_private import address, copy_all
-from canter.utils.config import nearest
+from canter.utils.config import unknown_name
 from canter.utils.distributed import RANKS
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -32,9 +32,7 @@ UNFIT = {
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     """The class of torch.optim with this name; upper and lower case are the same."""
     if name.lower() not in OPTIMIZERS:
-        near = nearest(name.lower(), OPTIMIZERS)
-        hint = f"; did you mean {near!r}?" if near else ""
-        raise ValueError(f"torch.optim has no optimizer {name!r}{hint}")
+        raise ValueError(unknown_name("optimizer", name, OPTIMIZERS, "torch.optim"))
     if name.lower() in UNFIT:
         raise ValueError(f"optimizer {name!r} cannot train a policy: {UNFIT[name.lower()]}; use Adam or AdamW")
     return OPTIMIZERS[name.lower()]
@@ -322,9 +320,7 @@ def check_options(cls: type, groups: Mapping[str, Any]) -> None:
         if not isinstance(options, Mapping):
             raise TypeError(f"{place} must be a dict such as {{'lr': 1e-4}}, got {options!r}")
         for name in (name for name in options if name not in known):
-            near = "lr" if name == "learning_rate" else nearest(str(name), known)
-            hint = f"did you mean {near!r}? " if near else ""
-            raise ValueError(f"{place} has no option {name!r}; {hint}{cls.__name__} has {', '.join(known)}")
+            raise ValueError(unknown_name("option", name, known, place))
         try:  # torch checks values where an optimizer is made, and not in its groups
             cls([torch.zeros(1, requires_grad=True)], **{"lr": 1e-3, **options})
         except (ValueError, TypeError) as error:

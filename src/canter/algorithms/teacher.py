@@ -20,7 +20,7 @@ from canter.modules.policy import Hidden, Policy, PolicyOutput
 from canter.storage.queue_rollout_storage import ActionLabelRollout
 from canter.storage.rollout_storage import MiniBatch, RolloutStorage
 from canter.utils.checkpoint import load_checkpoint, newest_valid_checkpoint
-from canter.utils.config import build, check_settings, check_value, nearest, setting, settings
+from canter.utils.config import build, check_settings, check_value, setting, settings, unknown_name
 from canter.utils.reading import refuse_imports
 from canter.utils.tree import Obs
 
@@ -403,9 +403,8 @@ def lr_scheduler_class(name: str) -> Any:
         raise ValueError(f"lr_scheduler_class_name={name!r} cannot be used: {UNFIT_SCHEDULERS[name]}")
     found = getattr(torch.optim.lr_scheduler, name, None)
     if not (isinstance(found, type) and issubclass(found, torch.optim.lr_scheduler.LRScheduler)):
-        near = nearest(name, [other for other in vars(torch.optim.lr_scheduler) if other.endswith(("LR", "Restarts"))])
-        hint = f"; did you mean {near!r}?" if near else ""
-        raise ValueError(f"torch.optim.lr_scheduler has no class {name!r}{hint}")
+        known = [other for other in vars(torch.optim.lr_scheduler) if other.endswith(("LR", "Restarts"))]
+        raise ValueError(unknown_name("class", name, known, "torch.optim.lr_scheduler"))
     return found
 
 

@@ -36,10 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(OVERVIEW.format(version=__version__, commands=commands))
             return 0
         if name not in COMMANDS:
-            from canter.utils.config import did_you_mean
+            from canter.utils.config import unknown_name
 
-            hint = did_you_mean(name, COMMANDS, f"there are {', '.join(COMMANDS)}")
-            raise UserError(f"no command {name!r}; {hint}")
+            raise UserError(unknown_name("command", name, COMMANDS))
         from canter.cli.flags import call
 
         with short_warnings():

@@ -17,8 +17,9 @@ from canter.bench import Point, Timing, Workload, with_envs, with_width
 from canter.cli.errors import UserError, user_errors
 from canter.cli.flags import at_least, given, parse
 from canter.cli.runs import open_runner
-from canter.presets import load_preset
+from canter.presets import find_preset
 from canter.runners import Runner, StopTraining
+from canter.utils.config import unknown_name
 from canter.utils.runtime import resolve_device, usable_cores
 
 GPU_ENVS, CPU_ENVS = 4096, 256
@@ -69,7 +70,7 @@ def bench(args: Sequence[str]) -> int:
         return 0
     name, *rest = args if args and not args[0].startswith("-") else ("iteration", *args)
     if name not in BENCHMARKS:
-        raise UserError(f"canter bench has no {name!r}; there are {', '.join(BENCHMARKS)}")
+        raise UserError(unknown_name("benchmark", name, BENCHMARKS, "canter bench"))
     with user_errors():
         options_type, show = BENCHMARKS[name]
         iteration = IterationOptions(*machine_defaults(given(rest, "--device")))
@@ -153,7 +154,7 @@ def show_cpu(options: CpuOptions) -> None:
     """Print a table with one row for each number of threads."""
     before, title = torch.get_num_threads(), f"Training on {options.task}, {usable_cores()} CPU cores"
     table = new_table(title, "threads", "environments", "steps/s", "iterations")
-    preset = load_preset(options.task)
+    preset = find_preset(options.task)
     run = {"task": options.task, "num_envs": options.num_envs or preset["num_envs"]}
     config = {**preset, "seed": 1, "device": "cpu", "log_interval": 0, "run": run}
     try:

@@ -105,7 +105,7 @@ def report(error: BaseException) -> int:
         RANKS.leave(error)
         if isinstance(error, RankError):
             code, rank = error.code, ""
-            if not error.is_told:
+            if not error.is_reporter:
                 return code
     if code is None or os.environ.get("CANTER_TRACEBACK"):
         raise error

@@ -17,7 +17,7 @@ import tyro
 import yaml
 
 from canter.cli.errors import UserError
-from canter.utils.config import nearest
+from canter.utils.config import unknown_name
 from canter.utils.reading import parse_yaml, read_limited
 
 EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+$")
@@ -78,9 +78,10 @@ def refuse_unknown(words: Sequence[str], cli: Callable[..., Any], prog: str) -> 
     known = ["help", *FLAG.findall(text.getvalue())]
     for flag in (word[2:].partition("=")[0].replace("_", "-") for word in words if word.startswith("--")):
         if flag and flag not in known:
-            near = nearest(flag, known, cutoff=0.7)
-            hint = f"did you mean --{near}?" if near else f"`{prog} --help` lists the flags"
-            raise UserError(f"there is no flag --{flag}; {hint}")
+            if "TASK" in text.getvalue() and flag in ("env", "env-id", "task"):
+                raise UserError(f"there is no flag --{flag}; the first word is the task: {prog} TASK ...")
+            names = [f"--{name}" for name in known]
+            raise UserError(unknown_name("flag", f"--{flag}", names, otherwise=f"`{prog} --help` lists the flags"))
 
 
 def call(function: Callable[..., int | None] | str, args: Sequence[str], prog: str) -> int | None:

@@ -17,7 +17,7 @@ from canter.datasets.motion_clip import JOINT_POS, JOINT_VEL, MotionClip, read_c
 from canter.datasets.motion_loader import CLIPS, find_clips
 from canter.envs.check import check_env
 from canter.export.robot.plot import plot_log
-from canter.presets import FALLBACK, PPO, load_preset, preset_name, presets, scores
+from canter.presets import FALLBACK, PPO, find_preset, preset_name, presets, scores
 from canter.utils.files import atomic_write
 from canter.utils.plots import plot_runs
 from canter.utils.run_data import RunData, group_runs, read_settings
@@ -53,7 +53,7 @@ def tasks(contains: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(me
 def task_row(task: str, algorithm: str, width: int) -> str:
     """The preset of a task for an algorithm, and the return that was measured with it."""
     origin = preset_name(task, algorithm)
-    preset = presets(algorithm).get(origin) or load_preset(task, algorithm)
+    preset = presets(algorithm).get(origin) or find_preset(task, algorithm)
     score = scores().get(algorithm, {}).get(origin)
     origin = "its own" if origin == task else "general" if origin == FALLBACK else f"of {origin}"
     steps, seeds = (f"{score['steps']:,}", score["seeds"]) if score else ("", 0)

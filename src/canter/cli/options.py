@@ -23,9 +23,9 @@ from canter.cli.flags import TaskName, at_least, given, parse, read_values
 from canter.envs.wrap import env_options
 from canter.modules.build import POLICIES
 from canter.modules.utils import ALIASES
-from canter.presets import FALLBACK, load_preset
+from canter.presets import FALLBACK, find_preset
 from canter.runners.run_config import find_algorithm, parse_train_cfg
-from canter.utils.config import defaults_of, names_meant, unused_settings
+from canter.utils.config import defaults_of, unknown_name, unused_settings
 from canter.utils.distributed import RANKS
 from canter.utils.logging.backends import BACKENDS
 from canter.utils.reading import refuse_imports
@@ -121,7 +121,7 @@ def parse_train(
     file = read_config(given(args, "--config"))
     task = args[0] if args and not args[0].startswith("-") else file.get("task")
     name = given(args, "--algorithm") or given(args, "--algo") or (file.get("algorithm") or {}).get("class_name")
-    preset = load_preset(task or FALLBACK, find_algorithm(name or "ppo"), given(args, "--profile"))
+    preset = find_preset(task or FALLBACK, find_algorithm(name or "ppo"), given(args, "--profile"))
     preset = over_preset(preset, file)
     name = find_algorithm(preset["algorithm"]["class_name"])  # a task's profile may use another one
     run = preset.pop("run", {})
@@ -135,7 +135,6 @@ def parse_train(
     values = {key: preset[key] for key in LENGTHS}
     values |= {"environment": EnvOptions(**env_options(run))}
     default = TrainOptions(task=task or tyro.MISSING, settings=settings, policy=policy, algorithm=name, **values)
-    suggest_flags(args, default, plan.cfg)
     options_type: Any = TrainOptions[type(settings), type(policy)]  # type: ignore[misc]
     options = parse(options_type, args, prog, default, description=description)
     check_run(options)
@@ -259,21 +258,6 @@ def drop_unused(cfg: Any, args: Sequence[str], file: Mapping[str, Any]) -> None:
             setattr(cfg, name, defaults_of(type(cfg), name)[0])
 
 
-def suggest_flags(args: Sequence[str], options: TrainOptions[Any, Any], cfg: Any) -> None:
-    """Raise a ValueError that names the right flag for a short form or another library's name of a setting."""
-    owners = (options, options.environment, cfg)
-    known = {f.name for owner in owners for f in dataclasses.fields(owner)} | {"algo"}
-    known |= {f"policy.{f.name}" for f in dataclasses.fields(options.policy)}
-    for flag in (arg.partition("=")[0] for arg in args if arg.startswith("--")):
-        name = flag.removeprefix("--").replace("-", "_")
-        if name in known and name not in ("policy", "settings", "environment"):
-            continue
-        meant = (*names_meant(name.removeprefix("policy.")), f"policy.{name}")
-        for found in (other for other in meant if other in known):
-            way = "the first word: canter train TASK" if found == "task" else f"--{found.replace('_', '-')}"
-            raise ValueError(f"there is no flag {flag}; did you mean {way}?")
-
-
 def fit_rollout(settings: Any, num_envs: int, usual: int, is_recurrent: bool, fixed: Collection[str]) -> None:
     """Fit settings to a number of environments other than the `usual` one, unless their flags are `fixed`.
 
@@ -331,7 +315,7 @@ def joined_settings(groups: Any, cfg_class: type) -> Any:
 def policy_options(class_name: str, preset: Mapping[str, Any]) -> Any:
     """The settings of a policy class as an instance of a new dataclass, with the preset's values."""
     if class_name not in POLICIES:
-        raise ValueError(f"no policy class {class_name!r}; there are {', '.join(sorted(POLICIES))}")
+        raise ValueError(unknown_name("policy class", class_name, POLICIES))
     choices = Annotated[Literal[tuple(sorted(POLICIES))], tyro.conf.arg(help="Class of the policy.")]
     fields: dict[str, Any] = {"class_name": ("class_name", choices)}
     for base, parameter in constructor_settings(POLICIES[class_name]):

@@ -25,7 +25,7 @@ from canter.export.load import read_settings
 from canter.runners import Runner, build_runner
 from canter.runners.run_config import find_algorithm, parse_train_cfg
 from canter.utils.checkpoint import is_own_file, newest_valid_checkpoint
-from canter.utils.config import nearest
+from canter.utils.config import nearest, unknown_name
 from canter.utils.distributed import RANKS
 from canter.utils.files import RunLock
 from canter.utils.logging import METRICS_NAME, loaded_settings
@@ -214,9 +214,8 @@ def open_env(
 ) -> VecEnv:
     """Environments by the name of their task, with the `env_options` of a run."""
     spec = gymnasium.registry.get(task)
-    if spec is None and (versions := [known for known in gymnasium.registry if known.rpartition("-v")[0] == task]):
-        newest = max(versions, key=lambda known: gymnasium.registry[known].version or 0)
-        raise UserError(f"the name {task!r} has no version; did you mean {newest!r}?")
+    if spec is None and any(known.rpartition("-v")[0] == task for known in gymnasium.registry):
+        raise UserError(unknown_task(task))  # Gymnasium would take the newest version without a word
     entry_point = "" if spec is None else str(spec.entry_point)
     if "mujoco" in entry_point:
         with suppress(ImportError):
@@ -234,7 +233,7 @@ def open_env(
             hint = cause if extra is None else f'pip install "canter[{extra}]"'
             raise UserError(f"{task} needs a package that is not installed: {hint}") from cause
         if isinstance(cause, (gymnasium.error.NameNotFound, gymnasium.error.NamespaceNotFound)):
-            raise UserError(f"no environment is named {task!r}{nearest_task(task)}") from cause
+            raise UserError(unknown_task(task)) from cause
         raise
 
 
@@ -245,13 +244,12 @@ def print_mujoco_warning(text: str) -> None:
         print(f"MuJoCo: {text}", file=sys.stderr)
 
 
-def nearest_task(task: str) -> str:
-    """A suggestion for an unknown task."""
+def unknown_task(task: str) -> str:
+    """The message for a task that does not exist; versions alone make no names similar."""
     newest = {known.rpartition("-v")[0] or known: known for known in known_tasks()}
-    if near := nearest(task.rpartition("-v")[0] or task, newest):  # the version alone would make names similar
-        return f"; did you mean {newest[near]!r}?"
+    near = nearest(task.rpartition("-v")[0] or task, newest)
     package = "" if ":" in task else f"; if a package registers it, name that in front: package:{task}"
-    return f"; `canter tasks` lists the known ones{package}"
+    return unknown_name("task", task, [newest[near]] if near else [], otherwise=f"`canter tasks` lists them{package}")
 
 
 def known_tasks() -> list[str]:

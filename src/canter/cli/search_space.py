@@ -8,7 +8,7 @@ from typing import Any
 
 from canter.cli.flags import parse_value, read_values
 from canter.cli.options import TrainOptions
-from canter.utils.config import names_meant, nearest
+from canter.utils.config import unknown_name
 
 # Settings by which a sweep knows its runs, and groups of settings.
 NOT_SEARCHED = ("seed", "seeds", "name", "runs_dir", "task", "settings", "policy", "environment")
@@ -147,11 +147,9 @@ def current_value(options: TrainOptions[Any, Any], name: str) -> Any:
     for owner in owners:
         if hasattr(owner, field) and field in {f.name for f in dataclasses.fields(owner)}:
             return getattr(owner, field)
-    known = sorted(f.name for f in dataclasses.fields(options.settings))
-    meant = (*names_meant(name), nearest(name, known))
-    others = f"there are {', '.join(known)} and those of policy."
-    hint = next((f"did you mean {other!r}?" for other in meant if other in known), others)
-    raise ValueError(f"there is no setting {name!r} to search; {hint}")
+    known = [f.name for f in dataclasses.fields(options.settings)]
+    known += [f"policy.{f.name}" for f in dataclasses.fields(options.policy)]
+    raise ValueError(unknown_name("setting", name, known))
 
 
 def suggest(trial: Any, space: Space) -> dict[str, Any]:

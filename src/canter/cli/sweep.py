@@ -4,6 +4,7 @@ import dataclasses
 import math
 import statistics
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +17,7 @@ from canter.cli.options import TrainOptions, parse_train
 from canter.cli.run_process import POLL_S, RunPool, TrainingRun
 from canter.cli.search_space import Space, grid, parse_space, starting_point, suggest, to_flags
 from canter.cli.sweep_report import write_results
+from canter.utils.config import unknown_name
 from canter.utils.run_data import load_run, short
 from canter.utils.runtime import StopSignal, usable_cores
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 REPORTS_PER_RUN = 20
 SYNC_S = 2.0  # between two looks at the trials of other processes
 MAX_ATTEMPTS = 3  # of a trial whose process was killed, which may be the fault of its settings
+WAIT_S = 60  # for SQLite, while other processes write
 EXHAUSTIVE = ("grid", "bruteforce")  # samplers that try every combination
 MAX_FAILURES = 3  # in a row, before the first success
 
@@ -46,7 +49,7 @@ class SweepOptions:
     jobs: int | None = None  # Runs at a time in this process; by default the number of cores.
     study: str = "sweep"  # Name of the study.
     storage: str | None = None
-    """Journal file or database URL of the study; by default <runs-dir>/<task>/<study>/study.journal."""
+    """SQLite file or database URL of the study; by default <runs-dir>/<task>/<study>/study.db."""
     objective: str = "eval/mean_reward"
     """Metric to optimise, at the end of a run; of the final evaluation if it is one."""
     direction: Literal["maximize", "minimize"] = "maximize"  # Whether a high objective is good.
@@ -54,7 +57,7 @@ class SweepOptions:
     sampler_args: dict[str, Any] = dataclasses.field(default_factory=dict)  # Arguments of the sampler, as YAML.
     pruner: str = "median"  # Optuna pruner: median, percentile, successivehalving, hyperband, patient, nop (none).
     pruner_args: dict[str, Any] = dataclasses.field(default_factory=dict)  # Arguments of the pruner, as YAML.
-    stale_after: float = 60.0  # Seconds without a sign of life after which a trial is tried again by another process.
+    stale_after: int = 60  # Seconds without a sign of life after which another process tries a trial again.
     engine: Literal["optuna", "ray"] = "optuna"  # What runs the trials: processes that share a storage, or Ray Tune.
     address: str | None = None  # Address of a Ray cluster; by default Ray is started on this machine.
 
@@ -130,7 +133,7 @@ def sweep(args: Sequence[str]) -> int:
 def parse_sweep(args: Sequence[str]) -> Plan:
     """The sweep that the words after `canter sweep` describe."""
     options, rest = parse(SweepOptions, args, "canter sweep", return_unknown_args=True)
-    at_least(1, trials=options.trials, seeds=options.seeds, jobs=options.jobs)
+    at_least(1, trials=options.trials, seeds=options.seeds, jobs=options.jobs, stale_after=options.stale_after)
     train, _ = parse_train([options.task, *rest])
     if train.seeds or train.name:
         raise UserError("a sweep names its runs and counts its seeds: use --study NAME, --seeds N and --seed FIRST")
@@ -194,19 +197,32 @@ def sampler_args(plan: Plan) -> dict[str, Any]:
 
 
 def open_storage(plan: Plan) -> Any:
-    """The storage that `--storage` names: a database URL, or a journal file."""
-    from optuna.storages import JournalStorage, RDBStorage
-    from optuna.storages.journal import JournalFileBackend, JournalRedisBackend
+    """The database that `--storage` names, in which Optuna notices trials whose process gives no sign of life."""
+    from optuna.exceptions import ExperimentalWarning
+    from optuna.storages import RDBStorage
 
-    place = plan.options.storage or str(plan.folder / "study.journal")
-    if "://" in place:
+    place, patience = plan.options.storage or str(plan.folder / "study.db"), plan.options.stale_after
+    url = place if "://" in place else f"sqlite:///{place}"
+    if "://" not in place:
+        Path(place).parent.mkdir(parents=True, exist_ok=True)
+    engine = {"connect_args": {"timeout": WAIT_S}} if url.startswith("sqlite") else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        signs: dict[str, Any] = {"heartbeat_interval": max(1, patience // 6), "grace_period": patience}
+        signs["heartbeat_stale_trial_callback"] = try_again
         try:
-            return JournalStorage(JournalRedisBackend(place)) if place.startswith("redis") else RDBStorage(place)
+            return RDBStorage(url, engine, **signs)
         except Exception as error:  # every database and driver has errors of its own; the address may have a password
-            kind, reason = place.partition("://")[0], " ".join(str(error).split())
+            kind, reason = url.partition("://")[0], " ".join(str(error).split())
             raise UserError(f"the --storage {kind}://... cannot be opened: {reason or type(error).__name__}") from error
-    Path(place).parent.mkdir(parents=True, exist_ok=True)
-    return JournalStorage(JournalFileBackend(place))
+
+
+def try_again(study: "optuna.Study", trial: "FrozenTrial", attempt: int = 1) -> bool:
+    """Queue the settings of a failed trial again, unless its process was killed too often; whether they are queued."""
+    attempts = trial.user_attrs.get("attempts", 0) + attempt
+    if attempts < MAX_ATTEMPTS:
+        study.enqueue_trial(trial.params, user_attrs={"retry_of": trial.number, "attempts": attempts})
+    return attempts < MAX_ATTEMPTS
 
 
 def optuna_object(module: Any, kind: str, name: str, args: Mapping[str, Any]) -> Any:
@@ -215,7 +231,7 @@ def optuna_object(module: Any, kind: str, name: str, args: Mapping[str, Any]) ->
     known = {cls.removesuffix(kind).lower(): getattr(module, cls) for cls in classes}
     wanted = name.lower().replace("-", "").replace("_", "").removesuffix(kind.lower())
     if wanted not in known:
-        raise ValueError(f"Optuna has no {kind.lower()} {name!r}; there are {', '.join(sorted(known))}")
+        raise ValueError(unknown_name(kind.lower(), name, known, "Optuna"))
     return known[wanted](**args)
 
 
@@ -226,7 +242,6 @@ class ActiveTrial:
     trial: "optuna.Trial"
     runs: list[TrainingRun]
     reported: int = 0
-    beat: int = 0
 
 
 def counting(trials: Sequence["FrozenTrial"]) -> list["FrozenTrial"]:
@@ -246,8 +261,7 @@ class Worker:
         self.plan, self.study, self.states = plan, study, TrialState
         self.lost = UpdateFinishedTrialError  # raised by a write to a trial that another process has ended
         self.mine: list[ActiveTrial] = []
-        self.signs: dict[int, tuple[Any, float]] = {}  # beat of another process's trial, and when it was first seen
-        self.synced = self.beaten = -math.inf
+        self.synced = -math.inf
         self.failures = 0
 
     def run(self) -> int | None:
@@ -264,8 +278,7 @@ class Worker:
             finally:
                 self.pool.stop(*(run for active in self.mine for run in active.runs))
                 for active in list(self.mine):  # of an interrupted process: another one tries them again
-                    self.drop(active)
-                    self.try_again(self.frozen(active), attempt=0)
+                    self.retry(active, attempt=0)
         return stop.requested
 
     def step(self) -> bool:
@@ -277,9 +290,7 @@ class Worker:
         if now - self.synced < SYNC_S:
             return False
         self.synced = now
-        self.give_signs(now)
-        trials = self.study.get_trials(deepcopy=False)
-        self.retry_stale(trials, now)
+        self.exchange_signs()
         while self.pool.has_room() and self.start_trial():
             pass
         trials = self.study.get_trials(deepcopy=False)
@@ -304,6 +315,7 @@ class Worker:
         active = ActiveTrial(trial, self.plan.new_runs(name, settings))
         trial.set_user_attr("runs", [str(run.path) for run in active.runs])
         self.mine.append(active)
+        self.exchange_signs()
         self.pool.add(*active.runs)
         self.table.message(f"trial {trial.number}: {words(settings)}")
         return True
@@ -346,11 +358,8 @@ class Worker:
         """End a trial of which a run failed: diverged settings are bad ones, a killed run is tried again."""
         assert run.exit_code is not None
         if run.exit_code < 0:
-            frozen = self.frozen(active)
-            self.drop(active)
-            again = self.try_again(frozen)
-            text = "it is tried again" if again else "given up"
-            self.table.message(f"trial {frozen.number}: its run was killed by signal {-run.exit_code}; {text}")
+            text = "it is tried again" if self.retry(active) else "given up"
+            self.table.message(f"trial {active.trial.number}: its run was killed by signal {-run.exit_code}; {text}")
             return
         if run.exit_code == NUMERIC:
             active.trial.set_user_attr("error", run.error())
@@ -391,47 +400,25 @@ class Worker:
         self.pool.stop(*active.runs)
         self.synced = -math.inf
 
-    def frozen(self, active: ActiveTrial) -> "FrozenTrial":
-        """A trial of this process as the storage has it."""
-        return self.study.get_trials(deepcopy=False)[active.trial.number]
+    def exchange_signs(self) -> None:
+        """Show other processes that this one is alive, and try the trials of those again that are not."""
+        from optuna.storages import fail_stale_trials
 
-    def give_signs(self, now: float) -> None:
-        """Show other processes that this one is alive."""
-        if now - self.beaten < self.plan.options.stale_after / 6:
-            return
-        self.beaten = now
-        for active in list(self.mine):
-            active.beat += 1
-            try:
-                active.trial.set_user_attr("beat", active.beat)
-            except self.lost:
-                self.drop(active)
-                self.table.message(f"trial {active.trial.number} was given to another process")
+        for active in self.mine:
+            storage: Any = active.trial.storage
+            storage.record_heartbeat(active.trial._trial_id)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is marked as experimental
+            fail_stale_trials(self.study)
 
-    def retry_stale(self, trials: Sequence["FrozenTrial"], now: float) -> None:
-        """Try the trials of processes that give no sign of life again; clocks of machines are not compared."""
-        mine = {active.trial.number for active in self.mine}
-        for trial in trials:
-            if trial.state != self.states.RUNNING or trial.number in mine:
-                continue
-            beat = trial.user_attrs.get("beat")
-            seen = self.signs.setdefault(trial.number, (beat, now))
-            if seen[0] != beat:
-                self.signs[trial.number] = (beat, now)
-            elif now - seen[1] > self.plan.options.stale_after and self.try_again(trial):
-                self.table.message(f"trial {trial.number}: its process ended; it is tried again")
-
-    def try_again(self, trial: "FrozenTrial", attempt: int = 1) -> bool:
-        """Fail a trial and queue its settings again; returns whether they are queued by this process."""
+    def retry(self, active: ActiveTrial, attempt: int = 1) -> bool:
+        """Fail a trial of this process and queue its settings again; whether they are queued by this process."""
+        self.drop(active)
         try:
-            self.tell(trial.number, self.states.FAIL)
-        except self.lost:  # another process was faster
+            self.tell(active.trial.number, self.states.FAIL)
+        except self.lost:  # another process took it for dead
             return False
-        attempts = trial.user_attrs.get("attempts", 0) + attempt
-        if attempts >= MAX_ATTEMPTS:
-            return False
-        self.study.enqueue_trial(trial.params, user_attrs={"retry_of": trial.number, "attempts": attempts})
-        return True
+        return try_again(self.study, self.study.get_trials(deepcopy=False)[active.trial.number], attempt)
 
     def progress(self, trials: Sequence["FrozenTrial"]) -> tuple[str, list[str], list[list[str]]]:
         """Title, head and rows of the live table: the best and the newest trials."""

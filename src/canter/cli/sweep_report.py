@@ -79,10 +79,9 @@ def table_rows(plan: Plan, ranked: list[FrozenTrial]) -> list[list[str]]:
 
 def trial_row(trial: FrozenTrial) -> dict[str, Any]:
     """A trial in JSON types."""
-    attrs = {name: value for name, value in trial.user_attrs.items() if name != "beat"}
     curve = sorted(trial.intermediate_values.items())
     row = {"trial": trial.number, "state": trial.state.name.lower(), "value": trial.value, "params": trial.params}
-    return {**row, "curve": curve, **attrs}
+    return {**row, "curve": curve, **trial.user_attrs}
 
 
 def best_preset(plan: Plan, settings: dict[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from canter.envs.records import (
 )
 from canter.envs.vec_env import Device, StepRecord, VecEnv, flat_size
 from canter.envs.wrappers import Forwarding, checked_layout
-from canter.utils.config import nearest
+from canter.utils.config import nearest, unknown_name
 from canter.utils.tree import Obs, tree_leaves
 
 SETS = ("actor", "policy", "critic", "student", "teacher", "rnd_state")
@@ -291,8 +291,8 @@ def resolve_sets(groups: Mapping[str, Any], obs_groups: ObsGroups) -> tuple[list
             raise ValueError(f"obs_groups[{name!r}] is empty; name groups of {list(groups)}, or leave it out")
         if len(set(members)) < len(members):
             raise ValueError(f"obs_groups[{name!r}] names a group twice: {members}")
-        if name not in SETS and (near := nearest(name, SETS, cutoff=0.8)):  # others may be those of another library
-            raise ValueError(f"obs_groups has no set {name!r}; did you mean {near!r}?")
+        if name not in SETS and nearest(name, SETS, cutoff=0.8):  # others may be those of another library
+            raise ValueError(unknown_name("set", name, SETS, "obs_groups"))
     if "teacher" in sets:  # of a distillation, whose teacher is in the place of the critic
         for name, role in (("student", "actor"), ("teacher", "critic")):
             sets[role] = sets.get(name) or ([name] if name in groups else default_actor)

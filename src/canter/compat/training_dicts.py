@@ -17,7 +17,7 @@ from canter.algorithms import REGISTRY
 from canter.compat.spellings import TRANSLATED_MODULES
 from canter.envs.records import warn_once
 from canter.modules.build import POLICIES
-from canter.utils.config import did_you_mean
+from canter.utils.config import unknown_name
 from canter.utils.obs_layout import ObsLayout
 
 UNUSED = "unused"
@@ -190,8 +190,9 @@ class Translation:
                 place = source
             if place is None:
                 if value is not None:
-                    way_out = did_you_mean(key, TABLE[section], "leave it out")
-                    raise ValueError(f"{source}={value!r} is no setting that canter can honour; {way_out}")
+                    raise ValueError(
+                        unknown_name("setting", source, [prefix + k for k in TABLE[section]], otherwise="leave it out")
+                    )
             elif place == UNUSED:
                 if value not in (None, "", {}, [], ()):
                     self.unused.append(source)

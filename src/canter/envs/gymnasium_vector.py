@@ -18,7 +18,7 @@ from canter.envs.gymnasium import ActionCast, batch_to_rows, policy_space, put_r
 from canter.envs.records import EndWatch, fill_extras, find_final, full_final, per_env, split_groups, to_obs
 from canter.envs.vec_env import Device, StepRecord, VecEnv
 from canter.envs.workers import TIMEOUT_SECONDS, WorkerError, find_death, wait_for_answers
-from canter.utils.config import nearest
+from canter.utils.config import unknown_name
 from canter.utils.runtime import usable_cores
 from canter.utils.tree import Obs, tree_leaves
 
@@ -255,9 +255,8 @@ def make_envpool(
     if render_mode == "rgb_array" and egl is not None:
         raise ImportError(f"EnvPool cannot render here: {egl}")
     if task not in (known := envpool.list_all_envs()):
-        near = nearest(task, known)
-        hint = f"did you mean 'envpool/{near}'?" if near else f"it has {len(known)}: envpool.list_all_envs()"
-        raise ValueError(f"EnvPool has no task {task!r}; {hint}")
+        names = [f"envpool/{name}" for name in known]
+        raise ValueError(unknown_name("task", f"envpool/{task}", names, "EnvPool", "envpool.list_all_envs() has all"))
     # As many threads as cores this process may use, which may be fewer than the machine has.
     options = {"num_threads": min(num_envs, usable_cores()), "seed": seed, "render_mode": render_mode}
     given = {name: value for name, value in options.items() if value is not None} | kwargs

@@ -15,7 +15,7 @@ from torch import Tensor
 from canter.compat.batched_envs import ObsGroups, RslRlAdapter, read_step
 from canter.envs.records import to_obs
 from canter.envs.vec_env import Device
-from canter.utils.config import nearest
+from canter.utils.config import unknown_name
 
 
 def is_mjlab(env: Any) -> bool:
@@ -106,9 +106,7 @@ def require_task(tasks: Any, task: str) -> None:
     """Raise an error that names the nearest task if mjlab has none of this name."""
     known = tasks.list_tasks()
     if task not in known:
-        near = nearest(task, known)
-        hint = f"did you mean mjlab/{near}?" if near else f"there are {', '.join(known)}"
-        raise ValueError(f"mjlab has no task {task!r}; {hint}")
+        raise ValueError(unknown_name("task", f"mjlab/{task}", [f"mjlab/{name}" for name in known], "mjlab"))
 
 
 def make_mjlab(

@@ -21,7 +21,7 @@ from canter.envs.torch_envs import TORCH_ENVS
 from canter.envs.vec_env import Device, VecEnv
 from canter.envs.workers import WorkerVecEnv
 from canter.envs.wrappers import ChannelsFirst, ClipActions, FlattenObs, ToDevice, VecEnvWrapper
-from canter.utils.config import did_you_mean
+from canter.utils.config import unknown_name
 from canter.utils.memory import MemoryLimit, free_memory, readable
 
 
@@ -253,8 +253,7 @@ def find_wrapper(name: str) -> type:
     found = VEC_WRAPPERS.get(name) or getattr(place, class_name, None)
     if not isinstance(found, type):
         known = [*VEC_WRAPPERS, *(n for n in dir(gymnasium.wrappers) if n[0].isupper())]
-        hint = did_you_mean(name, known, f"there are {', '.join(known)}, and 'module:Class'")
-        raise ValueError(f"no wrapper is named {name!r}; {hint}")
+        raise ValueError(unknown_name("wrapper", name, [*known, "module:Class"]))
     return found
 
 
@@ -263,7 +262,7 @@ def make_torch_env(
 ) -> VecEnv:
     """Make one of canter's torch-native environments."""
     if task not in TORCH_ENVS:
-        raise ValueError(f"no torch-native environment {task!r}; there are {', '.join(sorted(TORCH_ENVS))}")
+        raise ValueError(unknown_name("torch-native task", f"canter/{task}", [f"canter/{name}" for name in TORCH_ENVS]))
     return TORCH_ENVS[task](num_envs, device or "cpu", seed, **options)
 
 

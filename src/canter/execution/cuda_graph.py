@@ -19,7 +19,8 @@ class Graph:
 
     def __init__(self, written: Sequence[Tensor]) -> None:
         self.written = list(written)
-        self.calls = self.agreed_at = self.next_comparison = 0
+        self.calls = self.agreed_at = 0
+        self.next_comparison = 0.0
 
     @classmethod
     def prepare(cls, fn: Callable[..., Any], args: Any, leaves: Sequence[Tensor]) -> tuple[Any, "Graph | str"]:

@@ -268,7 +268,7 @@ class Executor:
         result, difference = graph.compare(functools.partial(self._run_eagerly, fn, *args), leaves)
         if changed := self._changed(before):
             self._give_up(name, changed)
-        elif difference and self.records and graph.discard_compiled():
+        elif difference and not isinstance(graph, Graph) and graph.discard_compiled():
             warnings.warn(f"{name!r} is replayed uncompiled, because {difference} when it is compiled", stacklevel=3)
         elif difference:
             self._drop(name, graph, difference)

@@ -133,8 +133,9 @@ class Writes(TorchDispatchMode):
             for tensor in tensors_in(args[3:5]):
                 self.keep_tensor(tensor)
         for value in (*args, *kwargs.values()) if is_random(func) else ():
-            if isinstance(value, Generator) and value._cdata not in self.generators:  # each dispatch wraps it anew
-                self.generators[value._cdata], self.states[value._cdata] = value, value.get_state()
+            name = getattr(value, "_cdata", 0)  # each dispatch wraps a generator anew
+            if isinstance(value, Generator) and name not in self.generators:
+                self.generators[name], self.states[name] = value, value.get_state()
 
     def keep_tensor(self, tensor: Tensor) -> None:
         """Keep a tensor's values, unless they are kept or the function made it."""
@@ -277,7 +278,8 @@ class Recording:
 
     def __init__(self, recorder: Recorder, result: Any, compiles: bool = False) -> None:
         self.grad_mode, self.operations, recorded = torch.is_grad_enabled(), recorder.operations, recorder.recorded
-        self.calls = self.agreed_at = self.next_comparison = 0
+        self.calls = self.agreed_at = 0
+        self.next_comparison = 0.0
         outputs: list[Tensor] = []
         describe(result, outputs)
         self.num_outputs, inplace = len(outputs), Memory(recorded)
@@ -287,8 +289,9 @@ class Recording:
                 indices.append(recorded.graph.call_function(aten.clone.default, (node.args[2],)))
         recorded.graph.output((*(recorder.node_of(leaf) for leaf in outputs), *indices))
         self.template = rebuild(result, iter([torch.empty(0)] * len(outputs)))
-        by_rows = {inplace.base[node.args[0]] for node in rows}
-        self.rows = [(recorded.outside[node.args[0]], node.args[1]) for node in rows]
+        buffers: list[Any] = [node.args[0] for node in rows]
+        by_rows = {inplace.base[buffer] for buffer in buffers}
+        self.rows: list[Any] = [(recorded.outside[b], node.args[1]) for b, node in zip(buffers, rows, strict=True)]
         """Large buffers of which the graph writes rows, and the dimension; it returns the indices after its outputs."""
         self.outside = simplify(recorded)  # values of the graph's arguments before the inputs
         in_memory, arguments = Memory(recorded), recorded.graph.find_nodes(op="placeholder")

@@ -67,7 +67,7 @@ def script_runner(graph: Any, num_results: int) -> Callable[..., Any]:
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy tensors in one operation, or one by one."""
     if hasattr(torch, "_foreach_copy_"):
-        torch._foreach_copy_(list(targets), list(sources))  # pyright: ignore[reportArgumentType]
+        torch._foreach_copy_(list(targets), list(sources))  # pyright: ignore
         return
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)

@@ -32,6 +32,7 @@ from canter.export.readme import readme
 from canter.export.robot.package import write_robot_folder
 from canter.modules.normalizer import DictNormalization, EmpiricalNormalization
 from canter.runners.evaluation import InferencePolicy
+from canter.utils.config import unknown_name
 from canter.utils.files import atomic_write, make_folder
 from canter.utils.reading import MAX_TEXT, FileContentError, read_limited
 from canter.utils.tree import tree_leaves
@@ -70,7 +71,7 @@ def export_bundle(
     need_export_extra()
     unknown = [name for name in formats if name not in FORMATS]
     if unknown:
-        raise ValueError(f"unknown format {unknown[0]!r}; there are {', '.join(FORMATS)}")
+        raise ValueError(unknown_name("format", unknown[0], FORMATS))
     directory = Path(directory)
     if directory.exists() and not directory.is_dir():
         raise FileExistsError(f"{directory} is a file; a bundle is a directory")

@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 from torch import nn
 
-from canter.utils.config import nearest
+from canter.utils.config import unknown_name
 
 ALIASES: dict[str, type[nn.Module]] = {
     "elu": nn.ELU,
@@ -42,9 +42,7 @@ def activation(name: str | type[nn.Module], kind: str = "activation") -> type[nn
     if not isinstance(found, type) or not issubclass(found, nn.Module):
         found = ALIASES.get(name.lower())
     if found is None:
-        near = nearest(name.lower(), ALIASES)
-        hint = f"did you mean {near!r}? " if near else ""
-        raise ValueError(f"no {kind} {name!r}; {hint}known are {sorted(ALIASES)} and every torch.nn class")
+        raise ValueError(unknown_name(kind, name, ALIASES))
     return found
 
 

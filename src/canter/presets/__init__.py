@@ -2,13 +2,17 @@
 
 import copy
 import json
+import warnings
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gymnasium
+
 from canter.algorithms import REGISTRY
 from canter.runners.run_config import RunPlan, display_name, find_algorithm
+from canter.utils.config import NEAR, nearest, unknown_name
 from canter.utils.reading import read_yaml
 
 FALLBACK = "default"
@@ -52,6 +56,15 @@ def load_preset(task: str, algorithm: str = PPO, profile: str | None = None) -> 
     algorithm, or one of the algorithm's, which replaces the settings of the algorithm.
     """
     name = find_algorithm(algorithm)
+    if preset_name(task, name) == FALLBACK and (near := misspelt(task, name)):
+        text = f"{unknown_name('preset', task, [near])} These are the defaults of {display_name(name)}"
+        warnings.warn(text, stacklevel=2)
+    return find_preset(task, name, profile)
+
+
+def find_preset(task: str, algorithm: str = PPO, profile: str | None = None) -> dict[str, Any]:
+    """What `load_preset` returns, without a warning about a misspelt task."""
+    name = find_algorithm(algorithm)
     preset = copy.deepcopy(presets(name).get(preset_name(task, name)))
     if name == PPO and task.startswith("mjlab/"):
         from canter.envs.mjlab import mjlab_training_dict  # mjlab registers settings with its tasks
@@ -66,11 +79,11 @@ def load_preset(task: str, algorithm: str = PPO, profile: str | None = None) -> 
     if profile in profiles:
         chosen = profiles[profile]
         other = find_algorithm((chosen.get("algorithm") or {}).get("class_name", name))
-        return merged(preset if other == name else load_preset(task, other), chosen)
+        return merged(preset if other == name else find_preset(task, other), chosen)
     if profile is not None:
         known = [*profiles, *algorithm_profiles().get(name, ())]
         if profile not in known:
-            raise ValueError(f"{name} has no profile {profile!r}; there are {', '.join(known) or 'none'} for {task}")
+            raise ValueError(unknown_name("profile", profile, known, f"{display_name(name)} of {task}"))
         preset["algorithm"] = {"class_name": display_name(name), "profile": profile}
     return preset
 
@@ -107,6 +120,14 @@ def preset_name(task: str, algorithm: str = PPO) -> str:
     is_twin = family in ("canter", "envpool")
     same = (name for name in known if is_twin and rest in (name, name.rsplit("-v", 1)[0]))
     return task if task in known else next(same, FALLBACK)
+
+
+def misspelt(task: str, algorithm: str) -> str | None:
+    """The preset that a task which no one has registered most likely stands for, if their names are very alike."""
+    known = {preset.rpartition("-v")[0]: preset for preset in presets(algorithm)}
+    is_registered = "/" in task or ":" in task or task in gymnasium.registry
+    near = None if is_registered else nearest(task.rpartition("-v")[0] or task, known, cutoff=NEAR)
+    return near and known[near]
 
 
 @cache

@@ -29,6 +29,7 @@ from canter.utils.checkpoint import (
     save_checkpoint,
 )
 from canter.utils.ckpt_manipulator import MANIPULATORS
+from canter.utils.config import unknown_name
 from canter.utils.distributed import RANKS, RankError
 from canter.utils.files import RunLock, RunMovedError, atomic_write, remove_stale_temps, safe_join
 from canter.utils.reading import read_limited
@@ -187,8 +188,7 @@ class Checkpoints:
         if manipulator is None:
             return state
         if isinstance(manipulator, str):
-            known = f"known are {', '.join(MANIPULATORS)}, or give a function"
-            raise ValueError(f"unknown ckpt_manipulator {manipulator!r}; {known}")
+            raise ValueError(unknown_name("ckpt_manipulator", manipulator, [*MANIPULATORS, "a function of your own"]))
         state = manipulator(state, self.runner.alg.state_dict())
         try:
             save_checkpoint(path.with_name(f"manipulated_{path.name}"), dict(state))

@@ -12,7 +12,7 @@ from canter.algorithms.algorithm import CommonRunSettings, field_names, is_run_s
 from canter.compat.training_dicts import as_sections, translated
 from canter.modules.build import NETWORKS
 from canter.runners.run_log import check_trial_metric
-from canter.utils.config import check_settings, combined_settings, nearest, unknown_setting
+from canter.utils.config import check_settings, combined_settings, unknown_name
 
 # Keys of launch scripts, which a training dict may contain.
 LAUNCHER_KEYS = {"run", "task", "num_envs", "total_timesteps"}
@@ -69,14 +69,23 @@ def plain(value: Any) -> Any:
     return getattr(value, "__name__", str(value))
 
 
+# Algorithms of other libraries -> where to find them, or what does the same here.
+NOT_INCLUDED = {
+    "a2c": 'the page "Change the algorithm" makes it from PPO in twenty lines, and Stable-Baselines3 has it',
+    "ddpg": "TD3 is its successor",
+    "her": "Stable-Baselines3 has it",
+    "recurrentppo": "PPO with --policy.class-name ActorCriticRecurrent is the same",
+    **dict.fromkeys(("ars", "crossq", "maskableppo", "qrdqn", "qr-dqn", "tqc", "trpo"), "sb3-contrib has it"),
+}
+
+
 def find_algorithm(name: str) -> str:
-    """The registered name, in lower case; an unknown one is an error that lists the known ones."""
+    """The registered name, in lower case; an unknown one is an error with the nearest, or with where to find it."""
     if name.lower() not in REGISTRY:
-        near = nearest(name.lower(), REGISTRY)
-        hint = f"did you mean {near!r}? " if near else ""
+        way_out = NOT_INCLUDED.get(name.lower(), "")
         if "." in name or ":" in name:
-            hint = "derive your class from one of canter's and give it a name by canter.algorithms.register_algorithm; "
-        raise ValueError(f"unknown algorithm {name!r}; {hint}registered are {', '.join(sorted(REGISTRY))}")
+            way_out = "derive your class from one of canter's and name it by canter.algorithms.register_algorithm"
+        raise ValueError(unknown_name("algorithm", name, () if way_out else REGISTRY, otherwise=way_out))
     return name.lower()
 
 
@@ -207,7 +216,7 @@ def named_network(value: Any) -> Any:
         return value
     if value not in NETWORKS:
         way_out = "one of your own is given as a class to a runner, or in canter.load(path, policy=<policy>)"
-        raise ValueError(f"unknown network class {value!r}; {way_out}; by name there are {', '.join(sorted(NETWORKS))}")
+        raise ValueError(unknown_name("network class", value, NETWORKS, otherwise=way_out))
     return NETWORKS[value]
 
 
@@ -221,7 +230,8 @@ def config_from(name: str, algorithm: Mapping[str, Any], top: dict[str, Any]) ->
     shared = {key: given.pop(key) for key in list(given) if key in defaults}  # e.g. empirical_normalization at the top
     for key, value in given.items():
         if key not in run_names and value is not None:
-            raise unknown_setting("the training configuration", key, run_names | set(defaults) | LAUNCHER_KEYS)
+            known = run_names | set(defaults) | LAUNCHER_KEYS
+            raise TypeError(unknown_name("setting", key, known, "the training configuration"))
     algorithm = dict(algorithm)
     profile = profile_settings(name, algorithm.pop("profile", None))
     own = check_settings(entry.agent_class.__name__, algorithm, defaults)

@@ -190,8 +190,7 @@ class Progress:
         if is_logged := runner.is_due(runner.log_interval):
             metrics |= runner.stats.extras.take() | runner.stats.components.take()
             if RANKS.size > 1:
-                metrics = RANKS.mean_metrics({**metrics, "time/collectives": RANKS.seconds})
-                RANKS.seconds = 0.0
+                metrics = RANKS.mean_metrics({**metrics, "time/collectives": RANKS.take_seconds()})
         if metrics and self.reporter is not None:
             is_pruned = self.reporter.report(metrics, runner.metrics_velrmsd, runner.metrics_CoT, runner.iteration)
         try:

@@ -218,7 +218,7 @@ class Runner(RunnerNames, ABC):
                 self.flush()
             self.checkpoints.save_final()
         self.stopped_by = stop.requested
-        if stop.requested in (signal.SIGTERM, signal.SIGHUP):
+        if stop.requested is not None and stop.requested in (signal.SIGTERM, signal.SIGHUP):
             raise SystemExit(128 + stop.requested)
         return progress.result()
 

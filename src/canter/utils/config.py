@@ -67,36 +67,43 @@ SHORT_FORMS = {
     "preset": ("config",),
     "buffer": ("buffer_size",),
     "warmup": ("learning_starts",),
-    "env": ("task",),
     "kwargs": ("env_kwargs",),
     "alpha": ("init_alpha",),
     "batch": ("batch_size", "num_mini_batches"),
 }
 
 
-def names_meant(name: str) -> tuple[str, ...]:
-    """The settings that a short form, or another library's name, may stand for; those of a policy begin "policy."."""
-    return (*SHORT_FORMS.get(name, ()), *((OTHER_SPELLINGS[name],) if name in OTHER_SPELLINGS else ()))
+def plain_name(name: str) -> str:
+    """A name in lower case and with underscores, as an attribute has it; `--Num-Envs` is num_envs."""
+    return name.lower().lstrip("-").replace("-", "_")
 
 
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.7) -> str | None:
     """The known name that a misspelt one most likely stands for; None if none is similar enough."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
+    names = {plain_name(other): other for other in known}
+    found = difflib.get_close_matches(plain_name(name), names, n=1, cutoff=cutoff)
+    return names[found[0]] if found else None
 
 
-def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
-    """The hint in the error for an unknown name: the nearest known one, or `otherwise` if none is near."""
-    near = nearest(name, known)
-    return otherwise if near is None else f"did you mean {near!r}?"
+def unknown_name(kind: str, name: object, known: Iterable[str], owner: str = "", otherwise: str = "") -> str:
+    """The message for a name that nothing has: `PPO has no setting 'clip'; did you mean 'clip_param'?`.
 
-
-def unknown_setting(owner: str, name: str, known: Iterable[str]) -> TypeError:
-    """The TypeError for a setting that `owner` does not have."""
-    names = sorted(known)
-    meant = (other.removeprefix("policy.") for other in names_meant(name))
-    likely = next((other for other in meant if other in names), name)
-    hint = did_you_mean(likely, names, f"it has {', '.join(names)}")
-    return TypeError(f"{owner} has no setting {name!r}; {hint}")
+    Args:
+        kind: The noun for what has names: setting, flag, task, algorithm, ...
+        name: The unknown name.
+        known: The names that exist. Without a similar one among them the message lists them.
+        owner: What has them; left out, the message begins "there is no".
+        otherwise: Said instead of the list.
+    """
+    names = sorted(map(str, known))
+    wanted, plain = plain_name(str(name)), {plain_name(other): other for other in names}
+    short = wanted.removeprefix("policy.")
+    shorter = (name for name, settings in SHORT_FORMS.items() if short in settings)  # torch.optim has lr
+    meant = (*SHORT_FORMS.get(short, ()), OTHER_SPELLINGS.get(short), f"policy.{wanted}", *shorter)
+    near = next((plain[other] for other in meant if other in plain), None) or nearest(wanted, names)
+    there = otherwise or f"{'it has' if owner else 'there are'} {', '.join(names) or 'none'}"
+    hint = there if near is None else f"did you mean {near!r}?"
+    return f"{f'{owner} has' if owner else 'there is'} no {kind} {name!r}; {hint}"
 
 
 def check_settings(owner: str, given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
@@ -104,7 +111,7 @@ def check_settings(owner: str, given: Mapping[str, Any], known: Iterable[str]) -
     known = set(known)
     for name, value in given.items():
         if name not in known and value is not None:
-            raise unknown_setting(owner, name, known)
+            raise TypeError(unknown_name("setting", name, known, owner))
     return {name: value for name, value in given.items() if name in known}
 
 
@@ -123,7 +130,7 @@ def setting_names(cls: type) -> set[str]:
 def refuse_unknown(cls: type, unknown: Iterable[str]) -> None:
     """Raise an error for constructor keywords that no base of the class accepts."""
     for name in unknown:
-        raise unknown_setting(cls.__name__, name, setting_names(cls))
+        raise TypeError(unknown_name("setting", name, setting_names(cls), cls.__name__))
 
 
 def setting(
@@ -270,7 +277,7 @@ def refuse_near_miss(owner: Any, name: str, known: Iterable[str]) -> None:
         return
     rest = name.removeprefix(near)
     if not (rest.isdigit() or rest.startswith("_")):
-        raise AttributeError(f"{type(owner).__name__} has no setting {name!r}; did you mean {near!r}?")
+        raise AttributeError(unknown_name("setting", name, [near], type(owner).__name__))
 
 
 def assign_checked(cfg: Any, name: str, value: Any) -> None:
@@ -318,7 +325,6 @@ def combined_settings(name: str, *parts: type) -> type:
 def build(registry: Mapping[str, type], class_name: str, given: Mapping[str, Any], *args: Any) -> Any:
     """Construct `registry[class_name]`; an unknown class or setting is an error that lists what exists."""
     if class_name not in registry:
-        hint = did_you_mean(class_name, registry, f"known are {', '.join(sorted(registry))}")
-        raise KeyError(f"no class named {class_name!r}; {hint}")
+        raise KeyError(unknown_name("class", class_name, registry))
     cls = registry[class_name]
     return cls(*args, **check_settings(class_name, given, setting_names(cls)))

@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -42,23 +42,10 @@ LAUNCHER = "CANTER_LAUNCHER"  # environment variable of ranks whose parent proce
 class RankError(RuntimeError):
     """Another rank was lost or failed, or the ranks disagree."""
 
-    is_told = True
+    is_reporter = True
     """Whether this rank is the one that reports it."""
     code = 7
     """Exit code of a command."""
-
-
-class Answers(NamedTuple):
-    """Answers of the other ranks after a collective failed."""
-
-    reasons: dict[int, str]
-    """Errors of the ranks that failed."""
-    silent: list[int]
-    """Ranks that do not answer."""
-    hosts: dict[int, str]
-    """Process and machine of the ranks that failed or are silent."""
-    is_late: bool
-    """Whether the others took this rank for a silent one."""
 
 
 class Ranks:
@@ -74,7 +61,8 @@ class Ranks:
         self.error: RankError | None = None
         """What a collective ended with."""
         self.seconds = 0.0
-        """Seconds that the host spent in collectives."""
+        """Seconds that the host spent in collectives since `take_seconds`."""
+        self.num_reports, self.since = 0, time.perf_counter()
         self.is_stopping: Callable[[], bool] = bool
         """Whether a signal asked this rank to stop."""
 
@@ -261,6 +249,18 @@ class Ranks:
         """The tensor, or a copy on the host for ranks that share a GPU."""
         return tensor.cpu() if tensor.is_cuda and self.backend == "gloo" else tensor
 
+    def take_seconds(self) -> float:
+        """Seconds in collectives since the last call; warns in the third one, after the start, if they are most."""
+        now, seconds = time.perf_counter(), self.seconds
+        share, self.seconds, self.since = seconds / (now - self.since), 0.0, now
+        self.num_reports += 1
+        if self.num_reports == 3 and share > 0.5 and self.is_first:
+            way_out = "one process may be faster; larger minibatches or more environments of each rank cost less"
+            warnings.warn(
+                f"the {self.size} ranks spend {share:.0%} of the time in collectives: {way_out}", stacklevel=3
+            )
+        return seconds
+
     def check_equal(self, values: Mapping[str, Any], problem: str, code: int = 7) -> None:
         """Raise RankError with the names of the values that differ between ranks, or of tensors whose bits do."""
         first, *others = self.gather({name: checksum(value) for name, value in values.items()})
@@ -269,7 +269,7 @@ class Ranks:
             if names:
                 more = f" and {len(names) - 4} more" if len(names) > 4 else ""
                 found = RankError(f"{problem}: rank {rank} differs from rank 0 in {', '.join(names[:4])}{more}")
-                found.is_told, found.code = self.is_first, code
+                found.is_reporter, found.code = self.is_first, code
                 raise found
 
     def wait(self) -> None:
@@ -328,51 +328,40 @@ class Ranks:
             raise self.error from error
         self.seconds += time.perf_counter() - begin
 
-    def _ask_others(self) -> Answers:
-        """Leave, and wait for the others to say why they left, or that they live."""
-        reasons: dict[int, str] = {}
-        silent: list[int] = []
+    def _ask_others(self) -> tuple[dict[int, str], list[int]]:
+        """Leave, and wait for the others to leave too: errors of those that failed, and who does not answer."""
         self.store.set(f"left/{self.rank}", "")
-        deadline = time.monotonic() + ANSWER_SECONDS
-        while not reasons and time.monotonic() < deadline:
-            others = [rank for rank in range(self.size) if rank != self.rank]
-            told = [rank for rank in others if self.store.check([f"why/{rank}"])]
-            reasons = {rank: self.store.get(f"why/{rank}").decode() for rank in told}
-            left = self._leavers()
-            silent = [rank for rank in others if rank not in left]
-            if not silent and not reasons:  # they answered; did they wait for this one?
-                break
+        others, deadline = [rank for rank in range(self.size) if rank != self.rank], time.monotonic() + ANSWER_SECONDS
+        while True:
+            failed = [rank for rank in others if self.store.check([f"why/{rank}"])]
+            unanswered = [rank for rank in others if not self.store.check([f"left/{rank}"])]
+            if failed or not unanswered or time.monotonic() > deadline:
+                return {rank: self.store.get(f"why/{rank}").decode() for rank in failed}, unanswered
             time.sleep(POLL_SECONDS)
-        found_silent = self.store.get("silent").decode().split() if self.store.check(["silent"]) else []
-        if silent and not reasons:
-            self.store.set("silent", " ".join(map(str, silent)))
-        hosts = {rank: self.store.get(f"host/{rank}").decode() for rank in (*reasons, *silent)}
-        return Answers(reasons, silent, hosts, is_late=str(self.rank) in found_silent)
 
     def _lost(self, error: Exception) -> RankError:
         """The error that names the ranks which failed, or which do not answer."""
         try:
-            reasons, silent, hosts, is_late = self._ask_others()
+            reasons, unanswered = self._ask_others()
+            names = {n: f"rank {n} ({self.store.get(f'host/{n}').decode()})" for n in (*reasons, *unanswered)}
         except RuntimeError:  # the store was in a process that died
             lost = RankError(f"the process that started the ranks, or rank 0, does not answer: {first_line(error)}")
-            lost.is_told = self.rank == min(1, self.size - 1)
+            lost.is_reporter = self.rank == min(1, self.size - 1)
             return lost
         way_out = "The last checkpoint is valid: continue with `canter resume`"
+        slow = f"slower than rank_timeout={self.limit:g} s"
         if reasons:
-            text = "; ".join(f"rank {rank} ({hosts[rank]}) failed: {why}" for rank, why in reasons.items())
-        elif silent:
-            names = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in silent)
-            cause = f"killed, stopped, or slower than rank_timeout={self.limit:g} s"
-            text = f"{names} does not answer: {cause}. {way_out}"
-        elif is_late:
-            text = f"rank {self.rank} was slower than rank_timeout={self.limit:g} s, and the others have ended"
+            text = "; ".join(f"{names[rank]} failed: {why}" for rank, why in reasons.items())
+        elif unanswered:
+            text = f"{', '.join(names.values())} does not answer: killed, stopped, or {slow}. {way_out}"
         else:
-            cause = "runner.learn and runner.save must be called by all ranks, or by none"
-            text = f"rank {self.rank} waited for ranks that do something else: {cause} ({first_line(error)}). {way_out}"
+            cause = f"it was {slow}, or not all ranks called runner.learn or runner.save ({first_line(error)})"
+            text = f"rank {self.rank} and the others waited for different things: {cause}. {way_out}"
         lost = RankError(f"all ranks end: {text}")
-        lost.is_told = not reasons and self.rank == min(rank for rank in range(self.size) if rank not in silent)
-        if LAUNCHER in os.environ and "timed out" not in str(error).lower():  # it died, which its launcher reports
-            lost.is_told = False
+        is_first_left = self.rank == min(rank for rank in range(self.size) if rank not in unanswered)
+        # Of a rank that died its launcher tells.
+        has_died = LAUNCHER in os.environ and "timed out" not in str(error).lower()
+        lost.is_reporter = not reasons and is_first_left and not has_died
         return lost
 
 

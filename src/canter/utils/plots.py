@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from canter.utils.config import unknown_name
 from canter.utils.files import StrPath, atomic_write
 from canter.utils.run_data import Series, load_run, read_metrics
 
@@ -67,7 +68,7 @@ def plot_runs(
         raise ValueError("no metric was logged: the run was not trained, or is shorter than its log_interval")
     choices = ", ".join(there)
     if missing := [tag for tag in metrics or () if tag not in there]:
-        raise ValueError(f"no run has the metric {missing[0]!r}; there are {choices}")
+        raise ValueError(unknown_name("metric", missing[0], there))
     tags = list(dict.fromkeys(metrics)) if metrics is not None else [tag for tag in TITLES if tag in there]
     if not tags:
         raise ValueError(f"none of the usual metrics was logged; choose from {choices}")

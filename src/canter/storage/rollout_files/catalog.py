@@ -235,7 +235,7 @@ class TrajectoryLibrary:
         try:
             arrays = read_chunk(path)
         except FileNotFoundError:
-            warnings.warn(f"{path} has been removed; its trajectory is left out", stacklevel=4)
+            warnings.warn(f"{path} has been removed; its trajectory is left out", stacklevel=3)
             self.gone.add(path)
             return None
         except TrajectoryFileError as error:
@@ -284,7 +284,7 @@ class TrajectoryLibrary:
         count = f"{len(self.bad)} of {len(self._all)} files are bad"
         if is_error:
             raise DatasetError(f"{count} (max_bad_fraction={self.max_bad_fraction:g}):{lines}")
-        warnings.warn(f"{count} and left out, these are new:{lines}", stacklevel=4)
+        warnings.warn(f"{count} and left out, these are new:{lines}", stacklevel=3)
 
 
 def not_finite(arrays: Mapping[str, np.ndarray]) -> str | None:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from canter.utils.config import unknown_name
 from canter.utils.logging.backends import BACKENDS, Backend, register_logger
 
 _MAX_FAILURES = 5
@@ -182,7 +183,7 @@ class Logger(contextlib.AbstractContextManager["Logger"]):
         if clean is None and len(self._tags) < _MAX_TAGS:
             clean = self._tags[tag] = sanitize_tag(tag)
             if len(self._tags) == _MAX_TAGS:
-                warnings.warn(f"{_MAX_TAGS} different metric names were logged; new ones are dropped", stacklevel=4)
+                warnings.warn(f"{_MAX_TAGS} different metric names were logged; new ones are dropped", stacklevel=3)
         return clean
 
     def _each(self, call: Callable[[Backend], None], step: int = 0, patience: float = 1.0) -> None:
@@ -198,19 +199,19 @@ class Logger(contextlib.AbstractContextManager["Logger"]):
                     self.failures[name] += 1
                     self._failures_in_a_row[name] = _MAX_FAILURES
                     seconds = f"{type(backend).__name__} has not returned for {patience * (backend.timeout or 0):.0f} s"
-                    warnings.warn(f"{problem}; training goes on without it until it returns: {seconds}", stacklevel=4)
+                    warnings.warn(f"{problem}; training goes on without it until it returns: {seconds}", stacklevel=3)
                 elif self._failures_in_a_row.pop(name, 0) >= _MAX_FAILURES:
-                    warnings.warn(f"the logging backend {name!r} works again", stacklevel=4)
+                    warnings.warn(f"the logging backend {name!r} works again", stacklevel=3)
             except Exception as error:
                 self.failures[name] += 1
                 self._failures_in_a_row[name] += 1
                 if self.failures[name] == 1:
-                    warnings.warn(f"{problem}; training goes on: {type(error).__name__}: {error}", stacklevel=4)
+                    warnings.warn(f"{problem}; training goes on: {type(error).__name__}: {error}", stacklevel=3)
                 if self._failures_in_a_row[name] >= _MAX_FAILURES:
                     self._retry_at[name] = time.monotonic() + backend.retry_seconds
                 if self._failures_in_a_row[name] == _MAX_FAILURES and backend.retry_seconds:
                     pause = f"it is tried again every {backend.retry_seconds:.0f} s"
-                    warnings.warn(f"{problem} {_MAX_FAILURES} times in a row; {pause}", stacklevel=4)
+                    warnings.warn(f"{problem} {_MAX_FAILURES} times in a row; {pause}", stacklevel=3)
 
     def _open(self, name: str, backend_class: type[Backend], settings: Mapping[str, Any]) -> Backend:
         if backend_class.timeout is None:
@@ -240,8 +241,8 @@ class Logger(contextlib.AbstractContextManager["Logger"]):
 
 def _settings_by_name(names: list[str], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     if unknown := [name for name in names if name not in BACKENDS]:
-        known = f"registered are {', '.join(sorted(BACKENDS))}. Add your own with canter.utils.logging.register_logger"
-        raise ValueError(f"no logging backend is named {unknown[0]!r}; {known}")
+        known = f"there are {', '.join(sorted(BACKENDS))}; canter.utils.logging.register_logger adds your own"
+        raise ValueError(unknown_name("logging backend", unknown[0], BACKENDS, otherwise=known))
     nested = [key for key, value in given.items() if key in BACKENDS and isinstance(value, Mapping)]
     if nested and len(nested) < len(given):
         flat = next(key for key in given if key not in nested)
