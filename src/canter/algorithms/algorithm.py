@@ -227,6 +227,7 @@ class Algorithm(AlgorithmNames):
         self.on_step: list[Callable[[StepRecord], None]] = []
         """Functions called with every record after the recorded step of an off-policy algorithm."""
         self.known_attributes: set[str] = set()  # those that are no misspelt settings
+        self.own_attributes: frozenset[str] = frozenset()  # those of canter, at the end of construction
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -292,6 +292,14 @@ class OffPolicyAlgorithm(Algorithm):
         """Actions for raw observations, in the form that the environment takes."""
         return self.policy.infer(obs)[0] if deterministic else self.explore_step(obs)
 
+    def build(self, networks: Mapping[str, Any]) -> None:
+        """Check the action space, and build policy, optimizers and target networks."""
+        raise NotImplementedError
+
+    def explore_step(self, obs: Obs) -> Tensor:
+        """Actions with exploration, in the form that the environment takes."""
+        raise NotImplementedError
+
     def explore(self, obs: Obs, critic_obs: Obs | None = None) -> Tensor:
         """Actions for every environment: random ones until `learning_starts`, then the algorithm's own exploration."""
         if self.replay is None:

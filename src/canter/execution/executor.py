@@ -246,8 +246,8 @@ class Executor:
                 result, made = self._run_in_precision(Graph.prepare, fn, args, leaves)
         else:
             result, made = record.record(fn, args, leaves, self.execution == "compile", dropped is not None)
-        if isinstance(made, str) or (changed := self._changed(before)):
-            self._give_up(name, made if isinstance(made, str) else changed)
+        if reason := made if isinstance(made, str) else self._changed(before):
+            self._give_up(name, reason)
             return result
         self.graphs[signature] = made
         self.recordings[name] += 1

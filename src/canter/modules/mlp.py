@@ -31,7 +31,7 @@ class Linear(nn.Linear):
 def layer_sizes(name: str, sizes: Any) -> list[Any]:
     """The sizes of hidden layers in a setting, or an error that names the setting."""
     is_list = isinstance(sizes, Iterable) and not isinstance(sizes, (str, Mapping))
-    found = list(sizes) if is_list else []
+    found: list[Any] = list(sizes) if is_list else []
     if not is_list or any(isinstance(size, bool) or not isinstance(size, Real) for size in found):
         raise TypeError(f"{name} must be a list of layer sizes such as [64, 64], got {sizes!r}")
     if bad := [size for size in found if size < 1]:

@@ -202,7 +202,7 @@ class EpisodeTracker:
                 self.cur_reward_sum[ended] = 0.0
                 self.cur_episode_length[ended] = 0
         self.rframebuffer.extend(rewards[valid & ~done][-FRAMES:].tolist())
-        return float(rewards.sum(dtype=np.float64) / valid.sum()) if valid.any() else float("nan")
+        return float(rewards.astype(np.float64).sum() / valid.sum()) if valid.any() else float("nan")
 
     def clear_running(self) -> None:
         """Drop the unfinished episodes, because the environments were reset."""
