@@ -303,6 +303,8 @@ def finish(world, place, phase, learner, args):
         args = ["resume", str(run)]
         if steps_saved(place) == lives.TOTAL:
             args += ["--total-timesteps", str(lives.TOTAL)]
+    if phase == "sweep":
+        args = [*args, "--trials", "2"]  # one that failed, as on a full disk, is not tried again
     codes = end(world.begin(place, args, learner))
     assert set(codes) == {0}, said(place)
     run = run_directory(place)

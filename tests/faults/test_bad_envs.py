@@ -9,7 +9,7 @@ from gymnasium import spaces
 from canter.envs.torch_envs import CartPole, PointRobot
 from canter.modules.normalizer import EmpiricalNormalization
 from canter.utils.checkpoint import find_checkpoints, load_checkpoint
-from canter.utils.metrics import NonFiniteError
+from canter.utils.metrics import DivergedError, NonFiniteError
 
 NORMALISED = {"empirical_normalization": True, "normalize_rewards": True}
 BAD = [float("nan"), float("inf"), -float("inf")]
@@ -160,8 +160,11 @@ def test_a_loss_that_is_not_finite_takes_no_step_and_is_counted(make_runner, rsl
     runner.learn(1)
     before = snapshot(runner)
     runner.add_callback("pre_update", lambda r: r.alg.rollout.returns.fill_(float("nan")))
-    history = runner.learn(1).history
-    assert history[0]["train/nonfinite_updates"] == 4
+    seen = []
+    runner.add_callback("post_iteration", lambda r, stats: seen.append(stats))
+    with pytest.raises(DivergedError, match="at the end of the run"):  # which a longer run would have outlived
+        runner.learn(1)
+    assert seen[0]["train/nonfinite_updates"] == 4
     assert all(torch.equal(before[name], value) for name, value in snapshot(runner).items())
 
 

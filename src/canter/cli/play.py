@@ -409,12 +409,12 @@ def collect(run: TrainedPolicy, options: Collection) -> int:
     settings |= {"demo_by_sample": options.sample, "save_dir": options.out or saved.path / "demonstrations"}
     with user_errors():
         saver = DemonstrationSaver(runner.env, runner.policy, **settings)
-    save_trajectories(saver, saved, checkpoint, runner)
+    return save_trajectories(saver, saved, checkpoint, runner)
     return 0
 
 
-def save_trajectories(saver: DemonstrationSaver, saved: SavedRun, checkpoint: Path, runner: Runner) -> None:
-    """Collect, print the totals, and close the environments."""
+def save_trajectories(saver: DemonstrationSaver, saved: SavedRun, checkpoint: Path, runner: Runner) -> int:
+    """Collect, print the totals, and close the environments; returns the exit code."""
     saver.metadata |= {"env": saved.task, "checkpoint": checkpoint.name}
     try:
         with saver:
@@ -422,6 +422,10 @@ def save_trajectories(saver: DemonstrationSaver, saved: SavedRun, checkpoint: Pa
     finally:
         runner.close()
     print(f"  {saver.total_timesteps} steps, {saver.total_episodes} episodes  {saver.save_dir}")
+    if saver.stopped_by is None:
+        return 0
+    print("stopped, all steps are saved; the same command adds more", file=sys.stderr)
+    return 128 + saver.stopped_by
 
 
 @torch.inference_mode()

@@ -92,6 +92,8 @@ class DemonstrationSaver:
         self.host: dict[str, np.ndarray] = {}  # the steps to write, (t, N, ...) by field
         self.finals: dict[tuple[int, int], dict[str, np.ndarray]] = {}  # final observations by step and environment
         self.console: Console | None = None
+        self.stopped_by: int | None = None
+        """The signal that ended the last `collect_and_save`."""
         self.recent_episodes: deque[tuple[float, int]] = deque(maxlen=100)  # return and length
         self._mark = (time.monotonic(), 0)
         self.total_timesteps = self.total_episodes = 0  # steps and complete episodes on disk
@@ -278,7 +280,7 @@ class DemonstrationSaver:
                     self.collect_step(step_i)
                 self.save_steps()
                 self.print_log()
-        self.console = None
+        self.console, self.stopped_by = None, stop.requested
 
     def print_log(self) -> str:
         """Print the progress of the collection; returns the printed text."""
