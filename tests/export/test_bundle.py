@@ -12,11 +12,13 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from canter.export import bundle as bundle_module
 from canter.export import c_code
-from canter.export.bundle import export_bundle
+from canter.export.bundle import export_bundle, known_segments
+from canter.export.deploy import deploy_yaml, properties
 from canter.export.graph import StepModule
 from canter.export.parity import FLAGS, CPolicy, check_bundle, compiler
 from canter.export.readme import readme
@@ -390,3 +392,43 @@ def test_call_sites_of_rsl_rl_get_checked_files(tmp_path):
     session = onnxruntime.InferenceSession(tmp_path / "exported" / "mine.onnx")
     assert np.abs(session.run(["actions"], {"obs": obs.numpy()})[0] - want).max() < 1e-6
     assert np.abs(torch.jit.load(tmp_path / "exported" / "policy.pt")(obs).numpy() - want).max() < 1e-6
+
+
+def test_segments_of_a_group_are_the_terms_of_the_group():
+    gyro = {"name": "gyro", "width": 3, "group": "student", "source": {"kind": "angular_velocity", "body": "trunk"}}
+    joints = {"name": "joints", "width": 2, "group": "student"}
+    goal = {"name": "goal", "width": 1, "group": "task"}
+    own = [{"name": "student", "width": 5, "shape": [5]}, {"name": "task", "width": 1, "shape": [1]}]
+    assert known_segments(own, [gyro, joints, goal]) == [gyro, joints, goal]
+    assert known_segments([{"name": "obs", "width": 5, "shape": [5]}], [gyro, joints]) == [gyro, joints]
+    named = known_segments([own[1], {"name": "gyro", "width": 3, "shape": [3]}], [gyro, joints, goal])
+    assert named == [goal, {**gyro, "shape": [3]}]
+
+
+def test_a_deploy_file_has_gains_in_the_order_of_the_motors_and_the_rest_in_the_policys():
+    action = {"names": ["knee", "hip"], "target": "position", "stiffness": [30.0, 20.0], "damping": [0.3]}
+    action |= {"scale": [0.25], "offset": [0.1, -0.2], "default_pose": [0.1, -0.2]}
+    action["target_clip"] = [[-1.0, -2.0], [1.0, 2.0]]
+    segments = [
+        {"name": "w", "width": 3, "scale": [0.2], "source": {"kind": "sensor", "sensor": "gyro", "name": "imu"}},
+        {"name": "q", "width": 4, "history": 2, "source": {"kind": "joint_position", "relative": True}},
+        {"name": "c", "width": 3, "source": {"kind": "command", "command": "twist"}},
+    ]
+    twist = {"name": "twist", "kind": "velocity", "ranges": {"lin_vel_x": [-1, 1]}, "heading": None}
+    spec = {"action": action, "observation": segments, "control_period": 0.02, "commands": [twist]}
+    made = yaml.safe_load(deploy_yaml(spec, motors=["hip", "tail", "knee"]))
+    assert made["joint_ids_map"] == [2, 0]
+    assert made["stiffness"] == [20.0, 0.0, 30.0]
+    assert made["default_joint_pos"] == [0.1, -0.2]
+    target = made["actions"]["JointPositionAction"]
+    assert (target["scale"], target["offset"]) == ([0.25, 0.25], [0.1, -0.2])
+    assert target["clip"] == [[-1.0, 1.0], [-2.0, 2.0]]
+    assert list(made["observations"]) == ["base_ang_vel", "joint_pos_rel", "velocity_commands"]
+    assert made["observations"]["base_ang_vel"]["scale"] == [0.2, 0.2, 0.2]
+    assert made["observations"]["joint_pos_rel"]["scale"] == [1.0, 1.0]
+    assert made["observations"]["joint_pos_rel"]["history_length"] == 2
+    assert made["commands"]["twist"]["ranges"] == {"lin_vel_x": [-1.0, 1.0], "heading": None}
+    assert deploy_yaml({**spec, "action": {**action, "target": "ctrl"}}) is None
+    found = properties({**spec, "training": {}})
+    assert found["joint_stiffness"] == "30.0,20.0"
+    assert found["observation_terms_clip"] == "-inf;inf,-inf;inf,-inf;inf"

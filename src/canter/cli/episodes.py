@@ -48,7 +48,7 @@ class EpisodeLog(VecEnvWrapper):
 def one_command(env: VecEnv, command: Sequence[float]) -> Iterator[None]:
     """Give every robot this velocity command, forward, sideways and turning, without curriculum or standing robots."""
     base = innermost(env)
-    manager = getattr(base, "command_manager", None)
+    manager: Any = getattr(base, "command_manager", None)
     terms = [manager.get_term(name) for name in getattr(manager, "active_terms", ())]
     cfg = next((t.cfg for t in terms if all(hasattr(getattr(t.cfg, "ranges", None), part) for part in SHARES)), None)
     if cfg is None:

@@ -31,14 +31,17 @@ RunPath = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
 RunPaths = Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN...", help_behavior_hint="")]
 
 
+def plain_list(loader: Any, node: Any) -> list[Any]:
+    """The list in place of a tuple."""
+    return loader.construct_sequence(node, deep=True)
+
+
 class YamlLoader(yaml.SafeLoader):
     """YAML in which numbers may have an exponent and no decimal point."""
 
 
 YamlLoader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("+-0123456789"))
-YamlLoader.add_constructor(  # mjlab and Isaac Lab write them
-    "tag:yaml.org,2002:python/tuple", lambda loader, node: loader.construct_sequence(node, deep=True)
-)
+YamlLoader.add_constructor("tag:yaml.org,2002:python/tuple", plain_list)  # mjlab and Isaac Lab write them
 
 
 def parse(

@@ -339,7 +339,7 @@ def add_actuator_limits(joints: Sequence[dict[str, Any]], robot: Any) -> None:
     for actuator in actuators_of(robot):
         cfg, targets = getattr(actuator, "cfg", None), {plain_name(n) for n in getattr(actuator, "target_names", ())}
         for key, setting in (("velocity", "velocity_limit"), ("effort", "effort_limit")):
-            value = getattr(cfg, setting, None)
+            value: Any = getattr(cfg, setting, None)
             for joint in joints if isinstance(value, int | float) else ():
                 if joint["name"] in targets:
                     joint[key] = float(value)

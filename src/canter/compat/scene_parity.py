@@ -44,7 +44,8 @@ def check_scene(env: VecEnv, spec: Mapping[str, Any], states: int = STATES) -> d
     with without_noise(base):
         generator = torch.Generator().manual_seed(0)
         env.step(torch.zeros(env.num_envs, env.num_actions, device=env.device))  # the first episodes began with noise
-        obs, ended = env.reset()[0], True
+        obs: Any = env.reset()[0]
+        ended = True
         for _ in range(states):
             if ended:
                 scene.windows.clear()
@@ -60,7 +61,7 @@ def check_scene(env: VecEnv, spec: Mapping[str, Any], states: int = STATES) -> d
                 found[segment["name"]] = max(found[segment["name"]] or 0.0, float(difference.max()))
                 first += segment["width"]
             actions = torch.randn(env.num_envs, env.num_actions, generator=generator).to(env.device)
-            step = env.step(0.3 * actions)
+            step: Any = env.step(0.3 * actions)
             obs, ended = step.obs, bool(step.done[0] | ~step.valid[0])
     content = np.zeros(mujoco.mj_sizeModel(model), np.uint8)
     mujoco.mj_saveModel(model, None, content)
@@ -74,7 +75,7 @@ def new_scene(model: Any, spec: Mapping[str, Any], base: Any, commands: set[str]
         raise BundleError(f"a scene has one command, and the policy reads {', '.join(sorted(commands))}")
     width = sum(base.command_manager.get_command(name).shape[1] for name in commands)
     policy: Any = SimpleNamespace(spec=spec)
-    return MujocoScene(copy.deepcopy(model), policy, 0, np.zeros(width), reset_noise=0.0)
+    return MujocoScene(copy.deepcopy(model), policy, 0, np.zeros(width).tolist(), reset_noise=0.0)
 
 
 def copy_state(base: Any, scene: MujocoScene, commands: set[str]) -> None:

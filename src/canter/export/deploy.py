@@ -39,9 +39,9 @@ def deploy_yaml(spec: Mapping[str, Any], motors: Sequence[str] | None = None) ->
         content[name] = [gains[places.index(i)] if i in places else 0.0 for i in range(len(order))]
     content["default_joint_pos"] = wide(action.get("default_pose", action.get("offset", 0.0)), width)
     content["commands"] = {command["name"]: command_part(command) for command in spec.get("commands") or []}
-    target: dict[str, Any] = {"joint_names": list(names), "joint_ids": None, "clip": None}
-    if action.get("target_clip"):
-        target["clip"] = [list(pair) for pair in zip(*action["target_clip"], strict=True)]
+    limits: Any = action.get("target_clip")
+    clip = None if limits is None else [list(pair) for pair in zip(*limits, strict=True)]
+    target: dict[str, Any] = {"joint_names": list(names), "joint_ids": None, "clip": clip}
     offset: Any = action.get("offset", action.get("default_pose", 0.0) if action["target"] == "position" else 0.0)
     target |= {"scale": wide(action.get("scale", 1.0), width), "offset": wide(offset, width)}
     content["actions"] = {CLASSES[action["target"]]: target}
@@ -57,7 +57,7 @@ def wide(values: Any, width: int) -> list[float]:
 
 def command_part(command: Mapping[str, Any]) -> dict[str, Any]:
     """The ranges of a command."""
-    ranges = {name: [float(end) for end in pair] for name, pair in (command.get("ranges") or {}).items()}
+    ranges: dict[str, Any] = {n: [float(end) for end in pair] for n, pair in (command.get("ranges") or {}).items()}
     heading = command.get("heading")
     if command.get("kind") == "velocity":
         ranges["heading"] = None if heading is None else [float(end) for end in heading["range"]]

@@ -113,9 +113,12 @@ class SettingsLoader(yaml.SafeLoader):
     """YAML in which Python's tuples, as other libraries write them, are lists."""
 
 
-SettingsLoader.add_constructor(
-    "tag:yaml.org,2002:python/tuple", lambda loader, node: loader.construct_sequence(node, deep=True)
-)
+def plain_list(loader: Any, node: Any) -> list[Any]:
+    """The list in place of a tuple."""
+    return loader.construct_sequence(node, deep=True)
+
+
+SettingsLoader.add_constructor("tag:yaml.org,2002:python/tuple", plain_list)
 
 
 def read_settings(path: Path) -> dict[str, Any]:

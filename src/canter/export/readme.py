@@ -83,7 +83,8 @@ def meaning(segment: Mapping[str, Any]) -> str:
         return f"command `{source['command']}`"
     if kind == "other":
         return f"`{source['function']}`"
-    words: str = {"gravity": "direction of gravity", "last_action": "last output of the policy"}.get(kind, kind)
+    known = {"gravity": "direction of gravity", "last_action": "last output of the policy"}
+    words = known[kind] if kind in known else str(kind)
     return words.replace("_", " ") + (f" in the frame of `{body}`" if body else "")
 
 

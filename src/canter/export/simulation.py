@@ -297,12 +297,12 @@ class Meter:
 
     def report(self, returns: list[float], lengths: list[int], falls: int, period: float | None) -> Report:
         """The report of all steps."""
-        known = np.sqrt(np.mean(self.errors, axis=0)).tolist() if self.errors else []
-        errors = (known + [None] * 3)[:3]
+        known: list[float | None] = np.sqrt(np.mean(self.errors, axis=0)).tolist() if self.errors else []
+        x, y, yaw = [*known, None, None, None][:3]
         speed = float(np.mean(self.speeds)) if self.speeds else None
         slow = sum(seconds > period for seconds in self.times) if period else 0
         ends = (float(np.median(self.times)), float(np.quantile(self.times, 0.99)))
-        return Report(returns, lengths, falls, *errors, speed, *ends, slow)
+        return Report(returns, lengths, falls, x, y, yaw, speed, *ends, slow)
 
 
 def add_noise(obs: Mapping[str, np.ndarray], scale: float, generator: np.random.Generator) -> dict[str, np.ndarray]:
