@@ -9,7 +9,7 @@ from small_robot import ROBOT, readings
 
 from canter.export.robot.controller import Controller
 from canter.export.robot.description import load_robot
-from canter.export.runtime import BundleError
+from canter.export.runtime import Bundle, BundleError
 
 PERIOD = 0.02
 TILTED = [math.cos(0.75), math.sin(0.75), 0.0, 0.0]  # by 1.5 rad
@@ -236,3 +236,17 @@ def test_what_a_robot_cannot_do_is_refused_when_it_is_described(robot_folder, tm
         load(joints=[joint for joint in ROBOT["joints"] if joint["name"] != "knee"])
     with pytest.raises(BundleError, match="default"):
         load(joints=[{key: value for key, value in joint.items() if key != "default"} for joint in ROBOT["joints"]])
+
+
+def test_a_bundle_that_states_everything_needs_no_robot_json(robot_folder):
+    bundle = Bundle(robot_folder / "walk")
+    mode, stated = ROBOT["modes"]["walk"], {"commands": [{"name": "twist", "width": 2}], "control_period": 0.02}
+    segments = [dict(part) for part in mode["observation"]]
+    segments[-1]["source"] = {"kind": "command", "command": "twist"}
+    action = {**bundle.spec["action"], **mode["action"], "stiffness": [30.0, 35.0], "delay": [0.0, 0.02]}
+    bundle.spec |= {"observation": segments, "action": action, "joints": ROBOT["joints"], **stated}
+    robot = load_robot(bundle)
+    assert robot.joints == ("hip", "knee", "ankle")
+    assert robot.modes[2].kp.tolist() == [35.0, 30.0, 40.0]  # of the action where it has them, else of the joint
+    assert robot.effort.tolist() == [20.0, 20.0, 20.0]
+    assert robot.sensors == {"joint_pos": 3, "joint_vel": 3, "orientation": 4, "imu_gyro": 3, "command": 2}

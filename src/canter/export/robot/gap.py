@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from canter.export.robot.controller import OVER, REQUESTED, Controller
+from canter.export.robot.controller import ENDED, NONE, OVER, REQUESTED, Controller
 from canter.export.robot.description import DAMP, Robot
 from canter.export.robot.identify import Fit
 from canter.export.robot.log import Log, LogWriter, read_log
@@ -273,7 +273,10 @@ def log_section(page: Page, log: Log, subject: Subject, scene: Any, fit: Fit | N
 def figures(log: Log, robot: Robot) -> dict[str, float]:
     """Figures of a log that can be compared."""
     driven = log.columns["mode"] > 1
-    result = {"s of policy": float(driven.sum() * robot.period), "stops": float(np.sum(log.columns["reason"] > 1))}
+    result = {
+        "s of policy": float(driven.sum() * robot.period),
+        "stops": float(np.sum(~np.isin(log.columns["reason"], (NONE, REQUESTED, OVER, ENDED)))),
+    }
     rate = np.abs(np.diff(log.columns["action"], axis=0))[driven[1:]]
     result["action rate, 1/s"] = float(rate.mean() / robot.period) if len(rate) else 0.0
     result["joint velocity, rad/s"] = (

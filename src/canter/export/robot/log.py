@@ -1,6 +1,6 @@
-r"""The log of a robot: what it saw, did and when, in a file that survives a power cut.
+"""The log of a robot: what it saw, did and when, in a file that survives a power cut.
 
-    CANTERLOG1\n | length, CRC of the header | header in JSON | record | record | ...
+    CANTERLOG1, newline | length, CRC of the header | header in JSON | record | record | ...
 
 A record is `crc, number, time, floats` (`<IId` and float32), always of one length, with the CRC-32 of all that follows
 it. A record that was torn by a power cut, or damaged, fails its CRC and is left out; the ones after it are still read.
