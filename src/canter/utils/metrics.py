@@ -189,10 +189,10 @@ class EpisodeTracker:
         """Add (T, N) steps to the statistics, which are copied at once; returns the mean reward per step."""
         rows = torch.stack([rewards, done.to(rewards.dtype), valid.to(rewards.dtype)]).cpu().numpy()
         self.rewind()
-        done, valid = rows[1].astype(bool), rows[2].astype(bool)  # pyright: ignore[reportAssignmentType]
-        rewards = np.where(valid, rows[0], 0.0)  # pyright: ignore[reportAssignmentType]
-        some_ended: list[bool] = np.logical_or.reduce(done, axis=1).tolist()
-        for reward, ended, counts, some in zip(rewards, done, valid, some_ended, strict=True):
+        ends, counted = rows[1].astype(bool), rows[2].astype(bool)
+        earned = np.where(counted, rows[0], 0.0)
+        some_ended: list[bool] = np.logical_or.reduce(ends, axis=1).tolist()
+        for reward, ended, counts, some in zip(earned, ends, counted, some_ended, strict=True):
             self.cur_reward_sum += reward
             self.cur_episode_length += counts
             if some:
@@ -201,8 +201,8 @@ class EpisodeTracker:
                 self.num_episodes += int(ended.sum())
                 self.cur_reward_sum[ended] = 0.0
                 self.cur_episode_length[ended] = 0
-        self.rframebuffer.extend(rewards[valid & ~done][-FRAMES:].tolist())
-        return float(rewards.astype(np.float64).sum() / valid.sum()) if valid.any() else float("nan")
+        self.rframebuffer.extend(earned[counted & ~ends][-FRAMES:].tolist())
+        return float(earned.sum(dtype=np.float64) / counted.sum()) if counted.any() else float("nan")
 
     def clear_running(self) -> None:
         """Drop the unfinished episodes, because the environments were reset."""
