@@ -17,7 +17,7 @@ from canter.runners import AmpPolicyRunner, DaggerSaver, DemonstrationSaver, OnP
 from canter.storage import RolloutStorage
 from canter.storage.rollout_files import RolloutDataset, TrajectoryWriter
 from canter.storage.rollout_files.catalog import read_trajectory
-from canter.utils.files import store_code_state
+from canter.utils.code_state import store_code_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:the training dict leaves out", "ignore:.*trajectories for .* env")
 POLICY = {"class_name": "ActorCritic", "actor_hidden_dims": [8], "critic_hidden_dims": [8]}
