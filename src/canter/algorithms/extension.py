@@ -12,20 +12,6 @@ from canter.storage.rollout_storage import Field, MiniBatch, RolloutStorage
 from canter.utils.config import settings
 from canter.utils.tree import Obs
 
-RENAMED = {
-    "declare_fields": "fields()",
-    "record_fields": "record(record), whose results are stored",
-    "after_record": "reset(ends), or record(record)",
-    "end_episodes": "reset(ends)",
-    "loss_terms": "losses(terms, batch, out)",
-    "late_terms": "losses(terms, batch, out), or learn(terms)",
-    "recording_key": "begin_update(iteration), whose result is the key",
-    "separately_clipped": "own_parameters(policy)",
-    "excluded_parameters": "own_parameters(policy)",
-    "is_enabled": "the class attribute `switch`, the setting that switches the extension on",
-    "step_metrics": "metrics()",
-}
-
 
 @settings
 class NoSettings:
@@ -73,11 +59,6 @@ class Extension:
 
     def __init__(self, cfg: Any = None, **given: Any) -> None:
         self.cfg = self.settings_class(**given) if cfg is None else cfg
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for old in RENAMED.keys() & vars(cls).keys():
-            raise TypeError(f"{cls.__name__}.{old} is not called: an extension has no such hook; use {RENAMED[old]}")
 
     # While the algorithm is built.
     @classmethod

@@ -192,11 +192,6 @@ class PPO(Algorithm):
         if self.env is not None:
             self.prepare(self.env, getattr(self.cfg, "num_steps_per_env", 24))
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "record_step" in vars(cls):
-            raise TypeError(f"{cls.__name__}.record_step is not called; override store_step(row, step, record, hidden)")
-
     @property
     def rollout(self) -> RolloutStorage:
         """The storage, once it is allocated."""
