@@ -73,5 +73,5 @@ def load_plugins() -> None:
     for label, load in plugins.items():
         try:
             load()
-        except Exception as error:  # noqa: PERF203
+        except Exception as error:
             raise UserError(f"cannot import the plugin {label}: {type(error).__name__}: {error}") from error

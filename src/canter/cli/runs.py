@@ -186,7 +186,7 @@ def runs_below(paths: Iterable[Path]) -> list[Path]:
     for path in (path for path in paths if not path.is_file()):
         try:
             found += find_runs(path)
-        except FileNotFoundError as error:  # noqa: PERF203
+        except FileNotFoundError as error:
             raise UserError(f"{error}{nearest_run(path)}") from error
     return list(dict.fromkeys(found))
 
