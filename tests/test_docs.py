@@ -356,6 +356,17 @@ def test_make_check_runs_what_it_promises_and_ci_runs_the_tests():
     assert "make test" in (ROOT / ".ci/run").read_text()
 
 
+def test_the_workflows_run_the_commands_of_the_readme_on_every_python_that_is_declared():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())["jobs"]
+    commands = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
+    assert commands["test"] == ["make test"]
+    assert commands["train"] == ["make train"]
+    declared = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    assert jobs["test"]["strategy"]["matrix"]["python"] == declared
+    for path in re.findall(r"tests/\S+\.py", " ".join(commands["check"])):
+        assert (ROOT / path).is_file(), path
+
+
 # ---------------------------------------------------------------------- the documented snippets of ApexRL's runner page
 @pytest.fixture
 def cartpole():

@@ -220,6 +220,9 @@ def test_the_documented_defaults_of_ppo():
 
 def test_the_version_is_one():
     assert re.fullmatch(r"\d+\.\d+\.\d+", canter.__version__)
+    citation = SOURCE.parents[1] / "CITATION.cff"
+    if citation.is_file():  # not where canter is installed as a wheel
+        assert f"\nversion: {canter.__version__}\n" in citation.read_text()
 
 
 CORE = """
