@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 
 def load(path: str | Path, **options: Any) -> InferencePolicy:
-    """The trained policy of a run directory or a checkpoint file; see `canter.export.load.load` for the options."""
+    """The trained policy of a run, a checkpoint or `hf://USER/NAME`; see `canter.export.load.load` for the options."""
     from canter.export.load import load  # imported here: a robot's computer may have no torch
 
     return load(path, **options)

@@ -44,6 +44,7 @@ for _name, _run, _arguments, _help in (
     ("eval", "play:evaluate", "RUN", "run episodes without noise and print their returns"),
     ("play", "play:play", "RUN", "show a policy in a window or record a video"),
     ("export", "export:export", "RUN", "write ONNX, TorchScript and C files of a policy and check them"),
+    ("push", "push:push", "RUN NAME", "publish a policy on the Hugging Face Hub, with its scores and film"),
     ("collect", "play:collect", "RUN", "run a policy and save its trajectories"),
     ("plot", "inspection:plot", "RUN...", "plot learning curves with their spread over seeds"),
     ("sweep", "sweep:sweep", "TASK", "search settings with Optuna or Ray Tune, in any number of processes"),
@@ -73,5 +74,5 @@ def load_plugins() -> None:
     for label, load in plugins.items():
         try:
             load()
-        except Exception as error:  # noqa: PERF203
+        except Exception as error:
             raise UserError(f"cannot import the plugin {label}: {type(error).__name__}: {error}") from error

@@ -28,6 +28,7 @@ from canter.utils.checkpoint import is_own_file, newest_valid_checkpoint
 from canter.utils.config import nearest, unknown_name
 from canter.utils.distributed import RANKS
 from canter.utils.files import RunLock
+from canter.utils.hub import local_run
 from canter.utils.logging import METRICS_NAME, loaded_settings
 from canter.utils.metrics import DivergedError
 from canter.utils.reading import read_yaml, refuse_imports
@@ -110,6 +111,8 @@ def read_run(
 
     The run of another program has its training dict in the file `settings`, or in params/agent.yaml, and needs a task.
     """
+    with user_errors():
+        path = local_run(path)
     file, path = (path, path.parent) if path.is_file() else (None, path)
     if file is not None and file.suffix not in (".pt", ".yaml"):
         raise UserError(f"{file} is neither a run directory nor a checkpoint")
@@ -186,7 +189,7 @@ def runs_below(paths: Iterable[Path]) -> list[Path]:
     for path in (path for path in paths if not path.is_file()):
         try:
             found += find_runs(path)
-        except FileNotFoundError as error:  # noqa: PERF203
+        except FileNotFoundError as error:
             raise UserError(f"{error}{nearest_run(path)}") from error
     return list(dict.fromkeys(found))
 

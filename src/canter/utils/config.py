@@ -8,9 +8,7 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
-
-from typing_extensions import dataclass_transform
+from typing import Any, TypeVar, dataclass_transform
 
 from canter.compat.spellings import OTHER_SPELLINGS
 

@@ -387,7 +387,7 @@ def _add_media(page: Page, c: Comparison) -> None:
     for file, caption in found:
         try:
             page.medium(file, read_medium(file, MAX_MEDIUM_BYTES, file.parent), caption)
-        except (OSError, FileContentError) as error:  # noqa: PERF203
+        except (OSError, FileContentError) as error:
             page.text(f"{caption} is not shown: {error}")
 
 
