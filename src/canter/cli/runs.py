@@ -23,6 +23,7 @@ from canter.envs.vec_env import VecEnv
 from canter.envs.wrap import ENV_NAMES, env_options, make_env
 from canter.export.load import read_settings
 from canter.runners import Runner, build_runner
+from canter.runners.evaluation import EVAL_ENVS
 from canter.runners.run_config import find_algorithm, parse_train_cfg
 from canter.utils.checkpoint import is_own_file, newest_valid_checkpoint
 from canter.utils.config import nearest, unknown_name
@@ -35,7 +36,6 @@ from canter.utils.run_data import find_runs
 from canter.utils.runtime import resolve_device, usable_cores
 from canter.utils.tree import tree_leaves
 
-EVAL_ENVS = 10
 EVAL_SEED_OFFSET = 1_000_003
 BEST_NAME = "checkpoint_best.pt"
 # Settings that flags of `canter resume` change, and logging settings, of which only some are loaded.

@@ -17,6 +17,7 @@ from canter.algorithms.user_code import is_users
 from canter.compat.names import RunnerNames
 from canter.compat.training_dicts import complete
 from canter.envs.workers import WorkerError
+from canter.envs.wrap import wrap_env
 from canter.runners import construction, ranks, run_log
 from canter.runners.checkpoints import Checkpoints
 from canter.runners.evaluation import check_widths, compare_spaces, evaluate
@@ -39,7 +40,8 @@ class Runner(RunnerNames, ABC):
 
     Args:
         env: Any environment that `wrap_env` accepts.
-        train_cfg: Training dict, flat or with a `runner` section; or a config object or an algorithm.
+        train_cfg: Training dict, flat or with a `runner` section; or a config object or an algorithm. Without one the
+            preset of the task, which also has the number of environments where `env` is a name.
         log_dir: Run directory; None writes nothing.
         device: Training device; None takes a GPU if there is one.
         algorithm: Registered name of the algorithm, if no config determines it.
@@ -103,6 +105,9 @@ class Runner(RunnerNames, ABC):
     ) -> None:
         if isinstance(train_cfg, Algorithm):
             train_cfg, agent = None, train_cfg
+        if agent is None and train_cfg is cfg is actor_class is critic_class is q_network_class is None:
+            _, train_cfg = construction.preset_of(env, algorithm or self.default_algorithm)
+            env = wrap_env(env, device, train_cfg["num_envs"]) if isinstance(env, str) else env
         networks = {"actor_class": actor_class, "critic_class": critic_class, "q_network_class": q_network_class}
         networks |= {"actor_cfg": actor_cfg, "critic_cfg": critic_cfg, "q_network_cfg": q_network_cfg}
         overrides = {"log_interval": log_interval, "save_interval": save_interval, "eval_interval": eval_interval}
