@@ -1,13 +1,20 @@
 """`import canter` and what it gives: cheap to import, and one call from a task to a policy."""
 
+import inspect
+import json
+import pydoc
 import subprocess
 import sys
+from pathlib import Path
 
 import gymnasium
 import pytest
 
 import canter
 from canter.presets import load_preset
+from canter.runners import Runner
+
+SCRIPT = Path(__file__).parent / "typed" / "user_script.py"
 
 
 def test_the_import_loads_no_torch_and_every_name_is_there():
@@ -47,3 +54,30 @@ def test_a_runner_without_settings_has_the_tasks_preset():
 def test_a_policy_by_its_name_elsewhere_leads_to_the_page_about_that():
     with pytest.raises(TypeError, match=r"docs/migration\.md"):
         canter.PPO("MlpPolicy", gymnasium.make("CartPole-v1"))
+
+
+@pytest.mark.parametrize("cls", [canter.OnPolicyRunner, canter.OffPolicyRunner])
+def test_help_describes_every_parameter_of_a_runner(cls):
+    text = pydoc.plain(pydoc.render_doc(cls))
+    names = [name for name in inspect.signature(Runner.__init__).parameters if name != "self"]
+    assert [name for name in names if f" {name}: " not in text.split("learn(", 1)[0].split("Args:", 1)[1]] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checker", ["basedpyright", "mypy"])
+def test_a_users_script_has_the_types_it_uses(checker, tmp_path):
+    pytest.importorskip(checker)
+    command = [sys.executable, "-m", checker, str(SCRIPT)]
+    if checker == "mypy":
+        command += ["--strict", "--follow-imports=silent"]
+    else:
+        settings = {"typeCheckingMode": "strict", "include": [str(SCRIPT)]}
+        (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+        command[3:] = ["--project", str(tmp_path), "--pythonpath", sys.executable]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+def test_that_script_runs(tmp_path):
+    subprocess.run([sys.executable, SCRIPT], cwd=tmp_path, check=True, capture_output=True)
