@@ -9,7 +9,7 @@ replays are compared once an iteration; "eager" without replays; "compiled" with
 beside the run if the rest of it pays. Steps per second are of whole iterations: acting, stepping and learning. Every
 measurement is a process of its own, libraries take turns so that all see the same load, each is tried on one core and
 on two, with as many threads, and shown with what suits it best; figures are medians of the turns. Steps per second of
-processor time and of the fastest single iteration are shown beside, since they depend less on what else the machine does.
+processor time and of the fastest single iteration are shown beside: they depend less on what else the machine does.
 
 Both libraries decay the learning rate (CartPole: the clip range too) over the same number of steps, and bootstrap
 time-outs from the final observation. VecNormalize takes every step into its statistics, canter every rollout.

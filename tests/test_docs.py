@@ -78,7 +78,7 @@ def python_of(page, folder):
 def test_the_ten_lines_of_the_readme_solve_their_task(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     first = PYTHON.search((ROOT / "README.md").read_text(encoding="utf-8"))
-    Path("ten_lines.py").write_text(first[1].replace("load_preset(", "dict(seed=1) | load_preset("))
+    Path("ten_lines.py").write_text(first[1].replace("log_dir=", "settings={'seed': 1}, log_dir="))
     runpy.run_path("ten_lines.py")
     assert float(capsys.readouterr().out.splitlines()[-1]) > 450
 

@@ -150,6 +150,7 @@ class PPO(Algorithm):
         log_dir: str | None = None,
         **given: Any,
     ) -> None:
+        building.refuse_name(type(self), actor_critic)
         networks = {name: given.pop(name) for name in NETWORK_ARGUMENTS if name in given}
         super().__init__(cfg, given, device or getattr(cfg, "device", None) or "cpu", seed, env)
         self.log_dir = log_dir

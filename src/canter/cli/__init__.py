@@ -64,9 +64,14 @@ for _name, _run, _arguments, _help in (
 register_command("drive", "canter.export.robot.__main__:main", "run a bundle on a robot, real or simulated", "BUNDLE")
 
 
+def named_plugins() -> list[str]:
+    """The modules in CANTER_PLUGINS, which are separated by commas."""
+    return [name.strip() for name in os.environ.get("CANTER_PLUGINS", "").split(",") if name.strip()]
+
+
 def load_plugins() -> None:
     """Import the modules in CANTER_PLUGINS (comma-separated) and the entry points of the group "canter.plugins"."""
-    named = [name.strip() for name in os.environ.get("CANTER_PLUGINS", "").split(",") if name.strip()]
+    named = named_plugins()
     if named and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     plugins = {f"{name!r} of CANTER_PLUGINS": partial(importlib.import_module, name) for name in named}

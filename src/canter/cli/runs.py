@@ -17,12 +17,14 @@ import gymnasium
 import torch
 
 from canter.algorithms import REGISTRY
+from canter.cli import named_plugins
 from canter.cli.errors import UserError, user_errors
 from canter.envs.torch_envs import TORCH_ENVS
 from canter.envs.vec_env import VecEnv
-from canter.envs.wrap import ENV_NAMES, env_options, make_env
+from canter.envs.wrap import ENV_NAMES, env_options, import_named, make_env
 from canter.export.load import read_settings
 from canter.runners import Runner, build_runner
+from canter.runners.evaluation import EVAL_ENVS
 from canter.runners.run_config import find_algorithm, parse_train_cfg
 from canter.utils.checkpoint import is_own_file, newest_valid_checkpoint
 from canter.utils.config import nearest, unknown_name
@@ -36,7 +38,6 @@ from canter.utils.run_data import find_runs
 from canter.utils.runtime import resolve_device, usable_cores
 from canter.utils.tree import tree_leaves
 
-EVAL_ENVS = 10
 EVAL_SEED_OFFSET = 1_000_003
 BEST_NAME = "checkpoint_best.pt"
 # Settings that flags of `canter resume` change, and logging settings, of which only some are loaded.
@@ -128,7 +129,9 @@ def read_run(
     with user_errors():
         config = read_yaml(config_path, path)
         if modules is not None:
-            refuse_imports(config, config_path, modules, "add --modules {module}")
+            refuse_imports(config, config_path, {*modules, *named_plugins()}, "add --modules {module}")
+            for plugin in (config.get("run") or {}).get("plugins") or ():
+                import_named(plugin)
     run = config.get("run")
     if not isinstance(run, dict) or not isinstance(run.get("task"), str):
         way_out = "add it there, as in `run: {task: CartPole-v1}`, or give the runner run_info={'task': 'CartPole-v1'}"

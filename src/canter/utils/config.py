@@ -289,7 +289,7 @@ def assign_checked(cfg: Any, name: str, value: Any) -> None:
     object.__setattr__(cfg, name, value)
 
 
-@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field, setting))
+@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))
 def settings(cls: T) -> T:
     """Make a keyword-only dataclass that checks names, types, ranges and choices whenever a value is assigned.
 
