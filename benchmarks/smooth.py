@@ -25,9 +25,9 @@ TASK = "HalfCheetah-v4"
 EPISODE = 1000
 ARMS = {
     "ppo": {},
-    "caps": {"smoothness_cfg": {"temporal_coef": 0.02, "spatial_coef": 0.02, "spatial_std": 0.05}},
-    "l2c2": {"smoothness_cfg": {"policy_coef": 0.02, "value_coef": 0.01}},
-    "rate-bound": {"smoothness_cfg": {"rate_coef": 0.02, "rate_limit": 0.2}},
+    "caps": {"smoothness_cfg": {"temporal_coef": 0.2, "spatial_coef": 0.2, "spatial_std": 0.05}},
+    "l2c2": {"smoothness_cfg": {"policy_coef": 0.2, "value_coef": 0.1}},
+    "rate-bound": {"smoothness_cfg": {"rate_coef": 0.2, "rate_limit": 0.2}},
     "lipschitz": {"gradient_penalty_coef": 0.002},
     "constraints": {"constraints_cfg": {"limits": {"action_rate": 1.0}, "probability": 0.1}},
 }
@@ -74,7 +74,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("arm", choices=ARMS)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=400_000)
+    parser.add_argument("--steps", type=int, default=300_000)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
