@@ -21,9 +21,9 @@ class NoSettings:
 class Extension:
     """Base of everything that rides along with PPO. Every hook is optional; they run in the order of `extensions`.
 
-    The hooks `after_act`, `record`, `reset`, `reward`, `bonus`, `before_forward`, `losses` and `learn` are tensor code:
-    they are recorded on a CPU and captured on a GPU, so they must not read numbers from the device or change Python
-    objects. The others are ordinary Python.
+    The hooks `after_act`, `record`, `reset`, `reward`, `bonus`, `returns`, `before_forward`, `losses` and `learn` are
+    tensor code: they are recorded on a CPU and captured on a GPU, so they must not read numbers from the device or
+    change Python objects. The others are ordinary Python.
 
     `PPO(policy, extensions=[Mine(mine_coef=0.1)])` uses one; a class attribute `extension_classes = (Mine,)` of an
     algorithm makes its settings keywords, YAML entries and flags of that algorithm.
@@ -103,6 +103,9 @@ class Extension:
     def bonus(self, rollout: RolloutStorage) -> Tensor | None:
         """(T, N) rewards to add after the scaling, with a scale of their own."""
         return None
+
+    def returns(self, rollout: RolloutStorage, last_critic_obs: Obs, last_values: Tensor) -> None:
+        """Change the stored returns and advantages; the last ones are of the states (N,) after the rollout."""
 
     # Per update.
     def begin_update(self, iteration: int) -> Hashable:

@@ -9,9 +9,13 @@ from torch import Tensor
 
 from canter.algorithms import building
 from canter.algorithms.algorithm import Algorithm, AlgorithmSettings, RunSettings, Terms
+from canter.algorithms.constraints import Constraints, ConstraintSettings
+from canter.algorithms.critic_groups import CriticGroups, CriticGroupSettings
 from canter.algorithms.extension import Extension, overrides
+from canter.algorithms.gradient_penalty import GradientPenalty, GradientPenaltySettings
 from canter.algorithms.optim import backward
 from canter.algorithms.rnd import RND, RNDSettings
+from canter.algorithms.smoothness import Smoothness, SmoothnessSettings
 from canter.algorithms.symmetry import Symmetry, SymmetrySettings
 from canter.compat.arguments import documented
 from canter.envs.vec_env import StepRecord
@@ -28,7 +32,15 @@ BOOTSTRAPS = ("auto", "final_obs", "current_value", "none")
 
 
 @settings
-class PPOSettings(RNDSettings, SymmetrySettings, AlgorithmSettings):
+class PPOSettings(
+    RNDSettings,
+    SymmetrySettings,
+    SmoothnessSettings,
+    GradientPenaltySettings,
+    ConstraintSettings,
+    CriticGroupSettings,
+    AlgorithmSettings,
+):
     """Hyperparameters of PPO, with the documented defaults."""
 
     num_learning_epochs: int = setting(1, low=1, host=True)
@@ -107,7 +119,7 @@ class PPO(Algorithm):
 
     settings_class = PPOSettings
     config_class = PPOConfig
-    extension_classes = (RND, Symmetry)
+    extension_classes = (RND, Symmetry, Smoothness, GradientPenalty, Constraints, CriticGroups)
     from_cfg = classmethod(building.from_cfg)
     prepare = building.prepare
     init_obs_norm = building.init_obs_norm
@@ -381,6 +393,8 @@ class PPO(Algorithm):
             last_values = self.policy.value(last_critic_obs, hidden)[0]
         per_rollout = not self.cfg.normalize_advantage_per_mini_batch
         self.storage.compute_returns(last_values, self.live.gamma, self.live.lam, normalize=per_rollout)
+        for extension in self.extensions.values():
+            extension.returns(self.storage, last_critic_obs, last_values)
 
     # Losses of a minibatch.
     def compute_losses(self, minibatch: MiniBatch) -> Terms:
