@@ -194,7 +194,7 @@ FLOATS = {
     "entropy_coef": 0.7,
     "max_grad_norm": 0.05,
     "desired_kl": 1e-5,
-    "clip_min_std": 0.9,
+    "clip_min_std": 1.1,
     "learning_rate": 3e-4,
 }
 OTHERS = {
