@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import permutations
+from itertools import cycle, permutations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,12 +120,8 @@ PRESETS += [
     if case.name == "StateAcRecurrent"
 ]
 PAIRS = [
-    case
-    for outer, inner in permutations(STAGES, 2)
-    for base in (ActorCritic, ActorCriticRecurrent)
-    for case in cases_of(
-        f"{outer}+{inner}", type(f"{outer}_{inner}", (STAGES[outer].mixin, STAGES[inner].mixin, base), {})
-    )
+    cases_of(f"{outer}+{inner}", type(f"{outer}_{inner}", (STAGES[outer].mixin, STAGES[inner].mixin, base), {}))[-1]
+    for (outer, inner), base in zip(permutations(STAGES, 2), cycle((ActorCritic, ActorCriticRecurrent)), strict=False)
 ]
 
 

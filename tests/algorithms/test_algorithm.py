@@ -173,23 +173,6 @@ def test_a_file_without_a_model_is_an_error_that_says_what_it_has(make_ppo):
             alg.load_state_dict(state)
 
 
-def test_a_clean_load_warns_of_nothing(make_ppo, trained):
-    alg, _ = trained(**ON)
-    other, _ = make_ppo(**ON)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        other.load_state_dict(alg.state_dict())
-
-
-def test_modes_reach_every_network(make_ppo):
-    alg, _ = make_ppo(rnd_cfg={"weight": 1.0, "state_normalization": True}, **ON)
-    parts = [alg.policy, alg.policy.obs_normalizer, alg.rnd.model, alg.rnd.model.state_normalizer, alg.return_scaler]
-    alg.eval_mode()
-    assert not any(part.training for part in parts)
-    alg.train_mode()
-    assert all(part.training for part in parts)
-
-
 def test_the_base_says_what_a_subclass_owes():
     base = Algorithm(None, {}, "cpu", 0, None)
     with pytest.raises(NotImplementedError):

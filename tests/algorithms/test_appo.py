@@ -1,19 +1,14 @@
 """Adversarial motion priors: what is stored, what it is worth, what the discriminator learns, what is saved."""
 
-import dataclasses
-
 import pytest
 import torch
 
 from canter.algorithms import Estimation, MotionPrior, Teacher
 from canter.algorithms.algorithm import Terms
-from canter.algorithms.appo import APPO, ATPPO, APPOAlgoMixin, APPOConfig
-from canter.algorithms.motion_prior import LARGEST_FEATURE
+from canter.algorithms.appo import APPO, ATPPO
 from canter.algorithms.ppo import PPO
-from canter.algorithms.tppo import TPPO
 from canter.modules import ActorCritic, ActorCriticRecurrent, AmpMixin, EstimatorMixin
 from canter.modules.amp_discriminator import AmpActorCritic, AmpActorCriticRecurrent
-from canter.storage.queue_rollout_storage import AmpRolloutStorage
 
 FRAMES, WIDTH = 2, 3
 DISCRIMINATOR = {"input_dim": 6, "style_reward_coef": 2.0, "hidden_dims": [8], "task_reward_lerp": 0.25}
@@ -66,15 +61,6 @@ def separable(noise_env, **settings):
     return amp_env(noise_env, ref=near(-1.0), motion=near(1.0), **settings)
 
 
-def test_the_documented_defaults():
-    defaults = {f.name: f.default for f in dataclasses.fields(APPO.full_settings_class())}
-    assert (defaults["discriminator_loss_coef"], defaults["mimic_loss_coef"], defaults["amp_obs_dim"]) == (
-        1.0,
-        0.0,
-        None,
-    )
-
-
 def test_the_width_of_features_is_the_discriminators(make_appo):
     assert make_appo()[0].motion_prior.width == 6
     assert make_appo(amp_obs_dim=6)[0].motion_prior.width == 6
@@ -85,27 +71,6 @@ def test_the_width_of_features_is_the_discriminators(make_appo):
 def test_a_policy_without_a_discriminator_is_refused(make_policy):
     with pytest.raises(ValueError, match="APPO needs a policy with a discriminator, such as AmpActorCritic"):
         APPO(make_policy())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_features_are_stored_raw_flat_and_in_order(make_appo, collect, kind):
-    alg, env = make_appo(kind, env_cfg={"end_prob": 0.0}, buffer_dilation_ratio=None)
-    collect(alg, env)
-    storage = alg.rollout
-    assert type(storage) is AmpRolloutStorage
-    assert storage.ref_obs.device == alg.device
-    assert storage.ref_obs.shape == (6, 4, 6)
-    wanted = torch.stack([100.0 * torch.arange(4) + t for t in range(1, 7)]).unsqueeze(-1) + 0.1 * torch.arange(6.0)
-    torch.testing.assert_close(storage.ref_obs, wanted)
-    torch.testing.assert_close(storage.ref_motion, -wanted)
-    assert storage.ref_valid.all()
-
-
-def test_without_a_teacher_labels_are_the_actions(make_appo, collect):
-    alg, env = make_appo()
-    collect(alg, env)
-    assert torch.equal(alg.rollout.action_labels, alg.rollout.actions)
-    assert not alg.rollout.teacher_acted.any()
 
 
 @pytest.mark.parametrize("log", [{}, {"log": {"mine": 1.0}}])
@@ -223,40 +188,6 @@ def test_the_discriminator_learns_to_tell_them_apart(make_appo, collect, noise_e
     assert stats["amp/accuracy"] == 1.0
 
 
-def test_two_normalisers_hide_what_one_shows(make_appo, collect, noise_env):
-    apart = {}
-    for separate in (False, True):
-        alg, env = make_appo(env=separable(noise_env), separate_amp_normalizers=separate)
-        for iteration in range(5):
-            collect(alg, env)
-            alg.update(iteration)
-        collect(alg, env)
-        policy = alg.motion_prior.normalized(alg.rollout.ref_obs, "policy")
-        expert = alg.motion_prior.normalized(alg.rollout.ref_motion, "expert")
-        apart[separate] = (policy.mean() - expert.mean()).abs().item()
-    assert apart[False] > 1.9
-    assert apart[True] < 0.5
-
-
-@pytest.mark.parametrize("execution", ["eager", "auto"])
-def test_compute_losses_of_a_subclass_takes_the_minibatch_alone(make_appo, collect, execution):
-    class Mine(APPO):
-        def compute_losses(self, minibatch):
-            return super().compute_losses(minibatch)
-
-    def trained(algorithm):
-        alg, env = make_appo(algorithm=algorithm, execution=execution)
-        for iteration in range(4):
-            collect(alg, env)
-            losses, _ = alg.update(iteration)
-        return losses, alg.policy.state_dict()
-
-    (own, weights), (losses, plain) = trained(Mine), trained(APPO)
-    assert own == losses
-    assert "discriminator_policy_loss" in own
-    assert all(torch.equal(weights[name], value) for name, value in plain.items())
-
-
 def test_statistics_are_taken_once_per_iteration_from_equal_shares(make_appo, collect, noise_env):
     alg, env = make_appo(env=separable(noise_env), num_learning_epochs=3)
     collect(alg, env)
@@ -287,12 +218,6 @@ def test_the_discriminator_sees_normalised_features_of_policy_and_expert(make_ap
     expert, policy, *_ = seen
     torch.testing.assert_close(expert, torch.full((5, 6), 0.5 if separate else 1.0))
     torch.testing.assert_close(policy, torch.full((5, 6), -1.0))
-
-
-def test_a_broken_reading_is_bounded(make_appo):
-    alg, _ = make_appo()
-    seen = alg.motion_prior.normalized(torch.tensor([1e9, -1e9, 0.0] * 2), "policy")
-    assert seen.tolist() == [LARGEST_FEATURE, -LARGEST_FEATURE, 0.0] * 2
 
 
 def test_mimic_loss_is_a_number_without_a_gradient(make_appo, collect):
@@ -357,18 +282,6 @@ def test_dagger_needs_a_teacher(make_appo, collect):
     assert {"surrogate_loss", "distillation_loss", "dagger_loss"} <= terms.losses.keys()
 
 
-def test_the_inheritance_is_the_documented_one():
-    assert APPO.__mro__.index(APPOAlgoMixin) < APPO.__mro__.index(PPO)
-    assert [cls.name for cls in ATPPO.all_extension_classes()] == ["rnd", "symmetry", "teacher", "motion_prior"]
-
-    class Mine(APPOAlgoMixin, TPPO):
-        pass
-
-    assert Mine.all_extension_classes() == ATPPO.all_extension_classes()
-    assert issubclass(ATPPO, APPOAlgoMixin)
-    assert issubclass(ATPPO, TPPO)
-
-
 def test_labels_beside_motion_come_from_the_teacher(make_appo, collect):
     teacher = {"class_name": "ActorCritic", "num_actor_obs": 5, "num_critic_obs": 5, "num_actions": 2}
     with pytest.warns(UserWarning, match="random"):
@@ -401,11 +314,6 @@ def test_the_kl_schedule_does_not_touch_the_discriminator(make_appo, collect):
     assert {id(p) for p in shared.policy.discriminator.parameters()} <= {id(p) for p in shared.optimizer.parameters}
     with pytest.raises(ValueError, match="one of own, shared"):
         make_appo(discriminator_optimizer="both")
-
-
-def test_weight_decay_is_by_part(make_appo):
-    alg, _ = make_appo(discriminator_weight_decay=0.125, discriminator_head_weight_decay=0.25)
-    assert [g["weight_decay"] for g in alg.motion_prior.own_optimizer.optimizer.param_groups] == [0.125, 0.25]
 
 
 def test_its_gradients_have_a_norm_of_their_own(make_appo, collect):
@@ -490,15 +398,6 @@ def test_past_windows_are_mixed_with_fresh_ones(make_appo, collect, noise_env, w
     assert torch.equal(other.motion_prior.replay.states.sort(0)[0], alg.motion_prior.replay.states.sort(0)[0])
 
 
-def test_before_there_is_a_past_only_fresh_windows_count(make_appo, collect, noise_env):
-    results = []
-    for size in (0, 100):
-        alg, env = make_appo(env=separable(noise_env), amp_replay_buffer_size=size)
-        collect(alg, env)
-        results.append(alg.compute_losses(next(alg.mini_batches())).losses["discriminator_policy_loss"])
-    torch.testing.assert_close(*results)
-
-
 @pytest.mark.parametrize("separate", [False, True])
 def test_normaliser_and_optimizer_are_saved(make_appo, collect, snapshot, differing, separate):
     settings = {"separate_amp_normalizers": separate}
@@ -526,13 +425,6 @@ def test_accuracy_and_step_count_of_the_discriminator_are_resumed(make_appo):
 def test_acting_and_learning_never_wait_for_the_device(make_appo, run_without_waiting, kind):
     alg, env = make_appo(kind, execution="eager", num_mini_batches=2, schedule="adaptive", mimic_reward_coef=0.1)
     run_without_waiting(alg, env)
-
-
-def test_the_config_of_a_run_reaches_the_algorithm(noise_env):
-    cfg = APPOConfig(discriminator_loss_coef=0.5, num_learning_epochs=2, discriminator_optimizer="shared")
-    alg = APPO(AmpActorCritic(3, 5, 2, amp_discriminator=DISCRIMINATOR), cfg=cfg)
-    assert (alg.discriminator_loss_coef, alg.num_learning_epochs) == (0.5, 2)
-    assert alg.motion_prior.own_optimizer is None
 
 
 class MixedPolicy(AmpMixin, EstimatorMixin, ActorCritic):

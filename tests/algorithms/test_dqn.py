@@ -136,33 +136,6 @@ def test_environments_share_out_epsilon_from_wild_to_careful():
     assert alone.epsilon.tolist() == [0.5]
 
 
-def test_a_careful_environment_takes_fewer_random_actions():
-    alg = make(CartPole(3, seed=0), epsilon_start=0.8, epsilon_end=0.8, epsilon_spread=5.0, learning_starts=0)
-    obs = torch.ones(3, 4)
-    greedy = alg.act(obs, deterministic=True)
-    share = torch.stack([alg.explore(obs, obs) != greedy for _ in range(2000)]).float().mean(0)
-    torch.testing.assert_close(share, 0.5 * 0.8 ** torch.tensor([1.0, 3.5, 6.0]), rtol=0.0, atol=0.04)
-
-
-@pytest.mark.parametrize("execution", ["eager", "auto"])
-def test_repeated_random_actions_leave_few_single_ones(execution):
-    alg = make(
-        CartPole(64, seed=0),
-        epsilon_start=0.3,
-        epsilon_end=0.3,
-        learning_starts=0,
-        epsilon_repeats=64,
-        execution=execution,
-    )
-    obs = torch.ones(64, 4)
-    greedy = alg.act(obs, deterministic=True)
-    other = torch.stack([alg.explore(obs, obs) != greedy for _ in range(400)]).float()
-    follows = other[1:][other[:-1] == 1].mean()  # an action of another kind, after one
-    assert follows > 0.6, "alone, they would follow each other with a probability of 0.15"
-    single = alg.act(obs.repeat(100, 1), epsilon=0.3) != greedy.repeat(100)
-    assert single.float().mean() == pytest.approx(0.15, abs=0.02), "a given epsilon repeats nothing"
-
-
 def test_a_repeated_action_ends_with_its_episode():
     alg = make(
         CartPole(2, seed=0, max_episode_length=3),

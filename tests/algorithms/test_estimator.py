@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from policy_table import PRESETS, KitEnv, build_algorithm
 
-from canter.algorithms.estimator import EstimatorPPO, EstimatorPPOConfig
+from canter.algorithms.estimator import EstimatorPPO
 from canter.modules.actor_critic import ActorCritic
 from canter.modules.state_estimator import StateAc
-from canter.runners import OnPolicyRunner
 from canter.storage.rollout_storage import masked_mean
 
 CASES = {case.id: case for case in PRESETS}
@@ -20,29 +18,6 @@ def collected(collect, case="StateAc-mlp", **settings):
     alg = build_algorithm(CASES[case], env, **settings)
     collect(alg, env)
     return alg, env
-
-
-@pytest.mark.parametrize("case", ["StateAc-mlp", "StateAcRecurrent-lstm"])
-def test_the_loss_is_the_sum_over_components_and_the_mean_over_steps(collect, case):
-    alg, _ = collected(collect, case)
-    for batch in alg.mini_batches():
-        out = alg.policy(batch.obs, batch.critic_obs, batch.hidden, batch.trajectories, batch.random_masks)
-        target = batch.critic_obs[..., 2:4]  # vel in the critic's layout
-        by_hand = F.mse_loss(out.aux["estimated_state"], target, reduction="none").sum(-1).mean()
-        terms = alg.compute_losses(batch)
-        torch.testing.assert_close(terms.losses["estimator_loss"], by_hand)
-        assert {"surrogate_loss", "value_loss"} <= terms.losses.keys()
-        error = (out.aux["estimated_state"] - target).square().mean()
-        torch.testing.assert_close(terms.stats["estimator_error"], error)
-
-
-def test_another_loss_by_its_name_and_options(collect):
-    loss = {"estimator_loss_func": "huber_loss", "estimator_loss_kwargs": {"delta": 0.1}}
-    alg, _ = collected(collect, **loss)
-    (batch, *_) = alg.mini_batches()
-    out = alg.policy(batch.obs, batch.critic_obs, random_masks=batch.random_masks)
-    by_hand = F.huber_loss(out.aux["estimated_state"], batch.critic_obs[:, 2:4], reduction="none", delta=0.1)
-    torch.testing.assert_close(alg.compute_losses(batch).losses["estimator_loss"], by_hand.sum(-1).mean())
 
 
 @pytest.mark.parametrize("name", ["estimator", "adaptor"])
@@ -119,24 +94,6 @@ def test_a_loss_that_is_none_is_refused(name):
     policy = StateAc(3, 3, 1, obs_segments={"a": 1, "b": 2}, estimator_target_components=["b"])
     with pytest.raises(ValueError, match="estimator_loss_func must name a loss of torch.nn.functional"):
         EstimatorPPO(policy, estimator_loss_func=name)
-
-
-def test_a_runner_finds_it_by_name_and_the_config_comes_back(tmp_path):
-    case = CASES["StateAcRecurrent-gru"]
-    policy = {"class_name": "StateAcRecurrent", **case.settings}
-    algorithm = {"class_name": "EstimatorPPO", "estimator_loss_coef": 0.5, "estimator_loss_func": "l1_loss"}
-    cfg = {"policy": policy, "algorithm": algorithm, "num_steps_per_env": 4, "seed": 1}
-    runner = OnPolicyRunner(KitEnv(), cfg, tmp_path, "cpu", show_progress=False)
-    runner.learn(2)
-    assert isinstance(runner.alg, EstimatorPPO)
-    assert isinstance(runner.cfg, EstimatorPPOConfig)
-    assert runner.alg.loss_weights["estimator_loss"] == 0.5
-    saved = runner.plan.to_dict()
-    assert saved["algorithm"]["estimator_loss_func"] == "l1_loss"
-    again = OnPolicyRunner(KitEnv(), saved, None, "cpu", show_progress=False)
-    again.load(tmp_path / "checkpoint_final.pt")
-    obs = torch.randn(3, 49)
-    assert torch.equal(again.policy.infer(obs)[0], runner.policy.infer(obs)[0])
 
 
 @pytest.mark.parametrize("case", ["StateAc-mlp", "PrivilegeStateAcRecurrent-lstm"])

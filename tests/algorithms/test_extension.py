@@ -7,14 +7,8 @@ import torch
 from torch import nn
 
 from canter.algorithms import (
-    APPO,
-    ATPPO,
     PPO,
     REGISTRY,
-    TPPO,
-    EstimatorAlgoMixin,
-    EstimatorPPO,
-    EstimatorTPPO,
     PPOConfig,
     register_algorithm,
 )
@@ -24,7 +18,6 @@ from canter.algorithms.optim import GuardedOptimizer
 from canter.algorithms.ppo import PPOSettings
 from canter.compat.names import AlgorithmNames
 from canter.envs.torch_envs import PointRobot
-from canter.modules import StateAc
 from canter.runners import OnPolicyRunner
 from canter.storage import Field
 from canter.utils.config import setting, settings
@@ -118,11 +111,6 @@ def test_its_loss_is_weighted_by_the_setting_of_its_name(make_policy, noise_env,
         alg.smooth_loss_coef = -1.0
 
 
-def test_an_unknown_setting_of_an_extension_is_an_error_with_a_suggestion():
-    with pytest.raises(TypeError, match="'smooth_loss_coef'"):
-        Smooth(smooth_los_coef=1.0)
-
-
 def test_an_optimizer_of_its_own_steps_with_the_policys_and_is_saved(make_policy, noise_env, collect):
     env, alg = noise_env(), PPO(make_policy(), seed=1, extensions=[Forward()], timeout_bootstrap="none")
     alg.prepare(env, 6)
@@ -174,26 +162,6 @@ def test_a_registered_algorithm_is_found_by_dicts_with_its_own_settings(tmp_path
         del REGISTRY["smoothppo"]
 
 
-def test_the_documented_algorithms_are_names_for_ppo_with_extensions():
-    own = len(PPO.extension_classes)
-    names = {cls: [e.name for e in cls.all_extension_classes()][own:] for cls in (PPO, TPPO, APPO, ATPPO)}
-    assert names == {PPO: [], TPPO: ["teacher"], APPO: ["motion_prior"], ATPPO: ["teacher", "motion_prior"]}
-    assert [e.name for e in EstimatorPPO.all_extension_classes()][own:] == ["estimation"]
-    assert [e.name for e in EstimatorTPPO.all_extension_classes()][own:] == ["teacher", "estimation"]
-
-
-def test_a_mixin_before_ppo_makes_an_algorithm_with_all_settings():
-    class Mine(EstimatorAlgoMixin, PPO):
-        pass
-
-    alg = Mine(
-        StateAc(3, 3, 1, obs_segments={"a": 1, "b": 2}, estimator_target_components=["b"]),
-        gamma=0.9,
-        estimator_loss_coef=0.5,
-    )
-    assert (alg.gamma, alg.estimator_loss_coef, set(alg.extensions)) == (0.9, 0.5, {"estimation"})
-
-
 @pytest.mark.parametrize("execution", ["eager", "auto"])
 def test_compute_losses_may_return_any_three_dicts(make_policy, noise_env, collect, execution):
     class Mine(PPO):
@@ -228,7 +196,7 @@ FLOATS = {
     "entropy_coef": 0.7,
     "max_grad_norm": 0.05,
     "desired_kl": 1e-5,
-    "clip_min_std": 0.9,
+    "clip_min_std": 1.1,
     "learning_rate": 3e-4,
 }
 OTHERS = {
@@ -242,7 +210,7 @@ OTHERS = {
 }
 
 
-def run_with_change(make_ppo, collect, execution, name=None, value=None, iterations=8, change_at=5):
+def run_with_change(make_ppo, collect, execution, name=None, value=None, iterations=5, change_at=3):
     alg, env = make_ppo(execution=execution, num_mini_batches=2, schedule="adaptive", num_learning_epochs=2)
     for iteration in range(iterations):
         if iteration == change_at and name is not None:
@@ -265,35 +233,6 @@ def test_a_changed_setting_takes_effect_and_eager_agrees(make_ppo, collect, name
     assert not torch.equal(eager, weights(run_with_change(make_ppo, collect, "eager")))
 
 
-@pytest.mark.parametrize("kind", ["frozen", "replaced", "evaluated"])
-def test_frozen_replaced_and_evaluated_layers_have_recordings_of_their_own_and_eager_agrees(
-    make_ppo, collect, make_policy, kind
-):
-    def run(execution, is_changed=True):
-        policy = make_policy()
-        policy.actor.insert(1, nn.Dropout(0.5))
-        alg, env = make_ppo(policy=policy, execution=execution, num_mini_batches=2, num_learning_epochs=2)
-        first, own = policy.actor[0], policy.actor[0].weight.data
-        other = torch.full_like(own, 0.25)
-        for iteration in range(13):
-            is_other = is_changed and iteration % 2 == 1
-            if kind == "frozen":
-                first.requires_grad_(not is_other)
-            elif kind == "replaced":
-                first.weight.data = other if is_other else own
-            else:
-                policy.actor[1].train(not is_other)
-            collect(alg, env)
-            alg.update(iteration)
-        return weights(alg), alg.executor
-
-    (eager, _), (recorded, executor) = run("eager"), run("auto")
-    assert torch.equal(eager, recorded)
-    assert not torch.equal(eager, run("eager", is_changed=False)[0])
-    assert not executor.eager_only
-    assert sum(signature[0] == "learn" for signature in executor.graphs) == 2
-
-
 @pytest.mark.parametrize("name", FLOATS)
 def test_annealing_a_float_every_iteration_makes_no_new_recording(make_ppo, collect, name):
     alg, env = make_ppo(execution="auto", num_mini_batches=2, schedule="adaptive", entropy_coef=0.1)
@@ -305,39 +244,6 @@ def test_annealing_a_float_every_iteration_makes_no_new_recording(make_ppo, coll
         counts.append(len(alg.executor.graphs))
     assert counts[-1] == counts[-4] > 0
     assert not alg.executor.eager_only
-
-
-def test_annealed_loss_weights_are_live(make_ppo, collect):
-    def run(execution):
-        alg, env = make_ppo(execution=execution, num_mini_batches=2)
-        counts = []
-        for iteration in range(10):
-            alg.loss_weights["surrogate_loss"] = 1.0 + iteration
-            collect(alg, env)
-            alg.update(iteration)
-            counts.append(len(alg.executor.graphs))
-        return weights(alg), counts
-
-    (eager, _), (recorded, counts) = run("eager"), run("auto")
-    assert torch.equal(eager, recorded)
-    assert counts[-1] == counts[-4] > 0
-
-
-@pytest.mark.parametrize("optimizer", ["Adam", "SGD", "RMSprop"])
-def test_a_rate_assigned_to_a_parameter_group_is_used(make_ppo, collect, optimizer):
-    def run(execution, assign):
-        alg, env = make_ppo(execution=execution, optimizer_class_name=optimizer, num_mini_batches=2)
-        for iteration in range(8):
-            if iteration == 5 and assign:
-                alg.optimizer.param_groups[0]["lr"] = 0.0
-            before = weights(alg)
-            collect(alg, env)
-            alg.update(iteration)
-        return torch.equal(before, weights(alg)), float(alg.lr)
-
-    for execution in ("eager", "auto"):
-        assert run(execution, True) == (True, 0.0)
-        assert run(execution, False)[0] is False
 
 
 def test_a_rate_assigned_to_a_group_with_a_rate_of_its_own_is_used(make_ppo, collect):

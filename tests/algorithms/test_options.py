@@ -52,12 +52,12 @@ def weights(runner):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_run_from_a_training_dict_continues_exactly_from_its_file(name, tmp_path):
-    whole = make_runner(name, tmp_path)
+    whole = make_runner(name, tmp_path, "eager")
     whole.learn(2)
     half = {key: value.clone() for key, value in weights(whole).items()}
     whole.learn(2)
     whole.close()
-    resumed = make_runner(name)
+    resumed = make_runner(name, execution="eager")
     resumed.load(tmp_path / "model_2.pt")
     assert all(torch.equal(value, half[key]) for key, value in weights(resumed).items())
     resumed.learn(2)

@@ -10,7 +10,7 @@ from canter.algorithms.ppo import PPO
 from canter.envs import records
 from canter.envs.vec_env import StepRecord
 from canter.modules.actor_critic import ActorCritic
-from canter.modules.normalizer import EmpiricalNormalization, NoNormalization
+from canter.modules.normalizer import EmpiricalNormalization
 
 
 @pytest.fixture(autouse=True)
@@ -48,17 +48,6 @@ def stored_reward(alg, infos, obs=2.0, reward=1.0, done=True):
 FLAG = torch.tensor([True])
 
 
-def test_a_terminated_episode_is_not_bootstrapped():
-    infos = {"terminated": FLAG, "truncated": ~FLAG, "final_observation": torch.full((1, 1), 5.0)}
-    assert stored_reward(value_reader(), infos, obs=10.0) == 1.0
-
-
-@pytest.mark.parametrize("name", ["final_observation", "final_obs", "terminal_observation"])
-def test_a_cut_off_episode_is_worth_its_final_state(name):
-    infos = {"truncated": FLAG, name: torch.full((1, 1), 5.0)}
-    assert stored_reward(value_reader(), infos) == pytest.approx(1.0 + 0.9 * 5.0)
-
-
 def test_without_a_final_observation_the_state_before_the_step_stands_for_it_and_a_warning_says_so():
     alg = value_reader()
     for _ in range(3):
@@ -71,19 +60,6 @@ def test_without_a_final_observation_the_state_before_the_step_stands_for_it_and
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         alg.update(1)
-
-
-def test_a_row_both_terminated_and_truncated_is_terminated():
-    infos = {"terminated": FLAG, "truncated": FLAG, "final_observation": torch.full((1, 1), 5.0)}
-    assert stored_reward(value_reader(), infos) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("mode", "expected"), [("none", 1.0), ("current_value", 2.8), ("final_obs", 5.5), ("auto", 5.5)]
-)
-def test_the_bootstrap_can_be_chosen(mode, expected):
-    infos = {"truncated": FLAG, "final_observation": torch.full((1, 1), 5.0)}
-    assert stored_reward(value_reader(timeout_bootstrap=mode), infos) == pytest.approx(expected)
 
 
 def test_a_step_that_ends_nothing_keeps_its_reward():
@@ -103,27 +79,6 @@ def test_the_critics_final_observation_is_the_critics():
     assert float(alg.rollout.rewards[0]) == pytest.approx(1.0 + 0.9 * 7.0)
 
 
-def test_acting_fills_the_transition(make_ppo):
-    alg, env = make_ppo("mlp")
-    obs, critic_obs = env.get_observations()
-    actions = alg.act(obs, critic_obs)
-    t = alg.transition
-    assert t.observations is obs
-    assert t.critic_observations is critic_obs
-    assert torch.equal(t.actions, actions)
-    assert torch.equal(t.values, alg.policy.value(critic_obs)[0])
-    expected = torch.distributions.Normal(t.action_mean, t.action_sigma).log_prob(actions).sum(-1)
-    torch.testing.assert_close(t.actions_log_prob, expected)
-    assert not any(x.requires_grad for x in (t.actions, t.values, t.actions_log_prob, t.action_mean, t.action_sigma))
-
-
-def test_without_a_critics_observation_it_sees_the_actors():
-    alg = PPO(ActorCritic(3, 3, 2))
-    alg.init_storage(4, 2, [3], [None], [2])
-    alg.act(torch.ones(4, 3))
-    assert alg.transition.critic_observations is alg.transition.observations
-
-
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
 def test_the_state_stored_is_the_one_before_acting(make_ppo, kind):
     alg, env = make_ppo(kind, end_prob=0.0)
@@ -138,20 +93,6 @@ def test_the_state_stored_is_the_one_before_acting(make_ppo, kind):
             assert torch.equal(alg.rollout.data[f"hidden.{name}"][step], state[name])
     assert (before[0]["memory_a"] == 0).all()
     assert (before[1]["memory_a"] != 0).any()
-
-
-def test_processing_a_step_stores_clears_and_resets(make_ppo):
-    alg, env = make_ppo("lstm")
-    obs, critic_obs = env.get_observations()
-    alg.act(obs, critic_obs)
-    dones = torch.tensor([0, 1, 0, 1])
-    alg.process_env_step(torch.arange(4.0), dones, {})
-    assert alg.rollout.step == 1
-    assert alg.rollout.rewards[0, :, 0].tolist() == [0, 1, 2, 3]
-    assert alg.rollout.dones[0, :, 0].tolist() == [False, True, False, True]
-    assert alg.transition.observations is alg.transition.actions is None
-    state = alg.policy.hidden(4)["memory_a"]
-    assert [bool((row == 0).all()) for row in state] == [False, True, False, True]
 
 
 def test_a_final_state_is_valued_with_the_memory_of_its_own_episode(make_ppo):
@@ -175,24 +116,6 @@ def test_a_final_state_is_valued_with_the_memory_of_its_own_episode(make_ppo):
 def test_without_a_storage_the_error_says_what_to_call():
     with pytest.raises(RuntimeError, match=r"PPO has no storage yet; call init_storage\(...\)"):
         PPO(ActorCritic(3, 2)).compute_returns(torch.ones(4, 3))
-
-
-def test_normalisers_are_identities_where_normalisation_is_off():
-    alg = PPO(ActorCritic(3, 5, 2))
-    alg.init_obs_norm(3, 5)
-    assert isinstance(alg.obs_normalizer, nn.Identity)
-    assert isinstance(alg.critic_obs_normalizer, NoNormalization)
-
-
-@pytest.mark.parametrize("widths", [(3, 5), ([3], (5,))])
-def test_normalisers_have_the_observations_shapes(widths):
-    alg = PPO(ActorCritic(3, 5, 2), empirical_normalization=True)
-    alg.init_obs_norm(*widths)
-    assert isinstance(alg.obs_normalizer, EmpiricalNormalization)
-    assert (alg.obs_normalizer.shape, alg.critic_obs_normalizer.shape) == ((3,), (5,))
-    assert alg.obs_normalizer.until == alg.critic_obs_normalizer.until == 1e8
-    assert alg.obs_normalizer is alg.policy.obs_normalizer
-    assert alg.critic_obs_normalizer is alg.policy.critic_obs_normalizer
 
 
 def first_inputs(layer):

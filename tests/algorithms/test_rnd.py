@@ -170,12 +170,6 @@ def test_an_update_trains_the_predictor_and_reports(make_ppo, collect):
     assert stats["rnd/mean_extrinsic_reward"] == pytest.approx(float(mean), rel=1e-5)  # of this rollout alone
 
 
-def test_without_settings_there_is_none(make_ppo):
-    alg, _ = make_ppo("mlp")
-    assert "rnd" not in alg.extensions
-    assert not any(name.startswith("rnd") for name in alg.state_dict())
-
-
 def test_its_state_is_saved_and_restored(make_ppo, collect, snapshot, differing):
     cfg = {"weight": 0.5, "state_normalization": True, "reward_normalization": True}
     alg, env = make_ppo("mlp", rnd_cfg=cfg)

@@ -124,16 +124,6 @@ def test_the_critics_learn_the_soft_target(reduction):
     assert stats["td_target_mean"].item() == pytest.approx(want.mean().item(), rel=1e-4)
 
 
-def test_an_update_reports_the_documented_metrics():
-    metrics = run(make(), 10).update()
-    names = {"actor_loss", "critic1_loss", "critic2_loss", "alpha", "entropy", "q_loss", "alpha_loss", "mean_q"}
-    assert {f"train/{name}" for name in names} <= set(metrics)
-    assert metrics["train/alpha"] == pytest.approx(0.2, rel=1e-5), "the value before the step"
-    assert metrics["train/q_loss"] == pytest.approx(
-        (metrics["train/critic1_loss"] + metrics["train/critic2_loss"]) / 2, rel=1e-5
-    )
-
-
 def test_the_temperature_falls_above_the_target_entropy_and_rises_below():
     alg = make()
     target = alg.default_target_entropy
@@ -332,11 +322,6 @@ def test_exploration_and_random_actions_fill_the_bounds(kind):
         assert (actions <= torch.tensor([0.5, 3.0])).all()
     assert random.amin(0).tolist() == pytest.approx([-0.5, 1.0], abs=0.05)
     assert random.amax(0).tolist() == pytest.approx([0.5, 3.0], abs=0.05)
-
-
-def test_noise_is_spread_over_the_environments():
-    alg = make("td3", PointRobot(5), exploration_noise=0.1, exploration_noise_max=0.5)
-    assert alg.exploration_std()[:, 0].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
 
 
 def test_the_noise_on_td3s_target_actions_is_clipped():

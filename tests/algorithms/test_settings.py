@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from canter.algorithms import SAC, TD3, TPPO, DQNConfig, SACConfig, TD3Config
+from canter.algorithms import SAC, TD3, DQNConfig, SACConfig, TD3Config
 from canter.algorithms.algorithm import AlgorithmSettings, CommonRunSettings
 from canter.algorithms.estimation import EstimatorSettings
 from canter.algorithms.motion_prior import MotionPriorSettings
@@ -158,10 +158,6 @@ def test_the_config_of_another_algorithm_is_refused(agent, cfg):
         agent("canter/Pendulum", cfg)
     with pytest.raises(ValueError, match=match):
         OffPolicyRunner("canter/Pendulum", cfg, algorithm=name)
-
-
-def test_a_config_of_ppo_is_one_of_its_variants_too():
-    assert TPPO(ActorCritic(4, 4, 2), cfg=PPOConfig(gamma=0.5)).gamma == 0.5
 
 
 @pytest.mark.parametrize("cfg", [{"gamma": 0.9}, "Pendulum-v1", SACConfig])

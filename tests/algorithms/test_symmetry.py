@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from canter.algorithms.ppo import PPO
-from canter.algorithms.symmetry import ActionMirror, Mirror, observation_mirror, read_mirror
+from canter.algorithms.symmetry import ActionMirror, Mirror, observation_mirror
 from canter.envs.torch_envs import PointRobot
 from canter.modules.actor_critic import ActorCritic
 from canter.modules.distributions import Beta, Categorical, Gaussian, MultiCategorical, SquashedGaussian
@@ -124,12 +124,6 @@ def test_memories_of_mirror_images_follow_the_rollout(make_ppo, collect, noise_e
     assert any((state != 0).any() for name, state in hidden.items())
 
 
-def test_images_need_no_memory_where_there_is_none(make_ppo):
-    alg, _ = make_ppo(symmetry_cfg=MIRROR)
-    assert alg.policy.carried == {}
-    assert alg.policy.memories == {}
-
-
 def test_a_second_learner_on_the_same_policy_does_not_mirror_mirrors(make_ppo):
     alg, _ = make_ppo("lstm", symmetry_cfg=MIRROR)
     PPO(alg.policy, symmetry_cfg=MIRROR)
@@ -230,11 +224,6 @@ def test_mirrors_of_observations_are_given_by_component():
 def test_only_flat_observations_have_a_mirror():
     with pytest.raises(TypeError, match="flat observations, got a dict"):
         Mirror([0], [1], "obs")({"a": torch.zeros(1)})
-
-
-def test_same_is_the_mirror_that_changes_nothing():
-    assert read_mirror("same", 2, "x") == ([0, 1], [1.0, 1.0])
-    assert read_mirror({}, 2, "x") == ([0, 1], [1.0, 1.0])
 
 
 SWAP = {"permutation": [1, 0, 2], "signs": [-1, -1, 1]}

@@ -1,7 +1,6 @@
 """Learning from a teacher: who labels, who acts, what is imitated, and what is kept."""
 
 import copy
-import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -47,29 +46,6 @@ def speak(alg, value):
     for policy in alg.teacher.policies:
         torch.nn.init.zeros_(policy.actor[-1].weight)
         torch.nn.init.constant_(policy.actor[-1].bias, value)
-
-
-def test_the_documented_defaults():
-    names = (
-        "teacher_policy_class_name",
-        "label_action_with_critic_obs",
-        "teacher_act_prob",
-        "update_times_scale",
-        "using_ppo",
-        "distillation_loss_coef",
-        "distill_target",
-        "distill_latent_coef",
-        "distill_latent_target",
-        "distill_latent_obs_component_mapping",
-        "buffer_dilation_ratio",
-        "lr_scheduler_class_name",
-        "hidden_state_resample_prob",
-        "action_labels_from_sample",
-        "ppo",
-    )
-    defaults = {f.name: f.default for f in dataclasses.fields(TPPO.full_settings_class())}
-    wanted = ("ActorCritic", True, "exp", 100, True, 1.0, "real", 1.0, "real", None, 1.0, None, 0.0, False, None)
-    assert tuple(defaults[name] for name in names) == wanted
 
 
 @pytest.mark.parametrize("where", ["inside", "beside"])

@@ -56,9 +56,14 @@ TINY = ["--num-envs", "2", "--num-steps-per-env", "8", "--total-timesteps", "32"
 TINY += ["--eval-interval", "0", "--name", "r", "--execution", "eager"]
 
 
-def canter(*args, cwd, plugins, command=(sys.executable, "-m", "canter.cli")):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "CANTER_PLUGINS": plugins}
-    return subprocess.run([*command, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+def installed(*args, cwd, plugins):
+    """The installed command, in a process of its own."""
+    script = cwd / "bin" / "canter"
+    script.parent.mkdir()
+    script.write_text("import sys\nfrom canter.cli.__main__ import main\nsys.exit(main())\n")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CANTER_PLUGINS": plugins}
+    command = [sys.executable, str(script), *args]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture
@@ -76,28 +81,36 @@ def commands():
     COMMANDS.update(before)
 
 
-# ---------------------------------------------------------------------- plugins in a process of their own
-def test_a_plugin_adds_a_command_that_help_lists(lab):
-    listed = canter("--help", cwd=lab, plugins="my_lab")
-    assert listed.returncode == 0, listed.stderr
-    assert re.search(r"^  greet NAME +greet a person$", listed.stdout, re.MULTILINE)
-    assert "  train TASK " in listed.stdout
-    done = canter("greet", "ada", "--times", "2", cwd=lab, plugins=" my_lab ,")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "hello hello ada\n", "")
-    assert "Name to greet." in canter("greet", "--help", cwd=lab, plugins="my_lab").stdout
-    assert canter("greet", "ada", cwd=lab, plugins="").returncode == 2
+@pytest.fixture
+def canter(monkeypatch, capsys, commands):
+    """`canter(*args, cwd, plugins)`: exit code, output and errors of a command in this process."""
+    algorithms = dict(REGISTRY)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def run(*args, cwd, plugins):
+        monkeypatch.chdir(cwd)
+        monkeypatch.setenv("CANTER_PLUGINS", plugins)
+        return main([*args]), *capsys.readouterr()
+
+    yield run
+    REGISTRY.clear()
+    REGISTRY.update(algorithms)
+    for name in ("my_lab", "broken_lab", "taken_lab"):
+        sys.modules.pop(name, None)
 
 
-def test_an_error_of_the_user_in_a_registered_command_is_one_line(lab):
-    done = canter("greet", "nobody", cwd=lab, plugins="my_lab")
-    assert (done.returncode, done.stderr) == (2, "canter: there is nobody to greet\n")
+# ---------------------------------------------------------------------- plugins
+def test_a_plugin_adds_a_command_that_help_lists(lab, canter):
+    code, out, _ = canter("--help", cwd=lab, plugins="my_lab")
+    assert code == 0
+    assert re.search(r"^  greet NAME +greet a person$", out, re.MULTILINE)
+    assert "  train TASK " in out
+    assert canter("greet", "ada", "--times", "2", cwd=lab, plugins=" my_lab ,") == (0, "hello hello ada\n", "")
+    assert canter("greet", "nobody", cwd=lab, plugins="my_lab") == (2, "", "canter: there is nobody to greet\n")
 
 
 def test_a_plugin_in_the_working_directory_is_found_by_the_installed_command(lab):
-    script = lab / "bin" / "canter"
-    script.parent.mkdir()
-    script.write_text("import sys\nfrom canter.cli.__main__ import main\nsys.exit(main())\n")
-    done = canter("greet", "ada", cwd=lab, plugins="my_lab", command=(sys.executable, str(script)))
+    done = installed("greet", "ada", cwd=lab, plugins="my_lab")
     assert (done.returncode, done.stdout) == (0, "hello ada\n"), done.stderr
 
 
@@ -105,23 +118,18 @@ def test_a_task_of_a_module_in_the_working_directory_is_found_by_the_installed_c
     made = "lambda task, num_envs, device, seed, **options: PointRobot(num_envs, device, seed)"
     text = f"from canter.envs import PointRobot, register_env\n\nregister_env('my/point', {made})\n"
     (tmp_path / "my_tasks.py").write_text(text)
-    script = tmp_path / "bin" / "canter"
-    script.parent.mkdir()
-    script.write_text("import sys\nfrom canter.cli.__main__ import main\nsys.exit(main())\n")
-    args = ("check-env", "my_tasks:my/point", "--num-steps", "4")
-    done = canter(*args, cwd=tmp_path, plugins="", command=(sys.executable, str(script)))
+    done = installed("check-env", "my_tasks:my/point", "--num-steps", "4", cwd=tmp_path, plugins="")
     assert done.returncode == 0, done.stderr
 
 
-def test_an_algorithm_of_a_plugin_trains_with_its_own_defaults_and_resumes(lab):
-    done = canter("train", "canter/CartPole", "--algo", "fewepochs", *TINY, cwd=lab, plugins="my_lab")
-    assert done.returncode == 0, done.stderr
+def test_an_algorithm_of_a_plugin_trains_with_its_own_defaults_and_resumes(lab, canter):
+    code, _, errors = canter("train", "canter/CartPole", "--algo", "fewepochs", *TINY, cwd=lab, plugins="my_lab")
+    assert code == 0, errors
     run = lab / "runs/canter/CartPole/r-seed1"
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["algorithm"]["class_name"] == "FewEpochs"
     assert config["algorithm"]["num_learning_epochs"] == 3
-    resumed = canter("resume", str(run), "--total-timesteps", "16", cwd=lab, plugins="my_lab")
-    assert resumed.returncode == 0, resumed.stderr
+    assert canter("resume", str(run), "--total-timesteps", "16", cwd=lab, plugins="my_lab")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -132,14 +140,14 @@ def test_an_algorithm_of_a_plugin_trains_with_its_own_defaults_and_resumes(lab):
         ("taken_lab", "there is a command 'train' already"),
     ],
 )
-def test_a_plugin_that_cannot_be_imported_is_one_line_and_exit_code_2(tmp_path, plugins, message):
+def test_a_plugin_that_cannot_be_imported_is_one_line_and_exit_code_2(tmp_path, canter, plugins, message):
     (tmp_path / "broken_lab.py").write_text("1 / 0\n")
     (tmp_path / "taken_lab.py").write_text("from canter.cli import register_command as r\nr('train', print, 'mine')\n")
-    done = canter("tasks", cwd=tmp_path, plugins=plugins)
-    assert done.returncode == 2
-    assert done.stderr.startswith("canter: ")
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
+    code, _, errors = canter("tasks", cwd=tmp_path, plugins=plugins)
+    assert code == 2
+    assert errors.startswith("canter: ")
+    assert message in errors
+    assert errors.count("\n") == 1
 
 
 @pytest.fixture

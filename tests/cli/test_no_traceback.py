@@ -32,8 +32,17 @@ def one_line(capsys):
     return text
 
 
-@pytest.mark.parametrize("command", ["resume", "eval", "collect", "export", "distill"])
-@pytest.mark.parametrize("text", ["a: [", "\x00", "a: &a [*a]", "a: 2020-99-99", "- 1", ""])
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("resume", "a: ["),
+        ("resume", "\x00"),
+        ("eval", "a: &a [*a]"),
+        ("collect", "a: 2020-99-99"),
+        ("export", "- 1"),
+        ("distill", ""),
+    ],
+)
 def test_a_damaged_config_is_named(trained, capsys, command, text):
     (trained / "config.yaml").write_text(text)
     assert main([command, str(trained)]) == 2

@@ -64,13 +64,6 @@ def test_a_jit_module_takes_observations_alone_and_keeps_its_memory(kind):
     assert not any(64 in weight.shape for weight in module.buffers()), "weights of the critic"
 
 
-def test_the_weights_of_a_jit_module_move_with_it():
-    module = saved(trained("lstm").policy.as_jit())
-    shapes = {tuple(weight.shape) for weight in module.buffers()}
-    assert {(32, 6), (32, 8), (8, 8), (2, 8), (1, 6)} <= shapes  # LSTM, MLP and normaliser
-    assert {weight.dtype for weight in module.half().buffers() if weight.is_floating_point()} == {torch.float16}
-
-
 @pytest.mark.parametrize("case", table.PRESETS, ids=lambda case: case.id)
 def test_every_policy_of_the_table_has_a_jit_module_with_its_actions(case):
     policy = table.build(case).eval()

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from canter.algorithms import PPO
-from canter.compat.training_dicts import DEFAULTS, TABLE, Translation, complete_rnd, signed_permutation
-from canter.envs import records
+from canter.compat.training_dicts import DEFAULTS, Translation, complete_rnd, signed_permutation
 from canter.envs.wrappers import ClipActions
 from canter.modules import ActorCritic, ActorCriticRecurrent, Beta, register_policy
 from canter.modules.normalizer import EmpiricalNormalization, NoNormalization
@@ -170,10 +168,6 @@ def test_dicts_of_every_version_train(style, rnn):
     assert runner.policy.obs_normalizer.shape == (5,)  # two groups in the actor's set
 
 
-def test_a_dict_with_everything_in_its_runner_section_means_the_same():
-    assert parse_train_cfg({"runner": policy_cfg(3)}).to_dict() == parse_train_cfg(policy_cfg(3)).to_dict()
-
-
 def test_what_the_runner_writes_is_read_back(tmp_path):
     runner = runner_on({**model_cfg("gru", (True, False)), "clip_actions": 0.5}, log_dir=tmp_path)
     again = parse_train_cfg(runner.config())
@@ -264,26 +258,10 @@ def test_a_normaliser_of_the_actor_alone_leaves_out_the_critics(is_models):
     assert isinstance(policy.critic_obs_normalizer, NoNormalization)
 
 
-def test_empirical_normalization_beside_observation_groups_is_for_both_networks():
-    cfg = policy_cfg(3, normalized=True)
-    for name in ("actor_obs_normalization", "critic_obs_normalization"):
-        del cfg["policy"][name]
-    policy = runner_on({**cfg, "empirical_normalization": True}, 3).policy
-    assert isinstance(policy.obs_normalizer, EmpiricalNormalization)
-    assert isinstance(policy.critic_obs_normalizer, EmpiricalNormalization)
-
-
 # ------------------------------------------------------------------ classes
 @register_policy
 class OwnPolicy(ActorCritic):
     """A policy of a user."""
-
-
-@pytest.mark.parametrize("name", ["rsl_rl.algorithms:PPO", "rsl_rl.algorithms.ppo.PPO", "PPO", PPO])
-def test_an_algorithm_is_named_by_its_path_or_is_the_class(name):
-    cfg = model_cfg()
-    cfg["algorithm"]["class_name"] = name
-    assert parse_train_cfg(cfg).algorithm == "PPO"
 
 
 @pytest.mark.parametrize(
@@ -387,12 +365,6 @@ def test_loggers_and_their_projects_and_tags(given, backend, kwargs):
     assert (cfg.logger_backend, cfg.logger_kwargs) == (backend, kwargs)
 
 
-def test_unused_keys_are_listed_in_one_line():
-    records._warned.clear()
-    with pytest.warns(UserWarning, match="^not used here: experiment_name, check_for_nan, torch_compile_mode$"):
-        parse_train_cfg({**model_cfg(), "check_for_nan": False, "torch_compile_mode": "default"})
-
-
 def test_clip_actions_bounds_what_the_environment_gets():
     runner = runner_on({**model_cfg(), "clip_actions": 0.25})
     assert isinstance(runner.env, ClipActions)
@@ -476,21 +448,6 @@ def test_memories_that_differ_are_an_error():
     cfg["critic"]["rnn_hidden_dim"] = 9
     with pytest.raises(ValueError, match="rnn_hidden_size is 4 in the actor and 9 in the critic"):
         parse_train_cfg(cfg)
-
-
-def test_every_place_in_the_table_exists():
-    from canter.algorithms import TPPOConfig
-    from canter.utils.config import setting_names
-
-    known = {
-        "algorithm": {f.name for f in dataclasses.fields(TPPOConfig)},
-        "policy": setting_names(ActorCriticRecurrent),
-    }
-    known["policy"] |= {"share_cnn_encoders", "action_range"}
-    for section, names in TABLE.items():
-        for key, place in names.items():
-            target, _, name = place.rpartition(".")
-            assert target not in known or name in known[target], (section, key, place)
 
 
 # ------------------------------------------------------------------ what the environment decides

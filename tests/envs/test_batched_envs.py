@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from no_host_sync import NoHostSync
 
 from canter.compat.batched_envs import RslRlAdapter, is_batched, join_groups, resolve_sets
 from canter.envs.check import check_env
@@ -451,18 +450,6 @@ def test_another_number_of_step_results_is_an_error(second):
 
     with pytest.raises(TypeError, match=r"step\(\) returned 3 values"):
         RslRlAdapter(Three()).step(ACTION)
-
-
-def test_nothing_waits_for_the_device(third):
-    adapter = RslRlAdapter(third())
-    adapter.env.advance = lambda: (
-        torch.ones(3),
-        torch.ones(3, dtype=torch.bool),
-        (adapter.env.obs, adapter.env.critic),
-    )
-    with NoHostSync():
-        for _ in range(3):
-            adapter.step(ACTION)
 
 
 def test_batched_environments_are_distinguished_from_single_ones(second, scripted):

@@ -1,6 +1,5 @@
 import pytest
 import torch
-from no_host_sync import NoHostSync
 
 from canter.envs.dummy import DummyVecEnv
 
@@ -33,14 +32,6 @@ def test_the_critic_can_have_a_wider_observation():
     assert record.extras["final_observation"]["critic_obs"] is record.final_critic_obs
     plain = DummyVecEnv(4).step(torch.zeros(4, 12))
     assert plain.critic_obs is plain.obs
-
-
-def test_no_step_waits_for_the_host():
-    env = DummyVecEnv(4, 6, 2, num_privileged_obs=9)
-    action = torch.zeros(4, 2)
-    with NoHostSync():
-        for _ in range(3):
-            env.step(action)
 
 
 def test_state_continues_exactly():

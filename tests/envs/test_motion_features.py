@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from no_host_sync import NoHostSync
 
 from canter.envs.components import MotionFeatures, feature_columns, windows
 from canter.envs.torch_envs.base import TorchEnv
@@ -65,14 +64,6 @@ def test_the_state_goes_on_exactly():
     other = MotionFeatures(Counter(), ["number"], 2)
     other.set_state(state)
     assert torch.equal(other.step(torch.zeros(2, 1)).extras["observations"]["ref_obs"], after)
-
-
-def test_a_step_never_waits_for_the_device():
-    env = MotionFeatures(Counter(), ["number"], 2)
-    steps(env, 1)
-    action = torch.zeros(2, 1)
-    with NoHostSync():
-        env.step(action)
 
 
 def test_columns_by_name_and_number():

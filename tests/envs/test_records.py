@@ -5,7 +5,7 @@ import pytest
 import torch
 from no_host_sync import NoHostSync
 
-from canter.envs.records import FINAL_OBS_NAMES, EndWatch, end_flags, split_groups, step_record, to_obs
+from canter.envs.records import FINAL_OBS_NAMES, EndWatch, split_groups, step_record, to_obs
 
 CPU = torch.device("cpu")
 DONE = torch.tensor([True, False, True])
@@ -223,14 +223,6 @@ def test_the_given_extras_are_left_alone():
     extras = {"final_obs": FINAL}
     record(extras=extras)
     assert list(extras) == ["final_obs"]
-
-
-def test_a_record_of_tensors_never_waits_for_the_device():
-    extras = {"final_obs": {"policy": FINAL, "critic": -FINAL}, "time_outs": DONE, "log": {"x": torch.ones(())}}
-    with NoHostSync():
-        record(DONE.long(), extras=extras, critic_obs=OBS.clone(), copy=True)
-        end_flags(DONE, {"terminated": DONE, "truncated": DONE}, 3, CPU)
-        EndWatch(CPU)(DONE)
 
 
 def test_an_end_watch_remembers():

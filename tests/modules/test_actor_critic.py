@@ -9,69 +9,7 @@ from gymnasium import spaces
 from torch import nn
 
 from canter.modules.actor_critic import Actor, ActorCritic, Critic
-from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.distributions import Categorical, Gaussian, MultiCategorical, SquashedGaussian
-
-
-def widths(network):
-    return [(layer.in_features, layer.out_features) for layer in network if isinstance(layer, nn.Linear)]
-
-
-def test_minimal_actor_and_critic():
-    torch.manual_seed(0)
-    dist = Actor(4, 2)(torch.randn(7, 4))
-    assert isinstance(dist, torch.distributions.Normal)
-    assert dist.mean.shape == (7, 2)
-    assert (dist.stddev == 1).all()
-    assert Critic(4)(torch.randn(7, 4)).shape == (7, 1)
-
-
-def test_defaults_are_the_documented_ones():
-    policy = ActorCritic(4, 6, 2)
-    assert widths(policy.actor) == [(4, 256), (256, 256), (256, 256), (256, 2)]
-    assert widths(policy.critic) == [(6, 256), (256, 256), (256, 256), (256, 1)]
-    assert [type(layer) for layer in policy.actor][1] is nn.ELU
-    assert policy.std.tolist() == [1.0, 1.0]
-    assert not policy.is_recurrent
-
-
-def test_two_numbers_give_both_the_same_observation():
-    policy = ActorCritic(4, 2)
-    assert widths(policy.actor)[0][0] == widths(policy.critic)[0][0] == 4
-    assert widths(policy.actor)[-1][1] == 2
-
-
-def test_no_hidden_layers_make_it_linear():
-    policy = ActorCritic(4, 6, 2, actor_hidden_dims=(), critic_hidden_dims=[])
-    assert widths(policy.actor) == [(4, 2)]
-    assert widths(policy.critic) == [(6, 1)]
-
-
-def kinds(network):
-    return [type(layer) for layer in network]
-
-
-def test_actor_and_critic_have_activations_of_their_own():
-    both = ActorCritic(4, 2, activation="relu", actor_hidden_dims=[3], critic_hidden_dims=[5])
-    assert kinds(both.actor) == kinds(both.critic) == [nn.Linear, nn.ReLU, nn.Linear]
-    mixed = ActorCritic(4, 2, activation="relu", actor_activation="tanh", actor_hidden_dims=[3], critic_hidden_dims=[5])
-    assert kinds(mixed.actor) == [nn.Linear, nn.Tanh, nn.Linear]
-    assert kinds(mixed.critic) == [nn.Linear, nn.ReLU, nn.Linear]
-    other = ActorCritic(4, 2, critic_activation="SiLU", actor_hidden_dims=[3], critic_hidden_dims=[5])
-    assert kinds(other.actor)[1] is nn.ELU
-    assert kinds(other.critic)[1] is nn.SiLU
-    assert widths(mixed.actor) == [(4, 3), (3, 2)]
-    assert widths(mixed.critic) == [(4, 5), (5, 1)]
-
-
-def test_layer_normalisation_is_a_setting_of_each_network():
-    policy = ActorCritic(4, 2, actor_layer_norm=True, actor_hidden_dims=[3, 3], critic_hidden_dims=[5])
-    assert kinds(policy.actor) == [nn.Linear, nn.LayerNorm, nn.ELU] * 2 + [nn.Linear]
-    assert nn.LayerNorm not in kinds(policy.critic)
-    assert nn.LayerNorm in kinds(ActorCritic(4, 2, critic_layer_norm=True).critic)
-    recurrent = ActorCriticRecurrent(4, 4, 2, critic_layer_norm=True, critic_activation="tanh", rnn_hidden_size=6)
-    assert kinds(recurrent.critic)[:3] == [nn.Linear, nn.LayerNorm, nn.Tanh]
-    assert nn.LayerNorm not in kinds(recurrent.actor)
 
 
 def test_the_mean_can_be_bounded():
@@ -87,11 +25,6 @@ def test_noise_starts_at_init_noise_std(kind):
     out = policy(torch.ones(2, 4))
     torch.testing.assert_close(out.std.detach(), torch.tensor([[0.1, 0.2, 0.4]]).expand(2, 3))
     assert set(dict(policy.named_parameters())) & {"std", "log_std"} == {"std" if kind == "scalar" else "log_std"}
-
-
-def test_an_unknown_kind_of_noise_is_refused():
-    with pytest.raises(ValueError, match="noise_std_type must be 'scalar' or 'log', got 'cubic'"):
-        ActorCritic(4, 2, noise_std_type="cubic")
 
 
 @pytest.mark.parametrize("kind", ["scalar", "log"])
@@ -194,12 +127,3 @@ def test_the_layers_of_the_minimal_networks_go_by_their_documented_name():
     assert [type(layer).__name__ for layer in actor.fc] == ["Linear", "Tanh", "Linear", "Tanh"]
     assert {"fc.0.weight", "fc.2.bias", "mean.weight", "log_std"} <= actor.state_dict().keys()
     assert critic.state_dict()["fc.4.weight"].shape == (1, 64)
-
-
-@pytest.mark.parametrize(("kind", "name"), [("scalar", "std"), ("log", "log_std")])
-def test_noise_that_is_not_learned_is_the_only_frozen_parameter(kind, name):
-    policy = ActorCritic(3, 2, noise_std_type=kind, init_noise_std=[0.5, 2.0], learn_noise_std=False)
-    frozen = [name for name, parameter in policy.named_parameters() if not parameter.requires_grad]
-    assert frozen == [name]
-    assert policy.noise_std().tolist() == pytest.approx([0.5, 2.0])
-    assert all(parameter.requires_grad for parameter in ActorCritic(3, 2, noise_std_type=kind).parameters())

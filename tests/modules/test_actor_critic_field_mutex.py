@@ -42,15 +42,6 @@ def numbers(policy, obs):
     return policy.get_policy_selection(obs).int().argmax(-1).tolist()
 
 
-def test_the_obstacle_chooses_and_none_is_the_first(paths):
-    policy = made(paths)
-    selection = policy.get_policy_selection(runs.observation([None, 0, 2, 4]))
-    assert selection.dtype == torch.bool
-    assert selection.int().tolist() == [[1, 0, 0, 0, 0], [1, 0, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 0, 1]]
-    actions = policy.act_inference(runs.observation([None, 0, 2, 4]))
-    assert actions[:, 0].tolist() == [1.0, 1.0, 3.0, 5.0]
-
-
 def test_every_sub_policy_normalises_by_its_own_statistics(tmp_path):
     copies_the_first = runs.constant_policy(0.0)
     copies_the_first.actor[0].weight.data[:, 0] = 1.0
@@ -60,13 +51,6 @@ def test_every_sub_policy_normalises_by_its_own_statistics(tmp_path):
     obs = runs.observation([0, 1])
     obs[:, 0] = 9.02
     assert made(paths).act_inference(obs)[:, 0].tolist() == pytest.approx([2.0, 2.0], abs=1e-5)  # 2.02 / (1 + eps)
-
-
-def test_an_obstacle_without_sub_policy_is_met_by_the_first(paths):
-    with pytest.warns(UserWarning, match=r"obstacles \[3, 4\] have no sub-policy"):
-        policy = made(paths[:3])
-    assert numbers(policy, runs.observation([1, 3, 4])) == [1, 0, 0]
-    assert policy.act_inference(runs.observation([4]))[0, 0] == 1.0
 
 
 def test_other_components_can_choose(paths, tmp_path):
@@ -111,36 +95,10 @@ def test_resampling_for_all_is_one_number_again(paths):
     assert isinstance(policy.cmd_vel_current[1], float)
 
 
-def test_the_command_is_overridden_where_its_sub_policy_is_chosen(paths):
-    policy = made(paths, cmd_vel_mapping={1: 0.75, 2: 1.5})
-    obs = runs.observation([None, 1, 2, 3])
-    seen = policy.override_cmd_vel(obs, policy.get_policy_selection(obs))
-    assert seen[:, 9].tolist() == [9.0, 0.75 * 2.0, 1.5 * 2.0, 9.0]  # lin_vel is scaled by 2
-    assert torch.equal(obs, runs.observation([None, 1, 2, 3]))  # a copy
-    seen[:, 9] = obs[:, 9]
-    assert torch.equal(seen, obs)  # nothing else
-
-
 def test_another_position_can_be_the_command(paths):
     policy = made(paths, cmd_vel_mapping={1: 0.5}, command="proprioception[0]")
     obs = runs.observation([1])
     assert policy.override_cmd_vel(obs, policy.get_policy_selection(obs))[0, 0] == 1.0
-
-
-def test_the_last_action_is_in_the_units_of_the_chosen(tmp_path):
-    scales = (0.5, 0.25, [0.1] * 6 + [1.0] * 6)
-    folders = [runs.write_run(tmp_path / str(i), runs.constant_policy(1.0), s) for i, s in enumerate(scales)]
-    policy = made(folders, env_action_scale=0.5)
-    obs = runs.observation([0, 1, 2])
-    seen = policy.recover_last_action(obs, policy.get_policy_selection(obs))
-    last = torch.arange(36.0, 48.0)
-    assert torch.equal(seen[0, 36:48], last)
-    assert torch.equal(seen[1, 36:48], 2 * last)
-    torch.testing.assert_close(seen[2, 36:48], last * torch.tensor([5.0] * 6 + [0.5] * 6))
-    assert torch.equal(seen[:, :36], obs[:, :36])
-    assert torch.equal(seen[:, 48:], obs[:, 48:])
-    # and its action in those of the environment
-    assert policy.act_inference(obs)[:, 0].tolist() == pytest.approx([1.0, 0.5, 0.2])
 
 
 def test_actions_are_averaged_over_the_last_choices(paths):
@@ -179,13 +137,6 @@ def test_when_skill_keeps_the_first_and_all_while_the_first_acts(recurrent_paths
     policy = made(recurrent_paths, reset_non_selected="when_skill")
     policy.act_inference(runs.observation([0, 1, 2]))
     assert [m.tolist() for m in memories(policy)] == [[True, True, True], [True, True, False], [True, False, True]]
-
-
-@pytest.mark.parametrize("setting", ["none", False])
-def test_memories_are_kept_where_resetting_is_off(recurrent_paths, setting):
-    policy = made(recurrent_paths, reset_non_selected=setting)
-    policy.act_inference(runs.observation([0, 1, 2]))
-    assert all(m.all() for m in memories(policy))
 
 
 def test_a_chosen_memory_goes_on_as_it_would_alone(recurrent_paths):
@@ -233,18 +184,6 @@ def test_it_can_be_a_teacher_whose_state_is_written_in_place(recurrent_paths):
         dones = torch.tensor([t == 3, False, t == 5, False])
         teacher.reset(dones)
         pure.reset(dones)
-
-
-def test_velocities_of_new_episodes_are_drawn_by_the_pure_call_too(paths):
-    policy = made(paths, cmd_vel_mapping={1: (1.0, 2.0)})
-    _, hidden = policy.infer(runs.observation([1] * 4))
-    ended = torch.tensor([True, False, True, False])
-    masked = {name: state.masked_fill(ended.view(-1, 1, 1, 1), 0.0) for name, state in hidden.items()}
-    _, after = policy.infer(runs.observation([1] * 4), masked)
-    before, fresh = hidden["velocities"][:, 0, 0, 1], after["velocities"][:, 0, 0, 1]
-    assert torch.equal(before[~ended], fresh[~ended])
-    assert ((fresh >= 1) & (fresh <= 2)).all()
-    assert fresh[ended].unique().numel() == 2
 
 
 def test_acting_is_deterministic_and_nothing_waits_for_the_host(recurrent_paths):
@@ -329,10 +268,3 @@ def test_climbing_needs_a_climber_and_a_velocity(paths):
         climbing(paths, cmd_vel_mapping={0: 1.0})
     with pytest.raises(ValueError, match="but needs 1"):
         climbing(paths, jump_up="engaging_block")
-
-
-def test_climbing_takes_its_paths_by_position(paths):
-    given = (runs.NUM_OBS, runs.NUM_OBS, runs.NUM_ACTIONS, "ActorCritic", paths[:4], runs.SEGMENTS)
-    policy = ActorCriticClimbMutex(*given, jump_down_policy_path=paths[4])
-    assert policy.sub_policy_paths == paths
-    assert policy.obs_segments == runs.SEGMENTS

@@ -27,12 +27,6 @@ def test_text_means_columns_of_the_whole_observation(text, columns):
     assert find_positions(LAYOUT, text) == columns
 
 
-@pytest.mark.parametrize("text", ["b[8]", "b[-9]", "a[2:9]", "a[3:1]", "a[2:2]"])
-def test_a_position_outside_of_its_component_is_refused(text):
-    with pytest.raises(ValueError, match="lies outside of"):
-        find_positions(LAYOUT, text)
-
-
 @pytest.mark.parametrize("text", ["b[]", "b[-]", "b[x]", "b[1", "b[1:2:3]", ""])
 def test_text_that_is_not_a_position_is_refused(text):
     with pytest.raises(ValueError, match="is not a position"):
@@ -42,8 +36,3 @@ def test_text_that_is_not_a_position_is_refused(text):
 def test_a_component_that_does_not_exist_is_named():
     with pytest.raises(KeyError, match=r"no segment 'c'; it has \['a', 'b'\]"):
         find_positions(LAYOUT, "c[1]")
-
-
-def test_the_number_of_values_is_checked():
-    with pytest.raises(ValueError, match="'b' has 8 values, but needs 1"):
-        find_positions(LAYOUT, "b", 1)

@@ -7,8 +7,7 @@ from gymnasium import spaces
 from torch import nn
 
 from canter.modules.actor_critic import ActorCritic
-from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
-from canter.modules.actors import ContinuousActor, Critic, MLPActor, MLPCritic, MLPDiscreteActor
+from canter.modules.actors import ContinuousActor, Critic, MLPCritic, MLPDiscreteActor
 
 OBS = spaces.Dict({"joints": spaces.Box(-1, 1, (2,)), "eye": spaces.Box(0, 255, (4, 4, 1), np.uint8)})
 BOX = spaces.Box(-1.0, 1.0, (3,))
@@ -50,26 +49,12 @@ def test_custom_networks_get_the_dict_and_give_a_policys_output(lead):
     assert policy.distribution is policy.actor.distribution
 
 
-def test_values_without_a_last_dimension_get_one():
-    box = spaces.Box(-1, 1, (4,))
-    policy = ActorCritic(actor=MLPActor(box, BOX), critic=MLPCritic(box))
-    assert policy.evaluate(torch.randn(5, 4)).shape == (5, 1)
-    assert policy.act(torch.randn(5, 4)).shape == (5, 3)
-
-
 def test_discrete_actors_give_logits():
     box = spaces.Box(-1, 1, (4,))
     policy = ActorCritic(actor=MLPDiscreteActor(box, spaces.Discrete(6)), critic=MLPCritic(box))
     assert policy(torch.randn(5, 4)).params["logits"].shape == (5, 6)
     assert policy.act(torch.randn(5, 4)).dtype == torch.int64
     policy.clip_std(min=0.5)  # nothing to clip
-
-
-def test_the_noise_of_the_actor_is_clipped():
-    box = spaces.Box(-1, 1, (4,))
-    policy = ActorCritic(actor=MLPActor(box, BOX, {"init_std": 0.1}), critic=MLPCritic(box))
-    policy.clip_std(min=torch.tensor(0.5))
-    torch.testing.assert_close(policy(torch.randn(5, 4)).std.detach(), torch.full((5, 3), 0.5))
 
 
 class Column(nn.Module):
@@ -107,13 +92,6 @@ def test_a_plain_actor_gives_logits_where_actions_are_discrete():
         assert torch.equal(policy(obs).params["logits"], actor(obs))
         assert policy.evaluate(obs).shape == (5, 1)
         assert policy.num_actions == 6
-
-
-def test_one_network_may_be_given_and_the_other_built():
-    policy = ActorCriticRecurrent(4, 6, 3, actor=nn.Linear(8, 3), rnn_hidden_size=8, critic_hidden_dims=[5])
-    out = policy(torch.randn(2, 4), torch.randn(2, 6))
-    assert (out.mean.shape, out.value.shape) == ((2, 3), (2, 1))
-    assert policy.critic[0].out_features == 5
 
 
 def test_an_actor_with_a_state_dependent_std_keeps_its_weights():

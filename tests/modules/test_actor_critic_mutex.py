@@ -41,21 +41,6 @@ def test_every_path_becomes_a_sub_policy_with_its_weights(tmp_path):
         assert not sub.training
 
 
-def test_action_scales_are_buffers_scalar_or_one_each(tmp_path):
-    policy = made(two_runs(tmp_path, action_scale=[0.25] * 12), env_action_scale=[0.5] * 12)
-    assert policy.subpolicy_action_scale_0.shape == ()
-    assert policy.subpolicy_action_scale_1.shape == (12,)
-    assert policy.env_action_scale.tolist() == [0.5] * 12
-    assert {"subpolicy_action_scale_0", "subpolicy_action_scale_1", "env_action_scale"} < set(policy.state_dict())
-
-
-def test_one_recurrent_sub_policy_makes_the_whole_recurrent(tmp_path):
-    a, _ = paths = two_runs(tmp_path)
-    assert not made(paths).is_recurrent
-    b = runs.write_run(tmp_path / "c", runs.constant_policy(1.0, ActorCriticRecurrent, **runs.RNN))
-    assert made([a, b], None).is_recurrent
-
-
 def test_it_chooses_nothing_itself(tmp_path):
     policy = made(two_runs(tmp_path))
     for call in (policy.act, policy.act_inference, policy.infer, policy.evaluate, policy.value):

@@ -57,15 +57,6 @@ def test_bounds_hold_and_keep_the_gradient(kind):
     assert not {"std_low", "std_high"} & set(policy.state_dict())  # they are settings of the algorithm
 
 
-def test_the_mean_activation_leaves_the_noise_alone():
-    policy = made(mu_activation="tanh", init_noise_std=3.0)
-    with torch.no_grad():
-        bias(policy)[:2] = 100.0
-    out = policy(torch.zeros(1, 3))
-    assert out.mean.tolist() == [[1.0, 1.0]]
-    torch.testing.assert_close(out.std, torch.full((1, 2), 3.0))
-
-
 def test_it_is_for_gaussians_alone():
     with pytest.raises(ValueError, match="a Categorical has no standard deviation"):
         made(action_space=spaces.Discrete(2))

@@ -39,22 +39,6 @@ def sizes(module):
     return [(layer.in_features, layer.out_features) for layer in linears(module)]
 
 
-def test_defaults_are_the_documented_ones():
-    actor, critic = MLPActor(obs_space=VECTOR, action_space=ARM, cfg=None), MLPCritic(obs_space=VECTOR, cfg=None)
-    assert sizes(actor) == [(5, 256), (256, 256), (256, 3)]
-    assert sizes(critic) == [(5, 256), (256, 256), (256, 1)]
-    assert any(isinstance(layer, nn.ELU) for layer in actor.modules())
-    assert actor.action_dim == 3
-    params = actor.get_params(torch.zeros(7, 5))
-    assert torch.equal(params["sigma"], torch.ones(7, 3))
-    assert critic.get_value(torch.zeros(7, 5)).shape == (7,)
-
-
-def test_cfg_overrides_hidden_dims():
-    assert sizes(MLPActor(VECTOR, ARM, {"hidden_dims": [256]})) == [(5, 256), (256, 3)]
-    assert sizes(MLPCritic(VECTOR, {"hidden_dims": []})) == [(5, 1)]
-
-
 @pytest.mark.parametrize("make", [lambda cfg: MLPActor(VECTOR, ARM, cfg), lambda cfg: MLPCritic(VECTOR, cfg)])
 def test_a_misspelt_setting_is_an_error_with_a_suggestion(make):
     with pytest.raises(TypeError, match="'hidden_dims'"):
@@ -78,23 +62,6 @@ def test_weights_are_orthogonal_with_the_documented_gains():
     assert all((layer.bias == 0).all() for layer in linears(actor) + linears(critic))
 
 
-def test_act_and_evaluate_agree():
-    for actor in (
-        MLPActor(VECTOR, ARM, {"hidden_dims": [8]}),
-        MLPActor(VECTOR, ARM, {"hidden_dims": [8], "use_tanh_squash": True}),
-        MLPDiscreteActor(VECTOR, spaces.Discrete(4), {"hidden_dims": [8]}),
-        MLPDiscreteActor(VECTOR, spaces.MultiDiscrete([2, 3]), {"hidden_dims": [8]}),
-    ):
-        obs = torch.randn(6, 5)
-        actions, log_probs = actor.act(obs)
-        again, entropy = actor.evaluate(obs, actions)
-        assert actions.shape == (6, *actor.distribution.action_shape)
-        assert log_probs.shape == entropy.shape == (6,)
-        torch.testing.assert_close(log_probs, again)
-        best, _ = actor.act(obs, deterministic=True)
-        assert torch.equal(best, actor.distribution.mode(actor.get_params(obs)))
-
-
 def test_squashing_is_a_setting():
     actor = MLPActor(VECTOR, ARM, {"use_tanh_squash": True, "init_std": 5.0})
     assert isinstance(actor.distribution, SquashedGaussian)
@@ -113,15 +80,6 @@ def test_noise_is_a_parameter_or_a_buffer_within_bounds():
     torch.testing.assert_close(fixed.get_params(torch.zeros(1, 5))["sigma"], torch.full((1, 3), 0.5))
 
 
-def test_clip_std_bounds_the_parameter_by_numbers_or_per_action():
-    actor = MLPActor(VECTOR, ARM, {"init_std": [0.1, 1.0, 5.0]})
-    actor.clip_std(min=0.5, max=2.0)
-    torch.testing.assert_close(actor.log_std.exp().detach(), torch.tensor([0.5, 1.0, 2.0]))
-    actor.clip_std(min=[0.6, 0.7, 3.0])
-    torch.testing.assert_close(actor.log_std.exp().detach(), torch.tensor([0.6, 1.0, 3.0]))
-    MLPDiscreteActor(VECTOR, spaces.Discrete(2)).clip_std(min=0.5)  # nothing to clip, nothing to fail
-
-
 def test_dict_observations_are_flattened_in_the_order_of_the_space():
     space = spaces.Dict(b=spaces.Dict(y=VECTOR, x=spaces.Box(-1, 1, (2, 2))), a=spaces.Box(-1, 1, (1,)))
     obs = {
@@ -131,14 +89,6 @@ def test_dict_observations_are_flattened_in_the_order_of_the_space():
     assert flatten_obs(obs, space)[1, 2].tolist() == [30.0] * 5 + [20.0] * 4 + [10.0]
     assert MLPActor(space, ARM, {"hidden_dims": [4]}).get_params(obs)["mu"].shape == (2, 3, 3)
     assert MLPCritic(space, {"hidden_dims": [4]}).get_value(obs).shape == (2, 3)
-
-
-@pytest.mark.parametrize(("space", "name"), [(ARM, "mu"), (spaces.Discrete(4), "logits")])
-def test_cnn_actor_serves_both_kinds_of_action(space, name):
-    actor = CNNActor(obs_space=PIXELS, action_space=space, cfg=SMALL_CNN)
-    params = actor.get_params(torch.randint(0, 256, (2, 3, 40, 48), dtype=torch.uint8))
-    assert params[name].shape == (2, actor.action_dim)
-    assert hasattr(actor, "log_std") == (name == "mu")
 
 
 def test_cnn_scales_bytes_and_leaves_floats():
@@ -175,15 +125,6 @@ class CustomDiscrete(DiscreteActor):
         return td.Categorical(logits=self.body(obs))
 
 
-class CustomCritic(Critic):
-    def __init__(self, obs_space, cfg):
-        super().__init__(obs_space, cfg)
-        self.body = nn.Linear(5, 1)
-
-    def forward(self, obs):
-        return self.body(obs)
-
-
 def test_a_custom_actor_only_writes_its_distribution(monkeypatch):
     monkeypatch.setattr(td.Distribution, "_validate_args", True)  # torch's compiler switches it off for a whole process
     actor = CustomActor(obs_space=VECTOR, action_space=ARM, cfg={"noise": 0.3})
@@ -213,17 +154,6 @@ def test_an_actor_without_a_distribution_raises_with_the_method_to_implement():
         Actor(VECTOR, ARM).get_params(torch.zeros(1, 5))
     with pytest.raises(NotImplementedError, match="Critic must implement forward"):
         Critic(VECTOR).get_value(torch.zeros(1, 5))
-
-
-def test_a_custom_critic_may_keep_its_last_dimension():
-    critic = CustomCritic(VECTOR, None)
-    for shape in ((1, 5), (4, 5), (6, 1, 5)):
-        assert critic.get_value(torch.zeros(shape)).shape == shape[:-1]
-    assert MLPCritic(VECTOR).get_value(torch.zeros(1, 5)).shape == (1,)
-
-
-def test_an_empty_batch_is_no_error():
-    assert MLPActor(VECTOR, ARM).get_params(torch.zeros(0, 5))["mu"].shape == (0, 3)
 
 
 @pytest.mark.parametrize("sizes", [[0], [8, -4]])

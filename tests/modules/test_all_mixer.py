@@ -50,12 +50,6 @@ def test_the_estimator_gets_raw_components_and_the_next_stages_features():
     assert torch.equal(seen[0], torch.cat([obs[:, :3], policy.encoders[0](obs[:, 3:9]), estimate], 1))
 
 
-def test_the_actors_memory_gets_features_when_the_estimator_listens_to_it():
-    policy = make(EncoderStateAcRecurrent, use_actor_rnn=True)
-    assert policy.memory_a.rnn.input_size == 3 + 4 + 2
-    assert policy(torch.randn(3, 11), torch.randn(3, 13)).aux["estimated_state"].shape == (3, 2)
-
-
 @pytest.mark.parametrize("as_module", [True, False])
 @pytest.mark.parametrize("cls", [EncoderStateAc, EncoderStateAcRecurrent])
 def test_weights_are_found_by_the_names_of_components(cls, as_module):
@@ -74,15 +68,6 @@ def test_weights_are_found_by_the_names_of_components(cls, as_module):
     assert torch.equal(ours[:, 2:3], fresh[first][:, 2:3])
     assert torch.equal(ours[:, 3:6], theirs[:, 0:3])
     assert torch.equal(ours[:, 6:10], theirs[:, 3:7])
-
-
-def test_the_same_layout_copies_everything_and_acts_the_same():
-    source, policy = make(), make(seed=1)
-    report = policy.load_misaligned_state_dict(source, SEGMENTS, CRITIC)
-    assert (report.partial, report.skipped) == ([], [])
-    obs, critic_obs = torch.randn(3, 11), torch.randn(3, 13)
-    assert torch.equal(policy(obs, critic_obs).mean, source(obs, critic_obs).mean)
-    assert torch.equal(policy(obs, critic_obs).value, source(obs, critic_obs).value)
 
 
 def test_with_new_columns_at_zero_a_new_component_changes_nothing():

@@ -1,7 +1,5 @@
 """Policies from names, settings and an environment's shapes."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -13,9 +11,7 @@ from canter.modules.actors import MLPActor, MLPCritic
 from canter.modules.build import (
     POLICIES,
     build_actor_critic,
-    build_normalizer,
     build_pair,
-    env_shapes,
     leaf_dtype,
     register_policy,
     space_shapes,
@@ -23,19 +19,6 @@ from canter.modules.build import (
 from canter.storage.rollout_storage import Field
 
 TINY = {"actor_hidden_dims": (8,), "critic_hidden_dims": (8,)}
-
-
-def test_missing_settings_come_from_the_environment(noise_env):
-    policy = build_actor_critic(noise_env("mlp"), "ActorCritic", {"class_name": "ActorCritic", **TINY})
-    assert isinstance(policy, ActorCritic)
-    assert (policy.actor[0].in_features, policy.critic[0].in_features, policy.num_actions) == (3, 5, 2)
-
-
-def test_given_settings_override_the_environment(noise_env):
-    cfg = {"num_actor_obs": 7, "num_critic_obs": None, **TINY}
-    policy = build_actor_critic(noise_env("mlp"), "ActorCritic", cfg)
-    assert (policy.actor[0].in_features, policy.critic[0].in_features) == (7, 5)
-    assert cfg["num_critic_obs"] is None  # the settings given are not changed
 
 
 @pytest.mark.parametrize(("kind", "num_actions"), [("discrete", 4), ("multi_discrete", 5), ("mlp", 2)])
@@ -55,14 +38,6 @@ def test_segments_come_from_the_environment_and_the_critic_defaults_to_the_actor
     env = noise_env("mlp")
     env.critic_obs_space = env.obs_space
     assert build_actor_critic(env, "ActorCritic", TINY).critic[0].in_features == 3
-
-
-@pytest.mark.parametrize("num_privileged_obs", [None, 0])
-def test_without_privileged_observations_the_critic_has_the_actors_width(num_privileged_obs):
-    env = SimpleNamespace(num_obs=np.int64(3), num_privileged_obs=num_privileged_obs, num_actions=2)
-    policy = build_actor_critic(env, "ActorCriticRecurrent", {"rnn_hidden_size": 8, **TINY})
-    assert policy.memory_a.rnn.input_size == policy.memory_c.rnn.input_size == 3
-    assert build_normalizer(env.num_obs).mean.tolist() == [0.0, 0.0, 0.0]
 
 
 def test_an_unknown_class_or_setting_is_an_error_with_a_suggestion(noise_env):
@@ -112,8 +87,3 @@ def test_shapes_keep_structure_and_kind():
         "eye": Field((4, 4), dtype=torch.uint8),
     }
     assert leaf_dtype(spaces.Box(-1, 1, (2,), np.float16)) == torch.float32
-
-
-def test_the_critics_shape_is_none_where_it_sees_the_actors(noise_env):
-    assert env_shapes(noise_env("mlp")) == (Field((3,)), Field((5,)))
-    assert env_shapes(noise_env("dict"))[1] is None

@@ -6,7 +6,6 @@ from torch import nn
 
 from canter.modules.conv2d import Conv2dHeadModel, Conv2dModel, HistoryEncoder
 from canter.modules.encoder_actor_critic import EncoderActorCritic
-from canter.modules.mlp import MlpModel
 
 LAYERS = {"channels": [4, 6], "kernel_sizes": [5, 3], "strides": [2, 3]}
 
@@ -34,32 +33,6 @@ def test_pooling_takes_the_place_of_strides():
     assert [conv.stride for conv in layers_of(strided, nn.Conv2d)] == [(2, 2), (1, 1)]
     assert not layers_of(strided, nn.MaxPool2d)
     assert model.conv_out_resolution(16, 16) == strided.conv_out_resolution(16, 16) == (5, 5)
-
-
-def test_norm_sits_between_convolution_and_nonlinearity_in_both_models():
-    for model in (
-        Conv2dModel(3, **LAYERS, normlayer="BatchNorm2d", nonlinearity="ELU").conv,
-        Conv2dHeadModel((3, 32, 32), **LAYERS, normlayer=nn.BatchNorm2d, nonlinearity="ELU").conv.conv,
-    ):
-        assert [type(layer).__name__ for layer in model] == ["Conv2d", "BatchNorm2d", "ELU"] * 2
-        assert [layer.num_features for layer in layers_of(model, nn.BatchNorm2d)] == [4, 6]
-
-
-def test_norm_may_be_a_function_of_the_channels():
-    model = Conv2dModel(3, **LAYERS, normlayer=lambda n: nn.GroupNorm(2, n))
-    assert len(layers_of(model, nn.GroupNorm)) == 2
-
-
-def test_head_output_size_is_given_or_last_hidden_or_flat():
-    given = Conv2dHeadModel((3, 32, 32), **LAYERS, hidden_sizes=[9], output_size=7)
-    hidden = Conv2dHeadModel((3, 32, 32), **LAYERS, hidden_sizes=[9])
-    flat = Conv2dHeadModel((3, 32, 32), **LAYERS)
-    assert (given.output_size, hidden.output_size) == (7, 9)
-    assert flat.output_size == flat.conv.conv_out_size(32, 32) == 6 * 4 * 4
-    assert isinstance(flat.head, nn.Identity)
-    assert isinstance(given.head, MlpModel)
-    for model in (given, hidden, flat):
-        assert model(torch.zeros(2, 5, 3, 32, 32)).shape == (2, 5, model.output_size)
 
 
 def test_head_encodes_every_image_of_a_rollout_separately():

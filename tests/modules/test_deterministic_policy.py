@@ -8,25 +8,8 @@ from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.deterministic_policy import DeterministicPolicyMixin
 
 
-class Quiet(DeterministicPolicyMixin, ActorCritic):
-    pass
-
-
 class QuietRecurrent(DeterministicPolicyMixin, ActorCriticRecurrent):
     pass
-
-
-def test_acting_gives_the_mean_and_still_sets_the_distribution():
-    policy, obs = Quiet(3, 2), torch.randn(4, 3)
-    first, second = policy.act(obs), policy.act(obs)
-    assert torch.equal(first, second)
-    assert torch.equal(first, policy.action_mean)
-    assert torch.equal(first, policy.act_inference(obs))
-    assert policy.action_std.tolist() == [[1.0, 1.0]] * 4
-    assert policy.get_actions_log_prob(first).shape == (4,)
-    assert not torch.equal(ActorCritic(3, 2).act(obs), first)
-    assert not policy.has_entropy
-    assert ActorCritic(3, 2).has_entropy
 
 
 def test_a_recurrent_one_advances_its_memory():
@@ -47,15 +30,6 @@ def test_it_must_precede_a_class_with_a_mean():
 
         class Behind(ActorCritic, DeterministicPolicyMixin):
             pass
-
-
-def test_a_subclass_may_be_derived_further():
-    class Quieter(Quiet):
-        pass
-
-    obs = torch.randn(4, 3)
-    policy = Quieter(3, 2)
-    assert torch.equal(policy.act(obs), policy.act(obs))
 
 
 class Foreign:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from no_host_sync import NoHostSync
 from torch import distributions as td
 
 from canter.modules.distributions import (
@@ -119,16 +118,6 @@ def test_sampling_repeats_with_its_generator_and_leaves_the_global_one(name):
     assert torch.equal(before, torch.get_rng_state())
 
 
-@every_case
-def test_nothing_waits_for_the_host(name):
-    dist, old, new = CASES[name]
-    dist.to_env(dist.sample(old))  # constants are made once
-    with NoHostSync():
-        actions = dist.sample(old)
-        dist.to_env(dist.mode(old))
-        (dist.log_prob(new, actions) + dist.entropy(new) + dist.kl(old, new)).sum()
-
-
 def test_samples_have_the_stated_moments_and_frequencies():
     g = torch.Generator().manual_seed(0)
     wide = {"mu": torch.tensor([1.0, -2.0]).expand(50000, 2), "sigma": torch.tensor([0.5, 3.0])}
@@ -214,23 +203,6 @@ def test_constants_made_in_inference_mode_serve_a_backward_pass():
     mu = torch.zeros(1, 1, requires_grad=True)
     dist.entropy({"mu": mu, "sigma": torch.ones(1)}).sum().backward()
     assert mu.grad is not None
-
-
-def test_only_rsample_carries_a_gradient():
-    mu = torch.zeros(2, 1, requires_grad=True)
-    params = {"mu": mu, "sigma": torch.ones(1)}
-    assert not Gaussian(1).sample(params).requires_grad
-    Gaussian(1).rsample(params).sum().backward()
-    assert torch.equal(mu.grad, torch.ones(2, 1))
-
-
-def test_half_precision_parameters_are_raised_to_float32():
-    params = {"mu": torch.zeros(2, 3, dtype=torch.bfloat16), "sigma": torch.ones(3, dtype=torch.bfloat16)}
-    a = torch.full((2, 3), 0.123)
-    assert Gaussian(3).log_prob(params, a).dtype == torch.float32
-    torch.testing.assert_close(Gaussian(3).log_prob(params, a), td.Normal(0.0, 1.0).log_prob(a).sum(-1))
-    assert Gaussian(3).sample(params).dtype == torch.float32
-    assert Categorical(2).log_prob({"logits": torch.zeros(1, 2).half()}, torch.zeros(1)).dtype == torch.float32
 
 
 @every_case

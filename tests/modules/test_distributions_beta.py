@@ -66,15 +66,6 @@ def test_float32_is_right_to_a_thousandth_up_to_concentrations_of_a_hundred():
     assert off.abs().max() < 1e-3
 
 
-def test_samples_have_the_moments_of_the_distribution():
-    given = {"alpha": torch.tensor([2.0, 6.0]).expand(50000, 2), "beta": torch.tensor([3.0, 1.0])}
-    given["beta"] = given["beta"].expand(50000, 2)
-    drawn = Beta(BOX.low, BOX.high).sample(given, torch.Generator().manual_seed(0))
-    # a / (a + b) and a b / ((a + b)^2 (a + b + 1))
-    torch.testing.assert_close(drawn.mean(0), torch.tensor([0.4, 6 / 7]), atol=0.005, rtol=0)
-    torch.testing.assert_close(drawn.var(0), torch.tensor([6 / 150, 6 / 392]), atol=0.001, rtol=0)
-
-
 def test_samples_at_the_edge_keep_finite_densities_and_stay_in_bounds():
     dist = Beta(BOX.low, BOX.high)
     for names in (("alpha", "beta"), ("beta", "alpha")):
@@ -87,12 +78,6 @@ def test_samples_at_the_edge_keep_finite_densities_and_stay_in_bounds():
         assert (sent >= BOX.low).all()
         assert (sent <= BOX.high).all()
     assert dist.to_env(torch.tensor([0.25, 0.5])).tolist() == [0.0, 5.0]
-
-
-def test_a_zero_head_gives_a_broad_symmetric_peak():
-    made = Beta([0.0], [1.0]).from_head(torch.zeros(3, 2))
-    torch.testing.assert_close(made["alpha"], torch.full((3, 1), 1 + math.log(2)))
-    assert torch.equal(made["alpha"], made["beta"])
 
 
 @pytest.mark.parametrize("cls", [ActorCritic, ActorCriticRecurrent])

@@ -47,30 +47,6 @@ def test_orthogonal_weights_reach_every_encoder(critic):
         torch.testing.assert_close(columns @ columns.T, 2.0 * torch.eye(len(columns)), atol=1e-5, rtol=0)
 
 
-def test_two_encoders_of_two_classes_have_their_widths():
-    policy = make(
-        encoder_component_names=["b", "image"],
-        encoder_class_name=["MlpModel", "Conv2dHeadModel"],
-        encoder_kwargs=[{"hidden_sizes": [7]}, CONV],
-    )
-    mlp, conv = policy.encoders
-    assert [m.in_features for m in mlp.modules() if isinstance(m, nn.Linear)] == [3, 7]
-    assert isinstance(mlp.model[-1], nn.ReLU)  # a nonlinearity at the end
-    assert conv.image_shape == (1, 5, 5)
-    assert mlp.output_size == conv.output_size == 5
-    assert policy.actor[0].in_features == 2 + 5 + 5 + 4
-    assert policy.critic[0].in_features == CRITIC_WIDTH
-    assert policy.feature_layout.shapes == {"a": (2,), "image": (5,), "b": (5,), "c": (4,)}
-
-
-def test_one_class_and_one_dict_serve_all_and_sizes_have_defaults():
-    policy = make(encoder_component_names=["a", "b"], encoder_kwargs={"hidden_sizes": [3]}, encoder_output_size=None)
-    assert [encoder.model[0].out_features for encoder in policy.encoders] == [3, 3]
-    assert policy.actor[0].in_features == WIDTH - 5 + 64
-    sizes = [layer.out_features for layer in make(encoder_component_names="a").encoders[0].model[::2]]
-    assert sizes == [128, 64, 5]
-
-
 @pytest.mark.parametrize("lead", [(3,), (4, 3)])
 def test_the_latent_of_a_component_is_the_output_of_its_encoder(lead):
     classes, kwargs = ["MlpModel", "Conv2dHeadModel"], [None, CONV]
@@ -97,13 +73,6 @@ def test_a_latent_is_made_of_normalised_observations():
     shared.critic_obs_normalizer.update(rows)
     seen = shared.critic_obs_normalizer.normalize(rows)
     assert torch.equal(shared.get_encoder_latent(rows, "b", critic=True), shared.encoders[0](seen[:, 31:34]))
-
-
-def test_the_critic_may_see_raw_components():
-    policy = make(encoder_component_names=["b"])
-    obs = torch.randn(3, CRITIC_WIDTH)
-    assert torch.equal(policy.evaluate(obs), policy.critic(obs))
-    assert not hasattr(policy, "critic_encoders")
 
 
 def test_shared_encoders_are_found_by_name_in_the_critics_own_layout():
@@ -143,13 +112,6 @@ def test_the_critics_encoders_are_by_default_like_the_actors_of_the_same_compone
     assert policy.critic_encoders[0].conv.out_channels == 2
     with pytest.raises(ValueError, match="the actor does not encode 'secret': give critic_encoder_class_name"):
         make(**settings, critic_encoder_component_names=["secret"])
-
-
-def test_without_names_nothing_is_encoded():
-    policy = make()
-    obs = torch.randn(3, WIDTH)
-    assert policy.embed_encoders_latent(obs) is obs
-    assert policy.actor[0].in_features == WIDTH
 
 
 def test_the_memories_see_features():

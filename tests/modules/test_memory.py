@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from canter.modules.actor_critic_recurrent import LstmHiddenState, Memory
 from canter.storage.trajectories import Trajectories, episode_starts, split_and_pad_trajectories, trajectory_index
@@ -26,13 +25,6 @@ def stepwise(memory, x, dones=None):
         if dones is not None:
             memory.reset(dones[t])
     return torch.stack(outs), torch.stack(states)
-
-
-@pytest.mark.parametrize("name", ["lstm", "LSTM", "gru", "GRU"])
-def test_kinds_go_by_name(name):
-    memory = Memory(3, name)
-    assert isinstance(memory.rnn, nn.LSTM if name.lower() == "lstm" else nn.GRU)
-    assert (memory.rnn.hidden_size, memory.rnn.num_layers) == (256, 1)
 
 
 def test_another_kind_is_refused():
@@ -67,23 +59,6 @@ def test_a_split_batch_gives_the_outputs_of_steps_with_resets(kind):
     torch.testing.assert_close(batch, outs)
     padded, masks = split_and_pad_trajectories(x, DONES)
     torch.testing.assert_close(memory(padded, masks, memory.unpack(first)), outs)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_state_and_no_gradient_crosses_a_done(kind):
-    memory = made(kind)
-    before, after = torch.randn(2, 2, 3), torch.randn(2, 2, 3)
-    dones = torch.zeros(4, 2, dtype=torch.bool)
-    dones[1] = True
-    x = torch.cat([before, after]).requires_grad_()
-    starts = episode_starts(dones)
-    state = memory.zero_state(4)
-    out, _ = memory.run(x, state, Trajectories(*trajectory_index(starts), 4))
-    fresh, _ = memory.run(after, memory.zero_state(2))
-    torch.testing.assert_close(out[2:], fresh)
-    out[2:].sum().backward()
-    assert (x.grad[:2] == 0).all()
-    assert (x.grad[2:] != 0).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32])
@@ -136,13 +111,3 @@ def test_states_are_layer_major_outside_and_env_major_inside(layers):
     assert torch.equal(lstm.hidden_states.cell[layers - 1, 3], lstm.state[3, 1, layers - 1])
     for memory in (lstm, gru):
         assert torch.equal(memory.pack(memory.hidden_states), memory.state)
-
-
-def test_running_keeps_nothing():
-    memory, x = made(), torch.randn(5, 3)
-    state = memory.zero_state(5)
-    out, new = memory.run(x, state)
-    assert memory.state is None
-    assert (state == 0).all()
-    assert out.shape == (5, 4)
-    assert new.shape == (5, 2, 1, 4)

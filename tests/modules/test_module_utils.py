@@ -35,16 +35,6 @@ def test_other_names_warn_and_give_none(name):
         assert get_activation_Cls(name) is None
 
 
-def test_inside_the_library_a_wrong_name_is_an_error_with_a_suggestion():
-    with pytest.raises(ValueError, match="'relu'"):
-        activation("reluu")
-    assert activation(nn.Mish) is nn.Mish
-
-
-def test_conv_output_shape_of_the_documented_example():
-    assert conv2d_output_shape(64, 64, kernel_size=3, stride=2, padding=1) == (32, 32)
-
-
 @pytest.mark.parametrize("settings", [(3, 1, 0, 1), ((3, 5), (2, 1), (1, 0), (1, 2)), (4, 3, 2, 2)])
 def test_conv_output_shape_equals_a_convolution(settings):
     out = nn.Conv2d(1, 1, *settings)(torch.zeros(1, 1, 21, 30))

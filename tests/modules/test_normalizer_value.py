@@ -106,12 +106,6 @@ def test_installing_again_keeps_the_statistics():
     assert not any("preserved" in name for name in policy.state_dict())
 
 
-def test_off_installs_nothing():
-    policy = made()
-    install_value_normalizer(policy, "off")
-    assert not any("value_normalizer" in name for name in policy.state_dict())
-
-
 def test_popart_refuses_a_critic_without_a_suitable_last_layer():
     policy = made()
     policy.critic = nn.Sequential(nn.Linear(3, 1, bias=False))

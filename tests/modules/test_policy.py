@@ -9,10 +9,8 @@ import torch
 from canter.modules.actor_critic import ActorCritic
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.build import build_normalizer
-from canter.modules.normalizer import DictNormalization, EmpiricalNormalization, NoNormalization
-from canter.modules.policy import FINAL_CALLS, PolicyOutput
+from canter.modules.policy import FINAL_CALLS
 from canter.runners.evaluation import InferencePolicy
-from canter.storage.rollout_storage import Field
 from canter.storage.trajectories import split_and_pad_trajectories
 
 KINDS = ["mlp", "lstm", "gru", "discrete", "multi_discrete", "squashed", "lstm_discrete", "dict"]
@@ -50,46 +48,6 @@ def test_actions_are_scored_by_the_distribution_they_came_from(make_policy, nois
         expected = twin.log_prob(actions)
         expected = expected if expected.dim() == 1 else expected.sum(-1)
         torch.testing.assert_close(log_prob, expected)
-
-
-def test_given_actions_can_be_evaluated(make_policy):
-    policy = make_policy("mlp", critic_obs_segments=None)
-    policy.critic = torch.nn.Linear(3, 1)
-    obs, actions = torch.randn(6, 3), torch.randn(6, 2)
-    log_prob, entropy, value = policy.evaluate_actions(obs, actions)
-    out = policy(obs)
-    dist = torch.distributions.Normal(out.mean, out.std)
-    torch.testing.assert_close(log_prob, dist.log_prob(actions).sum(-1))
-    torch.testing.assert_close(entropy, dist.entropy().sum(-1))
-    assert torch.equal(value, out.value)
-    assert (log_prob.shape, entropy.shape, value.shape) == ((6,), (6,), (6, 1))
-
-
-def test_one_pass_gives_everything(make_policy):
-    policy = make_policy("lstm")
-    out = policy(torch.randn(4, 3), torch.randn(4, 5))
-    assert isinstance(out, PolicyOutput)
-    assert set(out.params) == {"mu", "sigma"}
-    assert out.mean.shape == out.std.shape == (4, 2)
-    assert out.value.shape == (4, 1)
-    assert set(out.hidden) == {"memory_a", "memory_c"}
-    assert out.aux == {}
-
-
-@pytest.mark.parametrize("kind", ["mlp", "lstm", "gru"])
-def test_stateful_calls_equal_the_pure_core(make_policy, kind):
-    core, stateful = make_policy(kind), make_policy(kind)
-    hidden = core.initial_hidden(4)
-    for _ in range(3):
-        obs, critic_obs = torch.randn(4, 3), torch.randn(4, 5)
-        out = core(obs, critic_obs, hidden)
-        hidden = out.hidden
-        stateful.act(obs)
-        assert torch.equal(stateful.action_mean, out.mean)
-        assert torch.equal(stateful.evaluate(critic_obs), out.value)
-        for name, state in stateful.hidden(4).items():
-            assert torch.equal(state, out.hidden[name])
-    assert all(memory.state is None for memory in core.memories.values())
 
 
 @pytest.mark.parametrize("kind", ["mlp", "lstm", "gru"])
@@ -152,28 +110,6 @@ def test_normalisers_stand_before_both_networks_in_every_call(make_policy, kind)
     assert normal.obs_normalizer.count == count == 50
 
 
-def test_the_policys_generator_makes_its_actions_repeatable(make_policy):
-    policy, obs = make_policy("mlp"), torch.randn(4, 3)
-
-    def draw(seed):
-        policy.generator = torch.Generator().manual_seed(seed)
-        return policy.act(obs)
-
-    assert torch.equal(draw(1), draw(1))
-    assert not torch.equal(draw(1), draw(2))
-
-
-def test_normalisers_follow_the_shape_of_the_observation():
-    assert isinstance(build_normalizer(3), EmpiricalNormalization)
-    assert build_normalizer([3]).shape == build_normalizer(Field((3,))).shape == (3,)
-    assert isinstance(build_normalizer(Field((3, 8, 8))), NoNormalization)
-    assert isinstance(build_normalizer(Field((3,), dtype=torch.uint8)), NoNormalization)
-    nested = build_normalizer({"joints": Field((3,)), "eye": {"left": Field((3, 8, 8), dtype=torch.uint8)}})
-    assert isinstance(nested, DictNormalization)
-    assert len(nested.leaves) == 1
-    assert build_normalizer(3).until == 1e8
-
-
 @pytest.mark.parametrize("name", ["forward", "act", "act_inference", "evaluate", "value", "infer", "reset", "sample"])
 def test_overriding_a_final_call_is_refused_with_the_hook_to_extend(name):
     with pytest.raises(TypeError, match=rf"Mine overrides {name}\(\), which is final; extend .* instead"):
@@ -225,14 +161,6 @@ def test_a_policy_and_its_inference_policy_are_copied_and_pickled_after_acting(m
         assert torch.equal(copied(obs), actions)
         assert list(copied.policy.followers) == [copied]
     assert list(policy.followers) == [inference]
-
-
-@pytest.mark.parametrize("kind", ["lstm", "gru"])
-def test_a_copy_goes_on_from_the_memory_of_the_original(make_policy, kind):
-    policy, obs = make_policy(kind), torch.ones(4, 3)
-    policy.act(obs)  # outside of no_grad: the memory has a gradient
-    copied = copy.deepcopy(policy)
-    assert torch.equal(copied.act_inference(obs), policy.act_inference(obs))
 
 
 @pytest.mark.parametrize("kind", ["lstm", "gru"])

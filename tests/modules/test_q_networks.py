@@ -40,13 +40,6 @@ def test_dueling_values_are_a_level_and_centred_advantages():
     assert plain.heads.out.out_features == 4
 
 
-def test_a_nonlinearity_lies_between_encoder_and_heads():
-    net = MLPQNetwork(OBS, spaces.Discrete(2), {"hidden_dims": [4]})
-    torch.nn.init.zeros_(net.encoder.mlp[0].weight)
-    net.encoder.mlp[0].bias.data.fill_(-1.0)  # relu makes these features 0
-    assert torch.equal(net(torch.randn(3, 3)), net.heads.out.bias.expand(3, 2))
-
-
 @pytest.mark.parametrize("cls", [MLPQNetwork, CNNQNetwork, DiscreteQNetwork])
 def test_values_of_a_box_are_refused(cls):
     with pytest.raises(ValueError, match=f"{cls.__name__} needs Discrete actions, got Box"):
@@ -150,12 +143,6 @@ def test_critics_one_by_one_give_the_values_and_gradients_of_the_batched_layers(
     each, batched = (torch.autograd.grad((out * weights).sum(), list(stacked.parameters())) for out in outs)
     for own, want in zip(each, batched, strict=True):
         assert torch.allclose(own, want, atol=1e-6)
-
-
-def test_the_members_of_a_stack_begin_different():
-    stacked = build_critics(MLPContinuousQNetwork, OBS, ACTIONS, {"hidden_dims": [8]})
-    values = stacked(torch.randn(4, 3), torch.randn(4, 2))
-    assert not torch.allclose(values[0], values[1])
 
 
 class Sum(ContinuousQNetwork):

@@ -4,15 +4,11 @@ import pytest
 import torch
 
 from canter.modules.actor_critic import ActorCritic
-from canter.modules.actor_critic_recurrent import ActorCriticRecurrent, Memory
-from canter.modules.mlp import MlpModel
+from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.state_adaptor import (
-    AdaptorActorHiddenState,
     PrivilegeEstimatorMixin,
     PrivilegeStateAc,
-    PrivilegeStateAcRecurrent,
 )
-from canter.modules.state_estimator import EstimatorActorHiddenState
 
 SEGMENTS = {"pos": (3,), "friction": (1,), "vel": (2,)}
 CRITIC_SEGMENTS = {"mass": (2,), "friction": (1,), "vel": (2,), "pos": (3,)}
@@ -24,10 +20,6 @@ class PrivilegeAc(PrivilegeEstimatorMixin, ActorCritic):
     pass
 
 
-class PrivilegeAcRecurrent(PrivilegeEstimatorMixin, ActorCriticRecurrent):
-    pass
-
-
 def make(cls, **settings):
     torch.manual_seed(0)
     defaults = {"obs_segments": SEGMENTS, "critic_obs_segments": CRITIC_SEGMENTS, "actor_hidden_dims": [8], **ADAPTOR}
@@ -36,17 +28,6 @@ def make(cls, **settings):
     if cls.__name__.startswith("PrivilegeState"):
         defaults |= ESTIMATOR
     return cls(6, 8, 2, **defaults | settings)
-
-
-def test_an_adaptor_is_an_mlp_or_a_memory_and_an_mlp():
-    policy = make(PrivilegeAc, adaptor_target_components=["mass"], adaptor_kwargs={"hidden_sizes": [7]})
-    assert isinstance(policy.adaptor, MlpModel)
-    assert [layer.in_features for layer in policy.adaptor.model[::2]] == [3, 7]
-    assert policy(torch.randn(4, 6), torch.randn(4, 8)).aux["adapted_state"].shape == (4, 2)
-    policy = make(PrivilegeAcRecurrent, adaptor_target_components=["mass"])
-    assert isinstance(policy.memory_p, Memory)
-    assert policy.memory_p.rnn.input_size == 3
-    assert policy(torch.randn(4, 6), torch.randn(4, 8)).aux["adapted_state"].shape == (4, 2)
 
 
 @pytest.mark.parametrize("prob", [0.0, 1.0])
@@ -79,24 +60,6 @@ def test_without_an_estimator_the_estimated_state_is_the_adaptors():
     policy = make(PrivilegeAc)
     policy.act(torch.randn(4, 6))
     assert policy.get_estimated_state() is policy.get_adapted_state()
-
-
-def test_hidden_states_are_nested_as_documented():
-    policy = make(PrivilegeStateAcRecurrent)
-    policy.act(torch.randn(3, 6))
-    policy.evaluate(torch.randn(3, 8))
-    states = policy.get_hidden_states()
-    assert isinstance(states.actor, AdaptorActorHiddenState)
-    assert isinstance(states.actor.actor, EstimatorActorHiddenState)
-    for state, memory in (
-        (states.actor.adaptor, policy.memory_p),
-        (states.actor.actor.estimator, policy.memory_s),
-        (states.actor.actor.actor, policy.memory_a),
-        (states.critic, policy.memory_c),
-    ):
-        assert torch.equal(memory.pack(state), memory.state)
-    policy.reset(torch.tensor([1, 0, 0]))
-    assert all((memory.state[0] == 0).all() and (memory.state[1] != 0).any() for memory in policy.memories.values())
 
 
 def test_a_component_that_cannot_be_replaced_is_named():

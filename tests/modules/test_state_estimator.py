@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from canter.modules.actor_critic_recurrent import ActorCriticHiddenState, LstmHiddenState
 from canter.modules.build import build_normalizer
-from canter.modules.state_estimator import EstimatorActorHiddenState, StateAc, StateAcRecurrent, rescale
+from canter.modules.state_estimator import StateAc, StateAcRecurrent, rescale
 from canter.utils.obs_layout import UnknownSegmentError
 
 SEGMENTS = {"pos": (3,), "height": (1,), "vel": (2,)}
@@ -28,17 +27,6 @@ def seen_by(policy, part="actor"):
     return seen
 
 
-def test_a_feed_forward_estimator_is_an_mlp_of_its_components():
-    policy = make(estimator_obs_components=["height", "pos"])
-    assert list(policy.memories) == []
-    layers = policy.state_estimator.model
-    assert (layers[0].in_features, layers[0].out_features, layers[-1].out_features) == (4, 4, 2)
-    obs = torch.randn(5, 6)
-    assert torch.equal(policy(obs, torch.randn(5, 8)).aux["estimated_state"], policy.state_estimator(obs[:, :4]))
-    assert policy.estimator_obs_components == ["pos", "height"]
-    assert policy.estimator_target_components == ["vel"]
-
-
 def test_targets_that_the_critic_lacks_are_those_of_the_actor():
     policy = make(critic_obs_segments={"secret": (7,), "height": (1,)}, estimator_target_components=["vel", "height"])
     assert policy.estimator_target_components == ["height", "vel"]
@@ -50,13 +38,6 @@ def test_targets_that_the_critic_lacks_are_those_of_the_actor():
 
 def test_by_default_the_inputs_are_all_components_but_the_targets():
     assert make().estimator_obs_components == ["pos", "height"]
-
-
-def test_a_recurrent_estimator_has_a_memory_of_its_own():
-    policy = make(StateAcRecurrent)
-    assert list(policy.memories) == ["memory_a", "memory_c", "memory_s"]
-    assert policy.memory_s.rnn.input_size == 4
-    assert policy.state_estimator.model[0].in_features == 5
 
 
 def test_or_it_listens_to_the_actors_memory():
@@ -126,18 +107,6 @@ def test_masks_are_drawn_while_collecting_and_never_in_inference():
     assert make(replace_state_prob=1.0).random_mask_probs == make().random_mask_probs == {}
 
 
-def test_an_estimate_may_stand_beside_the_observation():
-    segments = {"pos": (3,), "height": (1,)}
-    policy = StateAc(
-        4, 8, 2, obs_segments=segments, critic_obs_segments=CRITIC_SEGMENTS, append_estimate=True, **TARGETS
-    )
-    seen, obs = seen_by(policy), torch.randn(3, 4)
-    policy.act(obs)
-    assert torch.equal(seen[0], torch.cat([obs, policy.get_estimated_state()], 1))
-    assert not seen[0].requires_grad
-    assert policy.feature_layout.shapes == {**segments, "vel": (2,)}
-
-
 def test_several_targets_keep_their_names_through_other_orders():
     """The critic has vel before pos, the actor after it: the estimate of vel must not be put at pos."""
     policy = make(
@@ -148,21 +117,6 @@ def test_several_targets_keep_their_names_through_other_orders():
     policy.act(obs)
     estimate = policy.get_estimated_state()  # vel, pos
     assert torch.equal(seen[0], torch.cat([estimate[:, 2:], obs[:, 3:4], estimate[:, :2]], 1))
-
-
-def test_hidden_states_are_nested_as_documented():
-    policy = make(StateAcRecurrent)
-    policy.act(torch.randn(3, 6))
-    policy.evaluate(torch.randn(3, 8))
-    states = policy.get_hidden_states()
-    assert isinstance(states, ActorCriticHiddenState)
-    assert isinstance(states.actor, EstimatorActorHiddenState)
-    assert isinstance(states.actor.estimator, LstmHiddenState)
-    assert torch.equal(states.actor.estimator.hidden, policy.memory_s.state[:, 0].movedim(0, 1))
-    policy.reset(torch.tensor([0, 1, 0]))
-    for memory in policy.memories.values():
-        assert [bool((row == 0).all()) for row in memory.state] == [False, True, False]
-    assert make().get_hidden_states() is None
 
 
 def test_a_padded_batch_is_estimated_as_its_steps_were():

@@ -11,7 +11,6 @@ from canter.modules.normalizer import EmpiricalNormalization
 from canter.modules.visual_actor_critic import (
     VisualActorCritic,
     VisualActorCriticRecurrent,
-    VisualDeterministicAC,
     VisualDeterministicRecurrent,
 )
 from canter.runners import OnPolicyRunner
@@ -27,23 +26,6 @@ def make(cls=VisualActorCritic, **settings):
     if cls.is_recurrent:
         defaults["rnn_hidden_size"] = 6
     return cls(86, 86, 3, **defaults | settings)
-
-
-def test_the_documented_example():
-    policy = VisualDeterministicRecurrent(
-        num_actor_obs=48 + 4096,
-        num_critic_obs=48 + 4096,
-        num_actions=12,
-        obs_segments={"proprioception": (48,), "forward_depth": (1, 64, 64)},
-        visual_component_name="forward_depth",
-        visual_kwargs={"channels": [4, 4], "strides": [4, 4]},
-        visual_latent_size=32,
-    )
-    assert policy.act(torch.rand(2, 48 + 4096)).shape == (2, 12)
-    assert policy.visual_encoder.conv.conv[0].kernel_size == (3, 3)  # the default
-    assert policy.memory_a.rnn.input_size == 48 + 32
-    assert VisualActorCritic(64, 64, 2, obs_segments={"forward_depth": (1, 8, 8)}).actor[0].in_features == 256
-    assert policy.obs_segments["forward_depth"] == (1, 64, 64)
 
 
 def test_orthogonal_weights_reach_the_encoder():
@@ -91,17 +73,6 @@ def test_acting_on_features_skips_the_encoder(cls):
     torch.manual_seed(1)
     assert torch.equal(policy.act(obs), on_features)
     assert torch.equal(policy.action_mean, mean)
-
-
-@pytest.mark.parametrize("cls", [VisualDeterministicAC, VisualDeterministicRecurrent])
-def test_the_deterministic_ones_act_without_noise(cls):
-    policy = make(cls)
-    obs = torch.randn(3, 86)
-    action = policy.act(obs)
-    assert torch.equal(action, policy.action_mean)
-    policy.reset()
-    assert torch.equal(policy.act(obs), action)
-    assert bool(policy.memories) == (cls is VisualDeterministicRecurrent)
 
 
 def test_an_image_a_dict_and_a_flat_vector_are_seen_alike():

@@ -5,10 +5,8 @@ import warnings
 import pytest
 import torch
 
-from canter.algorithms.appo import APPO
 from canter.envs.components import MotionFeatures
 from canter.envs.torch_envs.tasks import PointRobot
-from canter.modules.amp_discriminator import AmpActorCritic
 from canter.runners import RUNNERS, AmpPolicyRunner
 
 POLICY = {
@@ -49,15 +47,6 @@ def test_it_trains_and_logs_style_and_task(tmp_path):
     assert RUNNERS["AmpPolicyRunner"] is AmpPolicyRunner
 
 
-def test_the_documented_call_with_an_algorithm(tmp_path):
-    policy = AmpActorCritic(6, 9, 2, **{k: v for k, v in POLICY.items() if k != "class_name"})
-    runner = AmpPolicyRunner(env(), APPO(policy, amp_motion_loader=BANK), device="cpu", log_dir=tmp_path)
-    runner.show_progress = False
-    runner.learn(1)
-    assert runner.metrics_velrmsd >= 0.0
-    assert runner.metrics_CoT >= 0.0
-
-
 def test_an_environment_without_motion_is_refused_at_the_first_step():
     runner = AmpPolicyRunner(PointRobot(4, seed=1), config(), None, "cpu", show_progress=False)
     with pytest.raises(KeyError, match=r"ref_obs.*MotionFeatures"):
@@ -94,15 +83,3 @@ def test_it_resumes_exactly_in_a_new_runner_and_in_its_own(tmp_path, size):
         resumed.learn(2)
         for (name, a), b in zip(whole.policy.state_dict().items(), resumed.policy.state_dict().values(), strict=True):
             assert torch.equal(a, b), name
-
-
-def test_the_configuration_is_written_and_read_back(tmp_path):
-    import yaml
-
-    cfg = config(amp_motion_loader=None, discriminator_learning_rate=2e-4)
-    AmpPolicyRunner(env(), cfg, tmp_path, "cpu", show_progress=False).init_writer()
-    written = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    assert written["algorithm"]["class_name"] == "APPO"
-    assert written["algorithm"]["discriminator_learning_rate"] == 2e-4
-    again = AmpPolicyRunner(env(), written, None, "cpu", show_progress=False)
-    assert again.alg.discriminator_learning_rate == 2e-4

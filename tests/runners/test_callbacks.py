@@ -23,22 +23,6 @@ def test_the_six_events_come_in_order_with_their_arguments(make_runner):
         assert len(stats) == (1 if event.startswith("post_") else 0)
 
 
-def test_post_iteration_sees_rollout_and_update_together(make_runner):
-    runner, stats, iterations = make_runner(), {}, []
-    for event in EVENTS:
-        if event.startswith("post_"):
-            runner.add_callback(event, lambda r, s, event=event: stats.update({event: dict(s)}))
-    runner.add_callback("pre_iteration", lambda r: iterations.append(r.iteration))
-    runner.add_callback("post_iteration", lambda r, s: iterations.append(r.iteration))
-    runner.learn(2)
-    assert iterations == [0, 1, 1, 2]
-    assert type(stats["post_iteration"]["rollout/mean_reward"]) is float
-    assert stats["post_rollout"].keys() < stats["post_iteration"].keys()
-    assert stats["post_update"].keys() < stats["post_iteration"].keys()
-    assert "train/policy_loss" in stats["post_update"]
-    assert "train/policy_loss" not in stats["post_rollout"]
-
-
 @pytest.mark.parametrize("event", ["post_rollout", "post_update", "post_iteration"])
 def test_metrics_added_by_a_callback_are_logged(make_runner, tmp_path, event):
     runner = make_runner(log_dir=tmp_path)
@@ -57,14 +41,6 @@ def test_an_iteration_is_logged_even_if_a_callback_ends_the_training(make_runner
     runner.add_callback("post_iteration", stop)
     runner.learn(3)
     assert len(list(read_rows(tmp_path / "metrics.jsonl"))) == 1
-
-
-def test_callbacks_of_one_event_run_in_the_order_they_were_added(make_runner):
-    runner, seen = make_runner(), []
-    for name in "abc":
-        runner.add_callback("pre_update", lambda r, name=name: seen.append(name))
-    runner.learn(1)
-    assert seen == ["a", "b", "c"]
 
 
 def test_a_callback_that_cannot_be_called_is_refused_at_once(make_runner):

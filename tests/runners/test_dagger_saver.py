@@ -168,16 +168,6 @@ def test_the_students_normaliser_comes_with_it(saver, run):  # A4
     assert not torch.equal(one.training_policy.obs_normalizer.normalize(obs), obs)
 
 
-def test_the_noise_can_be_overridden(saver, run):
-    save(run, 1, 0.0)
-    one = saver(action_sample_std=0.3)
-    one.check_stop()
-    assert one.training_policy.std.tolist() == pytest.approx([0.3])
-    save(run, 2, 0.0)
-    one.check_stop()
-    assert one.training_policy.std.tolist() == pytest.approx([0.3])
-
-
 def test_both_policies_are_reset_where_episodes_ended(saver, run):
     save(run, 1, 0.0)
     one = saver(lengths=(2, 3))

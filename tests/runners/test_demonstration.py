@@ -251,11 +251,6 @@ def test_a_saver_that_could_not_be_made_is_deleted_silently(counting, tmp_path):
         gc.collect()
 
 
-def test_an_environment_without_critic_observations_is_saved_without(saver, tmp_path):
-    saver(min_timesteps=12).collect_and_save()
-    assert all("privileged_observations" not in whole for whole in trajectories(tmp_path / "demos").values())
-
-
 def test_critic_observations_are_saved_where_there_are_some(tmp_path):
     player = Player()
     player._act = lambda name, obs: torch.zeros(len(obs), 2)
@@ -267,21 +262,6 @@ def test_critic_observations_are_saved_where_there_are_some(tmp_path):
     assert whole["privileged_observations"].shape == (3, 9)
     assert whole["final_privileged_observations"].shape == (1, 9)
     np.testing.assert_array_equal(whole["privileged_observations"][:, :6], whole["observations"])
-
-
-def test_the_log_prints_and_returns_steps_and_rate_since_the_last_time(saver, monkeypatch, capsys):
-    one = saver(min_timesteps=1000)
-    clock = iter([10.0, 12.0, 12.0, 16.0])
-    monkeypatch.setattr("canter.runners.demonstration.time.monotonic", lambda: next(clock))
-    one.init_traj_handlers()
-    for i in range(4):
-        one.collect_step(i)
-    one.save_steps()
-    assert "12 timesteps" in (text := one.print_log())
-    assert "6 timesteps/s" in text
-    assert capsys.readouterr().out == f"{text}\n"
-    one._mark = (next(clock), 12)
-    assert "0 timesteps/s" in one.print_log()
 
 
 def test_steps_that_only_reset_are_not_saved(tmp_path):

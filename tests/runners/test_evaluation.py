@@ -40,10 +40,6 @@ def test_the_statistics_of_known_episodes(make_runner, counting):
     }
 
 
-def test_short_episodes_do_not_count_more_often(make_runner, counting):
-    assert make_runner(counting((1, 9))).eval(2)["eval/mean_length"] == 5.0
-
-
 def test_evaluation_starts_from_a_reset_and_is_deterministic(make_runner):
     runner = make_runner(PointRobot(4, max_episode_length=6), eval_env=PointRobot(4, seed=3, max_episode_length=6))
     runner.learn(1)
@@ -57,32 +53,6 @@ def test_evaluation_starts_from_a_reset_and_is_deterministic(make_runner):
     runner.policy.sample_action = lambda *args: seen.append(args)
     runner.eval(4)
     assert seen == []
-
-
-def test_recurrent_policies_forget_at_every_episode_end(make_runner):
-    runner = make_runner(policy=GRU)
-    memories = []
-
-    def act(obs):
-        memories.append(act.inner.hidden["memory_a"].clone() if act.inner.hidden else None)
-        return act.inner(obs)
-
-    act.inner = runner.get_inference_policy()
-    act.reset = act.inner.reset
-    run_episodes(act, PointRobot(2, max_episode_length=3), 4)
-    assert memories[0] is None
-    assert [bool(m.any()) for m in memories[1:]] == [True, True, False, True, True]
-
-
-def test_recurrent_state_of_an_earlier_run_is_reset_first(make_runner):
-    runner = make_runner(policy=GRU)
-    act, env = runner.get_inference_policy(), PointRobot(2, seed=4, max_episode_length=3)
-    state, results = env.get_state(), []
-    for _ in range(2):
-        env.set_state(state)
-        results.append(run_episodes(act, env, 2))
-        act(torch.ones(2, 6))
-    assert results[0] == results[1]
 
 
 def test_memories_are_cleared_after_an_end_and_again_after_the_step_that_only_reset(noise_env):
@@ -229,14 +199,6 @@ def test_a_run_without_log_entries_logs_no_evaluations(make_runner, tmp_path):
     assert read_metrics(tmp_path) == {}
 
 
-def test_the_evaluation_environment_is_the_one_that_is_stepped(make_runner, counting):
-    env, eval_env = counting((2, 2)), counting((3, 4))
-    runner = make_runner(env, eval_env=eval_env)
-    assert runner.eval(2)["eval/mean_length"] == 3.5
-    assert (env.num_steps, eval_env.num_steps) == (0, 4)
-    assert eval_env.num_resets == 1
-
-
 def test_without_any_way_back_the_training_continues_from_fresh_episodes(make_runner, counting):
     env = counting((3, 50), max_episode_length=60)
     runner = make_runner(env, policy=GRU, num_steps_per_env=4, algorithm={"normalize_rewards": True})
@@ -252,17 +214,6 @@ def test_without_any_way_back_the_training_continues_from_fresh_episodes(make_ru
     assert not runner.policy.memory_a.state.any()
     runner.learn(1)
     assert list(runner.lenbuffer) == [3, 3]
-
-
-def test_an_environment_that_can_be_restored_is_restored(make_runner, counting):
-    env = counting((50, 50), can_restore=True, max_episode_length=60)
-    runner = make_runner(env)
-    runner.learn(1)
-    env.lengths = torch.tensor([2, 2])
-    runner.eval(2)
-    env.lengths = torch.tensor([50, 50])
-    assert env.t.tolist() == [4.0, 4.0]
-    assert runner.stats.tracker.cur_episode_length.tolist() == [4, 4]
 
 
 def test_a_failing_evaluation_puts_the_environment_back(make_runner, counting):
@@ -360,33 +311,6 @@ def context(runner, num_envs):
     from canter.modules.policy import Context
 
     return Context(runner.policy.initial_hidden(num_envs))
-
-
-def test_the_inference_policy_keeps_and_resets_its_own_memory(make_runner):
-    runner = make_runner(policy=GRU)
-    runner.learn(1)
-    act, obs = runner.get_inference_policy(), torch.ones(3, 6)
-    training_memory = runner.policy.memory_a.state.clone()
-    first = act(obs)
-    second = act(obs)
-    assert not torch.equal(first, second)
-    act.reset(torch.tensor([1, 0, 0]))  # numbers, as some environments give
-    third = act(obs)
-    assert torch.equal(third[0], first[0])
-    assert not torch.equal(third[1], first[1])
-    act.reset()
-    assert torch.equal(act(obs), first)
-    assert act(torch.ones(5, 6)).shape == (5, 2)  # another number of environments starts anew
-    assert torch.equal(runner.policy.memory_a.state, training_memory)
-
-
-def test_another_device_gets_a_copy(make_runner):
-    runner = make_runner()
-    same, copied = runner.get_inference_policy("cpu"), runner.get_inference_policy("meta")
-    assert same.policy is runner.policy
-    assert copied.policy is not runner.policy
-    assert next(copied.policy.parameters()).device.type == "meta"
-    assert next(runner.policy.parameters()).device.type == "cpu"
 
 
 def test_discrete_actions_come_as_the_environment_wants_them(make_runner):

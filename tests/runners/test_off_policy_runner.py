@@ -10,7 +10,6 @@ import torch
 from gymnasium import spaces
 
 from canter.algorithms import DQN, SAC, DQNConfig, SACConfig, TD3Config
-from canter.algorithms.off_policy import OffPolicyAlgorithm
 from canter.envs.torch_envs import CartPole, PointRobot
 from canter.envs.vec_env import StepRecord, VecEnv
 from canter.envs.wrap import wrap_env
@@ -110,28 +109,6 @@ def test_exploration_stays_in_the_algorithm():
     assert runner.alg.replay.data["actions"].sum() == 0
 
 
-def test_metrics_are_logged_whenever_an_interval_is_crossed():
-    runner = make("dqn", PointRobotDiscrete(3), log_interval=20)
-    history = runner.learn(61).history
-    assert [row["buffer/size"] for row in history] == [21, 42, 60]
-    names = {"train/q_loss", "train/mean_q", "train/td_target_mean", "exploration/epsilon", "buffer/size"}
-    assert names <= set(history[-1])
-    assert {"rollout/mean_reward", "time/fps", "time/collection", "time/learning"} <= set(history[-1])
-    assert "eval/velrmsd" in history[-1]
-
-
-class PointRobotDiscrete(PointRobot):
-    """Push right or left."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.action_space = spaces.Discrete(2)
-
-    def dynamics(self, state, action):
-        push = 2.0 * action.float() - 1.0
-        return super().dynamics(state, torch.stack([push, torch.zeros_like(push)], 1))
-
-
 def test_rewards_between_two_logs_are_all_counted():
     runner = make("dqn", CartPole(2, max_episode_length=7), log_interval=5000)
     runner.num_kept = 4
@@ -191,13 +168,6 @@ def test_callbacks_come_in_order_and_can_stop():
     runner.add_callback("post_iteration", stop)
     runner.learn(100)
     assert runner.tot_timesteps == 6
-
-
-def test_a_trial_gets_a_report_with_every_log_entry():
-    reports = []
-    runner = make("dqn", CartPole(2, max_episode_length=3), trial_metric="mean_reward")
-    runner.learn(60, trial=lambda report: reports.append(report["mean_reward"]))
-    assert reports == [3.0, 3.0, 3.0]
 
 
 # ---------------------------------------------------------------------- saving
@@ -359,13 +329,6 @@ def test_evaluation_changes_no_state_of_the_algorithm(differing, snapshot):
 
 
 # ---------------------------------------------------------------------- construction
-def test_the_type_of_the_config_selects_the_algorithm():
-    assert type(make("td3").alg).__name__ == "TD3"
-    assert type(OffPolicyRunner(CartPole(1), device="cpu", show_progress=False).alg) is DQN
-    with pytest.raises(ValueError, match="'sac'"):
-        OffPolicyRunner(CartPole(1), algorithm="sacc")
-
-
 def test_a_training_dict_describes_a_run():
     algorithm = {"class_name": "SAC", "profile": "massive", "batch_size": 64, "actor_hidden_dims": [16, 8]}
     runner = OffPolicyRunner(PointRobot(4), {"algorithm": algorithm, "seed": 1, "device": "cpu"}, show_progress=False)
@@ -380,31 +343,6 @@ def test_a_training_dict_describes_a_run():
         parse_train_cfg({"algorithm": {"class_name": "SAC", "entropy_coeff": 1.0}})
     with pytest.raises(TypeError, match="has no setting 'num_steps_per_env'"):
         parse_train_cfg({"algorithm": {"class_name": "SAC"}, "num_steps_per_env": 4})
-
-
-def test_networks_can_be_given_by_name_or_class():
-    cfg = {"algorithm": {"class_name": "DQN"}, "device": "cpu"}
-    cfg["policy"] = {"q_network_class": "MLPQNetwork", "q_network_cfg": {"hidden_dims": [5], "dueling": True}}
-    runner = OffPolicyRunner(CartPole(1), cfg, show_progress=False)
-    assert runner.alg.q_network.heads.out.in_features == 5
-    assert runner.alg.q_network.cfg["dueling"]
-    with pytest.raises(TypeError, match="DQN has no setting 'actor_class'"):
-        OffPolicyRunner(CartPole(1), DQNConfig(), actor_class=object, device="cpu")
-
-
-def test_agents_learn_evaluate_and_save_through_a_runner(tmp_path):
-    agent = DQN(env_for("dqn"), CONFIGS["dqn"], device="cpu")
-    agent.learn(20)
-    assert agent.eval(2)["eval/mean_length"] <= 7
-    agent.save(tmp_path / "agent.pt")
-    agent.load(tmp_path / "agent.pt")
-    assert agent.runner().tot_timesteps == 20
-    assert isinstance(agent, OffPolicyAlgorithm)
-
-
-@pytest.mark.parametrize("config", [DQNConfig, SACConfig, TD3Config])
-def test_extras_can_be_chosen_in_every_config(config):
-    assert config(extra_log_keys=("robot",)).extra_log_keys == ("robot",)
 
 
 def test_a_buffer_larger_than_memory_is_refused_before_training():

@@ -11,10 +11,8 @@ from canter.algorithms import PPO, PPOConfig
 from canter.envs import GymVecEnvContinuous
 from canter.envs.torch_envs import CartPole, Pendulum, PointRobot
 from canter.modules.actor_critic import ActorCritic
-from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.actors import MLPActor, MLPCritic
-from canter.modules.normalizer import EmpiricalNormalization, NoNormalization
-from canter.runners import LearnResult, OffPolicyRunner, OnPolicyRunner, build_runner
+from canter.runners import OffPolicyRunner, OnPolicyRunner
 
 SMALL = {"hidden_dims": [8]}
 
@@ -35,31 +33,6 @@ def test_flat_and_nested_dicts_give_the_same_run(tiny, differing, weights):
     other = OnPolicyRunner(PointRobot(4), {**flat, "seed": 2}, show_progress=False)
     other.learn(2)
     assert differing(weights(runners[0]), weights(other))
-
-
-def test_the_runner_builds_policy_algorithm_storage_and_normalisers(make_runner):
-    env = PointRobot(5)
-    runner = make_runner(
-        env,
-        policy={"class_name": "ActorCriticRecurrent", "rnn_type": "gru", "rnn_hidden_size": 6},
-        algorithm={"gamma": 0.9, "empirical_normalization": True},
-        num_steps_per_env=3,
-    )
-    assert type(runner.alg) is PPO
-    assert type(runner.policy) is ActorCriticRecurrent
-    assert runner.alg.gamma == 0.9
-    assert isinstance(runner.policy.obs_normalizer, EmpiricalNormalization)
-    assert runner.alg.obs_normalizer is runner.policy.obs_normalizer
-    storage = runner.alg.rollout
-    assert storage.observations.shape == (3, 5, 6)
-    assert storage.privileged_observations.shape == (3, 5, 9)
-    assert storage.data["hidden.memory_a"].shape == (3, 5, 1, 1, 6)
-    assert isinstance(make_runner(env).policy.obs_normalizer, NoNormalization)
-
-
-def test_storage_settings_are_forwarded_and_checked(make_runner):
-    with pytest.raises(TypeError, match="no_such"):
-        make_runner(storage={"no_such": 1})
 
 
 def test_dict_observations_reach_the_policy_as_named_segments(make_runner):
@@ -128,14 +101,6 @@ def test_an_agent_in_other_environments_keeps_its_normaliser_statistics():
     assert int(agent.obs_normalizer.count) == 7 * 24
 
 
-def test_the_config_of_a_ready_agent_is_its_own():
-    agent = PPO(ActorCritic(6, 9, 2, actor_hidden_dims=[8], critic_hidden_dims=[8]), clip_param=0.1, learning_rate=0.5)
-    agent.lr.fill_(0.25)
-    agent.read_learning_rate()  # a schedule has moved it
-    config = OnPolicyRunner(PointRobot(3), agent, show_progress=False).config()["algorithm"]
-    assert (config["clip_param"], config["learning_rate"], config["num_learning_epochs"]) == (0.1, 0.5, 1)
-
-
 def test_ppo_learns_evaluates_and_saves_through_a_runner(monkeypatch, tmp_path):
     cfg = PPOConfig(num_steps_per_env=4, num_mini_batches=2)
     classes = {"actor_class": MLPActor, "critic_class": MLPCritic, "actor_cfg": SMALL, "critic_cfg": SMALL}
@@ -151,16 +116,6 @@ def test_ppo_learns_evaluates_and_saves_through_a_runner(monkeypatch, tmp_path):
     assert calls == [((3,), {"total_timesteps": 7})]
     with pytest.raises(ValueError, match=r"need an environment"):
         PPO(ActorCritic(6, 9, 2)).learn(1)
-
-
-def test_an_algorithm_saves_and_loads_through_the_runner_that_trains_it(make_runner, tmp_path):
-    runner = make_runner()
-    runner.learn(3)
-    runner.alg.save(tmp_path / "agent.pt")
-    again = make_runner()
-    again.alg.load(tmp_path / "agent.pt")
-    assert again.alg.runner() is again
-    assert again.iteration == 3
 
 
 @pytest.mark.parametrize("algorithm", ["PPO", "DQN", "SAC", "TD3"])
@@ -189,14 +144,6 @@ def test_a_policy_for_observations_of_another_width_is_refused(widths, kind):
         OnPolicyRunner(PointRobot(2), agent, show_progress=False)
 
 
-def test_learn_adds_iterations(make_runner):
-    runner = make_runner()
-    runner.learn(2)
-    runner.learn(3)
-    assert runner.iteration == runner.current_learning_iteration == 5
-    assert runner.tot_timesteps == 5 * 16
-
-
 def test_total_timesteps_round_up_and_add(make_runner):
     runner = make_runner(PointRobot(24))  # T * N = 96
     runner.learn(total_timesteps=100)
@@ -216,34 +163,6 @@ def test_a_length_that_is_no_whole_number_or_given_twice_is_refused(make_runner,
         with pytest.raises(ValueError, match=f"the length of the training {message}"):
             runner.learn(**given)
     assert runner.iteration == 0
-
-
-def test_without_a_length_max_iterations_is_the_goal(make_runner):
-    runner = make_runner(max_iterations=3)
-    runner.learn(1)
-    runner.learn()
-    assert runner.iteration == 3
-    runner.learn()
-    assert runner.iteration == 3
-    with pytest.raises(ValueError, match=r"learn\(iterations\)"):
-        make_runner().learn()
-
-
-def test_learning_for_no_time_is_allowed(make_runner):
-    runner = make_runner(algorithm={"schedule": "linear"})
-    assert runner.learn(0).history == []
-    assert runner.iteration == 0
-
-
-def test_learn_returns_robot_metrics_and_history(make_runner):
-    runner = make_runner()
-    result = runner.learn(2)
-    velrmsd, cot = result
-    assert isinstance(result, LearnResult)
-    assert velrmsd == runner.metrics_velrmsd == pytest.approx(float(runner.env.tracking_error.mean()))
-    assert cot == runner.metrics_CoT == pytest.approx(float(runner.env.CoT.mean()))
-    assert len(result.history) == 2
-    assert result.history[1]["eval/velrmsd"] == velrmsd
 
 
 def test_robot_metrics_are_read_from_the_environment(make_runner, counting):
@@ -274,24 +193,6 @@ def test_rollouts_run_in_inference_mode_by_default(make_runner, enabled, policy)
     runner.learn(2)
     assert set(seen) == {(enabled, False)}
     assert not runner.alg.rollout.values.requires_grad
-
-
-def test_a_rollout_step_stores_raw_observations(make_runner):
-    runner = make_runner(PointRobot(4), algorithm={"empirical_normalization": True})
-    runner.learn(2)  # statistics that would show
-    runner.start(False)
-    assert runner.alg.rollout.step == 0
-    before, critic_before = runner.obs, runner.critic_obs
-    obs, critic_obs, rewards, dones, infos = runner.rollout_step(before, critic_before)
-    storage = runner.alg.rollout
-    assert storage.step == 1
-    assert torch.equal(storage.observations[0], before)
-    assert torch.equal(storage.privileged_observations[0], critic_before)
-    assert torch.equal(storage.rewards[0, :, 0], rewards)
-    assert torch.equal(obs, runner.env.get_observations()[0])
-    assert critic_obs.shape == (4, 9)
-    assert dones.dtype == torch.bool
-    assert "time_outs" in infos
 
 
 def test_modes_reach_policy_and_normalisers(make_runner):
@@ -373,11 +274,6 @@ def test_runner_arguments_override_a_copy_of_the_config():
     assert (cfg.log_interval, cfg.save_interval, cfg.eval_interval, cfg.device) == (7, 8, None, "cuda:7")
 
 
-def test_log_intervals_default_to_those_of_the_way_in(make_runner):
-    assert make_runner().log_interval == 1
-    assert PPOConfig().log_interval == 10
-
-
 @pytest.mark.parametrize("algorithm", [{}, {"rnd_cfg": {"weight": 1.0, "predictor_hidden_dims": [4]}}])
 def test_one_seed_is_one_run(make_runner, differing, weights, algorithm):  # D0
     states = []
@@ -438,11 +334,6 @@ def test_weights_and_the_environments_noise_do_not_depend_on_each_other(make_run
     assert torch.equal(learned[0], learned[2])
 
 
-def test_runs_without_a_seed_differ(make_runner):
-    first, second = (make_runner(seed=None).policy.actor[0].weight for _ in range(2))
-    assert not torch.equal(first, second)
-
-
 def test_an_environment_that_cannot_be_seeded_is_a_warning(make_runner, counting):
     class NoSeed(counting):
         def seed(self, seed):
@@ -472,13 +363,6 @@ def test_rsl_rl_style_environments_begin_anew_once_they_are_seeded(make_runner):
 
     make_runner(Seeded(), seed=7).learn(1)
     assert Seeded.calls == ["reset", 7, "reset"]
-
-
-def test_runners_are_built_by_name(tiny):
-    runner = build_runner("OnPolicyRunner", PointRobot(2), tiny(), show_progress=False)
-    assert isinstance(runner, OnPolicyRunner)
-    with pytest.raises(KeyError, match="OnPolicyRunner"):
-        build_runner("OnPolicyRuner", PointRobot(2), tiny())
 
 
 def test_discrete_actions_train(make_runner):

@@ -13,17 +13,6 @@ from canter.envs.vec_env import StepRecord
 from canter.utils.metrics import ComponentSums, EpisodeTracker, StepStats
 
 
-def test_buffers_hold_returns_lengths_and_frames(make_runner, counting):
-    runner = make_runner(counting((2, 3)), num_steps_per_env=6)
-    runner.learn(1)
-    # env 0 pays 1 + 2 per episode of 2, env 1 pays 101 + 102 + 103 per episode of 3
-    assert list(runner.rewbuffer) == [3.0, 306.0, 3.0, 3.0, 306.0]
-    assert list(runner.lenbuffer) == [2, 3, 2, 2, 3]
-    # rewards of steps that ended no episode, by time and then by environment
-    assert list(runner.rframebuffer) == [1.0, 101.0, 102.0, 1.0, 101.0, 1.0, 102.0]
-    assert (runner.rewbuffer.maxlen, runner.lenbuffer.maxlen, runner.rframebuffer.maxlen) == (100, 100, 2000)
-
-
 def test_buffers_keep_the_newest(make_runner, counting):
     runner = make_runner(counting((1,) * 8), num_steps_per_env=20)
     runner.learn(1)

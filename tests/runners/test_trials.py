@@ -120,30 +120,6 @@ def test_the_reported_metric_is_chosen_by_name_or_by_a_function(metric, expected
     assert trial.reports == [(expected, 4), (1.0, 5)]
 
 
-def test_without_a_robot_metric_the_default_is_the_episode_reward(make_runner, counting):
-    runner, trial = make_runner(counting((6, 6)), num_steps_per_env=4), Handle()
-    runner.cfg.trial_metric = None
-    runner.learn(3, trial=trial)
-    assert trial.reports == [((21 + 621) / 2, 2), ((21 + 621) / 2, 3)]  # no episode ends in the first four steps
-    robot, other = make_runner(), Handle()
-    robot.cfg.trial_metric = None
-    robot.learn(1, trial=other)
-    assert other.reports == [(robot.metrics_velrmsd, 1)]
-
-
-def test_an_evaluation_is_reported_in_the_iterations_that_have_one(make_runner):
-    runner, trial = make_runner(trial_metric="eval/mean_reward", eval_interval=2, eval_episodes=2), Handle()
-    history = runner.learn(4, trial=trial).history
-    assert trial.reports == [(history[1]["eval/mean_reward"], 2), (history[3]["eval/mean_reward"], 4)]
-
-
-def test_an_extra_of_the_environment_can_be_reported(make_runner, counting):
-    env = counting(extras=lambda step: {"log": {"height": float(step)}})
-    runner, trial = make_runner(env, trial_metric="extra/log/height", num_steps_per_env=4), Handle()
-    runner.learn(2, trial=trial)
-    assert trial.reports == [(2.5, 1), (6.5, 2)]
-
-
 def test_a_metric_that_is_never_available_is_an_error_or_a_warning(make_runner, counting):
     with pytest.raises(ValueError, match=r"gives no 'velrmsd'.*trial_metric='mean_reward'"):
         make_runner(counting(), trial_metric="velrmsd").learn(1, trial=Handle())

@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from canter.runners.two_stage_runner import TwoStageRunner
-from canter.storage.rollout_files import RolloutDataset, TrajectoryWriter
+from canter.storage.rollout_files import TrajectoryWriter
 
 pytestmark = pytest.mark.filterwarnings("error:TPPO has no teacher", "ignore:.*trajectories for .* environments")
 
@@ -58,20 +58,6 @@ def test_a_negative_number_is_for_ever_and_zero_is_plain(make):
     forever.learn(4)
     never.learn(1)
     assert (forever.env.num_steps, never.env.num_steps) == (0, 4)
-
-
-def test_the_log_interval_is_fifty_unless_given(make):
-    assert make().log_interval == 50
-    assert make(log_interval=3).log_interval == 3
-    assert make(runner={"log_interval": 4}).log_interval == 4
-
-
-def test_infos_of_the_dataset_are_logged(make):
-    history = make(log_interval=1).learn(3).history
-    assert history[0]["Perf/dataset_trajectories"] == 0.0
-    assert history[1]["Perf/dataset_trajectories"] == 2.0
-    assert not any(name.startswith("Perf/dataset") for name in history[2])
-    assert not any("time_outs" in name for row in history for name in row)
 
 
 def test_without_a_transition_the_environment_is_stepped_from_its_observation(make):
@@ -192,20 +178,6 @@ def test_a_run_that_was_interrupted_in_stage_one_ends_as_one_that_was_not(make, 
     with pytest.warns(UserWarning, match="dataset starts from its beginning: 1 trajectories are no longer in"):
         fresh.load(tmp_path / "whole" / "model_2.pt")
     fresh.learn(1)
-
-
-def test_nested_settings_and_the_dataset_are_built_as_documented(make, demos):
-    runner = make(
-        pretrain_iterations=None,
-        pretrain_dataset=None,
-        runner={
-            "pretrain_dataset": {"data_dir": str(demos)},
-            "pretrain_iterations": 1,
-        },
-    )
-    assert isinstance(runner.rollout_dataset, RolloutDataset)
-    assert (runner.rollout_dataset.num_envs, runner.rollout_dataset.device) == (2, runner.device)
-    assert runner.pretrain_iterations == 1
 
 
 # ---------------------------------------------------------------------- with a motion prior

@@ -38,16 +38,6 @@ def fill(storage, first, steps=T, **more):
         storage.add(row(t, **{name: make(t) for name, make in more.items()}))
 
 
-def test_the_ring_grows_to_its_size():
-    storage, seen = made(buffer_dilation_ratio=2.5), []
-    for rollout in range(4):
-        seen.append((storage.capacity, storage.filled))
-        fill(storage, rollout * T)
-        storage.clear()
-    assert seen == [(4, 0), (8, 4), (10, 8), (10, 10)]
-    assert storage.observations.shape == (10, N, 2)
-
-
 def test_a_full_ring_overwrites_the_oldest():
     storage = made(buffer_dilation_ratio=2.5)
     for rollout in range(5):
@@ -118,17 +108,6 @@ def test_a_ratio_of_one_keeps_only_the_last_rollout():
         made(buffer_dilation_ratio=0.5)
 
 
-def test_minibatches_hold_every_row_once():
-    storage = made(buffer_dilation_ratio=2.5)
-    for rollout in range(4):
-        fill(storage, rollout * T)
-        storage.untie_buffer_loop()
-        flat = torch.cat([b.actions.squeeze(1) for b in storage.mini_batch_generator(3, 1)])
-        wanted = [100.0 * env + t for env in range(N) for t in range(max(0, 4 * rollout - 6), 4 * rollout + 4)]
-        assert sorted(flat.tolist()) == wanted
-        storage.clear()
-
-
 def test_trajectories_end_where_a_rollout_meets_the_next():
     storage = made(buffer_dilation_ratio=2.0, hidden_shapes={"memory_a": (1, 1, 1)})
     for rollout in range(2):
@@ -174,12 +153,6 @@ def test_motion_features_belong_to_their_steps():
     assert [len(b) for (b,) in storage.feed_forward_generator_amp(3, 8)] == [8, 8, 8]
 
 
-def test_a_transition_without_motion_features_is_an_error():
-    storage = made(AmpRolloutStorage, amp_obs_shape=(6,))
-    with pytest.raises(ValueError, match="lacks ref_obs, ref_motion"):
-        storage.add(row(0) | {"action_labels": torch.zeros(N, 1)})
-
-
 @pytest.mark.parametrize("cls", [QueueRolloutStorage, ActionLabelRollout, AmpRolloutStorage, SarsaRolloutStorage])
 def test_every_storage_takes_extra_fields(cls):
     more = {AmpRolloutStorage: {"amp_obs_shape": (6,)}}.get(cls, {})
@@ -213,13 +186,3 @@ def test_next_states_are_the_states_of_the_next_step(privileged):
         assert torch.equal(batch.next_obs, wanted.expand_as(batch.next_obs))
         assert torch.equal(batch.next_critic_obs, wanted.expand_as(batch.next_critic_obs))
         assert batch.next_critic_obs.shape[-1] == (3 if privileged else 2)
-
-
-def test_next_states_of_nested_observations():
-    storage = SarsaRolloutStorage(N, T, {"joints": (2,), "base": {"vel": (1,)}}, None, (1,))
-    for t in range(T):
-        state, after = ({"joints": row(s)["observations"], "base": {"vel": row(s)["actions"]}} for s in (t, t + 1))
-        storage.add(row(t, observations=state, next_observations=after))
-    for batch in storage.mini_batch_generator(2, 1):
-        assert torch.equal(batch.next_obs["base"]["vel"], batch.actions + 1.0)
-        assert torch.equal(batch.next_obs["joints"], (batch.actions + 1.0).expand(-1, 2))

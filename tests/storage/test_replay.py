@@ -178,16 +178,6 @@ def brute_force(steps, alive, gamma, n_step):
     return found
 
 
-def test_a_window_ends_with_a_time_out_even_if_the_next_episode_begins_where_it_ended():
-    buffer = TransitionReplayBuffer(9, (1,))
-    for obs, reward, after, cut in ((0.0, 1.0, 5.0, True), (5.0, 10.0, 6.0, False)):
-        begin, end = torch.tensor([[obs]]), torch.tensor([[after]])
-        no, truncated = torch.tensor([False]), torch.tensor([cut])
-        buffer.add(begin, torch.tensor([0]), torch.tensor([reward]), end, no, truncated=truncated)
-    batch = buffer.take(torch.tensor([0]), 0, n_step=2, gamma=0.5)
-    assert (batch.rewards.item(), batch.discounts.item(), batch.next_obs.item(), batch.dones.item()) == (1, 0.5, 5, 0)
-
-
 @pytest.mark.parametrize("n_step", [1, 2, 3, 5])
 @pytest.mark.parametrize("num_envs", [1, 3])
 def test_windows_equal_brute_force_with_the_head_at_every_position(n_step, num_envs):
@@ -370,16 +360,6 @@ def test_a_copied_buffer_has_memory_of_its_own():
     assert second.data["rewards"][:2].tolist() == [10.0, 11.0]
 
 
-def test_only_a_plain_buffer_of_one_environment_takes_steps_by_array():
-    class Other(TransitionReplayBuffer):
-        def add(self, *args, **kwargs):
-            super().add(*args, **kwargs)
-
-    buffers = (TransitionReplayBuffer(8, (1,), num_envs=2), PrioritizedReplayBuffer(8, (1,)), Other(8, (1,)))
-    assert not any(buffer.is_numpy for buffer in buffers)
-    assert not TransitionReplayBuffer(8, (1,), obs_dtype=torch.bfloat16).is_numpy
-
-
 def test_a_loaded_buffer_continues_exactly():
     steps = history(2, 30)
     whole, first, second = (TransitionReplayBuffer(22, (3,), num_envs=2) for _ in range(3))
@@ -391,12 +371,6 @@ def test_a_loaded_buffer_continues_exactly():
     a, b = (buffer.draw(500, 3, 0.9, torch.Generator().manual_seed(2)) for buffer in (whole, second))
     for name in ("obs", "rewards", "next_obs", "dones", "discounts"):
         assert torch.equal(getattr(a, name), getattr(b, name))
-
-
-def test_a_nearly_empty_buffer_saves_little():
-    buffer = TransitionReplayBuffer(100_000, (3,))
-    buffer.add(torch.zeros(1, 3), torch.zeros(1), torch.zeros(1), torch.ones(1, 3), torch.zeros(1))
-    assert len(buffer.state_dict()["data"]["observations"]) <= 4
 
 
 def test_adding_and_drawing_never_wait_for_the_device():

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from no_host_sync import NoHostSync
 
 from canter.storage.replay_buffer import ReplayBuffer
 
@@ -14,30 +13,6 @@ def pairs(first, count, width=2):
 
 def content(buffer):
     return sorted(buffer.states[: buffer.num_samples, 0].int().tolist())
-
-
-def test_the_documented_attributes():
-    buffer = ReplayBuffer(3, 10, "cpu")
-    assert buffer.states.shape == buffer.next_states.shape == (10, 3)
-    assert (buffer.step, buffer.num_samples, buffer.buffer_size) == (0, 0, 10)
-
-
-def test_a_write_over_the_end_is_split():
-    buffer = ReplayBuffer(2, 5, "cpu")
-    buffer.insert(*pairs(0, 3))
-    assert (buffer.step, buffer.num_samples) == (3, 3)
-    buffer.insert(*pairs(3, 4))
-    assert (buffer.step, buffer.num_samples) == (2, 5)
-    assert buffer.states[:, 0].tolist() == [5, 6, 2, 3, 4]
-    assert torch.equal(buffer.next_states, buffer.states + 0.5)
-
-
-def test_a_batch_larger_than_the_buffer_keeps_its_last_pairs():
-    buffer = ReplayBuffer(2, 4, "cpu")
-    buffer.insert(*pairs(0, 11))
-    assert content(buffer) == [7, 8, 9, 10]
-    buffer.insert(*pairs(11, 1))
-    assert content(buffer) == [8, 9, 10, 11]
 
 
 @pytest.mark.parametrize("size", [1, 3, 7])
@@ -80,14 +55,6 @@ def test_other_widths_are_refused():
         ReplayBuffer(2, 5, "cpu").insert(torch.zeros(3, 3), torch.zeros(3, 3))
     with pytest.raises(ValueError, match="at least 1"):
         ReplayBuffer(2, 0, "cpu")
-
-
-def test_inserting_and_sampling_do_not_wait_for_the_device():
-    buffer = ReplayBuffer(2, 5, "cpu")
-    states, next_states = pairs(0, 3)
-    with NoHostSync():
-        buffer.insert(states, next_states)
-        buffer.sample(4)
 
 
 @pytest.mark.parametrize("count", [3, 5, 7])  # pairs in a buffer of 5

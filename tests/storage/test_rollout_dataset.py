@@ -58,36 +58,11 @@ class Spy(RolloutFileBase):
         buffer.reward[:] = self.calls.count("fill")
 
 
-def test_the_base_cannot_be_made_and_knows_its_environments():
-    with pytest.raises(TypeError, match="abstract"):
-        RolloutFileBase("x", 3)
-    spy = Spy()
-    assert spy.all_env_ids.tolist() == [0, 1, 2]
-    assert (spy.data_dir, spy.num_envs, spy.device) == ("somewhere", 3, torch.device("cpu"))
-
-
-def test_reset_without_ids_is_of_all_and_with_some_of_those():
-    spy = Spy()
-    spy.reset()
-    spy.reset(torch.arange(3))
-    spy.reset(torch.tensor([1]))
-    assert spy.calls == ["all", "all", [1]]
-
-
 def test_a_batch_is_a_row_or_k_rows_and_resets_once():
     spy = Spy()
     assert spy.get_batch().reward.tolist() == [1, 1, 1]
     assert spy.get_batch(2).reward.tolist() == [[2, 2, 2], [3, 3, 3]]
     assert spy.calls.count("all") == 1
-
-
-def test_iterating_resets_and_serves():
-    spy = Spy()
-    iterator = iter(spy)
-    assert spy.calls == ["all"]
-    assert next(iterator).reward.tolist() == [1, 1, 1]
-    iter(spy)
-    assert spy.calls == ["all", "fill", "all"]
 
 
 # ------------------------------------------------------------------ content
@@ -104,13 +79,6 @@ def test_every_field_of_a_row_is_of_one_step(record):
             assert batch.next_observation.tolist() == [[4, t + 1]]
             assert batch.next_privileged_observation.tolist() == [[4, t + 1, -t - 1]]
     assert batch.done.dtype == batch.timeout.dtype == torch.bool
-
-
-def test_infos_have_time_outs(record):
-    data = dataset(record({0: (0, 3)}, ended="truncated"))
-    flags = [data.get_transition_batch() for _ in range(3)]
-    assert flags[-1][1]["time_outs"].tolist() == [True]
-    assert flags[-1][1]["time_outs"] is flags[-1][0].timeout
 
 
 def test_files_of_a_trajectory_are_continuous(record):
@@ -163,12 +131,6 @@ def test_the_buffer_is_the_same_memory_every_time(record):
     first = {name: value.data_ptr() for name, value in data.get_batch().items()}
     assert {name: value.data_ptr() for name, value in data.get_batch().items()} == first
     assert data.get_buffer(3).reward.data_ptr() == data.get_buffer(3).reward.data_ptr()
-
-
-def test_without_critic_observations_the_critic_sees_the_actors(record):
-    batch = dataset(record({0: (0, 2)}, critic=False)).get_batch()
-    assert batch.privileged_observation is batch.observation
-    assert batch.next_privileged_observation is batch.next_observation
 
 
 def test_dicts_and_images_keep_their_structure_and_kind(tmp_path):
@@ -306,11 +268,6 @@ def test_the_latest_are_the_last_changed(record):
         os.utime(directory / f"trajectory_{k}", (changed, changed))
     assert starts(play(dataset(directory)), 0) == [1, 3, 4, 2, 0]
     assert starts(play(dataset(directory, keep_latest_n_trajs=2)), 0) == [2, 0]
-
-
-def test_several_directories_are_one_dataset(record):
-    first, second = record({0: (0, 2)}, name="a"), record({7: (0, 2)}, name="b")
-    assert sorted(starts(play(dataset([first, second])), 0)) == [0, 7]
 
 
 def test_frames_begin_in_the_range_or_at_zero(record):

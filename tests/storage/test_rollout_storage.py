@@ -39,42 +39,6 @@ def filled(steps=T, dones=None, **kwargs):
     return storage
 
 
-def test_every_field_has_its_documented_shape():
-    storage = RolloutStorage(N, T, [3], [5], [2], hidden_shapes={"memory_a": (2, 1, 8)}, has_invalid_steps=True)
-    shapes = {name: tuple(data.shape[2:]) for name, data in storage.data.items()}
-    assert shapes == {
-        "observations": (3,),
-        "privileged_observations": (5,),
-        "actions": (2,),
-        "rewards": (1,),
-        "env_rewards": (1,),
-        "dones": (1,),
-        "truncated": (1,),
-        "final_values": (1,),
-        "values": (1,),
-        "returns": (1,),
-        "advantages": (1,),
-        "actions_log_prob": (1,),
-        "mu": (2,),
-        "sigma": (2,),
-        "hidden.memory_a": (2, 1, 8),
-        "valid": (1,),
-    }
-    assert all(data.shape[:2] == (T, N) for data in storage.data.values())
-    assert storage.observations is storage.data["observations"]
-    assert storage.dones.dtype == torch.bool
-
-
-@pytest.mark.parametrize("absent", [None, [None]])
-def test_without_privileged_observations_the_critic_sees_the_actors(absent):
-    storage = RolloutStorage(N, T, [3], absent, [2])
-    assert storage.privileged_observations is None
-    for step in range(T):
-        storage.add_transitions(transition(storage, step))
-    batch = next(storage.mini_batch_generator(1, 1))
-    assert batch.critic_obs is batch.obs
-
-
 def test_dict_observations_keep_structure_and_kind():
     shape = {"joints": (3,), "camera": {"left": Field((2, 2), dtype=torch.uint8)}}
     storage = RolloutStorage(N, T, shape, None, [2])
@@ -139,18 +103,6 @@ def test_dones_of_any_kind_are_stored_alike(dtype, shape):
     assert storage.dones[0, :, 0].tolist() == [False, True, False, True]
 
 
-def test_returns_are_rewards_to_go_without_discount():
-    dones = torch.zeros(T, N, dtype=torch.bool)
-    dones[2, 1] = True
-    storage = filled(dones=dones)
-    storage.rewards.fill_(1.0)
-    storage.compute_returns(torch.full((N, 1), 10.0), 1.0, 1.0)
-    assert storage.returns[:, 0, 0].tolist() == [16, 15, 14, 13, 12, 11]
-    assert storage.returns[:, 1, 0].tolist() == [3, 2, 1, 13, 12, 11]
-    assert storage.advantages.mean().abs() < 1e-6
-    assert storage.advantages.std() == pytest.approx(1.0, abs=1e-5)
-
-
 def test_a_partial_rollout_uses_only_its_rows():
     storage = filled()
     storage.clear()
@@ -201,14 +153,6 @@ def test_each_epoch_is_a_new_permutation_of_every_step(num_mini_batches):
     everything = sorted(100 * n + t for n in range(N) for t in range(T))
     assert all(sorted(epoch) == everything for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
-
-
-def test_the_same_generator_gives_the_same_batches():
-    orders = []
-    for seed in (0, 0, 1):
-        generator = torch.Generator().manual_seed(seed)
-        orders.append([flat_ids(b) for b in filled().mini_batch_generator(4, 1, generator)])
-    assert orders[0] == orders[1] != orders[2]
 
 
 def test_every_part_of_a_sample_comes_from_the_same_step():

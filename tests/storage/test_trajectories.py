@@ -55,13 +55,6 @@ def test_unpadding_inverts_padding_and_keeps_every_step_once(trailing):
         assert masks.sum() == 28
 
 
-def test_padding_follows_the_last_step_of_each_trajectory():
-    for seed in range(20):
-        masks = split_and_pad_trajectories(torch.ones(7, 4), random_dones(seed))[1]
-        assert (masks[:-1] >= masks[1:]).all()
-        assert masks[0].all()
-
-
 def test_the_index_can_be_recovered_from_the_masks():
     for seed in range(20):
         dones = random_dones(seed)
@@ -80,23 +73,3 @@ def test_empty_columns_after_the_trajectories_are_ignored():
     assert torch.equal(found.row, exact.row)
     assert torch.equal(found.column, exact.column)
     assert found.total == 7
-
-
-def test_unpadding_leaves_a_block_without_padding_alone():
-    _, masks = split_and_pad_trajectories(IDS, DONES)
-    assert unpad_trajectories(IDS, masks) is IDS
-
-
-@pytest.mark.parametrize("value", [True, False])
-def test_all_done_and_none_done(value):
-    dones = torch.full((3, 2), value)
-    _, masks = split_and_pad_trajectories(torch.ones(3, 2), dones)
-    assert masks.shape == ((3, 6) if value else (3, 2))
-    assert masks.sum(0).tolist() == ([1] * 6 if value else [3, 3])
-
-
-def test_cutting_leaves_the_dones_alone():
-    dones = DONES.clone()
-    episode_starts(dones)
-    split_and_pad_trajectories(IDS, dones)
-    assert torch.equal(dones, DONES)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from canter.utils.console import Console, format_number, shown_metrics, table
+from canter.utils.console import Console, format_number, shown_metrics
 
 METRICS = {
     "time/fps": 5000.0,
@@ -81,41 +81,6 @@ ENVIRONMENT = {
 }
 
 
-def test_reward_terms_and_curriculum_of_the_environment_are_sections():
-    assert shown_metrics(METRICS | ENVIRONMENT | {"eval/mean_reward": 30.0, "eval/std_reward": 2.0}) == {
-        "": shown_metrics(METRICS)[""],
-        "evaluation": [("return", 30.0), ("std reward", 2.0)],
-        "reward": [("track lin vel", 0.5), ("torques", -0.25), ("alive", 1.0)],
-        "curriculum": [("terrain levels", 2.5), ("terrain level", 3.0)],
-        "environment": [("robot/height", 1.0), ("Episode Termination/time out", 7.0)],
-    }
-
-
-def test_reward_terms_of_gymnasiums_mujoco_robots_are_in_the_section_of_rewards():
-    ant = {"extra/reward_forward": 0.75, "extra/log/reward_ctrl": -0.5, "extra/x_velocity": 0.75}
-    assert shown_metrics(ant) == {
-        "reward": [("forward", 0.75), ("ctrl", -0.5)],
-        "environment": [("x velocity", 0.75)],
-    }
-
-
-def test_a_wide_terminal_shows_more_metrics_in_a_row(monkeypatch, terminal):
-    monkeypatch.setenv("COLUMNS", "200")
-    with Console(10, stream=terminal) as console:
-        console.update(1, 10, METRICS)
-    row = next(line for line in plain(terminal.getvalue()).splitlines() if "policy loss" in line)
-    assert len(re.findall(r"[a-z] +-?\d", row)) == min(6, len(shown_metrics(METRICS)[""]))
-
-
-def test_the_metrics_of_a_short_section_stand_below_those_of_the_others(monkeypatch, terminal):
-    with Console(10, stream=terminal) as console:
-        console.update(1, 10, METRICS | {"extra/reward_forward": -0.5})
-    last = plain(terminal.getvalue()).rsplit("iteration 1/10", 1)[1].splitlines()
-    first, single = (next(line for line in last if name in line) for name in ("return ", "forward "))
-    assert single.rstrip().endswith("-0.5")
-    assert single.index("-0.5") + len("-0.5") == re.search(r"return +\S+", first).end()
-
-
 def test_a_line_names_reward_terms_and_curriculum(monkeypatch):
     clock, stream = Clock(monkeypatch), io.StringIO()
     console = Console(10, stream=stream)
@@ -152,15 +117,6 @@ def test_resumed_training_estimates_from_its_own_iterations(monkeypatch):
     console.update(1000, 100_000)
     assert console.seconds_left() == 0.0
     assert console.rate() == pytest.approx(5000.0)
-
-
-def test_rate_and_time_left_are_nan_if_the_clock_does_not_advance(monkeypatch):
-    Clock(monkeypatch)
-    console = Console(10, enabled=False)
-    console.update(1, 100)
-    console.update(2, 200)
-    assert math.isnan(console.rate())
-    assert math.isnan(console.seconds_left())
 
 
 def test_live_display_shows_progress_and_keeps_the_last_return(monkeypatch, terminal):
@@ -222,14 +178,6 @@ def test_no_color_and_dumb_terminals_are_respected(monkeypatch, terminal):
     assert Console(10, stream=Terminal())._live is None
 
 
-def test_disabled_console_writes_nothing():
-    stream = io.StringIO()
-    with Console(10, enabled=False, stream=stream) as console:
-        console.update(1, 10, METRICS)
-        console.message("x")
-    assert stream.getvalue() == ""
-
-
 @pytest.mark.parametrize("live", [False, True])
 def test_stream_closed_during_training_raises_no_error(live, terminal):
     stream = terminal if live else io.StringIO()
@@ -289,28 +237,6 @@ def test_real_terminal_with_the_c_locale_works():
     assert child.returncode == 0, errors.decode()
     assert b"iteration 4/4" in seen
     assert seen.rstrip().endswith(b"\x1b[?25h")
-
-
-def test_shown_metrics_are_few_and_ordered():
-    assert [name for name, _ in shown_metrics(METRICS)[""]] == [
-        "return",
-        "episode length",
-        "policy loss",
-        "value loss",
-        "learning rate",
-        "action std",
-    ]
-    assert len(shown_metrics({f"train/loss_{i}": 0.0 for i in range(50)})[""]) == 18
-
-
-def test_table_aligns_names_at_pad_and_keeps_the_width():
-    text = table({"iteration": 7, "train/value_loss": 0.25, "x" * 100: 1.0}, width=60, pad=20).splitlines()
-    assert text[0] == "#" * 60
-    assert text[1] == "Iteration 7".center(60).rstrip()
-    assert text[3] == "   train/value_loss: 0.25"
-    assert text[4] == "x" * 60
-    assert text[-1] == "-" * 60
-    assert table({}).splitlines()[0] == "#" * 80
 
 
 @pytest.mark.parametrize(

@@ -26,24 +26,6 @@ def names(directory):
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_write_replaces_the_file_and_leaves_no_temporary_file(tmp_path):
-    path = tmp_path / "a.txt"
-    atomic_write(path, put(b"old"))
-    atomic_write(path, put(b"new"))
-    assert path.read_bytes() == b"new"
-    assert names(tmp_path) == ["a.txt"]
-
-
-def test_write_accepts_bytes(tmp_path):
-    atomic_write(tmp_path / "a.txt", b"new")
-    assert (tmp_path / "a.txt").read_bytes() == b"new"
-
-
-def test_write_creates_the_missing_directory(tmp_path):
-    atomic_write(tmp_path / "deleted" / "run" / "a.txt", put(b"x"))
-    assert (tmp_path / "deleted" / "run" / "a.txt").read_bytes() == b"x"
-
-
 @pytest.mark.parametrize("write", [lambda p: atomic_write(p, b"x"), open_append, lambda p: make_folder(p, p.parent)])
 def test_a_place_that_cannot_be_written_is_named_with_its_whole_path(tmp_path, monkeypatch, write):
     def refuse(path, *args, dir_fd=None, **kwargs):

@@ -206,12 +206,6 @@ def test_backends_of_a_list_get_the_same_scalars(tmp_path):
     assert rows_of(tmp_path) == [{"a": 1.0, "b": 2.5, "c": 3.0, "step": 7}]
 
 
-def test_nested_settings_reach_only_their_backend():
-    logger = Logger(["recorder", "other"], logger_kwargs={"other": {"project": "p"}, "wandb": {"entity": "e"}})
-    assert logger.backends["recorder"].kwargs == {}
-    assert logger.backends["other"].kwargs == {"project": "p"}
-
-
 def test_flat_settings_go_to_a_single_backend_and_are_ambiguous_for_two():
     assert Logger("recorder", logger_kwargs={"project": "p"}).backends["recorder"].kwargs == {"project": "p"}
     assert Logger(["recorder"], logger_kwargs={"other": {}}).backends["recorder"].kwargs == {}
@@ -219,12 +213,6 @@ def test_flat_settings_go_to_a_single_backend_and_are_ambiguous_for_two():
         Logger(["recorder", "other"], logger_kwargs={"project": "p"})
     with pytest.raises(ValueError, match="mixes 'project'"):
         Logger(["recorder", "other"], logger_kwargs={"project": "p", "other": {}})
-
-
-def test_logger_without_backend_and_directory_writes_nothing():
-    with Logger(None) as logger:
-        logger.log_scalars({"a": 1.0}, 1)
-    assert logger.backends == {}
 
 
 def test_import_of_the_logger_imports_no_backend_package():
@@ -378,19 +366,6 @@ def test_failed_backend_works_again_when_the_cause_is_gone(monkeypatch):
         logger.log_scalars({"a": 1.0}, 8)
     logger.log_scalars({"a": 1.0}, 9)
     assert [step for step, _ in broken.rows] == [8, 9]
-
-
-def test_backend_that_recovers_stays_on():
-    register_logger("broken", Broken)
-    logger = Logger("broken")
-    broken = logger.backends["broken"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for step in range(20):
-            broken.failing = step % 4 != 3
-            logger.log_scalars({"a": 1.0}, step)
-    assert logger.failures["broken"] == 15
-    assert [step for step, _ in broken.rows] == [3, 7, 11, 15, 19]
 
 
 def test_a_call_that_does_not_return_stops_nothing_and_the_backend_comes_back_when_it_does(tmp_path):

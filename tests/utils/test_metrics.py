@@ -95,13 +95,6 @@ def test_the_buffers_keep_the_last_hundred_episodes():
     assert tracker.num_episodes == 150
 
 
-def test_adding_a_step_never_waits():
-    tracker = EpisodeTracker(2, 3, "cpu")
-    row = torch.ones(2), flags(True, False), flags(True, True)
-    with NoHostSync():
-        add(tracker, *row)
-
-
 def test_unfinished_episodes_can_be_dropped():
     tracker, _ = tracked([[1.0, 1.0]], [[0, 1]])
     tracker.clear_running()
@@ -160,18 +153,6 @@ def test_opposite_infinities_do_not_cancel():
     guard = FiniteGuard(torch.device("cpu"))
     with pytest.raises(NonFiniteError, match="environments 0, 1"):
         guard.check(0, reward=torch.tensor([math.inf, -math.inf]))
-
-
-def test_a_nested_leaf_is_named():
-    guard = FiniteGuard(torch.device("cpu"))
-    with pytest.raises(NonFiniteError, match="'obs.body.q'"):
-        guard.check(0, obs={"body": {"q": torch.tensor([[math.nan]])}})
-
-
-def test_many_environments_are_shortened():
-    guard = FiniteGuard(torch.device("cpu"))
-    with pytest.raises(NonFiniteError, match=r"environments 0, 1, 2, 3, 4, 5, 6, 7 and 92 more\)"):
-        guard.check(0, reward=torch.full((100,), math.nan))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

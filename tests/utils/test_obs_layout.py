@@ -17,14 +17,6 @@ def obs():
     return 100 * torch.arange(2.0).view(2, 1) + torch.arange(8.0)  # value = 100 * row + column
 
 
-def test_segments_are_contiguous():
-    layout = ObsLayout(SEGMENTS)
-    assert [layout.slice(name) for name in "abc"] == [slice(0, 3), slice(3, 7), slice(7, 8)]
-    assert layout.shapes == {"a": (3,), "b": (2, 2), "c": (1,)}
-    assert (layout.sizes, layout.width) == ({"a": 3, "b": 4, "c": 1}, 8)
-    assert layout.size(["c", "b"]) == 5
-
-
 def test_ints_lists_and_numpy_integers_become_tuples_of_ints():
     layout = ObsLayout({"x": 3, "y": list(np.array([2, 2])), "z": np.int64(4), "s": ()})
     assert layout.shapes == {"x": (3,), "y": (2, 2), "z": (4,), "s": ()}
@@ -70,12 +62,6 @@ def test_put_passes_gradients_to_observation_and_values(obs):
     assert obs.grad[0].tolist() == [1, 1, 1, 1, 1, 1, 1, 0]
 
 
-def test_split_returns_every_segment_by_name(obs):
-    parts = ObsLayout(SEGMENTS).split(obs)
-    assert list(parts) == ["a", "b", "c"]
-    assert parts["c"].tolist() == [[7.0], [107.0]]
-
-
 def test_a_wrong_width_is_an_error_with_both_widths(obs):
     layout = ObsLayout(SEGMENTS)
     for call in (lambda: layout.split(obs[:, :7]), lambda: layout.take(obs[:, :7], ["a"])):
@@ -93,12 +79,6 @@ def test_a_dict_becomes_a_vector_in_the_order_of_the_segments():
     assert layout.flat(flat) is flat
     with pytest.raises(ValueError, match=r"has the parts \['leg'\], but its segments are \['eye', 'leg'\]"):
         layout.flat({"leg": flat})
-
-
-def test_a_nested_dict_has_dotted_names():
-    layout = ObsLayout({"base.vel": 1, "joints": 2})
-    nested = {"joints": torch.tensor([[1.0, 2.0]]), "base": {"vel": torch.tensor([[0.0]])}}
-    assert layout.flat(nested).tolist() == [[0.0, 1.0, 2.0]]
 
 
 @pytest.mark.parametrize("lead", [(3,), (4, 3)])
