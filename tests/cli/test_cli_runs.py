@@ -165,7 +165,7 @@ def test_a_slow_film_says_how_far_it_is(trained, monkeypatch, capsys, tmp_path):
     lines = [line for line in capsys.readouterr().out.splitlines() if "frame" in line]
     assert re.fullmatch(r"  frame 1 of at most 3  [\d.]+ frames/s  \(Ctrl-C ends the film here\)", lines[0])
     assert re.fullmatch(r"  frame 2 of at most 3  [\d.]+ frames/s", lines[1])
-    assert lines[3] == f"  video       {tmp_path / 'p.mp4'} (3 frames)"
+    assert lines[3] == f"  video       {tmp_path / 'p.mp4'} (3 frames, the most of a film)"
 
 
 def test_ctrl_c_ends_a_film_that_can_be_watched(trained, monkeypatch, capsys, tmp_path):
@@ -177,7 +177,7 @@ def test_ctrl_c_ends_a_film_that_can_be_watched(trained, monkeypatch, capsys, tm
     add = ShownFilm.add
     monkeypatch.setattr(ShownFilm, "add", interrupt)
     assert main(["play", str(trained), "--video", str(tmp_path / "p.mp4")]) == 0
-    assert f"{tmp_path / 'p.mp4'} (3 frames)" in capsys.readouterr().out
+    assert f"{tmp_path / 'p.mp4'} (3 of at most 500 frames: it was interrupted)" in capsys.readouterr().out
     assert len(imageio.mimread(tmp_path / "p.mp4")) == 3
 
 

@@ -62,7 +62,7 @@ def test_a_film_says_how_much_of_the_episode_it_lacks_and_why(tmp_path):
     assert film_length(made, is_cut=True, seconds=25.0).startswith("85 of at most 1000 frames: rendering took more")
     assert "interrupted" in film_length(made, is_cut=True, seconds=np.inf)
     made.num_frames = made.most_frames = MAX_FRAMES
-    assert f"{MAX_FRAMES} frames are the most" in film_length(made, is_cut=True, seconds=25.0)
+    assert f"{MAX_FRAMES} frames, the most" in film_length(made, is_cut=True, seconds=25.0)
 
 
 @pytest.mark.parametrize(("count", "says"), [(2, "2 runs"), (3, ""), (10, "")])

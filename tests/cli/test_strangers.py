@@ -97,8 +97,8 @@ def test_a_task_whose_module_the_user_names_is_made(trained, tell_tale, capsys):
     capsys.readouterr()
     assert main(["resume", str(trained), "--total-timesteps", "64", "--modules", "stranger"]) == 0
     summary = capsys.readouterr().out
-    assert f"canter play {trained} --modules stranger\n" in summary
-    assert f"canter export {trained} --modules stranger\n" in summary
+    assert f"canter play {trained} --modules stranger" in summary
+    assert f"canter export {trained} --modules stranger" in summary
 
 
 @pytest.mark.parametrize(

@@ -301,8 +301,10 @@ def film_length(made: ShownFilm, is_cut: bool, seconds: float) -> str:
     """How many frames a film has, and why it has no more."""
     if not is_cut:
         return f"{made.num_frames} frames"
-    reason = f"{MAX_FRAMES} frames are the most" if made.num_frames >= MAX_FRAMES else "it was interrupted"
-    if reason == "it was interrupted" and time.monotonic() - made.began >= seconds:
+    if made.num_frames >= MAX_FRAMES:
+        return f"{made.num_frames} frames, the most of a film"
+    reason = "it was interrupted"
+    if time.monotonic() - made.began >= seconds:
         reason = f"rendering took more than {seconds:g} s; canter play without --seconds films the rest"
     return f"{made.num_frames} of at most {made.most_frames} frames: {reason}"
 

@@ -287,8 +287,9 @@ def show_results(runner: Runner, path: Path) -> None:
     except ValueError as error:
         print_row("curve", f"none: {error}")
     if info.get("video", True):
-        print_row("video", "filming an episode ...")
-        print_row("", record_video(path, modules_of(runner)))
+        if sys.stdout.isatty():  # it may take half a minute
+            print("  filming an episode ...", end="\r", flush=True)
+        print_row("video", record_video(path, modules_of(runner)))
     print_row("next", command_for("play", runner, path, *chosen))
     print_row("", command_for("export", runner, path, *chosen))
     print_row("", command_for("resume", runner, path, "--total-timesteps", str(info["total_timesteps"])))
@@ -299,7 +300,7 @@ def show_results(runner: Runner, path: Path) -> None:
 def command_for(command: str, runner: Runner, path: Path, *flags: str) -> str:
     """A command of canter on a run, with the modules that it must name to import them."""
     modules = modules_of(runner)
-    return " ".join([program("canter"), command, str(path), *flags, *(["--modules", *modules] if modules else [])])
+    return " ".join([program("canter"), command, str(path), *(["--modules", *modules] if modules else []), *flags])
 
 
 def program(name: str) -> str:
@@ -330,7 +331,11 @@ def record_video(path: Path, modules: Sequence[str] = ()) -> str:
     except subprocess.TimeoutExpired:
         return "none: rendering took too long"
     if done.returncode == 0 and video.is_file():
-        rows = [line.strip() for line in done.stdout.splitlines() if str(video) in line]
-        return rows[-1].removeprefix("video").strip() if rows else str(video)
+        cut = [
+            line
+            for line in done.stdout.splitlines()
+            if str(video) in line and ("of at most" in line or "the most" in line)
+        ]
+        return cut[-1].strip().removeprefix("video").strip() if cut else str(video)
     reason = (done.stderr.strip() or f"rendering ended with exit code {done.returncode}").splitlines()[-1]
     return f"none: {reason.removeprefix('canter: ')[:200]}"
