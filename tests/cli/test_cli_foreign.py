@@ -12,7 +12,7 @@ from canter.export.load import load
 from canter.export.runtime import Policy
 from canter.utils.checkpoint import load_checkpoint
 
-FILES = Path(__file__).parents[1] / "runners" / "rsl_rl"
+FILES = Path(__file__).parents[1] / "compat" / "rsl_rl"
 
 
 @pytest.fixture(params=["rsl_rl_5_mlp_normalized", "rsl_rl_5_gru", "rsl_rl_5_beta"])

@@ -387,7 +387,7 @@ def test_a_setting_of_the_preset_is_dropped_where_a_flag_leaves_it_without_effec
     assert parse_train([*off, "--config", str(tmp_path / "mine.yaml")])[1]["algorithm"]["clip_obs"] == 7.0
 
 
-MJLAB = Path(__file__).parents[1] / "runners" / "rsl_rl" / "mjlab_configs.json"
+MJLAB = Path(__file__).parents[1] / "compat" / "rsl_rl" / "mjlab_configs.json"
 GO1 = "Mjlab-Velocity-Flat-Unitree-Go1"
 
 

@@ -91,7 +91,7 @@ class ImageNetwork(nn.Module):
             raise TypeError(f"a CNN needs one 3-D image as observation, got {obs_space}; flatten it for an MLP")
         self.obs_space = obs_space
         names = ("conv_channels", "conv_kernels", "conv_strides")
-        layers = tuple(cfg[name] for name in names)
+        layers: tuple[Any, ...] = tuple(cfg[name] for name in names)
         if layers == tuple(CNN_SETTINGS[name] for name in names):
             layers = tuple(image_layers(*shape[1:]).values())
         options: Any = {
@@ -99,7 +99,8 @@ class ImageNetwork(nn.Module):
             "output_size": output_dim,
             "nonlinearity": cfg["activation"],
         }
-        self.cnn = Conv2dHeadModel(shape, *layers, **options)
+        channels, kernels, strides = layers
+        self.cnn = Conv2dHeadModel(shape, channels, kernels, strides, **options)
 
     def forward(self, obs: Tensor) -> Tensor:
         """Images (B, C, H, W) or (B, H, W, C), or stacks of them -> (B, output_dim)."""
