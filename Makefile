@@ -1,14 +1,16 @@
 # make train | test | check | docs. Each installs what it needs into .venv, again only when the requirements change.
 PYTHON ?= python3
-TASK ?= LunarLanderContinuous-v3
 ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+# box2d has no wheel for Python 3.14: there another task is trained.
+HAS_BOX2D := $(shell $(or $(wildcard $(BIN)/python),$(PYTHON)) -c 'import sys; print("yes" * (sys.version_info < (3, 14)))')
+TASK ?= $(if $(HAS_BOX2D),LunarLanderContinuous-v3,CartPole-v1)
 REQUIREMENTS := pyproject.toml constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 comma := ,
-TRAIN_EXTRAS := box2d,mujoco,video$(if $(filter envpool/%,$(TASK)),$(comma)envpool)
+TRAIN_EXTRAS := $(if $(HAS_BOX2D),box2d$(comma))mujoco,video$(if $(filter envpool/%,$(TASK)),$(comma)envpool)
 
 .DEFAULT_GOAL := help
 .PHONY: help train test check format docs clean
@@ -41,7 +43,7 @@ clean:  ## Remove what was built, but no runs.
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; \
-	  (3, 10) <= v < (3, 14) or sys.exit(f"canter needs Python 3.10 to 3.13, {sys.executable} is {v[0]}.{v[1]}: make PYTHON=python3.12")'
+	  (3, 11) <= v < (3, 15) or sys.exit(f"canter needs Python 3.11 to 3.14, {sys.executable} is {v[0]}.{v[1]}: make PYTHON=python3.12")'
 	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed-%: $(REQUIREMENTS) | $(BIN)/python

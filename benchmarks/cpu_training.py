@@ -1,14 +1,15 @@
-"""PPO on CPU environments: canter against Stable-Baselines3, with the same environments, networks and settings.
+"""PPO on CPU environments: canter against Stable-Baselines3 and SBX, with the same environments, networks and settings.
 
-    python -m venv peer && peer/bin/pip install stable-baselines3 "gymnasium[mujoco]"
+    python -m venv peer && peer/bin/pip install stable-baselines3 sbx-rl "gymnasium[mujoco]"
     python benchmarks/cpu_training.py --sb3-python peer/bin/python
     python benchmarks/cpu_training.py --sb3-python peer/bin/python --train-seconds 60     # and what was learned by when
 
-"canter" runs as it is (`execution="auto"`), "compiled" with `execution="compile"`, which takes some seconds when a run
-begins. Steps per second are of whole iterations: acting, stepping and learning. Every measurement is a process of its
-own, libraries take turns so that all see the same load, each is tried on one core and on two, with as many threads, and
-shown with what suits it best; figures are medians of the turns. Steps per second of processor time and of the fastest
-single iteration are shown beside, since they depend less on what else the machine does.
+SBX is Stable-Baselines3 on JAX. "canter" runs as it is (`execution="auto"`), with a callback in Python, so that its
+replays are compared once an iteration; "eager" without replays; "compiled" with `execution="compile"`, which compiles
+beside the run if the rest of it pays. Steps per second are of whole iterations: acting, stepping and learning. Every
+measurement is a process of its own, libraries take turns so that all see the same load, each is tried on one core and
+on two, with as many threads, and shown with what suits it best; figures are medians of the turns. Steps per second of
+processor time and of the fastest single iteration are shown beside: they depend less on what else the machine does.
 
 Both libraries decay the learning rate (CartPole: the clip range too) over the same number of steps, and bootstrap
 time-outs from the final observation. VecNormalize takes every step into its statistics, canter every rollout.
@@ -17,6 +18,7 @@ time-outs from the final observation. VecNormalize takes every step into its sta
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -138,13 +140,13 @@ def work_canter(task, prefix, execution, clock, seed, record):
     runner.learn(total_timesteps=t["total"])
 
 
-def work_sb3(task, clock, seed, record):
-    from stable_baselines3 import PPO
+def work_sb3(task, library, clock, seed, record):
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.vec_env import VecNormalize
     from torch import nn
 
+    make = importlib.import_module(library).PPO
     t = TASKS[task]
 
     class Look(BaseCallback):
@@ -172,7 +174,9 @@ def work_sb3(task, clock, seed, record):
         "optimizer_kwargs": {"eps": 1e-8},
         "log_std_init": math.log(t["std"]),
     }
-    model = PPO(
+    if library == "sbx":  # its networks are Flax's, with tanh, and its optimizer is Optax's
+        policy = {"net_arch": t["hidden"], "log_std_init": math.log(t["std"])}
+    model = make(
         "MlpPolicy",
         env,
         n_steps=t["steps"],
@@ -194,12 +198,17 @@ def work_sb3(task, clock, seed, record):
 
 
 WORKERS = {
-    "sb3": work_sb3,
+    "sb3": lambda task, *rest: work_sb3(task, "stable_baselines3", *rest),
+    "sbx": lambda task, *rest: work_sb3(task, "sbx", *rest),
+    "canter eager": lambda task, *rest: work_canter(task, "", "eager", *rest),
     "canter": lambda task, *rest: work_canter(task, "", "auto", *rest),
     "canter compiled": lambda task, *rest: work_canter(task, "", "compile", *rest),
     "canter EnvPool": lambda task, *rest: work_canter(task, "envpool/", "auto", *rest),
     "canter EnvPool compiled": lambda task, *rest: work_canter(task, "envpool/", "compile", *rest),
 }
+
+
+PEERS = ("sb3", "sbx")
 
 
 def work(args):
@@ -216,7 +225,7 @@ def work(args):
 
 
 def measure(args, library, task, cores, seconds, seed, record=False):
-    python = args.sb3_python if library == "sb3" else sys.executable
+    python = args.sb3_python if library in PEERS else sys.executable
     command = [python, __file__, "--worker", library, "--tasks", task, "--cores", str(cores)]
     command += ["--seconds", str(seconds), "--seed", str(seed), "--train-seconds", str(int(record))]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": str(cores)})
@@ -227,7 +236,7 @@ def measure(args, library, task, cores, seconds, seed, record=False):
 
 def libraries(args, task):
     """Those to measure."""
-    wanted = [name for name in args.libraries if name != "sb3" or args.sb3_python]
+    wanted = [name for name in args.libraries if name not in PEERS or args.sb3_python]
     return [name for name in wanted if "EnvPool" not in name or task in args.envpool]
 
 
@@ -293,7 +302,7 @@ def at(curve, seconds):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sb3-python", help="the Python of an environment with Stable-Baselines3; left out if absent")
+    parser.add_argument("--sb3-python", help="the Python of an environment with both; else they are left out")
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--libraries", nargs="*", default=list(WORKERS), choices=list(WORKERS))
     parser.add_argument("--envpool", nargs="*", default=["HalfCheetah-v5"], help="tasks to run with EnvPool as well")

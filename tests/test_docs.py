@@ -76,7 +76,7 @@ def python_of(page, folder):
 def test_the_ten_lines_of_the_readme_solve_their_task(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     first = PYTHON.search((ROOT / "README.md").read_text(encoding="utf-8"))
-    Path("ten_lines.py").write_text(first[1].replace("load_preset(", "dict(seed=1) | load_preset("))
+    Path("ten_lines.py").write_text(first[1].replace("log_dir=", "settings={'seed': 1}, log_dir="))
     runpy.run_path("ten_lines.py")
     assert float(capsys.readouterr().out.splitlines()[-1]) > 450
 
@@ -336,11 +336,12 @@ def plan(*args):
 
 @needs_make
 def test_make_train_installs_a_light_set_and_trains_the_task_asked_for():
-    text = plan("train", "TASK=CartPole-v1", "ARGS=--seed 2")
+    text = plan("train", "TASK=CartPole-v1", "ARGS=--seed 2", "HAS_BOX2D=yes")
     assert "--constraint constraints.txt --editable '.[box2d,mujoco,video]'" in text
     assert "canter train CartPole-v1 --seed 2" in text
-    assert "canter train LunarLanderContinuous-v3" in plan("train")
-    assert "'.[box2d,mujoco,video,envpool]'" in plan("train", "TASK=envpool/HalfCheetah-v5")
+    assert "canter train LunarLanderContinuous-v3" in plan("train", "HAS_BOX2D=yes")
+    assert "canter train CartPole-v1" in plan("train", "HAS_BOX2D=")
+    assert "'.[mujoco,video,envpool]'" in plan("train", "TASK=envpool/HalfCheetah-v5", "HAS_BOX2D=")
 
 
 @needs_make
@@ -351,3 +352,14 @@ def test_make_check_runs_what_it_promises_and_ci_runs_the_tests():
     assert "OMP_NUM_THREADS=1" in plan("test")
     assert os.access(ROOT / ".ci/run", os.X_OK)
     assert "make test" in (ROOT / ".ci/run").read_text()
+
+
+def test_the_workflows_run_the_commands_of_the_readme_on_every_python_that_is_declared():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())["jobs"]
+    commands = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
+    assert commands["test"] == ["make test"]
+    assert commands["train"] == ["make train"]
+    declared = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    assert jobs["test"]["strategy"]["matrix"]["python"] == declared
+    for path in re.findall(r"tests/\S+\.py", " ".join(commands["check"])):
+        assert (ROOT / path).is_file(), path

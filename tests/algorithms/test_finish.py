@@ -99,10 +99,3 @@ def test_a_rollout_is_finished_once():
     before = alg.rollout.rewards.clone()
     alg.compute_returns(torch.tensor([[10.0]]))
     assert torch.equal(alg.rollout.rewards, before)
-
-
-def test_hooks_of_earlier_versions_are_refused_with_their_new_names():
-    with pytest.raises(TypeError, match=r"Old.loss_terms is not called.*losses\(terms, batch, out\)"):
-        type("Old", (Extension,), {"loss_terms": lambda self, terms, batch, out: None})
-    with pytest.raises(TypeError, match="record_step is not called; override store_step"):
-        type("Old", (PPO,), {"record_step": lambda self, step, record: {}})

@@ -222,7 +222,7 @@ def test_flags_are_grouped_in_the_help(capsys):
 def test_choices_are_listed_in_the_help(capsys):
     text = help_text(capsys, "CartPole-v1", "--policy.class-name", "ActorCriticRecurrent")
     assert "--callback-errors {raise,warn}" in text
-    assert "--logger-backend {jsonl,tensorboard,wandb,swanlab,neptune}" in text
+    assert "--logger-backend {jsonl,tensorboard,wandb,swanlab,trackio,mlflow}" in text
     assert "--profile" in text
     assert "--policy.rnn-type {lstm,gru}" in text
     assert "--policy.activation {elu,selu,relu," in text

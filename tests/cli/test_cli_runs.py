@@ -384,10 +384,10 @@ def test_a_missing_extra_names_the_command_that_installs_it(task, extra, monkeyp
 
 
 def test_a_missing_logging_backend_is_an_error_before_the_training(train, monkeypatch, capsys, tmp_path):
-    monkeypatch.setitem(sys.modules, "neptune", None)
-    code, _ = train("canter/CartPole", "--logger-backend", "neptune")
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    code, _ = train("canter/CartPole", "--logger-backend", "trackio")
     assert code == 2
-    assert 'pip install "canter[neptune]"' in capsys.readouterr().err
+    assert 'pip install "canter[trackio]"' in capsys.readouterr().err
     assert list(tmp_path.rglob("*seed*")) == []
 
 

@@ -132,10 +132,10 @@ def test_a_logging_setting_that_does_not_exist_is_named_before_anything_is_writt
 
 
 def test_a_missing_package_of_a_logger_is_one_line(trained, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "neptune", None)
-    edit(trained, lambda config: config.update(logger_backend="neptune"))
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    edit(trained, lambda config: config.update(logger_backend="trackio"))
     assert main(["resume", str(trained)]) == 2
-    assert 'pip install "canter[neptune]"' in one_line(capsys)
+    assert 'pip install "canter[trackio]"' in one_line(capsys)
 
 
 @pytest.mark.parametrize(

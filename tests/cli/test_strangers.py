@@ -238,7 +238,11 @@ def test_an_upload_takes_no_host_from_a_checkpoint(spied, monkeypatch, capsys):
             {"settings": {"base_url": "https://evil.invalid"}, "entity": "them", "dir": "/", "project": "them/x"},
         ),
         ("swanlab", {"api_key": "k", "host": "evil.invalid", "workspace": "them", "log_dir": "/", "callbacks": ["a"]}),
-        ("neptune", {"api_token": "t", "project": "x", "proxies": {"https": "evil.invalid"}, "source_files": ["/"]}),
+        (
+            "trackio",
+            {"space_id": "them/x", "server_url": "https://evil.invalid", "webhook_url": "https://evil.invalid"},
+        ),
+        ("mlflow", {"tracking_uri": "https://evil.invalid", "tags": {"mlflow.user": "them"}, "experiment": "../x"}),
         ("tensorboard", {"filename_suffix": "/../../x", "log_dir": "/"}),
     ],
 )

@@ -130,6 +130,7 @@ def test_dicts_of_isaac_lab_are_taken_as_they_are_or_refused_by_name(task):
     assert set(listed(given)) <= {
         "experiment_name",
         "run_name",
+        "neptune_project",
         "load_run",
         "load_checkpoint",
         "class_name",
@@ -354,7 +355,7 @@ def test_mixed_precision_and_optimizer():
             "wandb",
             {"wandb": {"project": "p", "tags": ["a"]}},
         ),
-        ({"logger": "Neptune", "neptune_project": "n"}, "neptune", {"neptune": {"project": "n"}}),
+        ({"logger": "SwanLab", "neptune_project": "n"}, "swanlab", None),
         ({"logger": {"class_name": "WandbLogWriter", "project_name": "q"}}, "wandb", {"wandb": {"project": "q"}}),
         ({"logger": "tensorboard", "wandb_tags": []}, "tensorboard", None),
     ],

@@ -4,6 +4,7 @@ import torch
 from gymnasium import spaces
 
 from canter.compat.batched_envs import RslRlAdapter, is_batched, join_groups, resolve_sets
+from canter.envs.check import check_env
 from canter.envs.records import take_groups
 
 ACTION = torch.zeros(3, 2)
@@ -508,8 +509,20 @@ def test_the_critics_group_beside_unknown_names_is_not_given_to_the_actor(third)
     class Named(third):
         names = ("joints", "critic")
 
-    with pytest.raises(KeyError, match=r"no 'actor' or 'policy' set .* give obs_groups=\{'actor': \[...\]\}"):
-        RslRlAdapter(Named())
+    assert RslRlAdapter(Named()).sets == (["joints"], ["critic"])
+
+
+def test_a_group_that_no_network_sees_is_named(third):
+    class Rich(third):
+        names = ("policy", "privileged")
+
+        def groups(self, obs, critic):
+            return {**super().groups(obs, critic), "depth": critic}
+
+    with pytest.warns(UserWarning, match=r"\['depth'\]"):
+        adapter = RslRlAdapter(Rich())
+    assert adapter.sets == (["policy"], ["policy", "privileged"])
+    assert "depth of the observation is used by no network" in check_env(Rich(), num_steps=2).notes
 
 
 def test_a_group_that_the_actor_lacks_is_named(third):

@@ -159,15 +159,19 @@ def test_a_vec_env_that_breaks_the_contract_is_a_problem():
     assert "reward must be (3,) torch.float32, got (3, 1) torch.float32" in report.problems
 
 
-def test_images_with_channels_last_are_a_problem(scripted):
+def test_the_report_says_which_network_each_part_gets(scripted):
+    space = spaces.Dict({"camera": spaces.Box(0, 255, (8, 8, 3), np.uint8), "speed": spaces.Box(-1, 1, (2,))})
+    space["privileged"] = spaces.Box(-1, 1, (3,))
+
     class Camera(scripted):
-        observation_space = spaces.Box(0, 255, (8, 8, 3), np.uint8)
+        observation_space = space
 
         def _obs(self):
-            return np.zeros((8, 8, 3), np.uint8)
+            return space.sample()
 
     report = check_env(Camera, num_steps=3)
-    assert report.problems == ["image obs (8, 8, 3) has its channels last; wrap the environment in ChannelsFirst"]
+    assert report.ok
+    assert report.networks == "CNN for camera, MLP for speed; critic: CNN for camera, MLP for speed, privileged"
 
 
 def test_time_limits_are_reached_where_episodes_can_be_moved():

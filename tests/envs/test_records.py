@@ -273,8 +273,25 @@ def test_a_tensor_is_both_observations():
 
 @pytest.mark.parametrize("actor", ["obs", "policy", "actor"])
 @pytest.mark.parametrize("critic", ["privileged_obs", "critic_obs", "critic"])
-def test_groups_are_known_by_name(actor, critic):
-    assert split_groups({actor: A, critic: B, "other": C}) == (A, B)
+def test_groups_are_known_by_name_and_the_actor_sees_the_rest(actor, critic):
+    assert split_groups({actor: A, critic: B}) == (A, B)
+    assert split_groups({actor: A, critic: B, "other": C}) == ({actor: A, "other": C}, B)
+
+
+def test_no_key_is_lost_beside_a_group_with_a_name():
+    obs = {"obs": A, "other": B}
+    assert split_groups(obs) == (obs, obs)
+
+
+def test_a_privileged_group_is_what_the_critic_sees_beside_the_actors():
+    obs = {"observation": A, "privileged": B}
+    assert split_groups(obs) == (A, obs)
+    assert split_groups({"policy": A, "critic": B, "privileged": C}) == (A, {"critic": B, "privileged": C})
+
+
+def test_a_key_that_no_network_sees_is_named_in_a_warning():
+    with pytest.warns(UserWarning, match="'critic_obs'"):
+        split_groups({"actor_obs": A, "critic_obs": B, "privileged_obs": C})
 
 
 def test_a_missing_critic_group_is_the_actors():

@@ -168,7 +168,7 @@ def test_the_adapter_registered_last_is_tried_first(fake_simulator, second):
     register_adapter("mine", lambda env: isinstance(env, second), lambda *given: torch_envs.CartPole(3), "a Second")
     assert type(wrap_env(second())) is torch_envs.CartPole
     order = [line.split(":")[0] for line in known_adapters(3).splitlines()[1:]]
-    ours = ["- canter", "- EnvPool", "- Gymnasium vector", "- ApexRL style", "- mjlab", "- rsl_rl style"]
+    ours = ["- canter", "- PettingZoo", "- Stable-Baselines3", "- EnvPool", "- Gymnasium vector", "- ApexRL style"]
     assert order[:7] == ["- mine", *ours]
     register_adapter("mine", lambda env: False, lambda *given: None, "nothing")
     assert type(wrap_env(second())) is RslRlAdapter

@@ -169,10 +169,9 @@ def test_the_configuration_rebuilds_the_run(make_runner, tmp_path):
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["max_iterations"] == 9
 
 
-@pytest.mark.parametrize("name", ["wandb", "neptune", "swanlab"])
+@pytest.mark.parametrize("name", ["wandb", "swanlab", "trackio", "mlflow"])
 def test_a_backend_is_chosen_by_name_with_its_project(make_runner, tmp_path, monkeypatch, name):
     started = []
-    monkeypatch.setenv("NEPTUNE_API_TOKEN", "x")
     assert BACKENDS[name].__name__ == f"_{name.capitalize()}Backend"
 
     class Fake(Recorder):
@@ -181,7 +180,7 @@ def test_a_backend_is_chosen_by_name_with_its_project(make_runner, tmp_path, mon
             started.append(settings)
 
     monkeypatch.setitem(BACKENDS, name, Fake)
-    key = {f"{name}_project": "legs"} if name != "swanlab" else {"logger_kwargs": {"swanlab": {"project": "legs"}}}
+    key = {"wandb_project": "legs"} if name == "wandb" else {"logger_kwargs": {name: {"project": "legs"}}}
     make_runner(log_dir=tmp_path, logger=name, **key).learn(1)
     assert started == [{"project": "legs"}]
 

@@ -125,59 +125,7 @@ def test_backend_is_chosen_by_name_and_gets_its_settings(tmp_path, monkeypatch, 
     assert run.finished
 
 
-class FakeNeptuneField:
-    def __init__(self, log, name):
-        self.log, self.name = log, name
-
-    def append(self, value, step):
-        self.log.append((self.name, value, step))
-
-    def upload(self, path):
-        self.log.append((self.name, path))
-
-
-class FakeNeptuneRun:
-    def __init__(self, **kwargs):
-        self.kwargs, self.events, self.values, self.stopped = kwargs, [], {}, False
-
-    def __getitem__(self, name):
-        return FakeNeptuneField(self.events, name)
-
-    def __setitem__(self, name, value):
-        self.values[name] = value
-
-    def stop(self):
-        self.stopped = True
-
-
-def test_neptune_appends_series_uploads_files_and_needs_its_token(tmp_path, monkeypatch):
-    runs = []
-
-    def init_run(**kwargs):
-        runs.append(FakeNeptuneRun(**kwargs))
-        return runs[-1]
-
-    monkeypatch.setitem(sys.modules, "neptune", fake_module("neptune", init_run=init_run))
-    monkeypatch.delenv("NEPTUNE_API_TOKEN", raising=False)
-    with pytest.raises(KeyError, match="NEPTUNE_API_TOKEN"):
-        Logger("neptune", tmp_path, {"project": "me/dogs"})
-    monkeypatch.setenv("NEPTUNE_API_TOKEN", "x")
-    with Logger("neptune", tmp_path, {"project": "me/dogs"}, config={"a": [1], "b": {"c": None}}) as logger:
-        logger.log_scalars({"train/x": 1.5}, 10)
-        logger.save_file(tmp_path / "canter.diff")
-        logger.save_model(tmp_path / "model_3.pt", 3)
-    run = runs[0]
-    assert run.kwargs["project"] == "me/dogs"
-    assert run.values == {"config": {"a": "[1]", "b": {"c": "None"}}}
-    assert run.events == [
-        ("train/x", 1.5, 10),
-        ("files/canter.diff", str(tmp_path / "canter.diff")),
-        ("models/model_3", str(tmp_path / "model_3.pt")),
-    ]
-    assert run.stopped
-
-
-@pytest.mark.parametrize("name", ["wandb", "swanlab", "neptune"])
+@pytest.mark.parametrize("name", ["wandb", "swanlab", "trackio", "mlflow"])
 def test_missing_package_names_the_extra(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=rf'pip install "canter\[{name}\]"'):
@@ -195,7 +143,7 @@ def test_missing_package_in_a_list_is_skipped_with_a_warning_unless_none_is_left
 
 
 def test_unknown_name_lists_the_registered_ones_and_how_to_add_one(tmp_path):
-    names = "jsonl, neptune, other, recorder, swanlab, tensorboard, wandb"
+    names = "jsonl, mlflow, other, recorder, swanlab, tensorboard, trackio, wandb"
     with pytest.raises(ValueError, match="'tensorbord'.*'tensorboard'"):
         Logger("tensorbord", tmp_path)
     with pytest.raises(ValueError, match=f"'zzz'.* {names}; .*register_logger"):
@@ -270,7 +218,7 @@ def test_flat_settings_go_to_a_single_backend_and_are_ambiguous_for_two():
 def test_import_of_the_logger_imports_no_backend_package():
     code = (
         "import sys, canter.utils.logging, canter.utils.console, canter.utils.plots\n"
-        "print([m for m in ('wandb', 'swanlab', 'neptune', 'tensorboard', 'matplotlib') if m in sys.modules])"
+        "print([m for m in ('wandb', 'swanlab', 'trackio', 'mlflow', 'tensorboard', 'matplotlib') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -692,3 +640,71 @@ def test_swanlab_offline_writes_a_run(tmp_path, monkeypatch):
     run = next((tmp_path / "swanlab").glob("run-*"))
     assert b"train/a" in next(run.glob("*.swanlab")).read_bytes()
     assert list(run.glob("media/image/*.png"))
+
+
+def log_everything(logger, tmp_path):
+    (tmp_path / "bundle.md").write_text("page")
+    (tmp_path / "model_3.pt").write_text("weights")
+    logger.log_scalars({"train/a": 1.5, "train/b": 0.25}, 24)
+    logger.log_scalars({"train/a": 2.5}, 48)
+    logger.log_histogram("h", torch.arange(10.0), 48)
+    logger.log_image("i", np.zeros((8, 8, 3), np.uint8), 48)
+    logger.log_video("film", np.zeros((3, 8, 8, 3), np.uint8), 48)
+    logger.save_file(tmp_path / "bundle.md")
+    logger.save_model(tmp_path / "model_3.pt", 3)
+
+
+def test_trackio_writes_a_local_run(tmp_path):
+    """In a process of its own: Trackio reads its place when it is imported."""
+    pytest.importorskip("trackio")
+    script = (
+        "import json, sys, warnings\n"
+        "from pathlib import Path\n"
+        "import trackio\n"
+        "from tests.utils.test_logging import Logger, log_everything\n"
+        "warnings.simplefilter('error', UserWarning)\n"
+        "folder = Path(sys.argv[1])\n"
+        "config = {'lr': 0.5, 'api_key': 'k', 'sizes': [64, 64]}\n"
+        "with Logger('trackio', folder / 'run', {'project': 'dogs'}, config=config) as logger:\n"
+        "    log_everything(logger, folder)\n"
+        "run, = trackio.Api().runs('dogs')\n"
+        "print(json.dumps(run.config))\n"
+        "from trackio.cli import main\n"
+        "sys.argv[1:] = 'get metric --project dogs --run run --metric train/a --json'.split()\n"
+        "main()\n"
+    )
+    env = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", script, tmp_path], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout[done.stdout.index("{") :]
+    config, end = json.JSONDecoder().raw_decode(printed)
+    assert (config["lr"], config["api_key"], config["sizes"]) == (0.5, "<redacted>", [64, 64])
+    rows = json.loads(printed[end:])["values"]
+    assert [(row["step"], row["value"]) for row in rows] == [(24, 1.5), (48, 2.5)]
+    kept = {path.suffix for path in (tmp_path / "trackio").rglob("*") if path.is_file()}
+    assert {".png", ".gif"} <= kept
+
+
+def test_mlflow_writes_to_a_local_database(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.chdir(tmp_path)  # where the files of runs are stored
+    place = {"experiment": "dogs", "tracking_uri": f"sqlite:///{tmp_path}/mlflow.db"}
+    with Logger("mlflow", tmp_path / "run", place, config={"lr": 0.5, "net": {"sizes": [64, 64]}}) as logger:
+        log_everything(logger, tmp_path)
+    assert logger.failures["mlflow"] == 0
+    client = mlflow.MlflowClient(place["tracking_uri"])
+    (run,) = client.search_runs([client.get_experiment_by_name("dogs").experiment_id])
+    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+    assert run.data.params == {"lr": "0.5", "net.sizes": "[64, 64]"}
+    assert [(row.step, row.value) for row in client.get_metric_history(run.info.run_id, "train/a")] == [
+        (24, 1.5),
+        (48, 2.5),
+    ]
+    files = [path.name for path in (tmp_path / "mlruns").rglob("*")]
+    assert {"film-48.gif", "model_3.pt", "bundle.md", "config.json"} <= set(files)
+    with Logger("mlflow", tmp_path / "run", {**place, "run_id": run.info.run_id}, config={"lr": 0.1}) as logger:
+        logger.log_scalars({"train/a": 3.5}, 72)  # a run that goes on, with another setting
+    assert logger.failures["mlflow"] == 0
+    assert client.get_run(run.info.run_id).data.metrics["train/a"] == 3.5

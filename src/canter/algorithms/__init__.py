@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 from canter.algorithms.algorithm import Terms
 from canter.algorithms.appo import APPO, ATPPO, APPOAlgoMixin, APPOConfig, ATPPOConfig
+from canter.algorithms.constraints import ConstraintConfig, Constraints
+from canter.algorithms.critic_groups import CriticGroupConfig, CriticGroups
 from canter.algorithms.dqn import DQN, DQNConfig
 from canter.algorithms.estimation import Estimation
 from canter.algorithms.estimator import (
@@ -14,11 +16,13 @@ from canter.algorithms.estimator import (
     EstimatorTPPOConfig,
 )
 from canter.algorithms.extension import Extension
+from canter.algorithms.gradient_penalty import GradientPenalty
 from canter.algorithms.motion_prior import MotionPrior
 from canter.algorithms.ppo import PPO, PPOConfig
 from canter.algorithms.rnd import RND, RNDConfig
 from canter.algorithms.sac import SAC, SACConfig
 from canter.algorithms.schedules import GET_PROB_FUNC
+from canter.algorithms.smoothness import Smoothness, SmoothnessConfig
 from canter.algorithms.symmetry import Symmetry
 from canter.algorithms.td3 import TD3, TD3Config
 from canter.algorithms.teacher import Teacher
@@ -66,6 +70,10 @@ __all__ = [
     "APPOAlgoMixin",
     "APPOConfig",
     "ATPPOConfig",
+    "ConstraintConfig",
+    "Constraints",
+    "CriticGroupConfig",
+    "CriticGroups",
     "DQNConfig",
     "Entry",
     "Estimation",
@@ -75,10 +83,13 @@ __all__ = [
     "EstimatorTPPO",
     "EstimatorTPPOConfig",
     "Extension",
+    "GradientPenalty",
     "MotionPrior",
     "PPOConfig",
     "RNDConfig",
     "SACConfig",
+    "Smoothness",
+    "SmoothnessConfig",
     "Symmetry",
     "TD3Config",
     "TPPOConfig",

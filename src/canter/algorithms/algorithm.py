@@ -1,6 +1,7 @@
 """Base of every algorithm: settings that stay live while it trains, saving and loading."""
 
 import dataclasses
+import inspect
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -274,7 +275,7 @@ class Algorithm(AlgorithmNames):
             raise TypeError(f"the cfg of {owner} is a config object such as {own_config}, got {cfg!r:.80}")
         bases = [base for base in type(cfg).__mro__ if issubclass(base, AlgorithmSettings)]
         others = [base for base in bases if not issubclass(base, self.settings_class) and base not in wanted.__mro__]
-        declared = {name for base in others for name in vars(base).get("__annotations__", ())}
+        declared = {name for base in others for name in inspect.get_annotations(base)}
         if unknown := sorted(declared - field_names(wanted)):
             problem = f"{owner} does not have settings of {type(cfg).__name__}: {', '.join(unknown[:3])}"
             raise ValueError(f"{problem}{', ...' * (len(unknown) > 3)}; give it a config such as {own_config}")

@@ -46,6 +46,14 @@ def from_cfg(cls: Any, cfg: Any, env: Any, device: Any = None, **networks: Any) 
     return cls(policy, device=device, **common)
 
 
+def refuse_name(cls: type, policy: Any) -> None:
+    """Raise if the policy of an algorithm is a name, as in Stable-Baselines3."""
+    if isinstance(policy, str):
+        way_out = f"canter.train(env, algorithm={cls.__name__.lower()!r}), or OnPolicyRunner(env).learn(...)"
+        page = "the page 'Coming from elsewhere' (docs/migration.md) has the calls of other libraries"
+        raise TypeError(f"{cls.__name__}({policy!r}, ...) names no policy of canter: use {way_out}; {page}")
+
+
 def own_policy(alg: Any, actor_critic: Any, given: dict[str, Any]) -> Any:
     """The policy that was given, or one of the networks in `given`, which are taken out of it; on the device."""
     networks = {name: given.pop(name) for name in NETWORK_ARGUMENTS if name in given}

@@ -12,20 +12,6 @@ from canter.storage.rollout_storage import Field, MiniBatch, RolloutStorage
 from canter.utils.config import settings
 from canter.utils.tree import Obs
 
-RENAMED = {
-    "declare_fields": "fields()",
-    "record_fields": "record(record), whose results are stored",
-    "after_record": "reset(ends), or record(record)",
-    "end_episodes": "reset(ends)",
-    "loss_terms": "losses(terms, batch, out)",
-    "late_terms": "losses(terms, batch, out), or learn(terms)",
-    "recording_key": "begin_update(iteration), whose result is the key",
-    "separately_clipped": "own_parameters(policy)",
-    "excluded_parameters": "own_parameters(policy)",
-    "is_enabled": "the class attribute `switch`, the setting that switches the extension on",
-    "step_metrics": "metrics()",
-}
-
 
 @settings
 class NoSettings:
@@ -35,9 +21,9 @@ class NoSettings:
 class Extension:
     """Base of everything that rides along with PPO. Every hook is optional; they run in the order of `extensions`.
 
-    The hooks `after_act`, `record`, `reset`, `reward`, `bonus`, `before_forward`, `losses` and `learn` are tensor code:
-    they are recorded on a CPU and captured on a GPU, so they must not read numbers from the device or change Python
-    objects. The others are ordinary Python.
+    The hooks `after_act`, `record`, `reset`, `reward`, `bonus`, `returns`, `before_forward`, `losses` and `learn` are
+    tensor code: they are recorded on a CPU and captured on a GPU, so they must not read numbers from the device or
+    change Python objects. The others are ordinary Python.
 
     `PPO(policy, extensions=[Mine(mine_coef=0.1)])` uses one; a class attribute `extension_classes = (Mine,)` of an
     algorithm makes its settings keywords, YAML entries and flags of that algorithm.
@@ -73,11 +59,6 @@ class Extension:
 
     def __init__(self, cfg: Any = None, **given: Any) -> None:
         self.cfg = self.settings_class(**given) if cfg is None else cfg
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for old in RENAMED.keys() & vars(cls).keys():
-            raise TypeError(f"{cls.__name__}.{old} is not called: an extension has no such hook; use {RENAMED[old]}")
 
     # While the algorithm is built.
     @classmethod
@@ -122,6 +103,9 @@ class Extension:
     def bonus(self, rollout: RolloutStorage) -> Tensor | None:
         """(T, N) rewards to add after the scaling, with a scale of their own."""
         return None
+
+    def returns(self, rollout: RolloutStorage, last_critic_obs: Obs, last_values: Tensor) -> None:
+        """Change the stored returns and advantages; the last ones are of the states (N,) after the rollout."""
 
     # Per update.
     def begin_update(self, iteration: int) -> Hashable:

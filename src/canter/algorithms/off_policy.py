@@ -15,6 +15,7 @@ from canter.algorithms.algorithm import Algorithm, AlgorithmSettings, CommonRunS
 from canter.algorithms.optim import FlatParameters, GuardedOptimizer, backward
 from canter.envs.vec_env import StepRecord
 from canter.modules.build import env_shapes
+from canter.modules.conv2d import image_shape
 from canter.modules.normalizer import ReturnScaler
 from canter.storage.offline import fill_replay
 from canter.storage.replay import ReplayBatch, TransitionReplayBuffer
@@ -179,7 +180,7 @@ class OffPolicyAlgorithm(Algorithm):
 
         The `cfg` has the settings `own` that the class accepts (images: without `hidden_dims`), and the user's.
         """
-        has_image = isinstance(self.obs_space, spaces.Box) and len(self.obs_space.shape) == 3
+        has_image = isinstance(self.obs_space, spaces.Box) and image_shape(self.obs_space.shape) is not None
         cls = networks[f"{kind}_class"] or defaults[has_image]
         own = {"activation": self.cfg.activation, "layer_norm": self.cfg.layer_norm, **own}
         known = getattr(cls, "defaults", None) or ("use_tanh_squash",)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from canter.execution.torch_private import address, copy_all
+from canter.execution.torch_private import address, copy_all, no_function_modes
 from canter.utils.config import unknown_name
 from canter.utils.distributed import RANKS
 
@@ -377,7 +377,8 @@ class FlatParameters:
     def moved(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Parameters that lie elsewhere since their data was assigned (`p.data = x`), and their place in the vector."""
         pairs = zip(self.parameters, self.places, strict=True)
-        return [(p, place) for p, place in pairs if address(p) != address(place)]
+        with no_function_modes():  # these reads decide nothing that a recording would have to repeat
+            return [(p, place) for p, place in pairs if p.data_ptr() != place.data_ptr()]
 
     def mask(self, chosen: Sequence[nn.Parameter]) -> Tensor:
         """Mask of the vector that is true for the chosen parameters."""

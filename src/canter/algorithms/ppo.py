@@ -9,9 +9,13 @@ from torch import Tensor
 
 from canter.algorithms import building
 from canter.algorithms.algorithm import Algorithm, AlgorithmSettings, RunSettings, Terms
+from canter.algorithms.constraints import Constraints, ConstraintSettings
+from canter.algorithms.critic_groups import CriticGroups, CriticGroupSettings
 from canter.algorithms.extension import Extension, overrides
+from canter.algorithms.gradient_penalty import GradientPenalty, GradientPenaltySettings
 from canter.algorithms.optim import backward
 from canter.algorithms.rnd import RND, RNDSettings
+from canter.algorithms.smoothness import Smoothness, SmoothnessSettings
 from canter.algorithms.symmetry import Symmetry, SymmetrySettings
 from canter.compat.arguments import documented
 from canter.envs.vec_env import StepRecord
@@ -28,7 +32,15 @@ BOOTSTRAPS = ("auto", "final_obs", "current_value", "none")
 
 
 @settings
-class PPOSettings(RNDSettings, SymmetrySettings, AlgorithmSettings):
+class PPOSettings(
+    RNDSettings,
+    SymmetrySettings,
+    SmoothnessSettings,
+    GradientPenaltySettings,
+    ConstraintSettings,
+    CriticGroupSettings,
+    AlgorithmSettings,
+):
     """Hyperparameters of PPO, with the documented defaults."""
 
     num_learning_epochs: int = setting(1, low=1, host=True)
@@ -107,7 +119,7 @@ class PPO(Algorithm):
 
     settings_class = PPOSettings
     config_class = PPOConfig
-    extension_classes = (RND, Symmetry)
+    extension_classes = (RND, Symmetry, Smoothness, GradientPenalty, Constraints, CriticGroups)
     from_cfg = classmethod(building.from_cfg)
     prepare = building.prepare
     init_obs_norm = building.init_obs_norm
@@ -150,6 +162,7 @@ class PPO(Algorithm):
         log_dir: str | None = None,
         **given: Any,
     ) -> None:
+        building.refuse_name(type(self), actor_critic)
         networks = {name: given.pop(name) for name in NETWORK_ARGUMENTS if name in given}
         super().__init__(cfg, given, device or getattr(cfg, "device", None) or "cpu", seed, env)
         self.log_dir = log_dir
@@ -191,11 +204,6 @@ class PPO(Algorithm):
         self.sync_settings()
         if self.env is not None:
             self.prepare(self.env, getattr(self.cfg, "num_steps_per_env", 24))
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "record_step" in vars(cls):
-            raise TypeError(f"{cls.__name__}.record_step is not called; override store_step(row, step, record, hidden)")
 
     @property
     def rollout(self) -> RolloutStorage:
@@ -385,6 +393,8 @@ class PPO(Algorithm):
             last_values = self.policy.value(last_critic_obs, hidden)[0]
         per_rollout = not self.cfg.normalize_advantage_per_mini_batch
         self.storage.compute_returns(last_values, self.live.gamma, self.live.lam, normalize=per_rollout)
+        for extension in self.extensions.values():
+            extension.returns(self.storage, last_critic_obs, last_values)
 
     # Losses of a minibatch.
     def compute_losses(self, minibatch: MiniBatch) -> Terms:

@@ -44,6 +44,7 @@ for _name, _run, _arguments, _help in (
     ("eval", "play:evaluate", "RUN", "run episodes without noise and print their returns"),
     ("play", "play:play", "RUN", "show a policy in a window or record a video"),
     ("export", "export:export", "RUN", "write ONNX, TorchScript and C files of a policy and check them"),
+    ("push", "push:push", "RUN NAME", "publish a policy on the Hugging Face Hub, with its scores and film"),
     ("collect", "play:collect", "RUN", "run a policy and save its trajectories"),
     ("plot", "inspection:plot", "RUN...", "plot learning curves with their spread over seeds"),
     ("sweep", "sweep:sweep", "TASK", "search settings with Optuna or Ray Tune, in any number of processes"),
@@ -63,9 +64,14 @@ for _name, _run, _arguments, _help in (
 register_command("drive", "canter.export.robot.__main__:main", "run a bundle on a robot, real or simulated", "BUNDLE")
 
 
+def named_plugins() -> list[str]:
+    """The modules in CANTER_PLUGINS, which are separated by commas."""
+    return [name.strip() for name in os.environ.get("CANTER_PLUGINS", "").split(",") if name.strip()]
+
+
 def load_plugins() -> None:
     """Import the modules in CANTER_PLUGINS (comma-separated) and the entry points of the group "canter.plugins"."""
-    named = [name.strip() for name in os.environ.get("CANTER_PLUGINS", "").split(",") if name.strip()]
+    named = named_plugins()
     if named and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     plugins = {f"{name!r} of CANTER_PLUGINS": partial(importlib.import_module, name) for name in named}
@@ -73,5 +79,5 @@ def load_plugins() -> None:
     for label, load in plugins.items():
         try:
             load()
-        except Exception as error:  # noqa: PERF203
+        except Exception as error:
             raise UserError(f"cannot import the plugin {label}: {type(error).__name__}: {error}") from error

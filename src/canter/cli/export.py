@@ -22,6 +22,7 @@ from canter.runners.evaluation import InferencePolicy
 from canter.runners.run_config import parse_train_cfg
 from canter.utils.checkpoint import find_checkpoints
 from canter.utils.files import atomic_write, make_folder
+from canter.utils.hub import local_run
 from canter.utils.logging import Logger, loaded_settings
 from canter.utils.reading import named_modules
 
@@ -67,6 +68,8 @@ def export(
         with user_errors():
             show_parity(check_bundle(path))
         return 0
+    with user_errors():
+        path = local_run(path)
     for_robot = (robot, ros2, c_loop) != (None, None, None)
     if for_robot and (path / "policy.json").is_file():
         write_robot_files(path, robot, ros2, c_loop)

@@ -15,6 +15,7 @@ from canter.cli.flags import RunPaths, TaskName
 from canter.cli.runs import known_tasks, open_env, runs_below
 from canter.datasets.motion_clip import JOINT_POS, JOINT_VEL, MotionClip, read_clip
 from canter.datasets.motion_loader import CLIPS, find_clips
+from canter.datasets.motion_tracking import write_tracking
 from canter.envs.check import check_env
 from canter.export.robot.plot import plot_log
 from canter.presets import FALLBACK, PPO, find_preset, preset_name, presets, scores
@@ -123,16 +124,26 @@ def motion(
     fields: tuple[str, ...] = (),
     fps: float | None = None,
     joint_names: tuple[str, ...] = (),
+    tracking: Path | None = None,
+    scene: Path | None = None,
+    rate: float = 50.0,
+    breadth_first: bool = False,
 ) -> int:
-    """Check a motion clip, print a summary of it, and plot its columns over time.
+    """Check a motion clip, print a summary of it, plot its columns over time, and convert it for a tracking task.
 
     Args:
         file: A clip (.txt, .json, .npz, .csv), or a directory of them; or the name of a clip that comes with canter.
         plot: Picture to write (.png, .svg, .pdf).
         fields: Groups such as joint_pos, or single columns, to plot; everything by default.
         fps: Frames per second, if the file does not state it; 30 for a CSV.
-        joint_names: Joints in the order of the file, if it does not name them.
+        joint_names: Joints in the order of the file, if it does not name them; with --tracking, the scene's by default.
+        tracking: Motion file (.npz) of a tracking task of mjlab or BeyondMimic to write, or a folder for several.
+        scene: MJCF of the robot, whose forward kinematics give the bodies for --tracking.
+        rate: Frames per second of --tracking, those of the task's control.
+        breadth_first: Order joints and bodies of --tracking as Isaac Lab does; mjlab has them in the order of the MJCF.
     """
+    if (tracking is None) != (scene is None):
+        raise UserError("--tracking needs --scene, the MJCF of the robot, and --scene is for --tracking")
     if not file.exists():
         own = [str(name) for name in find_clips(CLIPS)]
         if str(file) not in own:
@@ -147,6 +158,14 @@ def motion(
             if len(clips) != 1:
                 raise UserError(f"--plot shows one clip; name one of {', '.join(name.name for name in files)}")
             print(f"  picture     {draw(clips[0], plot, fields)}")
+        if tracking is not None and scene is not None:
+            for clip in clips:
+                target = tracking if tracking.suffix == ".npz" else tracking / f"{Path(clip.name).stem}.npz"
+                if len(clips) > 1 and target == tracking:
+                    raise UserError(f"{tracking} is one file for {len(clips)} clips; name a folder")
+                arrays = write_tracking(target, clip, scene, rate, breadth_first)
+                frames, bodies = arrays["body_pos_w"].shape[:2]
+                print(f"  tracking    {target}: {frames} frames, {arrays[JOINT_POS].shape[1]} joints, {bodies} bodies")
     return 0
 
 

@@ -297,10 +297,10 @@ def settings_options(cfg: Any) -> Any:
 
 def group_of(cfg_class: type, name: str) -> str:
     """The group of a setting in the help: run, algorithm, or the extension whose settings class declares it."""
-    owner = next(base for base in reversed(cfg_class.__mro__) if name in vars(base).get("__annotations__", {}))
+    owner = next(base for base in reversed(cfg_class.__mro__) if name in inspect.get_annotations(base))
     if is_run_settings(owner):
         return "run"
-    is_switch = len(vars(owner)["__annotations__"]) == 1  # of an extension whose settings are a mapping
+    is_switch = len(inspect.get_annotations(owner)) == 1  # of an extension whose settings are a mapping
     if is_switch or issubclass(owner, AlgorithmSettings) or not owner.__name__.endswith("Settings"):
         return "algorithm"
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", owner.__name__.removesuffix("Settings")).lower()

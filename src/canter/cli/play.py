@@ -211,7 +211,7 @@ def play(
                 returns = film(policy, env, made, episodes, seconds)
             if not made.num_frames:
                 return INTERRUPTED
-            print(f"  video       {video} ({made.num_frames} frames)")
+            print(f"  video       {video} ({film_length(made, len(returns) < episodes, seconds)})")
     except FilmError:
         raise
     except (RuntimeError, OSError, AttributeError, gymnasium.error.Error) as error:
@@ -295,6 +295,16 @@ def new_film(env: Any, path: Path, episodes: int) -> ShownFilm:
     length = episodes * (getattr(env, "max_episode_length", None) or MAX_FRAMES)
     with user_errors():
         return ShownFilm(path, metadata.get("render_fps") or FPS, min(MAX_FRAMES, length))
+
+
+def film_length(made: ShownFilm, is_cut: bool, seconds: float) -> str:
+    """How many frames a film has, and why it has no more."""
+    if not is_cut:
+        return f"{made.num_frames} frames"
+    reason = f"{MAX_FRAMES} frames are the most" if made.num_frames >= MAX_FRAMES else "it was interrupted"
+    if reason == "it was interrupted" and time.monotonic() - made.began >= seconds:
+        reason = f"rendering took more than {seconds:g} s; canter play without --seconds films the rest"
+    return f"{made.num_frames} of at most {made.most_frames} frames: {reason}"
 
 
 def call_each(functions: Sequence[Callable[[Any], bool]], task: Any) -> bool:
@@ -403,6 +413,10 @@ def collect(run: TrainedPolicy, options: Collection) -> int:
         make_folder(saved.path / "demonstrations", saved.path)
     steps = (100_000 if options.episodes is None else 0) if options.steps is None else options.steps
     episodes = 1 if options.episodes is None else options.episodes
+    block = options.file_steps * options.num_envs
+    if steps % block:
+        whole = f"whole files of {options.file_steps} steps of {options.num_envs} environments"
+        print(f"  collecting at least {-(-steps // block) * block} steps for {steps}: {whole}")
     settings: dict[str, Any] = {"rollout_storage_length": options.file_steps, "min_timesteps": steps}
     settings |= {"min_episodes": episodes, "success_traj_only": options.success_only}
     settings |= {"use_critic_obs": options.critic_obs, "obs_disassemble_mapping": options.images}

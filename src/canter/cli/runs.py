@@ -17,17 +17,20 @@ import gymnasium
 import torch
 
 from canter.algorithms import REGISTRY
+from canter.cli import named_plugins
 from canter.cli.errors import UserError, user_errors
 from canter.envs.torch_envs import TORCH_ENVS
 from canter.envs.vec_env import VecEnv
-from canter.envs.wrap import ENV_NAMES, env_options, make_env
+from canter.envs.wrap import ENV_NAMES, env_options, import_named, make_env
 from canter.export.load import read_settings
 from canter.runners import Runner, build_runner
+from canter.runners.evaluation import EVAL_ENVS
 from canter.runners.run_config import find_algorithm, parse_train_cfg
 from canter.utils.checkpoint import is_own_file, newest_valid_checkpoint
 from canter.utils.config import nearest, unknown_name
 from canter.utils.distributed import RANKS
 from canter.utils.files import RunLock
+from canter.utils.hub import local_run
 from canter.utils.logging import METRICS_NAME, loaded_settings
 from canter.utils.metrics import DivergedError
 from canter.utils.reading import read_yaml, refuse_imports
@@ -35,7 +38,6 @@ from canter.utils.run_data import find_runs
 from canter.utils.runtime import resolve_device, usable_cores
 from canter.utils.tree import tree_leaves
 
-EVAL_ENVS = 10
 EVAL_SEED_OFFSET = 1_000_003
 BEST_NAME = "checkpoint_best.pt"
 # Settings that flags of `canter resume` change, and logging settings, of which only some are loaded.
@@ -110,6 +112,8 @@ def read_run(
 
     The run of another program has its training dict in the file `settings`, or in params/agent.yaml, and needs a task.
     """
+    with user_errors():
+        path = local_run(path)
     file, path = (path, path.parent) if path.is_file() else (None, path)
     if file is not None and file.suffix not in (".pt", ".yaml"):
         raise UserError(f"{file} is neither a run directory nor a checkpoint")
@@ -125,7 +129,9 @@ def read_run(
     with user_errors():
         config = read_yaml(config_path, path)
         if modules is not None:
-            refuse_imports(config, config_path, modules, "add --modules {module}")
+            refuse_imports(config, config_path, {*modules, *named_plugins()}, "add --modules {module}")
+            for plugin in (config.get("run") or {}).get("plugins") or ():
+                import_named(plugin)
     run = config.get("run")
     if not isinstance(run, dict) or not isinstance(run.get("task"), str):
         way_out = "add it there, as in `run: {task: CartPole-v1}`, or give the runner run_info={'task': 'CartPole-v1'}"
@@ -186,7 +192,7 @@ def runs_below(paths: Iterable[Path]) -> list[Path]:
     for path in (path for path in paths if not path.is_file()):
         try:
             found += find_runs(path)
-        except FileNotFoundError as error:  # noqa: PERF203
+        except FileNotFoundError as error:
             raise UserError(f"{error}{nearest_run(path)}") from error
     return list(dict.fromkeys(found))
 

@@ -16,7 +16,7 @@ from canter.cli.train import print_row, write_json
 from canter.utils.plots import plot_runs
 from canter.utils.run_data import load_run
 from canter.utils.runtime import StopSignal, usable_cores
-from canter.utils.statistics import iqm_estimate
+from canter.utils.statistics import few_runs, iqm_estimate
 
 HEAD = ["seed", "return", "±", "steps", "time"]
 
@@ -99,7 +99,10 @@ def summarise(task: str, trained: dict[int, TrainingRun]) -> int:
         scores = np.array([run.evaluation["eval/mean_reward"] for run in done.values()])
         estimate = iqm_estimate([scores])
         print_row("mean", f"{scores.mean():.1f} ± {scores.std():.1f} over {len(scores)} seeds")
-        print_row("IQM", f"{estimate.value:.1f}, 95% interval {estimate.low:.1f} to {estimate.high:.1f}")
+        print_row(
+            "IQM",
+            f"{estimate.value:.1f}, 95% interval {estimate.low:.1f} to {estimate.high:.1f}{few_runs(len(scores))}",
+        )
         first = next(iter(trained.values())).path
         stem = first.with_name(first.name.rpartition("-seed")[0] + "-summary")
         by_seed = {str(seed): float(score) for seed, score in zip(done, scores, strict=True)}

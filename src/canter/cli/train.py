@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from canter.cli import runs
+from canter.cli import named_plugins, runs
 from canter.cli.errors import UserError, printable, user_errors
 from canter.cli.films import FILM_SECONDS, Films, film_command, film_environment, modules_of
 from canter.cli.flags import RunPath, at_least
@@ -92,6 +92,8 @@ def run_section(options: Any, task: str, num_envs: int) -> dict[str, Any]:
     names = ("total_timesteps", "final_episodes", "video", "film_interval", "histogram_interval", "threads")
     names += ("workers", "worker_timeout", "restart_workers") if options.workers else ()
     section = {"task": task, "num_envs": num_envs} | {name: getattr(options, name) for name in names}
+    if plugins := named_plugins():
+        section["plugins"] = plugins
     if RANKS.size > 1:  # `num_envs` is of each rank
         section |= {"ranks": RANKS.size, "launch": os.environ.get("TORCHELASTIC_RUN_ID")}
     return section
@@ -267,12 +269,16 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def show_results(runner: Runner, path: Path) -> None:
     """Evaluate, plot, record a video, and print where everything is."""
     info, episodes = runner.run_info, runner.run_info.get("final_episodes")
+    result: dict[str, float] = {}
     if episodes:
         result = runner.eval(episodes)
         write_json(path / "evaluation.json", {**result, "episodes": episodes, "step": runner.tot_timesteps})
         print_return(result, f"over {episodes} episode{'s' * (episodes > 1)} without noise")
+    chosen: list[str] = []
     if (path / "best.json").is_file():
         best = read_json(path / "best.json", root=path)
+        if episodes and best["eval/mean_reward"] > result["eval/mean_reward"]:
+            chosen = ["--checkpoint", "best"]
         print_row("best", f"{best['eval/mean_reward']:.1f} in the evaluation at step {best['step']:,}")
     print_row("run", path)
     print_row("checkpoint", path / FINAL_NAME)
@@ -281,16 +287,19 @@ def show_results(runner: Runner, path: Path) -> None:
     except ValueError as error:
         print_row("curve", f"none: {error}")
     if info.get("video", True):
-        print_row("video", record_video(path, modules_of(runner)))
-    print_row("next", command_for("play", runner, path))
-    print_row("", command_for("export", runner, path))
+        print_row("video", "filming an episode ...")
+        print_row("", record_video(path, modules_of(runner)))
+    print_row("next", command_for("play", runner, path, *chosen))
+    print_row("", command_for("export", runner, path, *chosen))
+    print_row("", command_for("resume", runner, path, "--total-timesteps", str(info["total_timesteps"])))
+    print_row("", f"{program('canter')} plot {path}")
     print_row("", f"{program('tensorboard')} --logdir {path}")
 
 
-def command_for(command: str, runner: Runner, path: Path) -> str:
+def command_for(command: str, runner: Runner, path: Path, *flags: str) -> str:
     """A command of canter on a run, with the modules that it must name to import them."""
     modules = modules_of(runner)
-    return " ".join([program("canter"), command, str(path), *(["--modules", *modules] if modules else [])])
+    return " ".join([program("canter"), command, str(path), *flags, *(["--modules", *modules] if modules else [])])
 
 
 def program(name: str) -> str:
@@ -321,6 +330,7 @@ def record_video(path: Path, modules: Sequence[str] = ()) -> str:
     except subprocess.TimeoutExpired:
         return "none: rendering took too long"
     if done.returncode == 0 and video.is_file():
-        return str(video)
+        rows = [line.strip() for line in done.stdout.splitlines() if str(video) in line]
+        return rows[-1].removeprefix("video").strip() if rows else str(video)
     reason = (done.stderr.strip() or f"rendering ended with exit code {done.returncode}").splitlines()[-1]
     return f"none: {reason.removeprefix('canter: ')[:200]}"

@@ -18,12 +18,12 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from canter.compat.spellings import CRITIC_GROUPS, PLAYGROUND_PAIR
 from canter.envs.records import (
     EndWatch,
-    group_names,
+    group_sets,
     join_groups,
-    own_critic_group,
-    split_groups,
+    split_sets,
     step_record,
     to_obs,
     warn_once,
@@ -89,9 +89,14 @@ class RslRlAdapter(Forwarding, VecEnv):
         self.device = self._target or next(leaf.device for _, leaf in tree_leaves(groups))
         self.sets: tuple[list[str], list[str]] | None = None
         """Group names of the actor's and the critic's observation; None where the groups are one dict observation."""
-        if obs_groups or group_names(groups) is not None or own_critic_group(groups) is not None:
+        if obs_groups or group_sets(groups) is not None:
             self.sets = resolve_sets(groups, obs_groups or {})
         self.group_shapes = {name: tuple(leaf.shape[1:]) for name, leaf in groups.items() if isinstance(leaf, Tensor)}
+        self.unused_groups = [] if self.sets is None else [n for n in groups if n not in (*self.sets[0], *self.sets[1])]
+        """Groups that no network sees."""
+        if self.unused_groups and not obs_groups:
+            way_out = "obs_groups={'actor': [...], 'critic': [...]} names those that are"
+            warn_once(f"the observation groups {self.unused_groups} are used by no network; {way_out}")
         self._used = list(groups) if self.sets is None else list(dict.fromkeys(self.sets[0] + self.sets[1]))
         leaves = tree_leaves({name: groups[name] for name in self._used})
         self._layout = {name: (tuple(leaf.shape), leaf.dtype) for name, leaf in leaves}
@@ -144,7 +149,7 @@ class RslRlAdapter(Forwarding, VecEnv):
     def _groups(self, obs: Any, privileged: Any, extras: Mapping[str, Any]) -> Groups:
         """Every observation of one result by its group's name, as tensors that the environment does not write to."""
         groups = gather_groups(obs, privileged, extras)
-        if self._calls_privileged and (group_names(groups) or ("", None))[1] is None:
+        if self._calls_privileged and not any(name in groups for name in (*CRITIC_GROUPS, PLAYGROUND_PAIR[1])):
             privileged = self.env.get_privileged_observations()
             self._calls_privileged = privileged is not None
             groups = gather_groups(obs, privileged, extras)
@@ -171,7 +176,7 @@ class RslRlAdapter(Forwarding, VecEnv):
 
     def _split_final(self, final: Any) -> tuple[Any, Any]:
         is_whole = isinstance(final, Mapping) and all(name in final for name in self._used)
-        return self._select(dict(final)) if is_whole else split_groups(final)
+        return self._select(dict(final)) if is_whole else split_sets(final)
 
     def _segments(self, groups: Groups, index: int, space: spaces.Space, *names: str) -> Segments | None:
         """Segments that the environment states under one of `names`, or those of the concatenated groups."""
@@ -283,8 +288,7 @@ def gather_groups(obs: Any, privileged: Any, extras: Mapping[str, Any]) -> Group
 
 def resolve_sets(groups: Mapping[str, Any], obs_groups: ObsGroups) -> tuple[list[str], list[str]]:
     """Group names of the actor's and of the critic's observation, by the user's `obs_groups` table."""
-    defaults = group_names(groups) or (None, own_critic_group(groups))
-    default_actor, default_critic = ([name] if name else [] for name in defaults)
+    default_actor, default_critic = group_sets(groups) or ([], [])
     sets = {name: [value] if isinstance(value, str) else list(value) for name, value in obs_groups.items()}
     for name, members in sets.items():
         if name in SETS[:3] and not members:

@@ -21,6 +21,8 @@ OTHER_SPELLINGS = {
 # The actor's group of observations, and the critic's, in order of preference.
 ACTOR_GROUPS = ("obs", "policy", "actor", "actor_obs")
 CRITIC_GROUPS = ("privileged_obs", "critic_obs", "critic")
+# What the critic sees beside the actor's groups.
+PRIVILEGED = "privileged"
 # MuJoCo Playground's pair: "state" alone is an ordinary key of a dict observation, so both must be present.
 PLAYGROUND_PAIR = ("state", "privileged_state")
 

@@ -32,12 +32,11 @@ TABLE: dict[str, dict[str, str]] = {
         **dict.fromkeys(("class_name", "runner_class_name", "experiment_name", "run_name", "load_run"), UNUSED),
         **dict.fromkeys(("load_checkpoint", "checkpoint", "resume_path", "torch_compile_mode", "multi_gpu"), UNUSED),
         **dict.fromkeys(("check_for_nan", "init_member_classes", "init_at_random_ep_len"), UNUSED),
-        "store_code_state": UNUSED,
+        **dict.fromkeys(("store_code_state", "neptune_project"), UNUSED),
         "empirical_normalization": "empirical_normalization",
         "logger": "logger_backend",
         "wandb_project": "logger_kwargs.wandb.project",
         "wandb_tags": "logger_kwargs.wandb.tags",
-        "neptune_project": "logger_kwargs.neptune.project",
     },
     "algorithm": {
         **dict.fromkeys(("grad_reduce_bucket_mb", "init_member_classes"), UNUSED),
@@ -97,7 +96,7 @@ DISTILLATION: dict[str, Any] = {"num_learning_epochs": 1, "learning_rate": 1e-3,
 PER_SECOND = "weight_per_second"  # of RND, until the environment has said how long its step is
 STD_RANGE = (1e-6, 1e6)  # of rsl_rl's Gaussian distributions
 ACTIVATIONS = {"swish": "silu", "crelu": "CELU"}
-WRITERS = {"WandbLogWriter": "wandb", "NeptuneLogWriter": "neptune", "TensorboardLogWriter": "tensorboard"}
+WRITERS = {"WandbLogWriter": "wandb", "TensorboardLogWriter": "tensorboard"}
 RSL_RL_MODELS = "RslRlModels"
 POLICY_CLASSES = {"MLPModel": "ActorCritic", "RNNModel": "ActorCriticRecurrent"}
 

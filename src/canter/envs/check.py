@@ -12,10 +12,11 @@ from torch import Tensor
 
 from canter.compat.batched_envs import ObsGroups, RslRlAdapter, read_step
 from canter.envs.gymnasium_vector import GymVectorEnvAdapter
-from canter.envs.records import FINAL_OBS_NAMES, stored_dtype
+from canter.envs.records import FINAL_OBS_NAMES, split_names, stored_dtype
 from canter.envs.vec_env import Device, StepRecord, VecEnv
 from canter.envs.wrap import wrap_env
-from canter.envs.wrappers import Forwarding, is_channels_last
+from canter.envs.wrappers import Forwarding
+from canter.modules.conv2d import image_shape
 from canter.utils.tree import tree_leaves, tree_map
 
 
@@ -29,6 +30,8 @@ class EnvReport:
     device: str
     obs: str
     critic_obs: str
+    networks: str
+    """What each part of the observations is processed by, unless a policy is chosen."""
     actions: str
     autoreset: str
     final_obs: str = "unknown: no episode ended"
@@ -46,8 +49,13 @@ class EnvReport:
 
     def __str__(self) -> str:
         rows = {"adapter": self.adapter, "contract": self.contract, "environments": f"{self.num_envs} on {self.device}"}
-        rows |= {"observation": self.obs, "critic observation": self.critic_obs, "actions": self.actions}
-        rows |= {"autoreset": self.autoreset, "final observation": self.final_obs, "bootstrap": self.bootstrap}
+        rows |= {"observation": self.obs, "critic observation": self.critic_obs, "networks": self.networks}
+        rows |= {
+            "actions": self.actions,
+            "autoreset": self.autoreset,
+            "final observation": self.final_obs,
+            "bootstrap": self.bootstrap,
+        }
         lines = [f"{name:<20}{text}" for name, text in rows.items()]
         lines += [f"note: {text}" for text in self.notes] + [f"PROBLEM: {text}" for text in self.problems]
         result = "no problem" if self.ok else f"{len(self.problems)} problem(s)"
@@ -94,6 +102,14 @@ def describe(space: spaces.Space) -> str:
     return f"{space.shape} {space.dtype}" if isinstance(space, spaces.Box) else str(space)
 
 
+def describe_networks(space: spaces.Space) -> str:
+    """The kind of network that each part of an observation gets by default."""
+    leaves = tree_leaves(space, "" if isinstance(space, Mapping) else "obs")
+    kinds = {name: "CNN" if image_shape(leaf.shape) else "MLP" for name, leaf in leaves}
+    parts = [f"{kind} for {', '.join(n for n in kinds if kinds[n] == kind)}" for kind in dict.fromkeys(kinds.values())]
+    return ", ".join(parts)
+
+
 class ResultRecorder(Forwarding):
     """Forwards to an environment and keeps its last two step results, before an adapter converts them."""
 
@@ -114,15 +130,22 @@ class Inspection:
     def __init__(self, env: VecEnv) -> None:
         self.env = env
         critic_obs = "the same" if env.critic_obs_space is env.obs_space else describe(env.critic_obs_space)
-        parts = (describe(env.obs_space), critic_obs, str(env.action_space), env.autoreset)
+        networks = describe_networks(env.obs_space)
+        if env.critic_obs_space is not env.obs_space:
+            networks += f"; critic: {describe_networks(env.critic_obs_space)}"
+        parts = (describe(env.obs_space), critic_obs, networks, str(env.action_space), env.autoreset)
         self.report = EnvReport(env.adapter, "", env.num_envs, str(env.device), *parts)
         self.kept: list[tuple[str, Tensor, Tensor]] = []
         self.final_names: set[str] = set()
         self.num_ended = self.num_truncated = 0
-        for name, leaf in tree_leaves(env.obs_space, "obs"):
-            if is_channels_last(leaf):
-                self.add(f"image {name} {leaf.shape} has its channels last; wrap the environment in ChannelsFirst")
-        for name, leaf in tree_leaves(getattr(env, "raw_obs_space", {}), "obs"):
+        raw_space = getattr(env, "raw_obs_space", {})
+        unused = [*getattr(env, "unused_groups", ())]
+        if isinstance(raw_space, spaces.Dict):
+            seen = [name for names in split_names(tuple(raw_space.spaces)) for name in names]
+            unused += [name for name in raw_space.spaces if name not in seen]
+        if unused:
+            self.add(f"{', '.join(unused)} of the observation is used by no network", problem=False)
+        for name, leaf in tree_leaves(raw_space, "obs"):
             if leaf.dtype not in (np.float32, np.uint8):
                 self.add(f"{name} is {leaf.dtype} and kept as float32", problem=False)
 

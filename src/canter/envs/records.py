@@ -1,7 +1,8 @@
 """Builds a `StepRecord` from the results of any environment: dtypes, groups, end flags and final observations."""
 
+import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from canter.compat.spellings import (
     FINAL_CRITIC_OBS_NAMES,
     FINAL_OBS_NAMES,
     PLAYGROUND_PAIR,
+    PRIVILEGED,
 )
 from canter.envs.vec_env import StepRecord
 from canter.utils.tree import Obs, tree_leaves, tree_map
@@ -57,25 +59,66 @@ def per_env(value: Any, dtype: torch.dtype, name: str, num_envs: int, device: to
     return tensor.reshape(num_envs).to(device, dtype, copy=copy)
 
 
-def group_names(groups: Mapping[str, Any]) -> tuple[str, str | None] | None:
-    """The actor's group and the critic's (None if it has none of its own); None if `groups` is one dict observation."""
-    if all(name in groups for name in PLAYGROUND_PAIR):
-        return PLAYGROUND_PAIR
-    actor = next((name for name in ACTOR_GROUPS if name in groups), None)
-    return None if actor is None else (actor, own_critic_group(groups))
+def group_sets(names: Iterable[str]) -> tuple[list[str], list[str]] | None:
+    """Groups of the actor and of the critic by their names; None if they are the parts of one observation.
+
+    The critic sees its own group; with a group "privileged" it sees that beside the actor's.
+    """
+    names = list(names)
+    if all(name in names for name in PLAYGROUND_PAIR):
+        return [PLAYGROUND_PAIR[0]], [PLAYGROUND_PAIR[1]]
+    own = next(([name] for name in CRITIC_GROUPS if name in names), [])
+    more = [name for name in names if name == PRIVILEGED]
+    actor = next(([name] for name in ACTOR_GROUPS if name in names), [])
+    if not actor and (own or more):
+        actor = [name for name in names if name not in (*CRITIC_GROUPS, PRIVILEGED)]
+    return (actor, (own or actor) + more) if actor else None
 
 
-def own_critic_group(groups: Mapping[str, Any]) -> str | None:
-    """The group that is the critic's by its name."""
-    return next((name for name in CRITIC_GROUPS if groups.get(name) is not None), None)
+@functools.cache
+def split_names(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Keys of a dict observation that the actor and the critic see; a key that no name gives to one is the actor's."""
+    actor, critic = group_sets(names) or (names, names)
+    rest = [name for name in names if name not in (*actor, *critic)]
+    if rest:  # two names for a critic's group are no reason to show one of them to the actor
+        rest = [name for name in rest if name not in (*CRITIC_GROUPS, PRIVILEGED)]
+        critic = [*critic, *rest] if set(actor) <= set(critic) else critic
+        actor = [*actor, *rest]
+    unused = [name for name in names if name not in (*actor, *critic)]
+    if unused:
+        warn_once(f"the observation's {unused} are used by no network, because the critic's group is {list(critic)}")
+    both = (set(actor), set(critic))
+    return tuple(n for n in names if n in both[0]), tuple(n for n in names if n in both[1])
 
 
 def split_groups(obs: Any) -> tuple[Any, Any]:
     """The actor's and the critic's part of an observation or a space; the same object if the critic has no own one."""
-    # `name in space` of a Dict space tests whether the name is a sample of it.
     groups = obs.spaces if isinstance(obs, spaces.Dict) else obs
-    names = group_names(groups) if isinstance(groups, Mapping) else None
-    return (obs, obs) if names is None else (obs[names[0]], obs[names[1] or names[0]])
+    if not isinstance(groups, Mapping):
+        return obs, obs
+    names = tuple(name for name, group in groups.items() if group is not None)
+    actor, critic = split_names(names)
+    seen = keys_of(obs, groups, actor)
+    return seen, seen if actor == critic else keys_of(obs, groups, critic)
+
+
+def split_sets(groups: Any) -> tuple[Any, Any]:
+    """The actor's and the critic's groups of a batched environment; unlike a dict observation it may have others."""
+    sets = group_sets(groups) if isinstance(groups, Mapping) else None
+    if sets is None:
+        return groups, groups
+    actor, critic = (keys_of(groups, groups, tuple(names)) for names in sets)
+    return actor, actor if sets[0] == sets[1] else critic
+
+
+def keys_of(obs: Any, groups: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    """Some parts of a dict observation or its space: a lone group by itself, else a dict of them."""
+    if len(names) == 1 and (len(groups) > 1 or names[0] in ACTOR_GROUPS):
+        return groups[names[0]]
+    if len(names) == len(groups):
+        return obs
+    parts = [(name, groups[name]) for name in names]
+    return spaces.Dict(parts) if isinstance(obs, spaces.Dict) else dict(parts)
 
 
 def join_groups(groups: Mapping[str, Any], names: Sequence[str]) -> tuple[Obs, dict[str, tuple[int, ...]] | None]:
@@ -210,7 +253,7 @@ def step_record(
     valid: Tensor | None = None,
     *,
     device: torch.device | None = None,
-    split: Callable[[Any], tuple[Any, Any]] = split_groups,
+    split: Callable[[Any], tuple[Any, Any]] = split_sets,
     copy: bool = False,
 ) -> StepRecord:
     """Build a step record from the results of any environment.

@@ -14,7 +14,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from canter.compat.managers import describe_managers, numbers
-from canter.envs.records import group_names
+from canter.envs.records import split_names
 from canter.envs.vec_env import StepRecord, VecEnv, flat_size
 from canter.utils.tree import Obs
 
@@ -135,8 +135,8 @@ def obs_group(env: VecEnv) -> str | None:
     """The key of the actor's observation in the simulation's own dict; None if it is the whole observation."""
     base = innermost(env)
     space = getattr(base, "single_observation_space", getattr(base, "observation_space", None))
-    names = group_names(space.spaces) if isinstance(space, spaces.Dict) else None
-    return names and names[0]
+    names = split_names(tuple(space.spaces))[0] if isinstance(space, spaces.Dict) else ()
+    return names[0] if len(names) == 1 else None
 
 
 def describe_robot(env: VecEnv) -> dict[str, Any]:

@@ -161,7 +161,7 @@ class WorkerVecEnv(GymVecEnv):
                 unknown = {number: pipe for number, pipe in enumerate(self.pipes) if number not in self._known}
                 wait_for_answers(unknown, self.processes, self.timeout)
                 return [self._read(number) for number in range(len(self.pipes))], restarted
-            except WorkerError as error:  # noqa: PERF203
+            except WorkerError as error:
                 part = self.slices[error.worker]
                 which = f"It steps the environments {part.start} to {part.stop - 1}"
                 text = f"{error}. {which}{self._end(error.worker)}"

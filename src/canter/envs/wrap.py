@@ -13,6 +13,7 @@ import gymnasium
 import torch
 
 from canter.compat.batched_envs import ObsGroups, RslRlAdapter, is_apexrl, is_batched
+from canter.compat.stable_baselines3 import SB3Vector, is_sb3
 from canter.envs.components import MotionFeatures, ObsComponents
 from canter.envs.gymnasium import GymVecEnv
 from canter.envs.gymnasium_vector import EnvPoolAdapter, GymVectorEnvAdapter, is_envpool, make_envpool
@@ -280,6 +281,17 @@ def is_gymnasium(env: Any) -> bool:
     return isinstance(env, gymnasium.Env)
 
 
+def is_pettingzoo(env: Any) -> bool:
+    """Whether `env` is PettingZoo's, with several agents."""
+    return any(cls.__module__.startswith("pettingzoo.") for cls in type(env).__mro__)
+
+
+def refuse_pettingzoo(env: Any, *_: Any) -> VecEnv:
+    """Raise an error that says how to train on an environment of several agents."""
+    way_out = "SuperSuit's pettingzoo_env_to_vec_env_v1 makes a vector environment of agents that share one policy"
+    raise TypeError(f"{type(env).__name__} is an environment of PettingZoo, with several agents; {way_out}")
+
+
 # Later adapters are tried first, so each is more specific than those above it.
 register_adapter(
     "Gymnasium",
@@ -301,6 +313,13 @@ register_adapter(
 register_adapter(
     "EnvPool", is_envpool, lambda e, device, *_: EnvPoolAdapter(e, device), 'an EnvPool made with env_type="gymnasium"'
 )
+register_adapter(
+    "Stable-Baselines3",
+    is_sb3,
+    lambda env, device, seed, _: GymVectorEnvAdapter(SB3Vector(env), device, seed),  # pyright: ignore[reportArgumentType]
+    "a stable_baselines3 VecEnv",
+)
+register_adapter("PettingZoo", is_pettingzoo, refuse_pettingzoo, "several agents: refused, with the way out")
 register_adapter("canter", lambda env: isinstance(env, VecEnv), seed_vec_env, "a canter.envs.VecEnv, used as it is")
 register_env("canter", make_torch_env)
 register_env("envpool", make_envpool)

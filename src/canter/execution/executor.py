@@ -121,7 +121,7 @@ class Executor:
     def run(self, name: str, fn: Callable[..., T], *args: Any) -> T:
         """Return `fn(*args)`; the next run of the same function overwrites the tensors that a CUDA graph returned."""
         if not self.replays or name in self.eager_only or (self.has_user_code and self.error_of_ranks):
-            return self._run_eagerly(fn, *args)
+            return self._run_in_precision(fn, *args) if self.is_cuda else fn(*args)
         leaves: list[Tensor] = []
         parts = []
         for arg in args:
@@ -178,7 +178,7 @@ class Executor:
 
     def notice_changes(self) -> None:
         """Compare every function at once if the Python values that functions read have changed since the last call."""
-        found = self.attributes()
+        found = self.attributes() if self.replays else self.last_attributes
         if found != self.last_attributes:
             self.last_attributes = found
             for graph in self.graphs.values() if not self.is_trusted else ():

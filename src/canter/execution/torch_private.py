@@ -64,13 +64,13 @@ def script_runner(graph: Any, num_results: int) -> Callable[..., Any]:
     return run
 
 
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors in one operation, or one by one."""
-    if hasattr(torch, "_foreach_copy_"):
-        torch._foreach_copy_(list(targets), list(sources))  # pyright: ignore
-        return
+def copy_one_by_one(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors, each by an operation of its own."""
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
+
+
+copy_all: Callable[[list[Tensor], list[Tensor]], Any] = getattr(torch, "_foreach_copy_", copy_one_by_one)
 
 
 def sample_dirichlet(concentration: Tensor, generator: torch.Generator | None = None) -> Tensor:

@@ -23,6 +23,7 @@ from canter.runners.construction import open_env
 from canter.runners.evaluation import InferencePolicy
 from canter.runners.run_config import RunPlan, find_algorithm, parse_train_cfg
 from canter.utils.checkpoint import check_compatible, damaged_content, load_checkpoint, newest_valid_checkpoint
+from canter.utils.hub import local_run
 from canter.utils.memory import MemoryLimit
 from canter.utils.reading import FileContentError, named_modules, parse_yaml, read_limited, read_yaml, refuse_imports
 from canter.utils.runtime import resolve_device
@@ -46,7 +47,7 @@ def load(
     or `config`. Without a `task` its observation and actions have widths but no names.
 
     Args:
-        path: A run directory, or a checkpoint file.
+        path: A run directory, a checkpoint file, or a model of the Hugging Face Hub, "hf://USER/NAME".
         checkpoint: A file of the run directory, or "best"; the newest valid checkpoint if None.
         device: Device to compute on.
         policy: Network to load the weights into, for runs whose networks were built in Python.
@@ -55,7 +56,7 @@ def load(
         config: The training dict, or a file with it, where the checkpoint has none.
         task: Task that describes the environment, where the checkpoint does not.
     """
-    file, device = find_file(Path(path), checkpoint), resolve_device(device)
+    file, device = find_file(local_run(path), checkpoint), resolve_device(device)
     with damaged_content(file):
         state = import_state(load_checkpoint(file, "cpu"))
     weights = state.get("model_state_dict")

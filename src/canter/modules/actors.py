@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch import distributions as td
 
 from canter.envs.vec_env import flat_size
-from canter.modules.conv2d import Conv2dHeadModel
+from canter.modules.conv2d import Conv2dHeadModel, channels_first, image_layers, image_shape
 from canter.modules.distributions import Params, bounded_std, clip_std_parameter, distribution_for, init_std
 from canter.modules.mlp import layer_sizes, mlp
 from canter.modules.utils import orthogonal_init
@@ -86,19 +86,24 @@ class ImageNetwork(nn.Module):
 
     def __init__(self, obs_space: spaces.Space, output_dim: int, cfg: Cfg) -> None:
         super().__init__()
-        if not isinstance(obs_space, spaces.Box) or len(obs_space.shape) != 3:
+        shape = image_shape(obs_space.shape) if isinstance(obs_space, spaces.Box) else None
+        if shape is None:
             raise TypeError(f"a CNN needs one 3-D image as observation, got {obs_space}; flatten it for an MLP")
         self.obs_space = obs_space
-        first, second, last = obs_space.shape
-        self.channels_last = last in (1, 3, 4) and first not in (1, 3, 4)
-        shape = (last, first, second) if self.channels_last else obs_space.shape
-        layers = (cfg["conv_channels"], cfg["conv_kernels"], cfg["conv_strides"], cfg["hidden_dims"])
-        self.cnn = Conv2dHeadModel(shape, *layers, output_size=output_dim, nonlinearity=cfg["activation"])
+        names = ("conv_channels", "conv_kernels", "conv_strides")
+        layers = tuple(cfg[name] for name in names)
+        if layers == tuple(CNN_SETTINGS[name] for name in names):
+            layers = tuple(image_layers(*shape[1:]).values())
+        options: Any = {
+            "hidden_sizes": cfg["hidden_dims"],
+            "output_size": output_dim,
+            "nonlinearity": cfg["activation"],
+        }
+        self.cnn = Conv2dHeadModel(shape, *layers, **options)
 
     def forward(self, obs: Tensor) -> Tensor:
-        """Images (B, C, H, W) or (B, H, W, C) -> (B, output_dim)."""
-        image = _scaled(obs, self.obs_space)
-        return self.cnn(image.movedim(-1, -3) if self.channels_last else image)
+        """Images (B, C, H, W) or (B, H, W, C), or stacks of them -> (B, output_dim)."""
+        return self.cnn(channels_first(_scaled(obs, self.obs_space), self.obs_space.shape or ()))
 
 
 def build_network(obs_space: spaces.Space, output_dim: int, cfg: Cfg) -> nn.Module:

@@ -1,7 +1,7 @@
 """Building policies from names, settings and an environment's shapes."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import nn
 
 from canter.envs.vec_env import VecEnv
 from canter.modules.actor_critic import ActorCritic
+from canter.modules.conv2d import image_layers, image_shape
 from canter.modules.normalizer import DictNormalization, EmpiricalNormalization, NoNormalization, ValueNormalizer
 from canter.modules.policy import Policy
 from canter.storage.rollout_storage import Field
@@ -21,6 +22,14 @@ POLICIES: dict[str, type[Policy]] = {}
 """Policies by class name, for settings and the command line; `canter.modules` registers its own."""
 NETWORKS: dict[str, type] = {}
 """Actors, critics and Q networks by class name."""
+
+
+IMAGE_POLICIES = {
+    "ActorCritic": ("VisualActorCritic", "EncoderActorCritic"),
+    "ActorCriticRecurrent": ("VisualActorCriticRecurrent", "EncoderActorCriticRecurrent"),
+}
+"""What a policy for vectors becomes where an observation has one image, and where it has several."""
+IMAGE_FEATURES = 512
 
 
 def register_policy(cls: type[Policy]) -> type[Policy]:
@@ -50,7 +59,43 @@ def build_actor_critic(env: Any, policy_class_name: str, policy_cfg: Mapping[str
         "action_space": lambda: getattr(env, "action_space", None),
     }
     given |= {name: default() for name, default in defaults.items() if given.get(name) is None}
+    if policy_class_name in IMAGE_POLICIES and given.get("actor") is None and given.get("critic") is None:
+        policy_class_name, encoders = image_policy(policy_class_name, given)
+        given = {**encoders, **given}
     return build(POLICIES, policy_class_name, given)
+
+
+def image_policy(class_name: str, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The policy class that encodes the images among the segments by convolutions, and its settings for them.
+
+    Without an image that is the class itself. One image that both networks see, or the actor alone, is encoded once.
+    """
+    segments = (given["obs_segments"] or {}, given["critic_obs_segments"] or {})
+    if given["critic_obs_segments"] is None and given["num_critic_obs"] == given["num_actor_obs"]:
+        segments = (segments[0], segments[0])
+    found = [{name: image for name, shape in part.items() if (image := image_shape_of(shape))} for part in segments]
+    actor, critic = found
+    if not actor and not critic:
+        return class_name, {}
+    if len(actor) == 1 and critic in ({}, actor):
+        ((name, (_, *size)),) = actor.items()
+        layers = {**image_layers(*size), "hidden_sizes": ()}
+        settings = {"visual_component_name": name, "visual_kwargs": layers, "visual_latent_size": IMAGE_FEATURES}
+        return IMAGE_POLICIES[class_name][0], {**settings, "visual_critic": bool(critic)}
+    layers = [[{**image_layers(h, w), "hidden_sizes": ()} for _, h, w in part.values()] for part in found]
+    settings = {
+        "encoder_component_names": list(actor),
+        "encoder_kwargs": layers[0],
+        "encoder_output_size": IMAGE_FEATURES,
+    }
+    settings["encoder_class_name"] = "Conv2dHeadModel"
+    settings |= {"critic_encoder_component_names": "shared" if critic == actor else list(critic)}
+    return IMAGE_POLICIES[class_name][1], settings | {"critic_encoder_kwargs": layers[1]}
+
+
+def image_shape_of(shape: Any) -> tuple[int, int, int] | None:
+    """(C, H, W) of a segment that is an image; None for any other, whose shape may be a number."""
+    return image_shape(shape) if isinstance(shape, Sequence) else None
 
 
 def segments_of(env: Any, which: str) -> Mapping[str, Any] | None:

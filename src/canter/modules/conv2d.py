@@ -1,5 +1,6 @@
 """Encoders of images and of windows of past observations."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,41 @@ from canter.modules.utils import activation, conv2d_output_shape
 
 Size = int | tuple[int, int]
 KINDS = ("conv", "attention")
+SMALLEST_IMAGE = 7
+"""Sides of an image that `image_layers` shrinks to one number."""
+
+
+def image_shape(shape: Sequence[int] | None) -> tuple[int, int, int] | None:
+    """(C, H, W) of one image or of stacked ones, with channels first or last; None for what is no image.
+
+    The channels are the side that differs from two equal ones, else the shorter end. The frames of a stack
+    (T, C, H, W) or (T, H, W, C) become channels.
+    """
+    if shape is None or len(shape) not in (3, 4):
+        return None
+    *frames, first, middle, last = (int(n) for n in shape)
+    is_last = channels_are_last((first, middle, last))
+    channels, height, width = (last, first, middle) if is_last else (first, middle, last)
+    return None if min(height, width) < SMALLEST_IMAGE else (math.prod(frames) * channels, height, width)
+
+
+def channels_are_last(shape: Sequence[int]) -> bool:
+    """Whether an image is (H, W, C), not (C, H, W)."""
+    first, middle, last = shape
+    return middle != last and (first == middle or last < first)
+
+
+def channels_first(image: Tensor, shape: Sequence[int]) -> Tensor:
+    """(..., *shape) -> (..., C, H, W), for a shape that `image_shape` accepts."""
+    image = image.movedim(-1, -3).contiguous() if channels_are_last(shape[-3:]) else image
+    return image.flatten(-4, -3) if len(shape) == 4 else image
+
+
+def image_layers(height: int, width: int) -> dict[str, tuple[int, ...]]:
+    """Convolutions for an image: those of Mnih 2015, or two small ones where it is too small for these."""
+    if min(height, width) < 36:
+        return {"channels": (32, 64), "kernel_sizes": (3, 3), "strides": (2, 2)}
+    return {"channels": (32, 64, 64), "kernel_sizes": (8, 4, 3), "strides": (4, 2, 1)}
 
 
 class Conv2dModel(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from canter.modules.actor_critic import ActorCritic
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
 from canter.modules.amp_discriminator import AmpActorCritic, AmpActorCriticRecurrent
-from canter.modules.conv2d import Conv2dHeadModel, HistoryEncoder
+from canter.modules.conv2d import Conv2dHeadModel, HistoryEncoder, channels_first, image_shape
 from canter.modules.mlp import MlpModel
 from canter.modules.normalizer import normalized
 from canter.modules.policy import Context
@@ -30,10 +30,12 @@ def mlp_encoder(shape: Shape, output_size: int, hidden_sizes: Sequence[int] = HI
 def conv_encoder(
     shape: Shape, output_size: int, hidden_sizes: Sequence[int] = HIDDEN_SIZES, **kwargs: Any
 ) -> nn.Module:
-    """Convolutions over an image (C, H, W), an MLP, and a nonlinearity at the end."""
-    if len(shape) != 3:
+    """Convolutions over an image, an MLP, and a nonlinearity at the end."""
+    if len(shape) not in (3, 4):
         raise ValueError(f"Conv2dHeadModel encodes images (C, H, W); this component has the shape {shape}")
-    return Conv2dHeadModel(shape, hidden_sizes=[*hidden_sizes, output_size], **{**CONV_DEFAULTS, **kwargs})
+    return Conv2dHeadModel(
+        image_shape(shape) or shape, hidden_sizes=[*hidden_sizes, output_size], **{**CONV_DEFAULTS, **kwargs}
+    )
 
 
 ENCODERS: dict[str, Callable[..., nn.Module]] = {
@@ -52,8 +54,10 @@ def embed(obs: Tensor, layout: ObsLayout, encoders: Mapping[str, nn.Module]) -> 
     """The observation (..., D) with each named component replaced, in its place, by its encoder's output."""
     parts = layout.split(obs)
     for name, encoder in encoders.items():
-        is_flat = isinstance(encoder, MlpModel)
-        parts[name] = encoder(parts[name] if is_flat else parts[name].unflatten(-1, layout.shapes[name]))
+        part, shape = parts[name], layout.shapes[name]
+        part = part if isinstance(encoder, MlpModel) else part.unflatten(-1, shape)
+        is_image = isinstance(encoder, Conv2dHeadModel)
+        parts[name] = encoder(channels_first(part, shape) if is_image and encoder.image_shape != shape else part)
     return torch.cat(list(parts.values()), dim=-1) if len(parts) > 1 else next(iter(parts.values()))
 
 

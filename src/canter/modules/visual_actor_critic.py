@@ -6,13 +6,14 @@ from torch import Tensor
 
 from canter.modules.actor_critic import ActorCritic
 from canter.modules.actor_critic_recurrent import ActorCriticRecurrent
-from canter.modules.conv2d import Conv2dHeadModel
+from canter.modules.conv2d import Conv2dHeadModel, image_shape
 from canter.modules.deterministic_policy import DeterministicPolicyMixin
 from canter.modules.encoder_actor_critic import embed, resize_features
 from canter.modules.normalizer import normalized
 from canter.modules.policy import Context
 from canter.modules.utils import orthogonal_init
 
+FORWARD_DEPTH = "forward_depth"
 VISUAL_DEFAULTS: dict[str, Any] = {
     "channels": (64, 64),
     "kernel_sizes": (3, 3),
@@ -25,7 +26,7 @@ class VisualActorCriticMixin(ActorCritic):
     """Replaces the image in the actor's observation by its features.
 
     Args:
-        visual_component_name: The image component; its shape must be (C, H, W).
+        visual_component_name: The image component, (C, H, W) or (H, W, C); without one of this name the only image.
         visual_kwargs: Settings of the `Conv2dHeadModel`, over channels [64, 64], kernel_sizes [3, 3], strides [1, 1],
             hidden_sizes [256].
         visual_latent_size: Number of features.
@@ -35,7 +36,7 @@ class VisualActorCriticMixin(ActorCritic):
     def __init__(
         self,
         *args: Any,
-        visual_component_name: str = "forward_depth",
+        visual_component_name: str = FORWARD_DEPTH,
         visual_kwargs: Any = None,
         visual_latent_size: int = 256,
         visual_critic: bool = False,
@@ -45,17 +46,21 @@ class VisualActorCriticMixin(ActorCritic):
         self.visual_critic = visual_critic
         super().__init__(*args, **kwargs)
         options = {**VISUAL_DEFAULTS, **(visual_kwargs or {})}
-        shape = self.visual_layout.shapes[visual_component_name]
-        self.visual_encoder = Conv2dHeadModel(shape, output_size=visual_latent_size, **options)
+        shape = self.visual_layout.shapes[self.visual_component_name]
+        self.visual_encoder = Conv2dHeadModel(image_shape(shape) or shape, output_size=visual_latent_size, **options)
         if kwargs.get("orthogonal_init"):
             orthogonal_init(self.visual_encoder)
 
     def feature_widths(self, num_actor_obs: int, num_critic_obs: int) -> tuple[int, int]:
         """The image gets the width of its features, for the critic too if it is encoded there."""
         self.visual_layout, self.critic_visual_layout = self.feature_layout, self.critic_feature_layout
+        images = [name for name, shape in self.visual_layout.shapes.items() if image_shape(shape) is not None]
+        is_named = self.visual_component_name != FORWARD_DEPTH or FORWARD_DEPTH in self.visual_layout
+        if not is_named and len(images) == 1:
+            self.visual_component_name = images[0]
         names = self.visual_layout.ordered([self.visual_component_name])
         shape = self.visual_layout.shapes[names[0]]
-        if len(shape) != 3:
+        if len(shape) not in (3, 4):
             raise ValueError(f"the image {names[0]!r} must have a shape (C, H, W), got {shape}")
         grows = resize_features(self, names, names if self.visual_critic else (), self.visual_latent_size, True)
         return super().feature_widths(num_actor_obs + grows[0], num_critic_obs + grows[1])

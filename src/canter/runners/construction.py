@@ -21,6 +21,16 @@ from canter.utils.distributed import RANKS
 from canter.utils.tree import tree_leaves
 
 
+def preset_of(env: Any, algorithm: str) -> tuple[Any, dict[str, Any]]:
+    """The runner class and the preset for an environment or its name; without a known task the algorithm's defaults."""
+    from canter.presets import FALLBACK, load_preset  # presets are made of configs
+    from canter.runners import RUNNERS  # which imports this module
+
+    name = env if isinstance(env, str) else getattr(getattr(env, "spec", None), "id", None)
+    uses_replay = REGISTRY[find_algorithm(algorithm)].agent_class.learns_from_replay
+    return RUNNERS["OffPolicyRunner" if uses_replay else "OnPolicyRunner"], load_preset(name or FALLBACK, algorithm)
+
+
 def open_env(env: Any, device: torch.device, plan: RunPlan) -> VecEnv:
     """Wrap an environment, with observations in the form that the policy of the plan takes."""
     wrapped = wrap_env(env, device, obs_groups=plan.obs_groups)

@@ -11,11 +11,14 @@ from gymnasium import spaces
 from torch import Tensor
 
 from canter.envs.vec_env import VecEnv, flat_size
+from canter.envs.wrap import env_options, make_env, wrap_env
 from canter.modules.policy import Hidden, Policy, batch_size
 from canter.runners.run_log import StopTraining
 from canter.utils.obs_layout import ObsLayout
 from canter.utils.runtime import StopSignal, preserved_rng
 from canter.utils.tree import nested, tree_leaves, tree_map
+
+EVAL_ENVS = 10  # environments of an evaluation, at most
 
 
 class InferencePolicy:
@@ -260,6 +263,34 @@ def inference_policy(runner: Any, device: torch.device | str | None) -> Inferenc
     return InferencePolicy(policy, env.obs_space, env.obs_segments, **more)
 
 
+def evaluate_policy(policy: Any, env: Any, num_episodes: int, seed: int | None = None) -> dict[str, float]:
+    """`eval/` metrics of a runner, of an `InferencePolicy`, or of the policy of a run, in new environments or `env`."""
+    if env is None and hasattr(policy, "eval"):
+        return policy.eval(num_episodes)
+    if hasattr(policy, "get_inference_policy"):
+        policy = policy.get_inference_policy()
+    if not isinstance(policy, InferencePolicy):
+        from canter.export.load import load  # which needs this module
+
+        policy = load(policy)
+    num_envs = max(1, min(EVAL_ENVS, num_episodes))
+    if env is None:
+        run = (policy.info.get("config") or {}).get("run") or {}
+        if "task" not in run:
+            raise ValueError("the policy does not say which task it was trained on; give env")
+        env = make_env(run["task"], num_envs=num_envs, seed=seed, **env_options(run))
+    elif isinstance(env, str):
+        env = make_env(env, num_envs=num_envs, seed=seed)
+    return summary(run_episodes(policy, wrap_env(env, seed=seed), num_episodes, None))
+
+
+def summary(episodes: Episodes) -> dict[str, float]:
+    """Mean, spread and extremes of the returns of episodes, and their mean length."""
+    reductions = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
+    rewards = {f"eval/{name}_reward": float(reduce(episodes.returns)) for name, reduce in reductions.items()}
+    return rewards | {"eval/mean_length": float(np.mean(episodes.lengths))}
+
+
 def evaluate(runner: Any, num_episodes: int, max_steps: int | None) -> dict[str, float]:
     """`eval/` metrics of deterministic episodes of a runner, after which everything is as before.
 
@@ -278,9 +309,7 @@ def evaluate(runner: Any, num_episodes: int, max_steps: int | None) -> dict[str,
                 with contextlib.suppress(NotImplementedError):
                     env.seed(int(seed))
             episodes = run_episodes(InferencePolicy(runner.policy), env, num_episodes, max_steps)
-        reductions = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
-        rewards = {f"eval/{name}_reward": float(reduce(episodes.returns)) for name, reduce in reductions.items()}
-        return rewards | {"eval/mean_length": float(np.mean(episodes.lengths))}
+        return summary(episodes)
     finally:
         for module, was_training in modes:
             module.train(was_training)

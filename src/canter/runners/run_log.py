@@ -143,7 +143,7 @@ class Callbacks:
         for fn in self.by_event[event]:
             try:
                 fn(*args)
-            except StopTraining:  # noqa: PERF203 (the other callbacks still run)
+            except StopTraining:
                 if RANKS.size == 1:
                     raise
                 self.is_stop_asked = True  # the others wait for what this rank does in the rest of the iteration

@@ -17,6 +17,7 @@ from canter.algorithms.user_code import is_users
 from canter.compat.names import RunnerNames
 from canter.compat.training_dicts import complete
 from canter.envs.workers import WorkerError
+from canter.envs.wrap import wrap_env
 from canter.runners import construction, ranks, run_log
 from canter.runners.checkpoints import Checkpoints
 from canter.runners.evaluation import check_widths, compare_spaces, evaluate
@@ -36,19 +37,6 @@ class Runner(RunnerNames, ABC):
 
     It is created with a training dict, `Runner(env, train_cfg, log_dir, device)`; with a config object and network
     classes, `Runner(env, cfg=PPOConfig(...), actor_class=, critic_class=)`; or with an algorithm, `agent=`.
-
-    Args:
-        env: Any environment that `wrap_env` accepts.
-        train_cfg: Training dict, flat or with a `runner` section; or a config object or an algorithm.
-        log_dir: Run directory; None writes nothing.
-        device: Training device; None takes a GPU if there is one.
-        algorithm: Registered name of the algorithm, if no config determines it.
-        actor_class: Class of the actor, as `critic_class`, with settings in `actor_cfg`; see `canter.modules.actors`.
-        obs_space: Observation space; the environment's if None, as with `action_space`.
-        save_dir: Directory of the checkpoints; `log_dir` if None.
-        log_interval: Overrides the config, as do the other intervals and `eval_episodes`.
-        run_info: Saved in config.yaml under `run`.
-        q_network_class: Class of DQN's network, with settings in `q_network_cfg`; see `canter.modules.q_networks`.
     """
 
     default_algorithm = "ppo"
@@ -101,8 +89,39 @@ class Runner(RunnerNames, ABC):
         q_network_class: Any = None,
         q_network_cfg: Mapping[str, Any] | None = None,
     ) -> None:
+        """Build the algorithm, its networks and its storage for an environment.
+
+        Args:
+            env: Any environment that `wrap_env` accepts, a function that makes one, or a name.
+            train_cfg: Training dict, flat or with a `runner` section; or a config object or an algorithm. Without one
+                the preset of the task, which also has the number of environments where `env` is a name.
+            log_dir: Run directory; None writes nothing.
+            device: Training device; None takes a GPU if there is one.
+            cfg: A config object, such as `PPOConfig(gamma=0.98)`, instead of a training dict.
+            algorithm: Registered name of the algorithm, if no config determines it.
+            actor_class: Class of the actor; see `canter.modules.actors`.
+            critic_class: Class of the critic.
+            actor_cfg: Settings of the actor.
+            critic_cfg: Settings of the critic.
+            obs_space: Observation space of the networks; the environment's if None.
+            action_space: Action space of the networks; the environment's if None.
+            agent: A ready algorithm, instead of its class and settings.
+            save_dir: Directory of the checkpoints; `log_dir` if None.
+            log_interval: Iterations (off-policy: steps) between two log entries; the config's if None.
+            save_interval: The same between two checkpoints.
+            eval_env: Environments for evaluations; the training environments if None.
+            eval_interval: Iterations (off-policy: steps) between two evaluations; the config's if None.
+            eval_episodes: Episodes of an evaluation; the config's if None.
+            run_info: Saved in config.yaml under `run`.
+            show_progress: Show the progress of `learn` in the terminal.
+            q_network_class: Class of DQN's network; see `canter.modules.q_networks`.
+            q_network_cfg: Settings of DQN's network.
+        """
         if isinstance(train_cfg, Algorithm):
             train_cfg, agent = None, train_cfg
+        if agent is None and train_cfg is cfg is actor_class is critic_class is q_network_class is None:
+            _, train_cfg = construction.preset_of(env, algorithm or self.default_algorithm)
+            env = wrap_env(env, device, train_cfg["num_envs"]) if isinstance(env, str) else env
         networks = {"actor_class": actor_class, "critic_class": critic_class, "q_network_class": q_network_class}
         networks |= {"actor_cfg": actor_cfg, "critic_cfg": critic_cfg, "q_network_cfg": q_network_cfg}
         overrides = {"log_interval": log_interval, "save_interval": save_interval, "eval_interval": eval_interval}

@@ -293,9 +293,13 @@ class RolloutStorage(StorageNames):
         return None if self.privileged_obs_shape is None else self.__getattr__("privileged_observations")
 
     def compute_returns(self, last_values: Tensor, gamma: Scalar, lam: Scalar, normalize: bool = True) -> None:
-        """Fill `returns` and `advantages` of the newest rows; with `normalize`, advantages get mean 0 and std 1."""
+        """Fill `returns` and `advantages` of the newest rows; with `normalize`, advantages get mean 0 and std 1.
+
+        A field "ends", where an extension declares one, is the probability with which each step ended its episode.
+        """
         rows, data = self.newest, self.data
-        advantages = gae(data["rewards"][rows], data["values"][rows], data["dones"][rows], last_values, gamma, lam)
+        ends = data.get("ends", data["dones"])[rows]
+        advantages = gae(data["rewards"][rows], data["values"][rows], ends, last_values, gamma, lam)
         data["returns"][rows].copy_(advantages + data["values"][rows])
         if normalize:
             advantages = normalize_advantages(advantages, data["valid"][rows] if self.has_invalid_steps else None)
@@ -370,12 +374,13 @@ class RolloutStorage(StorageNames):
         return episode_starts(self.data["dones"][: self.filled].squeeze(-1))  # (T, N)
 
 
-def gae(rewards: Tensor, values: Tensor, dones: Tensor, last_values: Tensor, gamma: Scalar, lam: Scalar) -> Tensor:
+def gae(rewards: Tensor, values: Tensor, ends: Tensor, last_values: Tensor, gamma: Scalar, lam: Scalar) -> Tensor:
     """Generalised advantage estimates (Schulman 2016, eq. 16); all (T, N, 1) but last_values (N, 1).
 
-    A done ends the sum. The value of a state in which an episode was truncated must be part of its last reward.
+    `ends` is a bool, or the probability of an end, which ends the sum. The value of a state in which an episode was
+    truncated must be part of its last reward.
     """
-    discount = torch.logical_not(dones).to(rewards.dtype) * gamma
+    discount = (1.0 - ends.to(rewards.dtype)) * gamma
     deltas = torch.addcmul(rewards - values, discount, torch.cat([values[1:], last_values.unsqueeze(0)]))
     decay = discount * lam
     advantage, advantages = torch.zeros_like(last_values), []

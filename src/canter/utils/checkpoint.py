@@ -254,7 +254,7 @@ def newest_valid_checkpoint(directory: StrPath) -> Path:
         try:
             verify_checkpoint(path)
             return path
-        except (CheckpointError, OSError) as error:  # noqa: PERF203
+        except (CheckpointError, OSError) as error:
             warnings.warn(f"SKIPPING the damaged checkpoint {path}: {error}", stacklevel=2)
     newest = found[-1].name
     raise CheckpointError(f"none of {len(found)} checkpoints in {directory} is valid; the newest is {newest}{hint}")

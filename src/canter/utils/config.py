@@ -8,9 +8,7 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
-
-from typing_extensions import dataclass_transform
+from typing import Any, TypeVar, dataclass_transform
 
 from canter.compat.spellings import OTHER_SPELLINGS
 
@@ -291,7 +289,7 @@ def assign_checked(cfg: Any, name: str, value: Any) -> None:
     object.__setattr__(cfg, name, value)
 
 
-@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field, setting))
+@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))
 def settings(cls: T) -> T:
     """Make a keyword-only dataclass that checks names, types, ranges and choices whenever a value is assigned.
 

@@ -134,6 +134,8 @@ def named_modules(config: Any, key: str = "") -> Iterator[tuple[str, str]]:
     parts: Any = enumerate(config) if isinstance(config, (list, tuple)) else ()
     for name, value in config.items() if isinstance(config, Mapping) else parts:
         path = f"{key}.{name}" if key else str(name)
+        if path.startswith("run.plugins.") and isinstance(value, str):
+            yield path, value
         if path.startswith(("run.task", "run.wrappers")):
             texts = (text for text in (name, value) if isinstance(text, str) and ":" in text)
             yield from ((path, text.rpartition(":")[0]) for text in texts)

@@ -17,7 +17,16 @@ from canter.utils.html_page import SVG_STYLE, Page
 from canter.utils.plots import COLORS, STYLE, TITLES, add_legend, common_grid
 from canter.utils.reading import FileContentError, read_medium
 from canter.utils.run_data import RunData, differing_settings, short
-from canter.utils.statistics import CONFIDENCE, Estimate, Scores, improvement, iqm_curve, iqm_estimate, profile
+from canter.utils.statistics import (
+    CONFIDENCE,
+    Estimate,
+    Scores,
+    few_runs,
+    improvement,
+    iqm_curve,
+    iqm_estimate,
+    profile,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -214,7 +223,9 @@ def run_count(group: Sequence[RunData]) -> str:
 
 def interval_text(estimate: Estimate, group: Sequence[RunData]) -> str:
     """The interval of an estimate in words; one run has none."""
-    return f"{estimate.low:.4g} to {estimate.high:.4g}" if len(group) > 1 else "-"
+    if len(group) < 2:
+        return "-"
+    return f"{estimate.low:.4g} to {estimate.high:.4g}{few_runs(len(group))}"
 
 
 def write_report(comparison: Comparison, path: Path, title: str | None = None) -> None:
@@ -387,7 +398,7 @@ def _add_media(page: Page, c: Comparison) -> None:
     for file, caption in found:
         try:
             page.medium(file, read_medium(file, MAX_MEDIUM_BYTES, file.parent), caption)
-        except (OSError, FileContentError) as error:  # noqa: PERF203
+        except (OSError, FileContentError) as error:
             page.text(f"{caption} is not shown: {error}")
 
 

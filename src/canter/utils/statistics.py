@@ -14,6 +14,12 @@ Scores = Sequence[np.ndarray]
 REPEATS = 10_000
 CURVE_REPEATS = 1000
 CONFIDENCE = 0.95
+FEWEST_RUNS = 3
+
+
+def few_runs(count: int) -> str:
+    """What to say beside an interval of too few runs: a bootstrap of two only repeats them."""
+    return "" if count >= FEWEST_RUNS else f" (of {count} runs, too few for an interval)"
 
 
 class Estimate(NamedTuple):

@@ -1,6 +1,6 @@
 """Functions for observation segments, named tuples of arrays, and compressed images."""
 
-import sys
+import inspect
 from collections import namedtuple
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
@@ -81,7 +81,8 @@ def namedarraytuple(name: str, fields: Sequence[str] | str) -> Any:
     plain = namedtuple(name, fields)
     if taken := [field for field in plain._fields if field in ("get", "items", "index", "count")]:
         raise ValueError(f"{name} cannot have a field called {taken[0]!r}, which is a method of it")
-    module = sys._getframe(1).f_globals.get("__name__", "__main__")
+    caller: Any = inspect.currentframe()
+    module = caller.f_back.f_globals.get("__name__", "__main__")
     return type(name, (_ArrayFields, plain), {"__slots__": (), "__module__": module, "__doc__": plain.__doc__})
 
 

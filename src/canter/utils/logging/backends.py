@@ -7,9 +7,11 @@ import json
 import os
 import re
 import socket
+import tempfile
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +19,7 @@ import numpy as np
 
 from canter.utils.files import StrPath, atomic_write, make_folder, open_append, open_read
 from canter.utils.reading import read_limited
-from canter.utils.tree import tree_map
+from canter.utils.tree import tree_leaves
 
 METRICS_NAME = "metrics.jsonl"
 MAX_LINE, MAX_ROWS = 1 << 22, 1 << 32  # bytes of a row of metrics, and of all rows
@@ -262,7 +264,7 @@ class _TensorboardBackend(Backend):
 
 
 class _RunServiceBackend(Backend):
-    """The common part of wandb and SwanLab, whose runs share `log`, `config`, `save` and `finish`."""
+    """The common part of W&B, SwanLab and Trackio, whose runs share `log`, `config` and `finish`."""
 
     video_options: ClassVar[dict[str, Any]] = {}
     config_options: ClassVar[dict[str, Any]] = {}
@@ -330,40 +332,87 @@ class _SwanlabBackend(_RunServiceBackend):
         super().__init__(log_dir, "swanlab", kwargs)
 
 
-class _NeptuneBackend(Backend):
-    """One Neptune run; settings are those of `neptune.init_run`."""
+class _TrackioBackend(_RunServiceBackend):
+    """One Trackio run, on this machine unless a Space or server is given; settings are those of `trackio.init`."""
 
-    loadable = frozenset({"description", "mode", "name", "tags", "with_id"})
+    loadable = frozenset({"group", "name", "project", "resume"})
 
     def __init__(self, log_dir: Path | None, **kwargs: Any) -> None:
-        super().__init__(log_dir)
-        self._package = import_optional("neptune")
-        offline = kwargs.get("mode") in ("offline", "debug")
-        if not offline and "api_token" not in kwargs and "NEPTUNE_API_TOKEN" not in os.environ:
-            raise KeyError("neptune needs a token: set the environment variable NEPTUNE_API_TOKEN")
         name = {} if log_dir is None else {"name": log_dir.name}
-        # With git_ref Neptune would upload the diff of the working tree.
-        self._run = self._package.init_run(**{"git_ref": False, **name, **kwargs})
+        super().__init__(log_dir, "trackio", {"embed": False, **name, **kwargs})
 
-    def log_scalars(self, scalars: dict[str, float], step: int) -> None:
-        for tag, value in scalars.items():
-            self._run[tag].append(value, step=step)
+    def log_histogram(self, tag: str, values: np.ndarray, step: int) -> None:
+        self._run.log({tag: self._package.Histogram(values)}, step=step)
 
-    def log_config(self, config: dict[str, Any]) -> None:
-        # Types that Neptune lacks become text.
-        self._run["config"] = tree_map(lambda leaf: leaf if isinstance(leaf, (int, float, str)) else str(leaf), config)
-
-    def log_image(self, tag: str, image: np.ndarray, step: int) -> None:
-        self._run[tag].append(self._package.types.File.as_image(image / 255.0), step=step)
+    def log_video(self, tag: str, frames: np.ndarray, step: int, fps: int) -> None:
+        with gif_file(frames, fps, tag) as path:  # Trackio copies it
+            self._run.log({tag: self._package.Video(str(path))}, step=step)
 
     def save_file(self, path: Path) -> None:
-        self._run[f"files/{path.name}"].upload(str(path))
+        self._run.log_artifact(path, type="file")
 
     def save_model(self, path: Path, it: int) -> None:
-        self._run[f"models/model_{it}"].upload(str(path))
+        self._run.log_artifact(path, name=f"{self._run.name}-model", type="model")
+
+
+class _MlflowBackend(Backend):
+    """One MLflow run, in `mlflow.db` of the working directory unless MLflow is told another place.
+
+    Args:
+        experiment: Its name; it is made where there is none.
+        tracking_uri: A database or server; None takes MLFLOW_TRACKING_URI.
+        run_id: A run to continue.
+        settings: Those of `MlflowClient.create_run`: `run_name` and `tags`.
+    """
+
+    loadable = frozenset({"experiment", "run_id", "run_name"})
+
+    def __init__(
+        self,
+        log_dir: Path | None,
+        experiment: str = "canter",
+        tracking_uri: str | None = None,
+        run_id: str | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(log_dir)
+        self._package = import_optional("mlflow")
+        self._client = self._package.MlflowClient(tracking_uri)
+        self._is_new = run_id is None
+        if run_id is None:
+            found = self._client.get_experiment_by_name(experiment)
+            experiment_id = found.experiment_id if found else self._client.create_experiment(experiment)
+            name = {} if log_dir is None else {"run_name": log_dir.name}
+            run_id = self._client.create_run(experiment_id, **{**name, **settings}).info.run_id
+        self._run_id = run_id
+
+    def log_scalars(self, scalars: dict[str, float], step: int) -> None:
+        now = int(time.time() * 1000)
+        metrics = [self._package.entities.Metric(tag, value, now, step) for tag, value in scalars.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+    def log_config(self, config: dict[str, Any]) -> None:
+        self._client.log_dict(self._run_id, config, "config.json")
+        if self._is_new:  # a param of MLflow is written once
+            params = [self._package.entities.Param(name, str(value)) for name, value in tree_leaves(config)]
+            for start in range(0, len(params), 100):  # as many as it takes at once
+                self._client.log_batch(self._run_id, params=params[start : start + 100])
+
+    def log_image(self, tag: str, image: np.ndarray, step: int) -> None:
+        self._client.log_image(self._run_id, image, key=tag, step=step)
+
+    def log_video(self, tag: str, frames: np.ndarray, step: int, fps: int) -> None:
+        with gif_file(frames, fps, f"{tag}-{step}") as path:
+            self._client.log_artifact(self._run_id, str(path), "films")
+
+    def save_file(self, path: Path) -> None:
+        self._client.log_artifact(self._run_id, str(path))
+
+    def save_model(self, path: Path, it: int) -> None:
+        self._client.log_artifact(self._run_id, str(path), "models")
 
     def close(self) -> None:
-        self._run.stop()
+        self._client.set_terminated(self._run_id)
 
 
 def import_optional(package: str) -> Any:
@@ -373,6 +422,15 @@ def import_optional(package: str) -> Any:
     except ImportError as error:
         problem = f"the logging backend {package!r} is not installed ({error})"
         raise ImportError(f'{problem}; pip install "canter[{package}]"', name=package) from error
+
+
+@contextmanager
+def gif_file(frames: np.ndarray, fps: int, name: str) -> Iterator[Path]:
+    """A temporary GIF of (T, H, W, 3) uint8 frames, for services that take files."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{name.replace('/', '_')}.gif"
+        path.write_bytes(encode_gif(frames, fps))
+        yield path
 
 
 def encode_gif(frames: Iterable[np.ndarray], fps: int) -> bytes:
@@ -391,7 +449,8 @@ BACKENDS: dict[str, type[Backend]] = {
     "tensorboard": _TensorboardBackend,
     "wandb": _WandbBackend,
     "swanlab": _SwanlabBackend,
-    "neptune": _NeptuneBackend,
+    "trackio": _TrackioBackend,
+    "mlflow": _MlflowBackend,
 }
 
 

@@ -46,7 +46,7 @@ class _CallingThread(threading.Thread):
             try:
                 call()
                 self.result.set_result(None)
-            except BaseException as error:  # noqa: PERF203
+            except BaseException as error:
                 self.result.set_exception(error)
 
     def has_returned(self, call: Callable[[], None], seconds: float | None) -> bool:
