@@ -102,7 +102,7 @@ def wanted(obs):
 
 
 def make(version, rnn=None, sees_speed=True, **algorithm):
-    cfg = student_cfg(version, rnn, **{"execution": "eager", **algorithm})
+    cfg = student_cfg(version, rnn, **algorithm)
     return OnPolicyRunner(Swing(version, sees_speed), cfg, device="cpu", show_progress=False)
 
 
