@@ -28,7 +28,7 @@ ARMS = {
     "caps": {"smoothness_cfg": {"temporal_coef": 0.2, "spatial_coef": 0.2, "spatial_std": 0.05}},
     "l2c2": {"smoothness_cfg": {"policy_coef": 0.2, "value_coef": 0.1}},
     "rate-bound": {"smoothness_cfg": {"rate_coef": 0.2, "rate_limit": 0.2}},
-    "lipschitz": {"gradient_penalty_coef": 0.002},
+    "lipschitz": {"gradient_penalty_coef": 0.02},
     "constraints": {"constraints_cfg": {"limits": {"action_rate": 1.0}, "probability": 0.1}},
 }
 

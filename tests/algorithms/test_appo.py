@@ -480,3 +480,83 @@ def test_all_extensions_work_together_and_recorded_equals_eager(noise_env, colle
         assert stats["nonfinite_updates"] == 0
         results.append(torch.cat([p.detach().flatten() for p in alg.policy.parameters()]))
     assert torch.equal(*results)
+
+
+def differing_env(noise_env, **settings):
+    """An environment whose reference is 3 above the policy's motion; at an end the last reference is 5 above."""
+    env = amp_env(noise_env, gives_final=True, motion=lambda env: env.features(1.0) + 3.0, **settings)
+    step = env.step
+
+    def with_last(actions):
+        record = step(actions)
+        final = record.extras["final_observation"]
+        final["ref_motion"] = final["ref_obs"] + 5.0
+        return record
+
+    env.step = with_last
+    return env
+
+
+def test_differences_from_the_reference_of_the_same_step_are_told_from_zero(make_appo, collect, noise_env):
+    alg, env = make_appo(env=differing_env(noise_env), motion_difference=True)
+    collect(alg, env)
+    ended = alg.rollout.dones.expand_as(alg.rollout.ref_obs)
+    assert ended.any()
+    torch.testing.assert_close(alg.rollout.ref_obs, torch.where(ended, 5.0, 3.0), atol=1e-3, rtol=0)
+    assert not alg.rollout.ref_motion.any()
+    assert alg.rollout.ref_valid.all()
+    alg.update(0)
+    mean = alg.motion_prior.ref_obs_normalizer.mean  # of the differences alone, without the zeros
+    assert ((mean > 2.9) & (mean < 5.1)).all()
+
+
+def test_without_the_last_reference_the_end_of_an_episode_is_left_out(make_appo, collect):
+    alg, env = make_appo(motion_difference=True)
+    collect(alg, env)
+    assert torch.equal(alg.rollout.ref_valid, ~alg.rollout.dones)
+
+
+def test_the_gradient_penalty_of_differences_is_on_the_policys(make_appo, collect, noise_env):
+    alg, env = make_appo(env=differing_env(noise_env), motion_difference=True)
+    collect(alg, env)
+    (batch,) = alg.mini_batches()
+    losses = alg.compute_losses(batch).losses
+    normalized = alg.motion_prior.normalized(batch.ref_obs, "policy")
+    torch.testing.assert_close(
+        losses["discriminator_grad_pen_loss"], alg.policy.discriminator.compute_grad_pen(normalized)
+    )
+
+
+def test_small_differences_earn_more_once_the_discriminator_has_learned(make_appo, collect, noise_env):
+    env = amp_env(
+        noise_env,
+        ref=lambda e: torch.randn(e.num_envs, 6, generator=e.generator),
+        motion=lambda e: torch.zeros(e.num_envs, 6),
+    )
+    alg, env = make_appo(env=env, motion_difference=True, discriminator_learning_rate=1e-2, num_learning_epochs=5)
+    for iteration in range(60):
+        collect(alg, env)
+        alg.update(iteration)
+    features = torch.tensor([[0.0], [0.5], [3.0]]).expand(3, 6)
+    style = alg.policy.discriminator.predict_style_reward(
+        alg.motion_prior.normalized(features, "policy"), torch.zeros(3)
+    )[0]
+    assert style[0] > style[1] > style[2]
+
+
+@pytest.mark.parametrize("settings", [{"amp_motion_loader": torch.zeros(5, 6)}, {"separate_amp_normalizers": True}])
+def test_differences_need_the_reference_of_the_same_step_and_one_scale(make_appo, settings):
+    with pytest.raises(ValueError, match="motion_difference"):
+        make_appo(motion_difference=True, **settings)
+
+
+def test_differences_recorded_are_eager(make_appo, collect, noise_env):
+    def trained(execution):
+        env = differing_env(noise_env)
+        alg, env = make_appo(env=env, motion_difference=True, execution=execution)
+        for iteration in range(5):
+            collect(alg, env)
+            alg.update(iteration)
+        return torch.cat([p.detach().flatten() for p in alg.policy.parameters()])
+
+    assert torch.equal(trained("eager"), trained("auto"))

@@ -61,6 +61,8 @@ class MotionPriorSettings:
     """Frames of a window sampled from a loader."""
     amp_preload: int = setting(100_000, low=1, fixed=True, unused_if=NO_LOADER)
     """Windows sampled from a loader, once."""
+    motion_difference: bool = setting(False, fixed=True)
+    """ADD: discriminate the reference of the same step minus the policy's motion from zero: tracking, not style."""
     mimic_loss_coef: float = setting(0.0, low=0.0)
     """Weight of the documented mimic loss, which has no gradient: both its sides are data. Use mimic_reward_coef."""
     mimic_reward_coef: float = setting(0.0, low=0.0)
@@ -103,6 +105,11 @@ class MotionPrior(Extension):
             raise ValueError("dagger_loss_coef needs a teacher, or the policy would imitate itself: use ATPPO")
         if cfg.mimic_loss_coef:
             warnings.warn("mimic_loss has no gradient, it is only reported; use mimic_reward_coef", stacklevel=4)
+        if cfg.motion_difference and (cfg.amp_motion_loader is not None or cfg.separate_amp_normalizers):
+            needs = "the reference of the same step in extras['ref_motion'], and one normaliser"
+            raise ValueError(
+                f"motion_difference needs {needs}; leave out amp_motion_loader and separate_amp_normalizers"
+            )
         self.generator, self.device = alg.new_generator("motion"), alg.device
         self.ref_obs_normalizer = EmpiricalNormalization([self.width], until=1e8).to(self.device)
         self.ref_motion_normalizer = self.ref_obs_normalizer
@@ -145,9 +152,9 @@ class MotionPrior(Extension):
             unknown = torch.zeros_like(record.done)
             return {"ref_obs": none, "ref_motion": none, "ref_valid": unknown, "ref_motion_valid": unknown}
         ref_obs = self._flat((record.extras.get("observations") or {}).get("ref_obs"), "observations']['ref_obs")
-        final = record.extras.get("final_observation")
-        final = final.get("ref_obs") if isinstance(final, Mapping) else None
-        valid = record.valid
+        finals = record.extras.get("final_observation")
+        finals = finals if isinstance(finals, Mapping) else {}
+        final, valid = finals.get("ref_obs"), record.valid
         if final is None:
             valid = valid & ~record.done  # features after an episode's end belong to the next episode
         else:
@@ -160,6 +167,15 @@ class MotionPrior(Extension):
             expert = self.bank[(draws * len(self.bank)).long()]
         else:
             raise KeyError("the environment gives no 'ref_motion' in its extras; give it, or set amp_motion_loader")
+        if self.cfg.motion_difference:
+            last = finals.get("ref_motion")
+            if last is None:
+                valid = valid & ~record.done  # the reference belongs to the next episode
+            else:
+                expert = torch.where(
+                    record.done.unsqueeze(1), self._flat(last, "final_observation']['ref_motion"), expert
+                )
+            ref_obs, expert = expert - ref_obs, torch.zeros_like(expert)
         return {"ref_obs": ref_obs, "ref_motion": expert, "ref_valid": valid}
 
     def _flat(self, features: Any, name: str) -> Tensor:
@@ -235,7 +251,8 @@ class MotionPrior(Extension):
             policy = torch.cat([policy, past])
             valid = torch.cat([valid, self.has_past.expand(len(past))])
         expert, policy = self.normalized(expert, "expert"), self.normalized(policy, "policy")
-        losses, stats = self.discriminator.adversarial_losses(expert, policy, valid, has_motion)
+        parts: dict[str, Any] = {"penalizes_policy": True} if self.cfg.motion_difference else {}
+        losses, stats = self.discriminator.adversarial_losses(expert, policy, valid, has_motion, **parts)
         terms.losses.update(losses)
         terms.stats.update(stats)
 
@@ -261,7 +278,8 @@ class MotionPrior(Extension):
         masks = (rollout.data[name][rollout.newest].squeeze(-1) for name in ("ref_valid", "ref_motion_valid"))
         valid, has_motion = masks
         self.ref_obs_normalizer.update(policy, valid)
-        self.ref_motion_normalizer.update(expert, has_motion)
+        if not self.cfg.motion_difference:  # zeros say nothing about the scale of differences
+            self.ref_motion_normalizer.update(expert, has_motion)
         if self.replay is not None:
             rows = torch.nn.functional.pad(policy[valid], (0, self.width % 2))
             self.replay.insert(*rows.chunk(2, dim=-1))

@@ -145,7 +145,7 @@ class SourceReader:
 
     def _anchor(self) -> tuple[np.ndarray, np.ndarray]:
         if self.scene.anchor is None:
-            raise BundleError("the policy follows a motion, which a scene does not have; simulate it in its own simulator")
+            raise BundleError("the policy follows a motion, which a scene lacks; simulate it in its own simulator")
         return self.scene.anchor
 
     def _motion_anchor_position(self, source: Mapping[str, Any]) -> Reader:

@@ -102,23 +102,30 @@ class AMPDiscriminator(nn.Module):
         return self.head(self.trunk(x))
 
     def compute_grad_pen(self, amp_obs: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Its weight times the mean squared gradient norm at (expert) features (..., D), those where `valid` (...)."""
+        """Its weight times the mean squared gradient norm at features (..., D), those where `valid` (...)."""
         x = amp_obs.detach().clone().requires_grad_()
         (gradient,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
         return self.discriminator_grad_pen * masked_mean(gradient.square().sum(-1), valid)
 
     def adversarial_losses(
-        self, expert: Tensor, policy: Tensor, valid: Tensor | None = None, expert_valid: Tensor | None = None
+        self,
+        expert: Tensor,
+        policy: Tensor,
+        valid: Tensor | None = None,
+        expert_valid: Tensor | None = None,
+        penalizes_policy: bool = False,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Losses on expert and policy features (..., D) and statistics of the classification.
 
-        `valid` (...) masks the policy's features, `expert_valid` (...) the expert's; None uses all.
+        `valid` (...) masks the policy's features, `expert_valid` (...) the expert's; None uses all. The gradient
+        penalty is on the expert's features, or on the policy's where the expert's are one point.
         """
+        penalized = (policy, valid) if penalizes_policy else (expert, expert_valid)
         expert_d, policy_d = self(expert).squeeze(-1), self(policy).squeeze(-1)
         losses = {
             "discriminator_expert_loss": masked_mean(self.loss.expert(expert_d), expert_valid),
             "discriminator_policy_loss": masked_mean(self.loss.policy(policy_d), valid),
-            "discriminator_grad_pen_loss": self.compute_grad_pen(expert, expert_valid),
+            "discriminator_grad_pen_loss": self.compute_grad_pen(*penalized),
         }
         with torch.no_grad():
             hits = masked_mean((expert_d > 0.0).float(), expert_valid)
