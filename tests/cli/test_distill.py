@@ -12,7 +12,7 @@ from canter.cli.distill import MAX_RESTARTS, Collector
 from canter.cli.errors import UserError
 from canter.cli.runs import find_checkpoint, load_policy, read_run
 
-SMALL = ["--no-video", "--final-episodes", "2", "--num-envs", "4", "--device", "cpu", "--execution", "eager"]
+SMALL = ["--no-video", "--final-episodes", "2", "--num-envs", "4", "--device", "cpu"]
 PARTS = "{angle: 2, velocity: 1}"
 
 
