@@ -84,10 +84,10 @@ def export(
         if not files:
             raise UserError(f"there is no model_<number>.pt in {run}")
     else:
-        has_files = run.is_dir() and any(run.glob("*.pt"))  # the run of another program may name no task
-        files = [
-            path if path.is_file() else find_checkpoint(run if has_files else read_run(run, None).path, checkpoint)
-        ]
+        # The run of another program may have no config.yaml.
+        is_foreign = run.is_dir() and any(run.glob("*.pt")) and not (run / "config.yaml").exists()
+        folder = run if is_foreign or path.is_file() else read_run(run, None).path
+        files = [path if path.is_file() else find_checkpoint(folder, checkpoint)]
     root = out or run / "export"
     if out is None:
         make_folder(root, run)
