@@ -313,7 +313,9 @@ class PPO(Algorithm):
         values = {**step, "rewards": record.reward, "env_rewards": record.reward, "truncated": record.truncated}
         if record.final_critic_obs is not None and self.cfg.timeout_bootstrap in ("auto", "final_obs"):
             with self.executor.autocast():  # here, because it needs the memory of the episode that ended
-                values["final_values"] = self.policy.value(record.final_critic_obs, hidden)[0]
+                final = self.policy.value(record.final_critic_obs, hidden)[0]
+            # NaN stands for no final observation; the value of a damaged one must stay noticeable.
+            values["final_values"] = final.nan_to_num(math.inf, math.inf, -math.inf)
         for extension in extensions:
             values.update(extension.record(record))
         values["valid"], ends = record.valid, record.terminated | record.truncated
