@@ -2,6 +2,7 @@
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -177,6 +178,8 @@ def test_it_can_be_a_teacher_whose_state_is_written_in_place(recurrent_paths):
     settings = {"action_smoothing_buffer_len": 3, "cmd_vel_mapping": {1: 0.5}}
     teacher = Teacher(policies=[made(recurrent_paths, **settings)])
     teacher.hidden = [policy.initial_hidden(4) for policy in teacher.policies]
+    teacher.alg = SimpleNamespace(device="cpu", generators={"teacher": torch.Generator()})
+    teacher.teacher_prob, teacher.use_teacher_act_mask = torch.tensor(1.0), torch.ones(4, dtype=torch.bool)
     pure = InferencePolicy(made(recurrent_paths, **settings))
     for t in range(8):
         obs = runs.observation([(t // 2 + n) % 3 for n in range(4)])

@@ -48,7 +48,7 @@ def test_a_rank_that_dies_while_others_wait_for_its_work_is_named(launcher, tmp_
     assert "rank 1 (process" in first
 
 
-def test_an_error_of_one_rank_is_reporter_to_the_others(launcher, tmp_path):
+def test_an_error_of_one_rank_is_reported_to_the_others(launcher, tmp_path):
     (first, second), codes = results(launcher, tmp_path, "raises")
     assert codes == [0, 0]
     assert second["error"] == "RuntimeError: joint limit of the left knee"

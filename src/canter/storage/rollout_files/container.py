@@ -84,7 +84,7 @@ def write_chunk(
 
 def read_chunk(path: Path) -> dict[str, np.ndarray]:
     """The arrays of a file, verified by its CRC."""
-    info, data = peek_chunk(path), _plain_file(path, MAX_SIZE)
+    info, data = peek_chunk(path), _whole_file(path)
     head, tail = _around_crc(data)
     crc = f"{zlib.crc32(tail, zlib.crc32(_NO_CRC, zlib.crc32(head))):08x}"
     if crc != info.crc32:
@@ -97,7 +97,8 @@ def read_chunk(path: Path) -> dict[str, np.ndarray]:
 
 def peek_chunk(path: Path) -> ChunkInfo:
     """The header of a file, checked against the file's size and name; the arrays are not read."""
-    start = _plain_file(path, 1)
+    with open_read(path, path.parent) as file:
+        start = file.read(1)
     try:
         with safe_open(path, "numpy") as file:
             facts = file.metadata() or {}
@@ -124,13 +125,13 @@ def peek_chunk(path: Path) -> ChunkInfo:
     return info
 
 
-def _plain_file(path: Path, length: int) -> bytes:
-    """The first bytes of a file, which is no link and not too large."""
+def _whole_file(path: Path) -> bytes:
+    """The bytes of a file that is not too large."""
     with open_read(path, path.parent) as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_SIZE:
             raise TrajectoryFileError(path, f"has {size} bytes, more than the {MAX_SIZE} that such a file may have")
-        return file.read(length)
+        return file.read(size)
 
 
 def _around_crc(data: bytes) -> tuple[memoryview, memoryview]:
