@@ -509,7 +509,10 @@ class PPO(Algorithm):
         extensions, storage, cfg = self.extensions.values(), self.rollout, self.cfg
         self.shows_pass = building.is_replaced(self, PPO, "compute_losses", "loss_terms")
         self.extension_keys = tuple(e.begin_update(self.current_learning_iteration) for e in extensions)
-        self.notice_changes()
+        if extensions:  # which may have set numbers in `begin_update`; after callbacks the runner looks itself
+            self.notice_changes()
+        else:
+            self.sync_settings()
         if self.constants not in self.meters:
             self.meters[self.constants] = MeanMeter()
         self.meter = self.meters[self.constants]
