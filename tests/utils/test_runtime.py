@@ -12,9 +12,7 @@ import torch
 from canter.utils import runtime
 from canter.utils.checkpoint import load_checkpoint, save_checkpoint
 from canter.utils.runtime import (
-    StoppedError,
     StopSignal,
-    interruptible,
     resolve_device,
     rng_state,
     seed_everything,
@@ -198,13 +196,3 @@ def test_another_thread_installs_no_handlers_and_raises_no_error(handlers):
     thread.start()
     thread.join()
     assert seen == [(None, handlers[signal.SIGTERM])]
-
-
-def test_a_signal_ends_work_that_need_not_be_finished_and_nothing_else():
-    with StopSignal() as outer, StopSignal() as inner:
-        with pytest.raises(StoppedError), interruptible():
-            signal.raise_signal(signal.SIGTERM)
-        assert inner.requested == outer.requested == signal.SIGTERM
-        os.kill(os.getpid(), signal.SIGTERM)  # outside of it
-        with pytest.raises(StoppedError), interruptible():  # the run is stopping already
-            raise AssertionError

@@ -59,7 +59,7 @@ def export(
         robot: The robot.json to put into the bundle: limits, sensors and modes of the robot.
         ros2: Folder of a ROS 2 package to write, which runs the bundle.
         c_loop: Folder to write the whole control loop to, in C.
-        config: Training dict of a checkpoint that has none, such as rsl_rl's; by default params/agent.yaml of its run.
+        config: Training dict of a checkpoint without one, of another library; by default params/agent.yaml of its run.
         task: Task of a checkpoint that names none; it gives observations and actions their names.
         modules: Modules that the run's settings name, such as that of its task, and that may be imported.
         logger_kwargs: Settings of the logging backends for --upload, as YAML; see `canter resume`.

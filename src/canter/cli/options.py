@@ -238,7 +238,7 @@ def over_preset(preset: dict[str, Any], file: Mapping[str, Any]) -> dict[str, An
         algorithm = {**preset["algorithm"], **(file.get("algorithm") or {})}
         return lengths | dict(file) | {"algorithm": algorithm | {"class_name": preset["algorithm"]["class_name"]}}
     lengths = dict.fromkeys(SET_LENGTHS) if "total_timesteps" in file else {}  # those of the preset end no run
-    if "actor" in preset and file and not {"actor", "critic"} & set(file):  # rsl_rl's sections would replace `policy`
+    if "actor" in preset and file and not {"actor", "critic"} & set(file):  # these sections would replace `policy`
         own = {key: preset[key] for key in ("task", "run", *LENGTHS) if key in preset}
         preset = parse_train_cfg(preset).to_dict() | own
         preset["algorithm"]["class_name"] = (file.get("algorithm") or preset["algorithm"]).get("class_name", "PPO")

@@ -59,7 +59,7 @@ class PolicyOptions:
     device: str | None = None  # Device to compute on; the CPU by default.
     modules: tuple[str, ...] = ()  # Modules that the run's settings name and that may be imported.
     config: Path | None = None
-    """Training dict of a checkpoint that has none, such as rsl_rl's; by default params/agent.yaml of its run."""
+    """Training dict of a checkpoint without one, of another library; by default params/agent.yaml of its run."""
     task: str | None = None  # Task by name, instead of the one that the run or the bundle names.
 
     def load(self, num_envs: int) -> tuple[SavedRun, Path, Runner]:

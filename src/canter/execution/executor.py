@@ -82,7 +82,7 @@ class Executor:
         self.graphs: dict[Any, Any] = {}  # Graph or Recording by signature
         self.calls: Counter[Any] = Counter()  # without a graph, by signature
         self.compared_in: dict[str, int] = {}  # period of the last comparison, by name
-        self.called_in: dict[str, int] = {}  # period of the last call without a graph, by name
+        self.called_in: dict[str, int] = {}  # period of the last call that ran the function itself, by name
         self.recordings: Counter[str] = Counter()  # number of recordings, by name
         self.short_lived: Counter[str] = Counter()  # of these in a row, by name
         self.dropped: dict[str, Any] = {}  # the last recording that differed, by name

@@ -43,8 +43,8 @@ def load(
 ) -> InferencePolicy:
     """The trained policy of a run directory or a checkpoint file: `actions = canter.load(run).predict(obs)`.
 
-    A checkpoint of rsl_rl does not say how its networks were built: its training dict is `params/agent.yaml` of its run
-    or `config`. Without a `task` its observation and actions have widths but no names.
+    A checkpoint of another library does not say how its networks were built: its training dict is `params/agent.yaml`
+    of its run or `config`. Without a `task` its observation and actions have widths but no names.
 
     Args:
         path: A run directory, a checkpoint file, or a model of the Hugging Face Hub, "hf://USER/NAME".

@@ -13,7 +13,7 @@ from canter.runners.two_stage_runner import TwoStageRunner
 from canter.utils.config import build
 
 DistillationRunner = OnPolicyRunner
-"""rsl_rl's name of the runner of its Distillation, which a training dict of that algorithm selects."""
+"""Another name of the runner, for training dicts whose algorithm is Distillation."""
 CLASSES = (AmpPolicyRunner, MjlabRunner, OffPolicyRunner, OnPolicyRunner, TwoStageRunner)
 RUNNERS: dict[str, type] = {cls.__name__: cls for cls in CLASSES} | {"DistillationRunner": DistillationRunner}
 

@@ -104,10 +104,6 @@ def preserved_rng() -> Iterator[None]:
         set_rng_state(state)
 
 
-class StoppedError(RuntimeError):
-    """A stop signal ended work that was not to be finished."""
-
-
 class StopSignal:
     """The first SIGTERM, SIGINT or SIGHUP sets `requested` and calls the user's handler; others change nothing.
 
@@ -117,8 +113,6 @@ class StopSignal:
 
     requested_at: ClassVar[float | None] = None
     """Time (monotonic) of the first signal, while a run is stopping."""
-    num_interruptible: ClassVar[int] = 0
-    """Number of `interruptible` blocks that the process is in."""
 
     def __init__(self) -> None:
         self.requested: int | None = None  # the first signal received
@@ -150,25 +144,11 @@ class StopSignal:
         # One around this one counts every signal; a handler of the user is called once.
         if callable(before) and before is not signal.default_int_handler and (is_first or is_nested):
             before(number, frame)
-        if StopSignal.num_interruptible:
-            raise StoppedError("a signal ends the run")
 
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before, StopSignal.requested_at = {}, None
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """Let a signal that ends the run raise StoppedError here: for long work that need not be finished, as compiling."""
-    if StopSignal.requested_at is not None:
-        raise StoppedError("a signal ends the run")
-    StopSignal.num_interruptible += 1
-    try:
-        yield
-    finally:
-        StopSignal.num_interruptible -= 1
 
 
 def leave_terminal() -> None:
